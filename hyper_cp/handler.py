@@ -1,0 +1,74 @@
+"""ContextParallelHandler: everything about a batch that context parallelism changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .ops import layout as layouts
+from .ops import mesh as meshes
+from .ops.batch import gather_sequence
+from .style import ContextParallel
+
+
+class ContextParallelHandler:
+    """Shards batches for a cp mesh and gathers results, in the layout its style uses.
+
+    Args:
+        mesh: the cp mesh (1-D, or 2-D ``("ring", "ulysses")``).
+        style: the :class:`ContextParallel` of the model's attention, or a layout's name. Style and
+            handler read one layout, so data and attention cannot disagree.
+
+    All ranks of the mesh must hold the same global tensors.
+    """
+
+    def __init__(self, mesh: DeviceMesh, style: ContextParallel | str = "contiguous") -> None:
+        if not isinstance(style, (ContextParallel, str)):
+            raise TypeError(
+                f"style is a {type(style).__name__}; pass the ContextParallel style of the model or a layout "
+                f"name: {', '.join(map(repr, layouts.LAYOUTS))}"
+            )
+        self.layout = layouts.check_layout(style if isinstance(style, str) else style.mode.layout)
+        self.cp = meshes.view(mesh)
+
+    def dispatch(self, tensor: Tensor, seq_dim: int = 1) -> Tensor:
+        """This rank's share of a global tensor: ``[.. S ..] -> [.. S/n ..]``. Differentiable."""
+        seq_dim = _checked_dim(tensor, seq_dim)
+        ranges = self._ranges(tensor.shape[seq_dim], f"tensor.shape[{seq_dim}]")
+        parts = [tensor.narrow(seq_dim, start, stop - start) for start, stop in ranges]
+        return torch.cat(parts, dim=seq_dim)
+
+    def combine(self, tensor: Tensor, seq_dim: int = 1) -> Tensor:
+        """The inverse, on every rank: ``[.. S/n ..] -> [.. S ..]`` in global order.
+
+        One communication. Differentiable: the gradient of a rank's share is its slice of the
+        gradient of the whole (the whole is used identically on every rank).
+        """
+        seq_dim = _checked_dim(tensor, seq_dim)
+        length = tensor.shape[seq_dim] * self.cp.size
+        layouts.check_length(self.layout, self.cp.size, length)
+        return gather_sequence(tensor, self.cp.key, self.layout, seq_dim)
+
+    def position_ids(self, length: int, device: Any = None) -> Tensor:
+        """Global positions of this rank's tokens, ``[S/n]`` int64, for a global ``length`` S."""
+        self._ranges(length, "length")
+        positions = layouts.positions(self.layout, self.cp.rank, self.cp.size, length)
+        return torch.tensor(positions, dtype=torch.int64, device=device)
+
+    def _ranges(self, length: int, argument: str) -> tuple[layouts.Range, ...]:
+        layouts.check_length(self.layout, self.cp.size, length, argument)
+        return layouts.rank_ranges(self.layout, self.cp.rank, self.cp.size, length)
+
+
+def _checked_dim(tensor: Tensor, seq_dim: int) -> int:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"tensor is a {type(tensor).__name__}, not a torch.Tensor")
+    if not -tensor.ndim <= seq_dim < tensor.ndim:
+        raise ValueError(
+            f"seq_dim={seq_dim} is not a dimension of a tensor of shape {tuple(tensor.shape)}: use "
+            f"{-tensor.ndim} to {tensor.ndim - 1}"
+        )
+    return seq_dim % tensor.ndim

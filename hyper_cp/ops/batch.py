@@ -1,0 +1,42 @@
+"""The batch side's communication: gathering a sharded tensor along its sequence, differentiably."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import exchange, layout as layouts, mesh as meshes
+
+
+@torch.library.custom_op("hyper_cp::gather_sequence", mutates_args=())
+def gather_sequence(x: Tensor, mesh: str, layout: str, seq_dim: int) -> Tensor:
+    """``[.. S/n ..] -> [.. S ..]``, ascending, the same on every rank of the mesh."""
+    cp = meshes.by_key(mesh)
+    length = x.shape[seq_dim] * cp.size
+    by_rank = exchange.gather_ranks(cp.flat, x.movedim(seq_dim, 0))
+    pieces = layouts.ascending_pieces(layout, range(cp.size), cp.size, length)
+    parts = [by_rank[rank, start:stop].movedim(0, seq_dim) for rank, start, stop in pieces]
+    return torch.cat(parts, dim=seq_dim).contiguous()
+
+
+@gather_sequence.register_fake
+def _(x: Tensor, mesh: str, layout: str, seq_dim: int) -> Tensor:
+    shape = list(x.shape)
+    shape[seq_dim] *= meshes.by_key(mesh).size
+    return x.new_empty(shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.mesh, ctx.layout, ctx.seq_dim = inputs
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    cp = meshes.by_key(ctx.mesh)
+    ranges = layouts.rank_ranges(ctx.layout, cp.rank, cp.size, grad.shape[ctx.seq_dim])
+    parts = [grad.narrow(ctx.seq_dim, start, stop - start) for start, stop in ranges]
+    return torch.cat(parts, dim=ctx.seq_dim), None, None, None
+
+
+gather_sequence.register_autograd(_differentiate, setup_context=_save)

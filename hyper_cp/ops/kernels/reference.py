@@ -1,0 +1,67 @@
+"""Plain math: any device, any dtype including fp64, any head dims, any band. Exact and slow."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..merge import accumulation_dtype
+from ..schedule import FULL, Band
+
+
+def band_mask(rows: int, cols: int, band: Band, device: torch.device) -> Tensor | None:
+    """Boolean ``[rows, cols]``, True where visible; None where all is."""
+    if band == FULL:
+        return None
+    lower, upper = band
+    distance = torch.arange(cols, device=device) - torch.arange(rows, device=device).unsqueeze(1)
+    mask = torch.ones(rows, cols, dtype=torch.bool, device=device)
+    if lower is not None:
+        mask &= distance >= lower
+    if upper is not None:
+        mask &= distance <= upper
+    return mask
+
+
+class ReferenceKernel:
+    name = "reference"
+
+    def _logits(self, q: Tensor, k: Tensor, band: Band, scale: float) -> Tensor:
+        logits = q @ k.mT * scale
+        mask = band_mask(q.shape[2], k.shape[2], band, q.device)
+        return logits if mask is None else logits.masked_fill(~mask, -torch.inf)
+
+    @staticmethod
+    def _wide(q: Tensor, *rest: Tensor) -> list[Tensor]:
+        """All in the accumulation dtype, K/V heads repeated to those of q."""
+        dtype = accumulation_dtype(q.dtype)
+        heads = q.shape[1]
+        return [x.to(dtype).repeat_interleave(heads // x.shape[1], dim=1) for x in (q, *rest)]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+        dtype = q.dtype
+        q, k, v = self._wide(q, k, v)
+        logits = self._logits(q, k, band, scale)
+        lse = torch.logsumexp(logits, dim=-1)
+        # A row that sees nothing has lse = -inf: weight zero, not NaN.
+        weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
+        return (weights @ v).to(dtype), lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype, kv_heads = q.dtype, k.shape[1]
+        q, k, v, out, dout = self._wide(q, k, v, out, dout)
+        logits = self._logits(q, k, band, scale)
+        weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0).to(q.dtype).unsqueeze(-1))
+        delta = (dout * out).sum(-1, keepdim=True)
+        dlogits = weights * (dout @ v.mT - delta) * scale
+        dq, dk, dv = dlogits @ k, dlogits.mT @ q, weights.mT @ dout
+
+        def per_kv_head(x: Tensor) -> Tensor:
+            return x.unflatten(1, (kv_heads, -1)).sum(2)
+
+        return dq.to(dtype), per_kv_head(dk).to(dtype), per_kv_head(dv).to(dtype)
+
+
+KERNEL = ReferenceKernel()

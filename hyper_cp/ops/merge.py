@@ -1,0 +1,84 @@
+"""Exact merging of partial attention results, and sums over tiles, in the accumulation dtype.
+
+A partial is (output, log-sum-exp) of some queries over some keys. Two partials of the same
+queries merge as ``out = out_a * (1 - w) + out_b * w`` with ``w = sigmoid(lse_b - lse_a)``
+(ring attention, arXiv 2310.01889, in the overflow-free form of the flash-attention community).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .layout import Range
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 for fp64, fp32 for everything smaller."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def like_queries(x: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Uninitialised ``[B, H, S, head_dim]`` in memory order [B, S, H, D], as the models around
+    attention reshape it without a copy."""
+    b, h, s, _ = x.shape
+    return x.new_empty(b, s, h, head_dim, dtype=dtype).transpose(1, 2)
+
+
+class Partials:
+    """The running (output, log-sum-exp) of a rank's queries ``[B, H, S, D]``."""
+
+    def __init__(self, q: Tensor, head_dim: int):
+        self._q, self._head_dim = q, head_dim
+        self._dtype = accumulation_dtype(q.dtype)
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def add(self, rows: Range, out: Tensor, lse: Tensor) -> None:
+        """Merge the partial of a range of queries. Takes over ``out`` and ``lse``, which the kernel
+        made for this call: they may become the accumulators."""
+        start, stop = rows
+        out, lse = out.to(self._dtype), lse.to(self._dtype)
+        if self._out is None and stop - start == self._q.shape[2]:
+            self._out, self._lse = out, lse
+            return
+        total, total_lse = self._accumulators()
+        total, total_lse = total[:, :, start:stop], total_lse[:, :, start:stop]
+        total.lerp_(out, torch.sigmoid(lse - total_lse).unsqueeze(-1))
+        torch.logaddexp(total_lse, lse, out=total_lse)
+
+    def _accumulators(self) -> tuple[Tensor, Tensor]:
+        if self._out is None or self._lse is None:
+            self._out = like_queries(self._q, self._head_dim, self._dtype).zero_()
+            self._lse = self._q.new_full(self._q.shape[:3], -torch.inf, dtype=self._dtype)
+        return self._out, self._lse
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Output in the dtype of the queries, log-sum-exp [B, H, S] in the accumulation dtype."""
+        out, lse = self._accumulators()
+        return out.to(self._q.dtype), lse
+
+
+class RowSum:
+    """A sum over tiles that each cover a range of rows of ``[B, H, S, D]``."""
+
+    def __init__(self, like: Tensor):
+        self._like, self._dtype = like, accumulation_dtype(like.dtype)
+        self._total: Tensor | None = None
+
+    def add(self, rows: Range, x: Tensor) -> None:
+        """Add to a range of rows. Takes over ``x``."""
+        start, stop = rows
+        if self._total is None and stop - start == self._like.shape[2]:
+            self._total = x.to(self._dtype)
+        else:
+            self._accumulator()[:, :, start:stop].add_(x)
+
+    def _accumulator(self) -> Tensor:
+        if self._total is None:
+            self._total = like_queries(self._like, self._like.shape[3], self._dtype).zero_()
+        return self._total
+
+    def result(self) -> Tensor:
+        """The sum, in the dtype it was made for."""
+        return self._accumulator().to(self._like.dtype)

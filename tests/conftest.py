@@ -1,0 +1,26 @@
+"""Fixtures of the whole test run: the pool of ranks, and how hypothesis behaves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.ranks import Ranks
+
+settings.register_profile(
+    "hyper_cp",
+    deadline=None,  # ranks share two cores: a slow example is not a wrong one
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("hyper_cp")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    pool = Ranks()
+    yield pool
+    pool.close()

@@ -1,0 +1,103 @@
+"""The engine on real gloo ranks against one-device attention: outputs and gradients, every mode."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp.ops import attention
+from tests.oracle import plain_attention, relative_error, token_positions
+
+FP64, FP32 = 1e-10, 5e-6  # the design's exactness bars
+
+
+def inputs(
+    batch: int, heads: int, kv_heads: int, length: int, dim: int, v_dim: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """Global q, k, v and the output's gradient, the same on every rank."""
+    g = torch.Generator().manual_seed(length + heads)
+    shapes = [(batch, heads, length, dim), (batch, kv_heads, length, dim), (batch, kv_heads, length, v_dim)]
+    shapes.append((batch, heads, length, v_dim))
+    return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def run_case(world: int, case: dict[str, Any], errors: dict[str, float] | None = None) -> dict[str, float]:
+    """One forward and backward on this rank; relative errors of its share against the oracle."""
+    rank = torch.distributed.get_rank()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    dtype = case.get("dtype", torch.float64)
+    q, k, v, dout = inputs(
+        case.get("batch", 1), case["heads"], case["kv_heads"], case["length"], 8, case.get("v_dim", 8), dtype
+    )
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    expected = plain_attention(*wide, is_causal=case["causal"])
+    expected_grads = torch.autograd.grad(expected, wide, dout.double())
+
+    mine = torch.tensor(token_positions(case["layout"], rank, world, case["length"]))
+    local = [x[:, :, mine] for x in (q, k, v)]
+    if case.get("strided"):
+        local = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in local]
+    local = [x.requires_grad_() for x in local]
+    out = attention(
+        *local,
+        mesh=mesh,
+        is_causal=case["causal"],
+        enable_gqa=True,
+        ulysses_degree=case["degree"],
+        kv_exchange=case["kv"],
+        layout=case["layout"],
+        load_balance=case["balance"],
+    )
+    grads = torch.autograd.grad(out, local, dout[:, :, mine])
+    result = {"out": relative_error(out, expected[:, :, mine])}
+    for name, grad, want in zip(("dq", "dk", "dv"), grads, expected_grads, strict=True):
+        result[name] = relative_error(grad, want[:, :, mine])
+    return result
+
+
+def run_cases(world: int, cases: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, float]]]:
+    return [(case, run_case(world, case)) for case in cases]
+
+
+def modes(world: int) -> list[dict[str, Any]]:
+    """Every degree x exchange x layout/balance of a world."""
+    found = []
+    for degree in (d for d in (1, 2, 4, 8) if world % d == 0 or d == 1):
+        for kv in ("all_gather", "ring"):
+            if kv == "ring" and degree == world > 1:
+                continue  # no ring dimension: the same as all_gather
+            for layout, balance in (("contiguous", False), ("head_tail", False), ("contiguous", True)):
+                found.append({"degree": degree, "kv": kv, "layout": layout, "balance": balance})
+    return found
+
+
+def check(results: list[Any], bar: float) -> None:
+    bad = [(c, e) for rank in results for c, e in rank if not max(e.values()) <= bar]
+    assert not bad, f"{len(bad)} cases over {bar}; first: {bad[0]}"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_mode_fp64(ranks: Any, world: int) -> None:
+    cases = [
+        {**mode, "causal": causal, "batch": batch, "heads": 8, "kv_heads": kv, "length": 24 * world, "strided": s}
+        for mode in modes(world)
+        for causal, (batch, s) in itertools.product((True, False), ((1, False), (3, True)))
+        for kv in (8, 4, 2, 1)
+        if kv % mode["degree"] == 0 and 8 % mode["degree"] == 0
+    ]
+    check(ranks(world, run_cases, world, cases), FP64)
+
+
+@pytest.mark.parametrize("world", [6, 8])
+def test_wide_worlds_fp64(ranks: Any, world: int) -> None:
+    cases = [
+        {**mode, "causal": causal, "heads": 8, "kv_heads": 8 if mode["degree"] == 8 else 4, "length": 4 * world}
+        for mode in modes(world)
+        for causal in (True, False)
+    ]
+    check(ranks(world, run_cases, world, cases), FP64)
