@@ -28,15 +28,29 @@ def _(x: Tensor, mesh: str, layout: str, seq_dim: int) -> Tensor:
     return x.new_empty(shape)
 
 
+@torch.library.custom_op("hyper_cp::own_slice", mutates_args=())
+def own_slice(x: Tensor, mesh: str, layout: str, seq_dim: int) -> Tensor:
+    """``[.. S ..] -> [.. S/n ..]``: this rank's share. An op, so that lengths may be symbolic."""
+    cp = meshes.by_key(mesh)
+    ranges = layouts.rank_ranges(layout, cp.rank, cp.size, x.shape[seq_dim])
+    parts = [x.narrow(seq_dim, start, stop - start) for start, stop in ranges]
+    return torch.cat(parts, dim=seq_dim).contiguous()
+
+
+@own_slice.register_fake
+def _(x: Tensor, mesh: str, layout: str, seq_dim: int) -> Tensor:
+    shape = list(x.shape)
+    shape[seq_dim] //= meshes.by_key(mesh).size
+    return x.new_empty(shape)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.mesh, ctx.layout, ctx.seq_dim = inputs
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    cp = meshes.by_key(ctx.mesh)
-    ranges = layouts.rank_ranges(ctx.layout, cp.rank, cp.size, grad.shape[ctx.seq_dim])
-    parts = [grad.narrow(ctx.seq_dim, start, stop - start) for start, stop in ranges]
-    return torch.cat(parts, dim=ctx.seq_dim), None, None, None
+    # Every rank uses the whole in the same way, so its share of the gradient is all there is.
+    return own_slice(grad, ctx.mesh, ctx.layout, ctx.seq_dim), None, None, None
 
 
 gather_sequence.register_autograd(_differentiate, setup_context=_save)

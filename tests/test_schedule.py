@@ -1,0 +1,143 @@
+"""The schedule without processes: every visible pair once, balanced, frugal."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hyper_cp.ops import layout as layouts
+from hyper_cp.ops import schedule
+from tests.oracle import token_positions
+
+CAUSAL, FULL = (None, 0), (None, None)
+
+
+def held_by(layout: str, ring: int, ulysses: int, length: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    world = ring * ulysses
+    return tuple(
+        layouts.union_ranges(layout, range(r * ulysses, (r + 1) * ulysses), world, length) for r in range(ring)
+    )
+
+
+def query_positions(layout: str, balance: bool, rank: int, ring: int, ulysses: int, length: int) -> list[int]:
+    """Positions of the queries a ring rank attends, from the definitions."""
+
+    def own(r: int) -> list[int]:
+        world = ring * ulysses
+        return sorted(
+            p for u in range(ulysses) for p in token_positions(layout, r * ulysses + u, world, length)
+        )
+
+    if not balance:
+        return own(rank)
+    half = length // ring // 2
+    return own(rank)[:half] + own(ring - 1 - rank)[half:]
+
+
+def covered(plan: schedule.Schedule, steps: tuple[schedule.Step, ...], blocks: list[list[int]], queries: list[int], length: int) -> np.ndarray:
+    """How often each (query, key) pair of global positions is computed by these steps."""
+    count = np.zeros((length, length), dtype=int)
+    rows = np.array(queries)
+    for step, block in zip(steps, blocks, strict=True):
+        keys = np.array([block[i] for start, stop in step.take for i in range(start, stop)], dtype=int)
+        for tile in step.tiles:
+            q, k = rows[slice(*tile.q)], keys[slice(*tile.k)]
+            distance = np.arange(len(k))[None] - np.arange(len(q))[:, None]
+            lower, upper = tile.band
+            seen = np.ones_like(distance, dtype=bool)
+            if lower is not None:
+                seen &= distance >= lower
+            if upper is not None:
+                seen &= distance <= upper
+            assert seen.any(1).all() and seen.any(0).all(), f"a tile launches rows or columns for nothing: {tile}"
+            assert tile.area == seen.sum()
+            count[np.ix_(q, k)] += seen
+    return count
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple:
+    ring, ulysses = draw(st.integers(1, 8)), draw(st.sampled_from([1, 2, 3]))
+    layout = draw(st.sampled_from(["contiguous", "head_tail"]))
+    kv = draw(st.sampled_from(["ring", "all_gather"]))
+    balance = layout == "contiguous" and draw(st.booleans())
+    length = 2 * ring * ulysses * draw(st.integers(1, 4))
+    band = draw(
+        st.one_of(
+            st.sampled_from([CAUSAL, FULL]),
+            st.tuples(st.integers(-length - 2, 0), st.just(0)),
+            st.tuples(st.integers(-length, 0), st.integers(0, length)),
+        )
+    )
+    return ring, ulysses, layout, kv, balance, length, band
+
+
+@given(problems())
+def test_every_visible_pair_exactly_once(problem: tuple) -> None:
+    ring, ulysses, layout, kv, balance, length, band = problem
+    held = held_by(layout, ring, ulysses, length)
+    distance = np.arange(length)[None] - np.arange(length)[:, None]
+    visible = np.ones((length, length), dtype=bool)
+    if band[0] is not None:
+        visible &= distance >= band[0]
+    if band[1] is not None:
+        visible &= distance <= band[1]
+    for steps_name in ("forward", "backward"):
+        count = np.zeros((length, length), dtype=int)
+        for rank in range(ring):
+            plan = schedule.build(held, rank, kv, balance, band)
+            queries = query_positions(layout, plan.swap, rank, ring, ulysses, length)
+            local = [query_positions(layout, False, r, ring, ulysses, length) for r in range(ring)]
+            if kv == "ring":
+                blocks = [local[(rank - i) % ring] for i in range(plan.hops + 1)]
+            else:
+                blocks = [local[rank], sum(local, [])][: plan.hops + 1]
+            steps = getattr(plan, steps_name)
+            if steps_name == "backward" and plan.hops:
+                blocks = [*blocks, local[rank]]
+            count += covered(plan, steps, blocks, queries, length)
+        assert (count == visible).all()
+
+
+@given(problems())
+def test_all_ranks_make_the_same_hops(problem: tuple) -> None:
+    """A rank that needs nothing still forwards: communication must not depend on a rank's own tiles."""
+    ring, ulysses, layout, kv, balance, length, band = problem
+    held = held_by(layout, ring, ulysses, length)
+    plans = [schedule.build(held, r, kv, balance, band) for r in range(ring)]
+    assert len({(p.hops, p.swap, len(p.forward), len(p.backward)) for p in plans}) == 1
+
+
+@pytest.mark.parametrize("kv", ["ring", "all_gather"])
+@pytest.mark.parametrize("layout, balance", [("head_tail", False), ("contiguous", True)])
+def test_causal_work_is_balanced(kv: str, layout: str, balance: bool) -> None:
+    for ring in [*range(1, 17), 32, 64]:
+        held = held_by(layout, ring, 1, 2 * ring * 128)
+        areas = [schedule.build(held, r, kv, balance, CAUSAL).area for r in range(ring)]
+        assert max(areas) == min(areas)
+
+
+def test_contiguous_work_is_not_balanced_and_says_by_how_much() -> None:
+    """The last rank's share over the mean is 2 - 1/n (+ the diagonal's rounding)."""
+    for ring in (2, 4, 8, 64):
+        held = held_by("contiguous", ring, 1, ring * 128)
+        areas = [schedule.build(held, r, "ring", False, CAUSAL).area for r in range(ring)]
+        assert max(areas) / (sum(areas) / ring) == pytest.approx(2 - 1 / ring, rel=0.01)
+
+
+def test_head_tail_ring_runs_one_kernel_per_step() -> None:
+    held = held_by("head_tail", 8, 1, 8 * 256)
+    for rank in range(8):
+        plan = schedule.build(held, rank, "ring", False, CAUSAL)
+        assert [len(step.tiles) for step in plan.forward] == [1] * 8
+        assert all(len(step.take) == 1 for step in plan.forward), "a ring block is used without a copy"
+
+
+def test_window_bounds_the_hops() -> None:
+    held = held_by("contiguous", 8, 1, 8 * 128)
+    assert schedule.build(held, 0, "ring", False, (-127, 0)).hops == 1
+    assert schedule.build(held, 0, "ring", False, (-129, 0)).hops == 2
+    assert schedule.build(held, 0, "ring", False, (0, 0)).hops == 0
+    assert schedule.build(held, 0, "ring", False, CAUSAL).hops == 7
