@@ -206,11 +206,21 @@ def _visits(kv_exchange: str, rank: int, size: int) -> list[tuple[int, ...]]:
     return [(rank,), tuple(range(size))]
 
 
+# Kernels are slower on fewer rows than this (CPU flash halves its block below 768).
+_MIN_ROWS = 1024
+
+
 def _halves(step: Step) -> tuple[Step, Step]:
-    """Cut the local step in two of about equal work, by rows (causal: 0.7^2 is half)."""
-    length = max((t.q[1] for t in step.tiles), default=0)
-    share = 0.7 if any(t.band == CAUSAL for t in step.tiles) else 0.5
-    row = round(length * share / 128) * 128  # kernels like aligned rows
+    """Cut the local step in two by rows: between two tiles if there are such, else through a long
+    one where both parts have about equal work (causal: 0.7^2 is half); else all in the first."""
+    borders = sorted({t.q[1] for t in step.tiles})
+    length = borders[-1] if borders else 0
+    if len(borders) > 1:
+        row = min(borders[:-1], key=lambda b: abs(2 * sum(t.area for t in step.tiles if t.q[1] <= b) - step.area))
+    else:
+        share = 0.7 if any(t.band == CAUSAL for t in step.tiles) else 0.5
+        row = round(length * share / 128) * 128
+        row = row if length - row >= _MIN_ROWS else length
     parts: tuple[list[Tile], list[Tile]] = ([], [])
     for tile in step.tiles:
         for part, (low, high) in zip(parts, ((0, row), (row, length)), strict=True):
