@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -233,7 +232,7 @@ class Boundary:
         if style.mode.layout == "head_tail" and cp.size > 1 and qkv[0].shape[seq] % 2:
             raise ValueError(
                 f"{self.name}: local sequence length {qkv[0].shape[seq]} (dimension {seq}) is odd, but "
-                f"layout='head_tail' holds two chunks: use global lengths that are a multiple of {2 * cp.size}"
+                f"layout='head_tail' holds two chunks: use global lengths divisible by {2 * cp.size}"
             )
         qkv = ulysses(qkv, cp, style.mode, seq, head)
         call.cp, call.ndim = cp, qkv[0].ndim
@@ -278,8 +277,8 @@ class Boundary:
                 )
             if isinstance(x, DTensor):
                 raise TypeError(
-                    f"{self.name}: {what} is a DTensor with placements {x.placements}, which is not supported "
-                    "yet. Make the projections return local tensors (use_local_output=True)"
+                    f"{self.name}: {what} is a DTensor with placements {x.placements}, which is not "
+                    "supported yet. Make the projections return local tensors (use_local_output=True)"
                 )
             if x.ndim <= max(seq, head):
                 raise ValueError(

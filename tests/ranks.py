@@ -66,7 +66,9 @@ def _serve(conn: Connection, rank: int, port: int, stacks: str) -> None:
 
 def _run(store: dist.Store, job: int, rank: int, world: int, payload: bytes) -> Any:
     fn, args, kwargs, strict = pickle.loads(payload)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world)
+    )
     torch.manual_seed(0)
     dist.init_process_group(
         "gloo",
@@ -150,7 +152,13 @@ class Ranks:
         return [outcomes[r][1] for r in range(world)]
 
     def raises(
-        self, world: int, exception: type[BaseException] | str, match: str, fn: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        world: int,
+        exception: type[BaseException] | str,
+        match: str,
+        fn: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> list[str]:
         """Assert that *every* rank raises ``exception`` with a message that ``match`` finds."""
         name = exception if isinstance(exception, str) else exception.__name__
@@ -163,7 +171,9 @@ class Ranks:
                 if error.types.get(r) != name or not re.search(match, error.messages[r], re.S)
             ]
             if bad:
-                raise AssertionError(f"ranks {bad} did not raise {name} matching {match!r}:\n{error}") from error
+                raise AssertionError(
+                    f"ranks {bad} did not raise {name} matching {match!r}:\n{error}"
+                ) from error
             return [error.messages[r] for r in range(world)]
         raise AssertionError(f"no rank raised; expected {name} matching {match!r} on all {world}")
 

@@ -84,7 +84,15 @@ def check(results: list[Any], bar: float) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_mode_fp64(ranks: Any, world: int) -> None:
     cases = [
-        {**mode, "causal": causal, "batch": batch, "heads": 8, "kv_heads": kv, "length": 24 * world, "strided": s}
+        {
+            **mode,
+            "causal": causal,
+            "batch": batch,
+            "heads": 8,
+            "kv_heads": kv,
+            "length": 24 * world,
+            "strided": s,
+        }
         for mode in modes(world)
         for causal, (batch, s) in itertools.product((True, False), ((1, False), (3, True)))
         for kv in (8, 4, 2, 1)
@@ -96,7 +104,13 @@ def test_every_mode_fp64(ranks: Any, world: int) -> None:
 @pytest.mark.parametrize("world", [6, 8])
 def test_wide_worlds_fp64(ranks: Any, world: int) -> None:
     cases = [
-        {**mode, "causal": causal, "heads": 8, "kv_heads": 8 if mode["degree"] == 8 else 4, "length": 4 * world}
+        {
+            **mode,
+            "causal": causal,
+            "heads": 8,
+            "kv_heads": 8 if mode["degree"] == 8 else 4,
+            "length": 4 * world,
+        }
         for mode in modes(world)
         for causal in (True, False)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -114,7 +115,8 @@ def opcheck_all(world: int) -> None:
             with torch.no_grad():
                 out, lse = ops.attention(q, k, v, *settings)
                 torch.library.opcheck(
-                    ops.attention_backward.default, (torch.ones_like(out), q.detach(), k.detach(), v.detach(), out, lse, *settings)
+                    ops.attention_backward.default,
+                    (torch.ones_like(out), q.detach(), k.detach(), v.detach(), out, lse, *settings),
                 )
     x = torch.randn(2, 8, 3, requires_grad=True)
     torch.library.opcheck(ops.gather_sequence.default, (x, cp.key, "head_tail", 1))
@@ -122,7 +124,11 @@ def opcheck_all(world: int) -> None:
 
 
 def test_opcheck_of_every_op(ranks: Any) -> None:
-    known = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("hyper_cp::")}
+    known = {
+        name.split("::")[1].split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("hyper_cp::")
+    }
     assert known == {"attention", "attention_backward", "all_to_all", "gather_sequence", "own_slice"}
     ranks(2, opcheck_all, 2, timeout=300)
 
@@ -142,7 +148,8 @@ def checkpointed(world: int, modes: list[dict[str, Any]]) -> list[tuple[float, i
             extra = {"context_fn": lambda: create_selective_checkpoint_contexts(policy)} if selective else {}
             for early in (True, False):
                 with set_checkpoint_early_stop(early), exchange.record_traffic() as log:
-                    found = gradients(lambda x, extra=extra: checkpoint(block, x, use_reentrant=False, **extra), block, 1)  # noqa: B023
+                    run = partial(checkpoint, block, use_reentrant=False, **extra)
+                    found = gradients(run, block, 1)
                 worst = max(worst, *(relative_error(a, b) for a, b in zip(found, want, strict=True)))
             transfers.append(len(log.entries))
         results.append((worst, *transfers))

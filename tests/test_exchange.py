@@ -93,7 +93,16 @@ def count_bytes(world: int, cases: list[tuple[int, str, str, bool, torch.dtype]]
         q, k, v, dout = shares(world, layout, length, dtype)
         with Counter() as forward, exchange.record_traffic() as log:
             out = attention(
-                q, k, v, mesh=mesh, is_causal=True, enable_gqa=True, ulysses_degree=degree, kv_exchange=kv, layout=layout, load_balance=balance
+                q,
+                k,
+                v,
+                mesh=mesh,
+                is_causal=True,
+                enable_gqa=True,
+                ulysses_degree=degree,
+                kv_exchange=kv,
+                layout=layout,
+                load_balance=balance,
             )
         with Counter() as backward, exchange.record_traffic() as log_back:
             out.backward(dout)

@@ -17,7 +17,8 @@ CAUSAL, FULL = (None, 0), (None, None)
 def held_by(layout: str, ring: int, ulysses: int, length: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     world = ring * ulysses
     return tuple(
-        layouts.union_ranges(layout, range(r * ulysses, (r + 1) * ulysses), world, length) for r in range(ring)
+        layouts.union_ranges(layout, range(r * ulysses, (r + 1) * ulysses), world, length)
+        for r in range(ring)
     )
 
 
@@ -36,7 +37,13 @@ def query_positions(layout: str, balance: bool, rank: int, ring: int, ulysses: i
     return own(rank)[:half] + own(ring - 1 - rank)[half:]
 
 
-def covered(plan: schedule.Schedule, steps: tuple[schedule.Step, ...], blocks: list[list[int]], queries: list[int], length: int) -> np.ndarray:
+def covered(
+    plan: schedule.Schedule,
+    steps: tuple[schedule.Step, ...],
+    blocks: list[list[int]],
+    queries: list[int],
+    length: int,
+) -> np.ndarray:
     """How often each (query, key) pair of global positions is computed by these steps."""
     count = np.zeros((length, length), dtype=int)
     rows = np.array(queries)
@@ -51,7 +58,9 @@ def covered(plan: schedule.Schedule, steps: tuple[schedule.Step, ...], blocks: l
                 seen &= distance >= lower
             if upper is not None:
                 seen &= distance <= upper
-            assert seen.any(1).all() and seen.any(0).all(), f"a tile launches rows or columns for nothing: {tile}"
+            assert seen.any(1).all() and seen.any(0).all(), (
+                f"a tile launches rows or columns for nothing: {tile}"
+            )
             assert tile.area == seen.sum()
             count[np.ix_(q, k)] += seen
     return count
@@ -93,7 +102,7 @@ def test_every_visible_pair_exactly_once(problem: tuple) -> None:
             if kv == "ring":
                 blocks = [local[(rank - i) % ring] for i in range(plan.hops + 1)]
             else:
-                blocks = [local[rank], sum(local, [])][: plan.hops + 1]
+                blocks = [local[rank], [p for held_here in local for p in held_here]][: plan.hops + 1]
             steps = getattr(plan, steps_name)
             if steps_name == "backward" and plan.hops:
                 blocks = [*blocks, local[rank]]

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import exchange, kernels, layout as layouts, mesh as meshes, schedule
+from . import exchange, kernels, schedule
+from . import layout as layouts
+from . import mesh as meshes
 from .layout import Range
 from .merge import Partials, RowSum, accumulation_dtype, like_queries
 from .mesh import CPMesh
@@ -33,8 +35,7 @@ def _schedule(
 ) -> schedule.Schedule:
     length = q.shape[2] * mesh.ring.size
     held = tuple(
-        layouts.union_ranges(layout, mesh.ulysses_peers(r), mesh.size, length)
-        for r in range(mesh.ring.size)
+        layouts.union_ranges(layout, mesh.ulysses_peers(r), mesh.size, length) for r in range(mesh.ring.size)
     )
     return schedule.build(held, mesh.ring.rank, kv_exchange, load_balance, CAUSAL if is_causal else FULL)
 
@@ -190,9 +191,7 @@ def _all_to_all(
 
 
 @_all_to_all.register_fake
-def _(
-    xs: list[Tensor], mesh: str, layout: str, seq_dim: int, head_dim: int, to_heads: bool
-) -> list[Tensor]:
+def _(xs: list[Tensor], mesh: str, layout: str, seq_dim: int, head_dim: int, to_heads: bool) -> list[Tensor]:
     degree = meshes.by_key(mesh).ulysses.size
     out = []
     for x in xs:
@@ -313,9 +312,7 @@ def ring_attention(
     if cp.ring.size == 1:  # whole sequences: what the device runs for plain attention
         gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=gqa)
-    out, _ = _attention(
-        q, k, v, cp.key, mode.layout, mode.kv_exchange, mode.load_balance, is_causal, scale
-    )
+    out, _ = _attention(q, k, v, cp.key, mode.layout, mode.kv_exchange, mode.load_balance, is_causal, scale)
     return out
 
 

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import exchange, layout as layouts, mesh as meshes
+from . import exchange
+from . import layout as layouts
+from . import mesh as meshes
 
 
 @torch.library.custom_op("hyper_cp::gather_sequence", mutates_args=())

@@ -276,22 +276,21 @@ class RingBackward:
         yield self.k, self.v, *self.home
         if not self.hops:
             return
-        # Three gradient buffers: what this rank adds now, the sum that leaves, the sum that arrives.
-        adding = self.message.zeros(self.k, self.dtype)
-        leaving, arriving = None, torch.empty_like(adding)
+        # Three gradient buffers: the sum that leaves, the sum that arrives, what this rank adds to it.
+        # At hop 1 no sum has come along with the block: this rank begins it.
+        leaving = self.message.zeros(self.k, self.dtype)
+        arriving, adding = torch.empty_like(leaving), torch.zeros_like(leaving)
         self.pending.wait()
         for hop in range(1, self.hops + 1):
             self.block, self.spare = self.spare, self.block
             sends, recvs = ([self.block], [self.spare]) if hop < self.hops else ([], [])
-            if leaving is not None:
+            if hop > 1:
                 sends, recvs = [*sends, leaving], [*recvs, arriving]
             pending = self._post(sends, recvs, 1) if sends else None
-            yield *self.message.unpack(self.block), *self.message.unpack(adding)
+            yield *self.message.unpack(self.block), *self.message.unpack(adding if hop > 1 else leaving)
             if pending is not None:
                 pending.wait()
-            if leaving is None:  # hop 1: nothing came along with the block yet
-                leaving, adding = adding, torch.zeros_like(adding)
-            else:
+            if hop > 1:
                 arriving += adding
                 adding.zero_()
                 leaving, arriving = arriving, leaving
@@ -334,16 +333,23 @@ class GatherBackward:
         blocks = iter(self.blocks)
         yield *next(blocks), *self.home
         for k, v in blocks:
-            totals = [to_wire(x).new_zeros(to_wire(x).shape, dtype=self.dtype) for x in (k, v)]
-            yield k, v, *(from_wire(total) for total in totals)
-            pending = [self.axis.reduce_scatter(total) for total in totals]
+            # Gathered tensors are views of the wire format, which the zeros take over.
+            dk, dv = (torch.zeros_like(x.movedim(2, 0), dtype=self.dtype) for x in (k, v))
+            yield k, v, from_wire(dk), from_wire(dv)
+            pending = [self.axis.reduce_scatter(total) for total in (dk, dv)]
             yield *self.blocks.local, *self.home
             for home, arrived in zip(self.home, pending, strict=True):
                 home += from_wire(arrived.wait())
 
 
-FORWARD = {"ring": RingForward, "all_gather": GatherForward}
-BACKWARD = {"ring": RingBackward, "all_gather": GatherBackward}
+FORWARD: dict[str, type[RingForward] | type[GatherForward]] = {
+    "ring": RingForward,
+    "all_gather": GatherForward,
+}
+BACKWARD: dict[str, type[RingBackward] | type[GatherBackward]] = {
+    "ring": RingBackward,
+    "all_gather": GatherBackward,
+}
 
 
 # --------------------------------------------------------------------------- queries
@@ -392,9 +398,7 @@ class SwappedTails:
 # --------------------------------------------------------------------------- Ulysses
 
 
-def sequence_to_heads(
-    axis: Axis, x: Tensor, seq_dim: int, head_dim: int, pieces: Sequence[Piece]
-) -> Pending:
+def sequence_to_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, pieces: Sequence[Piece]) -> Pending:
     """Trade a sequence shard for a head shard: ``[.. S .. H ..] -> [.. S*n .. H/n ..]``.
 
     ``pieces`` (rank, local start, local stop) say in which order the ranks' tokens come; putting
@@ -410,9 +414,7 @@ def sequence_to_heads(
     return axis.all_to_all(send).then(unpack)
 
 
-def heads_to_sequence(
-    axis: Axis, x: Tensor, seq_dim: int, head_dim: int, pieces: Sequence[Piece]
-) -> Pending:
+def heads_to_sequence(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, pieces: Sequence[Piece]) -> Pending:
     """The inverse: ``[.. S*n .. H ..] -> [.. S .. H*n ..]``."""
     ordered = x.movedim(seq_dim, 0)
     send = x.new_empty(axis.size, ordered.shape[0] // axis.size, *ordered.shape[1:])

@@ -43,7 +43,12 @@ class Tile:
         if self.kind != "windowed":
             return rows * cols if self.kind == "full" else rows * (rows + 1) // 2
         return sum(
-            max(0, min(cols - 1, cols if upper is None else i + upper) - max(0, 0 if lower is None else i + lower) + 1)
+            max(
+                0,
+                min(cols - 1, cols if upper is None else i + upper)
+                - max(0, 0 if lower is None else i + lower)
+                + 1,
+            )
             for i in range(rows)
         )
 
@@ -216,7 +221,9 @@ def _halves(step: Step) -> tuple[Step, Step]:
     borders = sorted({t.q[1] for t in step.tiles})
     length = borders[-1] if borders else 0
     if len(borders) > 1:
-        row = min(borders[:-1], key=lambda b: abs(2 * sum(t.area for t in step.tiles if t.q[1] <= b) - step.area))
+        row = min(
+            borders[:-1], key=lambda b: abs(2 * sum(t.area for t in step.tiles if t.q[1] <= b) - step.area)
+        )
     else:
         share = 0.7 if any(t.band == CAUSAL for t in step.tiles) else 0.5
         row = round(length * share / 128) * 128

@@ -34,7 +34,15 @@ class CPUKernel:
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        band: Band,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not _native(q, k, band):
             return REFERENCE.backward(dout, q, k, v, out, lse, band, scale)

@@ -48,7 +48,15 @@ class ReferenceKernel:
         return (weights @ v).to(dtype), lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        band: Band,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype, kv_heads = q.dtype, k.shape[1]
         q, k, v, out, dout = self._wide(q, k, v, out, dout)

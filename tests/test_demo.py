@@ -1,0 +1,74 @@
+"""The demo, short: every mode's losses are those of one rank, and a wrong mode is caught."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hyper_cp import demo
+
+
+def test_every_mode_and_the_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "losses.png"
+    command = [
+        sys.executable,
+        "-m",
+        "hyper_cp.demo",
+        "--steps",
+        "2",
+        "--seq-len",
+        "256",
+        "--out",
+        str(picture),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for mode in [demo.ONE_RANK, *demo.MODES]:
+        assert f"\n{mode} " in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def result(losses: list[float]) -> demo.Result:
+    return demo.Result(losses, 1.0, 1, 1)
+
+
+@pytest.mark.parametrize("losses", [[5.0, 4.001], [5.0, float("nan")]])
+def test_table_names_a_wrong_mode(losses: list[float]) -> None:
+    results = {demo.ONE_RANK: result([5.0, 4.0]), "good": result([5.0, 4.000001]), "bad": result(losses)}
+    assert demo.table(results)[1] == ["bad"]
+
+
+def train_with_positions_of_rank_zero() -> int:
+    """A classic mistake, every rank counting positions from zero, must end in a non-zero exit."""
+    right = demo.ContextParallelHandler.position_ids
+    demo.ContextParallelHandler.position_ids = lambda self, length: torch.arange(length // self.cp.size)  # type: ignore[method-assign]
+    torch.distributed.destroy_process_group()
+    try:
+        args = argparse.Namespace(steps=3, seq_len=256, modes=["ring"], out="/dev/null")
+        demo.save_picture = lambda *_: None
+        return demo.rank_main(args)
+    finally:
+        demo.ContextParallelHandler.position_ids = right  # type: ignore[method-assign]
+        torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+
+
+def test_wrong_positions_make_it_exit_non_zero(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert ranks(2, with_address, port) == [1, 1]
+
+
+def with_address(port: int) -> int:
+    import os
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return train_with_positions_of_rank_zero()

@@ -1,0 +1,533 @@
+"""ContextParallel on user modules: every way to pass q, k, v, every refusal, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from hyper_cp import ContextParallel, styled_modules
+from hyper_cp.ops import exchange
+from tests import modules
+from tests.oracle import plain_attention, relative_error, token_positions
+
+SEQ, HEADS, KV, DIM = 16, 4, 4, 8
+
+
+def whole(kv_heads: int = KV) -> list[Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(1, h, SEQ, DIM, generator=g, dtype=torch.float64) for h in (HEADS, kv_heads, kv_heads)
+    ]
+
+
+def local(layout: str = "contiguous", kv_heads: int = KV) -> tuple[list[Tensor], Tensor]:
+    """This rank's q, k, v ``[B, H, S, D]`` and its expected output."""
+    mine = torch.tensor(token_positions(layout, dist.get_rank(), dist.get_world_size(), SEQ))
+    q, k, v = whole(kv_heads)
+    return [x[:, :, mine] for x in (q, k, v)], plain_attention(q, k, v, is_causal=True)[:, :, mine]
+
+
+def apply(module: nn.Module, mesh_shape: tuple[int, ...] | None = None, **kwargs: Any) -> nn.Module:
+    if mesh_shape is None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    else:
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("ring", "ulysses"))
+    return parallelize_module(module, mesh, ContextParallel(**kwargs))
+
+
+MODES: list[dict[str, Any]] = [
+    {"ulysses_degree": None},
+    {"ulysses_degree": 1},
+    {"ulysses_degree": 2, "kv_exchange": "ring", "layout": "head_tail"},
+    {"ulysses_degree": "auto"},
+]
+BNSD = {"seq_dim": 2, "head_dim": 1}
+
+# --------------------------------------------------------------------------- ways to call
+
+
+def call_every_way() -> dict[str, float]:
+    errors = {}
+    for mode in MODES:
+        (q, k, v), want = local(mode.get("layout", "contiguous"))
+        bshd = [x.transpose(1, 2) for x in (q, k, v)]
+        packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+        ways: dict[str, Callable[[], Tensor]] = {
+            "positional": lambda: apply(modules.BNSD(), **BNSD, **mode)(q, k, v),
+            "keywords": lambda: apply(modules.BNSD(), **BNSD, **mode)(v=v, note="x", k=k, q=q),
+            "mixed": lambda: apply(modules.BNSD(), **BNSD, **mode)(q, k, v=v),
+            "tuple": lambda: apply(modules.BNSD(packaging="tuple"), **BNSD, **mode)(q, k, v)[0],
+            "list": lambda: apply(modules.BNSD(packaging="list"), **BNSD, **mode)(q, k, v)[0],
+            "namedtuple": lambda: apply(modules.BNSD(packaging="namedtuple"), **BNSD, **mode)(q, k, v).hidden,
+            "bshd": lambda: apply(modules.BSHD(), **mode)(*bshd).transpose(1, 2),
+            "flat": lambda: (
+                apply(modules.BSHD(flat=True), **mode)(*bshd).unflatten(2, (HEADS, DIM)).transpose(1, 2)
+            ),
+            "packed": lambda: (
+                apply(modules.Packed(), seq_dim=0, head_dim=1, **mode)(*packed, scale=DIM**-0.5)
+                .transpose(0, 1)
+                .unsqueeze(0)
+            ),
+            "keyword only": lambda: apply(
+                modules.KeywordOnly(), **BNSD, qkv_kwarg_names=("queries", "keys", "values"), **mode
+            )(keys=k, queries=q, values=v),
+            "own qkv": lambda: apply(modules.BNSD(), **BNSD, qkv_indices=None, **mode)(q, k, v),
+        }
+        for name, way in ways.items():
+            out = way()
+            errors[f"{name} {mode}"] = relative_error(out, want) if out.shape == want.shape else 1.0
+    return errors
+
+
+def test_every_way_to_pass_qkv_and_to_return(ranks: Any) -> None:
+    for errors in ranks(4, call_every_way):
+        assert max(errors.values()) <= 1e-10, {k: e for k, e in errors.items() if e > 1e-10}
+
+
+def by_hand_under_ulysses() -> float:
+    (q, k, v), want = local()
+    return relative_error(apply(modules.Silent(), **BNSD)(q, k, v), want)
+
+
+def test_pure_ulysses_runs_any_kernel(ranks: Any) -> None:
+    assert max(ranks(4, by_hand_under_ulysses)) <= 1e-10
+
+
+def on_a_2d_mesh() -> list[float]:
+    (q, k, v), want = local()
+    found = [apply(modules.BNSD(), shape, **BNSD)(q, k, v) for shape in ((2, 2), (1, 4), (4, 1))]
+    found.append(apply(modules.BNSD(), **BNSD, ulysses_degree=2)(q, k, v))
+    assert torch.equal(found[0], found[-1])
+    return [relative_error(x, want) for x in found]
+
+
+def test_2d_mesh_equals_1d_with_a_degree(ranks: Any) -> None:
+    assert max(max(errors) for errors in ranks(4, on_a_2d_mesh)) <= 1e-10
+
+
+def on_a_slice_of_a_larger_mesh() -> list[float]:
+    """cp as a dimension of dp x cp, both hybrid-able halves at work at once."""
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "cp"))["cp"]
+    rank, errors = mesh.get_local_rank(), []
+    q, k, v = whole()
+    for mode in MODES:
+        mine = torch.tensor(token_positions(mode.get("layout", "contiguous"), rank, 4, SEQ))
+        module = parallelize_module(modules.BNSD(), mesh, ContextParallel(**BNSD, **mode))
+        out = module(*(x[:, :, mine] for x in (q, k, v)))
+        errors.append(relative_error(out, plain_attention(q, k, v, is_causal=True)[:, :, mine]))
+    return errors
+
+
+def test_cp_dimension_of_a_larger_mesh(ranks: Any) -> None:
+    assert max(max(errors) for errors in ranks(8, on_a_slice_of_a_larger_mesh)) <= 1e-10
+
+
+def as_dtensor() -> tuple[bool, float]:
+    (q, k, v), _ = local()
+    out = apply(modules.BNSD(), **BNSD, use_local_output=False)(q, k, v)
+    full = out.full_tensor() if isinstance(out, DTensor) else torch.zeros(1)
+    return isinstance(out, DTensor), relative_error(full, plain_attention(*whole(), is_causal=True))
+
+
+def test_use_local_output_false_returns_a_sharded_dtensor(ranks: Any) -> None:
+    assert all(is_dtensor and error <= 1e-10 for is_dtensor, error in ranks(2, as_dtensor))
+
+
+def auto_choice() -> tuple[list[int], list[int]]:
+    """Degrees that "auto" chooses for 4/4, 4/2 and 3/1 heads, on one host and on hosts of two."""
+    import os
+
+    chosen = []
+    for host in ("4", "2"):
+        os.environ["LOCAL_WORLD_SIZE"] = host
+        from hyper_cp.style import attached
+
+        module = apply(modules.BNSD(), **BNSD, ulysses_degree="auto")
+        boundary = attached(module)
+        assert boundary is not None
+        chosen.append([boundary.mesh_for(*heads).ulysses.size for heads in ((4, 4), (4, 2), (3, 1))])
+    return chosen[0], chosen[1]
+
+
+def test_auto_is_the_widest_degree_of_heads_and_host(ranks: Any) -> None:
+    assert ranks(4, auto_choice) == [([4, 2, 1], [2, 2, 1])] * 4
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+def refused(kind: str) -> None:
+    """Make the mistake ``kind``; whatever happens, nothing may have been communicated."""
+    (q, k, v), _ = local()
+    with exchange.record_traffic() as log:
+        try:
+            WRONG[kind][2](q, k, v)
+        finally:
+            if log.entries:
+                raise SystemError(f"communicated before refusing: {log.entries}")
+
+
+def two_d_with_other_names(*_: Tensor) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    ContextParallel()._apply(modules.BNSD(), mesh)
+
+
+def three_d(*_: Tensor) -> None:
+    ContextParallel()._apply(
+        modules.BNSD(), init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    )
+
+
+def twice(*_: Tensor) -> None:
+    apply(apply(modules.BNSD(), **BNSD), **BNSD)
+
+
+def nothing_matched(*_: Tensor) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    model = nn.Sequential(modules.BNSD())
+    parallelize_module(model, mesh, {"attention": ContextParallel()})
+    styled_modules(model, at_least=1)
+
+
+def named(q: Tensor, k: Tensor, v: Tensor) -> None:
+    model = nn.ModuleDict({"block": nn.ModuleDict({"attn": modules.Silent()})})
+    mesh = init_device_mesh("cpu", (4,))
+    parallelize_module(model, mesh, {"block.attn": ContextParallel(**BNSD, ulysses_degree=1)})
+    styled_modules(model)
+    model["block"]["attn"](q, k, v)  # type: ignore[index,operator]
+
+
+class Flash(nn.Module):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.kwargs = kwargs
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, **self.kwargs)
+
+
+class MHA(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mha = nn.MultiheadAttention(32, 4, batch_first=True, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mha(x, x, x, need_weights=False)[0]
+
+
+ring1 = {**BNSD, "ulysses_degree": 1}
+Mistake = tuple[str, str, Callable[..., Any]]
+WRONG: dict[str, Mistake] = {
+    "heads": (
+        "ValueError",
+        "ulysses_degree=4 cannot split 6 query heads and 2 key/value heads.*that work: 1, 2",
+        lambda q, k, v: apply(modules.BNSD(), **BNSD)(q.repeat(1, 2, 1, 1)[:, :6], k[:, :2], v[:, :2]),
+    ),
+    "heads, own qkv": (
+        "ValueError",
+        "cannot split 3 query heads and 3 key",
+        lambda q, k, v: apply(modules.BNSD(), qkv_indices=None, ulysses_degree=2)(
+            q[:, :3], k[:, :3], v[:, :3]
+        ),
+    ),
+    "degree": (
+        "ValueError",
+        "ulysses_degree=3 does not divide the cp mesh of 4 ranks; degrees that do: 1, 2, 4",
+        lambda *_: apply(modules.BNSD(), ulysses_degree=3),
+    ),
+    "2-D names": ("ValueError", r"2 dimensions named \('dp', 'cp'\).*Slice", two_d_with_other_names),
+    "3-D": ("ValueError", "3 dimensions", three_d),
+    "2-D and degree": (
+        "ValueError",
+        "ulysses_degree=4 contradicts the 2-D mesh, whose 'ulysses' dimension has 2",
+        lambda *_: apply(modules.BNSD(), (2, 2), ulysses_degree=4),
+    ),
+    "not found": (
+        "ValueError",
+        "v was found neither at position 2 nor as keyword 'v'.*Set qkv_indices",
+        lambda q, k, v: apply(modules.BNSD(), **BNSD)(q, k),
+    ),
+    "not a tensor": (
+        "TypeError",
+        "k is a str, not a tensor",
+        lambda q, k, v: apply(modules.BNSD(), **BNSD)(q, "k", v),
+    ),
+    "dtypes": (
+        "TypeError",
+        "dtypes torch.float64, torch.float32, torch.float64.*Cast",
+        lambda q, k, v: apply(modules.BNSD(), **BNSD)(q, k.float(), v),
+    ),
+    "dtypes, own qkv": (
+        "TypeError",
+        "dtypes torch.float64, torch.float32 and torch.float64",
+        lambda q, k, v: apply(modules.BNSD(), qkv_indices=None)(q, k.float(), v),
+    ),
+    "dimensions": (
+        "ValueError",
+        "seq_dim=2 and head_dim=4 need 5 dimensions",
+        lambda q, k, v: apply(modules.BNSD(), seq_dim=2, head_dim=4)(q, k, v),
+    ),
+    "lengths": (
+        "ValueError",
+        "4, 3, 3 positions in dimension seq_dim=2",
+        lambda q, k, v: apply(modules.BNSD(), **BNSD)(q, k[:, :, :3], v[:, :, :3]),
+    ),
+    "odd": (
+        "ValueError",
+        "local sequence length 3 .*odd.*divisible by 8",
+        lambda q, k, v: apply(modules.BNSD(), **BNSD, layout="head_tail")(*(x[:, :, :3] for x in (q, k, v))),
+    ),
+    "odd, balance": (
+        "ValueError",
+        "local sequence length 3 is odd.*multiple of 8",
+        lambda q, k, v: apply(modules.BNSD(), **ring1, load_balance=True)(*(x[:, :, :3] for x in (q, k, v))),
+    ),
+    "no attention": (
+        "RuntimeError",
+        "module Silent returned without calling F.scaled_dot_product_attention",
+        lambda q, k, v: apply(modules.Silent(), **ring1)(q, k, v),
+    ),
+    "no attention, own qkv": (
+        "RuntimeError",
+        "module Silent returned without calling",
+        lambda q, k, v: apply(modules.Silent(), qkv_indices=None)(q, k, v),
+    ),
+    "no attention, named": ("RuntimeError", r"module 'block.attn' \(Silent\)", named),
+    "twice": ("ValueError", "already applied to module BNSD", twice),
+    "nothing matched": ("ValueError", "applied to 0 modules of Sequential, expected", nothing_matched),
+    "mask": (
+        "NotImplementedError",
+        r"attn_mask of shape \(4, 4\)",
+        lambda q, k, v: apply(Flash(attn_mask=torch.ones(4, 4, dtype=torch.bool)), **ring1)(q, k, v),
+    ),
+    "dropout": (
+        "NotImplementedError",
+        "dropout_p=0.1",
+        lambda q, k, v: apply(Flash(dropout_p=0.1), **ring1)(q, k, v),
+    ),
+    "gqa": (
+        "ValueError",
+        "query has 4 heads and key 2; pass enable_gqa=True",
+        lambda q, k, v: apply(Flash(), **ring1)(q, k[:, :2], v[:, :2]),
+    ),
+    "MultiheadAttention": (
+        "NotImplementedError",
+        "module MHA calls nn.MultiheadAttention",
+        lambda q, k, v: apply(MHA(), qkv_indices=None)(q.transpose(1, 2).flatten(2)),
+    ),
+    "DTensor": (
+        "TypeError",
+        "q is a DTensor with placements",
+        lambda q, k, v: apply(modules.BNSD(), **BNSD)(
+            DTensor.from_local(q, init_device_mesh("cpu", (4,)), run_check=False), k, v
+        ),
+    ),
+    "not a mesh": (
+        "TypeError",
+        "mesh must be a torch.distributed.DeviceMesh, got str",
+        lambda *_: ContextParallel()._apply(modules.BNSD(), "cp"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", list(WRONG))
+@pytest.mark.filterwarnings("ignore")
+def test_wrong_use_is_refused_on_every_rank_before_communication(ranks: Any, kind: str) -> None:
+    exception, words, _ = WRONG[kind]
+    ranks.raises(4, exception, words, refused, kind)
+
+
+def wrong_output() -> None:
+    (q, k, v), _ = local()
+    apply(modules.BSHD(flat=True), **BNSD)(q, k, v)  # returns [B, ...] of another layout
+
+
+def test_output_of_another_layout_is_refused(ranks: Any) -> None:
+    ranks.raises(
+        2, "ValueError", "must be a tensor with 16 positions in dimension seq_dim=2 and 2 heads", wrong_output
+    )
+
+
+@pytest.mark.parametrize(
+    "kwargs, words",
+    [
+        ({"seq_dim": -1}, "seq_dim=-1"),
+        ({"seq_dim": 1, "head_dim": 1}, "different dimensions"),
+        ({"ulysses_degree": 0}, "ulysses_degree=0"),
+        ({"ulysses_degree": "all"}, "ulysses_degree='all'"),
+        ({"ulysses_degree": True}, "ulysses_degree=True"),
+        ({"qkv_indices": (0, 1)}, re.escape("qkv_indices=(0, 1)")),
+        ({"qkv_indices": None, "qkv_kwarg_names": ("q", "k", "v")}, "qkv_kwarg_names="),
+        ({"kv_exchange": "p2p"}, "kv_exchange='p2p' is unknown; choose one of 'all_gather', 'ring'"),
+        ({"layout": "zigzag"}, "layout='zigzag'"),
+        ({"layout": "head_tail", "load_balance": True}, "balanced already"),
+        ({"layout": "head_tail", "use_local_output": False}, "contiguous order"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_construction(kwargs: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ContextParallel(**kwargs)
+
+
+# --------------------------------------------------------------------------- nothing left behind
+
+
+def clean() -> bool:
+    """No mode is left on the stack, and a plain call of another module is plain."""
+    (q, k, v), _ = local()
+    with exchange.record_traffic() as log:
+        F.scaled_dot_product_attention(q, k, v)
+    return not torch.overrides._get_current_function_mode_stack() and not log.entries
+
+
+def fails(module: nn.Module, *args: Any) -> str:
+    try:
+        module(*args)
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def exceptions() -> list[Any]:
+    (q, k, v), want = local()
+    found: list[Any] = []
+    for mode in ({"ulysses_degree": 1}, {"ulysses_degree": 2}):
+        module = apply(modules.Failing(), **BNSD, **mode)
+        found += [fails(module, q, k, v), clean()]
+        module.broken = False  # type: ignore[assignment]
+        found.append(relative_error(module(q, k, v), want) <= 1e-10)
+
+        def bad_hook(*_: Any) -> None:
+            raise LookupError("a hook's mistake")
+
+        for prepend in (False, True):  # after ours, before ours
+            hook = module.register_forward_pre_hook(bad_hook, prepend=prepend)
+            found += [fails(module, q, k, v), clean()]
+            hook.remove()
+        hook = module.register_forward_hook(bad_hook)
+        found += [fails(module, q, k, v), clean()]
+        hook.remove()
+        found.append(relative_error(module(q, k, v), want) <= 1e-10)
+        found += [fails(module, q, k, "v"), clean()]  # our own refusal
+        found.append(relative_error(module(q, k, v), want) <= 1e-10)
+    return found
+
+
+def test_exceptions_leave_nothing_behind(ranks: Any) -> None:
+    one = ["KeyError", True, True, *["LookupError", True] * 3, True, "TypeError", True, True]
+    assert ranks(4, exceptions) == [one * 2] * 4
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8, dtype=torch.float64)
+        self.inner = modules.BNSD()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.inner(self.proj(q), k, v)
+
+
+def copies() -> list[bool]:
+    (q, k, v), _ = local()
+    plain = Model()
+    names = [n for n, _ in plain.named_modules()], list(plain.state_dict())
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (4,))
+    parallelize_module(model, mesh, {"inner": ContextParallel(**ring1)})
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.proj.weight.add_(1)
+    full = plain_attention(plain.proj(whole()[0]), *whole()[1:], is_causal=True)
+    want = full[:, :, dist.get_rank() * 4 :][:, :, :4]
+    state = pickle.loads(pickle.dumps(model.state_dict()))
+    return [
+        ([n for n, _ in model.named_modules()], list(model.state_dict())) == names,
+        relative_error(model(q, k, v), want) <= 1e-10,
+        relative_error(twin(q, k, v), want) > 1e-3,
+        relative_error(model(q, k, v), want) <= 1e-10,
+        list(styled_modules(twin)) == ["inner"],
+        all(torch.equal(a, b) for a, b in zip(state.values(), plain.state_dict().values(), strict=True)),
+        fails_to_pickle(model),
+    ]
+
+
+def fails_to_pickle(model: nn.Module) -> bool:
+    try:
+        pickle.dumps(model)
+    except TypeError as error:
+        return "state_dict" in str(error)
+    return False
+
+
+def test_deepcopy_names_and_state_dict(ranks: Any) -> None:
+    assert ranks(4, copies) == [[True] * 7] * 4
+
+
+def count_groups() -> list[int]:
+    """Process groups made for a 24-layer model in several modes, styles and applications."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    made, original, counts = [], dist.new_group, []
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        made.append(args)
+        return original(*args, **kwargs)
+
+    dist.new_group = counting
+    try:
+        for mode in (
+            {"ulysses_degree": 2},
+            {"ulysses_degree": 2, "kv_exchange": "ring"},
+            *({"ulysses_degree": degree} for degree in (1, None, "auto")),
+        ):
+            model = nn.ModuleList(modules.BNSD() for _ in range(24))
+            parallelize_module(model, mesh, {"*": ContextParallel(**BNSD, **mode)})
+            assert len(styled_modules(model)) == 24
+            counts.append(len(made))
+    finally:
+        dist.new_group = original
+    return counts
+
+
+def test_groups_are_made_once_per_mesh(ranks: Any) -> None:
+    assert ranks(4, count_groups) == [[2, 2, 2, 2, 2]] * 4  # one ring and one ulysses group per rank
+
+
+def amp() -> list[Any]:
+    (q, k, v), want = local()
+    found: list[Any] = []
+    for mode in MODES[:3]:
+        if mode.get("layout"):
+            (q, k, v), want = local("head_tail")
+        with torch.autocast("cpu", torch.bfloat16):
+            out = apply(modules.BNSD(), **BNSD, **mode)(q.float(), k.float(), v.float())
+        found.append((out.dtype, relative_error(out, want) < 2e-2))
+    return found
+
+
+def test_autocast_reaches_attention(ranks: Any) -> None:
+    assert ranks(4, amp) == [[(torch.bfloat16, True)] * 3] * 4
+
+
+def no_warnings() -> bool:
+    (q, k, v), _ = local()
+    for mode in MODES:
+        out = apply(modules.BNSD(), **BNSD, **mode)(*(x.clone().requires_grad_() for x in (q, k, v)))
+        out.sum().backward()
+    return True
+
+
+def test_no_warning_comes_from_us(ranks: Any) -> None:
+    assert all(ranks(4, no_warnings, warnings_as_errors=True))
