@@ -21,7 +21,13 @@ def plain_attention(
 
 def relative_error(value: Tensor, expected: Tensor) -> float:
     """Largest absolute difference over the largest absolute expected value."""
-    return ((value.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
+    difference = (value.double() - expected.double()).abs().max()
+    return (difference / expected.double().abs().max()).item()
+
+
+def rms_error(value: Tensor, expected: Tensor) -> float:
+    """Root mean square of the differences."""
+    return (value.double() - expected.double()).square().mean().sqrt().item()
 
 
 def token_positions(layout: str, rank: int, world: int, length: int) -> list[int]:

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp.ops import attention
-from tests.oracle import plain_attention, relative_error, token_positions
+from tests.oracle import plain_attention, relative_error, rms_error, token_positions
 
 FP64, FP32 = 1e-10, 5e-6  # the design's exactness bars
 
@@ -26,8 +29,8 @@ def inputs(
     return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
 
 
-def run_case(world: int, case: dict[str, Any], errors: dict[str, float] | None = None) -> dict[str, float]:
-    """One forward and backward on this rank; relative errors of its share against the oracle."""
+def run_case(world: int, case: dict[str, Any]) -> dict[str, float]:
+    """One forward and backward on this rank; errors of its share against the oracle in fp64."""
     rank = torch.distributed.get_rank()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     dtype = case.get("dtype", torch.float64)
@@ -54,9 +57,10 @@ def run_case(world: int, case: dict[str, Any], errors: dict[str, float] | None =
         load_balance=case["balance"],
     )
     grads = torch.autograd.grad(out, local, dout[:, :, mine])
-    result = {"out": relative_error(out, expected[:, :, mine])}
+    error = rms_error if case.get("rms") else relative_error
+    result = {"out": error(out, expected[:, :, mine])}
     for name, grad, want in zip(("dq", "dk", "dv"), grads, expected_grads, strict=True):
-        result[name] = relative_error(grad, want[:, :, mine])
+        result[name] = error(grad, want[:, :, mine])
     return result
 
 
@@ -115,3 +119,62 @@ def test_wide_worlds_fp64(ranks: Any, world: int) -> None:
         for causal in (True, False)
     ]
     check(ranks(world, run_cases, world, cases), FP64)
+
+
+# --------------------------------------------------------------------------- drawn combinations
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> dict[str, Any]:
+    world = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    mode = draw(st.sampled_from(modes(world)))
+    kv_heads = mode["degree"] * draw(st.sampled_from([1, 2]))
+    dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+    return {
+        **mode,
+        "world": world,
+        "causal": draw(st.booleans()),
+        "heads": kv_heads * draw(st.sampled_from([1, 2, 4])),
+        "kv_heads": kv_heads,
+        "length": 2 * world * draw(st.integers(1, 9)),
+        "batch": draw(st.integers(1, 2)),
+        "strided": draw(st.booleans()),
+        # Where head dims differ, SDPA in bf16 computes in fp32 throughout, also what flash kernels (and
+        # we) round to bf16 between forward and backward: no measure for them.
+        "v_dim": 8 if dtype == torch.bfloat16 else draw(st.sampled_from([8, 5])),
+        "dtype": dtype,
+    }
+
+
+BARS = {torch.float64: FP64, torch.float32: FP32}
+
+
+def one_device_errors(case: dict[str, Any]) -> dict[str, float]:
+    """Of plain SDPA on one device in the same dtype, against fp64."""
+    q, k, v, dout = inputs(
+        case["batch"], case["heads"], case["kv_heads"], case["length"], 8, case["v_dim"], case["dtype"]
+    )
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    want = plain_attention(*wide, is_causal=case["causal"])
+    want_grads = torch.autograd.grad(want, wide, dout.double())
+    narrow = [x.requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*narrow, is_causal=case["causal"], enable_gqa=True)
+    grads = torch.autograd.grad(out, narrow, dout)
+    pairs = zip(("out", "dq", "dk", "dv"), (out, *grads), (want, *want_grads), strict=True)
+    return {name: rms_error(a, b) for name, a, b in pairs}
+
+
+@settings(max_examples=60)
+@given(case=drawn())
+def test_drawn_combinations_meet_the_bars(ranks: Any, case: dict[str, Any]) -> None:
+    """fp64 1e-10 and fp32 5e-6 relative (largest element); bf16 at most twice the error of
+    one-device attention (root mean square: the largest of a few roundings is a matter of luck)."""
+    world = case["world"]
+    if case["dtype"] in BARS:
+        check(ranks(world, run_cases, world, [case]), BARS[case["dtype"]])
+        return
+    found = ranks(world, run_case, world, {**case, "rms": True})
+    allowed = one_device_errors(case)
+    for name, limit in allowed.items():
+        # All ranks hold equally many elements.
+        assert (sum(rank[name] ** 2 for rank in found) / world) ** 0.5 <= 2 * limit, (name, found, allowed)

@@ -18,7 +18,8 @@ class Kernel(Protocol):
     """Forward and backward of a tile. ``q`` is [B, H, Sq, D], ``k`` [B, Hkv, Sk, D], ``v``
     [B, Hkv, Sk, Dv] with H a multiple of Hkv, any strides. ``band``: see ``schedule.Band``.
 
-    Tensors returned are new: the caller may write to them.
+    Outputs and gradients may be in the dtype of the inputs or wider. Tensors returned are new: the
+    caller may write to them.
     """
 
     name: str

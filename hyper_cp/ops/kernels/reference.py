@@ -24,6 +24,8 @@ def band_mask(rows: int, cols: int, band: Band, device: torch.device) -> Tensor 
 
 
 class ReferenceKernel:
+    """Computes and returns everything in the accumulation dtype: nothing is rounded before the merge."""
+
     name = "reference"
 
     def _logits(self, q: Tensor, k: Tensor, band: Band, scale: float) -> Tensor:
@@ -39,13 +41,12 @@ class ReferenceKernel:
         return [x.to(dtype).repeat_interleave(heads // x.shape[1], dim=1) for x in (q, *rest)]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
-        dtype = q.dtype
         q, k, v = self._wide(q, k, v)
         logits = self._logits(q, k, band, scale)
         lse = torch.logsumexp(logits, dim=-1)
         # A row that sees nothing has lse = -inf: weight zero, not NaN.
         weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
-        return (weights @ v).to(dtype), lse
+        return weights @ v, lse
 
     def backward(
         self,
@@ -58,7 +59,7 @@ class ReferenceKernel:
         band: Band,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype, kv_heads = q.dtype, k.shape[1]
+        kv_heads = k.shape[1]
         q, k, v, out, dout = self._wide(q, k, v, out, dout)
         logits = self._logits(q, k, band, scale)
         weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0).to(q.dtype).unsqueeze(-1))
@@ -69,7 +70,7 @@ class ReferenceKernel:
         def per_kv_head(x: Tensor) -> Tensor:
             return x.unflatten(1, (kv_heads, -1)).sum(2)
 
-        return dq.to(dtype), per_kv_head(dk).to(dtype), per_kv_head(dv).to(dtype)
+        return dq, per_kv_head(dk), per_kv_head(dv)
 
 
 KERNEL = ReferenceKernel()
