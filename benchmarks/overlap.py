@@ -1,0 +1,155 @@
+"""How much communication the schedule hides: real ranks and messages, simulated link and kernels.
+
+    python benchmarks/overlap.py --ranks 8
+
+Every transfer takes as long as its bytes need on a link of fixed bandwidth, every kernel as long as
+its tile's area needs (backward 2.5 times forward); both by the clock, while the real messages are
+exchanged, so that the order of posting and waiting is the library's own and n ranks need no n
+devices. The link is as slow as the computation is long: what is hidden perfectly costs nothing, and
+the ratio to the longer of the two would be 1.00. The bar for the balanced ring is 1.15.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp.ops import attention, exchange, kernels
+
+MODES: dict[str, dict[str, Any]] = {
+    "ring, head_tail": {"kv_exchange": "ring", "layout": "head_tail"},
+    "ring, load_balance": {"kv_exchange": "ring", "load_balance": True},
+    "all_gather, head_tail": {"layout": "head_tail"},
+    "all_gather, load_balance": {"load_balance": True},
+}
+
+
+class Link:
+    """This rank's link: transfers queue up on it in the order in which they are posted."""
+
+    def __init__(self) -> None:
+        self.bandwidth, self.free_at, self.busy = float("inf"), 0.0, 0.0
+
+    def post(self, nbytes: int) -> float:
+        duration = nbytes / self.bandwidth
+        self.busy += duration
+        self.free_at = max(self.free_at, time.perf_counter()) + duration
+        return self.free_at
+
+
+class Kernel:
+    """Takes the time of a tile; its results are zeros of the right shapes."""
+
+    name = "simulated"
+
+    def __init__(self) -> None:
+        self.pairs_per_second, self.busy = float("inf"), 0.0
+
+    def _run(self, q: Tensor, k: Tensor, band: Any, factor: float) -> None:
+        pairs = q.shape[2] * k.shape[2] * (0.5 if band == (None, 0) else 1.0)
+        self.busy += factor * pairs / self.pairs_per_second
+        time.sleep(factor * pairs / self.pairs_per_second)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Any, scale: float) -> tuple[Tensor, Tensor]:
+        self._run(q, k, band, 1.0)
+        return torch.zeros_like(q), q.new_zeros(q.shape[:3])
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, band: Any, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._run(q, k, band, 2.5)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+def simulate(link: Link, kernel: Kernel) -> None:
+    """Put the simulated link and kernel into the library of this process."""
+    record, init, wait = exchange._record, exchange.Pending.__init__, exchange.Pending.wait
+    posted = [0.0]
+
+    def recording(operation: str, nbytes: int) -> None:
+        record(operation, nbytes)
+        posted[0] = link.post(nbytes)
+
+    def starting(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.arrives_at = posted[0]
+
+    def waiting(self: Any) -> Any:
+        time.sleep(max(0.0, self.arrives_at - time.perf_counter()))
+        return wait(self)
+
+    exchange._record, exchange.Pending.__init__, exchange.Pending.wait = recording, starting, waiting
+    kernels.select = lambda *_: kernel
+
+
+def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=args.ranks,
+        timeout=timedelta(minutes=5),
+    )
+    mesh = init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("cp",))
+    link, kernel = Link(), Kernel()
+    simulate(link, kernel)
+    q, k, v = (torch.randn(1, 2, args.tokens, 16, requires_grad=True) for _ in range(3))
+
+    def step(mode: dict[str, Any]) -> float:
+        dist.barrier()
+        link.free_at = link.busy = kernel.busy = 0.0
+        start = time.perf_counter()
+        attention(q, k, v, mesh=mesh, is_causal=True, **mode).sum().backward()
+        return time.perf_counter() - start
+
+    for name, mode in MODES.items():
+        link.bandwidth, kernel.pairs_per_second = 1e30, 1e30
+        step(mode)  # counts: in units of one byte and one pair
+        link.bandwidth, kernel.pairs_per_second = (
+            link.busy * 1e30 / args.seconds,
+            kernel.busy * 1e30 / args.seconds,
+        )
+        found = torch.tensor([step(mode), max(link.busy, kernel.busy)])
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        if rank == 0:
+            queue.put((name, *found.tolist()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=256, help="per rank")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of computation, and of communication")
+    args = parser.parse_args()
+    context: Any = torch.multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        target = (args, os.path.join(folder, "store"), queue)
+        ranks = [context.Process(target=rank_main, args=(r, *target)) for r in range(args.ranks)]
+        for process in ranks:
+            process.start()
+        print(f"{args.ranks} ranks; {args.seconds} s of simulated computation and as much communication")
+        for _ in MODES:
+            name, seconds, longer = queue.get()
+            print(f"{name:26} {seconds:6.2f} s   {seconds / longer:.2f} x the longer of the two", flush=True)
+        for process in ranks:
+            process.join()
+
+
+if __name__ == "__main__":
+    main()
