@@ -171,8 +171,9 @@ def attached(module: nn.Module) -> Boundary | None:
 
 @dataclass
 class _Call:
-    """What one running call of the module must undo or check at its end."""
+    """What one running call of a styled module must undo or check at its end."""
 
+    owner: Boundary
     cp: CPMesh | None = None
     length: int = 0  # of the sequence inside the module
     heads: int = 0  # query heads inside the module
@@ -194,11 +195,10 @@ class Boundary:
         else:
             degree = None if style.ulysses_degree == "auto" else style.ulysses_degree
             self.meshes = [meshes.view(device_mesh, degree)]  # type: ignore[arg-type]
-        self.running = _Running()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Boundary:
         copy = Boundary.__new__(Boundary)
-        copy.__dict__.update(self.__dict__, running=_Running())
+        copy.__dict__.update(self.__dict__)  # style and meshes are shared, process groups cannot be copied
         return copy
 
     def __reduce__(self) -> Any:
@@ -217,8 +217,9 @@ class Boundary:
     # ---- before the module's forward
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = _Call()
-        self.running.calls.append(call)
+        self._refuse_nesting()
+        call = _Call(self)
+        _running.calls.append(call)
         if self.style.qkv_indices is None:
             if any(cp.size > 1 for cp in self.meshes):
                 self._enter(call, sharded_heads=False)
@@ -243,6 +244,14 @@ class Boundary:
         if cp.ring.size > 1:
             self._enter(call, sharded_heads=True)
         return tuple(args), kwargs
+
+    def _refuse_nesting(self) -> None:
+        if _running.calls:
+            outer = _running.calls[-1].owner.name
+            raise RuntimeError(
+                f"{self.name} was called inside {outer}, and ContextParallel is applied to both: the "
+                "sequence would be exchanged twice. Apply it to one of them"
+            )
 
     def _enter(self, call: _Call, sharded_heads: bool) -> None:
         cp = call.cp
@@ -306,9 +315,9 @@ class Boundary:
     # ---- after it
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if not self.running.calls:  # an earlier hook raised before `before` ran
-            return None
-        call = self.running.calls.pop()
+        if not _running.calls or _running.calls[-1].owner is not self:
+            return None  # an earlier hook, or `before` itself, raised: there is no call to end
+        call = _running.calls.pop()
         if call.region is not None:
             call.region.__exit__(None, None, None)
         if output is None:  # an exception is on its way, or the module has nothing to give back
@@ -360,10 +369,13 @@ class Boundary:
 
 
 class _Running(threading.local):
-    """The calls of one module that are running in this thread, innermost last."""
+    """The calls of styled modules that are running in this thread (at most one: see nesting)."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
+
+
+_running = _Running()
 
 
 def _dimension(name: str, value: int) -> int:

@@ -531,3 +531,100 @@ def no_warnings() -> bool:
 
 def test_no_warning_comes_from_us(ranks: Any) -> None:
     assert all(ranks(4, no_warnings, warnings_as_errors=True))
+
+
+# --------------------------------------------------------------------------- corners
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = modules.BNSD()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.inner(q, k, v)
+
+
+def nested() -> None:
+    (q, k, v), _ = local()
+    mesh = init_device_mesh("cpu", (2,))
+    model = parallelize_module(Outer(), mesh, {"": ContextParallel(**BNSD), "inner": ContextParallel(**BNSD)})
+    try:
+        model(q, k, v)
+    finally:
+        if not clean():
+            raise SystemError("left something behind")
+
+
+def test_styled_modules_inside_each_other_are_refused(ranks: Any) -> None:
+    ranks.raises(2, "RuntimeError", "module BNSD was called inside module Outer", nested)
+
+
+def unordered_mesh() -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    ContextParallel()._apply(modules.BNSD(), DeviceMesh("cpu", [1, 0], mesh_dim_names=("cp",)))
+
+
+def test_a_mesh_out_of_order_is_refused(ranks: Any) -> None:
+    ranks.raises(2, "ValueError", r"mesh lists its ranks as \[1, 0\], not ascending", unordered_mesh)
+
+
+def corners() -> dict[str, bool]:
+    """Calls that are unusual but right."""
+    world, found = dist.get_world_size(), {}
+    for mode in MODES:
+        layout = mode.get("layout", "contiguous")
+        mine = torch.tensor(token_positions(layout, dist.get_rank(), world, SEQ))
+        (q, k, v), want = local(layout)
+        module = apply(modules.BNSD(), **BNSD, **mode)
+        key = str(mode)
+        with torch.no_grad():
+            found[f"no_grad {key}"] = relative_error(module(q, k, v), want) <= 1e-10
+        with torch.inference_mode():
+            found[f"inference {key}"] = relative_error(module(q, k, v), want) <= 1e-10
+        for needs in ((0,), (1,), (2,), (0, 2)):  # only some inputs want gradients; dout is expanded
+            part = [x.clone().requires_grad_(i in needs) for i, x in enumerate((q, k, v))]
+            full = [x.clone().requires_grad_(i in needs) for i, x in enumerate(whole())]
+            module(*part).sum().backward()
+            plain_attention(*full, is_causal=True).sum().backward()
+            for a, b in zip(part, full, strict=True):
+                expected = None if b.grad is None else b.grad[:, :, mine]
+                neither = a.grad is None and expected is None
+                found[f"only {needs} {key}"] = neither or torch.allclose(a.grad, expected, 0, 1e-10)
+        nothing = [x[:0] for x in (q, k, v)]
+        found[f"empty batch {key}"] = module(*nothing).shape == nothing[0].shape
+        warmer = apply(Flash(is_causal=True, scale=0.05), **BNSD, **mode)(q, k, v)
+        expected = plain_attention(*whole(), is_causal=True, scale=0.05)[:, :, mine]
+        found[f"scale {key}"] = relative_error(warmer, expected) <= 1e-10
+        half = apply(modules.BNSD(), **BNSD, **mode)(*(x.half() for x in (q, k, v)))
+        found[f"fp16 {key}"] = half.dtype == torch.float16 and relative_error(half, want) < 5e-3
+        twice = module(q, k, v) + module(q, k, v)
+        found[f"twice in one graph {key}"] = relative_error(twice, 2 * want) <= 1e-10
+    odd = [x[:, :, :3] for x in whole()]  # balance has nothing to do without a mask: odd lengths are fine
+    out = apply(Flash(), **ring1, load_balance=True)(*odd)
+    found["balance without a mask"] = out.shape[2] == 3
+    return found
+
+
+def test_unusual_calls(ranks: Any) -> None:
+    for found in ranks(4, corners):
+        assert all(found.values()), [name for name, good in found.items() if not good]
+
+
+def meshes_rebuilt(backend_jobs: int) -> list[float]:
+    """Process groups destroyed and made again in one process: nothing stale is used."""
+    rank, world, errors = dist.get_rank(), dist.get_world_size(), []
+    store = dist.distributed_c10d._get_default_store()
+    for job in range(backend_jobs):
+        dist.destroy_process_group()
+        prefix = dist.PrefixStore(f"again{job}", store)
+        dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world)
+        (q, k, v), want = local()
+        for degree in (1, 2):
+            errors.append(relative_error(apply(modules.BNSD(), **BNSD, ulysses_degree=degree)(q, k, v), want))
+    return errors
+
+
+def test_destroyed_and_rebuilt_groups(ranks: Any) -> None:
+    assert max(max(errors) for errors in ranks(4, meshes_rebuilt, 3)) <= 1e-10

@@ -257,7 +257,7 @@ def check_heads(q_heads: int, kv_heads: int, cp: CPMesh) -> None:
         )
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode) -> None:
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, is_causal: bool) -> None:
     """Raise, before any communication, if this attention call ``[B, H, S, D]`` cannot be honoured."""
     for name, x in (("query", q), ("key", k), ("value", v)):
         if x.ndim != 4:
@@ -285,8 +285,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode) -> None:
             f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads: grouped-query "
             "attention needs that. Repeat the key/value heads or change their number"
         )
-    # After the all-to-all of a Ulysses axis a tensor holds the chunks of all its ranks.
-    if (mode.layout == "head_tail" or (mode.load_balance and cp.ring.size > 1)) and q.shape[2] % 2:
+    swaps = mode.load_balance and is_causal and cp.ring.size > 1
+    if (mode.layout == "head_tail" or swaps) and q.shape[2] % 2:
         raise ValueError(
             f"local sequence length {q.shape[2]} is odd, but layout={mode.layout!r} with load_balance="
             f"{mode.load_balance} halves it: use global lengths that are a multiple of {2 * cp.size}"
@@ -307,7 +307,7 @@ def ring_attention(
 ) -> Tensor:
     """The engine on tensors ``[B, H, S, D]`` that already hold the sequence of a whole ring rank."""
     q, k, v = _autocast(q, k, v)
-    check_qkv(q, k, v, cp, mode)
+    check_qkv(q, k, v, cp, mode, is_causal)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if cp.ring.size == 1:  # whole sequences: what the device runs for plain attention
         gqa = q.shape[1] != k.shape[1]
@@ -335,7 +335,7 @@ def cp_attention(
 ) -> Tensor:
     """Ulysses, engine and Ulysses back on the local shards ``[B, H, S, D]`` of one cp rank."""
     q, k, v = _autocast(q, k, v)
-    check_qkv(q, k, v, cp, mode)
+    check_qkv(q, k, v, cp, mode, is_causal)
     check_heads(q.shape[1], k.shape[1], cp)
     q, k, v = ulysses([q, k, v], cp, mode, seq_dim=2, head_dim=1)
     out = ring_attention(q, k, v, cp, mode, is_causal=is_causal, scale=scale)

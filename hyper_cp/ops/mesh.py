@@ -88,6 +88,11 @@ def check_mesh(mesh: DeviceMesh) -> None:
             f'example mesh["cp"]) or a 2-D mesh named {MESH_NAMES}. Slice the dimension(s) of the '
             "sequence out of the larger mesh first"
         )
+    if mesh.mesh.flatten().tolist() != sorted(mesh.mesh.flatten().tolist()):
+        raise ValueError(
+            f"mesh lists its ranks as {mesh.mesh.tolist()}, not ascending: process groups number their ranks "
+            "in ascending order, so that data and attention would disagree. Build the mesh in that order"
+        )
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"rank {dist.get_rank()} is not part of mesh {mesh}: apply ContextParallel only on the "
