@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from hyper_cp.ops import attention, exchange, kernels
+from hyper_cp.ops import attention, axis, kernels
 
 MODES: dict[str, dict[str, Any]] = {
     "ring, head_tail": {"kv_exchange": "ring", "layout": "head_tail"},
@@ -72,7 +72,7 @@ class Kernel:
 
 def simulate(link: Link, kernel: Kernel) -> None:
     """Put the simulated link and kernel into the library of this process."""
-    record, init, wait = exchange._record, exchange.Pending.__init__, exchange.Pending.wait
+    record, init, wait = axis._record, axis.Pending.__init__, axis.Pending.wait
     posted = [0.0]
 
     def recording(operation: str, nbytes: int) -> None:
@@ -87,7 +87,7 @@ def simulate(link: Link, kernel: Kernel) -> None:
         time.sleep(max(0.0, self.arrives_at - time.perf_counter()))
         return wait(self)
 
-    exchange._record, exchange.Pending.__init__, exchange.Pending.wait = recording, starting, waiting
+    axis._record, axis.Pending.__init__, axis.Pending.wait = recording, starting, waiting
     kernels.select = lambda *_: kernel
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from . import ContextParallel, ContextParallelHandler, styled_modules
 from .demo_model import Llama, LlamaConfig
-from .ops.exchange import record_traffic
+from .ops.axis import record_traffic
 
 MODES: dict[str, dict[str, Any]] = {
     "ulysses": {"ulysses_degree": None},

@@ -1,22 +1,15 @@
-"""ContextParallel: the ParallelStyle, and the hooks it puts on an attention module."""
+"""ContextParallel: the ParallelStyle that a user puts in a plan."""
 
 from __future__ import annotations
 
-import inspect
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .ops import mesh as meshes
-from .ops.attention import Mode, check_heads, ulysses, ulysses_back
-from .ops.mesh import CPMesh
-from .region import Region
+from .boundary import Boundary, attached, describe
+from .ops.attention import Mode
 
 
 class ContextParallel(ParallelStyle):
@@ -125,7 +118,7 @@ class ContextParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if attached(module) is not None:
             raise ValueError(
-                f"ContextParallel is already applied to {_describe(module)}: applying it twice would split "
+                f"ContextParallel is already applied to {describe(module)}: applying it twice would split "
                 "the sequence twice. Apply the plan once"
             )
         boundary = Boundary(self, device_mesh, module)
@@ -157,242 +150,7 @@ def styled_modules(model: nn.Module, at_least: int = 0) -> dict[str, ContextPara
     return found
 
 
-def attached(module: nn.Module) -> Boundary | None:
-    """The boundary of a styled module, else None."""
-    for hook in module._forward_pre_hooks.values():
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, Boundary):
-            return owner
-    return None
-
-
-# --------------------------------------------------------------------------- the module boundary
-
-
-@dataclass
-class _Call:
-    """What one running call of a styled module must undo or check at its end."""
-
-    owner: Boundary
-    cp: CPMesh | None = None
-    length: int = 0  # of the sequence inside the module
-    heads: int = 0  # query heads inside the module
-    ndim: int = 0
-    region: Region | None = None
-
-
-class Boundary:
-    """The hooks of one styled module: q, k, v in, region on; region off, output back."""
-
-    def __init__(self, style: ContextParallel, device_mesh: DeviceMesh, module: nn.Module) -> None:
-        self.style, self.device_mesh = style, device_mesh
-        self.name = _describe(module)
-        self.kwarg_names = style.qkv_kwarg_names or _parameter_names(module, style.qkv_indices)
-        # Every mesh this module can run on exists from here on: calls create no process groups.
-        if style.ulysses_degree == "auto" and device_mesh.ndim == 1:
-            meshes.check_mesh(device_mesh)
-            self.meshes = [meshes.view(device_mesh, d) for d in meshes.degrees_within_host(device_mesh)]
-        else:
-            degree = None if style.ulysses_degree == "auto" else style.ulysses_degree
-            self.meshes = [meshes.view(device_mesh, degree)]  # type: ignore[arg-type]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Boundary:
-        copy = Boundary.__new__(Boundary)
-        copy.__dict__.update(self.__dict__)  # style and meshes are shared, process groups cannot be copied
-        return copy
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            f"{self.name} runs under ContextParallel on live process groups and cannot be pickled. Save "
-            "model.state_dict() instead, and apply the style again after loading"
-        )
-
-    def mesh_for(self, q_heads: int, kv_heads: int) -> CPMesh:
-        """The mesh to run on: the only one, or for "auto" the widest that the heads allow."""
-        for cp in reversed(self.meshes[1:]):
-            if q_heads % cp.ulysses.size == 0 and kv_heads % cp.ulysses.size == 0:
-                return cp
-        return self.meshes[0]
-
-    # ---- before the module's forward
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._refuse_nesting()
-        call = _Call(self)
-        _running.calls.append(call)
-        if self.style.qkv_indices is None:
-            if any(cp.size > 1 for cp in self.meshes):
-                self._enter(call, sharded_heads=False)
-            return args, kwargs
-        where = self._find(args, kwargs)
-        qkv = [args[w] if isinstance(w, int) else kwargs[w] for w in where]
-        self._check(qkv)
-        style, (seq, head) = self.style, (self.style.seq_dim, self.style.head_dim)
-        cp = self.mesh_for(qkv[0].shape[head], qkv[1].shape[head])
-        check_heads(qkv[0].shape[head], qkv[1].shape[head], cp)
-        if style.mode.layout == "head_tail" and cp.size > 1 and qkv[0].shape[seq] % 2:
-            raise ValueError(
-                f"{self.name}: local sequence length {qkv[0].shape[seq]} (dimension {seq}) is odd, but "
-                f"layout='head_tail' holds two chunks: use global lengths divisible by {2 * cp.size}"
-            )
-        qkv = ulysses(qkv, cp, style.mode, seq, head)
-        call.cp, call.ndim = cp, qkv[0].ndim
-        call.length, call.heads = qkv[0].shape[seq], qkv[0].shape[head]
-        args, kwargs = list(args), dict(kwargs)  # type: ignore[assignment]
-        for w, x in zip(where, qkv, strict=True):
-            (args if isinstance(w, int) else kwargs)[w] = x  # type: ignore[index]
-        if cp.ring.size > 1:
-            self._enter(call, sharded_heads=True)
-        return tuple(args), kwargs
-
-    def _refuse_nesting(self) -> None:
-        if _running.calls:
-            outer = _running.calls[-1].owner.name
-            raise RuntimeError(
-                f"{self.name} was called inside {outer}, and ContextParallel is applied to both: the "
-                "sequence would be exchanged twice. Apply it to one of them"
-            )
-
-    def _enter(self, call: _Call, sharded_heads: bool) -> None:
-        cp = call.cp
-        mesh_for = self.mesh_for if cp is None else lambda *heads: cp
-        call.region = Region(self.name, self.style.mode, mesh_for, sharded_heads)
-        call.region.__enter__()
-
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
-        """Where q, k, v are in this call: a position or a keyword each."""
-        where: list[int | str] = []
-        for what, index, name in zip("qkv", self.style.qkv_indices or (), self.kwarg_names, strict=True):
-            if name in kwargs:
-                where.append(name)
-            elif index < len(args):
-                where.append(index)
-            else:
-                raise ValueError(
-                    f"{self.name} was called with {len(args)} positional arguments and keywords "
-                    f"{sorted(kwargs)}: {what} was found neither at position {index} nor as keyword "
-                    f"{name!r}. Set qkv_indices or qkv_kwarg_names of ContextParallel to where q, k, v are, "
-                    "or qkv_indices=None if the module computes them"
-                )
-        return where
-
-    def _check(self, qkv: list[Any]) -> None:
-        seq, head = self.style.seq_dim, self.style.head_dim
-        for what, x in zip("qkv", qkv, strict=True):
-            if not isinstance(x, Tensor):
-                raise TypeError(
-                    f"{self.name}: {what} is a {type(x).__name__}, not a tensor. Set qkv_indices or "
-                    "qkv_kwarg_names of ContextParallel to where q, k, v are"
-                )
-            if isinstance(x, DTensor):
-                raise TypeError(
-                    f"{self.name}: {what} is a DTensor with placements {x.placements}, which is not "
-                    "supported yet. Make the projections return local tensors (use_local_output=True)"
-                )
-            if x.ndim <= max(seq, head):
-                raise ValueError(
-                    f"{self.name}: {what} has shape {tuple(x.shape)}, but seq_dim={seq} and head_dim={head} "
-                    f"need {max(seq, head) + 1} dimensions. Set them to where sequence and heads are"
-                )
-        q, k, v = qkv
-        if not q.dtype == k.dtype == v.dtype:
-            raise TypeError(
-                f"{self.name}: q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; they must be equal. Cast "
-                "them to one dtype before the module"
-            )
-        if not q.shape[seq] == k.shape[seq] == v.shape[seq]:
-            raise ValueError(
-                f"{self.name}: q, k, v have {q.shape[seq]}, {k.shape[seq]}, {v.shape[seq]} positions in "
-                f"dimension seq_dim={seq}; they must be equal (cross-attention is not supported yet). "
-                "If these are not sequence lengths, set seq_dim"
-            )
-        if k.shape[head] != v.shape[head]:
-            raise ValueError(
-                f"{self.name}: k has {k.shape[head]} and v {v.shape[head]} heads in dimension head_dim="
-                f"{head}; they must be equal. If these are not heads, set head_dim"
-            )
-
-    # ---- after it
-
-    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if not _running.calls or _running.calls[-1].owner is not self:
-            return None  # an earlier hook, or `before` itself, raised: there is no call to end
-        call = _running.calls.pop()
-        if call.region is not None:
-            call.region.__exit__(None, None, None)
-        if output is None:  # an exception is on its way, or the module has nothing to give back
-            return None
-        if call.region is not None and call.region.calls == 0 and self._must_route(call):
-            raise RuntimeError(
-                f"{self.name} returned without calling F.scaled_dot_product_attention, so its attention "
-                "covered only the local share of the sequence. Apply ContextParallel to the module that "
-                "calls attention, or use ulysses_degree=None with q, k, v as inputs, where any kernel works"
-            )
-        if call.cp is not None and call.cp.ulysses.size > 1:
-            output = self._back(call, output)
-        return output if self.style.use_local_output else self._as_dtensors(output)
-
-    def _must_route(self, call: _Call) -> bool:
-        return call.cp is None or call.cp.ring.size > 1
-
-    def _back(self, call: _Call, output: Any) -> Any:
-        """All-to-all back: of a tensor, or of every fitting tensor of a tuple or list."""
-        cp, mode, (seq, head) = call.cp, self.style.mode, (self.style.seq_dim, self.style.head_dim)
-        items = list(output) if isinstance(output, (tuple, list)) else [output]
-        fits = [self._fits(call, x) for x in items]
-        if not items or not fits[0]:
-            got = tuple(items[0].shape) if items and isinstance(items[0], Tensor) else type(output).__name__
-            raise ValueError(
-                f"{self.name} returned {got}; its (first) output must be a tensor with {call.length} "
-                f"positions in dimension seq_dim={seq} and {call.heads} heads in dimension head_dim={head} "
-                "(or heads and head dim flattened there). Return it in the layout of q"
-            )
-        moved = iter(ulysses_back([x for x, f in zip(items, fits, strict=True) if f], cp, mode, seq, head))  # type: ignore[arg-type]
-        items = [next(moved) if f else x for x, f in zip(items, fits, strict=True)]
-        if isinstance(output, tuple) and hasattr(output, "_fields"):
-            return type(output)(*items)
-        return type(output)(items) if isinstance(output, (tuple, list)) else items[0]
-
-    def _fits(self, call: _Call, x: Any) -> bool:
-        seq, head = self.style.seq_dim, self.style.head_dim
-        if not isinstance(x, Tensor) or x.ndim <= max(seq, head) or x.shape[seq] != call.length:
-            return False
-        flattened = x.ndim == call.ndim - 1 and x.shape[head] % call.heads == 0
-        return x.shape[head] == call.heads or flattened
-
-    def _as_dtensors(self, output: Any) -> Any:
-        if self.device_mesh.ndim != 1:
-            raise ValueError("use_local_output=False needs a 1-D cp mesh; use use_local_output=True")
-        if isinstance(output, (tuple, list)):
-            return type(output)(self._as_dtensors(x) if isinstance(x, Tensor) else x for x in output)
-        return DTensor.from_local(output, self.device_mesh, [Shard(self.style.seq_dim)], run_check=False)
-
-
-class _Running(threading.local):
-    """The calls of styled modules that are running in this thread (at most one: see nesting)."""
-
-    def __init__(self) -> None:
-        self.calls: list[_Call] = []
-
-
-_running = _Running()
-
-
 def _dimension(name: str, value: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{name}={value!r} must be a non-negative int: dimensions are counted from the left")
     return value
-
-
-def _describe(module: nn.Module) -> str:
-    return f"module {type(module).__name__}"
-
-
-def _parameter_names(module: nn.Module, indices: tuple[int, ...] | None) -> tuple[str, ...]:
-    """Names of the forward parameters at these positions ("" where the signature has none)."""
-    parameters = [
-        p.name
-        for p in inspect.signature(module.forward).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    return tuple(parameters[i] if i < len(parameters) else "" for i in indices or ())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from hyper_cp.ops import attention
+from hyper_cp.ops import attention, schedule
 from tests.oracle import plain_attention, relative_error, rms_error, token_positions
 
 FP64, FP32 = 1e-10, 5e-6  # the design's exactness bars
@@ -119,6 +121,25 @@ def test_wide_worlds_fp64(ranks: Any, world: int) -> None:
         for causal in (True, False)
     ]
     check(ranks(world, run_cases, world, cases), FP64)
+
+
+def run_cases_cut_in_two(world: int, cases: list[dict[str, Any]]) -> Any:
+    """As if these lengths were long: the local step in two parts, the second one last."""
+    with (
+        mock.patch.object(schedule, "_MIN_ROWS", 2),
+        mock.patch.object(schedule, "build", lru_cache(schedule.build.__wrapped__)),
+    ):
+        return run_cases(world, cases)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_local_step_in_two_parts(ranks: Any, world: int) -> None:
+    cases = [
+        {**mode, "causal": causal, "batch": 2, "heads": 8, "kv_heads": 4, "length": 24 * world}
+        for mode in modes(world)
+        for causal in (True, False)
+    ]
+    check(ranks(world, run_cases_cut_in_two, world, cases), FP64)
 
 
 # --------------------------------------------------------------------------- drawn combinations

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from hyper_cp import ContextParallel
-from hyper_cp.ops import SAVE_LIST, exchange
+from hyper_cp.ops import SAVE_LIST, axis
 from tests.oracle import relative_error
 
 MODES: list[dict[str, Any]] = [
@@ -147,7 +147,7 @@ def checkpointed(world: int, modes: list[dict[str, Any]]) -> list[tuple[float, i
         for selective in (False, True):
             extra = {"context_fn": lambda: create_selective_checkpoint_contexts(policy)} if selective else {}
             for early in (True, False):
-                with set_checkpoint_early_stop(early), exchange.record_traffic() as log:
+                with set_checkpoint_early_stop(early), axis.record_traffic() as log:
                     run = partial(checkpoint, block, use_reentrant=False, **extra)
                     found = gradients(run, block, 1)
                 worst = max(worst, *(relative_error(a, b) for a, b in zip(found, want, strict=True)))

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, styled_modules
-from hyper_cp.ops import exchange
+from hyper_cp.ops import axis
 from tests import modules
 from tests.oracle import plain_attention, relative_error, token_positions
 
@@ -171,7 +171,7 @@ def test_auto_is_the_widest_degree_of_heads_and_host(ranks: Any) -> None:
 def refused(kind: str) -> None:
     """Make the mistake ``kind``; whatever happens, nothing may have been communicated."""
     (q, k, v), _ = local()
-    with exchange.record_traffic() as log:
+    with axis.record_traffic() as log:
         try:
             WRONG[kind][2](q, k, v)
         finally:
@@ -387,7 +387,7 @@ def test_wrong_arguments_are_refused_at_construction(kwargs: dict[str, Any], wor
 def clean() -> bool:
     """No mode is left on the stack, and a plain call of another module is plain."""
     (q, k, v), _ = local()
-    with exchange.record_traffic() as log:
+    with axis.record_traffic() as log:
         F.scaled_dot_product_attention(q, k, v)
     return not torch.overrides._get_current_function_mode_stack() and not log.entries
 

@@ -80,6 +80,8 @@ def _attention(
     queries = exchange.SwappedTails(cp.ring, plan.swap, q)
     partials = Partials(q, v.shape[3])
     for step, (k_block, v_block) in zip(plan.forward, blocks, strict=True):
+        if step is plan.forward[-1]:
+            queries.post_results(partials.result)
         if not step.tiles:
             continue
         k_block, v_block = _take(k_block, step.take), _take(v_block, step.take)
@@ -89,7 +91,7 @@ def _attention(
                 tile.q,
                 *kernel.forward(q_rows, _rows(k_block, tile.k), _rows(v_block, tile.k), tile.band, scale),
             )
-    out, lse = exchange.SwappedTails(cp.ring, plan.swap, *partials.result()).whole()
+    out, lse = queries.results(partials.result)
     return _in_query_order(out), lse.contiguous()
 
 
@@ -115,6 +117,8 @@ def _attention_backward(
     queries = exchange.SwappedTails(cp.ring, plan.swap, q, dout, out, lse)
     dq = RowSum(q)
     for step, (k_block, v_block, dk, dv) in zip(plan.backward, blocks, strict=True):
+        if step is plan.backward[-1]:
+            queries.post_results(dq.result)
         if not step.tiles:
             continue
         k_block, v_block = _take(k_block, step.take), _take(v_block, step.take)
@@ -133,7 +137,7 @@ def _attention_backward(
             dq.add(tile.q, dq_tile)
             _add_taken(dk, step.take, tile.k, dk_tile)
             _add_taken(dv, step.take, tile.k, dv_tile)
-    (dq_local,) = exchange.SwappedTails(cp.ring, plan.swap, dq.result()).whole()
+    (dq_local,) = queries.results(dq.result)
     dk_home, dv_home = blocks.home
     return (
         _in_query_order(dq_local),

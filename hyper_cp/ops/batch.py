@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import exchange
 from . import layout as layouts
 from . import mesh as meshes
+from .axis import gather_ranks
 
 
 @torch.library.custom_op("hyper_cp::gather_sequence", mutates_args=())
@@ -17,7 +17,7 @@ def gather_sequence(x: Tensor, mesh: str, layout: str, seq_dim: int) -> Tensor:
     """``[.. S/n ..] -> [.. S ..]``, ascending, the same on every rank of the mesh."""
     cp = meshes.by_key(mesh)
     length = x.shape[seq_dim] * cp.size
-    by_rank = exchange.gather_ranks(cp.flat, x.movedim(seq_dim, 0))
+    by_rank = gather_ranks(cp.flat, x.movedim(seq_dim, 0))
     pieces = layouts.ascending_pieces(layout, range(cp.size), cp.size, length)
     parts = [by_rank[rank, start:stop].movedim(0, seq_dim) for rank, start, stop in pieces]
     return torch.cat(parts, dim=seq_dim).contiguous()

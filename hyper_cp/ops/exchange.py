@@ -1,13 +1,6 @@
-"""Everything that communicates: all-to-all, all-gather, ring, pairwise swap. The only such file.
+"""What travels, and when: keys and values by ring or all-gather, queries' tails, Ulysses.
 
-Rules kept here, on which the rest relies:
-
-* every rank of an axis issues the same sequence of calls, whatever its own tiles are;
-* a buffer in flight is owned by its :class:`Pending` until ``wait()``; on accelerators ``wait()``
-  orders the current stream after the transfer and never blocks the host;
-* a transfer starts after the work already queued on the current stream, so a buffer may be
-  received into again as soon as the kernels that read it have been *queued*;
-* on an axis the first transfer involves all its ranks (some backends create communicators then).
+Transfers themselves, and the rules of buffers and order that this file relies on, are in ``axis``.
 
 Shapes: attention tensors are ``[B, H, S, D]`` (any strides); on the wire the sequence comes first,
 ``[S, B, H, D]``, so that a range of tokens is one contiguous piece of memory.
@@ -17,170 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from .axis import Axis, Pending
 from .layout import Piece, Range
 
-# The names changed in torch 2.13; the old ones warn there and are the only ones in 2.11.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 Pair = tuple[Tensor, Tensor]
-
-
-# --------------------------------------------------------------------------- traffic records
-
-
-@dataclass
-class Traffic:
-    """What one rank sent: entries ``(operation, bytes)`` in order."""
-
-    entries: list[tuple[str, int]] = field(default_factory=list)
-
-    @property
-    def bytes_sent(self) -> int:
-        return sum(n for _, n in self.entries)
-
-
-_recording: list[Traffic] = []
-
-
-@contextmanager
-def record_traffic() -> Iterator[Traffic]:
-    """Record every transfer this process makes through ``hyper_cp`` inside the block.
-
-    Bytes are those this rank must send: ``(n-1)/n`` of an all-to-all's or reduce-scatter's input,
-    ``n-1`` times an all-gather's input, the message of a point-to-point transfer.
-    """
-    log = Traffic()
-    _recording.append(log)
-    try:
-        yield log
-    finally:
-        _recording.remove(log)
-
-
-def _record(operation: str, nbytes: int) -> None:
-    for log in _recording:
-        log.entries.append((operation, nbytes))
-
-
-# --------------------------------------------------------------------------- primitives
-
-
-class Pending:
-    """A transfer in flight. Owns its buffers; ``wait()`` returns the result, through ``finish``
-    (an unpacking copy, say) if there is one. Called once."""
-
-    def __init__(
-        self, works: Sequence[Any], result: Any, sent: Any, finish: Callable[[Any], Any] = lambda r: r
-    ) -> None:
-        self._works, self._result, self._sent, self._finish = works, result, sent, finish
-
-    def wait(self) -> Any:
-        # Some backends return one work for a whole batch, others one per transfer: wait on all.
-        for work in self._works:
-            work.wait()
-        result, self._result, self._sent, self._works = self._result, None, None, ()
-        return self._finish(result)
-
-    def then(self, finish: Callable[[Any], Any]) -> Pending:
-        """The same transfer, with one more step after it has arrived."""
-        before = self._finish
-        return Pending(self._works, self._result, self._sent, lambda r: finish(before(r)))
-
-
-@dataclass(frozen=True, eq=False)
-class Axis:
-    """One dimension of a cp mesh: this rank's place in it and its process group."""
-
-    rank: int
-    size: int
-    group: Any
-
-    @staticmethod
-    def of(group: dist.ProcessGroup) -> Axis:
-        kind = GlooAxis if dist.get_backend(group) == "gloo" else Axis
-        return kind(dist.get_rank(group), dist.get_world_size(group), group)
-
-    @staticmethod
-    def alone() -> Axis:
-        """An axis of one rank: it communicates nothing."""
-        return Axis(0, 1, None)
-
-    def alive(self) -> bool:
-        """Whether the process group still exists."""
-        try:
-            return self.group is None or bool(dist.get_process_group_ranks(self.group))
-        except (KeyError, RuntimeError, ValueError):
-            return False
-
-    def all_to_all(self, send: Tensor) -> Pending:
-        """``send[i]`` goes to rank i; ``result[i]`` came from rank i."""
-        _record("all_to_all", send.nbytes // self.size * (self.size - 1))
-        result = torch.empty_like(send)
-        work = dist.all_to_all_single(result, send, group=self.group, async_op=True)
-        return Pending([work], result, send)
-
-    def all_gather(self, send: Tensor) -> Pending:
-        """Result: the ranks' tensors concatenated along dimension 0."""
-        _record("all_gather", send.nbytes * (self.size - 1))
-        result = send.new_empty(self.size * send.shape[0], *send.shape[1:])
-        work = _all_gather(result, send, group=self.group, async_op=True)
-        return Pending([work], result, send)
-
-    def reduce_scatter(self, send: Tensor) -> Pending:
-        """Result: this rank's part (along dimension 0) of the sum over ranks."""
-        _record("reduce_scatter", send.nbytes // self.size * (self.size - 1))
-        result = send.new_empty(send.shape[0] // self.size, *send.shape[1:])
-        work = _reduce_scatter(result, send, group=self.group, async_op=True)
-        return Pending([work], result, send)
-
-    def send_recv(self, sends: Sequence[Tensor], to: int, recvs: Sequence[Tensor], source: int) -> Pending:
-        """Send to one rank and receive from one rank, in one batch; result: ``recvs``."""
-        _record("send_recv", sum(t.nbytes for t in sends))
-        works = self._batch([(t, to) for t in sends], [(t, source) for t in recvs])
-        return Pending(works, list(recvs), list(sends))
-
-    def _batch(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> list[Any]:
-        batch = [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for t, to in sends]
-        batch += [dist.P2POp(dist.irecv, t, group=self.group, group_peer=source) for t, source in recvs]
-        return dist.batch_isend_irecv(batch)
-
-
-class GlooAxis(Axis):
-    """Gloo's all-gather and reduce-scatter take three to four times as long as its point-to-point
-    transfers of the same bytes (16 MiB, 2 ranks: 20 and 25 ms against 6 ms), so here they are made
-    of those. NCCL and HCCL choose a route through the machine's topology: there Axis is right.
-    """
-
-    def all_gather(self, send: Tensor) -> Pending:
-        _record("all_gather", send.nbytes * (self.size - 1))
-        result = send.new_empty(self.size, *send.shape)
-        result[self.rank].copy_(send)
-        peers = self._peers()
-        works = self._batch([(send, p) for p in peers], [(result[p], p) for p in reversed(peers)])
-        return Pending(works, result.flatten(0, 1), send)
-
-    def reduce_scatter(self, send: Tensor) -> Pending:
-        _record("reduce_scatter", send.nbytes // self.size * (self.size - 1))
-        parts = send.unflatten(0, (self.size, -1))
-        received = torch.empty_like(parts)
-        peers = self._peers()
-        works = self._batch([(parts[p], p) for p in peers], [(received[p], p) for p in reversed(peers)])
-        received[self.rank].copy_(parts[self.rank])
-        # Summed in rank order whatever arrives first: the same bits every time.
-        return Pending(works, received, send, finish=lambda r: r.sum(0))
-
-    def _peers(self) -> list[int]:
-        """The other ranks, nearest first, so that at each moment every rank has one sender."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
 # --------------------------------------------------------------------------- wire format
@@ -224,8 +61,9 @@ def _gradient_zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 class RingForward:
     """Keys and values travel point to point: iterating yields this rank's block, then those of
-    ranks -1, -2, ... (mod size). The transfer of the next block is posted before the current one is
-    yielded. Beyond the inputs two blocks are alive: one being sent, one being received.
+    ranks -1, -2, ... (mod size), then this rank's again. The transfer of the next block is posted
+    before the current one is yielded. Beyond the inputs two blocks are alive: one being sent, one
+    being received.
     """
 
     def __init__(self, axis: Axis, k: Tensor, v: Tensor, hops: int):
@@ -249,6 +87,7 @@ class RingForward:
             if hop < self.hops:
                 self.pending = self._shift()
             yield self.message.unpack(self.block)
+        yield self.k, self.v
 
 
 class RingBackward:
@@ -275,11 +114,13 @@ class RingBackward:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         yield self.k, self.v, *self.home
         if not self.hops:
+            yield self.k, self.v, *self.home
             return
         # Three gradient buffers: the sum that leaves, the sum that arrives, what this rank adds to it.
         # At hop 1 no sum has come along with the block: this rank begins it.
         leaving = self.message.zeros(self.k, self.dtype)
-        arriving, adding = torch.empty_like(leaving), torch.zeros_like(leaving)
+        arriving = torch.empty_like(leaving)
+        adding = torch.zeros_like(leaving) if self.hops > 1 else leaving
         self.pending.wait()
         for hop in range(1, self.hops + 1):
             self.block, self.spare = self.spare, self.block
@@ -304,17 +145,19 @@ class RingBackward:
 
 class GatherForward:
     """Keys and values of all ranks at once: yields the local block, then (while that was computed
-    on, the gather was in flight) the blocks of all ranks in rank order."""
+    on, the gather was in flight) the blocks of all ranks in rank order, of which the local one is
+    not to be read, then the local block again."""
 
     def __init__(self, axis: Axis, k: Tensor, v: Tensor, hops: int):
         self.local = k, v
-        self.pending = [axis.all_gather(to_wire(x)) for x in (k, v)] if hops else []
+        self.pending = [axis.all_gather(to_wire(x), own=False) for x in (k, v)] if hops else []
 
     def __iter__(self) -> Iterator[Pair]:
         yield self.local
         if self.pending:
             k, v = (from_wire(pending.wait()) for pending in self.pending)
             yield k, v
+        yield self.local
 
 
 class GatherBackward:
@@ -325,21 +168,23 @@ class GatherBackward:
     """
 
     def __init__(self, axis: Axis, k: Tensor, v: Tensor, hops: int, dtype: torch.dtype):
-        self.axis, self.dtype = axis, dtype
+        self.axis, self.hops, self.dtype = axis, hops, dtype
         self.home = _gradient_zeros(k, dtype), _gradient_zeros(v, dtype)
         self.blocks = GatherForward(axis, k, v, hops)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         blocks = iter(self.blocks)
         yield *next(blocks), *self.home
-        for k, v in blocks:
+        pending = []
+        if self.hops:
+            k, v = next(blocks)
             # Gathered tensors are views of the wire format, which the zeros take over.
             dk, dv = (torch.zeros_like(x.movedim(2, 0), dtype=self.dtype) for x in (k, v))
             yield k, v, from_wire(dk), from_wire(dv)
             pending = [self.axis.reduce_scatter(total) for total in (dk, dv)]
-            yield *self.blocks.local, *self.home
-            for home, arrived in zip(self.home, pending, strict=True):
-                home += from_wire(arrived.wait())
+        yield *next(blocks), *self.home
+        for home, arrived in zip(self.home, pending, strict=False):
+            home += from_wire(arrived.wait())
 
 
 FORWARD: dict[str, type[RingForward] | type[GatherForward]] = {
@@ -356,43 +201,60 @@ BACKWARD: dict[str, type[RingBackward] | type[GatherBackward]] = {
 
 
 class SwappedTails:
-    """Queries (and what belongs to them) with the tail half exchanged with rank ``size-1-rank``.
+    """Queries (and what belongs to them) whose tail half is attended by rank ``size-1-rank``.
 
-    Tensors are ``[B, H, S, ...]``. With ``swap=False`` they are used as they are. The head half is
-    usable at once; asking for rows of the tail waits for the transfer. Swapping twice restores.
+    Tensors are ``[B, H, S, ...]``. The head half is usable at once; asking for rows of the tail
+    waits for the partner's. What was computed of the tail goes back with :meth:`post_results`, as
+    soon as no tile of it is left, so that the transfer is hidden behind the rest. With
+    ``swap=False``, or on the rank that is its own partner, everything is used as it is.
     """
 
     def __init__(self, axis: Axis, swap: bool, *tensors: Tensor):
+        self.axis, self.partner = axis, axis.size - 1 - axis.rank
+        self.swapped = swap and self.partner != axis.rank
         self.tensors: Sequence[Tensor] = tensors
-        self.half = tensors[0].shape[2] // 2
-        self.pending: Pending | None = None
-        partner = axis.size - 1 - axis.rank
-        if swap and partner != axis.rank:
-            filled = [self._with_head(x) for x in tensors]
-            sends = [to_wire(x[:, :, self.half :]) for x in tensors]
-            recvs = [x[self.half :] for x in filled]
-            self.pending = axis.send_recv(sends, partner, recvs, partner)
-            self.tensors = [from_wire(x) for x in filled]
+        self.tails: Sequence[Tensor] | None = None
+        self.length = tensors[0].shape[2]
+        self.half = self.length // 2
+        if self.swapped:
+            self.pending = self._swap([x[:, :, self.half :] for x in tensors])
 
-    def _with_head(self, x: Tensor) -> Tensor:
-        wire = x.movedim(2, 0)
-        filled = torch.empty(wire.shape, dtype=x.dtype, device=x.device)
-        filled[: self.half].copy_(wire[: self.half])
-        return filled
+    def _swap(self, tails: Sequence[Tensor]) -> Pending:
+        sends = [to_wire(x) for x in tails]
+        recvs = [torch.empty_like(x) for x in sends]
+        pending = self.axis.send_recv(sends, self.partner, recvs, self.partner)
+        return pending.then(lambda received: [from_wire(x) for x in received])
 
-    def rows(self, rows: Range) -> list[Tensor]:
+    def rows(self, rows: Range) -> Sequence[Tensor]:
         """The tensors restricted to a range of queries."""
         start, stop = rows
-        if stop > self.half:
-            self.whole()
-        return [x[:, :, start:stop] for x in self.tensors]
+        if not self.swapped or stop <= self.half:
+            return [x[:, :, start:stop] for x in self.tensors]
+        if self.tails is None:
+            self.tails = self.pending.wait()
+        if start < self.half:  # a tile across the border needs both halves side by side
+            both = zip(self.tensors, self.tails, strict=True)
+            return [torch.cat([x[:, :, start : self.half], t[:, :, : stop - self.half]], 2) for x, t in both]
+        return [x[:, :, start - self.half : stop - self.half] for x in self.tails]
 
-    def whole(self) -> Sequence[Tensor]:
-        """The tensors with both halves in place."""
-        if self.pending is not None:
-            self.pending.wait()
-            self.pending = None
-        return self.tensors
+    def post_results(self, of: Callable[[Range], Sequence[Tensor]]) -> None:
+        """Send what was computed of the tail rows, ``of(rows)``, to the rank they came from."""
+        if self.swapped:
+            self.pending = self._swap(of((self.half, self.length)))
+
+    def results(self, of: Callable[[Range], Sequence[Tensor]]) -> Sequence[Tensor]:
+        """What was computed of this rank's own rows, head and tail, in memory order [B, S, H, ...]."""
+        if not self.swapped:
+            return of((0, self.length))
+        heads = of((0, self.half))
+        return [self._joined(head, tail) for head, tail in zip(heads, self.pending.wait(), strict=True)]
+
+    def _joined(self, head: Tensor, tail: Tensor) -> Tensor:
+        b, h, _, *rest = head.shape
+        joined = head.new_empty(b, self.length, h, *rest).transpose(1, 2)
+        joined[:, :, : self.half].copy_(head)
+        joined[:, :, self.half :].copy_(tail)
+        return joined
 
 
 # --------------------------------------------------------------------------- Ulysses
@@ -428,16 +290,3 @@ def heads_to_sequence(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, pieces
         return by_rank.movedim(0, head_dim).flatten(head_dim, head_dim + 1).contiguous()
 
     return axis.all_to_all(send).then(unpack)
-
-
-# --------------------------------------------------------------------------- whole mesh
-
-
-def gather_ranks(axes: Sequence[Axis], x: Tensor) -> Tensor:
-    """``x`` of every rank of a mesh, ``[n, *x.shape]`` in rank order; ``axes`` innermost first."""
-    # Some backends have no bool: bytes travel as bytes.
-    wire = x.contiguous().view(torch.uint8) if x.dtype == torch.bool else x.contiguous()
-    for axis in axes:
-        if axis.size > 1:
-            wire = axis.all_gather(wire).wait()
-    return wire.view(x.dtype).view(-1, *x.shape)

@@ -53,9 +53,9 @@ class Partials:
             self._lse = self._q.new_full(self._q.shape[:3], -torch.inf, dtype=self._dtype)
         return self._out, self._lse
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Output in the dtype of the queries, log-sum-exp [B, H, S] in the accumulation dtype."""
-        out, lse = self._accumulators()
+    def result(self, rows: Range) -> tuple[Tensor, Tensor]:
+        """Of a range of queries: output in their dtype, log-sum-exp in the accumulation dtype."""
+        out, lse = (x[:, :, rows[0] : rows[1]] for x in self._accumulators())
         return out.to(self._q.dtype), lse
 
 
@@ -79,6 +79,6 @@ class RowSum:
             self._total = like_queries(self._like, self._like.shape[3], self._dtype).zero_()
         return self._total
 
-    def result(self) -> Tensor:
-        """The sum, in the dtype it was made for."""
-        return self._accumulator().to(self._like.dtype)
+    def result(self, rows: Range) -> tuple[Tensor]:
+        """The sum over a range of rows, in the dtype it was made for."""
+        return (self._accumulator()[:, :, rows[0] : rows[1]].to(self._like.dtype),)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .exchange import Axis
+from .axis import Axis
 
 MESH_NAMES = ("ring", "ulysses")
 

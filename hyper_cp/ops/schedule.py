@@ -68,9 +68,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What one ring rank does. ``forward``: a step per block that arrives, local first.
-    ``backward``: the same with the local step in two, the second part last. ``hops``: how many
-    further blocks arrive, equal on all ranks. ``swap``: the tail half of queries changes places."""
+    """What one ring rank does, a step per block: the local one first, those that arrive, and the
+    local one again. This last step hides transfers that bring results home: of key gradients in
+    ``backward``, of the tails if ``swap`` (the tail half of queries changes places; none of it is
+    in the last step). Where there are none it is empty. ``hops``: how many blocks arrive, equal on
+    all ranks."""
 
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
@@ -148,7 +150,7 @@ def _joined(tiles: list[Tile]) -> tuple[Tile, ...]:
             out.append(tile)
         return out
 
-    return tuple(sorted(join(join(tiles, "k"), "q"), key=lambda t: (t.q, t.k)))
+    return tuple(sorted(join(join(tiles, "k"), "q"), key=_by_rows))
 
 
 # --------------------------------------------------------------------------- steps
@@ -215,27 +217,33 @@ def _visits(kv_exchange: str, rank: int, size: int) -> list[tuple[int, ...]]:
 _MIN_ROWS = 1024
 
 
-def _halves(step: Step) -> tuple[Step, Step]:
-    """Cut the local step in two by rows: between two tiles if there are such, else through a long
-    one where both parts have about equal work (causal: 0.7^2 is half); else all in the first."""
-    borders = sorted({t.q[1] for t in step.tiles})
+def _halves(step: Step, rows: int) -> tuple[Step, Step]:
+    """Cut a step in two. The second part has only queries below ``rows``: those behind a border
+    between two tiles if there is one, else the later ones of a long tile; about half of the work
+    of these queries (causal: the rows from 0.7, as 0.7^2 is half), or none of it."""
+    movable = [t for t in step.tiles if t.q[1] <= rows]
+    borders = sorted({t.q[1] for t in movable})
     length = borders[-1] if borders else 0
     if len(borders) > 1:
-        row = min(
-            borders[:-1], key=lambda b: abs(2 * sum(t.area for t in step.tiles if t.q[1] <= b) - step.area)
-        )
+        area = sum(t.area for t in movable)
+        row = min(borders[:-1], key=lambda b: abs(2 * sum(t.area for t in movable if t.q[1] <= b) - area))
     else:
-        share = 0.7 if any(t.band == CAUSAL for t in step.tiles) else 0.5
-        row = round(length * share / 128) * 128
-        row = row if length - row >= _MIN_ROWS else length
-    parts: tuple[list[Tile], list[Tile]] = ([], [])
-    for tile in step.tiles:
-        for part, (low, high) in zip(parts, ((0, row), (row, length)), strict=True):
+        share = 0.7 if any(t.band == CAUSAL for t in movable) else 0.5
+        grain = max(1, _MIN_ROWS // 8)
+        row = min(round(length * share / grain) * grain, length - _MIN_ROWS)
+        row = row if row >= _MIN_ROWS else length
+    first: list[Tile] = [t for t in step.tiles if t.q[1] > rows]
+    second: list[Tile] = []
+    for tile in movable:
+        for part, (low, high) in ((first, (0, row)), (second, (row, length))):
             start, stop = max(tile.q[0], low), min(tile.q[1], high)
             if start < stop:
                 part.extend(cut((start, stop), tile.k, _shift(tile.band, start - tile.q[0])))
-    first, second = (Step(step.take, tuple(part)) for part in parts)
-    return first, second
+    return Step(step.take, tuple(sorted(first, key=_by_rows))), Step(step.take, tuple(second))
+
+
+def _by_rows(tile: Tile) -> tuple[Range, Range]:
+    return tile.q, tile.k
 
 
 @lru_cache(maxsize=1024)
@@ -273,12 +281,14 @@ def build(
         return max(needed, default=0)
 
     hops = max(last_needed(r) for r in range(size)) if size > 1 else 0
-    blocks = list(steps_of(rank))[: hops + 1]
-    forward = tuple(_step(queries[rank], b, band) for b in blocks)
+    local, *arriving = (_step(queries[rank], b, band) for b in list(steps_of(rank))[: hops + 1])
+    whole = (local, *arriving, Step((), ()))
     if not hops:
-        return Schedule(forward, forward, 0, swap)
-    first, second = _halves(forward[0])
-    return Schedule(forward, (first, *forward[1:], second), hops, swap)
+        return Schedule(whole, whole, 0, swap)
+    rows = sum(stop - start for start, stop in queries[rank])
+    first, second = _halves(local, rows // 2 if swap else rows)
+    halved = (first, *arriving, second)
+    return Schedule(halved if swap else whole, halved, hops, swap)
 
 
 def _swapped(held: tuple[tuple[Range, ...], ...], rank: int) -> tuple[Range, ...]:
