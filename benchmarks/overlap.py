@@ -133,8 +133,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=256, help="per rank")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of computation, and of communication")
+    parser.add_argument("--tokens", type=int, default=4096, help="per rank")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of computation, and of communication")
     args = parser.parse_args()
     context: Any = torch.multiprocessing.get_context("spawn")
     queue = context.Queue()
