@@ -68,9 +68,7 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> No
             if rank == 0:  # the other ranks wait in the barrier, without using a core
                 torch.set_num_threads(args.ranks)
                 times["plain SDPA"].append(
-                    timed(
-                        lambda q=whole: F.scaled_dot_product_attention(*q, is_causal=True), whole, whole_dout
-                    )
+                    timed(lambda q=whole: F.scaled_dot_product_attention(*q, is_causal=True), whole, whole_dout)
                 )
                 torch.set_num_threads(1)
             for name in args.modes:
@@ -90,9 +88,7 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--rounds", type=int, default=5)
@@ -109,9 +105,7 @@ def main() -> None:
         ]
         for process in ranks:
             process.start()
-        print(
-            f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-        )
+        print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores")
         print(f"{'S':>6} {'mode':24} {'median ms':>10} {'SDPA/mode':>10}  {'(of each round: min - max)'}")
         for _ in args.lengths:
             length, times = queue.get()

@@ -129,9 +129,7 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=4096, help="per rank")
     parser.add_argument("--seconds", type=float, default=8.0, help="of computation, and of communication")

@@ -7,12 +7,14 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from .ops import mesh as meshes
 from .ops.attention import check_heads, ulysses, ulysses_back
+from .ops.masks import documents_table
 from .ops.mesh import CPMesh
 from .region import Region
 
@@ -34,11 +36,32 @@ class _Call:
     """What one running call of a styled module must undo or check at its end."""
 
     owner: Boundary
+    module: nn.Module
     cp: CPMesh | None = None
     length: int = 0  # of the sequence inside the module
     heads: int = 0  # query heads inside the module
     ndim: int = 0
+    documents: Tensor | None = None
     region: Region | None = None
+
+    def alive(self) -> bool:
+        """Whether the module's call is still on the stack of this thread."""
+        if torch.compiler.is_compiling():
+            return True
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_code is _CALL and frame.f_locals.get("self") is self.module:
+                return True
+            frame = frame.f_back
+        return False
+
+    def leave(self) -> None:
+        if self.region is not None:
+            self.region.__exit__(None, None, None)
+
+
+# The frame of a module's call, by which a call that is over is told from one that is running.
+_CALL = nn.Module._call_impl.__code__
 
 
 class Boundary:
@@ -48,12 +71,19 @@ class Boundary:
         self.style, self.device_mesh = style, device_mesh
         self.name = describe(module)
         self.kwarg_names = style.qkv_kwarg_names or _parameter_names(module, style.qkv_indices)
+        self.takes_documents = "documents" in inspect.signature(module.forward).parameters
         # Every mesh this module can run on exists from here on: calls create no process groups.
         if style.ulysses_degree == "auto" and device_mesh.ndim == 1:
             meshes.check_mesh(device_mesh)
             self.meshes = [meshes.view(device_mesh, d) for d in meshes.degrees_within_host(device_mesh)]
         else:
             degree = None if style.ulysses_degree == "auto" else style.ulysses_degree
+            if degree is None and style.mode.kv_exchange == "ring" and device_mesh.ndim == 1 < device_mesh.size():
+                raise ValueError(
+                    f'kv_exchange="ring" has no effect with ulysses_degree=None on a 1-D mesh of '
+                    f"{device_mesh.size()} ranks: all of them exchange heads. Set ulysses_degree=1 for a ring, or "
+                    "a divisor of the mesh for a hybrid"
+                )
             self.meshes = [meshes.view(device_mesh, degree)]  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Boundary:
@@ -78,11 +108,12 @@ class Boundary:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._refuse_nesting()
-        call = _Call(self)
+        call = _Call(self, module)
         _running.calls.append(call)
+        kwargs, call.documents = self._documents(kwargs)
         if self.style.qkv_indices is None:
-            if any(cp.size > 1 for cp in self.meshes):
-                self._enter(call, sharded_heads=False)
+            if self._engine_only(call) or any(cp.size > 1 for cp in self.meshes):
+                self._enter(call)
             return args, kwargs
         where = self._find(args, kwargs)
         qkv = [args[w] if isinstance(w, int) else kwargs[w] for w in where]
@@ -101,22 +132,42 @@ class Boundary:
         args, kwargs = list(args), dict(kwargs)  # type: ignore[assignment]
         for w, x in zip(where, qkv, strict=True):
             (args if isinstance(w, int) else kwargs)[w] = x  # type: ignore[index]
-        if cp.ring.size > 1:
-            self._enter(call, sharded_heads=True)
+        if self._engine_only(call) or cp.size > 1:
+            self._enter(call)
         return tuple(args), kwargs
 
-    def _refuse_nesting(self) -> None:
-        if _running.calls:
-            outer = _running.calls[-1].owner.name
-            raise RuntimeError(
-                f"{self.name} was called inside {outer}, and ContextParallel is applied to both: the "
-                "sequence would be exchanged twice. Apply it to one of them"
-            )
+    def _engine_only(self, call: _Call) -> bool:
+        """Whether the call asks for what other attention than ours would ignore."""
+        return call.documents is not None or self.style.mode.window is not None
 
-    def _enter(self, call: _Call, sharded_heads: bool) -> None:
+    def _documents(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+        """Packed documents of this call: passed by keyword, or those of the enclosing block. The keyword
+        is ours unless the module has a parameter of that name."""
+        if kwargs.get("documents") is None:
+            found = self.meshes[0].facts.documents
+        else:
+            found = documents_table(kwargs["documents"])
+        if "documents" in kwargs and not self.takes_documents:
+            kwargs = {name: value for name, value in kwargs.items() if name != "documents"}
+        return kwargs, found
+
+    def _refuse_nesting(self) -> None:
+        while _running.calls:
+            outer = _running.calls[-1]
+            if outer.alive():
+                raise RuntimeError(
+                    f"{self.name} was called inside {outer.owner.name}, and ContextParallel is applied to both: "
+                    "the sequence would be exchanged twice. Apply it to one of them"
+                )
+            # A KeyboardInterrupt ended that call: torch runs no hooks then.
+            _running.calls.pop().leave()
+
+    def _enter(self, call: _Call) -> None:
         cp = call.cp
         mesh_for = self.mesh_for if cp is None else lambda *heads: cp
-        call.region = Region(self.name, self.style.mode, mesh_for, sharded_heads)
+        inside = None if cp is None else (call.heads, call.length)
+        required = cp is None or cp.ring.size > 1 or self._engine_only(call)
+        call.region = Region(self.name, self.style.mode, mesh_for, inside, call.documents, required, call.alive)
         call.region.__enter__()
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
@@ -149,10 +200,11 @@ class Boundary:
                     f"{self.name}: {what} is a DTensor with placements {x.placements}, which is not "
                     "supported yet. Make the projections return local tensors (use_local_output=True)"
                 )
-            if x.ndim <= max(seq, head):
+            if x.ndim < max(seq, head) + 2:
                 raise ValueError(
                     f"{self.name}: {what} has shape {tuple(x.shape)}, but seq_dim={seq} and head_dim={head} "
-                    f"need {max(seq, head) + 1} dimensions. Set them to where sequence and heads are"
+                    f"need {max(seq, head) + 2} dimensions (the last one is the size of a head). Set them to "
+                    "where sequence and heads are; if the module computes q, k, v itself, set qkv_indices=None"
                 )
         q, k, v = qkv
         if not q.dtype == k.dtype == v.dtype:
@@ -178,22 +230,20 @@ class Boundary:
         if not _running.calls or _running.calls[-1].owner is not self:
             return None  # an earlier hook, or `before` itself, raised: there is no call to end
         call = _running.calls.pop()
-        if call.region is not None:
-            call.region.__exit__(None, None, None)
+        call.leave()
         if output is None:  # an exception is on its way, or the module has nothing to give back
             return None
-        if call.region is not None and call.region.calls == 0 and self._must_route(call):
+        if call.region is not None and call.region.required and call.region.calls == 0:
             raise RuntimeError(
                 f"{self.name} returned without calling F.scaled_dot_product_attention, so its attention "
-                "covered only the local share of the sequence. Apply ContextParallel to the module that "
-                "calls attention, or use ulysses_degree=None with q, k, v as inputs, where any kernel works"
+                "covered only the local share of the sequence (or ignored the window or the documents). "
+                "Apply ContextParallel to the module that calls it (Hugging Face: load the model with "
+                'attn_implementation="sdpa"); without window and documents ulysses_degree=None with q, k, v '
+                "as inputs works with any kernel"
             )
         if call.cp is not None and call.cp.ulysses.size > 1:
             output = self._back(call, output)
         return output if self.style.use_local_output else self._as_dtensors(output)
-
-    def _must_route(self, call: _Call) -> bool:
-        return call.cp is None or call.cp.ring.size > 1
 
     def _back(self, call: _Call, output: Any) -> Any:
         """All-to-all back: of a tensor, or of every fitting tensor of a tuple or list."""
@@ -209,9 +259,7 @@ class Boundary:
             )
         moved = iter(ulysses_back([x for x, f in zip(items, fits, strict=True) if f], cp, mode, seq, head))  # type: ignore[arg-type]
         items = [next(moved) if f else x for x, f in zip(items, fits, strict=True)]
-        if isinstance(output, tuple) and hasattr(output, "_fields"):
-            return type(output)(*items)
-        return type(output)(items) if isinstance(output, (tuple, list)) else items[0]
+        return _like(output, items) if isinstance(output, (tuple, list)) else items[0]
 
     def _fits(self, call: _Call, x: Any) -> bool:
         seq, head = self.style.seq_dim, self.style.head_dim
@@ -224,8 +272,13 @@ class Boundary:
         if self.device_mesh.ndim != 1:
             raise ValueError("use_local_output=False needs a 1-D cp mesh; use use_local_output=True")
         if isinstance(output, (tuple, list)):
-            return type(output)(self._as_dtensors(x) if isinstance(x, Tensor) else x for x in output)
+            return _like(output, [self._as_dtensors(x) if isinstance(x, Tensor) else x for x in output])
         return DTensor.from_local(output, self.device_mesh, [Shard(self.style.seq_dim)], run_check=False)
+
+
+def _like(container: Any, items: list[Any]) -> Any:
+    """A tuple, named tuple or list of the type of ``container``."""
+    return type(container)(*items) if hasattr(container, "_fields") else type(container)(items)
 
 
 class _Running(threading.local):

@@ -156,10 +156,7 @@ def progress(name: str, step: int, steps: int, loss: float) -> None:
 def table(results: dict[str, Result]) -> tuple[list[str], list[str]]:
     """The lines of the final table, and the names of the modes that are wrong."""
     reference = results[ONE_RANK].losses
-    lines = [
-        f"{'mode':22} {'final loss':>10} {'max |diff|':>10} {'tokens/s':>9} {'peak MiB':>9} "
-        f"{'sent MiB/step':>14}"
-    ]
+    lines = [f"{'mode':22} {'final loss':>10} {'max |diff|':>10} {'tokens/s':>9} {'peak MiB':>9} {'sent MiB/step':>14}"]
     wrong = []
     for name, r in results.items():
         differences = [abs(a - b) for a, b in zip(r.losses, reference, strict=True)]
@@ -283,9 +280,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     return run(parser.parse_args())
 

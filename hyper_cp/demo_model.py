@@ -60,9 +60,7 @@ class Attention(nn.Module):
         self.inner = InnerAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (
-            rearrange(w(x), "b s (h d) -> b h s d", d=self.head_dim) for w in (self.wq, self.wk, self.wv)
-        )
+        q, k, v = (rearrange(w(x), "b s (h d) -> b h s d", d=self.head_dim) for w in (self.wq, self.wk, self.wv))
         out = self.inner(rotate(q, cos, sin), rotate(k, cos, sin), v)
         return self.wo(rearrange(out, "b h s d -> b s (h d)"))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .ops import layout as layouts
 from .ops import mesh as meshes
 from .ops.batch import gather_sequence
+from .ops.masks import documents_table
 from .style import ContextParallel
 
 
@@ -25,7 +28,7 @@ class ContextParallelHandler:
     All ranks of the mesh must hold the same global tensors.
     """
 
-    def __init__(self, mesh: DeviceMesh, style: ContextParallel | str = "contiguous") -> None:
+    def __init__(self, mesh: DeviceMesh, style: ContextParallel | str) -> None:
         if not isinstance(style, (ContextParallel, str)):
             raise TypeError(
                 f"style is a {type(style).__name__}; pass the ContextParallel style of the model or a layout "
@@ -57,6 +60,31 @@ class ContextParallelHandler:
         self._ranges(length, "length")
         positions = layouts.positions(self.layout, self.cp.rank, self.cp.size, length)
         return torch.tensor(positions, dtype=torch.int64, device=device)
+
+    @contextmanager
+    def documents(self, cu_seqlens: Any = None, *, document_ids: Any = None) -> Iterator[Tensor]:
+        """For the enclosed forward the sequence is packed documents: only positions of one document see
+        each other, in every styled module on this mesh.
+
+        Args:
+            cu_seqlens: cumulative lengths ``[0, ..., S]`` over *global* positions, for every batch row
+                (list or tensor ``[m]``) or one list per row. Any lengths, borders anywhere.
+            document_ids: instead, ``[B, S]``: the document of every global position.
+
+        Yields:
+            The documents as a CPU table ``[1 or B, m]``, to be passed on explicitly (``documents=`` of a
+            styled module) where the forward is left before it is recomputed: a pipeline, or activation
+            checkpointing with a backward outside this block, which raises otherwise.
+        """
+        table = documents_table(cu_seqlens, document_ids)
+        if table is None:
+            raise ValueError("documents() needs cu_seqlens or document_ids")
+        facts, before = self.cp.facts, self.cp.facts.documents
+        facts.documents = table
+        try:
+            yield table
+        finally:
+            facts.documents = before
 
     def _ranges(self, length: int, argument: str) -> tuple[layouts.Range, ...]:
         layouts.check_length(self.layout, self.cp.size, length, argument)

@@ -37,6 +37,11 @@ class ContextParallel(ParallelStyle):
             holds chunks r and 2n-1-r of 2n, as in Megatron, TransformerEngine and PyTorch).
         use_local_output: ``True``: outputs are plain tensors. ``False``: DTensors on the cp mesh,
             ``Shard(seq_dim)`` (contiguous layout and 1-D mesh only).
+        window: ``(left, right)``: sliding-window attention; a query sees at most so many positions
+            before and after its own (None or -1: no bound), within what is_causal leaves.
+
+    A call may have packed documents: inside ``ContextParallelHandler.documents(...)``, or passed to
+    the styled module as the keyword argument ``documents`` (see :func:`hyper_cp.ops.attention`).
 
     Returns:
         A :class:`ParallelStyle`. One instance may serve any number of modules.
@@ -74,17 +79,16 @@ class ContextParallel(ParallelStyle):
         kv_exchange: str = "all_gather",
         layout: str = "contiguous",
         use_local_output: bool = True,
+        window: Sequence[int | None] | None = None,
     ) -> None:
         super().__init__()
-        self.mode = Mode(kv_exchange, layout, load_balance)
+        self.mode = Mode(kv_exchange, layout, load_balance, window)  # type: ignore[arg-type]
         self.seq_dim, self.head_dim = _dimension("seq_dim", seq_dim), _dimension("head_dim", head_dim)
         if seq_dim == head_dim:
             raise ValueError(f"seq_dim={seq_dim} and head_dim={head_dim} must name different dimensions")
         degree_is_int = isinstance(ulysses_degree, int) and not isinstance(ulysses_degree, bool)
         if not (ulysses_degree is None or ulysses_degree == "auto" or (degree_is_int and ulysses_degree > 0)):  # type: ignore[operator]
-            raise ValueError(
-                f'ulysses_degree={ulysses_degree!r} must be None (whole mesh), "auto" or a positive int'
-            )
+            raise ValueError(f'ulysses_degree={ulysses_degree!r} must be None (whole mesh), "auto" or a positive int')
         self.ulysses_degree = ulysses_degree
         self.qkv_indices = None if qkv_indices is None else tuple(qkv_indices)
         self.qkv_kwarg_names = tuple(qkv_kwarg_names)
@@ -112,7 +116,7 @@ class ContextParallel(ParallelStyle):
         return (
             f"ContextParallel(seq_dim={self.seq_dim}, head_dim={self.head_dim}, ulysses_degree="
             f"{self.ulysses_degree!r}, qkv_indices={self.qkv_indices}, kv_exchange={m.kv_exchange!r}, "
-            f"layout={m.layout!r}, load_balance={m.load_balance})"
+            f"layout={m.layout!r}, load_balance={m.load_balance}, window={m.window})"
         )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -132,8 +136,8 @@ def styled_modules(model: nn.Module, at_least: int = 0) -> dict[str, ContextPara
     """The modules of ``model`` that run under ContextParallel: ``{fully qualified name: style}``.
 
     Use it after ``parallelize_module``, which only warns about a plan that matches nothing:
-    ``styled_modules(model, at_least=1)`` raises ``ValueError`` in that case. It also lets later
-    errors call the modules by these names.
+    ``styled_modules(model, at_least=1)`` raises ``ValueError`` in that case, as it does if two modules
+    expect the sequence in different layouts. It also lets later errors call the modules by these names.
     """
     found = {}
     for name, module in model.named_modules():
@@ -142,10 +146,18 @@ def styled_modules(model: nn.Module, at_least: int = 0) -> dict[str, ContextPara
             boundary.name = f"module {name!r} ({type(module).__name__})"
             found[name] = boundary.style
     if len(found) < at_least:
+        names = f" ({', '.join(found)})" if found else ""
         raise ValueError(
-            f"ContextParallel was applied to {len(found)} modules of {type(model).__name__}, expected at "
-            f"least {at_least}: the keys of the plan match no module names. Compare them with "
+            f"ContextParallel was applied to {len(found)} modules of {type(model).__name__}{names}, expected at "
+            f"least {at_least}: some keys of the plan match no module names. Compare them with "
             "[name for name, _ in model.named_modules()]"
+        )
+    layouts = {style.mode.layout: name for name, style in found.items()}
+    if len(layouts) > 1:
+        raise ValueError(
+            f"modules of {type(model).__name__} expect the sequence in different layouts ("
+            + ", ".join(f"{name}: {layout!r}" for layout, name in layouts.items())
+            + "), but they share one batch. Give all styles one layout"
         )
     return found
 

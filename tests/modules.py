@@ -24,9 +24,7 @@ class BNSD(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, note: str = "") -> Any:
         out = scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True)
-        return {"tensor": out, "tuple": (out, None), "list": [out], "namedtuple": Out(out, None)}[
-            self.packaging
-        ]
+        return {"tensor": out, "tuple": (out, None), "list": [out], "namedtuple": Out(out, None)}[self.packaging]
 
 
 class BSHD(nn.Module):

@@ -110,16 +110,19 @@ def opcheck_all(world: int) -> None:
             torch.library.opcheck(ops.all_to_all.default, (xs, cp.key, "contiguous", 2, 1, False))
             continue
         for kv, layout, balance in (("ring", "head_tail", False), ("all_gather", "contiguous", True)):
-            settings = (cp.key, layout, kv, balance, True, 0.25)
+            documents, mask = torch.tensor([[0, 5, 16]]), None
+            settings = (documents, mask, cp.key, layout, kv, balance, -9, 0, 0.25)
             torch.library.opcheck(ops.attention.default, (q, k, v, *settings))
             with torch.no_grad():
                 out, lse = ops.attention(q, k, v, *settings)
+                mark = ops.fingerprint(documents)
                 torch.library.opcheck(
                     ops.attention_backward.default,
-                    (torch.ones_like(out), q.detach(), k.detach(), v.detach(), out, lse, *settings),
+                    (torch.ones_like(out), q.detach(), k.detach(), v.detach(), out, lse, mark, *settings),
                 )
     x = torch.randn(2, 8, 3, requires_grad=True)
     torch.library.opcheck(ops.gather_sequence.default, (x, cp.key, "head_tail", 1))
+    torch.library.opcheck(ops.fingerprint.default, (torch.tensor([[0, 5, 16]]),))
     torch.library.opcheck(ops.own_slice.default, (x.detach(), cp.key, "head_tail", 1))
 
 
@@ -129,7 +132,14 @@ def test_opcheck_of_every_op(ranks: Any) -> None:
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("hyper_cp::")
     }
-    assert known == {"attention", "attention_backward", "all_to_all", "gather_sequence", "own_slice"}
+    assert known == {
+        "attention",
+        "attention_backward",
+        "all_to_all",
+        "fingerprint",
+        "gather_sequence",
+        "own_slice",
+    }
     ranks(2, opcheck_all, 2, timeout=300)
 
 

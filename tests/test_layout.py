@@ -26,9 +26,7 @@ def test_ranks_partition_the_sequence(name: str, world: int, chunk: int) -> None
 
 
 @given(names, st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.data())
-def test_pieces_of_several_ranks_ascend(
-    name: str, ring: int, ulysses: int, chunk: int, data: st.DataObject
-) -> None:
+def test_pieces_of_several_ranks_ascend(name: str, ring: int, ulysses: int, chunk: int, data: st.DataObject) -> None:
     world = ring * ulysses
     length = 2 * world * chunk
     block = data.draw(st.integers(0, ring - 1))
@@ -39,9 +37,7 @@ def test_pieces_of_several_ranks_ascend(
         for p in range(start, stop)
     ]
     assert found == sorted(p for r in ranks for p in token_positions(name, r, world, length))
-    union = [
-        p for start, stop in layouts.union_ranges(name, ranks, world, length) for p in range(start, stop)
-    ]
+    union = [p for start, stop in layouts.union_ranges(name, ranks, world, length) for p in range(start, stop)]
     assert union == found
 
 

@@ -52,9 +52,7 @@ def train_once(mode: dict[str, Any], mesh_shape: tuple[int, ...], compiled: bool
     for step in range(2):
         tokens, labels = data(step)
         with torch._dynamo.config.patch(error_on_recompile=step > 0):
-            loss = loss_of(
-                run, *(handler.dispatch(x, 1) for x in (tokens, labels)), handler.position_ids(LENGTH)
-            )
+            loss = loss_of(run, *(handler.dispatch(x, 1) for x in (tokens, labels)), handler.position_ids(LENGTH))
             model.zero_grad()
             loss.backward()
         want = loss_of(reference, tokens, labels, torch.arange(LENGTH))

@@ -19,8 +19,7 @@ CAUSAL, FULL = (None, 0), (None, None)
 def held_by(layout: str, ring: int, ulysses: int, length: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     world = ring * ulysses
     return tuple(
-        layouts.union_ranges(layout, range(r * ulysses, (r + 1) * ulysses), world, length)
-        for r in range(ring)
+        layouts.union_ranges(layout, range(r * ulysses, (r + 1) * ulysses), world, length) for r in range(ring)
     )
 
 
@@ -29,9 +28,7 @@ def query_positions(layout: str, balance: bool, rank: int, ring: int, ulysses: i
 
     def own(r: int) -> list[int]:
         world = ring * ulysses
-        return sorted(
-            p for u in range(ulysses) for p in token_positions(layout, r * ulysses + u, world, length)
-        )
+        return sorted(p for u in range(ulysses) for p in token_positions(layout, r * ulysses + u, world, length))
 
     if not balance:
         return own(rank)
@@ -39,9 +36,7 @@ def query_positions(layout: str, balance: bool, rank: int, ring: int, ulysses: i
     return own(rank)[:half] + own(ring - 1 - rank)[half:]
 
 
-def covered(
-    steps: tuple[schedule.Step, ...], blocks: list[list[int]], queries: list[int], length: int
-) -> np.ndarray:
+def covered(steps: tuple[schedule.Step, ...], blocks: list[list[int]], queries: list[int], length: int) -> np.ndarray:
     """How often each (query, key) pair of global positions is computed by these steps."""
     count = np.zeros((length, length), dtype=int)
     rows = np.array(queries)
@@ -56,9 +51,7 @@ def covered(
                 seen &= distance >= lower
             if upper is not None:
                 seen &= distance <= upper
-            assert seen.any(1).all() and seen.any(0).all(), (
-                f"a tile launches rows or columns for nothing: {tile}"
-            )
+            assert seen.any(1).all() and seen.any(0).all(), f"a tile launches rows or columns for nothing: {tile}"
             assert tile.area == seen.sum()
             count[np.ix_(q, k)] += seen
     return count

@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, styled_modules
-from hyper_cp.ops import axis
+from hyper_cp.ops import attention, axis
+from hyper_cp.ops.kernels import cpu
 from tests import modules
 from tests.oracle import plain_attention, relative_error, token_positions
 
@@ -27,9 +30,7 @@ SEQ, HEADS, KV, DIM = 16, 4, 4, 8
 
 def whole(kv_heads: int = KV) -> list[Tensor]:
     g = torch.Generator().manual_seed(1)
-    return [
-        torch.randn(1, h, SEQ, DIM, generator=g, dtype=torch.float64) for h in (HEADS, kv_heads, kv_heads)
-    ]
+    return [torch.randn(1, h, SEQ, DIM, generator=g, dtype=torch.float64) for h in (HEADS, kv_heads, kv_heads)]
 
 
 def local(layout: str = "contiguous", kv_heads: int = KV) -> tuple[list[Tensor], Tensor]:
@@ -72,9 +73,7 @@ def call_every_way() -> dict[str, float]:
             "list": lambda: apply(modules.BNSD(packaging="list"), **BNSD, **mode)(q, k, v)[0],
             "namedtuple": lambda: apply(modules.BNSD(packaging="namedtuple"), **BNSD, **mode)(q, k, v).hidden,
             "bshd": lambda: apply(modules.BSHD(), **mode)(*bshd).transpose(1, 2),
-            "flat": lambda: (
-                apply(modules.BSHD(flat=True), **mode)(*bshd).unflatten(2, (HEADS, DIM)).transpose(1, 2)
-            ),
+            "flat": lambda: apply(modules.BSHD(flat=True), **mode)(*bshd).unflatten(2, (HEADS, DIM)).transpose(1, 2),
             "packed": lambda: (
                 apply(modules.Packed(), seq_dim=0, head_dim=1, **mode)(*packed, scale=DIM**-0.5)
                 .transpose(0, 1)
@@ -185,9 +184,7 @@ def two_d_with_other_names(*_: Tensor) -> None:
 
 
 def three_d(*_: Tensor) -> None:
-    ContextParallel()._apply(
-        modules.BNSD(), init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
-    )
+    ContextParallel()._apply(modules.BNSD(), init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c")))
 
 
 def twice(*_: Tensor) -> None:
@@ -238,9 +235,7 @@ WRONG: dict[str, Mistake] = {
     "heads, own qkv": (
         "ValueError",
         "cannot split 3 query heads and 3 key",
-        lambda q, k, v: apply(modules.BNSD(), qkv_indices=None, ulysses_degree=2)(
-            q[:, :3], k[:, :3], v[:, :3]
-        ),
+        lambda q, k, v: apply(modules.BNSD(), qkv_indices=None, ulysses_degree=2)(q[:, :3], k[:, :3], v[:, :3]),
     ),
     "degree": (
         "ValueError",
@@ -276,7 +271,7 @@ WRONG: dict[str, Mistake] = {
     ),
     "dimensions": (
         "ValueError",
-        "seq_dim=2 and head_dim=4 need 5 dimensions",
+        "seq_dim=2 and head_dim=4 need 6 dimensions",
         lambda q, k, v: apply(modules.BNSD(), seq_dim=2, head_dim=4)(q, k, v),
     ),
     "lengths": (
@@ -308,8 +303,8 @@ WRONG: dict[str, Mistake] = {
     "twice": ("ValueError", "already applied to module BNSD", twice),
     "nothing matched": ("ValueError", "applied to 0 modules of Sequential, expected", nothing_matched),
     "mask": (
-        "NotImplementedError",
-        r"attn_mask of shape \(4, 4\)",
+        "ValueError",
+        r"attn_mask has shape \(1, 1, 4, 4\); it must be broadcastable to \[1, 4, 16, 16\]",
         lambda q, k, v: apply(Flash(attn_mask=torch.ones(4, 4, dtype=torch.bool)), **ring1)(q, k, v),
     ),
     "dropout": (
@@ -349,15 +344,18 @@ def test_wrong_use_is_refused_on_every_rank_before_communication(ranks: Any, kin
     ranks.raises(4, exception, words, refused, kind)
 
 
+class Transposing(modules.BNSD):
+    def forward(self, *qkv: Tensor) -> Tensor:
+        return super().forward(*qkv).transpose(1, 2)
+
+
 def wrong_output() -> None:
     (q, k, v), _ = local()
-    apply(modules.BSHD(flat=True), **BNSD)(q, k, v)  # returns [B, ...] of another layout
+    apply(Transposing(), **BNSD)(q, k, v)
 
 
 def test_output_of_another_layout_is_refused(ranks: Any) -> None:
-    ranks.raises(
-        2, "ValueError", "must be a tensor with 16 positions in dimension seq_dim=2 and 2 heads", wrong_output
-    )
+    ranks.raises(2, "ValueError", "must be a tensor with 16 positions in dimension seq_dim=2 and 2 heads", wrong_output)
 
 
 @pytest.mark.parametrize(
@@ -628,3 +626,144 @@ def meshes_rebuilt(backend_jobs: int) -> list[float]:
 
 def test_destroyed_and_rebuilt_groups(ranks: Any) -> None:
     assert max(max(errors) for errors in ranks(4, meshes_rebuilt, 3)) <= 1e-10
+
+
+# --------------------------------------------------------------------------- what fresh eyes found
+
+
+class CoreCheckpoint(nn.Module):
+    """Recomputes only its attention, with the old kind of activation checkpointing."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def core(*qkv: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(*qkv, is_causal=True)
+
+        return checkpoint(core, q, k, v, use_reentrant=True)
+
+
+class Interrupted(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+
+FOUND = {
+    "swapped dimensions": (
+        "ValueError",
+        r"query of shape .* should be \[batch, .* Check seq_dim and head_dim",
+        lambda q, k, v: apply(modules.BSHD(), **BNSD)(*(x.transpose(1, 2) for x in (q, k, v))),
+    ),
+    "flattened heads": (
+        "ValueError",
+        "need 4 dimensions .*qkv_indices=None",
+        lambda q, k, v: apply(modules.BSHD())(*(x.transpose(1, 2).flatten(2) for x in (q, k, v))),
+    ),
+    "reentrant checkpoint inside": (
+        "RuntimeError",
+        "gradients switched off inside the module",
+        lambda q, k, v: apply(CoreCheckpoint(), **ring1)(*(x.requires_grad_() for x in (q, k, v))),
+    ),
+    "integers": (
+        "TypeError",
+        "query has dtype torch.int32; attention takes",
+        lambda q, k, v: apply(Flash(), **ring1)(*(x.int() for x in (q, k, v))),
+    ),
+    "ring without a ring": (
+        "ValueError",
+        'kv_exchange="ring" has no effect with ulysses_degree=None',
+        lambda q, k, v: apply(Flash(), **BNSD, kv_exchange="ring"),
+    ),
+}
+
+
+def found_refused(kind: str) -> None:
+    (q, k, v), _ = local()
+    with axis.record_traffic() as log:
+        try:
+            FOUND[kind][2](q, k, v)
+        finally:
+            if kind in ("flattened heads", "integers", "ring without a ring") and log.entries:
+                raise SystemError("communicated before refusing")
+
+
+@pytest.mark.parametrize("kind", FOUND)
+def test_misuse_that_was_silent(ranks: Any, kind: str) -> None:
+    ranks.raises(4, FOUND[kind][0], FOUND[kind][1], found_refused, kind)
+
+
+def interrupted() -> dict[str, bool]:
+    """Torch runs no hooks after a KeyboardInterrupt: what it leaves must do no harm."""
+    (q, k, v), want = local()
+    with suppress(KeyboardInterrupt):
+        apply(Interrupted(), **ring1)(q, k, v)
+    plain = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    other = apply(modules.BNSD(), **ring1)(q, k, v)
+    return {
+        "plain attention is local": relative_error(plain, plain_attention(q, k, v, is_causal=True)) <= 1e-10,
+        "the next styled module runs": relative_error(other, want) <= 1e-10,
+        "nothing is left": clean(),
+    }
+
+
+def test_keyboard_interrupt(ranks: Any) -> None:
+    for found in ranks(4, interrupted):
+        assert all(found.values()), found
+
+
+def failing_kernel(kv: str) -> float:
+    """The kernel fails on every rank while keys are in flight; the process group stays usable."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    (q, k, v), want = local()
+
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("simulated")
+
+    cpu.KERNEL.forward = fails  # type: ignore[method-assign]
+    try:
+        with suppress(torch.OutOfMemoryError):
+            attention(*(x.repeat(1, 1, 500, 1) for x in (q, k, v)), mesh=mesh, kv_exchange=kv)
+    finally:
+        del cpu.KERNEL.forward
+    dist.barrier()
+    return relative_error(attention(q, k, v, mesh=mesh, is_causal=True, kv_exchange=kv), want)
+
+
+@pytest.mark.parametrize("kv", ["ring", "all_gather"])
+def test_a_failing_kernel_leaves_no_transfer_behind(ranks: Any, kv: str) -> None:
+    assert max(ranks(2, failing_kernel, kv, timeout=40)) <= 1e-10
+
+
+def channels_apart() -> float:
+    """Head dims that do not lie side by side in memory."""
+    (q, k, v), want = local()
+    apart = torch.stack([q, k, v], dim=-1).requires_grad_()
+    out = apply(modules.BNSD(), **ring1)(*apart.unbind(-1))
+    out.sum().backward()
+    return relative_error(out, want)
+
+
+def test_head_dims_with_a_stride(ranks: Any) -> None:
+    assert max(ranks(4, channels_apart)) <= 1e-10
+
+
+def nested_records() -> bool:
+    (q, k, v), _ = local()
+    module = apply(modules.BNSD(), **ring1)
+    with axis.record_traffic() as outer:
+        with axis.record_traffic() as inner:
+            module(q, k, v)
+        module(q, k, v)
+    return bool(inner.entries) and len(outer.entries) == 2 * len(inner.entries)
+
+
+def test_records_nest(ranks: Any) -> None:
+    assert all(ranks(2, nested_records))
+
+
+def dtensor_named_tuple() -> bool:
+    module = apply(modules.BNSD(packaging="namedtuple"), **ring1, use_local_output=False)
+    (q, k, v), _ = local()
+    return isinstance(module(q, k, v), modules.Out)
+
+
+def test_named_tuple_of_dtensors(ranks: Any) -> None:
+    assert all(ranks(2, dtensor_named_tuple))

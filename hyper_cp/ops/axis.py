@@ -12,6 +12,7 @@ Rules kept here, on which the rest relies:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 # --------------------------------------------------------------------------- traffic records
 
 
-@dataclass
+@dataclass(eq=False)
 class Traffic:
     """What one rank sent: entries ``(operation, bytes)`` in order."""
 
@@ -74,18 +75,46 @@ class Pending:
         self, works: Sequence[Any], result: Any, sent: Any, finish: Callable[[Any], Any] = lambda r: r
     ) -> None:
         self._works, self._result, self._sent, self._finish = works, result, sent, finish
+        _in_flight.pending[self] = None
 
     def wait(self) -> Any:
+        self._arrive()
+        result, self._result, self._sent = self._result, None, None
+        return self._finish(result)
+
+    def _arrive(self) -> None:
+        _in_flight.pending.pop(self, None)
         # Some backends return one work for a whole batch, others one per transfer: wait on all.
         for work in self._works:
             work.wait()
-        result, self._result, self._sent, self._works = self._result, None, None, ()
-        return self._finish(result)
+        self._works = ()
 
     def then(self, finish: Callable[[Any], Any]) -> Pending:
         """The same transfer, with one more step after it has arrived."""
         before = self._finish
-        return Pending(self._works, self._result, self._sent, lambda r: finish(before(r)))
+        self._finish = lambda r: finish(before(r))
+        return self
+
+
+class _InFlight(threading.local):
+    def __init__(self) -> None:
+        self.pending: dict[Pending, None] = {}
+
+
+_in_flight = _InFlight()
+
+
+@contextmanager
+def landing() -> Iterator[None]:
+    """If the block raises, wait for the transfers it has posted: their buffers must outlive them, and a
+    process group with transfers that nobody waits for is of no use afterwards."""
+    before = dict(_in_flight.pending)
+    try:
+        yield
+    except BaseException:
+        for pending in [p for p in _in_flight.pending if p not in before]:
+            pending._arrive()
+        raise
 
 
 @dataclass(frozen=True, eq=False)

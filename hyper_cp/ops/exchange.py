@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .axis import Axis, Pending
 from .layout import Piece, Range
+from .merge import part
 
 Pair = tuple[Tensor, Tensor]
 
@@ -225,21 +226,25 @@ class SwappedTails:
         pending = self.axis.send_recv(sends, self.partner, recvs, self.partner)
         return pending.then(lambda received: [from_wire(x) for x in received])
 
-    def rows(self, rows: Range) -> Sequence[Tensor]:
-        """The tensors restricted to a range of queries."""
+    def rows(self, rows: Range, batch: Range | None = None) -> Sequence[Tensor]:
+        """The tensors restricted to a range of queries (and of batch rows)."""
         start, stop = rows
         if not self.swapped or stop <= self.half:
-            return [x[:, :, start:stop] for x in self.tensors]
+            return [part(x, rows, batch) for x in self.tensors]
         if self.tails is None:
             self.tails = self.pending.wait()
-        if start < self.half:  # a tile across the border needs both halves side by side
-            both = zip(self.tensors, self.tails, strict=True)
-            return [torch.cat([x[:, :, start : self.half], t[:, :, : stop - self.half]], 2) for x, t in both]
-        return [x[:, :, start - self.half : stop - self.half] for x in self.tails]
+        if start >= self.half:
+            return [part(x, (start - self.half, stop - self.half), batch) for x in self.tails]
+        # A tile across the border needs both halves side by side.
+        head, tail = (start, self.half), (0, stop - self.half)
+        both = zip(self.tensors, self.tails, strict=True)
+        return [torch.cat([part(x, head, batch), part(t, tail, batch)], 2) for x, t in both]
 
     def post_results(self, of: Callable[[Range], Sequence[Tensor]]) -> None:
         """Send what was computed of the tail rows, ``of(rows)``, to the rank they came from."""
         if self.swapped:
+            if self.tails is None:
+                self.tails = self.pending.wait()
             self.pending = self._swap(of((self.half, self.length)))
 
     def results(self, of: Callable[[Range], Sequence[Tensor]]) -> Sequence[Tensor]:

@@ -25,6 +25,12 @@ def like_queries(x: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
     return x.new_empty(b, s, h, head_dim, dtype=dtype).transpose(1, 2)
 
 
+def part(x: Tensor, rows: Range, batch: Range | None = None) -> Tensor:
+    """Rows ``[B, H, rows, ...]`` of some batch rows (None: all)."""
+    x = x if batch is None else x[batch[0] : batch[1]]
+    return x[:, :, rows[0] : rows[1]]
+
+
 class Partials:
     """The running (output, log-sum-exp) of a rank's queries ``[B, H, S, D]``."""
 
@@ -34,17 +40,17 @@ class Partials:
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
 
-    def add(self, rows: Range, out: Tensor, lse: Tensor) -> None:
+    def add(self, rows: Range, batch: Range | None, out: Tensor, lse: Tensor) -> None:
         """Merge the partial of a range of queries. Takes over ``out`` and ``lse``, which the kernel
         made for this call: they may become the accumulators."""
-        start, stop = rows
         out, lse = out.to(self._dtype), lse.to(self._dtype)
-        if self._out is None and stop - start == self._q.shape[2]:
+        if self._out is None and batch is None and rows[1] - rows[0] == self._q.shape[2]:
             self._out, self._lse = out, lse
             return
-        total, total_lse = self._accumulators()
-        total, total_lse = total[:, :, start:stop], total_lse[:, :, start:stop]
-        total.lerp_(out, torch.sigmoid(lse - total_lse).unsqueeze(-1))
+        total, total_lse = (part(x, rows, batch) for x in self._accumulators())
+        # Neither has seen anything where both are -inf: their difference is no number, the weight 0.
+        weight = torch.sigmoid(lse - total_lse).nan_to_num_(0.0)
+        total.lerp_(out, weight.unsqueeze(-1))
         torch.logaddexp(total_lse, lse, out=total_lse)
 
     def _accumulators(self) -> tuple[Tensor, Tensor]:
@@ -55,7 +61,7 @@ class Partials:
 
     def result(self, rows: Range) -> tuple[Tensor, Tensor]:
         """Of a range of queries: output in their dtype, log-sum-exp in the accumulation dtype."""
-        out, lse = (x[:, :, rows[0] : rows[1]] for x in self._accumulators())
+        out, lse = (part(x, rows) for x in self._accumulators())
         return out.to(self._q.dtype), lse
 
 
@@ -66,13 +72,12 @@ class RowSum:
         self._like, self._dtype = like, accumulation_dtype(like.dtype)
         self._total: Tensor | None = None
 
-    def add(self, rows: Range, x: Tensor) -> None:
+    def add(self, rows: Range, batch: Range | None, x: Tensor) -> None:
         """Add to a range of rows. Takes over ``x``."""
-        start, stop = rows
-        if self._total is None and stop - start == self._like.shape[2]:
+        if self._total is None and batch is None and rows[1] - rows[0] == self._like.shape[2]:
             self._total = x.to(self._dtype)
         else:
-            self._accumulator()[:, :, start:stop].add_(x)
+            part(self._accumulator(), rows, batch).add_(x)
 
     def _accumulator(self) -> Tensor:
         if self._total is None:
@@ -81,4 +86,4 @@ class RowSum:
 
     def result(self, rows: Range) -> tuple[Tensor]:
         """The sum over a range of rows, in the dtype it was made for."""
-        return (self._accumulator()[:, :, rows[0] : rows[1]].to(self._like.dtype),)
+        return (part(self._accumulator(), rows).to(self._like.dtype),)

@@ -10,11 +10,20 @@ import os
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .axis import Axis
 
 MESH_NAMES = ("ring", "ulysses")
+
+
+@dataclass(eq=False)
+class Facts:
+    """What is true of the batch that a cp mesh works on now; all views of the mesh share it. It belongs
+    to the mesh and not to a thread, since backward recomputes in threads of its own."""
+
+    documents: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +36,7 @@ class CPMesh:
     ulysses: Axis
     flat: tuple[Axis, ...]
     """Axes that together span the whole mesh, innermost first (for gathering along all of it)."""
+    facts: Facts
 
     @property
     def size(self) -> int:
@@ -95,8 +105,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"rank {dist.get_rank()} is not part of mesh {mesh}: apply ContextParallel only on the "
-            "ranks of the mesh"
+            f"rank {dist.get_rank()} is not part of mesh {mesh}: apply ContextParallel only on the ranks of the mesh"
         )
 
 
@@ -113,9 +122,11 @@ def view(mesh: DeviceMesh, ulysses_degree: int | None = None) -> CPMesh:
     group = mesh.get_group()
     size = mesh.size()
     degree = size if ulysses_degree is None else ulysses_degree
-    if not isinstance(degree, int) or degree < 1 or size % degree:
+    if not isinstance(degree, int) or isinstance(degree, bool):
+        raise TypeError(f'ulysses_degree={degree!r} must be None or an int here ("auto" is for ContextParallel)')
+    if degree < 1 or size % degree:
         raise ValueError(
-            f"ulysses_degree={degree!r} does not divide the cp mesh of {size} ranks; degrees that do: "
+            f"ulysses_degree={degree} does not divide the cp mesh of {size} ranks; degrees that do: "
             f"{', '.join(map(str, divisors(size)))}"
         )
     key = f"{group.group_name}/{size // degree}x{degree}"
@@ -132,7 +143,7 @@ def view(mesh: DeviceMesh, ulysses_degree: int | None = None) -> CPMesh:
         block, lane = divmod(whole.rank, degree)
         ulysses = Axis.of(_subgroup(ranks[block * degree : (block + 1) * degree]))
         ring = Axis.of(_subgroup(ranks[lane::degree]))
-    return register(CPMesh(key, ring, ulysses, (whole,)))
+    return register(CPMesh(key, ring, ulysses, (whole,), _facts_of(whole)))
 
 
 def _view_2d(mesh: DeviceMesh, ulysses_degree: int | None) -> CPMesh:
@@ -146,7 +157,14 @@ def _view_2d(mesh: DeviceMesh, ulysses_degree: int | None) -> CPMesh:
     cached = _BY_KEY.get(key)
     if cached is not None and [a.group for a in cached.flat] == [ulysses.group, ring.group]:
         return cached
-    return register(CPMesh(key, ring, ulysses, (ulysses, ring)))
+    return register(CPMesh(key, ring, ulysses, (ulysses, ring), _facts_of(ulysses, ring)))
+
+
+def _facts_of(*axes: Axis) -> Facts:
+    """The facts of the mesh that these axes span: those of its other views, if there are any."""
+    groups = [axis.group for axis in axes]
+    same = (m.facts for m in _BY_KEY.values() if [axis.group for axis in m.flat] == groups)
+    return next(same, Facts())
 
 
 def _subgroup(ranks: list[int]) -> dist.ProcessGroup:

@@ -6,6 +6,7 @@ load balance only in which global positions are held; masks only in how a rectan
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,15 +21,20 @@ CAUSAL: Band = (None, 0)
 
 KV_EXCHANGES = ("all_gather", "ring")
 
+Documents = tuple[int, ...]
+"""Borders of the documents packed into one sequence: ascending, from 0 to its length. Only
+positions of the same document see each other."""
+
 
 @dataclass(frozen=True)
 class Tile:
     """One product: rows ``q`` of the rank's queries with rows ``k`` of a step's keys, under ``band``
-    (in the coordinates of the tile)."""
+    (in the coordinates of the tile), of the batch rows ``batch`` (None: all of them)."""
 
     q: Range
     k: Range
     band: Band = FULL
+    batch: Range | None = None
 
     @property
     def kind(self) -> str:
@@ -45,9 +51,7 @@ class Tile:
         return sum(
             max(
                 0,
-                min(cols - 1, cols if upper is None else i + upper)
-                - max(0, 0 if lower is None else i + lower)
-                + 1,
+                min(cols - 1, cols if upper is None else i + upper) - max(0, 0 if lower is None else i + lower) + 1,
             )
             for i in range(rows)
         )
@@ -56,9 +60,11 @@ class Tile:
 @dataclass(frozen=True)
 class Step:
     """Tiles over the key block that arrives at this step. ``take``: the ranges of that block they
-    use, concatenated; tiles count keys from the start of that concatenation."""
+    use, concatenated; tiles count keys from the start of that concatenation. ``keys``: the global
+    positions of these keys."""
 
     take: tuple[Range, ...]
+    keys: tuple[Range, ...]
     tiles: tuple[Tile, ...]
 
     @property
@@ -72,12 +78,13 @@ class Schedule:
     local one again. This last step hides transfers that bring results home: of key gradients in
     ``backward``, of the tails if ``swap`` (the tail half of queries changes places; none of it is
     in the last step). Where there are none it is empty. ``hops``: how many blocks arrive, equal on
-    all ranks."""
+    all ranks. ``queries``: the global positions this rank attends."""
 
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     hops: int
     swap: bool
+    queries: tuple[Range, ...]
 
     @property
     def area(self) -> int:
@@ -122,30 +129,59 @@ def cut(q: Range, k: Range, band: Band) -> Iterator[Tile]:
         yield Tile((q0 + size, q1), (start, k1))
 
 
+def intersect(a: Band, b: Band) -> Band:
+    """The band of what both leave visible."""
+    lower = [x for x in (a[0], b[0]) if x is not None]
+    upper = [x for x in (a[1], b[1]) if x is not None]
+    return max(lower, default=None), min(upper, default=None)
+
+
 def _shift(band: Band, by: int) -> Band:
     lower, upper = band
     return (None if lower is None else lower + by, None if upper is None else upper + by)
 
 
-def _visible(q: tuple[Range, ...], k: tuple[Range, ...], band: Band) -> bool:
+def _same_document(q: Range, k: Range, documents: Documents | None) -> Iterator[tuple[Range, Range]]:
+    """The rectangles of ``q x k`` whose rows and columns belong to one document."""
+    if documents is None:
+        yield q, k
+        return
+    low, high = max(q[0], k[0]), min(q[1], k[1])
+    # Documents that end behind both starts and begin before both ends meet both ranges.
+    for i in range(bisect_right(documents, low) - 1, len(documents) - 1):
+        start, stop = documents[i], documents[i + 1]
+        if start >= high:
+            return
+        if start < stop:
+            yield (max(q[0], start), min(q[1], stop)), (max(k[0], start), min(k[1], stop))
+
+
+def _visible(q: tuple[Range, ...], k: tuple[Range, ...], band: Band, documents: Documents | None) -> bool:
     """Whether any position of ``q`` sees any of ``k``."""
-    return any(next(cut(a, b, _shift(band, a[0] - b[0])), None) is not None for a in q for b in k)
+    return any(
+        next(cut(c, d, _shift(band, c[0] - d[0])), None) is not None
+        for a in q
+        for b in k
+        for c, d in _same_document(a, b, documents)
+    )
 
 
 def _joined(tiles: list[Tile]) -> tuple[Tile, ...]:
     """Join full tiles that are neighbours: fewer, larger kernels and fewer merges."""
 
     def join(tiles: list[Tile], along: str) -> list[Tile]:
-        def key(t: Tile) -> tuple[Range, Range]:
-            return (t.q, t.k) if along == "k" else (t.k, t.q)
+        def key(t: Tile) -> tuple[Range, Range, Range]:
+            batch = t.batch or (0, 0)
+            return (batch, t.q, t.k) if along == "k" else (batch, t.k, t.q)
 
         out: list[Tile] = []
         for tile in sorted(tiles, key=key):
             last = out[-1] if out else None
-            if last and last.band == tile.band == FULL and key(last)[0] == key(tile)[0]:
-                (_, (a, b)), (_, (c, d)) = key(last), key(tile)
+            if last and last.band == tile.band == FULL and key(last)[:2] == key(tile)[:2]:
+                (*_, (a, b)), (*_, (c, d)) = key(last), key(tile)
                 if b == c:
-                    out[-1] = Tile(tile.q, (a, d)) if along == "k" else Tile((a, d), tile.k)
+                    q, k = (tile.q, (a, d)) if along == "k" else ((a, d), tile.k)
+                    out[-1] = Tile(q, k, FULL, tile.batch)
                     continue
             out.append(tile)
         return out
@@ -164,46 +200,64 @@ def _with_offsets(ranges: tuple[Range, ...], offset: int = 0) -> list[tuple[int,
     return out
 
 
-def _step(queries: tuple[Range, ...], blocks: list[tuple[int, Range]], band: Band) -> Step:
+def _step(
+    queries: tuple[Range, ...],
+    blocks: list[tuple[int, Range]],
+    band: Band,
+    documents: tuple[Documents, ...] | None,
+) -> Step:
     """Tiles of the queries at global ``queries`` over the keys at ``(block offset, global range)``."""
     blocks = sorted(blocks, key=lambda b: b[1])
-    same = [r for _, r in blocks] == list(queries) == list(merge_ranges(queries))
-    if same and band == CAUSAL:
+    if band == CAUSAL and documents is None and [r for _, r in blocks] == list(merge_ranges(queries)):
         # The same ascending positions on both sides: causal by local index, in one tile.
         length = sum(stop - start for start, stop in queries)
-        if blocks == _with_offsets(queries, blocks[0][0]):
-            offset = blocks[0][0]
-            return Step(((offset, offset + length),), (Tile((0, length), (0, length), CAUSAL),))
+        offset = blocks[0][0]
+        if merge_ranges(queries) == queries and blocks == _with_offsets(queries, offset):
+            tile = Tile((0, length), (0, length), CAUSAL)
+            return Step(((offset, offset + length),), queries, (tile,))
     tiles = [
-        tile
+        Tile(tile.q, tile.k, tile.band, batch)
+        for batch, borders in _batch_rows(documents)
         for q_offset, q in _with_offsets(queries)
         for k_offset, k in blocks
+        for c, d in _same_document(q, k, borders)
         for tile in cut(
-            (q_offset, q_offset + q[1] - q[0]),
-            (k_offset, k_offset + k[1] - k[0]),
-            _shift(band, q[0] - k[0]),
+            (q_offset + c[0] - q[0], q_offset + c[1] - q[0]),
+            (k_offset + d[0] - k[0], k_offset + d[1] - k[0]),
+            _shift(band, c[0] - d[0]),
         )
     ]
     # Used keys in ascending global order, so that what a query range needs is one prefix of them.
     take: list[Range] = []
+    keys: list[Range] = []
+    place: list[tuple[int, int]] = []  # (block offset, position among the taken), by block offset
+    taken = 0
     for offset, (start, stop) in blocks:
         used = [t.k for t in tiles if offset <= t.k[0] < offset + stop - start]
-        if used:
-            first, last = min(u[0] for u in used), max(u[1] for u in used)
-            if take and take[-1][1] == first:
-                take[-1] = (take[-1][0], last)
-            else:
-                take.append((first, last))
+        if not used:
+            continue
+        first, last = min(u[0] for u in used), max(u[1] for u in used)
+        place.append((first, taken))
+        taken += last - first
+        keys.append((start + first - offset, start + last - offset))
+        if take and take[-1][1] == first:
+            take[-1] = (take[-1][0], last)
+        else:
+            take.append((first, last))
+    place.sort()
 
-    def packed(k: Range) -> Range:
-        before = 0
-        for start, stop in take:
-            if start <= k[0] < stop:
-                return (before + k[0] - start, before + k[1] - start)
-            before += stop - start
-        raise AssertionError("a tile uses keys that were not taken")  # unreachable by construction
+    def packed(t: Tile) -> Tile:
+        first, before = place[bisect_right(place, (t.k[0], taken)) - 1]
+        return Tile(t.q, (before + t.k[0] - first, before + t.k[1] - first), t.band, t.batch)
 
-    return Step(tuple(take), _joined([Tile(t.q, packed(t.k), t.band) for t in tiles]))
+    return Step(tuple(take), merge_ranges(keys), _joined([packed(t) for t in tiles]))
+
+
+def _batch_rows(documents: tuple[Documents, ...] | None) -> list[tuple[Range | None, Documents | None]]:
+    """Which batch rows have which documents; rows that share them, together."""
+    if documents is None or len(documents) == 1:
+        return [(None, documents[0] if documents else None)]
+    return [((row, row + 1), borders) for row, borders in enumerate(documents)]
 
 
 def _visits(kv_exchange: str, rank: int, size: int) -> list[tuple[int, ...]]:
@@ -238,12 +292,16 @@ def _halves(step: Step, rows: int) -> tuple[Step, Step]:
         for part, (low, high) in ((first, (0, row)), (second, (row, length))):
             start, stop = max(tile.q[0], low), min(tile.q[1], high)
             if start < stop:
-                part.extend(cut((start, stop), tile.k, _shift(tile.band, start - tile.q[0])))
-    return Step(step.take, tuple(sorted(first, key=_by_rows))), Step(step.take, tuple(second))
+                tiles = cut((start, stop), tile.k, _shift(tile.band, start - tile.q[0]))
+                part.extend(Tile(t.q, t.k, t.band, tile.batch) for t in tiles)
+    return (
+        Step(step.take, step.keys, tuple(sorted(first, key=_by_rows))),
+        Step(step.take, step.keys, tuple(second)),
+    )
 
 
-def _by_rows(tile: Tile) -> tuple[Range, Range]:
-    return tile.q, tile.k
+def _by_rows(tile: Tile) -> tuple[Range, Range, Range]:
+    return tile.batch or (0, 0), tile.q, tile.k
 
 
 @lru_cache(maxsize=1024)
@@ -253,15 +311,16 @@ def build(
     kv_exchange: str,
     load_balance: bool,
     band: Band,
+    documents: tuple[Documents, ...] | None = None,
 ) -> Schedule:
     """The schedule of ring rank ``rank``, where ring rank r holds global positions ``held[r]``.
 
-    ``band``: the mask in global positions (``CAUSAL``, ``FULL`` or a window). ``load_balance``
-    exchanges the tail half of queries with rank ``size-1-rank`` under a causal mask; without one
-    work is balanced already and nothing moves.
+    ``band``: the mask in global positions (``CAUSAL``, ``FULL`` or a window). ``documents``: one for
+    all batch rows, or one per row. ``load_balance`` exchanges the tail half of queries with rank
+    ``size-1-rank`` where :func:`swaps` says that this balances the work.
     """
     size = len(held)
-    swap = load_balance and size > 1 and band[1] is not None
+    swap = swaps(load_balance, size, band, sum(b - a for ranges in held for a, b in ranges))
     queries = [_swapped(held, r) if swap else held[r] for r in range(size)]
 
     def steps_of(r: int) -> Iterator[list[tuple[int, Range]]]:
@@ -276,19 +335,26 @@ def build(
             seen.update(sources)
             yield blocks
 
-    def last_needed(r: int) -> int:
-        needed = [i for i, b in enumerate(steps_of(r)) if _visible(queries[r], tuple(x for _, x in b), band)]
-        return max(needed, default=0)
+    def needs(r: int, blocks: list[tuple[int, Range]]) -> bool:
+        keys = tuple(ranges for _, ranges in blocks)
+        return any(_visible(queries[r], keys, band, borders) for _, borders in _batch_rows(documents))
 
-    hops = max(last_needed(r) for r in range(size)) if size > 1 else 0
-    local, *arriving = (_step(queries[rank], b, band) for b in list(steps_of(rank))[: hops + 1])
-    whole = (local, *arriving, Step((), ()))
+    hops = max(max((i for i, b in enumerate(steps_of(r)) if needs(r, b)), default=0) for r in range(size))
+    local, *arriving = (_step(queries[rank], b, band, documents) for b in list(steps_of(rank))[: hops + 1])
+    whole = (local, *arriving, Step((), (), ()))
     if not hops:
-        return Schedule(whole, whole, 0, swap)
+        return Schedule(whole, whole, 0, swap, queries[rank])
     rows = sum(stop - start for start, stop in queries[rank])
     first, second = _halves(local, rows // 2 if swap else rows)
     halved = (first, *arriving, second)
-    return Schedule(halved if swap else whole, halved, hops, swap)
+    return Schedule(halved if swap else whole, halved, hops, swap, queries[rank])
+
+
+def swaps(load_balance: bool, size: int, band: Band, length: int) -> bool:
+    """Whether tails of queries are exchanged: where later queries see more keys than earlier ones, that
+    is, unless the mask is not causal or a window shorter than half of the sequence."""
+    lower, upper = band
+    return load_balance and size > 1 and upper is not None and (lower is None or -lower >= length // 2)
 
 
 def _swapped(held: tuple[tuple[Range, ...], ...], rank: int) -> tuple[Range, ...]:

@@ -17,6 +17,8 @@ from ..schedule import Band
 class Kernel(Protocol):
     """Forward and backward of a tile. ``q`` is [B, H, Sq, D], ``k`` [B, Hkv, Sk, D], ``v``
     [B, Hkv, Sk, Dv] with H a multiple of Hkv, any strides. ``band``: see ``schedule.Band``.
+    ``mask``: explicit, broadcastable to [B, H, Sq, Sk]; bool (True is visible) or added to logits.
+    A row that sees nothing has out = 0 and lse = -inf, and zero gradients.
 
     Outputs and gradients may be in the dtype of the inputs or wider. Tensors returned are new: the
     caller may write to them.
@@ -24,7 +26,9 @@ class Kernel(Protocol):
 
     name: str
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The tile's partial: ``(out, lse)``."""
         ...
 
@@ -38,6 +42,7 @@ class Kernel(Protocol):
         lse: Tensor,
         band: Band,
         scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The tile's share of ``(dq, dk, dv)``, given the *merged* ``out`` and ``lse`` of its rows."""
         ...

@@ -23,15 +23,29 @@ def band_mask(rows: int, cols: int, band: Band, device: torch.device) -> Tensor 
     return mask
 
 
+def additive_mask(rows: int, cols: int, band: Band, mask: Tensor | None, like: Tensor) -> Tensor:
+    """A band and an explicit mask (bool: True is visible; or added to the logits) as one additive
+    mask ``[1|b, 1|H, rows, cols]`` of the dtype of ``like``."""
+    bias = torch.zeros(1, 1, rows, cols, dtype=like.dtype, device=like.device)
+    if mask is not None:
+        bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask.to(bias.dtype)
+    visible = band_mask(rows, cols, band, like.device)
+    return bias if visible is None else bias.masked_fill(~visible, -torch.inf)
+
+
 class ReferenceKernel:
     """Computes and returns everything in the accumulation dtype: nothing is rounded before the merge."""
 
     name = "reference"
 
-    def _logits(self, q: Tensor, k: Tensor, band: Band, scale: float) -> Tensor:
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        return None
+
+    def _logits(self, q: Tensor, k: Tensor, band: Band, scale: float, mask: Tensor | None) -> Tensor:
         logits = q @ k.mT * scale
-        mask = band_mask(q.shape[2], k.shape[2], band, q.device)
-        return logits if mask is None else logits.masked_fill(~mask, -torch.inf)
+        if band == FULL and mask is None:
+            return logits
+        return logits + additive_mask(q.shape[2], k.shape[2], band, mask, q)
 
     @staticmethod
     def _wide(q: Tensor, *rest: Tensor) -> list[Tensor]:
@@ -40,9 +54,11 @@ class ReferenceKernel:
         heads = q.shape[1]
         return [x.to(dtype).repeat_interleave(heads // x.shape[1], dim=1) for x in (q, *rest)]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         q, k, v = self._wide(q, k, v)
-        logits = self._logits(q, k, band, scale)
+        logits = self._logits(q, k, band, scale, mask)
         lse = torch.logsumexp(logits, dim=-1)
         # A row that sees nothing has lse = -inf: weight zero, not NaN.
         weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
@@ -58,10 +74,11 @@ class ReferenceKernel:
         lse: Tensor,
         band: Band,
         scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         kv_heads = k.shape[1]
         q, k, v, out, dout = self._wide(q, k, v, out, dout)
-        logits = self._logits(q, k, band, scale)
+        logits = self._logits(q, k, band, scale, mask)
         weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0).to(q.dtype).unsqueeze(-1))
         delta = (dout * out).sum(-1, keepdim=True)
         dlogits = weights * (dout @ v.mT - delta) * scale

@@ -1,0 +1,224 @@
+"""Windows, packed documents and explicit masks on real gloo ranks, against a plain-math oracle in fp64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp.ops import attention, masks
+from tests.oracle import plain_attention, relative_error, token_positions, visible_pairs
+from tests.test_attention import FP64, check, inputs, modes
+
+Case = dict[str, Any]
+
+
+def explicit_mask(kind: str, batch: int, heads: int, length: int, mine: Tensor) -> tuple[Tensor, Any, Any]:
+    """``(as the user passes it, visible, bias)`` of a random mask, the same on every rank."""
+    g = torch.Generator().manual_seed(length)
+    shape = {
+        "bool": (batch, 1, length, length),
+        "heads": (1, heads, length, length),
+        "padding": (batch, 1, 1, length),
+        "2d": (length, length),
+        "float": (batch, heads, length, length),
+        "local rows": (1, heads, length, length),
+        "causal": (1, 1, length, length),
+    }[kind]
+    visible = torch.rand(shape, generator=g) < 0.6
+    if kind == "causal":
+        visible = visible | True
+        visible = visible.tril()
+    if kind not in ("padding", "causal"):
+        visible[..., length // 3, :] = False  # a query that sees nothing
+    if kind == "float":
+        bias = torch.randn(shape, generator=g, dtype=torch.float64).masked_fill(~visible, -torch.inf)
+        return bias, None, bias
+    return (visible[:, :, mine] if kind == "local rows" else visible), visible, None
+
+
+def run_case(case: Case) -> dict[str, float]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    length, batch, heads = case["length"], case.get("batch", 2), case.get("heads", 4)
+    q, k, v, dout = inputs(batch, heads, case.get("kv_heads", 4), length, 8, 8, torch.float64)
+    mine = torch.tensor(token_positions(case["layout"], rank, world, length))
+    rows, window, causal = case.get("documents"), case.get("window"), case["causal"]
+    visible, bias, passed = visible_pairs(length, causal, window, rows), None, None
+    if case.get("mask"):
+        passed, seen, bias = explicit_mask(case["mask"], batch, heads, length, mine)
+        visible = visible if seen is None else visible & seen
+    wide = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = plain_attention(*wide, visible=visible, bias=bias)
+    expected_grads = torch.autograd.grad(expected, wide, dout)
+    local = [x[:, :, mine].clone().requires_grad_() for x in (q, k, v)]
+    out = attention(
+        *local,
+        mesh=mesh,
+        is_causal=causal,
+        enable_gqa=True,
+        ulysses_degree=case["degree"],
+        kv_exchange=case["kv"],
+        layout=case["layout"],
+        load_balance=case["balance"],
+        window=window,
+        documents=rows,
+        attn_mask=passed,
+    )
+    grads = torch.autograd.grad(out, local, dout[:, :, mine])
+    found = {"out": relative_error(out, expected[:, :, mine])}
+    for name, grad, want in zip(("dq", "dk", "dv"), grads, expected_grads, strict=True):
+        scale = want.abs().max().clamp(min=1.0)  # documents of one token have no gradient of q and k
+        found[name] = float("nan") if grad.isnan().any() else ((grad - want[:, :, mine]).abs().max() / scale).item()
+    return found
+
+
+def run_cases(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
+    return [(case, run_case(case)) for case in cases]
+
+
+def borders(length: int, kind: str) -> list[list[int]]:
+    """Documents of odd lengths, of length one, empty ones, shorter than the number of ranks."""
+    if kind == "many":
+        return [[0, 1, 2, 2, 5, length // 3 + 1, length // 2, length - 1, length]]
+    if kind == "singles":
+        return [list(range(length + 1))]
+    return [[0, length // 2 + 1, length], [0, 3, 3, length - 2, length]]  # a list per row
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_windows_and_documents(ranks: Any, world: int) -> None:
+    length = 12 * world
+    facts = [
+        {"window": (3, 0)},
+        {"window": (length // world + 5, None)},
+        {"window": (2, 4)},
+        {"documents": borders(length, "many")},
+        {"documents": borders(length, "rows")},
+        {"documents": borders(length, "rows"), "window": (4, 1)},
+    ]
+    cases = [
+        {**mode, **fact, "causal": causal, "length": length}
+        for mode, fact, causal in itertools.product(modes(world), facts, (True, False))
+        if 4 % mode["degree"] == 0
+    ]
+    cases += [
+        {**m, "documents": borders(length, "singles"), "causal": True, "length": length} for m in modes(world)[:4]
+    ]
+    check(ranks(world, run_cases, cases), FP64)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_explicit_masks(ranks: Any, world: int) -> None:
+    cases = [
+        {
+            **mode,
+            "mask": kind,
+            "causal": False,
+            "length": 8 * world,
+            "kv_heads": 4 if mode["degree"] == 4 else 2,
+        }
+        for mode in modes(world)
+        for kind in ("bool", "heads", "padding", "2d", "float", "local rows", "causal")
+        if 4 % mode["degree"] == 0
+        and not (kind == "local rows" and (mode["degree"] > 1 or mode["balance"]))
+        and (mode["degree"] < 4)
+    ]
+    cases += [
+        {**mode, "mask": "bool", "window": (5, 2), "causal": False, "length": 8 * world} for mode in modes(world)[:4]
+    ]
+    cases += [
+        {
+            **mode,
+            "mask": "float",
+            "documents": borders(8 * world, "rows"),
+            "causal": False,
+            "length": 8 * world,
+        }
+        for mode in modes(world)[:4]
+    ]
+    check(ranks(world, run_cases, cases), FP64)
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> tuple[int, Case]:
+    world = draw(st.integers(1, 8))
+    mode = draw(st.sampled_from([m for m in modes(world) if 8 % m["degree"] == 0]))
+    length = 2 * world * draw(st.integers(1, 6))
+    bound = st.one_of(st.none(), st.integers(0, length + 1))
+    case = {**mode, "causal": draw(st.booleans()), "length": length, "heads": 8, "kv_heads": 8}
+    kind = draw(st.sampled_from(["window", "documents", "both", "mask"]))
+    if kind in ("window", "both"):
+        case["window"] = (draw(bound), draw(bound))
+    if kind in ("documents", "both"):
+        count = draw(st.sampled_from([1, 2]))
+        cuts = st.lists(st.integers(0, length), max_size=8).map(sorted)
+        case["documents"] = [[0, *draw(cuts), length] for _ in range(count)]
+    if kind == "mask":
+        case.update(causal=False, mask=draw(st.sampled_from(["bool", "heads", "padding", "float", "causal"])))
+    return world, case
+
+
+@settings(max_examples=60)
+@given(drawn())
+def test_drawn_masks(ranks: Any, problem: tuple[int, Case]) -> None:
+    world, case = problem
+    check(ranks(world, run_cases, [case]), FP64)
+
+
+# --------------------------------------------------------------------------- forms and words
+
+
+def test_forms_of_documents() -> None:
+    table = masks.documents_table([0, 3, 8])
+    assert table is not None and table.tolist() == [[0, 3, 8, 8]]
+    ids = torch.tensor([[7, 7, 1, 1, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 5]])
+    assert masks.documents_of(masks.documents_table(None, ids), 2, 8) == ((0, 2, 5, 8), (0, 7, 8))
+    assert masks.documents_of(masks.documents_table(torch.tensor([0, 8], dtype=torch.int32)), 4, 8) is None
+    same = masks.documents_table([[0, 4, 4, 8], torch.tensor([0, 4, 8])])
+    assert masks.documents_of(same, 2, 8) == ((0, 4, 8),), "equal rows share their tiles"
+
+
+@pytest.mark.parametrize(
+    "documents, batch, words",
+    [
+        ([0, 5], 1, "ascend from 0 to the global sequence length 8"),
+        ([1, 8], 1, "ascend from 0"),
+        ([0, 5, 3, 8], 1, "ascend from 0"),
+        ([[0, 8], [0, 8], [0, 8]], 2, "3 rows for a batch of 2"),
+    ],
+)
+def test_documents_that_do_not_fit(documents: Any, batch: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        masks.documents_of(masks.documents_table(documents), batch, 8)
+
+
+def test_a_document_in_two_places_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"document_ids\[0\] names a document in two places"):
+        masks.documents_table(None, torch.tensor([[1, 2, 1]]))
+
+
+@pytest.mark.parametrize("window", [(1,), (-2, 0), (1.5, 0), (True, 0)])
+def test_windows_that_make_no_sense(window: Any) -> None:
+    with pytest.raises(ValueError, match="window="):
+        masks.check_window(window)
+
+
+def test_a_causal_matrix_is_recognised_exactly_and_not_by_memory_of_another() -> None:
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()
+    assert masks.recognised(causal, 6) == (None, 0)
+    causal[2, 3] = True  # changed in place: looked at again
+    assert masks.recognised(causal, 6) is None
+    lowest = torch.finfo(torch.bfloat16).min
+    added = torch.zeros(2, 1, 6, 6, dtype=torch.bfloat16).masked_fill(~torch.ones(6, 6).tril().bool(), lowest)
+    assert masks.recognised(added, 6) == (None, 0)
+    added[1, 0, 5, 0] = -1.0
+    assert masks.recognised(added, 6) is None
+    assert masks.recognised(torch.ones(6, 6, dtype=torch.bool), 6) == (None, None)
