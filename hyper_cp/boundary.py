@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -16,7 +14,7 @@ from .ops import mesh as meshes
 from .ops.attention import check_heads, ulysses, ulysses_back
 from .ops.masks import documents_table
 from .ops.mesh import CPMesh
-from .region import Region
+from .region import Region, RunningCall
 
 if TYPE_CHECKING:
     from .style import ContextParallel
@@ -29,39 +27,6 @@ def attached(module: nn.Module) -> Boundary | None:
         if isinstance(owner, Boundary):
             return owner
     return None
-
-
-@dataclass
-class _Call:
-    """What one running call of a styled module must undo or check at its end."""
-
-    owner: Boundary
-    module: nn.Module
-    cp: CPMesh | None = None
-    length: int = 0  # of the sequence inside the module
-    heads: int = 0  # query heads inside the module
-    ndim: int = 0
-    documents: Tensor | None = None
-    region: Region | None = None
-
-    def alive(self) -> bool:
-        """Whether the module's call is still on the stack of this thread."""
-        if torch.compiler.is_compiling():
-            return True
-        frame = inspect.currentframe()
-        while frame is not None:
-            if frame.f_code is _CALL and frame.f_locals.get("self") is self.module:
-                return True
-            frame = frame.f_back
-        return False
-
-    def leave(self) -> None:
-        if self.region is not None:
-            self.region.__exit__(None, None, None)
-
-
-# The frame of a module's call, by which a call that is over is told from one that is running.
-_CALL = nn.Module._call_impl.__code__
 
 
 class Boundary:
@@ -108,7 +73,7 @@ class Boundary:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._refuse_nesting()
-        call = _Call(self, module)
+        call = RunningCall(self, module)
         _running.calls.append(call)
         kwargs, call.documents = self._documents(kwargs)
         if self.style.qkv_indices is None:
@@ -136,7 +101,7 @@ class Boundary:
             self._enter(call)
         return tuple(args), kwargs
 
-    def _engine_only(self, call: _Call) -> bool:
+    def _engine_only(self, call: RunningCall) -> bool:
         """Whether the call asks for what other attention than ours would ignore."""
         return call.documents is not None or self.style.mode.window is not None
 
@@ -162,12 +127,9 @@ class Boundary:
             # A KeyboardInterrupt ended that call: torch runs no hooks then.
             _running.calls.pop().leave()
 
-    def _enter(self, call: _Call) -> None:
-        cp = call.cp
-        mesh_for = self.mesh_for if cp is None else lambda *heads: cp
-        inside = None if cp is None else (call.heads, call.length)
-        required = cp is None or cp.ring.size > 1 or self._engine_only(call)
-        call.region = Region(self.name, self.style.mode, mesh_for, inside, call.documents, required, call.alive)
+    def _enter(self, call: RunningCall) -> None:
+        call.required = call.cp is None or call.cp.ring.size > 1 or self._engine_only(call)
+        call.region = Region(call)
         call.region.__enter__()
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
@@ -233,7 +195,7 @@ class Boundary:
         call.leave()
         if output is None:  # an exception is on its way, or the module has nothing to give back
             return None
-        if call.region is not None and call.region.required and call.region.calls == 0:
+        if call.required and call.routed == 0:
             raise RuntimeError(
                 f"{self.name} returned without calling F.scaled_dot_product_attention, so its attention "
                 "covered only the local share of the sequence (or ignored the window or the documents). "
@@ -245,7 +207,7 @@ class Boundary:
             output = self._back(call, output)
         return output if self.style.use_local_output else self._as_dtensors(output)
 
-    def _back(self, call: _Call, output: Any) -> Any:
+    def _back(self, call: RunningCall, output: Any) -> Any:
         """All-to-all back: of a tensor, or of every fitting tensor of a tuple or list."""
         cp, mode, (seq, head) = call.cp, self.style.mode, (self.style.seq_dim, self.style.head_dim)
         items = list(output) if isinstance(output, (tuple, list)) else [output]
@@ -261,7 +223,7 @@ class Boundary:
         items = [next(moved) if f else x for x, f in zip(items, fits, strict=True)]
         return _like(output, items) if isinstance(output, (tuple, list)) else items[0]
 
-    def _fits(self, call: _Call, x: Any) -> bool:
+    def _fits(self, call: RunningCall, x: Any) -> bool:
         seq, head = self.style.seq_dim, self.style.head_dim
         if not isinstance(x, Tensor) or x.ndim <= max(seq, head) or x.shape[seq] != call.length:
             return False
@@ -285,7 +247,7 @@ class _Running(threading.local):
     """The calls of styled modules that are running in this thread (at most one: see nesting)."""
 
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[RunningCall] = []
 
 
 _running = _Running()

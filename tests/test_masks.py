@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.config
 import torch.distributed as dist
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
+from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.ops import attention, masks
 from tests.oracle import plain_attention, relative_error, token_positions, visible_pairs
 from tests.test_attention import FP64, check, inputs, modes
@@ -222,3 +228,151 @@ def test_a_causal_matrix_is_recognised_exactly_and_not_by_memory_of_another() ->
     added[1, 0, 5, 0] = -1.0
     assert masks.recognised(added, 6) is None
     assert masks.recognised(torch.ones(6, 6, dtype=torch.bool), 6) == (None, None)
+
+
+# --------------------------------------------------------------------------- through the style
+
+SEQ = 24
+FIRST, SECOND = [0, 5, 6, 24], [0, 11, 20, 24]
+STYLES: list[dict[str, Any]] = [
+    {"ulysses_degree": None},
+    {"ulysses_degree": 1, "layout": "head_tail"},
+    {"ulysses_degree": 1, "kv_exchange": "ring", "load_balance": True},
+    {"ulysses_degree": 2, "kv_exchange": "ring", "layout": "head_tail"},
+]
+
+
+class Attending(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q * 1.5, k, v, is_causal=True)
+
+
+class Block(nn.Module):
+    """Computes q, k, v itself; the whole is what gets checkpointed and styled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads * 1.5, heads, heads, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def styled(module: nn.Module, style: Case) -> tuple[Any, ContextParallelHandler]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    made = ContextParallel(seq_dim=2, head_dim=1, **style)
+    parallelize_module(module, mesh, {"": made})
+    return module, ContextParallelHandler(mesh, made)
+
+
+def wanted(block_input: Tensor, documents: list[int]) -> tuple[Tensor, Tensor]:
+    """Output and gradient of its square sum, of the Block on one device."""
+    x = block_input.clone().requires_grad_()
+    heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
+    visible = visible_pairs(SEQ, True, None, [documents])
+    out = plain_attention(heads * 1.5, heads, heads, visible=visible).transpose(1, 2).flatten(2)
+    return out.detach(), torch.autograd.grad(out.square().sum(), x)[0]
+
+
+def through_the_style(style: Case) -> dict[str, float]:
+    found = {}
+    q, k, v, _ = inputs(2, 4, 4, SEQ, 8, 8, torch.float64)
+    module, handler = styled(Attending(), style)
+    local = [handler.dispatch(x, 2) for x in (q, k, v)]
+
+    def error(out: Tensor, rows: Any) -> float:
+        visible = visible_pairs(SEQ, True, None, rows)
+        return relative_error(handler.combine(out, 2), plain_attention(q * 1.5, k, v, visible=visible))
+
+    with handler.documents(FIRST):
+        found["block"] = error(module(*local), [FIRST])
+        with handler.documents(document_ids=torch.tensor([[0] * 11 + [1] * 9 + [2] * 4] * 2)):
+            found["nested, ids"] = error(module(*local), [SECOND])
+        found["back"] = error(module(*local), [FIRST])
+        found["keyword wins"] = error(module(*local, documents=[FIRST, SECOND]), [FIRST, SECOND])
+    found["after the block"] = error(module(*local), None)
+    found["a window"] = relative_error(
+        handler.combine(styled(Attending(), {**style, "window": (3, None)})[0](*local), 2),
+        plain_attention(q * 1.5, k, v, visible=visible_pairs(SEQ, True, (3, None), None)),
+    )
+    return found
+
+
+@pytest.mark.parametrize("style", STYLES, ids=str)
+def test_documents_and_windows_through_the_style(ranks: Any, style: Case) -> None:
+    for found in ranks(4, through_the_style, style):
+        assert max(found.values()) <= FP64, found
+
+
+def recompute(style: Case) -> dict[str, Any]:
+    """Activation checkpointing: a recompute sees the documents of its forward, or raises."""
+    block, handler = styled(Block(), {**style, "qkv_indices": None})
+    whole = torch.randn(2, SEQ, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    found: dict[str, Any] = {}
+
+    def run(**keywords: Any) -> tuple[Tensor, Tensor]:
+        x = handler.dispatch(whole, 1).requires_grad_()
+        return x, checkpoint(block, x, use_reentrant=False, **keywords)
+
+    def error(x: Tensor, out: Tensor, documents: list[int]) -> float:
+        out.square().sum().backward()
+        want, want_grad = wanted(whole, documents)
+        assert x.grad is not None
+        return max(
+            relative_error(handler.combine(out.detach(), 1), want),
+            relative_error(handler.combine(x.grad, 1), want_grad),
+        )
+
+    with handler.documents(FIRST):
+        found["inside"] = error(*run(), FIRST)
+        late = run()
+    for name, other in (("ended", None), ("another batch", SECOND), ("other shape", [0, 1, 2, 3, 4, 24])):
+        with handler.documents(other) if other else nullcontext():
+            try:
+                error(*late, FIRST)
+                found[name] = "no error"
+            except RuntimeError as failure:
+                found[name] = str(failure)
+        with handler.documents(FIRST):
+            late = run()
+    plain = run()
+    with handler.documents(FIRST):
+        try:
+            plain[1].square().sum().backward()
+            found["documents only later"] = "no error"
+        except RuntimeError as failure:
+            found["documents only later"] = str(failure)
+    found["explicit"] = error(*run(documents=SECOND), SECOND)
+    return found
+
+
+@pytest.mark.parametrize("style", STYLES, ids=str)
+def test_a_recompute_sees_the_same_documents_or_raises(ranks: Any, style: Case) -> None:
+    for found in ranks(4, recompute, style):
+        for name, value in found.items():
+            if isinstance(value, float):
+                assert value <= FP64, found
+            else:
+                assert "recomputed this attention with other packed documents" in value, (name, value)
+
+
+def compiled(style: Case) -> float:
+    """New documents do not recompile, and are those used."""
+    torch._dynamo.reset()
+    module, handler = styled(Attending(), style)
+    fast = torch.compile(module, fullgraph=True, backend="aot_eager")
+    q, k, v, _ = inputs(2, 4, 4, SEQ, 8, 8, torch.float64)
+    worst = 0.0
+    for step, documents in enumerate((FIRST, SECOND, [0, 1, 2, SEQ])):
+        local = [handler.dispatch(x, 2).requires_grad_() for x in (q, k, v)]
+        with torch._dynamo.config.patch(error_on_recompile=step > 0), handler.documents(documents):
+            out = fast(*local)
+            grads = torch.autograd.grad(out.square().sum(), local)
+        wide = [x.clone().requires_grad_() for x in (q, k, v)]
+        want = plain_attention(wide[0] * 1.5, *wide[1:], visible=visible_pairs(SEQ, True, None, [documents]))
+        want_grads = torch.autograd.grad(want.square().sum(), wide)
+        for a, b in zip((out, *grads), (want, *want_grads), strict=True):
+            worst = max(worst, relative_error(handler.combine(a.detach(), 2), b))
+    return worst
+
+
+@pytest.mark.parametrize("style", STYLES, ids=str)
+def test_new_documents_do_not_recompile(ranks: Any, style: Case) -> None:
+    assert max(ranks(4, compiled, style, timeout=300)) <= FP64

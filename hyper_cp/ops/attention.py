@@ -173,8 +173,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call
     mask = call.mask
     if mask is not None:
         mask = check_mask(mask, q, cp, q.shape[2] * cp.ring.size, call)
-    if cp.ring.size == 1 and call.documents is None and mode.window is None:
-        # Whole sequences: what the device runs for plain attention.
+    if cp.size == 1 and call.documents is None and mode.window is None:  # exactly the user's own call
         gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=call.is_causal, scale=scale, enable_gqa=gqa
