@@ -88,7 +88,7 @@ def simulate(link: Link, kernel: Kernel) -> None:
         return wait(self)
 
     axis._record, axis.Pending.__init__, axis.Pending.wait = recording, starting, waiting
-    kernels.select = lambda *_: kernel
+    kernels.get = lambda *_: kernel
 
 
 def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> None:

@@ -54,16 +54,16 @@ def run_case(case: Case) -> dict[str, float]:
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     length, batch, heads = case["length"], case.get("batch", 2), case.get("heads", 4)
-    q, k, v, dout = inputs(batch, heads, case.get("kv_heads", 4), length, 8, 8, torch.float64)
+    q, k, v, dout = inputs(batch, heads, case.get("kv_heads", 4), length, 8, 8, case.get("dtype", torch.float64))
     mine = torch.tensor(token_positions(case["layout"], rank, world, length))
     rows, window, causal = case.get("documents"), case.get("window"), case["causal"]
     visible, bias, passed = visible_pairs(length, causal, window, rows), None, None
     if case.get("mask"):
         passed, seen, bias = explicit_mask(case["mask"], batch, heads, length, mine)
         visible = visible if seen is None else visible & seen
-    wide = [x.clone().requires_grad_() for x in (q, k, v)]
+    wide = [x.double().clone().requires_grad_() for x in (q, k, v)]
     expected = plain_attention(*wide, visible=visible, bias=bias)
-    expected_grads = torch.autograd.grad(expected, wide, dout)
+    expected_grads = torch.autograd.grad(expected, wide, dout.double())
     local = [x[:, :, mine].clone().requires_grad_() for x in (q, k, v)]
     out = attention(
         *local,

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import kernels, masks, schedule
 from . import layout as layouts
-from . import masks, schedule
 from . import mesh as meshes
 from .engine import attention_op
 from .mesh import CPMesh
@@ -192,6 +192,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call
         lower,
         upper,
         scale,
+        kernels.choose(q, k, v, call.is_causal),
     )
     return out
 

@@ -87,13 +87,14 @@ def attention_op(
     lower: int | None,
     upper: int | None,
     scale: float,
+    kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """``(out, log-sum-exp)`` of this rank's queries. ``documents``: table of borders on the CPU.
-    ``lower``, ``upper``: the band of global positions that is visible."""
+    ``lower``, ``upper``: the band of global positions that is visible. ``kernel``: its name, or ""."""
     cp = meshes.by_key(mesh)
     q, k, v = _dense(q, k, v)
     plan = _Plan(q, documents, mask, cp, layout, kv_exchange, load_balance, lower, upper)
-    steps, kernel = plan.schedule.forward, kernels.select(q, k, v)
+    steps, tiles = plan.schedule.forward, kernels.get(kernel, q, k, v)
     with axis.landing():
         blocks = exchange.FORWARD[kv_exchange](cp.ring, k, v, plan.schedule.hops)
         queries = exchange.SwappedTails(cp.ring, plan.schedule.swap, q)
@@ -111,7 +112,7 @@ def attention_op(
                 partials.add(
                     tile.q,
                     tile.batch,
-                    *kernel.forward(q_rows, k_rows, v_rows, tile.band, scale, plan.mask_of(step, tile)),
+                    *tiles.forward(q_rows, k_rows, v_rows, tile.band, scale, plan.mask_of(step, tile)),
                 )
         out, lse = queries.results(partials.result)
     return _in_query_order(out), lse.contiguous()
@@ -135,13 +136,14 @@ def attention_backward_op(
     lower: int | None,
     upper: int | None,
     scale: float,
+    kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of this rank's share. ``fingerprint``: of the documents that ``out`` was made with."""
     cp = meshes.by_key(mesh)
     _check_recompute(documents, fingerprint)
     dout, q, k, v = _dense(dout, q, k, v)
     plan = _Plan(q, documents, mask, cp, layout, kv_exchange, load_balance, lower, upper)
-    steps, kernel = plan.schedule.backward, kernels.select(q, k, v)
+    steps, tiles = plan.schedule.backward, kernels.get(kernel, q, k, v)
     with axis.landing():
         blocks = exchange.BACKWARD[kv_exchange](cp.ring, k, v, plan.schedule.hops, accumulation_dtype(q.dtype))
         queries = exchange.SwappedTails(cp.ring, plan.schedule.swap, q, dout, out, lse)
@@ -155,7 +157,7 @@ def attention_backward_op(
             for tile in step.tiles:
                 q_rows, dout_rows, out_rows, lse_rows = queries.rows(tile.q, tile.batch)
                 k_rows, v_rows = part(k_block, tile.k, tile.batch), part(v_block, tile.k, tile.batch)
-                dq_tile, dk_tile, dv_tile = kernel.backward(
+                dq_tile, dk_tile, dv_tile = tiles.backward(
                     dout_rows,
                     q_rows,
                     k_rows,

@@ -7,18 +7,24 @@ logarithm of scaled logits); whatever a device's operator returns is converted a
 
 from __future__ import annotations
 
-from typing import Protocol
+import importlib
+import logging
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ..schedule import Band
+from .reference import KERNEL as REFERENCE
+
+logger = logging.getLogger(__name__)
 
 
 class Kernel(Protocol):
     """Forward and backward of a tile. ``q`` is [B, H, Sq, D], ``k`` [B, Hkv, Sk, D], ``v``
-    [B, Hkv, Sk, Dv] with H a multiple of Hkv, any strides. ``band``: see ``schedule.Band``.
-    ``mask``: explicit, broadcastable to [B, H, Sq, Sk]; bool (True is visible) or added to logits.
-    A row that sees nothing has out = 0 and lse = -inf, and zero gradients.
+    [B, Hkv, Sk, Dv] with H a multiple of Hkv; their last dimension is contiguous. ``band``: see
+    ``schedule.Band``. ``mask``: explicit, broadcastable to [B, H, Sq, Sk]; bool (True is visible) or
+    added to logits. A row that sees nothing has out = 0 and lse = -inf, and zero gradients.
 
     Outputs and gradients may be in the dtype of the inputs or wider. Tensors returned are new: the
     caller may write to them.
@@ -48,10 +54,31 @@ class Kernel(Protocol):
         ...
 
 
-def select(q: Tensor, k: Tensor, v: Tensor) -> Kernel:
-    """The kernel for these tensors' device, dtype and head dims."""
-    from . import cpu, reference
+# A module per device type, with KERNELS by name and choose(q, k, v, causal) -> name. Other devices
+# get plain math.
+_MODULES = {"cpu": "cpu", "cuda": "cuda", "npu": "npu"}
 
-    if cpu.KERNEL.refusal(q, k, v) is None:
-        return cpu.KERNEL
-    return reference.KERNEL
+
+def _module(device: torch.device) -> Any:
+    name = _MODULES.get(device.type)
+    return None if name is None else importlib.import_module(f".{name}", __name__)
+
+
+def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
+    """The name of the kernel that this call's tiles run on, in forward and backward. Raises if the
+    user's settings leave none. Under torch.compile the choice is left to the run ("")."""
+    if torch.compiler.is_compiling():
+        return ""
+    module = _module(q.device)
+    name: str = REFERENCE.name if module is None else module.choose(q, k, v, causal)
+    logger.debug("attention of %s on %s: %s", tuple(q.shape), q.device, name)
+    return name
+
+
+def get(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
+    """The kernel chosen by name, or ("") chosen now."""
+    module = _module(q.device)
+    if not name:
+        name = REFERENCE.name if module is None else module.choose(q, k, v, False)
+    kernel: Kernel = REFERENCE if name == REFERENCE.name else module.KERNELS[name]
+    return kernel

@@ -38,9 +38,6 @@ class ReferenceKernel:
 
     name = "reference"
 
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        return None
-
     def _logits(self, q: Tensor, k: Tensor, band: Band, scale: float, mask: Tensor | None) -> Tensor:
         logits = q @ k.mT * scale
         if band == FULL and mask is None:

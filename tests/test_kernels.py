@@ -1,0 +1,260 @@
+"""Kernels of every device on every kind of tile, against plain math in fp64 and the operators' contracts."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from hyper_cp.ops import kernels
+from hyper_cp.ops.kernels import cpu, cuda, npu, reference
+from tests import npu_standin
+from tests.oracle import plain_attention, relative_error
+from tests.test_attention import FP32, check, modes
+from tests.test_attention import run_cases as run_mode_cases
+from tests.test_masks import run_cases as run_mask_cases
+
+BANDS = [(None, None), (None, 0), (-5, 0), (-3, 4), (2, 9), (None, 3), (-700, 0)]
+Tile = tuple[int, int, tuple[int | None, int | None], str]
+TILES: list[Tile] = [
+    (rows, cols, band, mask)
+    for (rows, cols), band, mask in itertools.product([(12, 12), (7, 16), (600, 530)], BANDS, ["", "bool", "float"])
+    if not (mask == "float" and rows > 100)
+]
+
+
+def problem(tile: Tile, dtype: torch.dtype, v_dim: int) -> tuple[list[Tensor], Tensor, Tensor, Any]:
+    """q, k, v, dout; which pairs are visible; the mask as passed."""
+    rows, cols, (lower, upper), kind = tile
+    g = torch.Generator().manual_seed(rows)
+    shapes = [(2, 4, rows, 8), (2, 2, cols, 8), (2, 2, cols, v_dim), (2, 4, rows, v_dim)]
+    tensors = [torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
+    distance = torch.arange(cols)[None] - torch.arange(rows)[:, None]
+    visible = torch.ones(1, 1, rows, cols, dtype=torch.bool)
+    if lower is not None:
+        visible = visible & (distance >= lower)
+    if upper is not None:
+        visible = visible & (distance <= upper)
+    bias = torch.zeros(1, 1, rows, cols, dtype=torch.float64)
+    passed = None
+    if kind == "bool":
+        passed = torch.rand(2, 1, rows, cols, generator=g) < 0.7
+        passed[:, :, rows // 2] = False  # a row that sees nothing
+        visible = visible & passed
+    if kind == "float":
+        bias = torch.randn(1, 4, rows, cols, generator=g, dtype=torch.float64)
+        passed = bias.to(dtype)
+    return tensors, visible, bias, passed
+
+
+def errors(kernel: Any, tile: Tile, dtype: torch.dtype, v_dim: int = 8) -> dict[str, float]:
+    """Of output, log-sum-exp and gradients, given the oracle's merged output and log-sum-exp."""
+    (q, k, v, dout), visible, bias, mask = problem(tile, dtype, v_dim)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    want = plain_attention(*wide, visible=visible, bias=bias, scale=0.3)
+    want_grads = torch.autograd.grad(want, wide, dout.double())
+    logits = wide[0] @ wide[1].repeat_interleave(2, 1).mT * 0.3 + bias
+    want_lse = logits.masked_fill(~visible, -torch.inf).logsumexp(-1).detach()
+    out, lse = kernel.forward(q, k, v, tile[2], 0.3, mask)
+    assert bool(((lse == -torch.inf) == (want_lse == -torch.inf)).all()), "rows that see nothing"
+    grads = kernel.backward(dout, q, k, v, want.detach().to(dtype), lse, tile[2], 0.3, mask)
+    alive = want_lse > -torch.inf
+    found = {"out": relative_error(out, want.detach()), "lse": relative_error(lse[alive], want_lse[alive])}
+    for name, grad, expected in zip(("dq", "dk", "dv"), grads, want_grads, strict=True):
+        found[name] = relative_error(grad, expected)
+    return found
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_cpu_and_reference(tile: Tile) -> None:
+    for kernel, v_dim in ((cpu.KERNEL, 8), (reference.KERNEL, 8), (reference.KERNEL, 5)):
+        assert max(errors(kernel, tile, torch.float64, v_dim).values()) <= 1e-10
+
+
+def test_choice_is_logged_and_follows_head_dims(caplog: pytest.LogCaptureFixture) -> None:
+    q, k, v = (torch.randn(1, 2, 4, d) for d in (8, 8, 6))
+    with caplog.at_level(logging.DEBUG, logger="hyper_cp.ops.kernels"):
+        assert kernels.choose(q, k, k, True) == "cpu flash"
+        assert kernels.choose(q, k, v, True) == "reference"
+        assert kernels.choose(*(x.to("meta") for x in (q, k, v)), True) == "reference"
+    assert "cpu flash" in caplog.text and "reference" in caplog.text
+
+
+# --------------------------------------------------------------------------- CUDA, without a GPU
+
+
+@pytest.mark.parametrize("name", cuda.KERNELS)
+@pytest.mark.parametrize("band", [(None, None), (None, 0), (-7, 0)], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_cuda_operators_are_called_as_their_schemas_say(name: str, band: Any, masked: bool) -> None:
+    """On the meta device: arguments and shapes, not numbers."""
+    kernel, dim, v_dim = cuda.KERNELS[name], 60 if "flash" in name else 64, {"cuda memory-efficient": 40}
+    dims = (dim, dim, v_dim.get(name, dim))
+
+    def made(heads: int, size: int) -> Tensor:
+        return torch.empty(2, 100, heads, size, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+
+    q, k, v = made(8, dims[0]), made(2, dims[1]), made(2, dims[2])
+    mask = torch.empty(1, 1, 100, 100, dtype=torch.bool, device="meta") if masked else None
+    out, lse = kernel.forward(q, k, v, band, 0.1, mask)
+    assert out.shape == (2, 8, 100, dims[2]) and lse.shape == (2, 8, 100) and lse.dtype == torch.float32
+    grads = kernel.backward(torch.empty_like(out), q, k, v, out, lse, band, 0.1, mask)
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+def test_cuda_runs_what_plain_sdpa_would() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    for backend, name in (
+        (SDPBackend.FLASH_ATTENTION, "cuda flash"),
+        (SDPBackend.EFFICIENT_ATTENTION, "cuda memory-efficient"),
+        (SDPBackend.CUDNN_ATTENTION, "cuda cudnn"),
+        (SDPBackend.MATH, "reference"),
+    ):
+        with mock.patch.object(torch, "_fused_sdp_choice", return_value=int(backend.value)):
+            assert cuda.choose(q, q, q, True) == name
+    with (
+        mock.patch.object(torch, "_fused_sdp_choice", return_value=int(SDPBackend.ERROR.value)),
+        pytest.raises(RuntimeError, match=r"no attention backend takes query \(1, 2, 4, 8\).*flash: .*cudnn: "),
+    ):
+        cuda.choose(q, q, q, True)
+
+
+# --------------------------------------------------------------------------- NPU, against the stand-in
+
+
+@pytest.fixture
+def standin() -> Any:
+    npu_standin.install()
+    if npu_standin._library is None:
+        pytest.skip("the real torch_npu is installed")
+    npu_standin.calls.clear()
+    return npu_standin
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "SBH"])
+def test_the_standin_itself(standin: Any, mode: int, layout: str) -> None:
+    rows, cols, pre, following = 6, 9, 4, 1
+    q, k, v = torch.randn(2, 4, rows, 8), torch.randn(2, 2, cols, 8), torch.randn(2, 2, cols, 8)
+    i, j = torch.arange(rows)[:, None], torch.arange(cols)[None]
+    own = torch.rand(rows, cols) < 0.3
+    hidden = {
+        0: own | (j > i + following) | (j < i - pre),
+        1: own,
+        2: j > i,
+        3: j > i + 3,
+        4: (j > i + 3 + following) | (j < i + 3 - pre),
+    }[mode]
+    mask = own if mode < 2 else torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+    to = {
+        "BNSD": lambda x: x,
+        "BSND": lambda x: x.transpose(1, 2),
+        "BSH": lambda x: x.transpose(1, 2).flatten(2),
+        "SBH": lambda x: x.permute(2, 0, 1, 3).flatten(2),
+    }[layout]
+    out, largest, total, *_ = torch.ops.npu.npu_fusion_attention(
+        *(to(x).contiguous() for x in (q, k, v)),
+        4,
+        layout,
+        atten_mask=mask,
+        scale=0.3,
+        pre_tockens=pre,
+        next_tockens=following,
+        sparse_mode=mode,
+    )
+    want = plain_attention(q.double(), k.double(), v.double(), visible=~hidden, scale=0.3)
+    assert relative_error(out, to(want)) < 1e-5
+    logits = (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(hidden, -torch.inf)
+    alive = ~hidden.all(-1).expand(2, 4, rows)
+    assert largest.shape == (2, 4, rows, 8)
+    assert relative_error((largest + total.log())[..., 3][alive], logits.logsumexp(-1)[alive]) < 1e-5
+    assert bool((largest[~alive] == torch.finfo(torch.float32).min).all())
+
+
+def test_the_standin_ignores_modes_without_a_mask_and_refuses_what_the_operator_refuses(standin: Any) -> None:
+    q = torch.randn(1, 2, 6, 8)
+    full, *_ = torch.ops.npu.npu_fusion_attention(q, q, q, 2, "BNSD", scale=0.3, sparse_mode=2)
+    assert relative_error(full, plain_attention(q.double(), q.double(), q.double(), scale=0.3)) < 1e-5
+    for bad in (
+        {"query": q.transpose(2, 3).contiguous().transpose(2, 3)},
+        {"atten_mask": torch.zeros(5, 6, dtype=torch.bool)},
+        {"atten_mask": torch.zeros(2048, 2048, dtype=torch.bool), "sparse_mode": 3},
+        {"padding_mask": q},
+        {"query": q.double(), "key": q.double(), "value": q.double()},
+    ):
+        with pytest.raises(RuntimeError):
+            torch.ops.npu.npu_fusion_attention(
+                **{"query": q, "key": q, "value": q, **bad}, head_num=2, input_layout="BNSD"
+            )
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_npu(standin: Any, tile: Tile) -> None:
+    for v_dim in (8, 5):
+        assert max(errors(npu.KERNEL, tile, torch.float32, v_dim).values()) <= 5e-6
+
+
+def test_npu_masks_are_compressed_and_full_tiles_have_none(standin: Any) -> None:
+    for tile, want in (
+        ((12, 12, (None, None), ""), {"layout": "BNSD", "mode": 0, "mask": False}),
+        ((12, 12, (None, 0), ""), {"layout": "BNSD", "mode": 2, "mask": True}),
+        ((12, 12, (-5, 0), ""), {"layout": "BNSD", "mode": 4, "mask": True}),
+    ):
+        standin.calls.clear()
+        errors(npu.KERNEL, tile, torch.float32)
+        assert standin.calls == [want]
+    q = torch.randn(2, 6, 4, 8).transpose(1, 2)  # [B, S, H, D] in memory: no copy
+    standin.calls.clear()
+    npu.KERNEL.forward(q, q, q, (None, None), 0.3)
+    assert standin.calls[0]["layout"] == "BSND"
+
+
+def through_npu(run: Any, cases: list[dict[str, Any]], *args: Any) -> Any:
+    """Cases of the engine with the NPU's kernel in place of the CPU's."""
+    npu_standin.install()
+    with mock.patch.dict(kernels._MODULES, {"cpu": "npu"}):
+        npu_standin.calls.clear()
+        found = run(*args, cases)
+        assert npu_standin.calls, "the NPU's operators were not called"
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_mode_on_the_npu_kernel(ranks: Any, world: int, standin: Any) -> None:
+    cases = [
+        {**mode, "causal": causal, "batch": 2, "heads": 8, "kv_heads": 4, "length": 12 * world, "dtype": torch.float32}
+        for mode in modes(world)
+        for causal in (True, False)
+        if mode["degree"] <= 4
+    ]
+    check(ranks(world, through_npu, run_mode_cases, cases, world), FP32)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_windows_documents_and_masks_on_the_npu_kernel(ranks: Any, world: int, standin: Any) -> None:
+    length = 12 * world
+    facts: list[dict[str, Any]] = [
+        {"window": (3, 2)},
+        {"window": (length // 2, 0), "causal": True},
+        {"documents": [[0, 1, 7, length - 2, length]], "causal": True},
+        {"documents": [[0, 5, length], [0, length - 1, length]], "window": (4, 1)},
+        {"mask": "bool"},
+        {"mask": "padding"},
+        {"mask": "float"},
+    ]
+    cases = [
+        {"causal": False, **mode, **fact, "length": length, "dtype": torch.float32}
+        for mode in modes(world)
+        for fact in facts
+    ]
+    check(ranks(world, through_npu, run_mask_cases, cases), FP32)
+
+
+def test_an_unknown_device_gets_plain_math() -> None:
+    assert kernels.get("", *(torch.empty(1, 1, 2, 4, device="meta") for _ in range(3))) is reference.KERNEL
