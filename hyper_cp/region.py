@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,16 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from . import calls
 from .ops.attention import Call, cp_attention, ring_attention
 from .ops.mesh import CPMesh
 
 if TYPE_CHECKING:
     from .boundary import Boundary
-
-_UNROUTED = {
-    F.multi_head_attention_forward: "nn.MultiheadAttention",
-    torch.ops.higher_order.flex_attention: "flex_attention",
-}
 
 
 @dataclass
@@ -74,57 +70,48 @@ class Region(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            if not self.call.alive():  # a KeyboardInterrupt ended the call: torch runs no hooks then
-                return func(*args, **kwargs)
+        read = calls.ROUTED.get(calls.key_of(func))
+        if read is not None and not self.call.required and func is not F.scaled_dot_product_attention:
+            read = None  # whole sequences: the user's own kernel is right
+        if read is not None and self.call.alive():  # else a KeyboardInterrupt ended the call without its hooks
             self.call.routed += 1
-            return self._attend(*args, **kwargs)
-        if self.call.required and func in _UNROUTED:
+            asked = read(self.call.owner.name, *args, **kwargs)
+            return asked.answer(self._attend(asked))
+        if self.call.required and func in calls.UNROUTED:
             raise NotImplementedError(
-                f"{self.call.owner.name} calls {_UNROUTED[func]}, which cannot be routed to context-parallel "
+                f"{self.call.owner.name} calls {calls.UNROUTED[func]}, which cannot be routed to context-parallel "
                 "attention yet. Call F.scaled_dot_product_attention, or use ulysses_degree=None with qkv_indices on a "
                 "module that receives q, k, v, where any kernel works"
             )
         return func(*args, **kwargs)
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        call, name = self.call, self.call.owner.name
-        if dropout_p > 0.0:
-            raise NotImplementedError(
-                f"{name} passes dropout_p={dropout_p}: attention dropout is not supported under "
-                "context parallelism yet. Set it to 0.0"
-            )
-        if query.ndim == 4 and key.ndim == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
-            raise ValueError(
-                f"{name}: query has {query.shape[1]} heads and key {key.shape[1]}; pass "
-                "enable_gqa=True for grouped-query attention"
-            )
+    def _attend(self, asked: calls.Asked) -> Tensor:
+        call, name, q = self.call, self.call.owner.name, asked.query
         if call.grad_enabled and not torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name} calls attention with gradients switched off inside the module: a reentrant "
                 "activation checkpoint there would recompute it as local attention. Checkpoint the whole module "
                 "(use_reentrant=False); for inference put torch.no_grad() around the module"
             )
-        if call.cp is not None and query.ndim == 4 and tuple(query.shape[1:3]) != (call.heads, call.length):
+        if call.cp is not None and q.ndim == 4 and tuple(q.shape[1:3]) != (call.heads, call.length):
             raise ValueError(
-                f"{name} calls attention with a query of shape {tuple(query.shape)}; after the exchange of "
+                f"{name} calls attention with a query of shape {tuple(q.shape)}; after the exchange of "
                 f"sequence and heads it should be [batch, {call.heads} heads, {call.length} positions, "
                 "head size]. Check seq_dim and head_dim of ContextParallel: [B, S, H, D] inputs have 1 and 2, "
                 "[B, H, S, D] inputs 2 and 1"
             )
-        heads = (query.shape[1], key.shape[1]) if query.ndim == 4 and key.ndim == 4 else (1, 1)
-        asked = Call(is_causal, scale, attn_mask, call.documents)
         mode = call.owner.style.mode
-        if call.cp is None:
-            return cp_attention(query, key, value, call.owner.mesh_for(*heads), mode, asked)
-        return ring_attention(query, key, value, call.cp, mode, asked)
+        if asked.window is not None:
+            if mode.window is not None:
+                raise ValueError(
+                    f"{name} asks for window={asked.window}, its style for {mode.window}: drop one of them"
+                )
+            mode = replace(mode, window=asked.window)
+        if asked.documents is not None and call.documents is not None:
+            raise ValueError(f"{name} passes packed documents, and so does the caller: drop one of them")
+        documents = call.documents if asked.documents is None else asked.documents
+        question = Call(asked.is_causal, asked.scale, asked.mask, documents)
+        if call.cp is not None:
+            return ring_attention(q, asked.key, asked.value, call.cp, mode, question)
+        heads = (q.shape[1], asked.key.shape[1]) if q.ndim == 4 and asked.key.ndim == 4 else (1, 1)
+        return cp_attention(q, asked.key, asked.value, call.owner.mesh_for(*heads), mode, question)
