@@ -266,3 +266,51 @@ def alone(world: int) -> tuple[int, bool]:
 
 def test_a_mesh_of_one_communicates_nothing(ranks: Any) -> None:
     assert ranks(1, alone, 1) == [(0, True)]
+
+
+# --------------------------------------------------------------------------- the host never waits for a result
+
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero", "to")
+
+
+def host_reads(world: int, cases: list[dict[str, Any]]) -> list[str]:
+    """Calls in forward and backward that would wait for the device: what reads a tensor of attention, or makes
+    one whose size depends on values. (Documents are read; they live on the CPU.)"""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    found: list[str] = []
+
+    def spy(name: str) -> Callable[..., Any]:
+        original = getattr(Tensor, name)
+
+        def call(self: Tensor, *args: Any, **kw: Any) -> Any:
+            device_moves = name != "to" or any(isinstance(a, (str, torch.device)) for a in (*args, *kw.values()))
+            if device_moves and (self.is_floating_point() or self.dtype == torch.bool):
+                found.append(name)
+            return original(self, *args, **kw)
+
+        return call
+
+    for kw in cases:
+        tensors = shares(world, kw.get("layout", "contiguous"), 16 * world, torch.float32, v_dim=D)
+        originals = {name: getattr(Tensor, name) for name in READS}
+        try:
+            for name in READS:
+                setattr(Tensor, name, spy(name))
+            q, k, v, dout = tensors
+            out = attention(q, k, v, mesh=mesh, is_causal=True, enable_gqa=True, **kw)
+            torch.autograd.grad(out, (q, k, v), dout)
+        finally:
+            for name, method in originals.items():
+                setattr(Tensor, name, method)
+    return found
+
+
+def test_no_step_reads_a_result_on_the_host(ranks: Any) -> None:
+    cases: list[dict[str, Any]] = [
+        {"kv_exchange": "ring", "layout": "head_tail"},
+        {"kv_exchange": "ring", "load_balance": True, "window": (40, 0)},
+        {"kv_exchange": "all_gather", "documents": [0, 9, 30, 64]},
+        {"ulysses_degree": None, "layout": "head_tail"},
+        {"ulysses_degree": 2, "kv_exchange": "ring", "documents": [0, 9, 30, 64], "window": (7, 0)},
+    ]
+    assert ranks(4, host_reads, 4, cases) == [[]] * 4

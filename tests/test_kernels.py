@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -372,3 +375,15 @@ def test_what_the_npu_operator_can_and_we_cannot_is_refused_by_name(keywords: di
     q = torch.zeros(1, 2, 4, 8)
     with pytest.raises(NotImplementedError, match=words):
         calls._npu_fusion_attention("module M", q, q, q, 2, "BNSD", **keywords)
+
+
+# --------------------------------------------------------------------------- the check for a GPU
+
+
+def test_device_check_runs_where_there_is_only_a_cpu() -> None:
+    script = Path(__file__).parent.parent / "benchmarks" / "device_check.py"
+    small = "--device cpu --dtype float32 --lengths 256 --heads 8 --kv-heads 8 --dim 64 --ranks 2 --rounds 1"
+    done = subprocess.run([sys.executable, str(script), *small.split()], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WRONG" not in done.stdout and done.stdout.count("ranks, torch.float32") == 15
+    assert "ring, head_tail" in done.stdout.splitlines()[-5]
