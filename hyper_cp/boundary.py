@@ -14,6 +14,7 @@ from .ops import mesh as meshes
 from .ops.attention import check_heads, ulysses, ulysses_back
 from .ops.masks import documents_table
 from .ops.mesh import CPMesh
+from .ops.ulysses import shared_heads
 from .region import Region, RunningCall
 
 if TYPE_CHECKING:
@@ -86,11 +87,13 @@ class Boundary:
         style, (seq, head) = self.style, (self.style.seq_dim, self.style.head_dim)
         cp = self.mesh_for(qkv[0].shape[head], qkv[1].shape[head])
         check_heads(qkv[0].shape[head], qkv[1].shape[head], cp)
-        if style.mode.layout == "head_tail" and cp.size > 1 and qkv[0].shape[seq] % 2:
-            raise ValueError(
-                f"{self.name}: local sequence length {qkv[0].shape[seq]} (dimension {seq}) is odd, but "
-                f"layout='head_tail' holds two chunks: use global lengths divisible by {2 * cp.size}"
-            )
+        for what, x in zip("qk", qkv, strict=False):
+            if style.mode.layout == "head_tail" and cp.size > 1 and x.shape[seq] % 2:
+                raise ValueError(
+                    f"{self.name}: the local sequence length {x.shape[seq]} of {what} (dimension {seq}) is odd, but "
+                    f"layout='head_tail' holds two chunks: use global lengths divisible by {2 * cp.size}"
+                )
+        qkv = [qkv[0], *(shared_heads(x, cp.ulysses.size, head) for x in qkv[1:])]
         qkv = ulysses(qkv, cp, style.mode, seq, head)
         call.cp, call.ndim = cp, qkv[0].ndim
         call.length, call.heads = qkv[0].shape[seq], qkv[0].shape[head]
@@ -174,11 +177,10 @@ class Boundary:
                 f"{self.name}: q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; they must be equal. Cast "
                 "them to one dtype before the module"
             )
-        if not q.shape[seq] == k.shape[seq] == v.shape[seq]:
+        if k.shape[seq] != v.shape[seq]:
             raise ValueError(
-                f"{self.name}: q, k, v have {q.shape[seq]}, {k.shape[seq]}, {v.shape[seq]} positions in "
-                f"dimension seq_dim={seq}; they must be equal (cross-attention is not supported yet). "
-                "If these are not sequence lengths, set seq_dim"
+                f"{self.name}: k and v have {k.shape[seq]} and {v.shape[seq]} positions in dimension seq_dim={seq}; "
+                "they must be equal. If these are not sequence lengths, set seq_dim"
             )
         if k.shape[head] != v.shape[head]:
             raise ValueError(

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler
-from tests.oracle import token_positions
+from tests import modules
+from tests.oracle import plain_attention, relative_error, token_positions
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -94,3 +97,56 @@ def test_mistakes_are_named(ranks: Any) -> None:
     for found in ranks(2, mistakes):
         for text, word in zip(found, words, strict=True):
             assert word in text, (text, word)
+
+
+# --------------------------------------------------------------------------- any length
+
+
+def any_length(layout: str) -> dict[str, float]:
+    """Non-causal and causal attention, and a loss, over lengths that do not split evenly."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    style = ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=1, kv_exchange="ring", layout=layout)
+    handler, found = ContextParallelHandler(mesh, style), {}
+    for length in (1, 7, 13, 24):
+        g = torch.Generator().manual_seed(length)
+        whole = [torch.randn(2, 2, length, 4, dtype=torch.float64, generator=g) for _ in range(3)]
+        labels = torch.randint(4, (2, 2, length), generator=g)
+        for causal in (True, False):
+            module = modules.BNSD(causal)
+            parallelize_module(module, mesh, {"": style})
+            local = [handler.dispatch(x, 2, pad_value=9.0).requires_grad_() for x in whole]
+            mine = handler.dispatch(labels, 2, pad_value=-100)
+            with handler.documents([0, length]):
+                out = module(*local)
+            loss = F.cross_entropy(out.flatten(0, 2), mine.flatten(), reduction="sum", ignore_index=-100)
+            grads = torch.autograd.grad(loss / labels.numel(), local)
+            wide = [x.clone().requires_grad_() for x in whole]
+            want = plain_attention(*wide, is_causal=causal)
+            want_loss = F.cross_entropy(want.flatten(0, 2), labels.flatten())
+            want_grads = torch.autograd.grad(want_loss, wide)
+            total = loss.detach() / labels.numel()
+            dist.all_reduce(total)
+            key = f"{length} {'causal' if causal else 'full'}"
+            found[f"{key} loss"] = abs(total.item() - want_loss.item())
+            found[f"{key} out"] = relative_error(handler.combine(out.detach(), 2, length=length), want.detach())
+            for a, b in zip(grads, want_grads, strict=True):
+                difference = (handler.combine(a, 2, length=length) - b).abs().max().item()
+                found[f"{key} gradients"] = max(found.get(f"{key} gradients", 0.0), difference)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_any_sequence_length(ranks: Any, world: int, layout: str) -> None:
+    for found in ranks(world, any_length, layout):
+        assert max(found.values()) <= 1e-10, found
+
+
+def wrong_length() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    handler = ContextParallelHandler(mesh, "head_tail")
+    handler.combine(handler.dispatch(torch.zeros(1, 13), pad_value=0), length=3)
+
+
+def test_combining_to_another_length_is_refused(ranks: Any) -> None:
+    ranks.raises(2, "ValueError", "length=3 does not pad to the 16 positions", wrong_length)

@@ -153,6 +153,46 @@ def test_explicit_masks(ranks: Any, world: int) -> None:
     check(ranks(world, run_cases, cases), FP64)
 
 
+def cross(case: Case) -> dict[str, float]:
+    """Queries and keys of different lengths, both sharded."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    q, *_ = inputs(2, 4, 4, case["length"], 8, 8, torch.float64)
+    _, k, v, _ = inputs(2, 4, 2, case["keys"], 8, 5, torch.float64)
+    dout = torch.randn(2, 4, case["length"], 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    visible, passed = None, None
+    if case["mask"]:
+        visible = torch.rand(2, 1, case["length"], case["keys"], generator=torch.Generator().manual_seed(8)) < 0.6
+        passed = visible
+    wide = [x.clone().requires_grad_() for x in (q, k, v)]
+    want = plain_attention(*wide, visible=visible)
+    want_grads = torch.autograd.grad(want, wide, dout)
+    mine, theirs = (torch.tensor(token_positions(case["layout"], rank, world, case[n])) for n in ("length", "keys"))
+    local = [x[:, :, at].clone().requires_grad_() for x, at in ((q, mine), (k, theirs), (v, theirs))]
+    keywords = {"kv_exchange": case["kv"], "layout": case["layout"], "load_balance": case["balance"]}
+    out = attention(*local, mesh=mesh, enable_gqa=True, attn_mask=passed, ulysses_degree=case["degree"], **keywords)
+    grads = torch.autograd.grad(out, local, dout[:, :, mine])
+    pairs = [(out, want[:, :, mine])]
+    pairs += [(g, w[:, :, at]) for g, w, at in zip(grads, want_grads, (mine, theirs, theirs), strict=True)]
+    return {str(i): relative_error(a, b.detach()) for i, (a, b) in enumerate(pairs)}
+
+
+def cross_cases(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
+    return [(case, cross(case)) for case in cases]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_cross_attention(ranks: Any, world: int) -> None:
+    cases = [
+        {**mode, "length": 4 * world, "keys": keys * world, "mask": mask}
+        for mode in modes(world)
+        for keys in (2, 10)
+        for mask in (False, True)
+        if 4 % mode["degree"] == 0
+    ]
+    check(ranks(world, cross_cases, cases), FP64)
+
+
 @st.composite
 def drawn(draw: st.DrawFn) -> tuple[int, Case]:
     world = draw(st.integers(1, 8))

@@ -89,7 +89,7 @@ def test_every_visible_pair_exactly_once(problem: tuple, min_rows: int) -> None:
         count = np.zeros((length, length), dtype=int)
         for rank in range(ring):
             with mock.patch.object(schedule, "_MIN_ROWS", min_rows):
-                plan = schedule.build.__wrapped__(held, rank, kv, balance, band)
+                plan = schedule.build.__wrapped__(held, held, rank, kv, balance, band)
             queries = query_positions(layout, plan.swap, rank, ring, ulysses, length)
             local = [query_positions(layout, False, r, ring, ulysses, length) for r in range(ring)]
             if kv == "ring":
@@ -108,7 +108,7 @@ def test_all_ranks_make_the_same_hops(problem: tuple) -> None:
     """A rank that needs nothing still forwards: communication must not depend on a rank's own tiles."""
     ring, ulysses, layout, kv, balance, length, band = problem
     held = held_by(layout, ring, ulysses, length)
-    plans = [schedule.build(held, r, kv, balance, band) for r in range(ring)]
+    plans = [schedule.build(held, held, r, kv, balance, band) for r in range(ring)]
     assert len({(p.hops, p.swap, len(p.forward), len(p.backward)) for p in plans}) == 1
 
 
@@ -117,7 +117,7 @@ def test_all_ranks_make_the_same_hops(problem: tuple) -> None:
 def test_causal_work_is_balanced(kv: str, layout: str, balance: bool) -> None:
     for ring in [*range(1, 17), 32, 64]:
         held = held_by(layout, ring, 1, 2 * ring * 128)
-        areas = [schedule.build(held, r, kv, balance, CAUSAL).area for r in range(ring)]
+        areas = [schedule.build(held, held, r, kv, balance, CAUSAL).area for r in range(ring)]
         assert max(areas) == min(areas)
 
 
@@ -125,21 +125,21 @@ def test_contiguous_work_is_not_balanced_and_says_by_how_much() -> None:
     """The last rank's share over the mean is 2 - 1/n (+ the diagonal's rounding)."""
     for ring in (2, 4, 8, 64):
         held = held_by("contiguous", ring, 1, ring * 128)
-        areas = [schedule.build(held, r, "ring", False, CAUSAL).area for r in range(ring)]
+        areas = [schedule.build(held, held, r, "ring", False, CAUSAL).area for r in range(ring)]
         assert max(areas) / (sum(areas) / ring) == pytest.approx(2 - 1 / ring, rel=0.01)
 
 
 def test_head_tail_ring_runs_one_kernel_per_step() -> None:
     held = held_by("head_tail", 8, 1, 8 * 256)
     for rank in range(8):
-        plan = schedule.build(held, rank, "ring", False, CAUSAL)
+        plan = schedule.build(held, held, rank, "ring", False, CAUSAL)
         assert [len(step.tiles) for step in plan.forward] == [1] * 8 + [0]
         assert all(len(step.take) <= 1 for step in plan.forward), "a ring block is used without a copy"
 
 
 def test_window_bounds_the_hops() -> None:
     held = held_by("contiguous", 8, 1, 8 * 128)
-    assert schedule.build(held, 0, "ring", False, (-127, 0)).hops == 1
-    assert schedule.build(held, 0, "ring", False, (-129, 0)).hops == 2
-    assert schedule.build(held, 0, "ring", False, (0, 0)).hops == 0
-    assert schedule.build(held, 0, "ring", False, CAUSAL).hops == 7
+    assert schedule.build(held, held, 0, "ring", False, (-127, 0)).hops == 1
+    assert schedule.build(held, held, 0, "ring", False, (-129, 0)).hops == 2
+    assert schedule.build(held, held, 0, "ring", False, (0, 0)).hops == 0
+    assert schedule.build(held, held, 0, "ring", False, CAUSAL).hops == 7

@@ -229,12 +229,12 @@ Mistake = tuple[str, str, Callable[..., Any]]
 WRONG: dict[str, Mistake] = {
     "heads": (
         "ValueError",
-        "ulysses_degree=4 cannot split 6 query heads and 2 key/value heads.*that work: 1, 2",
+        "ulysses_degree=4 cannot split 6 query heads.*that work: 1, 2;",
         lambda q, k, v: apply(modules.BNSD(), **BNSD)(q.repeat(1, 2, 1, 1)[:, :6], k[:, :2], v[:, :2]),
     ),
     "heads, own qkv": (
         "ValueError",
-        "cannot split 3 query heads and 3 key",
+        "cannot split 3 query heads.*that work: 1;",
         lambda q, k, v: apply(modules.BNSD(), qkv_indices=None, ulysses_degree=2)(q[:, :3], k[:, :3], v[:, :3]),
     ),
     "degree": (
@@ -276,8 +276,13 @@ WRONG: dict[str, Mistake] = {
     ),
     "lengths": (
         "ValueError",
-        "4, 3, 3 positions in dimension seq_dim=2",
-        lambda q, k, v: apply(modules.BNSD(), **BNSD)(q, k[:, :, :3], v[:, :, :3]),
+        "k and v have 3 and 4 positions in dimension seq_dim=2",
+        lambda q, k, v: apply(modules.BNSD(), **BNSD)(q, k[:, :, :3], v),
+    ),
+    "causal cross-attention": (
+        "ValueError",
+        "query has 4 and key 3 local positions: cross-attention of different lengths takes no is_causal",
+        lambda q, k, v: apply(modules.BNSD(), **ring1)(q, k[:, :, :3], v[:, :, :3]),
     ),
     "odd": (
         "ValueError",

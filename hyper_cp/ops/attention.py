@@ -20,7 +20,7 @@ from . import layout as layouts
 from . import mesh as meshes
 from .engine import attention_op
 from .mesh import CPMesh
-from .ulysses import all_to_all_op
+from .ulysses import all_to_all_op, shared_heads
 
 SAVE_LIST: list[Any] = [torch.ops.hyper_cp.attention.default, torch.ops.hyper_cp.all_to_all.default]
 """The library's forward ops, for a selective activation-checkpointing policy (MUST_SAVE): what
@@ -67,15 +67,21 @@ class Call:
 
 
 def check_heads(q_heads: int, kv_heads: int, cp: CPMesh) -> None:
-    """Raise ``ValueError`` unless both head counts split over the Ulysses degree."""
+    """Raise ``ValueError`` unless the query heads split over the Ulysses degree. (Key/value heads that do not are
+    shared by ranks; an uneven split of query heads would leave ranks waiting for the fullest one.)"""
     degree = cp.ulysses.size
-    if q_heads % degree or kv_heads % degree:
-        works = [d for d in meshes.divisors(cp.size) if q_heads % d == 0 and kv_heads % d == 0]
+    if q_heads % kv_heads:
         raise ValueError(
-            f"ulysses_degree={degree} cannot split {q_heads} query heads and {kv_heads} key/value heads: "
-            f"both must be multiples of the degree. Degrees of this cp mesh of {cp.size} ranks that "
-            f"work: {', '.join(map(str, works))}; set ulysses_degree to one of them (the rest of the "
-            'mesh becomes the ring dimension) or to "auto"'
+            f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads: grouped-query attention "
+            "needs that. Repeat the key/value heads or change their number"
+        )
+    if q_heads % degree:
+        works = [d for d in meshes.divisors(cp.size) if q_heads % d == 0]
+        raise ValueError(
+            f"ulysses_degree={degree} cannot split {q_heads} query heads: they must be a multiple of the degree (None "
+            f"means all ranks of the mesh). Degrees of this cp mesh of {cp.size} ranks that work: "
+            f"{', '.join(map(str, works))}; set ulysses_degree to one of them (the rest of the mesh becomes the ring "
+            'dimension) or to "auto"'
         )
 
 
@@ -102,10 +108,11 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Cal
             f"query {tuple(q.shape)}, key {tuple(k.shape)} and value {tuple(v.shape)} do not fit: batch, "
             "the sequence and heads of key and value, and the head dim of query and key must be equal"
         )
-    if q.shape[2] != k.shape[2]:
+    narrowed = call.is_causal or mode.window is not None or call.documents is not None
+    if q.shape[2] != k.shape[2] and narrowed:
         raise ValueError(
-            f"query has {q.shape[2]} and key {k.shape[2]} local positions: cross-attention of different "
-            "lengths is not supported under context parallelism yet. Leave this module out of the plan"
+            f"query has {q.shape[2]} and key {k.shape[2]} local positions: cross-attention of different lengths "
+            "takes no is_causal, window or documents. Pass an explicit attn_mask"
         )
     if q.shape[1] % k.shape[1]:
         raise ValueError(
@@ -114,17 +121,18 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Cal
         )
     band = masks.band_of(call.is_causal, mode.window)
     swaps = schedule.swaps(mode.load_balance, cp.ring.size, band, q.shape[2] * cp.ring.size)
-    if (mode.layout == "head_tail" or swaps) and q.shape[2] % 2:
+    odd = [x.shape[2] for x in (q, k) if x.shape[2] % 2]
+    if (mode.layout == "head_tail" or swaps) and odd:
         raise ValueError(
-            f"local sequence length {q.shape[2]} is odd, but layout={mode.layout!r} with load_balance="
+            f"local sequence length {odd[0]} is odd, but layout={mode.layout!r} with load_balance="
             f"{mode.load_balance} halves it: use global lengths that are a multiple of {2 * cp.size}"
         )
 
 
-def check_mask(mask: Tensor, q: Tensor, cp: CPMesh, length: int, call: Call) -> Tensor:
+def check_mask(mask: Tensor, q: Tensor, cp: CPMesh, lengths: tuple[int, int], call: Call) -> Tensor:
     """The mask in four dimensions and with the query heads of ``q``; raises if it does not fit.
 
-    ``q`` is ``[B, H, S, D]`` as the engine gets it, ``length`` the global sequence length.
+    ``q`` is ``[B, H, S, D]`` as the engine gets it, ``lengths`` the global ones of queries and keys.
     """
     if call.is_causal:
         raise ValueError("attn_mask and is_causal=True are both given: pass one of them")
@@ -141,13 +149,13 @@ def check_mask(mask: Tensor, q: Tensor, cp: CPMesh, length: int, call: Call) -> 
         mask.ndim == 4
         and mask.shape[0] in (1, batch)
         and mask.shape[1] in (1, heads, heads * degree)
-        and mask.shape[2] in (1, rows, length)
-        and mask.shape[3] in (1, length)
+        and mask.shape[2] in (1, rows, lengths[0])
+        and mask.shape[3] in (1, lengths[1])
     )
     if not fits:
         raise ValueError(
             f"attn_mask has shape {tuple(mask.shape)}; it must be broadcastable to [{batch}, "
-            f"{heads * degree}, {length}, {length}] (batch, heads, global queries, global keys), "
+            f"{heads * degree}, {lengths[0]}, {lengths[1]}] (batch, heads, global queries, global keys), "
             f"or have this rank's {rows} queries in the third place. Build it for the whole sequence, "
             "not for the local share"
         )
@@ -172,7 +180,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call
     scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
     mask = call.mask
     if mask is not None:
-        mask = check_mask(mask, q, cp, q.shape[2] * cp.ring.size, call)
+        mask = check_mask(mask, q, cp, (q.shape[2] * cp.ring.size, k.shape[2] * cp.ring.size), call)
     if cp.size == 1 and call.documents is None and mode.window is None:  # exactly the user's own call
         gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
@@ -218,7 +226,8 @@ def cp_attention(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: 
     check_heads(q.shape[1], k.shape[1], cp)
     if call.mask is not None:  # before any communication
         whole = q.new_empty(q.shape[0], q.shape[1] // cp.ulysses.size, q.shape[2] * cp.ulysses.size, 1, device="meta")
-        check_mask(call.mask, whole, cp, q.shape[2] * cp.size, call)
+        check_mask(call.mask, whole, cp, (q.shape[2] * cp.size, k.shape[2] * cp.size), call)
+    k, v = (shared_heads(x, cp.ulysses.size, 1) for x in (k, v))
     q, k, v = ulysses([q, k, v], cp, mode, seq_dim=2, head_dim=1)
     out = ring_attention(q, k, v, cp, mode, call)
     return ulysses_back([out], cp, mode, seq_dim=2, head_dim=1)[0]
@@ -245,7 +254,8 @@ def attention(
 
     Args:
         q: local queries ``[B, H, S/n, D]``.
-        k: local keys ``[B, Hkv, S/n, D]``.
+        k: local keys ``[B, Hkv, S/n, D]``; in cross-attention (no is_causal, window or documents) they may have
+            another length.
         v: local values ``[B, Hkv, S/n, Dv]``.
         mesh: the cp mesh (1-D, or 2-D ``("ring", "ulysses")``) of n ranks.
         is_causal: causal over *global* positions.

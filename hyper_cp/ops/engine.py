@@ -26,6 +26,7 @@ class _Plan:
     def __init__(
         self,
         q: Tensor,
+        k: Tensor,
         documents: Tensor | None,
         mask: Tensor | None,
         mesh: CPMesh,
@@ -35,16 +36,17 @@ class _Plan:
         lower: int | None,
         upper: int | None,
     ):
-        length = q.shape[2] * mesh.ring.size
+        length, kv_length = (x.shape[2] * mesh.ring.size for x in (q, k))
         band: Band = (lower, upper)
-        known = None if mask is None else masks.recognised(mask, length)
+        known = None if mask is None or length != kv_length else masks.recognised(mask, length)
         if known is not None:
             band, mask = schedule.intersect(band, known), None
-        held = tuple(
-            layouts.union_ranges(layout, mesh.ulysses_peers(r), mesh.size, length) for r in range(mesh.ring.size)
+        held, held_keys = (
+            tuple(layouts.union_ranges(layout, mesh.ulysses_peers(r), mesh.size, n) for r in range(mesh.ring.size))
+            for n in (length, kv_length)
         )
         borders = masks.documents_of(documents, q.shape[0], length)
-        self.schedule = schedule.build(held, mesh.ring.rank, kv_exchange, load_balance, band, borders)
+        self.schedule = schedule.build(held, held_keys, mesh.ring.rank, kv_exchange, load_balance, band, borders)
         self.mask = None if mask is None else masks.MaskSlices(mask, self.schedule)
 
     def mask_of(self, step: schedule.Step, tile: schedule.Tile) -> Tensor | None:
@@ -93,7 +95,7 @@ def attention_op(
     ``lower``, ``upper``: the band of global positions that is visible. ``kernel``: its name, or ""."""
     cp = meshes.by_key(mesh)
     q, k, v = _dense(q, k, v)
-    plan = _Plan(q, documents, mask, cp, layout, kv_exchange, load_balance, lower, upper)
+    plan = _Plan(q, k, documents, mask, cp, layout, kv_exchange, load_balance, lower, upper)
     steps, tiles = plan.schedule.forward, kernels.get(kernel, q, k, v)
     with axis.landing():
         blocks = exchange.FORWARD[kv_exchange](cp.ring, k, v, plan.schedule.hops)
@@ -142,7 +144,7 @@ def attention_backward_op(
     cp = meshes.by_key(mesh)
     _check_recompute(documents, fingerprint)
     dout, q, k, v = _dense(dout, q, k, v)
-    plan = _Plan(q, documents, mask, cp, layout, kv_exchange, load_balance, lower, upper)
+    plan = _Plan(q, k, documents, mask, cp, layout, kv_exchange, load_balance, lower, upper)
     steps, tiles = plan.schedule.backward, kernels.get(kernel, q, k, v)
     with axis.landing():
         blocks = exchange.BACKWARD[kv_exchange](cp.ring, k, v, plan.schedule.hops, accumulation_dtype(q.dtype))

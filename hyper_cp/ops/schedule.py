@@ -307,13 +307,15 @@ def _by_rows(tile: Tile) -> tuple[Range, Range, Range]:
 @lru_cache(maxsize=1024)
 def build(
     held: tuple[tuple[Range, ...], ...],
+    held_keys: tuple[tuple[Range, ...], ...],
     rank: int,
     kv_exchange: str,
     load_balance: bool,
     band: Band,
     documents: tuple[Documents, ...] | None = None,
 ) -> Schedule:
-    """The schedule of ring rank ``rank``, where ring rank r holds global positions ``held[r]``.
+    """The schedule of ring rank ``rank``, where ring rank r holds queries of global positions ``held[r]`` and keys
+    of ``held_keys[r]`` (the same, but for cross-attention).
 
     ``band``: the mask in global positions (``CAUSAL``, ``FULL`` or a window). ``documents``: one for
     all batch rows, or one per row. ``load_balance`` exchanges the tail half of queries with rank
@@ -328,8 +330,8 @@ def build(
         for sources in _visits(kv_exchange, r, size):
             blocks, offset = [], 0
             for source in sources:
-                ranges = _with_offsets(held[source], offset)
-                offset += sum(stop - start for start, stop in held[source])
+                ranges = _with_offsets(held_keys[source], offset)
+                offset += sum(stop - start for start, stop in held_keys[source])
                 if source not in seen:
                     blocks += ranges
             seen.update(sources)

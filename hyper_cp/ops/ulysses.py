@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -50,3 +51,11 @@ def _differentiate_all_to_all(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
 
 
 all_to_all_op.register_autograd(_differentiate_all_to_all, setup_context=_save_all_to_all)
+
+
+def shared_heads(x: Tensor, degree: int, head_dim: int) -> Tensor:
+    """Keys or values with each head as often as needed so that their number splits over ``degree`` ranks, beside
+    the query heads that use them: the least common multiple of both. (Query heads are a multiple of either, so
+    groups stay whole.) Gradients of the copies sum back."""
+    heads = x.shape[head_dim]
+    return x if heads % degree == 0 else x.repeat_interleave(math.lcm(heads, degree) // heads, dim=head_dim)
