@@ -39,9 +39,8 @@ class ContextParallelHandler:
 
     def padded_length(self, length: int) -> int:
         """``length``, or the next one that splits evenly over the ranks in this layout."""
-        return -(-length // layouts.length_multiple(self.layout, self.cp.size)) * layouts.length_multiple(
-            self.layout, self.cp.size
-        )
+        multiple = layouts.length_multiple(self.layout, self.cp.size)
+        return -(-length // multiple) * multiple
 
     def dispatch(self, tensor: Tensor, seq_dim: int = 1, *, pad_value: float | None = None) -> Tensor:
         """This rank's share of a global tensor: ``[.. S ..] -> [.. S/n ..]``. Differentiable.
@@ -82,9 +81,8 @@ class ContextParallelHandler:
         return gathered if length is None else gathered.narrow(seq_dim, 0, length)
 
     def position_ids(self, length: int, device: Any = None) -> Tensor:
-        """Global positions of this rank's tokens, ``[S/n]`` int64, for a global ``length`` S (padded, if it
-        does not split evenly)."""
-        length = self.padded_length(length)
+        """Global positions of this rank's tokens, ``[S/n]`` int64, for a global ``length`` S that splits evenly
+        (see :meth:`padded_length`)."""
         self._ranges(length, "length")
         positions = layouts.positions(self.layout, self.cp.rank, self.cp.size, length)
         return torch.tensor(positions, dtype=torch.int64, device=device)

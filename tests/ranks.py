@@ -65,19 +65,30 @@ def _serve(conn: Connection, rank: int, port: int, stacks: str) -> None:
         except BaseException as error:
             text = traceback.format_exc()
             conn.send_bytes(pickle.dumps(("error", (type(error).__name__, str(error), text))))
+            if isinstance(error, _NoGroup):
+                return  # what torch counts process groups by is out of step now: start afresh
+
+
+class _NoGroup(RuntimeError):
+    """The ranks of a job did not find each other."""
 
 
 def _run(store: dist.Store, job: int, rank: int, world: int, payload: bytes) -> Any:
     fn, args, kwargs, strict = pickle.loads(payload)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     torch.manual_seed(0)
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore(f"job{job}", store),
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=120),
-    )
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"job{job}", store),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=100),
+        )
+        # A job that is over at once must not close its connections while another rank is still making them.
+        dist.barrier()
+    except Exception as error:
+        raise _NoGroup(f"no process group of {world} ranks") from error
     try:
         with warnings.catch_warnings():
             if strict:
