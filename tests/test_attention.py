@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp.ops import attention, schedule
+from hyper_cp.ops.ulysses import shared_heads
 from tests.oracle import plain_attention, relative_error, rms_error, token_positions
 
 FP64, FP32 = 1e-10, 5e-6  # the design's exactness bars
@@ -141,6 +142,15 @@ def test_local_step_in_two_parts(ranks: Any, world: int) -> None:
         for causal in (True, False)
     ]
     check(ranks(world, run_cases_cut_in_two, world, cases), FP64)
+
+
+def test_key_heads_are_sent_as_seldom_as_possible() -> None:
+    for heads, degree, sent in ((2, 4, 4), (4, 4, 4), (8, 4, 8), (6, 4, 12), (1, 8, 8), (3, 2, 6)):
+        x = torch.arange(float(heads)).view(1, heads, 1, 1)
+        shared = shared_heads(x, degree, 1)
+        assert shared.shape[1] == sent
+        assert shared.flatten().tolist() == sorted(shared.flatten().tolist()), "a head's copies are neighbours"
+        assert (shared is x) == (heads % degree == 0)
 
 
 # --------------------------------------------------------------------------- drawn combinations
