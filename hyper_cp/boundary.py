@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .ops import mesh as meshes
 from .ops.attention import check_heads, ulysses, ulysses_back
-from .ops.masks import documents_table
+from .ops.masks import check_documents, documents_table
 from .ops.mesh import CPMesh
 from .ops.ulysses import shared_heads
 from .region import Region, RunningCall
@@ -87,6 +87,7 @@ class Boundary:
         style, (seq, head) = self.style, (self.style.seq_dim, self.style.head_dim)
         cp = self.mesh_for(qkv[0].shape[head], qkv[1].shape[head])
         check_heads(qkv[0].shape[head], qkv[1].shape[head], cp)
+        check_documents(call.documents, qkv[0].shape[seq] * cp.size)
         for what, x in zip("qk", qkv, strict=False):
             if style.mode.layout == "head_tail" and cp.size > 1 and x.shape[seq] % 2:
                 raise ValueError(

@@ -279,6 +279,16 @@ WRONG: dict[str, Mistake] = {
         "k and v have 3 and 4 positions in dimension seq_dim=2",
         lambda q, k, v: apply(modules.BNSD(), **BNSD)(q, k[:, :, :3], v),
     ),
+    "documents": (
+        "ValueError",
+        r"documents=\[0, 5, 9\] must be cumulative lengths that ascend from 0 to the global sequence length 16",
+        lambda q, k, v: apply(modules.BNSD(), **BNSD, ulysses_degree=2)(q, k, v, documents=[0, 5, 9]),
+    ),
+    "documents, own qkv": (
+        "ValueError",
+        "the global sequence length 16",
+        lambda q, k, v: apply(modules.BNSD(), qkv_indices=None, ulysses_degree=2)(q, k, v, documents=[[3, 16]]),
+    ),
     "causal cross-attention": (
         "ValueError",
         "query has 4 and key 3 local positions: cross-attention of different lengths takes no is_causal",

@@ -224,6 +224,7 @@ def cp_attention(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: 
     q, k, v = _autocast(q, k, v)
     check_qkv(q, k, v, cp, mode, call)
     check_heads(q.shape[1], k.shape[1], cp)
+    masks.check_documents(call.documents, q.shape[2] * cp.size)
     if call.mask is not None:  # before any communication
         whole = q.new_empty(q.shape[0], q.shape[1] // cp.ulysses.size, q.shape[2] * cp.ulysses.size, 1, device="meta")
         check_mask(call.mask, whole, cp, (q.shape[2] * cp.size, k.shape[2] * cp.size), call)

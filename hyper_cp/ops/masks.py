@@ -111,6 +111,12 @@ def documents_of(table: Tensor | None, batch: int, length: int) -> tuple[Documen
     return _checked_documents(tuple(map(tuple, table.tolist())), batch, length)
 
 
+def check_documents(table: Tensor | None, length: int) -> None:
+    """Raise ``ValueError``, before any communication, if documents do not fit a global length."""
+    if table is not None and not torch.compiler.is_compiling():
+        documents_of(table, len(table), length)
+
+
 @lru_cache(maxsize=256)
 def _checked_documents(rows: tuple[Documents, ...], batch: int, length: int) -> tuple[Documents, ...] | None:
     if len(rows) not in (1, batch):
@@ -118,7 +124,7 @@ def _checked_documents(rows: tuple[Documents, ...], batch: int, length: int) -> 
     for row in rows:
         if row[0] != 0 or row[-1] != length or any(a > b for a, b in pairwise(row)):
             raise ValueError(
-                f"documents={list(row)} must be cumulative lengths that ascend from 0 to the global sequence "
+                f"documents={list(dict.fromkeys(row))} must be cumulative lengths that ascend from 0 to the global sequence "
                 f"length {length}. Add a last document for padding, if there is any"
             )
     rows = tuple(tuple(dict.fromkeys(row)) for row in rows)  # without empty documents
