@@ -124,8 +124,8 @@ def _checked_documents(rows: tuple[Documents, ...], batch: int, length: int) -> 
     for row in rows:
         if row[0] != 0 or row[-1] != length or any(a > b for a, b in pairwise(row)):
             raise ValueError(
-                f"documents={list(dict.fromkeys(row))} must be cumulative lengths that ascend from 0 to the global sequence "
-                f"length {length}. Add a last document for padding, if there is any"
+                f"documents={list(dict.fromkeys(row))} must be cumulative lengths that ascend from 0 to the "
+                f"global sequence length {length}. Add a last document for padding, if there is any"
             )
     rows = tuple(tuple(dict.fromkeys(row)) for row in rows)  # without empty documents
     if all(row == rows[0] for row in rows):
