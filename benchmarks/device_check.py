@@ -204,7 +204,7 @@ def share(cp: meshes.CPMesh, mode: dict[str, Any], q: Tensor, k: Tensor, v: Tens
     layout, by_heads = mode.get("layout", "contiguous"), cp.ulysses.size > 1
 
     def trade(xs: list[Tensor], to_heads: bool) -> list[Tensor]:
-        return ulysses.all_to_all_op(xs, cp.key, layout, 2, 1, to_heads) if by_heads else xs
+        return ulysses.all_to_all_op(xs, None, cp.key, layout, 2, 1, to_heads) if by_heads else xs
 
     x, y, z, dy = trade([q, k, v, dout], True)
     exchange, balance = mode.get("kv_exchange", "all_gather"), mode.get("load_balance", False)

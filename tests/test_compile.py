@@ -106,8 +106,8 @@ def opcheck_all(world: int) -> None:
         q, k, v = (torch.randn(2, h, 8, 16, requires_grad=True) for h in (4, 2, 2))
         if degree == 2:
             xs = [x.detach().requires_grad_() for x in (q, k)]
-            torch.library.opcheck(ops.all_to_all.default, (xs, cp.key, "head_tail", 2, 1, True))
-            torch.library.opcheck(ops.all_to_all.default, (xs, cp.key, "contiguous", 2, 1, False))
+            torch.library.opcheck(ops.all_to_all.default, (xs, None, cp.key, "head_tail", 2, 1, True))
+            torch.library.opcheck(ops.all_to_all.default, (xs, None, cp.key, "contiguous", 2, 1, False))
             continue
         for kv, layout, balance in (("ring", "head_tail", False), ("all_gather", "contiguous", True)):
             documents, mask = torch.tensor([[0, 5, 16]]), None

@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, ContextParallelHandler
-from hyper_cp.ops import attention, masks
+from hyper_cp.ops import attention, axis, balance, masks
+from hyper_cp.ops import layout as layouts
 from tests.oracle import plain_attention, relative_error, token_positions, visible_pairs
 from tests.test_attention import FP64, check, inputs, modes
 
@@ -50,12 +51,19 @@ def explicit_mask(kind: str, batch: int, heads: int, length: int, mine: Tensor) 
     return (visible[:, :, mine] if kind == "local rows" else visible), visible, None
 
 
+def held_positions(layout: str, rank: int, world: int, length: int, rows: Any) -> list[int]:
+    if layout not in ("per_document", "auto"):
+        return token_positions(layout, rank, world, length)
+    layout, borders = balance.resolve(layout, world, length, masks.documents_table(rows))
+    return layouts.positions(layout, rank, world, length, borders)  # test_layout compares these with definitions
+
+
 def run_case(case: Case) -> dict[str, float]:
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     length, batch, heads = case["length"], case.get("batch", 2), case.get("heads", 4)
     q, k, v, dout = inputs(batch, heads, case.get("kv_heads", 4), length, 8, 8, case.get("dtype", torch.float64))
-    mine = torch.tensor(token_positions(case["layout"], rank, world, length))
+    mine = torch.tensor(held_positions(case["layout"], rank, world, length, case.get("documents")))
     rows, window, causal = case.get("documents"), case.get("window"), case["causal"]
     visible, bias, passed = visible_pairs(length, causal, window, rows), None, None
     if case.get("mask"):
@@ -65,7 +73,7 @@ def run_case(case: Case) -> dict[str, float]:
     expected = plain_attention(*wide, visible=visible, bias=bias)
     expected_grads = torch.autograd.grad(expected, wide, dout.double())
     local = [x[:, :, mine].clone().requires_grad_() for x in (q, k, v)]
-    out = attention(
+    out, lse = attention(
         *local,
         mesh=mesh,
         is_causal=causal,
@@ -77,13 +85,25 @@ def run_case(case: Case) -> dict[str, float]:
         window=window,
         documents=rows,
         attn_mask=passed,
+        return_lse=True,
     )
     grads = torch.autograd.grad(out, local, dout[:, :, mine])
-    found = {"out": relative_error(out, expected[:, :, mine])}
+    found = {"out": relative_error(out, expected[:, :, mine]), "lse": lse_error(lse, wide, visible, bias, mine)}
     for name, grad, want in zip(("dq", "dk", "dv"), grads, expected_grads, strict=True):
         scale = want.abs().max().clamp(min=1.0)  # documents of one token have no gradient of q and k
         found[name] = float("nan") if grad.isnan().any() else ((grad - want[:, :, mine]).abs().max() / scale).item()
     return found
+
+
+def lse_error(lse: Tensor, wide: list[Tensor], visible: Tensor, bias: Tensor | None, mine: Tensor) -> float:
+    q, k = (x.detach() for x in wide[:2])
+    logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * q.shape[-1] ** -0.5
+    logits = logits if bias is None else logits + bias
+    want = logits.masked_fill(~visible.expand_as(logits), -torch.inf).logsumexp(-1)[:, :, mine]
+    seen = want > -torch.inf
+    if not torch.equal(lse > -torch.inf, seen):
+        return float("nan")
+    return (lse - want)[seen].abs().max().item() / 10 if seen.any() else 0.0
 
 
 def run_cases(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
@@ -93,7 +113,7 @@ def run_cases(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
 def borders(length: int, kind: str) -> list[list[int]]:
     """Documents of odd lengths, of length one, empty ones, shorter than the number of ranks."""
     if kind == "many":
-        return [[0, 1, 2, 2, 5, length // 3 + 1, length // 2, length - 1, length]]
+        return [sorted([0, 1, 2, 2, 5, length // 3 + 1, length // 2, length - 1, length])]
     if kind == "singles":
         return [list(range(length + 1))]
     return [[0, length // 2 + 1, length], [0, 3, 3, length - 2, length]]  # a list per row
@@ -118,6 +138,22 @@ def test_windows_and_documents(ranks: Any, world: int) -> None:
     cases += [
         {**m, "documents": borders(length, "singles"), "causal": True, "length": length} for m in modes(world)[:4]
     ]
+    check(ranks(world, run_cases, cases), FP64)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_documents_in_layouts_by_document(ranks: Any, world: int) -> None:
+    """Lengths that divide by the number of ranks only, every exchange, every Ulysses degree of eight heads."""
+    degrees = [d for d in range(1, world + 1) if world % d == 0 and 8 % d == 0]
+    cases = [
+        {"degree": d, "kv": kv, "layout": layout, "balance": False, "documents": borders(length, kind), **rest}
+        for d in degrees
+        for kv in ("ring", "all_gather")
+        for layout, length in (("per_document", 11 * world), ("auto", 12 * world))
+        for kind in ("many", "singles" if kv == "ring" else "many")
+        for rest in ({"causal": True, "length": length, "heads": 8, "kv_heads": 8},)
+    ]
+    cases += [{**cases[0], "causal": False}, {**cases[0], "window": (3, 0)}, {**cases[-1], "window": (4, 2)}]
     check(ranks(world, run_cases, cases), FP64)
 
 
@@ -175,6 +211,53 @@ def cross(case: Case) -> dict[str, float]:
     pairs = [(out, want[:, :, mine])]
     pairs += [(g, w[:, :, at]) for g, w, at in zip(grads, want_grads, (mine, theirs, theirs), strict=True)]
     return {str(i): relative_error(a, b.detach()) for i, (a, b) in enumerate(pairs)}
+
+
+def replicated(case: Case) -> dict[str, float]:
+    """Queries are sharded, keys and values are whole on every rank; their gradients sum over the ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    length, keys = case["length"], case["keys"]
+    q, *_ = inputs(2, 4, 4, length, 8, 8, torch.float64)
+    _, k, v, _ = inputs(2, 4, 2, keys, 8, 5, torch.float64)
+    dout = torch.randn(2, 4, length, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    visible = torch.rand(2, 1, length, keys, generator=torch.Generator().manual_seed(8)) < 0.6
+    visible = visible if case["mask"] else visible_pairs(length, True, None, None) if case["causal"] else visible | True
+    wide = [x.clone().requires_grad_() for x in (q, k, v)]
+    want = plain_attention(*wide, visible=visible)
+    want_grads = torch.autograd.grad(want, wide, dout)
+    mine = torch.tensor(token_positions(case["layout"], rank, world, length))
+    local = [q[:, :, mine].clone().requires_grad_(), k.clone().requires_grad_(), v.clone().requires_grad_()]
+    with axis.record_traffic() as traffic:
+        out = attention(
+            *local,
+            mesh=mesh,
+            enable_gqa=True,
+            kv_exchange="replicated",
+            attn_mask=visible if case["mask"] else None,
+            is_causal=case["causal"],
+            layout=case["layout"],
+        )
+        dq, *shares = torch.autograd.grad(out, local, dout[:, :, mine])
+    for share in shares:
+        dist.all_reduce(share)
+    pairs = [(out, want[:, :, mine]), (dq, want_grads[0][:, :, mine]), *zip(shares, want_grads[1:], strict=True)]
+    return {"bytes": float(traffic.bytes_sent), **{str(i): relative_error(a, b) for i, (a, b) in enumerate(pairs)}}
+
+
+def replicated_cases(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
+    return [(case, replicated(case)) for case in cases]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_cross_attention_to_replicated_keys_sends_nothing(ranks: Any, world: int) -> None:
+    cases = [
+        {"layout": layout, "length": 4 * world, "keys": 7, "mask": mask, "causal": False}
+        for layout in ("contiguous", "head_tail")
+        for mask in (False, True)
+    ]
+    cases += [{**case, "mask": False, "causal": True, "keys": case["length"]} for case in cases[::2]]
+    check(ranks(world, replicated_cases, cases), FP64)
 
 
 def cross_cases(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:

@@ -42,7 +42,7 @@ def covered(steps: tuple[schedule.Step, ...], blocks: list[list[int]], queries: 
     rows = np.array(queries)
     for step, block in zip(steps, blocks, strict=True):
         keys = np.array([block[i] for start, stop in step.take for i in range(start, stop)], dtype=int)
-        for tile in step.tiles:
+        for tile in (part for tiles in step.tiles for part in tiles.rectangles):
             q, k = rows[slice(*tile.q)], keys[slice(*tile.k)]
             distance = np.arange(len(k))[None] - np.arange(len(q))[:, None]
             lower, upper = tile.band
@@ -55,6 +55,69 @@ def covered(steps: tuple[schedule.Step, ...], blocks: list[list[int]], queries: 
             assert tile.area == seen.sum()
             count[np.ix_(q, k)] += seen
     return count
+
+
+def in_documents(length: int, borders: tuple[int, ...]) -> np.ndarray:
+    number = np.zeros(length, dtype=int)
+    for start in borders[1:-1]:
+        number[start:] += 1
+    return number[:, None] == number[None]
+
+
+@st.composite
+def packed_problems(draw: st.DrawFn) -> tuple:
+    ring, ulysses = draw(st.integers(1, 6)), draw(st.sampled_from([1, 2, 3]))
+    layout = draw(st.sampled_from(["contiguous", "head_tail", "per_document"]))
+    kv = draw(st.sampled_from(["ring", "all_gather"]))
+    balance = layout == "contiguous" and draw(st.booleans())
+    length = 2 * ring * ulysses * draw(st.integers(1, 5))
+    cuts = draw(st.lists(st.integers(0, length), max_size=9).map(sorted))
+    band = draw(st.one_of(st.sampled_from([CAUSAL, FULL]), st.tuples(st.integers(-length, 0), st.just(0))))
+    return ring, ulysses, layout, kv, balance, length, band, (0, *cuts, length)
+
+
+@given(packed_problems(), st.sampled_from([1, 1024]))
+def test_every_visible_pair_of_packed_documents_exactly_once(problem: tuple, min_rows: int) -> None:
+    ring, ulysses, layout, kv, balance, length, band, borders = problem
+    world = ring * ulysses
+    own = [
+        sorted(p for u in range(ulysses) for p in layouts.positions(layout, r * ulysses + u, world, length, borders))
+        for r in range(ring)
+    ]
+    held = tuple(layouts.merge_ranges((p, p + 1) for p in mine) for mine in own)
+    distance = np.arange(length)[None] - np.arange(length)[:, None]
+    visible = in_documents(length, borders)
+    visible &= np.ones_like(visible) if band[0] is None else distance >= band[0]
+    visible &= np.ones_like(visible) if band[1] is None else distance <= band[1]
+    for steps_name in ("forward", "backward"):
+        count = np.zeros((length, length), dtype=int)
+        for rank in range(ring):
+            with mock.patch.object(schedule, "_MIN_ROWS", min_rows):
+                plan = schedule.build.__wrapped__(held, held, rank, kv, balance, band, (borders,))
+            half = length // ring // 2
+            queries = own[rank][:half] + own[ring - 1 - rank][half:] if plan.swap else own[rank]
+            if kv == "ring":
+                blocks = [own[(rank - i) % ring] for i in range(plan.hops + 1)]
+            else:
+                blocks = [own[rank], [p for mine in own for p in mine]][: plan.hops + 1]
+            steps = getattr(plan, steps_name)
+            for tile in (t for step in steps for t in step.tiles if t.parts):
+                assert not (plan.swap and tile.q[0] < half < tile.q[1]), "a tile would wait for the partner's tail"
+                assert all(t.kind == tile.kind != "windowed" for t in tile.rectangles)
+            count += covered(steps, [*blocks, own[rank]], queries, length)
+        assert (count == visible).all()
+
+
+@pytest.mark.parametrize("kv", ["ring", "all_gather"])
+def test_documents_are_few_tiles(kv: str) -> None:
+    """As many as there are kinds of work at a step, not as many as there are documents."""
+    borders = tuple(range(0, 64 * 16 + 1, 16))
+    for layout, most in (("contiguous", 1), ("head_tail", 1), ("per_document", 1)):
+        held = tuple(layouts.rank_ranges(layout, r, 4, 1024, borders) for r in range(4))
+        for rank in range(4):
+            plan = schedule.build(held, held, rank, kv, False, CAUSAL, (borders,))
+            many = 3 if kv == "all_gather" and layout == "per_document" else most
+            assert all(len(step.tiles) <= many for step in plan.forward), (layout, [len(s.tiles) for s in plan.forward])
 
 
 @st.composite

@@ -37,6 +37,10 @@ class Mode:
     load_balance: bool = False
     window: tuple[int | None, int | None] | None = None
 
+    def key_length(self, keys: int, ranks: int) -> int:
+        """The global number of keys, of which ``ranks`` ranks have ``keys`` each."""
+        return keys if self.kv_exchange == "replicated" else keys * ranks
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "window", masks.check_window(self.window))
         if self.kv_exchange not in schedule.KV_EXCHANGES:
@@ -64,6 +68,15 @@ class Call:
     """Explicit, broadcastable to ``[B, H, Sq, Skv]``, global (the query dimension may be local)."""
     documents: Tensor | None = None
     """Table of borders, see :func:`masks.documents_table`."""
+
+
+def check_degree(mode: Mode, cp: CPMesh) -> None:
+    """Raise ``ValueError`` if this way of getting keys makes no sense with the Ulysses degree."""
+    if mode.kv_exchange == "replicated" and cp.ulysses.size > 1:
+        raise ValueError(
+            f"kv_exchange='replicated' with ulysses_degree={cp.ulysses.size}: where every rank has all keys there is "
+            "nothing to trade. Set ulysses_degree=1"
+        )
 
 
 def check_heads(q_heads: int, kv_heads: int, cp: CPMesh) -> None:
@@ -109,10 +122,10 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Cal
             "the sequence and heads of key and value, and the head dim of query and key must be equal"
         )
     narrowed = call.is_causal or mode.window is not None or call.documents is not None
-    if q.shape[2] != k.shape[2] and narrowed:
+    if q.shape[2] * cp.ring.size != mode.key_length(k.shape[2], cp.ring.size) and narrowed:
         raise ValueError(
-            f"query has {q.shape[2]} and key {k.shape[2]} local positions: cross-attention of different lengths "
-            "takes no is_causal, window or documents. Pass an explicit attn_mask"
+            f"query has {q.shape[2]} and key {k.shape[2]} local positions (kv_exchange={mode.kv_exchange!r}): "
+            "cross-attention of different lengths takes no is_causal, window or documents. Pass an explicit attn_mask"
         )
     if q.shape[1] % k.shape[1]:
         raise ValueError(
@@ -121,8 +134,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Cal
         )
     band = masks.band_of(call.is_causal, mode.window)
     swaps = schedule.swaps(mode.load_balance, cp.ring.size, band, q.shape[2] * cp.ring.size)
-    odd = [x.shape[2] for x in (q, k) if x.shape[2] % 2]
-    if (mode.layout == "head_tail" or swaps) and odd:
+    odd = [x.shape[2] for x in ((q,) if mode.kv_exchange == "replicated" else (q, k)) if x.shape[2] % 2]
+    if (mode.layout in ("head_tail", "auto") or swaps) and odd:
         raise ValueError(
             f"local sequence length {odd[0]} is odd, but layout={mode.layout!r} with load_balance="
             f"{mode.load_balance} halves it: use global lengths that are a multiple of {2 * cp.size}"
@@ -175,19 +188,25 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> Tensor:
     """The engine on tensors ``[B, H, S, D]`` that already hold the sequence of a whole ring rank."""
+    return _attend(q, k, v, cp, mode, call)[0]
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call, with_lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
     q, k, v = _autocast(q, k, v)
     check_qkv(q, k, v, cp, mode, call)
     scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
     mask = call.mask
     if mask is not None:
-        mask = check_mask(mask, q, cp, (q.shape[2] * cp.ring.size, k.shape[2] * cp.ring.size), call)
-    if cp.size == 1 and call.documents is None and mode.window is None:  # exactly the user's own call
-        gqa = q.shape[1] != k.shape[1]
+        mask = check_mask(mask, q, cp, (q.shape[2] * cp.ring.size, mode.key_length(k.shape[2], cp.ring.size)), call)
+    if cp.size == 1 and call.documents is None and mode.window is None and not with_lse:
+        gqa = q.shape[1] != k.shape[1]  # exactly the user's own call
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=call.is_causal, scale=scale, enable_gqa=gqa
-        )
+        ), None
     lower, upper = masks.band_of(call.is_causal, mode.window)
-    out, _ = attention_op(
+    return attention_op(
         q,
         k,
         v,
@@ -202,36 +221,55 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call
         scale,
         kernels.choose(q, k, v, call.is_causal),
     )
-    return out
 
 
-def ulysses(xs: list[Tensor], cp: CPMesh, mode: Mode, seq_dim: int, head_dim: int) -> list[Tensor]:
-    """All-to-all: each ``[.. S .. H ..]`` becomes ``[.. S*degree .. H/degree ..]``, ascending in S."""
-    if cp.ulysses.size == 1:
-        return xs
-    return all_to_all_op(xs, cp.key, mode.layout, seq_dim, head_dim, True)
+def ulysses(
+    xs: list[Tensor], cp: CPMesh, mode: Mode, seq_dim: int, head_dim: int, documents: Tensor | None = None
+) -> list[Tensor]:
+    """All-to-all: each ``[.. S .. H ..]`` becomes ``[.. S*degree .. H/degree ..]``, ascending in S. ``documents``:
+    those in force, which the layout may depend on."""
+    return _exchange(xs, cp, mode, seq_dim, head_dim, documents, True)
 
 
-def ulysses_back(xs: list[Tensor], cp: CPMesh, mode: Mode, seq_dim: int, head_dim: int) -> list[Tensor]:
+def ulysses_back(
+    xs: list[Tensor], cp: CPMesh, mode: Mode, seq_dim: int, head_dim: int, documents: Tensor | None = None
+) -> list[Tensor]:
     """The inverse of :func:`ulysses`."""
+    return _exchange(xs, cp, mode, seq_dim, head_dim, documents, False)
+
+
+def _exchange(
+    xs: list[Tensor], cp: CPMesh, mode: Mode, seq: int, head: int, documents: Tensor | None, to_heads: bool
+) -> list[Tensor]:
     if cp.ulysses.size == 1:
         return xs
-    return all_to_all_op(xs, cp.key, mode.layout, seq_dim, head_dim, False)
+    placed_by = documents if mode.layout in layouts.BY_DOCUMENTS else None
+    return all_to_all_op(xs, placed_by, cp.key, mode.layout, seq, head, to_heads)
 
 
 def cp_attention(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> Tensor:
     """Ulysses, engine and Ulysses back on the local shards ``[B, H, S, D]`` of one cp rank."""
+    return _attend_shards(q, k, v, cp, mode, call)[0]
+
+
+def _attend_shards(
+    q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call, with_lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
     q, k, v = _autocast(q, k, v)
     check_qkv(q, k, v, cp, mode, call)
     check_heads(q.shape[1], k.shape[1], cp)
     masks.check_documents(call.documents, q.shape[2] * cp.size)
     if call.mask is not None:  # before any communication
         whole = q.new_empty(q.shape[0], q.shape[1] // cp.ulysses.size, q.shape[2] * cp.ulysses.size, 1, device="meta")
-        check_mask(call.mask, whole, cp, (q.shape[2] * cp.size, k.shape[2] * cp.size), call)
+        check_mask(call.mask, whole, cp, (q.shape[2] * cp.size, mode.key_length(k.shape[2], cp.size)), call)
     k, v = (shared_heads(x, cp.ulysses.size, 1) for x in (k, v))
-    q, k, v = ulysses([q, k, v], cp, mode, seq_dim=2, head_dim=1)
-    out = ring_attention(q, k, v, cp, mode, call)
-    return ulysses_back([out], cp, mode, seq_dim=2, head_dim=1)[0]
+    q, k, v = ulysses([q, k, v], cp, mode, 2, 1, call.documents)
+    out, lse = _attend(q, k, v, cp, mode, call, with_lse)
+    (out,) = ulysses_back([out], cp, mode, 2, 1, call.documents)
+    if lse is not None and with_lse:
+        (lse,) = ulysses_back([lse.unsqueeze(-1)], cp, mode, 2, 1, call.documents)
+        lse = lse.squeeze(-1) if lse.ndim == 4 else lse
+    return out, lse
 
 
 def attention(
@@ -250,21 +288,25 @@ def attention(
     attn_mask: Tensor | None = None,
     window: Sequence[int | None] | None = None,
     documents: Any = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Context-parallel scaled dot-product attention of this rank's share of the sequence.
 
     Args:
         q: local queries ``[B, H, S/n, D]``.
         k: local keys ``[B, Hkv, S/n, D]``; in cross-attention (no is_causal, window or documents) they may have
-            another length.
+            another length. With ``kv_exchange="replicated"`` all keys, the same on every rank.
         v: local values ``[B, Hkv, S/n, Dv]``.
         mesh: the cp mesh (1-D, or 2-D ``("ring", "ulysses")``) of n ranks.
         is_causal: causal over *global* positions.
         scale: of the logits; default ``D ** -0.5``.
         enable_gqa: allow H to be a multiple of Hkv, as in ``F.scaled_dot_product_attention``.
         ulysses_degree: ranks that trade sequence for heads; ``None`` = all of the mesh.
-        kv_exchange: ``"all_gather"`` (Colossal) or ``"ring"``, over the remaining ranks.
-        layout: ``"contiguous"`` or ``"head_tail"``: which positions the ranks hold.
+        kv_exchange: ``"all_gather"`` (Colossal) or ``"ring"``, over the remaining ranks; or ``"replicated"``: every
+            rank has all keys and values (cross-attention to a text), nothing travels, and each rank's gradient of
+            them is its share of a sum.
+        layout: which positions the ranks hold: ``"contiguous"``, ``"head_tail"``, ``"per_document"`` (each
+            document head-tail; needs documents) or ``"auto"`` (of the last two what balances them better).
         load_balance: head-tail exchange of queries on contiguous data (causal only; otherwise
             nothing is unbalanced and nothing is exchanged).
         attn_mask: bool (True is visible) or added to the logits, broadcastable to ``[B, H, S, S]`` over
@@ -275,9 +317,11 @@ def attention(
         documents: cumulative lengths ``[0, ..., S]`` of documents packed into the sequence, global, on
             the CPU (a list or tensor, or one per batch row): only positions of one document see each
             other. Any lengths, borders anywhere.
+        return_lse: also return the log-sum-exp of the scaled logits.
 
     Returns:
-        This rank's output ``[B, H, S/n, Dv]``.
+        This rank's output ``[B, H, S/n, Dv]``; with ``return_lse`` and ``[B, H, S/n]`` in fp32 (fp64 for fp64
+        inputs), which has no gradient and is -inf for queries that see nothing.
 
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.
@@ -291,5 +335,7 @@ def attention(
             "attention, as with F.scaled_dot_product_attention"
         )
     mode = Mode(kv_exchange, layout, load_balance, window)  # type: ignore[arg-type]
+    check_degree(mode, cp)
     call = Call(is_causal, scale, attn_mask, masks.documents_table(documents))
-    return cp_attention(q, k, v, cp, mode, call)
+    out, lse = _attend_shards(q, k, v, cp, mode, call, return_lse)
+    return out if lse is None or not return_lse else (out, lse)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import axis, exchange, kernels, masks, schedule
+from . import axis, balance, exchange, kernels, masks, schedule
 from . import layout as layouts
 from . import mesh as meshes
+from .geometry import Band, Tile, intersect
 from .layout import Range
 from .merge import Partials, RowSum, accumulation_dtype, like_queries, part
 from .mesh import CPMesh
-from .schedule import Band
 
 
 class _Plan:
@@ -36,20 +36,29 @@ class _Plan:
         lower: int | None,
         upper: int | None,
     ):
-        length, kv_length = (x.shape[2] * mesh.ring.size for x in (q, k))
+        length = q.shape[2] * mesh.ring.size
+        kv_length = k.shape[2] * (1 if kv_exchange == "replicated" else mesh.ring.size)
         band: Band = (lower, upper)
         known = None if mask is None or length != kv_length else masks.recognised(mask, length)
         if known is not None:
-            band, mask = schedule.intersect(band, known), None
-        held, held_keys = (
-            tuple(layouts.union_ranges(layout, mesh.ulysses_peers(r), mesh.size, n) for r in range(mesh.ring.size))
-            for n in (length, kv_length)
-        )
+            band, mask = intersect(band, known), None
         borders = masks.documents_of(documents, q.shape[0], length)
-        self.schedule = schedule.build(held, held_keys, mesh.ring.rank, kv_exchange, load_balance, band, borders)
+        layout, by_document = balance.resolve(layout, mesh.size, length, documents)
+
+        def held(length: int) -> tuple[tuple[Range, ...], ...]:
+            """By each ring rank: what its Ulysses ranks have brought together."""
+            return tuple(
+                layouts.union_ranges(layout, mesh.ulysses_peers(r), mesh.size, length, by_document)
+                for r in range(mesh.ring.size)
+            )
+
+        keys = (((0, kv_length),),) * mesh.ring.size if kv_exchange == "replicated" else held(kv_length)
+        self.schedule = schedule.build(
+            held(length), keys, mesh.ring.rank, kv_exchange, load_balance, band, borders, parts=False
+        )
         self.mask = None if mask is None else masks.MaskSlices(mask, self.schedule)
 
-    def mask_of(self, step: schedule.Step, tile: schedule.Tile) -> Tensor | None:
+    def mask_of(self, step: schedule.Step, tile: Tile) -> Tensor | None:
         return None if self.mask is None else self.mask.of(step, tile)
 
 
@@ -59,7 +68,7 @@ def _take(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def _add_taken(total: Tensor, ranges: tuple[Range, ...], tile: schedule.Tile, x: Tensor) -> None:
+def _add_taken(total: Tensor, ranges: tuple[Range, ...], tile: Tile, x: Tensor) -> None:
     """Add ``x``, which belongs to the keys of a tile, to where the taken ranges came from."""
     before = 0
     for start, stop in ranges:

@@ -188,13 +188,16 @@ class GatherBackward:
             home += from_wire(arrived.wait())
 
 
+# Replicated keys and values never hop: what is local is all.
 FORWARD: dict[str, type[RingForward] | type[GatherForward]] = {
     "ring": RingForward,
     "all_gather": GatherForward,
+    "replicated": GatherForward,
 }
 BACKWARD: dict[str, type[RingBackward] | type[GatherBackward]] = {
     "ring": RingBackward,
     "all_gather": GatherBackward,
+    "replicated": GatherBackward,
 }
 
 

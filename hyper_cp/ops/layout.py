@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import pairwise
 
 Range = tuple[int, int]
 """A half-open range ``(start, stop)`` of token positions."""
@@ -15,14 +16,24 @@ Range = tuple[int, int]
 Piece = tuple[int, int, int]
 """``(rank, start, stop)``: a range of the *local* positions of one rank."""
 
+Documents = tuple[int, ...]
+"""Borders of the documents packed into one sequence: ascending, from 0 to its length. Only
+positions of the same document see each other."""
+
 # name -> (chunks per rank, chunks held by rank r of n)
 _CHUNKS = {
     "contiguous": (1, lambda rank, world: (rank,)),
     # Megatron, TransformerEngine and PyTorch call this "dual chunk", "zigzag" or head-tail.
     "head_tail": (2, lambda rank, world: (rank, 2 * world - 1 - rank)),
+    # Every document by itself head-tail over the ranks: TransformerEngine's layout of packed sequences.
+    "per_document": (1, lambda rank, world: (rank, 2 * world - 1 - rank)),
+    # "head_tail" or "per_document", whichever balances the given documents better: see ``balance``.
+    "auto": (2, lambda rank, world: (rank, 2 * world - 1 - rank)),
 }
 
 LAYOUTS = tuple(_CHUNKS)
+BY_DOCUMENTS = ("per_document", "auto")
+"""Layouts in which what a rank holds depends on the documents."""
 
 
 def check_layout(layout: str) -> str:
@@ -62,16 +73,46 @@ def merge_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 @lru_cache(maxsize=4096)
-def rank_ranges(layout: str, rank: int, world: int, length: int) -> tuple[Range, ...]:
-    """Global positions held by ``rank`` of ``world``, ascending, adjacent chunks joined."""
+def rank_ranges(
+    layout: str, rank: int, world: int, length: int, documents: Documents | None = None
+) -> tuple[Range, ...]:
+    """Global positions held by ``rank`` of ``world``, ascending, adjacent chunks joined.
+
+    ``documents`` matters to ``"per_document"`` only, which needs it (``"auto"`` has been resolved here).
+    """
     check_length(layout, world, length)
+    if layout == "per_document":
+        return _by_document(documents or (), world)[rank]
     chunk = length // length_multiple(layout, world)
     chunks = _CHUNKS[layout][1](rank, world)
     return merge_ranges((c * chunk, (c + 1) * chunk) for c in chunks)
 
 
+@lru_cache(maxsize=256)
+def _by_document(documents: Documents, world: int) -> tuple[tuple[Range, ...], ...]:
+    """Every document head-tail over the ranks, of any length: what does not divide by ``2 * world`` is dealt out
+    one token a rank, going on in the next document where the last one stopped, so that all ranks hold
+    equally many in the end."""
+    held: list[list[Range]] = [[] for _ in range(world)]
+    dealt = 0
+    for start, stop in pairwise(documents):
+        base, rest = divmod(stop - start, 2 * world)
+        extra = [0] * world  # of rank r: at most one for each of its chunks, as rest < 2 * world
+        for i in range(dealt, dealt + rest):
+            extra[i % world] += 1
+        dealt += rest
+        sizes = [base + (extra[r] > 0) for r in range(world)] + [base + (extra[r] > 1) for r in reversed(range(world))]
+        for chunk, size in enumerate(sizes):
+            if size:
+                held[min(chunk, 2 * world - 1 - chunk)].append((start, start + size))
+            start += size
+    return tuple(map(merge_ranges, held))
+
+
 @lru_cache(maxsize=1024)
-def ascending_pieces(layout: str, ranks: range, world: int, length: int) -> tuple[Piece, ...]:
+def ascending_pieces(
+    layout: str, ranks: range, world: int, length: int, documents: Documents | None = None
+) -> tuple[Piece, ...]:
     """The chunks held by several ranks, in ascending global order.
 
     Returns pieces ``(index into ranks, local start, local stop)``.
@@ -79,18 +120,20 @@ def ascending_pieces(layout: str, ranks: range, world: int, length: int) -> tupl
     found: list[tuple[int, Piece]] = []  # (global start, piece)
     for index, rank in enumerate(ranks):
         offset = 0
-        for start, stop in rank_ranges(layout, rank, world, length):
+        for start, stop in rank_ranges(layout, rank, world, length, documents):
             found.append((start, (index, offset, offset + stop - start)))
             offset += stop - start
     return tuple(piece for _, piece in sorted(found))
 
 
-def union_ranges(layout: str, ranks: range, world: int, length: int) -> tuple[Range, ...]:
+def union_ranges(
+    layout: str, ranks: range, world: int, length: int, documents: Documents | None = None
+) -> tuple[Range, ...]:
     """Global positions held together by ``ranks``, ascending: what a ring rank has after the
     all-to-all has brought together the sequences of its Ulysses ranks."""
-    return merge_ranges(r for rank in ranks for r in rank_ranges(layout, rank, world, length))
+    return merge_ranges(r for rank in ranks for r in rank_ranges(layout, rank, world, length, documents))
 
 
-def positions(layout: str, rank: int, world: int, length: int) -> list[int]:
+def positions(layout: str, rank: int, world: int, length: int, documents: Documents | None = None) -> list[int]:
     """Global position of every local token of ``rank``, in local order."""
-    return [p for start, stop in rank_ranges(layout, rank, world, length) for p in range(start, stop)]
+    return [p for start, stop in rank_ranges(layout, rank, world, length, documents) for p in range(start, stop)]

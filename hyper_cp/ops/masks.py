@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .layout import Range
-from .schedule import CAUSAL, FULL, Band, Documents, Schedule, Step, Tile
+from .geometry import CAUSAL, FULL, Band, Tile
+from .layout import Documents, Range
+from .schedule import Schedule, Step
 
 # --------------------------------------------------------------------------- windows
 
@@ -99,38 +100,42 @@ def _borders_of_ids(ids: Tensor) -> list[list[int]]:
 
 
 def documents_of(table: Tensor | None, batch: int, length: int) -> tuple[Documents, ...] | None:
-    """The borders of a table, one tuple for all rows if they agree. ``ValueError`` if they do not
-    fit ``batch`` rows of ``length`` positions."""
+    """The borders of a table, one tuple for all rows if they agree; None if nothing is hidden by them.
+    ``ValueError`` if they do not fit ``batch`` rows of ``length`` positions."""
     if table is None:
         return None
+    rows = distinct_rows(table, length)
+    if len(table) not in (1, batch):
+        raise ValueError(f"documents has {len(table)} rows for a batch of {batch}: give one for all, or one each")
+    return None if rows == ((0, length),) else rows
+
+
+def distinct_rows(table: Tensor, length: int) -> tuple[Documents, ...]:
+    """The borders of each row without empty documents; one tuple if all rows agree."""
     if table.device.type != "cpu" or table.ndim != 2:
         raise ValueError(
             f"documents is a {table.ndim}-D tensor on {table.device}: pass cumulative lengths [batch or 1, m]"
             " on the CPU (once per batch: they are needed on the host)"
         )
-    return _checked_documents(tuple(map(tuple, table.tolist())), batch, length)
+    return _checked_rows(tuple(map(tuple, table.tolist())), length)
 
 
 def check_documents(table: Tensor | None, length: int) -> None:
     """Raise ``ValueError``, before any communication, if documents do not fit a global length."""
     if table is not None and not torch.compiler.is_compiling():
-        documents_of(table, len(table), length)
+        distinct_rows(table, length)
 
 
 @lru_cache(maxsize=256)
-def _checked_documents(rows: tuple[Documents, ...], batch: int, length: int) -> tuple[Documents, ...] | None:
-    if len(rows) not in (1, batch):
-        raise ValueError(f"documents has {len(rows)} rows for a batch of {batch}: give one for all, or one each")
+def _checked_rows(rows: tuple[Documents, ...], length: int) -> tuple[Documents, ...]:
     for row in rows:
         if row[0] != 0 or row[-1] != length or any(a > b for a, b in pairwise(row)):
             raise ValueError(
                 f"documents={list(dict.fromkeys(row))} must be cumulative lengths that ascend from 0 to the "
                 f"global sequence length {length}. Add a last document for padding, if there is any"
             )
-    rows = tuple(tuple(dict.fromkeys(row)) for row in rows)  # without empty documents
-    if all(row == rows[0] for row in rows):
-        rows = rows[:1]
-    return None if rows == ((0, length),) else rows
+    rows = tuple(tuple(dict.fromkeys(row)) for row in rows)
+    return rows[:1] if all(row == rows[0] for row in rows) else rows
 
 
 # --------------------------------------------------------------------------- explicit masks

@@ -11,50 +11,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .layout import Range, merge_ranges
+from .geometry import (
+    CAUSAL,
+    Band,
+    Placed,
+    Tile,
+    by_rows,
+    cut,
+    cut_pairs,
+    joined,
+    packed,
+    pairs,
+    shift,
+    visible,
+    with_offsets,
+)
+from .layout import Documents, Range, merge_ranges
 
-Band = tuple[int | None, int | None]
-"""``(lower, upper)``: key j is visible to query i iff ``lower <= j - i <= upper``; None: no bound."""
-
-FULL: Band = (None, None)
-CAUSAL: Band = (None, 0)
-
-KV_EXCHANGES = ("all_gather", "ring")
-
-Documents = tuple[int, ...]
-"""Borders of the documents packed into one sequence: ascending, from 0 to its length. Only
-positions of the same document see each other."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One product: rows ``q`` of the rank's queries with rows ``k`` of a step's keys, under ``band``
-    (in the coordinates of the tile), of the batch rows ``batch`` (None: all of them)."""
-
-    q: Range
-    k: Range
-    band: Band = FULL
-    batch: Range | None = None
-
-    @property
-    def kind(self) -> str:
-        square = self.q[1] - self.q[0] == self.k[1] - self.k[0]
-        return "full" if self.band == FULL else "causal" if self.band == CAUSAL and square else "windowed"
-
-    @property
-    def area(self) -> int:
-        """Number of visible (query, key) pairs."""
-        rows, cols = self.q[1] - self.q[0], self.k[1] - self.k[0]
-        lower, upper = self.band
-        if self.kind != "windowed":
-            return rows * cols if self.kind == "full" else rows * (rows + 1) // 2
-        return sum(
-            max(
-                0,
-                min(cols - 1, cols if upper is None else i + upper) - max(0, 0 if lower is None else i + lower) + 1,
-            )
-            for i in range(rows)
-        )
+KV_EXCHANGES = ("all_gather", "ring", "replicated")
+"""How keys and values reach a rank; replicated: every rank holds all of them, nothing travels."""
 
 
 @dataclass(frozen=True)
@@ -91,152 +66,30 @@ class Schedule:
         return sum(step.area for step in self.forward)
 
 
-# --------------------------------------------------------------------------- geometry
-
-
-def cut(q: Range, k: Range, band: Band) -> Iterator[Tile]:
-    """Tiles of the rectangle ``q x k``, where ``band`` is relative to its corner ``(q[0], k[0])``.
-
-    Rows and columns that see nothing are dropped. Without a lower bound the rest falls into a full
-    tile left of the diagonal, a square causal tile and a full tile below it, at most.
-    """
-    (q0, q1), (k0, k1), (lower, upper) = q, k, band
-    if upper is not None:  # rows above the diagonal's start, columns right of its end
-        skip = max(0, -upper)
-        q0, upper = q0 + skip, upper + skip
-        lower = None if lower is None else lower + skip
-        k1 = min(k1, k0 + q1 - q0 + upper)
-    if lower is not None:  # columns left of the band, rows below its end
-        skip = max(0, lower)
-        k0, lower = k0 + skip, lower - skip
-        upper = None if upper is None else upper - skip
-        q1 = min(q1, q0 + k1 - k0 - lower)
-    rows, cols = q1 - q0, k1 - k0
-    if rows <= 0 or cols <= 0:
-        return
-    if upper is not None and upper >= cols - 1:
-        upper = None
-    if lower is not None and lower <= 1 - rows:
-        lower = None
-    if lower is not None or upper is None:
-        yield Tile((q0, q1), (k0, k1), (lower, upper))
-        return
-    if upper:
-        yield Tile((q0, q1), (k0, k0 + upper))
-    start, size = k0 + upper, cols - upper
-    yield Tile((q0, q0 + size), (start, k1), CAUSAL)
-    if size < rows:
-        yield Tile((q0 + size, q1), (start, k1))
-
-
-def intersect(a: Band, b: Band) -> Band:
-    """The band of what both leave visible."""
-    lower = [x for x in (a[0], b[0]) if x is not None]
-    upper = [x for x in (a[1], b[1]) if x is not None]
-    return max(lower, default=None), min(upper, default=None)
-
-
-def _shift(band: Band, by: int) -> Band:
-    lower, upper = band
-    return (None if lower is None else lower + by, None if upper is None else upper + by)
-
-
-def _same_document(q: Range, k: Range, documents: Documents | None) -> Iterator[tuple[Range, Range]]:
-    """The rectangles of ``q x k`` whose rows and columns belong to one document."""
-    if documents is None:
-        yield q, k
-        return
-    low, high = max(q[0], k[0]), min(q[1], k[1])
-    # Documents that end behind both starts and begin before both ends meet both ranges.
-    for i in range(bisect_right(documents, low) - 1, len(documents) - 1):
-        start, stop = documents[i], documents[i + 1]
-        if start >= high:
-            return
-        if start < stop:
-            yield (max(q[0], start), min(q[1], stop)), (max(k[0], start), min(k[1], stop))
-
-
-def _visible(q: tuple[Range, ...], k: tuple[Range, ...], band: Band, documents: Documents | None) -> bool:
-    """Whether any position of ``q`` sees any of ``k``."""
-    return any(
-        next(cut(c, d, _shift(band, c[0] - d[0])), None) is not None
-        for a in q
-        for b in k
-        for c, d in _same_document(a, b, documents)
-    )
-
-
-def _joined(tiles: list[Tile]) -> tuple[Tile, ...]:
-    """Join full tiles that are neighbours: fewer, larger kernels and fewer merges."""
-
-    def join(tiles: list[Tile], along: str) -> list[Tile]:
-        def key(t: Tile) -> tuple[Range, Range, Range]:
-            batch = t.batch or (0, 0)
-            return (batch, t.q, t.k) if along == "k" else (batch, t.k, t.q)
-
-        out: list[Tile] = []
-        for tile in sorted(tiles, key=key):
-            last = out[-1] if out else None
-            if last and last.band == tile.band == FULL and key(last)[:2] == key(tile)[:2]:
-                (*_, (a, b)), (*_, (c, d)) = key(last), key(tile)
-                if b == c:
-                    q, k = (tile.q, (a, d)) if along == "k" else ((a, d), tile.k)
-                    out[-1] = Tile(q, k, FULL, tile.batch)
-                    continue
-            out.append(tile)
-        return out
-
-    return tuple(sorted(join(join(tiles, "k"), "q"), key=_by_rows))
-
-
 # --------------------------------------------------------------------------- steps
 
 
-def _with_offsets(ranges: tuple[Range, ...], offset: int = 0) -> list[tuple[int, Range]]:
-    out = []
-    for start, stop in ranges:
-        out.append((offset, (start, stop)))
-        offset += stop - start
-    return out
-
-
 def _step(
-    queries: tuple[Range, ...],
-    blocks: list[tuple[int, Range]],
-    band: Band,
-    documents: tuple[Documents, ...] | None,
+    queries: tuple[Range, ...], blocks: list[Placed], band: Band, documents: tuple[Documents, ...] | None
 ) -> Step:
-    """Tiles of the queries at global ``queries`` over the keys at ``(block offset, global range)``."""
+    """Tiles of the queries at global ``queries`` over the keys in ``blocks``."""
     blocks = sorted(blocks, key=lambda b: b[1])
-    if band == CAUSAL and documents is None and [r for _, r in blocks] == list(merge_ranges(queries)):
-        # The same ascending positions on both sides: causal by local index, in one tile.
-        length = sum(stop - start for start, stop in queries)
-        offset = blocks[0][0]
-        if merge_ranges(queries) == queries and blocks == _with_offsets(queries, offset):
-            tile = Tile((0, length), (0, length), CAUSAL)
-            return Step(((offset, offset + length),), queries, (tile,))
     tiles = [
-        Tile(tile.q, tile.k, tile.band, batch)
+        tile
         for batch, borders in _batch_rows(documents)
-        for q_offset, q in _with_offsets(queries)
-        for k_offset, k in blocks
-        for c, d in _same_document(q, k, borders)
-        for tile in cut(
-            (q_offset + c[0] - q[0], q_offset + c[1] - q[0]),
-            (k_offset + d[0] - k[0], k_offset + d[1] - k[0]),
-            _shift(band, c[0] - d[0]),
-        )
+        for q, k in pairs(with_offsets(queries), blocks, borders)
+        for tile in cut_pairs(q, k, band, batch)
     ]
     # Used keys in ascending global order, so that what a query range needs is one prefix of them.
+    spans = _spans([t.k for t in tiles], blocks)
     take: list[Range] = []
     keys: list[Range] = []
     place: list[tuple[int, int]] = []  # (block offset, position among the taken), by block offset
     taken = 0
-    for offset, (start, stop) in blocks:
-        used = [t.k for t in tiles if offset <= t.k[0] < offset + stop - start]
-        if not used:
+    for (offset, (start, _)), span in zip(blocks, spans, strict=True):
+        if span is None:
             continue
-        first, last = min(u[0] for u in used), max(u[1] for u in used)
+        first, last = span
         place.append((first, taken))
         taken += last - first
         keys.append((start + first - offset, start + last - offset))
@@ -246,11 +99,28 @@ def _step(
             take.append((first, last))
     place.sort()
 
-    def packed(t: Tile) -> Tile:
+    def among_taken(t: Tile) -> Tile:
         first, before = place[bisect_right(place, (t.k[0], taken)) - 1]
         return Tile(t.q, (before + t.k[0] - first, before + t.k[1] - first), t.band, t.batch)
 
-    return Step(tuple(take), merge_ranges(keys), _joined([packed(t) for t in tiles]))
+    return Step(tuple(take), merge_ranges(keys), joined([among_taken(t) for t in tiles]))
+
+
+def _spans(used: list[Range], blocks: list[Placed]) -> list[Range | None]:
+    """Of each block, from the first to the last position that is in one of the ``used`` local ranges."""
+    order = sorted(range(len(blocks)), key=lambda i: blocks[i][0])
+    starts = [blocks[i][0] for i in order]
+    spans: list[Range | None] = [None] * len(blocks)
+    for low, high in set(used):
+        at = bisect_right(starts, low) - 1
+        while at < len(order) and starts[at] < high:  # a tile may use several blocks that lie side by side
+            i = order[at]
+            offset, (start, stop) = blocks[i]
+            first, last = max(low, offset), min(high, offset + stop - start)
+            before = spans[i]
+            spans[i] = (first, last) if before is None else (min(first, before[0]), max(last, before[1]))
+            at += 1
+    return spans
 
 
 def _batch_rows(documents: tuple[Documents, ...] | None) -> list[tuple[Range | None, Documents | None]]:
@@ -261,10 +131,10 @@ def _batch_rows(documents: tuple[Documents, ...] | None) -> list[tuple[Range | N
 
 
 def _visits(kv_exchange: str, rank: int, size: int) -> list[tuple[int, ...]]:
-    """Which ranks' keys arrive at each step: the only place where ring and all-gather differ."""
+    """Which ranks' keys arrive at each step: the only place where ways of exchange differ."""
     if kv_exchange == "ring":
         return [((rank - hop) % size,) for hop in range(size)]
-    return [(rank,), tuple(range(size))]
+    return [(rank,)] if kv_exchange == "replicated" else [(rank,), tuple(range(size))]
 
 
 # Kernels are slower on fewer rows than this (CPU flash halves its block below 768).
@@ -279,8 +149,13 @@ def _halves(step: Step, rows: int) -> tuple[Step, Step]:
     borders = sorted({t.q[1] for t in movable})
     length = borders[-1] if borders else 0
     if len(borders) > 1:
-        area = sum(t.area for t in movable)
-        row = min(borders[:-1], key=lambda b: abs(2 * sum(t.area for t in movable if t.q[1] <= b) - area))
+        by_end = sorted(movable, key=lambda t: t.q[1])
+        half, done = sum(t.area for t in movable) / 2, 0
+        off = {}  # how far from half of the work the rows above a border are
+        for tile in by_end:
+            done += tile.area
+            off[tile.q[1]] = abs(done - half)
+        row = min(borders[:-1], key=lambda b: off[b])
     else:
         share = 0.7 if any(t.band == CAUSAL for t in movable) else 0.5
         grain = max(1, _MIN_ROWS // 8)
@@ -292,16 +167,12 @@ def _halves(step: Step, rows: int) -> tuple[Step, Step]:
         for part, (low, high) in ((first, (0, row)), (second, (row, length))):
             start, stop = max(tile.q[0], low), min(tile.q[1], high)
             if start < stop:
-                tiles = cut((start, stop), tile.k, _shift(tile.band, start - tile.q[0]))
+                tiles = cut((start, stop), tile.k, shift(tile.band, start - tile.q[0]))
                 part.extend(Tile(t.q, t.k, t.band, tile.batch) for t in tiles)
     return (
-        Step(step.take, step.keys, tuple(sorted(first, key=_by_rows))),
+        Step(step.take, step.keys, tuple(sorted(first, key=by_rows))),
         Step(step.take, step.keys, tuple(second)),
     )
-
-
-def _by_rows(tile: Tile) -> tuple[Range, Range, Range]:
-    return tile.batch or (0, 0), tile.q, tile.k
 
 
 @lru_cache(maxsize=1024)
@@ -313,43 +184,57 @@ def build(
     load_balance: bool,
     band: Band,
     documents: tuple[Documents, ...] | None = None,
+    parts: bool = True,
 ) -> Schedule:
     """The schedule of ring rank ``rank``, where ring rank r holds queries of global positions ``held[r]`` and keys
     of ``held_keys[r]`` (the same, but for cross-attention).
 
     ``band``: the mask in global positions (``CAUSAL``, ``FULL`` or a window). ``documents``: one for
     all batch rows, or one per row. ``load_balance`` exchanges the tail half of queries with rank
-    ``size-1-rank`` where :func:`swaps` says that this balances the work.
+    ``size-1-rank`` where :func:`swaps` says that this balances the work. ``parts``: tiles may have parts.
     """
     size = len(held)
     swap = swaps(load_balance, size, band, sum(b - a for ranges in held for a, b in ranges))
     queries = [_swapped(held, r) if swap else held[r] for r in range(size)]
+    steps = [list(_arrivals(held_keys, kv_exchange, r)) for r in range(size)]
 
-    def steps_of(r: int) -> Iterator[list[tuple[int, Range]]]:
-        seen: set[int] = set()
-        for sources in _visits(kv_exchange, r, size):
-            blocks, offset = [], 0
-            for source in sources:
-                ranges = _with_offsets(held_keys[source], offset)
-                offset += sum(stop - start for start, stop in held_keys[source])
-                if source not in seen:
-                    blocks += ranges
-            seen.update(sources)
-            yield blocks
+    def needed(step: int) -> bool:
+        return any(
+            visible(with_offsets(queries[r]), steps[r][step], band, borders)
+            for r in range(size)
+            for _, borders in _batch_rows(documents)
+        )
 
-    def needs(r: int, blocks: list[tuple[int, Range]]) -> bool:
-        keys = tuple(ranges for _, ranges in blocks)
-        return any(_visible(queries[r], keys, band, borders) for _, borders in _batch_rows(documents))
-
-    hops = max(max((i for i, b in enumerate(steps_of(r)) if needs(r, b)), default=0) for r in range(size))
-    local, *arriving = (_step(queries[rank], b, band, documents) for b in list(steps_of(rank))[: hops + 1])
-    whole = (local, *arriving, Step((), (), ()))
-    if not hops:
-        return Schedule(whole, whole, 0, swap, queries[rank])
+    hops = next((step for step in reversed(range(1, len(steps[rank]))) if needed(step)), 0)
+    local, *arriving = (_step(queries[rank], blocks, band, documents) for blocks in steps[rank][: hops + 1])
     rows = sum(stop - start for start, stop in queries[rank])
-    first, second = _halves(local, rows // 2 if swap else rows)
-    halved = (first, *arriving, second)
-    return Schedule(halved if swap else whole, halved, hops, swap, queries[rank])
+    halved = [*(_halves(local, rows // 2 if swap else rows)), *arriving] if hops else [local, _NOTHING]
+    whole = [local, _NOTHING, *arriving]
+    if parts:
+        border = rows // 2 if swap else 0
+        halved, whole = (
+            [Step(step.take, step.keys, packed(step.tiles, border)) for step in steps] for steps in (halved, whole)
+        )
+    forward, backward = ((first, *rest, last) for first, last, *rest in (halved if swap else whole, halved))
+    return Schedule(forward, backward, hops, swap, queries[rank])
+
+
+_NOTHING = Step((), (), ())
+
+
+def _arrivals(held_keys: tuple[tuple[Range, ...], ...], kv_exchange: str, rank: int) -> Iterator[list[Placed]]:
+    """What can be used of the block of each step: keys that have not been there before."""
+    seen: set[int] = set()
+    for sources in _visits(kv_exchange, rank, len(held_keys)):
+        blocks: list[Placed] = []
+        offset = 0
+        for source in sources:
+            ranges = with_offsets(held_keys[source], offset)
+            offset += sum(stop - start for start, stop in held_keys[source])
+            if source not in seen:
+                blocks += ranges
+        seen.update(sources)
+        yield blocks
 
 
 def swaps(load_balance: bool, size: int, band: Band, length: int) -> bool:

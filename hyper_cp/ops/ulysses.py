@@ -8,28 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import axis, exchange
+from . import axis, balance, exchange
 from . import layout as layouts
 from . import mesh as meshes
 
 
 @torch.library.custom_op("hyper_cp::all_to_all", mutates_args=())
 def all_to_all_op(
-    xs: list[Tensor], mesh: str, layout: str, seq_dim: int, head_dim: int, to_heads: bool
+    xs: list[Tensor], documents: Tensor | None, mesh: str, layout: str, seq_dim: int, head_dim: int, to_heads: bool
 ) -> list[Tensor]:
+    """``documents``: table of borders, if the layout depends on them."""
     cp = meshes.by_key(mesh)
     move = exchange.sequence_to_heads if to_heads else exchange.heads_to_sequence
     pending = []
     with axis.landing():
         for x in xs:  # all are in flight before the first is waited for
             length = x.shape[seq_dim] * cp.ring.size * (cp.ulysses.size if to_heads else 1)
-            pieces = layouts.ascending_pieces(layout, cp.ulysses_peers(), cp.size, length)
+            name, borders = balance.resolve(layout, cp.size, length, documents)
+            pieces = layouts.ascending_pieces(name, cp.ulysses_peers(), cp.size, length, borders)
             pending.append(move(cp.ulysses, x, seq_dim, head_dim, pieces))
         return [p.wait() for p in pending]
 
 
 @all_to_all_op.register_fake
-def _(xs: list[Tensor], mesh: str, layout: str, seq_dim: int, head_dim: int, to_heads: bool) -> list[Tensor]:
+def _(
+    xs: list[Tensor], documents: Tensor | None, mesh: str, layout: str, seq_dim: int, head_dim: int, to_heads: bool
+) -> list[Tensor]:
     degree = meshes.by_key(mesh).ulysses.size
     out = []
     for x in xs:
@@ -42,12 +46,12 @@ def _(xs: list[Tensor], mesh: str, layout: str, seq_dim: int, head_dim: int, to_
 
 
 def _save_all_to_all(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, ctx.mesh, ctx.layout, ctx.seq_dim, ctx.head_dim, ctx.to_heads = inputs
+    _, ctx.documents, ctx.mesh, ctx.layout, ctx.seq_dim, ctx.head_dim, ctx.to_heads = inputs
 
 
 def _differentiate_all_to_all(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    back = all_to_all_op(grads, ctx.mesh, ctx.layout, ctx.seq_dim, ctx.head_dim, not ctx.to_heads)
-    return (back, None, None, None, None, None)
+    back = all_to_all_op(grads, ctx.documents, ctx.mesh, ctx.layout, ctx.seq_dim, ctx.head_dim, not ctx.to_heads)
+    return (back, None, None, None, None, None, None)
 
 
 all_to_all_op.register_autograd(_differentiate_all_to_all, setup_context=_save_all_to_all)

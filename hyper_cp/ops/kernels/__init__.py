@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..schedule import Band
+from ..geometry import Band
 from .reference import KERNEL as REFERENCE
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class Kernel(Protocol):
     """Forward and backward of a tile. ``q`` is [B, H, Sq, D], ``k`` [B, Hkv, Sk, D], ``v``
     [B, Hkv, Sk, Dv] with H a multiple of Hkv; their last dimension is contiguous. ``band``: see
-    ``schedule.Band``. ``mask``: explicit, broadcastable to [B, H, Sq, Sk]; bool (True is visible) or
+    ``geometry.Band``. ``mask``: explicit, broadcastable to [B, H, Sq, Sk]; bool (True is visible) or
     added to logits. A row that sees nothing has out = 0 and lse = -inf, and zero gradients.
 
     Outputs and gradients may be in the dtype of the inputs or wider. Tensors returned are new: the

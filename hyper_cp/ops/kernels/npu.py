@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..schedule import CAUSAL, FULL, Band
+from ..geometry import CAUSAL, FULL, Band
 from .reference import KERNEL as REFERENCE
 from .reference import band_mask
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..geometry import FULL, Band
 from ..merge import accumulation_dtype
-from ..schedule import FULL, Band
 
 
 def band_mask(rows: int, cols: int, band: Band, device: torch.device) -> Tensor | None:
