@@ -54,7 +54,7 @@ class _Plan:
 
         keys = (((0, kv_length),),) * mesh.ring.size if kv_exchange == "replicated" else held(kv_length)
         self.schedule = schedule.build(
-            held(length), keys, mesh.ring.rank, kv_exchange, load_balance, band, borders, parts=False
+            held(length), keys, mesh.ring.rank, kv_exchange, load_balance, band, borders, parts=mask is None
         )
         self.mask = None if mask is None else masks.MaskSlices(mask, self.schedule)
 
@@ -123,7 +123,7 @@ def attention_op(
                 partials.add(
                     tile.q,
                     tile.batch,
-                    *tiles.forward(q_rows, k_rows, v_rows, tile.band, scale, plan.mask_of(step, tile)),
+                    *tiles.forward(q_rows, k_rows, v_rows, tile.band, scale, plan.mask_of(step, tile), tile.parts),
                 )
         out, lse = queries.results(partials.result)
     return _in_query_order(out), lse.contiguous()
@@ -178,6 +178,7 @@ def attention_backward_op(
                     tile.band,
                     scale,
                     plan.mask_of(step, tile),
+                    tile.parts,
                 )
                 dq.add(tile.q, tile.batch, dq_tile)
                 _add_taken(dk, step.take, tile, dk_tile)

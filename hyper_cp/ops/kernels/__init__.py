@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import Band
+from .packed import Parts
 from .reference import KERNEL as REFERENCE
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,10 @@ class Kernel(Protocol):
     ``geometry.Band``. ``mask``: explicit, broadcastable to [B, H, Sq, Sk]; bool (True is visible) or
     added to logits. A row that sees nothing has out = 0 and lse = -inf, and zero gradients.
 
+    ``parts``: the tile is several rectangles (rows, columns) in the coordinates of its q and k, ascending and
+    disjoint in rows and in columns, each under ``band``, which is FULL or CAUSAL (then every rectangle is
+    square). What is in no rectangle sees nothing and is not seen. ``mask`` is None then.
+
     Outputs and gradients may be in the dtype of the inputs or wider. Tensors returned are new: the
     caller may write to them.
     """
@@ -33,7 +38,14 @@ class Kernel(Protocol):
     name: str
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, mask: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        band: Band,
+        scale: float,
+        mask: Tensor | None = None,
+        parts: Parts | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The tile's partial: ``(out, lse)``."""
         ...
@@ -49,6 +61,7 @@ class Kernel(Protocol):
         band: Band,
         scale: float,
         mask: Tensor | None = None,
+        parts: Parts | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The tile's share of ``(dq, dk, dv)``, given the *merged* ``out`` and ``lse`` of its rows."""
         ...

@@ -7,12 +7,14 @@ is ``benchmarks/device_check.py``.
 from __future__ import annotations
 
 import warnings
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from .packed import Parts, gather, packing, scatter
 from .reference import KERNEL as REFERENCE
 from .tiles import TileKernel
 
@@ -73,7 +75,59 @@ class _Flash:
 
 def _pad_heads(x: Tensor) -> Tensor:
     """The operators want head dims that are multiples of 8; zeros change nothing."""
-    return x if x.shape[3] % 8 == 0 else F.pad(x, (0, -x.shape[3] % 8))
+    return x if x.shape[-1] % 8 == 0 else F.pad(x, (0, -x.shape[-1] % 8))
+
+
+class _PackedFlash:
+    """The variable-length side of FlashAttention, below ``torch.nn.attention.varlen.varlen_attn``: the
+    operators that it calls (FA3 and FA4, activated, take their place) return the log-sum-exp and take the
+    merged one back. The same in torch 2.11 and 2.13. Tensors are [tokens, H, D], the log-sum-exp [H, tokens]."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, parts: Parts
+    ) -> tuple[Tensor, Tensor]:
+        how = packing(parts, q.shape[0])
+        x, y, z = (_pad_heads(gather(t, r)) for t, r in ((q, how.rows), (k, how.cols), (v, how.cols)))
+        bounds = _bounds(how.row_ends, q.device), _bounds(how.col_ends, q.device)
+        out, lse, *_ = _aten._flash_attention_forward(x, y, z, *bounds, *how.longest, 0.0, causal, False, scale=scale)
+        return scatter(out[..., : v.shape[3]], how.rows, q), scatter(lse.mT, how.rows, q, -torch.inf)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+        parts: Parts,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        how, dim = packing(parts, q.shape[0]), q.shape[3]
+        dy, x, o = (_pad_heads(gather(t, how.rows)) for t in (dout, q, out.to(q.dtype)))
+        y, z = (_pad_heads(gather(t, how.cols)) for t in (k, v))
+        bounds = _bounds(how.row_ends, q.device), _bounds(how.col_ends, q.device)
+        statistics = gather(lse, how.rows).mT.contiguous()
+        dq, dk, dv = _aten._flash_attention_backward(
+            dy, x, y, z, o, statistics, *bounds, *how.longest, 0.0, causal, *_no_dropout(q), scale=scale
+        )
+        return (
+            scatter(dq[..., :dim], how.rows, q),
+            scatter(dk[..., :dim], how.cols, k),
+            scatter(dv[..., : v.shape[3]], how.cols, v),
+        )
+
+
+@lru_cache(maxsize=256)
+def _host_bounds(ends: tuple[int, ...], pinned: bool) -> Tensor:
+    return torch.tensor([0, *ends], dtype=torch.int32, pin_memory=pinned)
+
+
+def _bounds(ends: tuple[int, ...], device: torch.device) -> Tensor:
+    """Cumulative lengths with the leading 0 on the device. From pinned memory, so that the host does not wait;
+    copied for each call, on its own stream, so that no other stream can see a copy that is not finished."""
+    return _host_bounds(ends, device.type == "cuda").to(device, non_blocking=True)
 
 
 class _Efficient:
@@ -174,7 +228,11 @@ class _CuDNN:
         return dq, dk, dv
 
 
-KERNELS = {operator.name: TileKernel(operator, _Efficient()) for operator in (_Flash(), _Efficient(), _CuDNN())}
+KERNELS = {
+    _Flash.name: TileKernel(_Flash(), _Efficient(), _PackedFlash()),
+    _Efficient.name: TileKernel(_Efficient(), _Efficient()),
+    _CuDNN.name: TileKernel(_CuDNN(), _Efficient()),
+}
 
 _BY_BACKEND = {
     int(SDPBackend.FLASH_ATTENTION.value): _Flash.name,

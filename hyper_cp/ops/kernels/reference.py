@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ..geometry import FULL, Band
 from ..merge import accumulation_dtype
+from .packed import Parts, backward_each, forward_each
 
 
 def band_mask(rows: int, cols: int, band: Band, device: torch.device) -> Tensor | None:
@@ -52,8 +55,17 @@ class ReferenceKernel:
         return [x.to(dtype).repeat_interleave(heads // x.shape[1], dim=1) for x in (q, *rest)]
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, mask: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        band: Band,
+        scale: float,
+        mask: Tensor | None = None,
+        parts: Parts | None = None,
     ) -> tuple[Tensor, Tensor]:
+        if parts is not None:
+            return forward_each(partial(self.forward, band=band, scale=scale), q, k, v, parts)
         q, k, v = self._wide(q, k, v)
         logits = self._logits(q, k, band, scale, mask)
         lse = torch.logsumexp(logits, dim=-1)
@@ -72,7 +84,10 @@ class ReferenceKernel:
         band: Band,
         scale: float,
         mask: Tensor | None = None,
+        parts: Parts | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if parts is not None:
+            return backward_each(partial(self.backward, band=band, scale=scale), (dout, q, out, lse), k, v, parts)
         kv_heads = k.shape[1]
         q, k, v, out, dout = self._wide(q, k, v, out, dout)
         logits = self._logits(q, k, band, scale, mask)

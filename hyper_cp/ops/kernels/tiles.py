@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..geometry import CAUSAL, FULL, Band
 from ..merge import accumulation_dtype
+from .packed import Parts, backward_each, forward_each
 from .reference import additive_mask
 
 # Rows of a banded tile that are computed at once: with fewer an operator is slower, with more it
@@ -44,16 +46,50 @@ class Operator(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-class TileKernel:
-    """A :class:`~hyper_cp.ops.kernels.Kernel` made of an operator, and of one that takes a bias for the
-    tiles that the first cannot express (the same one, where it can)."""
-
-    def __init__(self, operator: Operator, biased: Operator):
-        self.name, self.operator, self.biased = operator.name, operator, biased
+class PackedOperator(Protocol):
+    """Attention of all rectangles of a packed tile in one call; takes fewer key/value than query heads. Shapes
+    as of :class:`Operator`."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, mask: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, parts: Parts
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+        parts: Parts,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class TileKernel:
+    """A :class:`~hyper_cp.ops.kernels.Kernel` made of an operator, and of one that takes a bias for the
+    tiles that the first cannot express (the same one, where it can). Without an operator for packed tiles
+    their rectangles are attended one after another."""
+
+    def __init__(self, operator: Operator, biased: Operator, packed: PackedOperator | None = None):
+        self.name, self.operator, self.biased, self.packed = operator.name, operator, biased, packed
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        band: Band,
+        scale: float,
+        mask: Tensor | None = None,
+        parts: Parts | None = None,
     ) -> tuple[Tensor, Tensor]:
+        if parts is not None:
+            if self.packed is not None and len(parts) > 1:
+                return self.packed.forward(q, k, v, band == CAUSAL, scale, parts)
+            return forward_each(partial(self.forward, band=band, scale=scale), q, k, v, parts)
         if native(q, k, band, mask):
             k, v = _heads(self.operator, q, k), _heads(self.operator, q, v)
             return self.operator.forward(q, k, v, band == CAUSAL, None, scale)
@@ -78,7 +114,12 @@ class TileKernel:
         band: Band,
         scale: float,
         mask: Tensor | None = None,
+        parts: Parts | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if parts is not None:
+            if self.packed is not None and len(parts) > 1:
+                return self.packed.backward(dout, q, k, v, out, lse, band == CAUSAL, scale, parts)
+            return backward_each(partial(self.backward, band=band, scale=scale), (dout, q, out, lse), k, v, parts)
         kv_heads = k.shape[1]
         if native(q, k, band, mask):
             k, v = _heads(self.operator, q, k), _heads(self.operator, q, v)
