@@ -94,6 +94,7 @@ class Boundary:
                     f"{self.name}: the local sequence length {x.shape[seq]} of {what} (dimension {seq}) is odd, but "
                     f"layout='head_tail' holds two chunks: use global lengths divisible by {2 * cp.size}"
                 )
+        cp.check_shapes(*qkv[:2])
         qkv = [qkv[0], *(shared_heads(x, cp.ulysses.size, head) for x in qkv[1:])]
         qkv = ulysses(qkv, cp, style.mode, seq, head)
         call.cp, call.ndim = cp, qkv[0].ndim

@@ -76,7 +76,8 @@ def formula(world: int, degree: int, balance: bool, length: int, size: int, acc:
     tokens = B * length // world
     nq, nk, nv, no = tokens * H * D, tokens * HKV * D, tokens * HKV * DV, tokens * H * DV
     a2a = (nq + nk + nv + no) * size * (degree - 1) // degree
-    forward = a2a + (ring - 1) * (nk + nv) * size
+    shapes = 8 * 8 * (world - 1)  # of q and k, to all
+    forward = shapes + a2a + (ring - 1) * (nk + nv) * size
     backward = a2a + (ring - 1) * (nk + nv) * (size + acc)
     if balance and 2 * (dist.get_rank() // degree) + 1 != ring:
         lse = tokens * H * acc

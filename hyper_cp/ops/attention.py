@@ -262,6 +262,7 @@ def _attend_shards(
     if call.mask is not None:  # before any communication
         whole = q.new_empty(q.shape[0], q.shape[1] // cp.ulysses.size, q.shape[2] * cp.ulysses.size, 1, device="meta")
         check_mask(call.mask, whole, cp, (q.shape[2] * cp.size, mode.key_length(k.shape[2], cp.size)), call)
+    cp.check_shapes(q, k)
     k, v = (shared_heads(x, cp.ulysses.size, 1) for x in (k, v))
     q, k, v = ulysses([q, k, v], cp, mode, 2, 1, call.documents)
     out, lse = _attend(q, k, v, cp, mode, call, with_lse)

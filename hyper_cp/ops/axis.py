@@ -223,3 +223,19 @@ def gather_ranks(axes: Sequence[Axis], x: Tensor) -> Tensor:
         if axis.size > 1:
             wire = axis.all_gather(wire).wait()
     return wire.view(x.dtype).view(-1, *x.shape)
+
+
+def gather_numbers(axes: Sequence[Axis], numbers: Sequence[int]) -> list[list[int]] | None:
+    """Numbers of every rank of a mesh, in rank order, without any device: over the backend that the process group
+    has for the CPU. None if it has none (as after ``init_process_group("nccl")``)."""
+    if any(axis.size > 1 and "cpu" not in dist.get_backend_config(axis.group) for axis in axes):
+        return None
+    found = torch.tensor([numbers], dtype=torch.int64)
+    for axis in axes:
+        if axis.size > 1:
+            _record("numbers", found.nbytes * (axis.size - 1))
+            wider = found.new_empty(axis.size * len(found), len(numbers))
+            _all_gather(wider, found, group=axis.group)
+            found = wider
+    rows: list[list[int]] = found.tolist()
+    return rows
