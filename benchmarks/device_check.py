@@ -208,7 +208,7 @@ def share(cp: meshes.CPMesh, mode: dict[str, Any], q: Tensor, k: Tensor, v: Tens
 
     x, y, z, dy = trade([q, k, v, dout], True)
     exchange, balance = mode.get("kv_exchange", "all_gather"), mode.get("load_balance", False)
-    settings = (None, None, cp.key, layout, exchange, balance, None, 0, q.shape[3] ** -0.5)
+    settings = (None, None, None, cp.key, layout, exchange, balance, None, 0, q.shape[3] ** -0.5, 0.0)
     name = kernels.choose(x, y, z, True)
     out, lse = engine.attention_op(x, y, z, *settings, name)
     mark = torch.zeros(1, dtype=torch.int64)

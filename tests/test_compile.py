@@ -111,7 +111,7 @@ def opcheck_all(world: int) -> None:
             continue
         for kv, layout, balance in (("ring", "head_tail", False), ("all_gather", "contiguous", True)):
             documents, mask = torch.tensor([[0, 5, 16]]), None
-            settings = (documents, mask, cp.key, layout, kv, balance, -9, 0, 0.25, "cpu flash")
+            settings = (documents, mask, None, cp.key, layout, kv, balance, -9, 0, 0.25, 0.0, "cpu flash")
             torch.library.opcheck(ops.attention.default, (q, k, v, *settings))
             with torch.no_grad():
                 out, lse = ops.attention(q, k, v, *settings)

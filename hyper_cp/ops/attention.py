@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import kernels, masks, schedule
 from . import layout as layouts
 from . import mesh as meshes
+from .dropout import draw_seed
 from .engine import attention_op
 from .mesh import CPMesh
 from .ulysses import all_to_all_op, shared_heads
@@ -68,6 +69,7 @@ class Call:
     """Explicit, broadcastable to ``[B, H, Sq, Skv]``, global (the query dimension may be local)."""
     documents: Tensor | None = None
     """Table of borders, see :func:`masks.documents_table`."""
+    dropout_p: float = 0.0
 
 
 def check_degree(mode: Mode, cp: CPMesh) -> None:
@@ -121,6 +123,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Cal
             f"query {tuple(q.shape)}, key {tuple(k.shape)} and value {tuple(v.shape)} do not fit: batch, "
             "the sequence and heads of key and value, and the head dim of query and key must be equal"
         )
+    if not 0.0 <= call.dropout_p < 1.0:
+        raise ValueError(f"dropout_p={call.dropout_p} must be a probability below 1; pass 0.0 in evaluation")
     narrowed = call.is_causal or mode.window is not None or call.documents is not None
     if q.shape[2] * cp.ring.size != mode.key_length(k.shape[2], cp.ring.size) and narrowed:
         raise ValueError(
@@ -203,7 +207,7 @@ def _attend(
     if cp.size == 1 and call.documents is None and mode.window is None and not with_lse:
         gqa = q.shape[1] != k.shape[1]  # exactly the user's own call
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=call.is_causal, scale=scale, enable_gqa=gqa
+            q, k, v, mask, call.dropout_p, call.is_causal, scale=scale, enable_gqa=gqa
         ), None
     lower, upper = masks.band_of(call.is_causal, mode.window)
     return attention_op(
@@ -212,6 +216,7 @@ def _attend(
         v,
         call.documents,
         mask,
+        draw_seed() if call.dropout_p else None,
         cp.key,
         mode.layout,
         mode.kv_exchange,
@@ -219,7 +224,8 @@ def _attend(
         lower,
         upper,
         scale,
-        kernels.choose(q, k, v, call.is_causal),
+        call.dropout_p,
+        kernels.choose(q, k, v, call.is_causal, call.dropout_p),
     )
 
 
@@ -289,6 +295,7 @@ def attention(
     attn_mask: Tensor | None = None,
     window: Sequence[int | None] | None = None,
     documents: Any = None,
+    dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Context-parallel scaled dot-product attention of this rank's share of the sequence.
@@ -318,6 +325,9 @@ def attention(
         documents: cumulative lengths ``[0, ..., S]`` of documents packed into the sequence, global, on
             the CPU (a list or tensor, or one per batch row): only positions of one document see each
             other. Any lengths, borders anywhere.
+        dropout_p: probability that a weight is dropped (never the same pairs on two ranks, the same ones in a
+            recompute). Only where plain SDPA would compute in plain math, as on the CPU; the seed comes from
+            the default CPU generator.
         return_lse: also return the log-sum-exp of the scaled logits.
 
     Returns:
@@ -337,6 +347,6 @@ def attention(
         )
     mode = Mode(kv_exchange, layout, load_balance, window)  # type: ignore[arg-type]
     check_degree(mode, cp)
-    call = Call(is_causal, scale, attn_mask, masks.documents_table(documents))
+    call = Call(is_causal, scale, attn_mask, masks.documents_table(documents), dropout_p)
     out, lse = _attend_shards(q, k, v, cp, mode, call, return_lse)
     return out if lse is None or not return_lse else (out, lse)

@@ -14,6 +14,7 @@ from torch import Tensor
 from . import axis, balance, exchange, kernels, masks, schedule
 from . import layout as layouts
 from . import mesh as meshes
+from .dropout import Dropout
 from .geometry import Band, Tile, intersect
 from .layout import Range
 from .merge import Partials, RowSum, accumulation_dtype, like_queries, part
@@ -35,6 +36,8 @@ class _Plan:
         load_balance: bool,
         lower: int | None,
         upper: int | None,
+        seed: Tensor | None,
+        dropout_p: float,
     ):
         length = q.shape[2] * mesh.ring.size
         kv_length = k.shape[2] * (1 if kv_exchange == "replicated" else mesh.ring.size)
@@ -54,12 +57,24 @@ class _Plan:
 
         keys = (((0, kv_length),),) * mesh.ring.size if kv_exchange == "replicated" else held(kv_length)
         self.schedule = schedule.build(
-            held(length), keys, mesh.ring.rank, kv_exchange, load_balance, band, borders, parts=mask is None
+            held(length),
+            keys,
+            mesh.ring.rank,
+            kv_exchange,
+            load_balance,
+            band,
+            borders,
+            parts=mask is None and seed is None,
         )
         self.mask = None if mask is None else masks.MaskSlices(mask, self.schedule)
+        heads_before = mesh.ulysses.rank * q.shape[1]
+        queries = self.schedule.queries
+        self.dropout = None if seed is None else Dropout(dropout_p, seed, q, heads_before, queries)
 
-    def mask_of(self, step: schedule.Step, tile: Tile) -> Tensor | None:
-        return None if self.mask is None else self.mask.of(step, tile)
+    def of(self, step: schedule.Step, tile: Tile) -> dict[str, Any]:
+        """What the kernel is told of a tile beside its band and scale."""
+        told: dict[str, Any] = {"mask": None if self.mask is None else self.mask.of(step, tile), "parts": tile.parts}
+        return told if self.dropout is None else {**told, "keep": self.dropout.of(step, tile)}
 
 
 def _take(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
@@ -91,6 +106,7 @@ def attention_op(
     v: Tensor,
     documents: Tensor | None,
     mask: Tensor | None,
+    seed: Tensor | None,
     mesh: str,
     layout: str,
     kv_exchange: str,
@@ -98,13 +114,15 @@ def attention_op(
     lower: int | None,
     upper: int | None,
     scale: float,
+    dropout_p: float,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """``(out, log-sum-exp)`` of this rank's queries. ``documents``: table of borders on the CPU.
-    ``lower``, ``upper``: the band of global positions that is visible. ``kernel``: its name, or ""."""
+    ``lower``, ``upper``: the band of global positions that is visible. ``seed``: of dropout, ``[1]`` on the
+    CPU. ``kernel``: its name, or ""."""
     cp = meshes.by_key(mesh)
     q, k, v = _dense(q, k, v)
-    plan = _Plan(q, k, documents, mask, cp, layout, kv_exchange, load_balance, lower, upper)
+    plan = _Plan(q, k, documents, mask, cp, layout, kv_exchange, load_balance, lower, upper, seed, dropout_p)
     steps, tiles = plan.schedule.forward, kernels.get(kernel, q, k, v)
     with axis.landing():
         blocks = exchange.FORWARD[kv_exchange](cp.ring, k, v, plan.schedule.hops)
@@ -123,7 +141,7 @@ def attention_op(
                 partials.add(
                     tile.q,
                     tile.batch,
-                    *tiles.forward(q_rows, k_rows, v_rows, tile.band, scale, plan.mask_of(step, tile), tile.parts),
+                    *tiles.forward(q_rows, k_rows, v_rows, tile.band, scale, **plan.of(step, tile)),
                 )
         out, lse = queries.results(partials.result)
     return _in_query_order(out), lse.contiguous()
@@ -140,6 +158,7 @@ def attention_backward_op(
     fingerprint: Tensor,
     documents: Tensor | None,
     mask: Tensor | None,
+    seed: Tensor | None,
     mesh: str,
     layout: str,
     kv_exchange: str,
@@ -147,13 +166,14 @@ def attention_backward_op(
     lower: int | None,
     upper: int | None,
     scale: float,
+    dropout_p: float,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of this rank's share. ``fingerprint``: of the documents that ``out`` was made with."""
     cp = meshes.by_key(mesh)
     _check_recompute(documents, fingerprint)
     dout, q, k, v = _dense(dout, q, k, v)
-    plan = _Plan(q, k, documents, mask, cp, layout, kv_exchange, load_balance, lower, upper)
+    plan = _Plan(q, k, documents, mask, cp, layout, kv_exchange, load_balance, lower, upper, seed, dropout_p)
     steps, tiles = plan.schedule.backward, kernels.get(kernel, q, k, v)
     with axis.landing():
         blocks = exchange.BACKWARD[kv_exchange](cp.ring, k, v, plan.schedule.hops, accumulation_dtype(q.dtype))
@@ -177,8 +197,7 @@ def attention_backward_op(
                     lse_rows,
                     tile.band,
                     scale,
-                    plan.mask_of(step, tile),
-                    tile.parts,
+                    **plan.of(step, tile),
                 )
                 dq.add(tile.q, tile.batch, dq_tile)
                 _add_taken(dk, step.take, tile, dk_tile)
@@ -211,16 +230,16 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.documents, mask, *ctx.settings = inputs
+    q, k, v, ctx.documents, mask, seed, *ctx.settings = inputs
     mark = torch.zeros(1, dtype=torch.int64) if ctx.documents is None else _fingerprint(ctx.documents)
-    ctx.save_for_backward(q, k, v, *output, mark, mask)
+    ctx.save_for_backward(q, k, v, *output, mark, mask, seed)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
-    *saved, mask = ctx.saved_tensors
-    grads = attention_backward_op(dout, *saved, ctx.documents, mask, *ctx.settings)
-    return (*grads, *(None for _ in range(2 + len(ctx.settings))))
+    *saved, mask, seed = ctx.saved_tensors
+    grads = attention_backward_op(dout, *saved, ctx.documents, mask, seed, *ctx.settings)
+    return (*grads, *(None for _ in range(3 + len(ctx.settings))))
 
 
 attention_op.register_autograd(_differentiate, setup_context=_save)

@@ -31,6 +31,8 @@ class Kernel(Protocol):
     disjoint in rows and in columns, each under ``band``, which is FULL or CAUSAL (then every rectangle is
     square). What is in no rectangle sees nothing and is not seen. ``mask`` is None then.
 
+    Plain math alone also takes ``keep`` [b, H, Sq, Sk], factors of the weights: dropout.
+
     Outputs and gradients may be in the dtype of the inputs or wider. Tensors returned are new: the
     caller may write to them.
     """
@@ -77,14 +79,28 @@ def _module(device: torch.device) -> Any:
     return None if name is None else importlib.import_module(f".{name}", __name__)
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
+def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout_p: float = 0.0) -> str:
     """The name of the kernel that this call's tiles run on, in forward and backward. Raises if the
     user's settings leave none. Under torch.compile the choice is left to the run ("")."""
+    if dropout_p:  # only plain math can be told which weights to drop
+        return _with_dropout(q, k, v, causal)
     if torch.compiler.is_compiling():
         return ""
     module = _module(q.device)
     name: str = REFERENCE.name if module is None else module.choose(q, k, v, causal)
     logger.debug("attention of %s on %s: %s", tuple(q.shape), q.device, name)
+    return name
+
+
+def _with_dropout(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
+    module = _module(q.device)
+    name: str = REFERENCE.name if module is None or q.device.type == "cpu" else module.choose(q, k, v, causal)
+    if name != REFERENCE.name:
+        raise NotImplementedError(
+            f"dropout_p > 0 on {q.device.type}, where attention runs on the kernel {name!r}: it draws its own numbers "
+            "for each tile and cannot be told which weights to drop. Set dropout to 0.0, or allow plain math only: "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
     return name
 
 

@@ -63,6 +63,7 @@ class ReferenceKernel:
         scale: float,
         mask: Tensor | None = None,
         parts: Parts | None = None,
+        keep: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if parts is not None:
             return forward_each(partial(self.forward, band=band, scale=scale), q, k, v, parts)
@@ -71,7 +72,7 @@ class ReferenceKernel:
         lse = torch.logsumexp(logits, dim=-1)
         # A row that sees nothing has lse = -inf: weight zero, not NaN.
         weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
-        return weights @ v, lse
+        return (weights if keep is None else weights * keep) @ v, lse
 
     def backward(
         self,
@@ -85,6 +86,7 @@ class ReferenceKernel:
         scale: float,
         mask: Tensor | None = None,
         parts: Parts | None = None,
+        keep: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if parts is not None:
             return backward_each(partial(self.backward, band=band, scale=scale), (dout, q, out, lse), k, v, parts)
@@ -93,8 +95,13 @@ class ReferenceKernel:
         logits = self._logits(q, k, band, scale, mask)
         weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0).to(q.dtype).unsqueeze(-1))
         delta = (dout * out).sum(-1, keepdim=True)
-        dlogits = weights * (dout @ v.mT - delta) * scale
-        dq, dk, dv = dlogits @ k, dlogits.mT @ q, weights.mT @ dout
+        dweights = dout @ v.mT
+        if keep is not None:  # the softmax is over all weights, the output from those kept
+            dweights, kept = dweights * keep, weights * keep
+        else:
+            kept = weights
+        dlogits = weights * (dweights - delta) * scale
+        dq, dk, dv = dlogits @ k, dlogits.mT @ q, kept.mT @ dout
 
         def per_kv_head(x: Tensor) -> Tensor:
             return x.unflatten(1, (kv_heads, -1)).sum(2)
