@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import npu_standin
 from tests.ranks import Ranks
 
 settings.register_profile(
@@ -24,3 +26,13 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def standin() -> Any:
+    """The stand-in for the NPU's operators, installed, its record of calls empty."""
+    npu_standin.install()
+    if npu_standin._library is None:
+        pytest.skip("the real torch_npu is installed")
+    npu_standin.calls.clear()
+    return npu_standin

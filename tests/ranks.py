@@ -46,12 +46,16 @@ class RankError(AssertionError):
 # --------------------------------------------------------------------------- in a rank
 
 
-def _serve(conn: Connection, rank: int, port: int, stacks: str) -> None:
+def _serve(
+    conn: Connection, rank: int, port: int, stacks: str, backend: str, prepare: Callable[[], None] | None
+) -> None:
     """What a rank process does until the pool closes its pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stack_file = open(stacks, "w")  # noqa: SIM115 (faulthandler needs it open for good)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     while True:
@@ -60,7 +64,7 @@ def _serve(conn: Connection, rank: int, port: int, stacks: str) -> None:
         except (EOFError, OSError):
             return
         try:
-            outcome = ("ok", _run(store, job, rank, world, payload))
+            outcome = ("ok", _run(store, backend, job, rank, world, payload))
             conn.send_bytes(pickle.dumps(outcome))
         except BaseException as error:
             text = traceback.format_exc()
@@ -73,13 +77,13 @@ class _NoGroup(RuntimeError):
     """The ranks of a job did not find each other."""
 
 
-def _run(store: dist.Store, job: int, rank: int, world: int, payload: bytes) -> Any:
+def _run(store: dist.Store, backend: str, job: int, rank: int, world: int, payload: bytes) -> Any:
     fn, args, kwargs, strict = pickle.loads(payload)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     torch.manual_seed(0)
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             store=dist.PrefixStore(f"job{job}", store),
             rank=rank,
             world_size=world,
@@ -106,11 +110,11 @@ def _run(store: dist.Store, job: int, rank: int, world: int, payload: bytes) -> 
 class _Rank:
     """One rank process and the pipe to it."""
 
-    def __init__(self, context: Any, rank: int, port: int):
+    def __init__(self, context: Any, rank: int, port: int, *job: Any):
         handle, self.stacks = tempfile.mkstemp(prefix="rank-stacks-")
         os.close(handle)
         self.conn, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, rank, port, self.stacks), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, rank, port, self.stacks, *job), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -132,9 +136,10 @@ class _Rank:
 
 class Ranks:
     """``ranks(world, fn, *args)`` runs the module-level ``fn`` on ``world`` ranks and returns their
-    results in rank order."""
+    results in rank order. ``prepare``, module-level, runs once in each rank's process."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "gloo", prepare: Callable[[], None] | None = None) -> None:
+        self._job_of_all = backend, prepare
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._store: dist.TCPStore | None = None
@@ -196,9 +201,9 @@ class Ranks:
         for index, rank in enumerate(self._ranks):
             if not rank.process.is_alive():
                 rank.kill()
-                self._ranks[index] = _Rank(self._context, index, self._store.port)
+                self._ranks[index] = _Rank(self._context, index, self._store.port, *self._job_of_all)
         while len(self._ranks) < world:
-            self._ranks.append(_Rank(self._context, len(self._ranks), self._store.port))
+            self._ranks.append(_Rank(self._context, len(self._ranks), self._store.port, *self._job_of_all))
 
     def _collect(self, team: list[_Rank], timeout: float) -> dict[int, tuple[str, Any]]:
         """Outcome per rank: ("ok", value), ("error", (type, message, traceback)), ("dead"|"hung", text)."""
