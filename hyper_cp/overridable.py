@@ -18,7 +18,7 @@ from torch.overrides import handle_torch_function
 
 def _plain() -> Any:
     """A function that is what ``flex_attention`` was."""
-    f = flex_attention
+    f: Any = flex_attention
     if hasattr(f, "__wrapped__"):  # this file was loaded before
         return f.__wrapped__
     plain = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import calls
@@ -79,8 +79,8 @@ class Region(TorchFunctionMode):
         if self.call.required and func in calls.UNROUTED:
             raise NotImplementedError(
                 f"{self.call.owner.name} calls {calls.UNROUTED[func]}, which cannot be routed to context-parallel "
-                "attention yet. Call F.scaled_dot_product_attention or flex_attention, or use ulysses_degree=None with qkv_indices on a "
-                "module that receives q, k, v, where any kernel works"
+                "attention yet. Call F.scaled_dot_product_attention or flex_attention, or use ulysses_degree=None "
+                "with qkv_indices on a module that receives q, k, v, where any kernel works"
             )
         return calls.PLAIN.get(func, func)(*args, **kwargs)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from . import mesh as meshes
-from .attention import Call, Mode, check_heads, check_qkv, ulysses, ulysses_back
+from .attention import Call, Mode, _autocast, check_heads, check_qkv, ulysses, ulysses_back
 from .gather import gather_keys, held_ranges, query_positions
 from .layout import Range
 from .mesh import CPMesh
@@ -39,11 +39,13 @@ class Flex:
 
     def inside(self, q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> Any:
         """Attention of tensors ``[B, H, S, D]`` that already hold the sequence of a whole ring rank."""
+        q, k, v = _autocast(q, k, v)
         self._check(q, k, v, cp, mode, call, cp.ring.size, q.shape[1] * cp.ulysses.size)
         return self._attend(q, k, v, cp, mode)
 
     def alone(self, q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> Any:
         """Ulysses, attention and Ulysses back on the local shards ``[B, H, S, D]`` of one cp rank."""
+        q, k, v = _autocast(q, k, v)
         self._check(q, k, v, cp, mode, call, cp.size, q.shape[1])
         check_heads(q.shape[1], k.shape[1], cp)
         k, v = (shared_heads(x, cp.ulysses.size, 1) for x in (k, v))
@@ -176,8 +178,12 @@ def _local(mask: BlockMask, blocks: list[Tensor], q: Tensor, kv_length: int, cp:
     if cp.ring.size > 1:
         columns = -(-kv_length // mask.BLOCK_SIZE[1])
         blocks = local_blocks(blocks, cp.key, layout, q.shape[2], mask.BLOCK_SIZE[0], columns)
+    full: Any = blocks[2:] or [None, None]
     return BlockMask.from_kv_blocks(
-        *blocks,
+        blocks[0],
+        blocks[1],
+        full[0],
+        full[1],
         BLOCK_SIZE=mask.BLOCK_SIZE,
         seq_lengths=(q.shape[2], kv_length),
         compute_q_blocks=mask.q_indices is not None,

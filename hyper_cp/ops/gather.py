@@ -7,6 +7,7 @@ needs all keys at once. The engine itself never gathers what it does not need.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,7 +44,10 @@ def gather_keys(xs: list[Tensor], mesh: str, layout: str) -> list[Tensor]:
     cp = meshes.by_key(mesh)
     with axis.landing():
         pending = [cp.ring.all_gather(to_wire(x)) for x in xs]  # all in flight before the first is waited for
-        return [from_wire(_ascending(p.wait(), _pieces(cp, layout, _whole(x, cp)))) for x, p in zip(xs, pending)]
+        found = []
+        for x, p in zip(xs, pending, strict=True):
+            found.append(from_wire(_ascending(p.wait(), _pieces(cp, layout, _whole(x, cp)))))
+        return found
 
 
 def _whole(x: Tensor, cp: CPMesh) -> int:
@@ -54,7 +58,7 @@ def _ascending(gathered: Tensor, pieces: list[Piece]) -> Tensor:
     """Wire format in rank order -> wire format in global order."""
     share = sum(stop - start for rank, start, stop in pieces if rank == 0)
     parts = [gathered[rank * share + start : rank * share + stop] for rank, start, stop in pieces]
-    in_order = all(a[:2] <= b[:2] for a, b in zip(pieces, pieces[1:]))
+    in_order = all(a[:2] <= b[:2] for a, b in pairwise(pieces))
     return gathered if in_order else torch.cat(parts)
 
 
