@@ -257,6 +257,11 @@ class _Running(threading.local):
 _running = _Running()
 
 
+def running() -> RunningCall | None:
+    """The call of a styled module that is running in this thread."""
+    return _running.calls[-1] if _running.calls else None
+
+
 def describe(module: nn.Module) -> str:
     return f"module {type(module).__name__}"
 

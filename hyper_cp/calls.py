@@ -13,13 +13,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from .ops.attention import Call, Mode, cp_attention, ring_attention
+from .ops.flex import Flex
 from .ops.masks import documents_table
+from .ops.mesh import CPMesh
+from .overridable import plain_flex_attention
+
+Attend = Callable[[Tensor, Tensor, Tensor, CPMesh, Mode, Call], Any]
 
 
 @dataclass
 class Asked:
-    """Attention of ``[B, H, S, D]``; ``answer`` puts the output into the caller's form."""
+    """Attention of ``[B, H, S, D]``; ``answer`` puts the output into the caller's form.
+
+    ``inside`` computes it where the all-to-all was done at the module's boundary, ``alone`` does that too: the
+    engine, unless the call brings its own.
+    """
 
     query: Tensor
     key: Tensor
@@ -29,7 +40,9 @@ class Asked:
     mask: Tensor | None = None
     window: tuple[int | None, int | None] | None = None
     documents: Tensor | None = None
-    answer: Callable[[Tensor], Any] = lambda out: out
+    answer: Callable[[Any], Any] = lambda out: out
+    inside: Attend = ring_attention
+    alone: Attend = cp_attention
 
 
 def _sdpa(
@@ -48,12 +61,38 @@ def _sdpa(
             f"{name} passes dropout_p={dropout_p}: attention dropout is not supported under context parallelism "
             "yet. Set it to 0.0"
         )
+    _check_groups(name, query, key, enable_gqa)
+    return Asked(query, key, value, is_causal, scale, attn_mask)
+
+
+def _check_groups(name: str, query: Tensor, key: Tensor, enable_gqa: bool) -> None:
     if query.ndim == 4 and key.ndim == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
             f"{name}: query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True for "
             "grouped-query attention"
         )
-    return Asked(query, key, value, is_causal, scale, attn_mask)
+
+
+# --------------------------------------------------------------------------- FlexAttention
+
+
+def _flex(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    **others: Any,
+) -> Asked:
+    _check_groups(name, query, key, enable_gqa)
+    options = {"scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse, "kernel_options": kernel_options}
+    flex = Flex(name, score_mod, block_mask, {**options, **others}, plain_flex_attention)
+    return Asked(query, key, value, inside=flex.inside, alone=flex.alone)
 
 
 # --------------------------------------------------------------------------- Ascend NPU
@@ -136,12 +175,15 @@ def _npu_outputs(joined: Tensor, out: Tensor) -> tuple[Any, ...]:
 _NPU = ("npu_fusion_attention", "npu_fusion_attention_v2", "npu_fusion_attention_v3")
 ROUTED: dict[Any, Callable[..., Asked]] = {
     F.scaled_dot_product_attention: _sdpa,
+    flex_attention: _flex,
     **{f"npu.{op}{overload}": _npu_fusion_attention for op in _NPU for overload in ("", ".default")},
 }
-UNROUTED = {
-    F.multi_head_attention_forward: "nn.MultiheadAttention",
-    torch.ops.higher_order.flex_attention: "flex_attention",
-}
+WHOLE_TOO = {F.scaled_dot_product_attention, flex_attention}
+"""Routed even where the module sees whole sequences: what they take may name heads, of which it has a share."""
+PLAIN: dict[Any, Callable[..., Any]] = {flex_attention: plain_flex_attention}
+"""What to call instead of a function that is not routed after all, where that is not the function itself."""
+# (The operator inside flex_attention is not refused: a compiled graph calls it after flex_attention was routed.)
+UNROUTED = {F.multi_head_attention_forward: "nn.MultiheadAttention"}
 
 
 def key_of(func: Any) -> Any:

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import calls
-from .ops.attention import Call, cp_attention, ring_attention
+from .ops.attention import Call
 from .ops.mesh import CPMesh
 
 if TYPE_CHECKING:
@@ -59,8 +58,8 @@ _CALL = nn.Module._call_impl.__code__
 
 
 class Region(TorchFunctionMode):
-    """While entered, ``F.scaled_dot_product_attention``, however it was imported, means attention
-    over the whole sequence of a cp mesh."""
+    """While entered, the calls of the table ``calls.ROUTED``, however they were imported, mean attention over the
+    whole sequence of a cp mesh."""
 
     def __init__(self, call: RunningCall) -> None:
         super().__init__()
@@ -71,7 +70,7 @@ class Region(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         read = calls.ROUTED.get(calls.key_of(func))
-        if read is not None and not self.call.required and func is not F.scaled_dot_product_attention:
+        if read is not None and not self.call.required and func not in calls.WHOLE_TOO:
             read = None  # whole sequences: the user's own kernel is right
         if read is not None and self.call.alive():  # else a KeyboardInterrupt ended the call without its hooks
             self.call.routed += 1
@@ -80,12 +79,12 @@ class Region(TorchFunctionMode):
         if self.call.required and func in calls.UNROUTED:
             raise NotImplementedError(
                 f"{self.call.owner.name} calls {calls.UNROUTED[func]}, which cannot be routed to context-parallel "
-                "attention yet. Call F.scaled_dot_product_attention, or use ulysses_degree=None with qkv_indices on a "
-                "module that receives q, k, v, where any kernel works"
+                "attention yet. Call F.scaled_dot_product_attention or flex_attention, or use ulysses_degree=None "
+                "with qkv_indices on a module that receives q, k, v, where any kernel works"
             )
-        return func(*args, **kwargs)
+        return calls.PLAIN.get(func, func)(*args, **kwargs)
 
-    def _attend(self, asked: calls.Asked) -> Tensor:
+    def _attend(self, asked: calls.Asked) -> Any:
         call, name, q = self.call, self.call.owner.name, asked.query
         if call.grad_enabled and not torch.is_grad_enabled():
             raise RuntimeError(
@@ -112,6 +111,6 @@ class Region(TorchFunctionMode):
         documents = call.documents if asked.documents is None else asked.documents
         question = Call(asked.is_causal, asked.scale, asked.mask, documents)
         if call.cp is not None:
-            return ring_attention(q, asked.key, asked.value, call.cp, mode, question)
+            return asked.inside(q, asked.key, asked.value, call.cp, mode, question)
         heads = (q.shape[1], asked.key.shape[1]) if q.ndim == 4 and asked.key.ndim == 4 else (1, 1)
-        return cp_attention(q, asked.key, asked.value, call.owner.mesh_for(*heads), mode, question)
+        return asked.alone(q, asked.key, asked.value, call.owner.mesh_for(*heads), mode, question)

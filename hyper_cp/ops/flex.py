@@ -1,0 +1,271 @@
+"""FlexAttention on a split sequence: masks and scores written for global positions, on local queries.
+
+Keys and values are gathered over the ring dimension; the user's functions are called with global
+positions and heads; the blocks of the local mask are those rows of the user's blocks that the local
+queries touch, so the user's mask is never evaluated anew. The kernel is torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from . import mesh as meshes
+from .attention import Call, Mode, _autocast, check_heads, check_qkv, ulysses, ulysses_back
+from .gather import gather_keys, held_ranges, query_positions
+from .layout import Range
+from .mesh import CPMesh
+from .ulysses import shared_heads
+
+
+@dataclass(frozen=True)
+class Flex:
+    """What a call of ``flex_attention`` asks for beside q, k, v, its other ``options``, and torch's own ``kernel``
+    to answer it."""
+
+    name: str
+    score_mod: Callable[..., Tensor] | None
+    block_mask: BlockMask | None
+    options: dict[str, Any]
+    kernel: Callable[..., Any]
+
+    def inside(self, q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> Any:
+        """Attention of tensors ``[B, H, S, D]`` that already hold the sequence of a whole ring rank."""
+        q, k, v = _autocast(q, k, v)
+        self._check(q, k, v, cp, mode, call, cp.ring.size, q.shape[1] * cp.ulysses.size)
+        return self._attend(q, k, v, cp, mode)
+
+    def alone(self, q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> Any:
+        """Ulysses, attention and Ulysses back on the local shards ``[B, H, S, D]`` of one cp rank."""
+        q, k, v = _autocast(q, k, v)
+        self._check(q, k, v, cp, mode, call, cp.size, q.shape[1])
+        check_heads(q.shape[1], k.shape[1], cp)
+        k, v = (shared_heads(x, cp.ulysses.size, 1) for x in (k, v))
+        q, k, v = ulysses([q, k, v], cp, mode, seq_dim=2, head_dim=1)
+        result = self._attend(q, k, v, cp, mode)
+        return _put(result, iter(ulysses_back(_tensors(result), cp, mode, seq_dim=2, head_dim=1)))
+
+    def _check(
+        self, q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call, ranks: int, heads: int
+    ) -> None:
+        """Raise, before communication, what cannot be honoured. ``ranks``: over how many the sequence lies;
+        ``heads``: of the whole query."""
+        check_qkv(q, k, v, cp, mode, Call())
+        if cp.ring.size > 1 and mode.kv_exchange == "ring":
+            raise NotImplementedError(
+                f'{self.name} calls flex_attention with kv_exchange="ring" over {cp.ring.size} ranks: its masks are '
+                'functions of all keys, which a ring never has at once. Use kv_exchange="all_gather", or '
+                "ulysses_degree=None"
+            )
+        if cp.ring.size > 1 and mode.load_balance:
+            raise NotImplementedError(
+                f"{self.name} calls flex_attention with load_balance=True, which exchanges queries that its masks "
+                'are not asked about. Balance the data instead: layout="head_tail", load_balance=False'
+            )
+        for what, given in (("window", mode.window), ("documents", call.documents)):
+            if given is not None:
+                raise NotImplementedError(
+                    f"{self.name} calls flex_attention with {what}={_shown(given)} in force: they would have to change "
+                    "the user's block_mask. Put them into its mask_mod (see and_masks in "
+                    "torch.nn.attention.flex_attention)"
+                )
+        if self.block_mask is not None:
+            self._check_mask(self.block_mask, q.shape[0], heads, (q.shape[2] * ranks, k.shape[2] * ranks))
+
+    def _check_mask(self, mask: BlockMask, batch: int, heads: int, lengths: tuple[int, int]) -> None:
+        if tuple(mask.seq_lengths) != lengths:
+            raise ValueError(
+                f"{self.name} calls flex_attention with a block_mask for {mask.seq_lengths[0]} queries and "
+                f"{mask.seq_lengths[1]} keys, but the global sequence has {lengths[0]} and {lengths[1]}. Build it for "
+                "the global sequence, not for this rank's share: create_block_mask(mask_mod, B, H, "
+                f"{lengths[0]}, {lengths[1]})"
+            )
+        if (
+            mask.kv_indices.ndim != 4
+            or mask.kv_indices.shape[0] not in (1, batch)
+            or mask.kv_indices.shape[1]
+            not in (
+                1,
+                heads,
+            )
+        ):
+            raise ValueError(
+                f"{self.name} calls flex_attention with a block_mask of shape {tuple(mask.shape)}; its first two "
+                f"dimensions must be 1 or {batch} (batch) and 1 or {heads} (global query heads)"
+            )
+        if getattr(mask, "dq_write_order", None) is not None:
+            raise NotImplementedError(
+                f"{self.name} calls flex_attention with a block_mask made with compute_dq_write_order=True, which is "
+                "an order of blocks of the whole sequence on one device. Make it without"
+            )
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode) -> Any:
+        score_mod, mask, options = self.score_mod, None, dict(self.options)
+        if self.block_mask is not None:
+            mask = local_mask(self.block_mask, q, k.shape[2] * cp.ring.size, cp, mode.layout)
+        if score_mod is not None:
+            score_mod = _global_score(score_mod, q, cp, mode.layout)
+        if cp.ring.size > 1:
+            k, v = gather_keys([k, v], cp.key, mode.layout)
+            if (options.get("kernel_options") or {}).get("BLOCKS_ARE_CONTIGUOUS"):  # those of two rows need not be
+                options["kernel_options"] = {**options["kernel_options"], "BLOCKS_ARE_CONTIGUOUS": False}
+        return self.kernel(q, k, v, score_mod=score_mod, block_mask=mask, **options)
+
+
+def _shown(given: Any) -> Any:
+    return given.tolist() if isinstance(given, Tensor) and not torch.compiler.is_compiling() else given
+
+
+# --------------------------------------------------------------------------- the user's functions
+
+
+def _global_score(mod: Callable[..., Tensor], q: Tensor, cp: CPMesh, layout: str) -> Callable[..., Tensor]:
+    """``score_mod`` of local queries and heads, from one of global queries and heads."""
+    first = cp.ulysses.rank * q.shape[1]
+    if cp.ring.size == 1:
+        return lambda score, b, h, i, j: mod(score, b, h + first, i, j)
+    positions = query_positions(q, cp.key, layout)
+    return lambda score, b, h, i, j: mod(score, b, h + first, positions[i], j)
+
+
+def _global_mask(mod: Callable[..., Tensor], q: Tensor, cp: CPMesh, layout: str) -> Callable[..., Tensor]:
+    """``mask_mod`` of local queries and heads, from one of global queries and heads."""
+    first = cp.ulysses.rank * q.shape[1]
+    if cp.ring.size == 1:
+        return lambda b, h, i, j: mod(b, h + first, i, j)
+    positions = query_positions(q, cp.key, layout)
+    return lambda b, h, i, j: mod(b, h + first, positions[i], j)
+
+
+# --------------------------------------------------------------------------- blocks
+
+# Block tensors only: a function of the user's may hold the mask that is the key.
+_known: WeakKeyDictionary[BlockMask, dict[Any, tuple[list[Tensor], BlockMask]]] = WeakKeyDictionary()
+
+
+def local_mask(mask: BlockMask, q: Tensor, kv_length: int, cp: CPMesh, layout: str) -> BlockMask:
+    """The part of a global ``mask`` that belongs to the queries and heads of ``q`` ``[B, H, S/ring, D]``.
+
+    Its blocks are kept as long as the user's mask lives, so that layers share them. (Compiled: part of the graph.)
+    """
+    blocks = [mask.kv_num_blocks, mask.kv_indices]
+    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+        blocks += [mask.full_kv_num_blocks, mask.full_kv_indices]
+    if torch.compiler.is_compiling():
+        local = _local(mask, blocks, q, kv_length, cp, layout)
+    else:
+        known = _known.setdefault(mask, {})
+        key = (cp.key, layout, q.shape[1], q.shape[2])
+        if key not in known or any(a is not b for a, b in zip(known[key][0], blocks, strict=False)):
+            known[key] = blocks, _local(mask, blocks, q, kv_length, cp, layout)
+        local = copy(known[key][1])
+    local.mask_mod = _global_mask(mask.mask_mod, q, cp, layout)
+    return local
+
+
+def _local(mask: BlockMask, blocks: list[Tensor], q: Tensor, kv_length: int, cp: CPMesh, layout: str) -> BlockMask:
+    heads, first = q.shape[1], cp.ulysses.rank * q.shape[1]
+    if mask.kv_indices.shape[1] > 1:
+        blocks = [x[:, first : first + heads] for x in blocks]
+    if cp.ring.size > 1:
+        columns = -(-kv_length // mask.BLOCK_SIZE[1])
+        blocks = local_blocks(blocks, cp.key, layout, q.shape[2], mask.BLOCK_SIZE[0], columns)
+    full: Any = blocks[2:] or [None, None]
+    return BlockMask.from_kv_blocks(
+        blocks[0],
+        blocks[1],
+        full[0],
+        full[1],
+        BLOCK_SIZE=mask.BLOCK_SIZE,
+        seq_lengths=(q.shape[2], kv_length),
+        compute_q_blocks=mask.q_indices is not None,
+    )
+
+
+@torch.library.custom_op("hyper_cp::local_blocks", mutates_args=())
+def local_blocks(blocks: list[Tensor], mesh: str, layout: str, length: int, rows: int, columns: int) -> list[Tensor]:
+    """Blocks of a global mask -> blocks of the mask of this ring rank's ``length`` queries.
+
+    ``blocks``: numbers ``[B, H, R]`` and indices ``[B, H, R, *]`` of the blocks with keys to be masked, and (if
+    there are four) those without. ``rows`` queries to a block; ``columns`` blocks of keys. A local row of blocks
+    that touches several global rows has the blocks of all of them; one is full if it is full in all.
+    """
+    cp = meshes.by_key(mesh)
+    ranges = held_ranges(cp, layout, cp.ring.rank, length * cp.ring.size)
+    local, touched, needed = _touched(ranges, rows, blocks[0].device)
+    seen, *full = (_dense(*pair, columns) for pair in zip(blocks[::2], blocks[1::2], strict=True))
+    shape = (*seen.shape[:2], len(needed), columns)
+
+    def counted(dense: Tensor) -> Tensor:
+        return dense.new_zeros(shape).index_add_(2, local, dense[:, :, touched])
+
+    if not full:
+        return _ordered(counted(seen) > 0)
+    whole = counted(full[0]) == needed[:, None]
+    return [*_ordered((counted(seen | full[0]) > 0) & ~whole), *_ordered(whole)]
+
+
+@local_blocks.register_fake
+def _(blocks: list[Tensor], mesh: str, layout: str, length: int, rows: int, columns: int) -> list[Tensor]:
+    shape = (*blocks[0].shape[:2], -(-length // rows))
+    sizes = [shape, (*shape, columns)] * (len(blocks) // 2)
+    return [x.new_empty(size) for x, size in zip(blocks, sizes, strict=True)]
+
+
+@lru_cache(maxsize=64)
+def _touched(ranges: tuple[Range, ...], rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs (local row of blocks, global row that it touches), and how many must be full for it to be full."""
+    pairs: dict[tuple[int, int], None] = {}
+    at = 0
+    for start, stop in ranges:
+        while start < stop:  # up to the next border of a local or a global block
+            end = min(stop, start + rows - at % rows, start + rows - start % rows)
+            pairs[at // rows, start // rows] = None
+            at, start = at + end - start, end
+    local = torch.tensor([i for i, _ in pairs])
+    needed = local.bincount()
+    if at % rows:  # a block that is not filled is never full: as in create_block_mask
+        needed[-1] = len(pairs) + 1
+    touched = torch.tensor([g for _, g in pairs])
+    return local.to(device), touched.to(device), needed.to(device, torch.int32)
+
+
+def _dense(number: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """``[B, H, R, columns]`` int32, 1 where there is a block."""
+    listed = torch.arange(indices.shape[-1], device=indices.device) < number[..., None]
+    target = torch.where(listed, indices, columns).long()
+    return indices.new_zeros(*indices.shape[:-1], columns + 1).scatter_(-1, target, 1)[..., :columns]
+
+
+def _ordered(dense: Tensor) -> list[Tensor]:
+    """Number of blocks per row, and their indices, ascending, before the others."""
+    order = dense.int().argsort(dim=-1, descending=True, stable=True)
+    return [dense.sum(-1, dtype=torch.int32), order.int()]
+
+
+# --------------------------------------------------------------------------- results
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    """The output and what was asked for beside it (log-sum-exp, largest scores), in order."""
+    if isinstance(result, Tensor):
+        return [result]
+    return [x for part in result for x in _tensors(part)] if isinstance(result, tuple) else []
+
+
+def _put(result: Any, tensors: Any) -> Any:
+    """``result`` with its tensors replaced."""
+    if isinstance(result, Tensor):
+        return next(tensors)
+    if not isinstance(result, tuple):
+        return result
+    parts = [_put(part, tensors) for part in result]
+    return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)

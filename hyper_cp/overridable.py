@@ -1,0 +1,48 @@
+"""Makes ``flex_attention`` visible to a running region, in place.
+
+Most of torch's functions can be overridden by a ``TorchFunctionMode``. ``flex_attention`` cannot (torch
+2.11 to 2.13): only the operator inside can, after it has compared the lengths of queries and mask, which
+on a split sequence never agree. Exchanging the body of the function object, instead of a name
+somewhere, reaches it however and whenever it was imported, and inside ``torch.compile(flex_attention)``.
+Where no styled module is running, the body is the original one.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+from torch.nn.attention.flex_attention import flex_attention
+from torch.overrides import handle_torch_function
+
+
+def _plain() -> Any:
+    """A function that is what ``flex_attention`` was."""
+    f: Any = flex_attention
+    if hasattr(f, "__wrapped__"):  # this file was loaded before
+        return f.__wrapped__
+    plain = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
+    plain.__kwdefaults__ = f.__kwdefaults__
+    return plain
+
+
+def _instead(*args: Any, **kwargs: Any) -> Any:
+    from hyper_cp.overridable import dispatch  # this body's globals are those of torch's file
+
+    return dispatch(*args, **kwargs)
+
+
+def dispatch(*args: Any, **kwargs: Any) -> Any:
+    """As torch's own overridable functions begin, but only for the modes of a running region."""
+    from .boundary import running
+
+    call = running()
+    if call is not None and call.region is not None:
+        return handle_torch_function(flex_attention, [], *args, **kwargs)
+    return plain_flex_attention(*args, **kwargs)
+
+
+plain_flex_attention = _plain()
+flex_attention.__wrapped__ = plain_flex_attention  # type: ignore[attr-defined]  # for inspect.signature
+flex_attention.__code__ = _instead.__code__
+flex_attention.__defaults__ = flex_attention.__kwdefaults__ = None
