@@ -78,11 +78,13 @@ def split_cp_mesh(mesh: DeviceMesh, degrees: Sequence[int] | None = None) -> Mes
         degrees: context-parallel degrees, divisors of the number of ranks. Default: all of them. Degree 1 is
             always there.
 
-    All ranks of ``mesh`` must make the call, as for every collective; other ranks need not (except with NCCL and
+    All ranks of ``mesh`` must make the call, as for every collective; other ranks need not, except with NCCL and
     ``init_process_group(device_id=...)``, where groups are split off the communicator of the world: there every
-    rank makes the call at the same time, each for its own mesh). Process groups of one set of ranks exist once: those of ``mesh`` are used, those of an earlier call are used again, and
-    a group that is the cp group of one degree and the dp group of another is one. On n = 2^k ranks that are
-    2k groups per rank, one of them of this rank alone.
+    rank makes the call at the same time, each for its own mesh.
+
+    Process groups of one set of ranks exist once: those of ``mesh`` are used, those of an earlier call are used
+    again, and a group that is the cp group of one degree and the dp group of another is one. On n = 2^k ranks
+    that are 2k groups per rank, one of them of this rank alone.
 
     Raises:
         ValueError, TypeError: on meshes and degrees that do not fit, before any communication.

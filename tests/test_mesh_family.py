@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -73,7 +74,7 @@ def groups_made(shape: tuple[int, ...]) -> list[int]:
         attention(q, q, q, mesh=family.cp(degree), is_causal=True)
         attention(q, q, q, mesh=family.cp(degree), is_causal=True, ulysses_degree=None)
     count()
-    return [b - a for a, b in zip(counts, counts[1:], strict=False)]
+    return [b - a for a, b in pairwise(counts)]
 
 
 @pytest.mark.parametrize(
