@@ -94,7 +94,8 @@ def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout_p: float = 0.0
 
 def _with_dropout(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
     module = _module(q.device)
-    name: str = REFERENCE.name if module is None or q.device.type == "cpu" else module.choose(q, k, v, causal)
+    plain = module is None or getattr(module, "PLAIN_WITH_DROPOUT", False)
+    name: str = REFERENCE.name if plain else module.choose(q, k, v, causal)
     if name != REFERENCE.name:
         raise NotImplementedError(
             f"dropout_p > 0 on {q.device.type}, where attention runs on the kernel {name!r}: it draws its own numbers "

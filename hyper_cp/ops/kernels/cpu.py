@@ -47,3 +47,4 @@ def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
 
 
 KERNELS = {KERNEL.name: KERNEL}
+PLAIN_WITH_DROPOUT = True  # as in F.scaled_dot_product_attention, whose flash attention has no dropout here
