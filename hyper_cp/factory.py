@@ -66,7 +66,7 @@ def get_cp_handler_cls(
         )
     words = (cp_comm_type,) if isinstance(cp_comm_type, str) else tuple(cp_comm_type or ())
     for word in words or (cp_comm_type,):
-        if word not in _KV_EXCHANGE:
+        if not isinstance(word, str) or word not in _KV_EXCHANGE:
             raise ValueError(
                 f"cp_comm_type={word!r} is unknown; choose one of {', '.join(map(repr, COMM_TYPES))}, or a list of "
                 "these with one per layer"

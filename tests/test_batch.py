@@ -136,3 +136,220 @@ def test_wrong_rolls_are_refused(ranks: Any) -> None:
     ranks.raises(2, "TypeError", r"shifts=\(1, 2\) must be an int", wrong_roll, "shifts")
     ranks.raises(2, "ValueError", "global sequence length 16", wrong_roll, "documents")
     ranks.raises(2, "ValueError", "2 rows for a batch of 3", wrong_roll, "rows")
+
+
+# --------------------------------------------------------------------------- whole batches
+
+
+def tokens(batch: int = 3, length: int = 24) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(3)
+    ids = torch.randint(1, 99, (batch, length), generator=g)
+    return {"input_ids": ids, "labels": ids.clone(), "weight": torch.rand(batch, generator=g)}
+
+
+def shift(labels: Tensor, last: list[list[int]]) -> Tensor:
+    """Next tokens of ``[B, S]``; no label where a row's document ends (positions ``last``)."""
+    out = torch.full_like(labels, -100)
+    for b in range(len(labels)):
+        for p in range(labels.shape[1] - 1):
+            if p not in last[b % len(last)]:
+                out[b, p] = labels[b, p + 1]
+    return out
+
+
+def packed(layout: str) -> None:
+    handler = ContextParallelHandler(init_device_mesh("cpu", (dist.get_world_size(),)), layout)
+    mine = torch.tensor(token_positions(layout, dist.get_rank(), dist.get_world_size(), 24))
+    batch = tokens()
+    whole = {k: v.clone() for k, v in batch.items()}
+
+    found = handler.get_batch_on_this_cp_rank(batch, shift_labels=True, debug=True)
+    assert list(found) == ["input_ids", "weight", "shift_labels", "position_ids"]
+    assert isinstance(found, dict) and found.documents is None and (found.length, found.padded_length) == (24, 24)
+    assert torch.equal(found["input_ids"], whole["input_ids"][:, mine])
+    assert torch.equal(found["shift_labels"], shift(whole["labels"], [[]])[:, mine])
+    assert torch.equal(found["position_ids"], mine.expand(3, -1))
+    assert torch.equal(found["weight"], whole["weight"])
+    assert all(torch.equal(batch[k], v) for k, v in whole.items()) and list(batch) == list(whole)  # untouched
+
+    restarted = torch.tensor([*range(5), *range(1), *range(11), *range(7)])
+    for offsets in (
+        {"cu_seqlens": [0, 5, 6, 17, 24]},
+        {
+            "cu_seq_lens_q": torch.tensor([0, 5, 6, 17, 24], dtype=torch.int32),
+            "cu_seq_lens_k": [0, 5, 6, 17, 24],
+            "max_length_q": 11,
+        },
+        {
+            "document_ids": torch.repeat_interleave(torch.tensor([3, 1, 4, 9]), torch.tensor([5, 1, 11, 7])).expand(
+                3, -1
+            )
+        },
+    ):
+        found = handler.get_batch_on_this_cp_rank({**batch, **offsets}, shift_labels=True)
+        assert list(found) == ["input_ids", "weight", "shift_labels", "position_ids"]
+        assert torch.equal(found["shift_labels"], shift(whole["labels"], [[4, 5, 16]])[:, mine])
+        assert torch.equal(found["position_ids"], restarted[mine].expand(3, -1))
+        with handler.documents(found) as table:
+            assert sorted(set(table[0].tolist())) == [0, 5, 6, 17, 24] and handler.cp.facts.documents is table
+            assert torch.equal(handler.position_ids(24, restart=True), restarted[mine])
+            assert torch.equal(handler.position_ids(24), mine)
+        assert handler.cp.facts.documents is None
+
+    rows = [[0, 24], [0, 7, 8, 24], [0, 1, 23, 24]]
+    found = handler.get_batch_on_this_cp_rank({**batch, "cu_seqlens": rows}, shift_labels=True)
+    assert torch.equal(found["shift_labels"], shift(whole["labels"], [[b - 1 for b in r] for r in rows])[:, mine])
+    starts = torch.tensor([[max(b for b in r if b <= p) for p in range(24)] for r in rows])
+    assert torch.equal(found["position_ids"], (torch.arange(24) - starts)[:, mine])
+    assert torch.equal(handler.position_ids(24, restart=True, documents=rows), found["position_ids"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_labels_positions_and_documents(ranks: Any, world: int, layout: str) -> None:
+    ranks(world, packed, layout)
+
+
+def padded(layout: str) -> None:
+    """13 positions on 3 ranks, padded right, left, and not at all."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (3,)), layout)
+    width = 15 if layout == "contiguous" else 18
+    mine = token_positions(layout, dist.get_rank(), 3, width)
+    batch = {**tokens(3, 13), "attention_mask": torch.ones(3, 13, dtype=torch.int64)}
+    batch["attention_mask"][0, 9:] = 0
+    batch["attention_mask"][1, :4] = 0
+
+    def local(x: Tensor, fill: int) -> Tensor:
+        return torch.cat([x, torch.full((3, width - 13), fill)], 1)[:, mine]
+
+    found = handler.get_batch_on_this_cp_rank(batch, shift_labels=True, pad_values={"input_ids": 7})
+    assert (found.length, found.padded_length) == (13, width)
+    assert torch.equal(found["input_ids"], local(batch["input_ids"], 7))
+    assert torch.equal(found["shift_labels"], local(shift(batch["labels"], [[8], [3], []]), -100))
+    assert bool((found["attention_mask"] == 1).all()) and found["attention_mask"].shape == (3, width // 3)
+    assert torch.equal(
+        found["position_ids"], local(torch.arange(13).expand(3, -1), 0) + torch.tensor([max(0, p - 13) for p in mine])
+    )
+    want = [[0, 9, 13, width], [0, 4, 13, width], [0, 13, width]]
+    assert [list(dict.fromkeys(row)) for row in found.documents.tolist()] == want
+    assert torch.equal(handler.combine(found["input_ids"], length=found.length), batch["input_ids"])
+
+    batch["attention_mask"][:] = 1  # then only the padding of the layout is left
+    found = handler.get_batch_on_this_cp_rank(batch)
+    assert [list(dict.fromkeys(row)) for row in found.documents.tolist()] == [[0, 13, width]]
+    assert torch.equal(found["labels"], local(batch["labels"], -100))
+
+    both = {**batch, "cu_seqlens": [0, 6, 13], "attention_mask": torch.ones(3, 13, dtype=torch.bool)}
+    both["attention_mask"][2, 11:] = False
+    found = handler.get_batch_on_this_cp_rank(both)
+    want = [[0, 6, 13, width], [0, 6, 13, width], [0, 6, 11, 13, width]]
+    assert [list(dict.fromkeys(row)) for row in found.documents.tolist()] == want
+    at = torch.tensor([*range(6), *range(7), *range(width - 13)])[mine]
+    assert torch.equal(found["position_ids"], at.expand(3, -1))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_padding_becomes_documents(ranks: Any, layout: str) -> None:
+    ranks(3, padded, layout)
+
+
+def containers() -> None:
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "head_tail")
+    mine = torch.tensor(token_positions("head_tail", dist.get_rank(), 2, 8))
+    x, y, image = torch.arange(16).view(2, 8), torch.arange(8.0), torch.rand(2, 3)
+    found = handler.get_batch_on_this_cp_rank((x, y, image, "text"), [-1, 0, None, None])
+    assert isinstance(found, tuple) and found.length == 8
+    assert torch.equal(found[0], x[:, mine]) and torch.equal(found[1], y[mine]) and torch.equal(found[2], image)
+    found = handler.get_batch_on_this_cp_rank([x, 3])
+    assert isinstance(found, list) and torch.equal(found[0], x[:, mine]) and found[1] == 3
+    # sequence first; [S] alone; an image whose dimension 1 is something else; an explicit mask
+    found = handler.get_batch_on_this_cp_rank({"tokens": x.T, "labels": x.T}, 0, shift_labels=True)
+    assert torch.equal(found["shift_labels"], shift(x, [[]]).T[mine]) and torch.equal(
+        found["position_ids"], torch.stack([mine, mine], 1)
+    )
+    found = handler.get_batch_on_this_cp_rank({"tokens": y}, 0)
+    assert torch.equal(found["position_ids"], mine)
+    mask = torch.ones(2, 1, 8, 8, dtype=torch.bool).tril()
+    found = handler.get_batch_on_this_cp_rank(
+        {"pixels": image, "input_ids": x, "attention_mask": mask, "position_ids": x + 1, "none": None}, {"pixels": None}
+    )
+    assert found["attention_mask"] is mask and found["pixels"] is image and found["none"] is None
+    assert torch.equal(found["position_ids"], (x + 1)[:, mine])
+
+
+def test_containers_and_dimensions(ranks: Any) -> None:
+    ranks(2, containers)
+
+
+def wrong_batch(what: str) -> None:
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
+    get, x = handler.get_batch_on_this_cp_rank, torch.zeros(2, 7, dtype=torch.int64)
+    holes = torch.ones_like(x)
+    holes[1, 3] = 0
+    {
+        "type": lambda: get(x),
+        "length": lambda: get({"images": torch.zeros(2, 3), "input_ids": x}),
+        "none": lambda: get({"scale": torch.zeros(3)}),
+        "missing": lambda: get({"input_ids": x}, {"tokens": 1}),
+        "dimension": lambda: get({"input_ids": x}, {"input_ids": 2}),
+        "places": lambda: get([x, x], [1]),
+        "nested": lambda: get({"input_ids": x, "more": {"a": x}}),
+        "labels": lambda: get({"input_ids": x}, shift_labels=True),
+        "holes": lambda: get({"input_ids": x, "attention_mask": holes}),
+        "ids": lambda: get({"input_ids": x, "attention_mask": holes + 1}),
+        "explicit": lambda: get({"input_ids": x, "attention_mask": torch.ones(2, 1, 7, 7)}),
+        "offsets": lambda: get({"input_ids": x, "cu_seqlens": [0, 5]}),
+        "contradiction": lambda: get({"input_ids": x, "cu_seqlens": [0, 5, 7], "cu_seqlens_kv": [0, 4, 7]}),
+        "pad": lambda: get({"input_ids": x}, pad_values={"input": 3}),
+    }[what]()
+
+
+@pytest.mark.parametrize(
+    "what,kind,words",
+    [
+        ("type", "TypeError", "batch is a Tensor"),
+        ("length", "ValueError", "'images' has 3 positions in dimension 1, but 'input_ids' has 7.*'images': None"),
+        ("none", "ValueError", "no entry of the batch has a sequence dimension"),
+        ("missing", "ValueError", r"seq_dims names \['tokens'\]"),
+        ("dimension", "ValueError", r"'input_ids' dimension 2, but its shape is \(2, 7\)"),
+        ("places", "ValueError", "has 1 places"),
+        ("nested", "TypeError", "'more' is a dict of tensors"),
+        ("labels", "ValueError", "shift_labels=True needs a dict batch with a tensor 'labels'"),
+        ("holes", "ValueError", r"attention_mask\[1\] is not a padding mask"),
+        ("ids", "ValueError", r"attention_mask\[0\] is not a padding mask"),
+        ("explicit", "ValueError", "pad the batch to 8 positions yourself"),
+        ("offsets", "ValueError", "global sequence length 7"),
+        ("contradiction", "ValueError", "name different documents"),
+        ("pad", "ValueError", r"pad_values names \['input'\]"),
+    ],
+)
+def test_wrong_batches_are_refused(ranks: Any, what: str, kind: str, words: str) -> None:
+    ranks.raises(2, kind, words, wrong_batch, what)
+
+
+def unequal(what: str, names: tuple[str, ...]) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (world,) if len(names) == 1 else (2, world // 2), mesh_dim_names=names)
+    handler, batch = ContextParallelHandler(mesh, "contiguous"), tokens(2, 8)
+    batch["note"] = "epoch 1"  # type: ignore[assignment]
+    if rank == 1 and what == "value":
+        batch["labels"][1, 3] += 1
+    if rank == 1 and what == "shape":
+        batch["labels"] = batch["labels"][:, :4]
+    if rank == 1 and what == "names":
+        del batch["labels"]
+    if rank == 1 and what == "other":
+        batch["note"] = "epoch 2"  # type: ignore[assignment]
+    handler.get_batch_on_this_cp_rank(batch, debug=True)
+
+
+def test_unequal_batches_are_named(ranks: Any) -> None:
+    ranks(3, unequal, "equal", ("cp",))
+    for what, words in (
+        ("value", r"entry 'labels' of the batch differs.*cp ranks \[1\]"),
+        ("shape", "entry 'labels' of the batch differs"),
+        ("names", r"the names \(or number\) of entries of the batch differs"),
+        ("other", "entry 'note' of the batch differs"),
+    ):
+        ranks.raises(3, "ValueError", words, unequal, what, ("cp",))
+    ranks.raises(4, "ValueError", "entry 'labels'", unequal, "value", ("ring", "ulysses"))
