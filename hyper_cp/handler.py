@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
 
+from . import losses as _losses
+from . import rotary
+from .batches import LocalBatch, local_batch
 from .ops import layout as layouts
-from .ops import mesh as meshes
-from .ops.batch import gather_sequence
-from .ops.masks import documents_table
+from .ops import masks
+from .ops import positions as index
+from .shares import Shares, checked_dim
 from .style import ContextParallel
 
 
-class ContextParallelHandler:
+class ContextParallelHandler(Shares):
     """Shards batches for a cp mesh and gathers results, in the layout its style uses.
 
     Args:
@@ -25,7 +30,12 @@ class ContextParallelHandler:
         style: the :class:`ContextParallel` of the model's attention, or a layout's name. Style and
             handler read one layout, so data and attention cannot disagree.
 
-    All ranks of the mesh must hold the same global tensors.
+    All ranks of the mesh must hold the same global tensors. S is the global length of the sequence, n the number of
+    ranks, S/n the local length. Methods that care for packed documents use those of the enclosing
+    :meth:`documents` block, or their argument ``documents`` (cumulative lengths over global positions).
+
+    Source: the interface of Megatron-LM's context-parallel handler (its pull request 2749), over this engine; by
+    keyword its ``dispatch(seq_dim=, tensor=)`` and ``combine`` are calls of these.
     """
 
     def __init__(self, mesh: DeviceMesh, style: ContextParallel | str) -> None:
@@ -34,61 +44,151 @@ class ContextParallelHandler:
                 f"style is a {type(style).__name__}; pass the ContextParallel style of the model or a layout "
                 f"name: {', '.join(map(repr, layouts.LAYOUTS))}"
             )
-        self.layout = layouts.check_layout(style if isinstance(style, str) else style.mode.layout)
-        self.cp = meshes.view(mesh)
+        self.style = None if isinstance(style, str) else style
+        if isinstance(style, str):
+            super().__init__(mesh, style)
+        else:
+            super().__init__(mesh, style.mode.layout, style.mode.load_balance)
+        self._cores: dict[tuple[int, int], nn.Module] = {}
 
-    def padded_length(self, length: int) -> int:
-        """``length``, or the next one that splits evenly over the ranks in this layout."""
-        multiple = layouts.length_multiple(self.layout, self.cp.size)
-        return -(-length // multiple) * multiple
+    def get_batch_on_this_cp_rank(
+        self,
+        batch: Any,
+        seq_dims: int | Mapping[Any, int | None] | Sequence[int | None] = 1,
+        *,
+        shift_labels: bool = False,
+        ignore_index: int = -100,
+        pad_values: Mapping[Any, float] | None = None,
+        debug: bool = False,
+    ) -> Any:
+        """This rank's share of a whole batch, with all that must be settled before it is sharded::
 
-    def dispatch(self, tensor: Tensor, seq_dim: int = 1, *, pad_value: float | None = None) -> Tensor:
-        """This rank's share of a global tensor: ``[.. S ..] -> [.. S/n ..]``. Differentiable.
-
-        Args:
-            pad_value: fills the end up to :meth:`padded_length` if S does not split evenly (labels:
-                ``ignore_index``); without it such an S raises. Under a causal mask no token sees the padding;
-                otherwise run the forward in :meth:`documents`, which keeps it apart.
-        """
-        seq_dim = _checked_dim(tensor, seq_dim)
-        length = tensor.shape[seq_dim]
-        if pad_value is not None and self.padded_length(length) > length:
-            shape = list(tensor.shape)
-            shape[seq_dim] = self.padded_length(length) - length
-            tensor = torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=seq_dim)
-        ranges = self._ranges(tensor.shape[seq_dim], f"tensor.shape[{seq_dim}]")
-        parts = [tensor.narrow(seq_dim, start, stop - start) for start, stop in ranges]
-        return torch.cat(parts, dim=seq_dim)
-
-    def combine(self, tensor: Tensor, seq_dim: int = 1, *, length: int | None = None) -> Tensor:
-        """The inverse, on every rank: ``[.. S/n ..] -> [.. S ..]`` in global order.
-
-        One communication. Differentiable: the gradient of a rank's share is its slice of the
-        gradient of the whole (the whole is used identically on every rank).
+            batch = handler.get_batch_on_this_cp_rank(batch, shift_labels=True)
+            with handler.documents(batch):
+                logits = model(batch["input_ids"], batch["position_ids"])
+            loss = handler.mean_loss(logits, batch["shift_labels"])
 
         Args:
-            length: the true global length, if ``dispatch`` has padded: the padding is cut off.
+            batch: a dict, list or tuple; the same on all ranks of the mesh. Tensors that do not have the sequence
+                dimension, and everything that is no tensor, pass through.
+            seq_dims: the sequence dimension of all tensors; or a dict that names it for some (None: the entry
+                passes through whole; entries not named: 1); or for a list or tuple one int or None each.
+            shift_labels: entry ``labels`` is shifted over the *whole* sequence to ``shift_labels``: each token
+                gets the next one's label, the last of the sequence and of each document ``ignore_index``.
+            ignore_index: also fills up labels.
+            pad_values: what fills up other entries if S does not split evenly, by name. Default 0.
+            debug: compare the batches of the ranks by hash (a small communication, and every entry is read on the
+                host) and raise on all ranks, with the name of the first entry that differs.
+
+        A dict may moreover contain:
+
+        * ``cu_seqlens`` (or Megatron's, FlashAttention's and Hugging Face's names for it) or ``document_ids
+          [B, S]``: packed documents. They are taken out: for a share they mean nothing.
+        * ``attention_mask [B, S]`` of 0 and 1: padding before or after the tokens of each row. It becomes
+          documents, since what tokens and padding see of each other is a matter of the whole sequence; the
+          entry that stays is all ones. Masks of other dimensions pass through whole, as the engine wants them.
+        * ``position_ids``; made if missing, ``[B, S/n]`` int64 (``[S/n]`` if tokens are). They restart in packed
+          documents, not behind padding.
+
+        Returns:
+            The same kind of container, with attributes ``documents`` (of the padded sequence, or None), ``length``
+            (S before padding, for :meth:`combine`) and ``padded_length``.
+
+        Raises:
+            ValueError, TypeError: if lengths, documents or masks do not fit, by the name of the entry.
         """
-        seq_dim = _checked_dim(tensor, seq_dim)
-        whole = tensor.shape[seq_dim] * self.cp.size
-        layouts.check_length(self.layout, self.cp.size, whole)
-        if length is not None and self.padded_length(length) != whole:
+        return local_batch(
+            self,
+            batch,
+            seq_dims,
+            shift_labels=shift_labels,
+            ignore_index=ignore_index,
+            pad_values=pad_values,
+            debug=debug,
+        )
+
+    # ------------------------------------------------------------------ rotary embedding
+
+    def get_rotary_seq_len(self, local: Tensor | int, seq_dim: int = 1, *, documents: Any = None) -> int:
+        """How many positions a rotary table needs for the sequence of which ``local`` (a tensor, or its length S/n)
+        is a share: S; with packed documents, in which positions restart, the longest of them.
+
+        Source: Megatron-LM's function of that name: the local length times the ranks, or ``max_seqlen``.
+        """
+        length = local if isinstance(local, int) else local.shape[checked_dim(local, seq_dim)]
+        borders = index.borders_of(self._table(documents, length * self.cp.size))
+        if borders is None:
+            return length * self.cp.size
+        return max(b - a for row in borders for a, b in pairwise(row))
+
+    def get_emb_on_this_cp_rank(self, emb: Tensor, seq_dim: int = 0, *, documents: Any = None) -> Tensor:
+        """Rows of a table over positions that belong to this rank's tokens: ``[.. L ..] -> [.. S/n ..]``.
+
+        Without documents the table is global (L = S, which must split evenly). With them it is a table over
+        positions within a document (L >= :meth:`get_rotary_seq_len`), and rows repeat; documents that differ
+        between rows of the batch raise: index the table by ``position_ids(..., restart=True)`` then.
+
+        Args:
+            emb: for example rotary angles ``[L, 1, 1, R]``, as Megatron makes them, or cosines ``[L, R]``.
+        """
+        seq_dim = checked_dim(emb, seq_dim)
+        given = self.cp.facts.documents if documents is None else self._with_padding(masks.documents_table(documents))
+        if given is None:
+            return self.dispatch(emb, seq_dim)
+        at = self.position_ids(int(given[0, -1]), restart=True, documents=given)
+        if at.ndim > 1:
             raise ValueError(
-                f"length={length} does not pad to the {whole} positions that the ranks hold, but to "
-                f"{self.padded_length(length)}: pass the length that the dispatched tensor had"
+                f"documents differ between the {len(at)} rows of the batch, so that one table has no one share: index "
+                "it with position_ids(..., restart=True), or use apply_rotary_pos_emb"
             )
-        gathered = gather_sequence(tensor, self.cp.key, self.layout, seq_dim)
-        return gathered if length is None else gathered.narrow(seq_dim, 0, length)
+        return rotary.rows_of(emb, at, seq_dim)
 
-    def position_ids(self, length: int, device: Any = None) -> Tensor:
-        """Global positions of this rank's tokens, ``[S/n]`` int64, for a global ``length`` S that splits evenly
-        (see :meth:`padded_length`)."""
-        self._ranges(length, "length")
-        positions = layouts.positions(self.layout, self.cp.rank, self.cp.size, length)
-        return torch.tensor(positions, dtype=torch.int64, device=device)
+    def apply_rotary_pos_emb(
+        self,
+        tensor: Tensor,
+        freqs: Tensor,
+        seq_dim: int = 1,
+        *,
+        interleaved: bool = False,
+        mscale: float = 1.0,
+        local: bool = False,
+        documents: Any = None,
+    ) -> Tensor:
+        """Rotary position embedding of queries or keys by their true positions, within documents if there are any.
+
+        Args:
+            tensor: this rank's ``[.. S/n .., D]``, ``[B, S/n, H, D]`` say; the batch is dimension 0, or 1 if the
+                sequence is dimension 0.
+            freqs: angles of positions, ``[L, R]`` or ``[L, 1, 1, R]``, R <= D even, each angle twice (in halves; or
+                next to each other if ``interleaved``); L >= :meth:`get_rotary_seq_len`. Columns from R on stay.
+            interleaved: pairs are neighbours, not i and i + R/2.
+            mscale: multiplies cosine and sine (YaRN).
+            local: ``freqs`` has this rank's rows already (:meth:`get_emb_on_this_cp_rank`).
+
+        Returns:
+            The rotated tensor, of the same shape and dtype. Differentiable in ``tensor``.
+
+        Source: RoPE, arXiv 2104.09864; argument conventions of Megatron-LM's ``apply_rotary_pos_emb``.
+        """
+        seq_dim, here = checked_dim(tensor, seq_dim), tensor.shape[seq_dim]
+        if freqs.numel() != freqs.shape[0] * freqs.shape[-1]:
+            raise ValueError(f"freqs has shape {tuple(freqs.shape)}: pass angles [L, R], or with ones between")
+        table = freqs.reshape(freqs.shape[0], freqs.shape[-1])
+        if local:
+            if len(table) != here:
+                raise ValueError(f"freqs has {len(table)} rows, but tensor {here} local positions: local=False?")
+            angles = table[None]
+        else:
+            length = here * self.cp.size
+            borders = self._table(documents, length, tensor, seq_dim)
+            at = self.position_ids(length, restart=borders is not None, documents=borders)
+            angles = rotary.rows_of(table, at, 0).view(*(at if at.ndim > 1 else at[None]).shape, -1)
+        return rotary.rotate(tensor, angles, seq_dim, interleaved, mscale)
+
+    # ------------------------------------------------------------------ forward and loss
 
     @contextmanager
-    def documents(self, cu_seqlens: Any = None, *, document_ids: Any = None) -> Iterator[Tensor]:
+    def documents(self, cu_seqlens: Any = None, *, document_ids: Any = None) -> Iterator[Tensor | None]:
         """For the enclosed forward the sequence is packed documents: only positions of one document see
         each other, in every styled module on this mesh.
 
@@ -96,6 +196,7 @@ class ContextParallelHandler:
             cu_seqlens: cumulative lengths ``[0, ..., S]`` over *global* positions, for every batch row
                 (list or tensor ``[m]``) or one list per row. Any lengths, borders anywhere. If S does not split
                 evenly over the ranks, its padding becomes one more document (``[0, S]``: a padded sequence).
+                Or what :meth:`get_batch_on_this_cp_rank` returned: the documents and padding of that batch, if any.
             document_ids: instead, ``[B, S]``: the document of every global position.
 
         Yields:
@@ -103,10 +204,13 @@ class ContextParallelHandler:
             styled module) where the forward is left before it is recomputed: a pipeline, or activation
             checkpointing with a backward outside this block, which raises otherwise.
         """
-        table = documents_table(cu_seqlens, document_ids)
-        if table is None:
-            raise ValueError("documents() needs cu_seqlens or document_ids")
-        table = self._with_padding(table)
+        if isinstance(cu_seqlens, LocalBatch):
+            table = cu_seqlens.documents
+        else:
+            table = masks.documents_table(cu_seqlens, document_ids)
+            if table is None:
+                raise ValueError("documents() needs cu_seqlens, document_ids, or a batch of this handler")
+            table = self._with_padding(table)
         facts, before = self.cp.facts, self.cp.facts.documents
         facts.documents = table
         try:
@@ -114,22 +218,73 @@ class ContextParallelHandler:
         finally:
             facts.documents = before
 
-    def _with_padding(self, table: Tensor) -> Tensor:
-        last = table[:, -1:]
-        padded = torch.tensor([[self.padded_length(int(length))] for length in last.flatten().tolist()])
-        return table if torch.equal(padded, last) else torch.cat([table, padded], dim=1)
+    def core_attn(self, attn: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run an attention function or module on this rank's q, k, v under the handler's style, without a plan.
 
-    def _ranges(self, length: int, argument: str) -> tuple[layouts.Range, ...]:
-        layouts.check_length(self.layout, self.cp.size, length, argument)
-        return layouts.rank_ranges(self.layout, self.cp.rank, self.cp.size, length)
+        ``attn(q, k, v, *args, **kwargs)`` calls attention as a module under :class:`ContextParallel` would: with
+        pure Ulysses any kernel, else ``F.scaled_dot_product_attention`` or another call that is routed.
+
+        Args:
+            seq_dim, head_dim: (keywords, taken out of ``kwargs``) where sequence and heads are, if it is not where
+                the style says. Everything else is passed on; ``documents=`` is the styled module's own argument.
+
+        All ranks of the mesh make the first call of each kind together: it may create process groups.
+        """
+        if self.style is None:
+            raise ValueError(
+                f"core_attn needs to know how attention runs, but this handler was made with layout {self.layout!r} "
+                "only: pass it a ContextParallel style"
+            )
+        dims = kwargs.pop("seq_dim", self.style.seq_dim), kwargs.pop("head_dim", self.style.head_dim)
+        if dims not in self._cores:
+            ContextParallel(*dims)  # checks them
+            style = copy.copy(self.style)
+            style.seq_dim, style.head_dim = dims
+            style.qkv_indices, style.qkv_kwarg_names = (0, 1, 2), ()
+            self._cores[dims] = parallelize_module(_Core(), self.mesh, style)
+        return self._cores[dims](q, k, v, attn, *args, **kwargs)
+
+    def mean_loss(
+        self,
+        losses: Tensor,
+        labels: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        mask: Tensor | None = None,
+        mesh: DeviceMesh | None = None,
+        gradients: str = "mean",
+    ) -> Tensor:
+        """The mean loss over the tokens of all ranks: the same value on each, and gradients that, once reduced over
+        the ranks, are those of that mean on one device, however many tokens count on which rank.
+
+        A mean per rank averaged over the ranks is another number if ranks have different numbers of valid tokens,
+        and a sum comes out divided by the number of ranks.
+
+        Args:
+            losses: losses of this rank's tokens, ``[B, S/n]`` (``reduction="none"``), or logits ``[B, S/n, V]`` with
+                ``labels``. Half precision is added up in fp32.
+            labels: ``[B, S/n]``, already shifted; positions with ``ignore_index`` do not count.
+            mask: ``[B, S/n]``, bool or weights: a weighted mean.
+            mesh: the mesh over which gradients are reduced, of any number of dimensions, if that is more than the
+                cp mesh: with data parallelism ``world["dp", "cp"]``, or the flattened mesh of FSDP. The mean is
+                over its ranks. The cp ranks must be in it.
+            gradients: ``"mean"`` if they are averaged afterwards (DDP, FSDP), ``"sum"`` if they are added up.
+
+        Returns:
+            A 0-D tensor, fp32 or fp64. One small communication per mesh dimension. If no token counts anywhere, 0
+            without gradients.
+        """
+        if mesh is not None and not set(self.mesh.mesh.flatten().tolist()) <= set(mesh.mesh.flatten().tolist()):
+            raise ValueError(
+                f"mesh of ranks {mesh.mesh.tolist()} does not contain the cp ranks {self.mesh.mesh.tolist()}: pass the "
+                'mesh over which gradients are reduced, data and context parallel together, like world["dp", "cp"]'
+            )
+        whole = self.mesh if mesh is None else mesh
+        return _losses.mean_loss(losses, labels, whole, ignore_index=ignore_index, mask=mask, gradients=gradients)
 
 
-def _checked_dim(tensor: Tensor, seq_dim: int) -> int:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"tensor is a {type(tensor).__name__}, not a torch.Tensor")
-    if not -tensor.ndim <= seq_dim < tensor.ndim:
-        raise ValueError(
-            f"seq_dim={seq_dim} is not a dimension of a tensor of shape {tuple(tensor.shape)}: use "
-            f"{-tensor.ndim} to {tensor.ndim - 1}"
-        )
-    return seq_dim % tensor.ndim
+class _Core(nn.Module):
+    """What the style is applied to: it has no attention of its own."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return attn(q, k, v, *args, **kwargs)

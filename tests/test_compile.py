@@ -121,9 +121,10 @@ def opcheck_all(world: int) -> None:
                     (torch.ones_like(out), q.detach(), k.detach(), v.detach(), out, lse, mark, *settings),
                 )
     x = torch.randn(2, 8, 3, requires_grad=True)
-    torch.library.opcheck(ops.gather_sequence.default, (x, cp.key, "head_tail", 1))
+    torch.library.opcheck(ops.gather_sequence.default, (x, None, cp.key, "head_tail", 1))
+    torch.library.opcheck(ops.roll_sequence.default, (x, torch.tensor([[0, 5, 16]]), cp.key, "head_tail", 1, -3))
     torch.library.opcheck(ops.fingerprint.default, (torch.tensor([[0, 5, 16]]),))
-    torch.library.opcheck(ops.own_slice.default, (x.detach(), cp.key, "head_tail", 1))
+    torch.library.opcheck(ops.own_slice.default, (x.detach(), None, cp.key, "head_tail", 1))
 
 
 def test_opcheck_of_every_op(ranks: Any) -> None:
@@ -140,6 +141,7 @@ def test_opcheck_of_every_op(ranks: Any) -> None:
         "gather_sequence",
         "own_slice",
         *("gather_keys", "scatter_keys", "query_positions", "local_blocks"),  # checked in test_flex
+        "roll_sequence",
     }
     ranks(2, opcheck_all, 2, timeout=300)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp import ContextParallel, ContextParallelHandler, get_cp_handler_cls
+from hyper_cp.ops import axis
 from tests import modules
 from tests.oracle import plain_attention, relative_error, token_positions
 
@@ -150,3 +151,214 @@ def wrong_length() -> None:
 
 def test_combining_to_another_length_is_refused(ranks: Any) -> None:
     ranks.raises(2, "ValueError", "length=3 does not pad to the 16 positions", wrong_length)
+
+
+# --------------------------------------------------------------------------- rotary embedding
+
+
+def turned(x: Tensor, at: Tensor, thetas: Tensor, interleaved: bool) -> Tensor:
+    """The oracle: pairs of the last dimension of ``[B, S, H, D]`` as complex numbers, turned by position x theta."""
+    half = len(thetas)
+    head, rest = x[..., : 2 * half], x[..., 2 * half :]
+    first, second = (head[..., ::2], head[..., 1::2]) if interleaved else (head[..., :half], head[..., half:])
+    angle = at[..., None, None] * thetas
+    z = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
+    pair = torch.stack((z.real, z.imag), -1).flatten(-2) if interleaved else torch.cat((z.real, z.imag), -1)
+    return torch.cat((pair, rest), -1)
+
+
+def rotary(layout: str) -> float:
+    world = dist.get_world_size()
+    handler = ContextParallelHandler(init_device_mesh("cpu", (world,)), layout)
+    length, g = 24, torch.Generator().manual_seed(5)
+    mine = torch.tensor(token_positions(layout, dist.get_rank(), world, length))
+    thetas = 0.7 ** torch.arange(3, dtype=torch.float64)
+    x = torch.randn(2, length, 2, 8, dtype=torch.float64, generator=g)  # D = 8, R = 6
+    local, worst = x[:, mine], 0.0
+    assert handler.get_rotary_seq_len(local) == handler.get_rotary_seq_len(length // world) == length
+    for documents in (None, [0, 5, 6, 17, 24], [[0, 24], [0, 3, 20, 24]]):
+        rows = [[0, length]] if documents is None else documents if isinstance(documents[0], list) else [documents]
+        at = torch.tensor([[p - max(b for b in row if b <= p) for p in range(length)] for row in rows]).double()
+        longest = handler.get_rotary_seq_len(local.transpose(0, 1), 0, documents=documents)
+        assert longest == at.max() + 1
+        for interleaved in (False, True):
+            single = torch.arange(longest, dtype=torch.float64)[:, None] * thetas
+            table = single.repeat_interleave(2, -1) if interleaved else torch.cat((single, single), -1)
+            want = turned(x, at, thetas, interleaved)[:, mine]
+            calls = [
+                handler.apply_rotary_pos_emb(local, table, interleaved=interleaved, documents=documents),
+                handler.apply_rotary_pos_emb(
+                    local.transpose(0, 1), table[:, None, None], 0, interleaved=interleaved, documents=documents
+                ).transpose(0, 1),
+            ]
+            if len(rows) == 1:
+                here = handler.get_emb_on_this_cp_rank(table[:, None, None], documents=documents)
+                assert here.shape == (length // world, 1, 1, 6)
+                calls.append(handler.apply_rotary_pos_emb(local, here, interleaved=interleaved, local=True))
+            if documents is not None:
+                with handler.documents(documents):
+                    calls.append(handler.apply_rotary_pos_emb(local, table, interleaved=interleaved))
+                    assert handler.get_rotary_seq_len(local) == longest
+            worst = max(worst, *(relative_error(c, want) for c in calls))
+    scaled = handler.apply_rotary_pos_emb(local.bfloat16(), torch.zeros(length, 8), mscale=0.5)
+    assert scaled.dtype == torch.bfloat16 and torch.equal(scaled, local.bfloat16() * 0.5)
+    return worst
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_rotary_embedding_by_true_positions(ranks: Any, world: int, layout: str) -> None:
+    assert max(ranks(world, rotary, layout)) <= 1e-12
+
+
+def wrong_rotary(what: str) -> None:
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "head_tail")
+    x = torch.zeros(2, 4, 1, 4)  # S = 8
+    {
+        "local": lambda: handler.apply_rotary_pos_emb(x, torch.zeros(4, 4)),
+        "rows": lambda: handler.apply_rotary_pos_emb(x, torch.zeros(8, 4), local=True),
+        "odd": lambda: handler.apply_rotary_pos_emb(x, torch.zeros(8, 3)),
+        "shape": lambda: handler.apply_rotary_pos_emb(x, torch.zeros(8, 2, 4)),
+        "differ": lambda: handler.get_emb_on_this_cp_rank(torch.zeros(8, 4), documents=[[0, 8], [0, 3, 8]]),
+        "restart": lambda: handler.position_ids(8, restart=True),
+    }[what]()
+
+
+@pytest.mark.parametrize(
+    "what,words",
+    [
+        ("local", "has 4 positions in dimension 0, but tokens of this rank are at positions up to"),
+        ("rows", "freqs has 8 rows, but tensor 4"),
+        ("odd", "freqs has 3 angles"),
+        ("shape", "pass angles"),
+        ("differ", "differ between the 2 rows"),
+        ("restart", "restart=True without documents"),
+    ],
+)
+def test_wrong_rotary_is_refused(ranks: Any, what: str, words: str) -> None:
+    ranks.raises(2, "ValueError", words, wrong_rotary, what)
+
+
+# --------------------------------------------------------------------------- attention without a plan
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False) -> tuple[Tensor, str]:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True), "note"
+
+
+def cores(layout: str, degree: int | None) -> float:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    handler = ContextParallelHandler(mesh, ContextParallel(2, 1, degree, None, layout=layout))
+    g = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(2, h, 24, 8, dtype=torch.float64, generator=g) for h in (4, 2, 2))
+    local = [handler.dispatch(x, 2) for x in (q, k, v)]
+    other = [x.transpose(1, 2) for x in local]  # [B, S, H, D] for a module that wants it
+    documents = [0, 7, 24]
+    seen = torch.ones(24, 24, dtype=torch.bool).tril()
+    seen[7:, :7] = False
+    worst = 0.0
+    for _ in range(2):
+        want = plain_attention(q, k, v, is_causal=True, scale=0.3)
+        out, note = handler.core_attn(attend, *local, 0.3, causal=True)
+        assert note == "note"
+        worst = max(worst, relative_error(handler.combine(out, 2), want))
+        out = handler.core_attn(modules.BSHD(True), *other, seq_dim=1, head_dim=2)
+        want = plain_attention(q, k, v, is_causal=True)
+        worst = max(worst, relative_error(handler.combine(out, 1).transpose(1, 2), want))
+        out = handler.core_attn(modules.BNSD(False), *local, documents=documents)
+        with handler.documents(documents):
+            again = handler.core_attn(modules.BNSD(True), *local)
+        want = plain_attention(q, k, v, is_causal=True, visible=seen)
+        worst = max(worst, relative_error(handler.combine(again, 2), want))
+        same = torch.ones(24, 24, dtype=torch.bool)
+        same[7:, :7] = same[:7, 7:] = False
+        worst = max(worst, relative_error(handler.combine(out, 2), plain_attention(q, k, v, visible=same)))
+    assert len(handler._cores) == 2
+    return worst
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+@pytest.mark.parametrize("world,degree", [(2, None), (3, 1), (4, 2)])
+def test_core_attn_runs_any_callable(ranks: Any, world: int, degree: int | None, layout: str) -> None:
+    assert max(ranks(world, cores, layout, degree)) <= 1e-10
+
+
+def core_without_style() -> None:
+    x = torch.zeros(1, 2, 2, 4)
+    ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous").core_attn(attend, x, x, x, 1.0)
+
+
+def test_core_attn_needs_a_style(ranks: Any) -> None:
+    ranks.raises(2, "ValueError", "pass it a ContextParallel style", core_without_style)
+
+
+# --------------------------------------------------------------------------- Megatron's words
+
+
+def worded(word: Any, sizes: list[int] | None, names: tuple[str, ...]) -> tuple[float, list[str]]:
+    """Error of causal attention of [S, B, H, D] in Megatron's layout, and what travels, per layer."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,) if len(names) == 1 else (2, world // 2), mesh_dim_names=names)
+    handler = get_cp_handler_cls("transformer_engine", word)(mesh, hierarchical_context_parallel_sizes=sizes)
+    assert handler.layout == "head_tail" and handler.style is handler.styles[0]
+    g, worst, travels = torch.Generator().manual_seed(9), 0.0, []
+    q, k, v = (torch.randn(16, 1, 4, 8, dtype=torch.float64, generator=g) for _ in range(3))
+    local = [handler.dispatch(tensor=x, seq_dim=0) for x in (q, k, v)]
+    want = plain_attention(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), is_causal=True).permute(2, 0, 1, 3)
+    for style in handler.styles:
+        module = SBHD()
+        parallelize_module(module, mesh, style)
+        with axis.record_traffic() as log:
+            out = module(*local)
+        travels.append("+".join(sorted({name for name, _ in log.entries if name != "numbers"})))
+        worst = max(worst, relative_error(handler.combine(tensor=out, seq_dim=0), want))
+    worst = max(worst, relative_error(handler.combine(handler.core_attn(SBHD(), *local), 0), want))
+    return worst, travels
+
+
+class SBHD(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3)
+
+
+@pytest.mark.parametrize(
+    "word,sizes,names,travels",
+    [
+        ("p2p", None, ("cp",), ["send_recv"]),
+        ("all_gather", None, ("cp",), ["all_gather"]),
+        ("a2a", None, ("cp",), ["all_to_all"]),
+        ("a2a+p2p", [2, 2], ("cp",), ["all_to_all+send_recv"]),
+        ("a2a+p2p", None, ("ring", "ulysses"), ["all_to_all+send_recv"]),
+        (["a2a", "p2p", "a2a"], None, ("cp",), ["all_to_all", "send_recv", "all_to_all"]),
+    ],
+)
+def test_megatrons_words(ranks: Any, word: Any, sizes: Any, names: Any, travels: list[str]) -> None:
+    for worst, found in ranks(4, worded, word, sizes, names):
+        assert worst <= 1e-10 and found == travels
+
+
+@pytest.mark.parametrize(
+    "backend,word,words",
+    [
+        ("flash", "p2p", "backend='flash'.*'transformer_engine'"),
+        (None, "ring", r"cp_comm_type='ring' is unknown; choose one of 'p2p', 'all_gather', 'a2a', 'a2a\+p2p'"),
+        (None, ["p2p", None], "cp_comm_type=None is unknown"),
+        (None, [], r"cp_comm_type=\[\] is unknown"),
+    ],
+)
+def test_unknown_words_list_the_known(backend: Any, word: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        get_cp_handler_cls(backend, word)
+
+
+def wrong_words(**options: Any) -> None:
+    get_cp_handler_cls(None, "a2a+p2p")(init_device_mesh("cpu", (2,)), **options)
+
+
+def test_wrong_options_of_a_handler_class(ranks: Any) -> None:
+    ranks.raises(2, "ValueError", r"sizes=None with cp_comm_type='a2a\+p2p'.*product of 2", wrong_words)
+    sizes = [2, 2]
+    ranks.raises(2, "ValueError", r"sizes=\[2, 2\]", wrong_words, hierarchical_context_parallel_sizes=sizes)
+    ranks.raises(2, "ValueError", "qkv_format='bsh'.*'sbhd'", wrong_words, qkv_format="bsh")
+    ranks.raises(2, "ValueError", "kv_exchange is what cp_comm_type", wrong_words, kv_exchange="ring")
