@@ -6,9 +6,10 @@ Pure Python, no tensors, no communication: every rank computes the same plan fro
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from .mesh_family import MeshFamily
 from .ops import layout as layouts
@@ -143,8 +144,9 @@ class _Sample:
 class DynamicContextParallel:
     """Plans which samples run together, on how many ranks and where, so that all ranks finish together.
 
-    A long sample gets a wide group, short ones run unsharded, packed up to the budget. Among plans within ``slack``
-    of the lower bound the narrowest wins, since sharding costs communication; failing that, the fastest::
+    A long sample gets a wide group, short ones run unsharded, packed up to the budget. Among plans that are nearly
+    as fast as the fastest (see ``slack``) the narrowest wins. By the cost model none is slower than what a static
+    degree could do, up to ``slack``::
 
         scheduler = DynamicContextParallel(family, 16_384, cost)
         plan = scheduler.plan(lengths)  # of the global batch: the same on every rank
@@ -171,7 +173,8 @@ class DynamicContextParallel:
             nobody waits for another rank inside a step; otherwise waiting is part of the plan.
         layout: of the sequence on the ranks; decides what lengths split evenly. The costs assume that the
             ranks of a group have equal work, which under ``"contiguous"`` is true of pure Ulysses only.
-        slack: how far above the lower bound a plan may be to be preferred for being narrower.
+        slack: how much slower than the fastest a plan may be to be preferred for being narrower: for less communication
+            than the cost model may know of.
 
     Source: Megatron-LM's dynamic context parallelism (hybrid data x context parallelism, PRs #2054 and #2282), where a
     sample's degree is the least power of two that keeps the budget. Here balance may widen it further.
@@ -185,7 +188,7 @@ class DynamicContextParallel:
         *,
         degrees: Sequence[int] | None = None,
         layout: str = "head_tail",
-        slack: float = 0.05,
+        slack: float = 0.02,
     ) -> None:
         if not isinstance(cost, CostModel):
             raise TypeError(f"cost is a {type(cost).__name__}; pass a CostModel, such as CostModel.of_transformer(...)")
@@ -202,7 +205,7 @@ class DynamicContextParallel:
             raise ValueError(f"tokens_per_rank={tokens_per_rank} is less than {self._per_rank}, one token per chunk")
         self.tokens_per_rank = tokens_per_rank
         if not 0 <= slack < float("inf"):
-            raise ValueError(f"slack={slack!r} must be a share of the lower bound, such as 0.05, and not negative")
+            raise ValueError(f"slack={slack!r} must be a share of the step time, such as 0.02, and not negative")
 
     def capacity(self, degree: int) -> int:
         """Tokens of the longest sequence that ``degree`` ranks can hold."""
@@ -224,24 +227,56 @@ class DynamicContextParallel:
         least = [self._least_degree(lengths, i) for i in range(len(lengths))]
         if not lengths:
             return Plan(self.size, (), 0.0)
-        table = [
-            {d: self._weight(length, d) for d in self.degrees if d >= low}
+        alone = [
+            {d: self.cost.shared(length, length**2 / 2, d) for d in self.degrees if d >= low}
             for length, low in zip(lengths, least, strict=True)
         ]
         bound = max(
-            sum(min(d * w for d, w in row.items()) for row in table) / self.size,
-            max(min(row.values()) for row in table) + self.cost.fixed,
+            sum(min(d * seconds for d, seconds in row.items()) for row in alone) / self.size,
+            max(min(row.values()) for row in alone) + self.cost.fixed,
         )
-        plans: dict[tuple[int, ...], Plan] = {}
-        for cap in (float("inf"), *(bound * 0.7**k for k in range(24))):
-            choice = tuple(_narrowest(row, cap) for row in table)
-            if choice in plans:
+        plans: dict[tuple[int, tuple[int, ...]], Plan] = {}
+        for packed, choice in self._choices(lengths, least, bound):
+            if (packed, choice) in plans:
                 continue
-            samples = [_Sample(i, lengths[i], d, table[i][d]) for i, d in enumerate(choice)]
-            plans[choice] = plan = Plan(self.size, tuple(self._assign(samples)), bound)
+            samples = [_Sample(i, lengths[i], d, alone[i][d]) for i, d in enumerate(choice)]
+            plans[packed, choice] = plan = Plan(self.size, tuple(self._assign(samples, packed)), bound)
             if plan.makespan <= (1 + self.slack) * bound:
                 return plan
-        return min(plans.values(), key=lambda plan: plan.makespan)
+        fastest = min(plan.makespan for plan in plans.values())
+        return next(plan for plan in plans.values() if plan.makespan <= (1 + self.slack) * fastest)
+
+    def _choices(self, lengths: list[int], least: list[int], bound: float) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """What to try, from narrow to wide: the degree at which samples are packed, and that of every sample.
+
+        First packs at the narrowest degree, and samples ever wider until none takes more than a share of the step.
+        Then packs at wider degrees, which are fewer: every static degree is among the choices.
+        """
+        narrowest = self.degrees[0]
+        table = [
+            {
+                d: self.cost.shared(length if d == narrowest else self._padded(length, d), length**2 / 2, d)
+                for d in self.degrees
+                if d >= low
+            }
+            for length, low in zip(lengths, least, strict=True)
+        ]
+        for cap in (float("inf"), *(bound * 0.7**k for k in range(24))):
+            choice = [_narrowest(row, cap) for row in table]
+            yield narrowest, tuple(choice)
+            yield narrowest, tuple(self._evened(choice, lengths))
+        for packed in self.degrees[1:]:
+            yield packed, tuple(max(packed, low) for low in least)
+
+    def _evened(self, choice: list[int], lengths: list[int]) -> list[int]:
+        """The same, but as many samples at every degree as its groups can share evenly: the longest of the others go
+        one degree wider."""
+        choice = list(choice)
+        for degree, wider in pairwise(self.degrees):
+            own = sorted((i for i, d in enumerate(choice) if d == degree), key=lambda i: (-lengths[i], i))
+            for index in own[: len(own) % (self.size // degree)]:
+                choice[index] = wider
+        return choice
 
     def _least_degree(self, lengths: list[int], index: int) -> int:
         length = lengths[index]
@@ -262,11 +297,6 @@ class DynamicContextParallel:
         multiple = layouts.length_multiple(self.layout, degree)
         return -(-length // multiple) * multiple
 
-    def _weight(self, length: int, degree: int) -> float:
-        """Seconds of one sample at a degree, without what a micro-batch costs in any case."""
-        tokens = length if degree == self.degrees[0] else self._padded(length, degree)  # packs pad only at their end
-        return self.cost.shared(tokens, length**2 / 2, degree)
-
     def _micro_batch(self, degree: int, group: int, samples: Sequence[_Sample]) -> MicroBatch:
         samples = sorted(samples, key=lambda s: s.index)
         lengths = tuple(s.length for s in samples)
@@ -275,18 +305,19 @@ class DynamicContextParallel:
         ranks = range(group * degree, (group + 1) * degree)
         return MicroBatch(degree, ranks, tuple(s.index for s in samples), lengths, padded, cost)
 
-    def _assign(self, samples: list[_Sample]) -> list[MicroBatch]:
-        """From the widest degree to the narrowest: the longest sample next, to the group that is free first."""
+    def _assign(self, samples: list[_Sample], packed: int) -> list[MicroBatch]:
+        """From the widest degree to the narrowest: the longest sample next, to the group that is free first. Samples
+        of degree ``packed`` share sequences."""
         clock, found = [0.0] * self.size, []
         for degree in reversed(self.degrees):
             groups = [slice(first, first + degree) for first in range(0, self.size, degree)]
-            capacity, packed = self.capacity(degree), degree == self.degrees[0]
+            capacity = self.capacity(degree)
             queue = sorted((s for s in samples if s.degree == degree), key=lambda s: (-s.weight, s.index))
             # A micro-batch's fixed cost, on a pack spread over its tokens.
-            seconds = [s.weight + self.cost.fixed * (s.length / capacity if packed else 1.0) for s in queue]
+            seconds = [s.weight + self.cost.fixed * (s.length / capacity if degree == packed else 1.0) for s in queue]
             given = _balance(queue, seconds, [max(clock[group]) for group in groups])
             for number, own in enumerate(given):
-                packs = _pack(own, capacity) if packed else [[s] for s in own]
+                packs = _pack(own, capacity) if degree == packed else [[s] for s in own]
                 batches = [self._micro_batch(degree, number, pack) for pack in packs]
                 if batches:
                     clock[groups[number]] = [max(clock[groups[number]]) + sum(m.cost for m in batches)] * degree
