@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from . import axis, exchange
 from . import layout as layouts
@@ -57,5 +58,11 @@ def shared_heads(x: Tensor, degree: int, head_dim: int) -> Tensor:
     """Keys or values with each head as often as needed so that their number splits over ``degree`` ranks, beside
     the query heads that use them: the least common multiple of both. (Query heads are a multiple of either, so
     groups stay whole.) Gradients of the copies sum back."""
+    if isinstance(x, DTensor):
+        raise TypeError(
+            f"attention of this rank's share takes local tensors, not a DTensor placed {x.placements}: pass "
+            "x.to_local() (and wrap the output with DTensor.from_local), or put ContextParallel on a module that "
+            "receives q, k, v, which does both"
+        )
     heads = x.shape[head_dim]
     return x if heads % degree == 0 else x.repeat_interleave(math.lcm(heads, degree) // heads, dim=head_dim)

@@ -1,0 +1,188 @@
+"""What the tests of composition share: training beside one device, and models for tensor parallelism."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.distributed.tensor.placement_types import Shard
+
+from hyper_cp import ContextParallelHandler
+from hyper_cp.demo_model import Attention, Llama, LlamaConfig, rotate
+
+ROWS, LENGTH, STEPS = 4, 32, 5
+CONFIG = LlamaConfig(vocab=64, dim=32, layers=2, heads=8, kv_heads=4, hidden=48)
+INNER = "layers.*.attention.inner"
+
+
+def llama(config: LlamaConfig = CONFIG) -> Llama:
+    """The same weights on every rank and in every call."""
+    torch.manual_seed(0)
+    return Llama(config)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Global tokens and labels ``[ROWS, LENGTH]``."""
+    text = torch.randint(CONFIG.vocab, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    return text[:, :-1], text[:, 1:]
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum over tokens; a mean is this over the global number."""
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9, foreach=False)
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without those of wrappers."""
+    return re.sub(r"\b(_orig_mod|_checkpoint_wrapped_module|module)\.", "", name)
+
+
+@dataclass
+class Record:
+    """Per step: the loss, and the gradient of every parameter (by name)."""
+
+    losses: list[float] = field(default_factory=list)
+    grads: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def add(self, loss: Tensor, model: nn.Module) -> None:
+        self.losses.append(loss.item())
+        named = {plain_name(name): p.grad for name, p in model.named_parameters()}
+        self.grads.append({name: whole(g).detach().clone() for name, g in named.items() if g is not None})
+
+    def error(self, expected: Record) -> float:
+        """The worst relative error of any step's loss or gradient."""
+        assert len(self.losses) == len(expected.losses)
+        worst = max(abs(a / b - 1) for a, b in zip(self.losses, expected.losses, strict=True))
+        for mine, theirs in zip(self.grads, expected.grads, strict=True):
+            assert mine.keys() == theirs.keys()
+            for name, want in theirs.items():
+                worst = max(worst, ((mine[name] - want).abs().max() / want.abs().max()).item())
+        return worst
+
+
+def one_device(
+    steps: int = STEPS,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    dtype: torch.dtype = torch.float32,
+    config: LlamaConfig = CONFIG,
+) -> Record:
+    """Plain training of whole batches."""
+    model, record = llama(config).to(dtype), Record()
+    optimizer = sgd(model.parameters())
+    for step in range(steps):
+        tokens, labels = batch(step)
+        with context():
+            loss = token_losses(model(tokens, torch.arange(LENGTH)), labels) / labels.numel()
+        optimizer.zero_grad()
+        loss.backward()
+        record.add(loss.detach(), model)
+        optimizer.step()
+    return record
+
+
+def train(
+    model: nn.Module,
+    handler: ContextParallelHandler,
+    *,
+    sums: Sequence[dist.ProcessGroup] = (),
+    averages: int = 1,
+    rows: slice = slice(None),
+    loss_group: dist.ProcessGroup | None = None,
+    steps: int = STEPS,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    forward: Callable[[Tensor, Tensor], Tensor] | None = None,
+    before_step: Callable[[], Any] = lambda: None,
+) -> Record:
+    """Train on this rank's share.
+
+    ``sums``: groups over which gradients are still to be summed. ``averages``: over how many ranks FSDP or DDP
+    averages them. ``loss_group``: the ranks that have different tokens (default: all).
+    """
+    record, optimizer = Record(), sgd(model.parameters())
+    for step in range(steps):
+        tokens, labels = (handler.dispatch(x[rows], 1) for x in batch(step))
+        with context():
+            logits = (forward or model)(tokens, handler.position_ids(LENGTH))
+            loss = token_losses(logits, labels) / (ROWS * LENGTH)
+        optimizer.zero_grad()
+        (loss * averages).backward()
+        for group in sums:
+            for p in model.parameters():
+                assert p.grad is not None
+                dist.all_reduce(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad, group=group)
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=loss_group)
+        record.add(total, model)
+        before_step()
+        optimizer.step()
+    return record
+
+
+# --------------------------------------------------------------------------- tensor parallelism
+
+
+def tp_plan(local: bool = True, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
+    """Megatron's tensor parallelism of the demo's Llama. ``local``: wq, wk, wv return local tensors."""
+    plan: dict[str, ParallelStyle] = {
+        **{f"layers.*.attention.{w}": ColwiseParallel(use_local_output=local) for w in ("wq", "wk", "wv")},
+        "layers.*.attention.wo": RowwiseParallel(),
+        "layers.*.ffn.w1": ColwiseParallel(),
+        "layers.*.ffn.w3": ColwiseParallel(),
+        "layers.*.ffn.w2": RowwiseParallel(),
+        "output": ColwiseParallel(output_layouts=Replicate()),
+    }
+    if not sequence_parallel:
+        return plan
+    gathered = {"input_layouts": (Shard(1), None, None), "desired_input_layouts": (Replicate(), None, None)}
+    return {
+        **plan,
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "layers.*.attention_norm": SequenceParallel(),
+        "layers.*.ffn_norm": SequenceParallel(),
+        "norm": SequenceParallel(),
+        "layers.*.attention": PrepareModuleInput(**gathered),
+        "layers.*.ffn": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.ffn.w2": RowwiseParallel(output_layouts=Shard(1)),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
+class DTensorAttention(Attention):
+    """The demo's attention for projections that return DTensors: RoPE's tables have to be DTensors then."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (rearrange(w(x), "b s (h d) -> b h s d", d=self.head_dim) for w in (self.wq, self.wk, self.wv))
+        cos, sin = (DTensor.from_local(c, q.device_mesh, [Replicate()], run_check=False) for c in (cos, sin))
+        out = self.inner(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        return self.wo(rearrange(out, "b h s d -> b s (h d)"))
+
+
+def with_dtensors(model: Llama) -> Llama:
+    for layer in model.layers:
+        layer.attention.__class__ = DTensorAttention
+    return model
