@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from .boundary import Boundary, attached, describe
 from .ops.attention import Mode
+from .order import is_compiled, refuse_compiled
 
 
 class ContextParallel(ParallelStyle):
@@ -130,11 +131,16 @@ class ContextParallel(ParallelStyle):
         )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if "_checkpoint_wrapped_module" in module._modules:
+            # Of torch's checkpoint_wrapper: a recompute runs the hooks of what is inside it, not its own.
+            self._apply(module._checkpoint_wrapped_module, device_mesh)  # type: ignore[arg-type]
+            return module
         if attached(module) is not None:
             raise ValueError(
                 f"ContextParallel is already applied to {describe(module)}: applying it twice would split "
                 "the sequence twice. Apply the plan once"
             )
+        refuse_compiled(module, describe(module))
         boundary = Boundary(self, device_mesh, module)
         module.register_forward_pre_hook(boundary.before, with_kwargs=True)
         # Also after an exception: nothing of a call may be left behind.
@@ -156,11 +162,13 @@ def styled_modules(model: nn.Module, at_least: int = 0) -> dict[str, ContextPara
             boundary.name = f"module {name!r} ({type(module).__name__})"
             found[name] = boundary.style
     if len(found) < at_least:
+        hidden = any(is_compiled(module) for module in model.modules())
         names = f" ({', '.join(found)})" if found else ""
         raise ValueError(
             f"ContextParallel was applied to {len(found)} modules of {type(model).__name__}{names}, expected at "
             f"least {at_least}: some keys of the plan match no module names. Compare them with "
             "[name for name, _ in model.named_modules()]"
+            + (". (Wrappers are part of the names: apply the plan before torch.compile)" if hidden else "")
         )
     layouts = {style.mode.layout: name for name, style in found.items()}
     if len(layouts) > 1:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,18 +24,17 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Shard
 
-from hyper_cp import ContextParallelHandler
 from hyper_cp.demo_model import Attention, Llama, LlamaConfig, rotate
 
 ROWS, LENGTH, STEPS = 4, 32, 5
 CONFIG = LlamaConfig(vocab=64, dim=32, layers=2, heads=8, kv_heads=4, hidden=48)
-INNER = "layers.*.attention.inner"
+DOCS = Path(__file__).parent.parent / "docs" / "composition.md"
 
 
-def llama(config: LlamaConfig = CONFIG) -> Llama:
+def llama() -> Llama:
     """The same weights on every rank and in every call."""
     torch.manual_seed(0)
-    return Llama(config)
+    return Llama(CONFIG)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -85,60 +85,63 @@ class Record:
 
 
 def one_device(
-    steps: int = STEPS,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     dtype: torch.dtype = torch.float32,
-    config: LlamaConfig = CONFIG,
+    clip: float | None = None,
 ) -> Record:
-    """Plain training of whole batches."""
-    model, record = llama(config).to(dtype), Record()
+    """Plain training of whole batches. ``clip``: the norm to which gradients are cut (it must do something)."""
+    model, record = llama().to(dtype), Record()
     optimizer = sgd(model.parameters())
-    for step in range(steps):
+    for step in range(STEPS):
         tokens, labels = batch(step)
         with context():
             loss = token_losses(model(tokens, torch.arange(LENGTH)), labels) / labels.numel()
         optimizer.zero_grad()
         loss.backward()
+        if clip is not None:
+            assert torch.nn.utils.clip_grad_norm_(model.parameters(), clip) > clip
         record.add(loss.detach(), model)
         optimizer.step()
     return record
 
 
-def train(
-    model: nn.Module,
-    handler: ContextParallelHandler,
-    *,
-    sums: Sequence[dist.ProcessGroup] = (),
-    averages: int = 1,
-    rows: slice = slice(None),
-    loss_group: dist.ProcessGroup | None = None,
-    steps: int = STEPS,
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    forward: Callable[[Tensor, Tensor], Tensor] | None = None,
-    before_step: Callable[[], Any] = lambda: None,
-) -> Record:
-    """Train on this rank's share.
+def example(title: str, *edits: tuple[str, str]) -> str:
+    """A code block of docs/composition.md, with edits (regular expression, replacement), each of which must fit."""
+    (code,) = re.findall(rf"```python {re.escape(title)}\n(.*?)```", DOCS.read_text(), re.S)
+    for pattern, replacement in edits:
+        code, count = re.subn(pattern, lambda _, to=replacement: to, code, flags=re.S)  # type: ignore[misc]
+        assert count == 1, (title, pattern)
+    return code
 
-    ``sums``: groups over which gradients are still to be summed. ``averages``: over how many ranks FSDP or DDP
-    averages them. ``loss_group``: the ranks that have different tokens (default: all).
-    """
-    record, optimizer = Record(), sgd(model.parameters())
-    for step in range(steps):
-        tokens, labels = (handler.dispatch(x[rows], 1) for x in batch(step))
-        with context():
-            logits = (forward or model)(tokens, handler.position_ids(LENGTH))
-            loss = token_losses(logits, labels) / (ROWS * LENGTH)
+
+def setup(title: str, *edits: tuple[str, str], model: nn.Module | None = None, **names: Any) -> dict[str, Any]:
+    """Run an example on a fresh model; the names it leaves."""
+    names = {"model": model or llama(), "backend": "aot_eager", "count": ROWS * LENGTH, "length": LENGTH, **names}
+    exec(example("start"), names)
+    exec(example(title, *edits), names)
+    names["optimizer"] = sgd(names["model"].parameters())
+    return names
+
+
+def train(names: dict[str, Any], steps: range = range(STEPS)) -> Record:
+    """Train what an example has set up, on this rank's rows of the batches."""
+    record, mesh, optimizer, rows = Record(), names["mesh"], names["optimizer"], slice(None)
+    if "dp" in mesh.mesh_dim_names:
+        share = ROWS // mesh["dp"].size()
+        rows = slice(mesh["dp"].get_local_rank() * share, (mesh["dp"].get_local_rank() + 1) * share)
+    for step in steps:
+        tokens, labels = (x[rows] for x in batch(step))
         optimizer.zero_grad()
-        (loss * averages).backward()
-        for group in sums:
-            for p in model.parameters():
-                assert p.grad is not None
-                dist.all_reduce(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad, group=group)
-        total = loss.detach().clone()
-        dist.all_reduce(total, group=loss_group)
-        record.add(total, model)
-        before_step()
-        optimizer.step()
+        total = names["step"](tokens, labels, names["count"]).detach().clone()
+        for name in ("dp", "cp"):  # the dimensions along which tokens differ
+            if name in mesh.mesh_dim_names:
+                dist.all_reduce(total, group=mesh.get_group(name))
+        record.add(total, names["model"])
+        if "scaler" in names:
+            names["scaler"].step(optimizer)
+            names["scaler"].update()
+        else:
+            optimizer.step()
     return record
 
 
