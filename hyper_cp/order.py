@@ -26,10 +26,10 @@ def refuse_compiled(module: nn.Module, name: str) -> None:
     """
     for owner in _compiled_modules():
         if any(child is module for child in owner.modules()):
+            what = "which" if owner is module else f"but the {type(owner).__name__} that contains it"
             raise RuntimeError(
-                f"ContextParallel is applied to {name}, but the {type(owner).__name__} that contains it is compiled "
-                "already: the compiled graph would not notice, and attend the local share of the sequence only. "
-                "Apply the plan first, then torch.compile"
+                f"ContextParallel is applied to {name}, {what} is compiled already: the compiled graph would not "
+                "notice, and attend the local share of the sequence only. Apply the plan first, then torch.compile"
             )
 
 

@@ -73,6 +73,9 @@ class Record:
         named = {plain_name(name): p.grad for name, p in model.named_parameters()}
         self.grads.append({name: whole(g).detach().clone() for name, g in named.items() if g is not None})
 
+    def part(self, steps: range) -> Record:
+        return Record([self.losses[i] for i in steps], [self.grads[i] for i in steps])
+
     def error(self, expected: Record) -> float:
         """The worst relative error of any step's loss or gradient."""
         assert len(self.losses) == len(expected.losses)
@@ -86,11 +89,11 @@ class Record:
 
 def one_device(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    dtype: torch.dtype = torch.float32,
     clip: float | None = None,
+    prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Record:
     """Plain training of whole batches. ``clip``: the norm to which gradients are cut (it must do something)."""
-    model, record = llama().to(dtype), Record()
+    model, record = prepare(llama()), Record()
     optimizer = sgd(model.parameters())
     for step in range(STEPS):
         tokens, labels = batch(step)
