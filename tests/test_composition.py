@@ -254,3 +254,30 @@ def mixed_precision_errors() -> tuple[float, float]:
 def test_fsdp_mixed_precision(ranks: Any) -> None:
     for mine, plain in ranks(4, mixed_precision_errors, timeout=200):
         assert 1e-4 < mine <= 2 * plain, (mine, plain)
+
+
+# --------------------------------------------------------------------------- pipeline
+
+
+def pipeline_error(edits: Edits) -> tuple[float, int]:
+    """Error of the stage's gradients (and of the loss, on the last), and how many parameters it has."""
+    import torch.distributed as dist
+
+    names, record, want = t.setup("pipeline, 4 ranks", *edits, Stage=t.Stage), t.Record(), t.one_device_packed()
+    part = names["part"]
+    optimizer = t.sgd(part.parameters())
+    for step in range(t.STEPS):
+        optimizer.zero_grad()
+        loss = names["step"](*t.batch(step), t.packed_documents(step))
+        total = torch.as_tensor(loss, dtype=torch.float32).detach().clone()
+        dist.all_reduce(total)  # zero but on the last stage
+        record.add(total, part)
+        optimizer.step()
+    return record.error(want, some=True), len(record.grads[0])
+
+
+@pytest.mark.parametrize("edits", [(RING,), ()], ids=["ring, head_tail", "ulysses"])
+def test_pipeline_keeps_the_documents_of_micro_batches_apart(ranks: Any, edits: Edits) -> None:
+    found = ranks(4, pipeline_error, edits, timeout=200)
+    assert max(error for error, _ in found) <= FP32, found
+    assert found[0][1] + found[2][1] == len(list(t.llama().parameters()))
