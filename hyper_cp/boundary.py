@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import inspect
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+from . import dtensors, overridable
+from .dtensors import CPDims, Outputs
 from .ops import mesh as meshes
-from .ops.attention import check_heads, ulysses, ulysses_back
+from .ops.attention import check_degree, check_heads, ulysses, ulysses_back
 from .ops.masks import check_documents, documents_table
 from .ops.mesh import CPMesh
 from .ops.ulysses import shared_heads
@@ -30,13 +34,22 @@ def attached(module: nn.Module) -> Boundary | None:
     return None
 
 
+@dataclass
+class _Call(RunningCall):
+    """A running call, and how its outputs leave the module: as DTensors (None: local tensors)."""
+
+    outputs: Outputs | None = None
+
+
 class Boundary:
     """The hooks of one styled module: q, k, v in, region on; region off, output back."""
 
     def __init__(self, style: ContextParallel, device_mesh: DeviceMesh, module: nn.Module) -> None:
         self.style, self.device_mesh = style, device_mesh
         self.name = describe(module)
-        self.kwarg_names = style.qkv_kwarg_names or _parameter_names(module, style.qkv_indices)
+        names = style.qkv_kwarg_names or _parameter_names(module, style.qkv_indices)
+        # Position and name of q, k, v; of q and k only, if v is in the same tensor.
+        self.places = list(dict.fromkeys(zip(style.qkv_indices or (), names, strict=True)))
         self.takes_documents = "documents" in inspect.signature(module.forward).parameters
         # Every mesh this module can run on exists from here on: calls create no process groups.
         if style.ulysses_degree == "auto" and device_mesh.ndim == 1:
@@ -51,6 +64,10 @@ class Boundary:
                     "a divisor of the mesh for a hybrid"
                 )
             self.meshes = [meshes.view(device_mesh, degree)]  # type: ignore[arg-type]
+        for cp in self.meshes:
+            check_degree(style.mode, cp)
+        overridable.install()
+        self.cp_dims = CPDims(device_mesh)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Boundary:
         copy = Boundary.__new__(Boundary)
@@ -74,10 +91,12 @@ class Boundary:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._refuse_nesting()
-        call = RunningCall(self, module)
+        call = _Call(self, module)
         _running.calls.append(call)
         kwargs, call.documents = self._documents(kwargs)
         if self.style.qkv_indices is None:
+            if not self.style.use_local_output:
+                call.outputs = self.cp_dims.outputs(None, self.style.seq_dim, self.name)
             if self._engine_only(call) or any(cp.size > 1 for cp in self.meshes):
                 self._enter(call)
             return args, kwargs
@@ -85,18 +104,12 @@ class Boundary:
         qkv = [args[w] if isinstance(w, int) else kwargs[w] for w in where]
         self._check(qkv)
         style, (seq, head) = self.style, (self.style.seq_dim, self.style.head_dim)
+        given, (qkv, call.outputs) = qkv, self._local(qkv)
         cp = self.mesh_for(qkv[0].shape[head], qkv[1].shape[head])
-        check_heads(qkv[0].shape[head], qkv[1].shape[head], cp)
-        check_documents(call.documents, qkv[0].shape[seq] * cp.size)
-        for what, x in zip("qk", qkv, strict=False):
-            if style.mode.layout == "head_tail" and cp.size > 1 and x.shape[seq] % 2:
-                raise ValueError(
-                    f"{self.name}: the local sequence length {x.shape[seq]} of {what} (dimension {seq}) is odd, but "
-                    f"layout='head_tail' holds two chunks: use global lengths divisible by {2 * cp.size}"
-                )
+        self._check_split(given, qkv, cp, call)
         cp.check_shapes(*qkv[:2])
         qkv = [qkv[0], *(shared_heads(x, cp.ulysses.size, head) for x in qkv[1:])]
-        qkv = ulysses(qkv, cp, style.mode, seq, head)
+        qkv = ulysses(qkv, cp, style.mode, seq, head, call.documents)
         call.cp, call.ndim = cp, qkv[0].ndim
         call.length, call.heads = qkv[0].shape[seq], qkv[0].shape[head]
         args, kwargs = list(args), dict(kwargs)  # type: ignore[assignment]
@@ -138,9 +151,9 @@ class Boundary:
         call.region.__enter__()
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
-        """Where q, k, v are in this call: a position or a keyword each."""
+        """Where q, k, v (q and k, if v is in the same tensor) are in this call: a position or a keyword each."""
         where: list[int | str] = []
-        for what, index, name in zip("qkv", self.style.qkv_indices or (), self.kwarg_names, strict=True):
+        for what, (index, name) in zip("qkv", self.places, strict=False):
             if name in kwargs:
                 where.append(name)
             elif index < len(args):
@@ -154,18 +167,29 @@ class Boundary:
                 )
         return where
 
+    def _local(self, qkv: list[Tensor]) -> tuple[list[Tensor], Outputs | None]:
+        """This rank's part of q, k, v, and how outputs go back to where those came from."""
+        style, outputs = self.style, None
+        if any(isinstance(x, DTensor) for x in qkv):
+            qkv, outputs = dtensors.unwrap(
+                self.name, qkv, self.cp_dims, style.mode.layout, style.seq_dim, style.head_dim
+            )
+        if not style.use_local_output:
+            outputs = self.cp_dims.outputs(outputs, style.seq_dim, f"{self.name}: q")
+        return qkv, outputs
+
     def _check(self, qkv: list[Any]) -> None:
         seq, head = self.style.seq_dim, self.style.head_dim
-        for what, x in zip("qkv", qkv, strict=True):
+        for what, x in zip("qkv", qkv, strict=False):
             if not isinstance(x, Tensor):
                 raise TypeError(
                     f"{self.name}: {what} is a {type(x).__name__}, not a tensor. Set qkv_indices or "
                     "qkv_kwarg_names of ContextParallel to where q, k, v are"
                 )
-            if isinstance(x, DTensor):
+            if isinstance(x, DTensor) != isinstance(qkv[0], DTensor):
                 raise TypeError(
-                    f"{self.name}: {what} is a DTensor with placements {x.placements}, which is not "
-                    "supported yet. Make the projections return local tensors (use_local_output=True)"
+                    f"{self.name}: q is a {type(qkv[0]).__name__}, but {what} a {type(x).__name__}. Make q, k, v all "
+                    "local tensors (use_local_output=True of their projections) or all DTensors"
                 )
             if x.ndim < max(seq, head) + 2:
                 raise ValueError(
@@ -173,8 +197,11 @@ class Boundary:
                     f"need {max(seq, head) + 2} dimensions (the last one is the size of a head). Set them to "
                     "where sequence and heads are; if the module computes q, k, v itself, set qkv_indices=None"
                 )
-        q, k, v = qkv
-        if not q.dtype == k.dtype == v.dtype:
+        q, k, v = qkv[0], qkv[1], qkv[-1]
+        # Under autocast each travels as it is, and all are cast where attention is called, as without us.
+        cast = torch.is_autocast_enabled(q.device.type)
+        kinds = {"cast" if cast and x.is_floating_point() and x.dtype != torch.float64 else x.dtype for x in (q, k, v)}
+        if len(kinds) > 1:
             raise TypeError(
                 f"{self.name}: q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; they must be equal. Cast "
                 "them to one dtype before the module"
@@ -190,6 +217,22 @@ class Boundary:
                 f"{head}; they must be equal. If these are not heads, set head_dim"
             )
 
+    def _check_split(self, given: list[Tensor], qkv: list[Tensor], cp: CPMesh, call: _Call) -> None:
+        """Raise if what this rank holds (of what was ``given``, maybe DTensors) does not split over ``cp``."""
+        seq, head, layout = self.style.seq_dim, self.style.head_dim, self.style.mode.layout
+        try:
+            check_heads(qkv[0].shape[head], qkv[1].shape[head], cp)
+        except ValueError as error:
+            heads = ", ".join(dtensors.heads_of(what, x, head) for what, x in zip("qk", given, strict=False))
+            raise ValueError(f"{self.name}: {heads}. {error}") from None
+        check_documents(call.documents, qkv[0].shape[seq] * cp.size)
+        for what, x in zip("qk", qkv, strict=False):
+            if layout in ("head_tail", "auto") and cp.size > 1 and x.shape[seq] % 2:
+                raise ValueError(
+                    f"{self.name}: the local sequence length {x.shape[seq]} of {what} (dimension {seq}) is odd, but "
+                    f"layout={layout!r} holds two chunks: use global lengths divisible by {2 * cp.size}"
+                )
+
     # ---- after it
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -201,18 +244,18 @@ class Boundary:
             return None
         if call.required and call.routed == 0:
             raise RuntimeError(
-                f"{self.name} returned without calling F.scaled_dot_product_attention, so its attention "
-                "covered only the local share of the sequence (or ignored the window or the documents). "
+                f"{self.name} returned without calling F.scaled_dot_product_attention or flex_attention, so its "
+                "attention covered only the local share of the sequence (or ignored the window or the documents). "
                 "Apply ContextParallel to the module that calls it (Hugging Face: load the model with "
                 'attn_implementation="sdpa"); without window and documents ulysses_degree=None with q, k, v '
                 "as inputs works with any kernel"
             )
-        if call.cp is not None and call.cp.ulysses.size > 1:
-            output = self._back(call, output)
-        return output if self.style.use_local_output else self._as_dtensors(output)
+        if call.cp is None:
+            return self._placed(call, output)
+        return self._back(call, output) if call.cp.ulysses.size > 1 or call.outputs is not None else output
 
-    def _back(self, call: RunningCall, output: Any) -> Any:
-        """All-to-all back: of a tensor, or of every fitting tensor of a tuple or list."""
+    def _back(self, call: _Call, output: Any) -> Any:
+        """All-to-all back, and into the placement of q: a tensor, or every fitting tensor of a tuple or list."""
         cp, mode, (seq, head) = call.cp, self.style.mode, (self.style.seq_dim, self.style.head_dim)
         items = list(output) if isinstance(output, (tuple, list)) else [output]
         fits = [self._fits(call, x) for x in items]
@@ -223,8 +266,9 @@ class Boundary:
                 f"positions in dimension seq_dim={seq} and {call.heads} heads in dimension head_dim={head} "
                 "(or heads and head dim flattened there). Return it in the layout of q"
             )
-        moved = iter(ulysses_back([x for x, f in zip(items, fits, strict=True) if f], cp, mode, seq, head))  # type: ignore[arg-type]
-        items = [next(moved) if f else x for x, f in zip(items, fits, strict=True)]
+        fitting = [x for x, f in zip(items, fits, strict=True) if f]
+        moved = iter(ulysses_back(fitting, cp, mode, seq, head, call.documents))  # type: ignore[arg-type]
+        items = [self._placed(call, next(moved)) if f else x for x, f in zip(items, fits, strict=True)]
         return _like(output, items) if isinstance(output, (tuple, list)) else items[0]
 
     def _fits(self, call: RunningCall, x: Any) -> bool:
@@ -234,12 +278,12 @@ class Boundary:
         flattened = x.ndim == call.ndim - 1 and x.shape[head] % call.heads == 0
         return x.shape[head] == call.heads or flattened
 
-    def _as_dtensors(self, output: Any) -> Any:
-        if self.device_mesh.ndim != 1:
-            raise ValueError("use_local_output=False needs a 1-D cp mesh; use use_local_output=True")
+    def _placed(self, call: _Call, output: Any) -> Any:
+        if call.outputs is None:
+            return output
         if isinstance(output, (tuple, list)):
-            return _like(output, [self._as_dtensors(x) if isinstance(x, Tensor) else x for x in output])
-        return DTensor.from_local(output, self.device_mesh, [Shard(self.style.seq_dim)], run_check=False)
+            return _like(output, [self._placed(call, x) for x in output])
+        return call.outputs.wrap(output) if isinstance(output, Tensor) else output
 
 
 def _like(container: Any, items: list[Any]) -> Any:
@@ -251,15 +295,10 @@ class _Running(threading.local):
     """The calls of styled modules that are running in this thread (at most one: see nesting)."""
 
     def __init__(self) -> None:
-        self.calls: list[RunningCall] = []
+        self.calls: list[_Call] = []
 
 
 _running = _Running()
-
-
-def running() -> RunningCall | None:
-    """The call of a styled module that is running in this thread."""
-    return _running.calls[-1] if _running.calls else None
 
 
 def describe(module: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""Makes ``flex_attention`` visible to a running region, in place.
+"""Makes ``flex_attention`` visible to a running region, in place, once a style has been applied.
 
 Most of torch's functions can be overridden by a ``TorchFunctionMode``. ``flex_attention`` cannot (torch
 2.11 to 2.13): only the operator inside can, after it has compared the lengths of queries and mask, which
@@ -34,15 +34,21 @@ def _instead(*args: Any, **kwargs: Any) -> Any:
 
 def dispatch(*args: Any, **kwargs: Any) -> Any:
     """As torch's own overridable functions begin, but only for the modes of a running region."""
-    from .boundary import running
+    from .region import entered
 
-    call = running()
-    if call is not None and call.region is not None:
+    if entered():
         return handle_torch_function(flex_attention, [], *args, **kwargs)
     return plain_flex_attention(*args, **kwargs)
 
 
 plain_flex_attention = _plain()
-flex_attention.__wrapped__ = plain_flex_attention  # type: ignore[attr-defined]  # for inspect.signature
-flex_attention.__code__ = _instead.__code__
-flex_attention.__defaults__ = flex_attention.__kwdefaults__ = None
+
+
+def install() -> None:
+    """From now on ``flex_attention`` asks whether a styled module is running. Again: nothing. Where torch has made
+    it more than a plain function, it stays, and a styled module that calls it raises."""
+    f: Any = flex_attention
+    if f.__class__ is types.FunctionType and f.__closure__ is None and f.__code__ is not _instead.__code__:
+        f.__wrapped__ = plain_flex_attention  # type: ignore[attr-defined]  # for inspect.signature
+        f.__code__ = _instead.__code__
+        f.__defaults__ = f.__kwdefaults__ = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,14 @@ class Region(TorchFunctionMode):
         super().__init__()
         self.call = call
 
+    def __enter__(self) -> Any:
+        _entered.regions.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _entered.regions.remove(self)
+        super().__exit__(*error)
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -114,3 +123,18 @@ class Region(TorchFunctionMode):
             return asked.inside(q, asked.key, asked.value, call.cp, mode, question)
         heads = (q.shape[1], asked.key.shape[1]) if q.ndim == 4 and asked.key.ndim == 4 else (1, 1)
         return asked.alone(q, asked.key, asked.value, call.owner.mesh_for(*heads), mode, question)
+
+
+class _Entered(threading.local):
+    """The regions that are entered in this thread."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+
+
+_entered = _Entered()
+
+
+def entered() -> bool:
+    """Whether a region is entered in this thread."""
+    return bool(_entered.regions)

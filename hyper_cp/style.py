@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from .boundary import Boundary, attached, describe
 from .ops.attention import Mode
+from .order import is_compiled, refuse_compiled
 
 
 class ContextParallel(ParallelStyle):
@@ -28,20 +29,26 @@ class ContextParallel(ParallelStyle):
             degree that the head counts allow and that stays on one host.
         qkv_indices: positions of q, k, v among the module's arguments (they may be passed by
             keyword; names come from its signature), or ``None`` if the module computes them itself
-            and calls attention in ``[B, H, S, D]``.
+            and calls attention in ``[B, H, S, D]``. ``(0, 1, 1)``: k and v are one tensor, which the module
+            splits itself (``[B, S, H, Dk + Dv]`` of latent attention); it is exchanged once.
         qkv_kwarg_names: names of q, k, v if the module takes them as keywords only.
         load_balance: under a causal mask, exchange the tail half of the queries with rank n-1-r so
             that contiguous data is balanced. Nothing happens where work is balanced already.
         kv_exchange: over the ranks that Ulysses leaves, ``"all_gather"`` or ``"ring"``.
         layout: which positions each rank holds: ``"contiguous"``, or ``"head_tail"`` (rank r of n
             holds chunks r and 2n-1-r of 2n, as in Megatron, TransformerEngine and PyTorch).
-        use_local_output: ``True``: outputs are plain tensors. ``False``: DTensors on the cp mesh,
-            ``Shard(seq_dim)`` (contiguous layout and 1-D mesh only).
+        use_local_output: ``True``: outputs are what q was, a plain tensor or a DTensor of the same mesh and
+            placements. ``False``: DTensors that are also ``Shard(seq_dim)`` on the cp mesh (contiguous layout
+            only); if q was a DTensor on a tp mesh, on the mesh of both.
         window: ``(left, right)``: sliding-window attention; a query sees at most so many positions
             before and after its own (None or -1: no bound), within what is_causal leaves.
 
     A call may have packed documents: inside ``ContextParallelHandler.documents(...)``, or passed to
     the styled module as the keyword argument ``documents`` (see :func:`hyper_cp.ops.attention`).
+
+    q, k, v may be DTensors (tensor parallel with ``use_local_output=False``) on a mesh beside cp, ``Shard(head_dim)``
+    or ``Replicate()`` there, or on one that has cp as a dimension, ``Shard(seq_dim)`` there (``layout="contiguous"``).
+    The module itself runs on local tensors; outputs are placed as q was.
 
     Returns:
         A :class:`ParallelStyle`. One instance may serve any number of modules.
@@ -93,16 +100,20 @@ class ContextParallel(ParallelStyle):
         self.qkv_indices = None if qkv_indices is None else tuple(qkv_indices)
         self.qkv_kwarg_names = tuple(qkv_kwarg_names)
         if self.qkv_indices is not None and (
-            len(set(self.qkv_indices)) != 3 or any(not isinstance(i, int) or i < 0 for i in self.qkv_indices)
+            not _q_k_v(self.qkv_indices) or any(not isinstance(i, int) or i < 0 for i in self.qkv_indices)
         ):
             raise ValueError(
-                f"qkv_indices={qkv_indices!r} must be three different argument positions (q, k, v), or None "
-                "if the module computes q, k, v itself"
+                f"qkv_indices={qkv_indices!r} must be three different argument positions (q, k, v), those of k and v "
+                "equal if they are one tensor (0, 1, 1), or None if the module computes q, k, v itself"
             )
-        if self.qkv_kwarg_names and (self.qkv_indices is None or len(set(self.qkv_kwarg_names)) != 3):
+        if self.qkv_kwarg_names and (
+            self.qkv_indices is None
+            or not _q_k_v(self.qkv_kwarg_names)
+            or len(set(self.qkv_kwarg_names)) != len(set(self.qkv_indices))
+        ):
             raise ValueError(
-                f"qkv_kwarg_names={qkv_kwarg_names!r} with qkv_indices={qkv_indices!r}: give three names "
-                "(of q, k, v), and only for a module that receives q, k, v"
+                f"qkv_kwarg_names={qkv_kwarg_names!r} with qkv_indices={qkv_indices!r}: give three names (of q, k, v; "
+                "k and v equal in both if they are one tensor), and only for a module that receives q, k, v"
             )
         if not use_local_output and layout != "contiguous":
             raise ValueError(
@@ -120,11 +131,16 @@ class ContextParallel(ParallelStyle):
         )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if "_checkpoint_wrapped_module" in module._modules:
+            # Of torch's checkpoint_wrapper: a recompute runs the hooks of what is inside it, not its own.
+            self._apply(module._checkpoint_wrapped_module, device_mesh)  # type: ignore[arg-type]
+            return module
         if attached(module) is not None:
             raise ValueError(
                 f"ContextParallel is already applied to {describe(module)}: applying it twice would split "
                 "the sequence twice. Apply the plan once"
             )
+        refuse_compiled(module, describe(module))
         boundary = Boundary(self, device_mesh, module)
         module.register_forward_pre_hook(boundary.before, with_kwargs=True)
         # Also after an exception: nothing of a call may be left behind.
@@ -146,11 +162,13 @@ def styled_modules(model: nn.Module, at_least: int = 0) -> dict[str, ContextPara
             boundary.name = f"module {name!r} ({type(module).__name__})"
             found[name] = boundary.style
     if len(found) < at_least:
+        hidden = any(is_compiled(module) for module in model.modules())
         names = f" ({', '.join(found)})" if found else ""
         raise ValueError(
             f"ContextParallel was applied to {len(found)} modules of {type(model).__name__}{names}, expected at "
             f"least {at_least}: some keys of the plan match no module names. Compare them with "
             "[name for name, _ in model.named_modules()]"
+            + (". (Wrappers are part of the names: apply the plan before torch.compile)" if hidden else "")
         )
     layouts = {style.mode.layout: name for name, style in found.items()}
     if len(layouts) > 1:
@@ -160,6 +178,11 @@ def styled_modules(model: nn.Module, at_least: int = 0) -> dict[str, ContextPara
             + "), but they share one batch. Give all styles one layout"
         )
     return found
+
+
+def _q_k_v(where: Sequence[object]) -> bool:
+    """Whether these are three places, of which only k and v may be one."""
+    return len(where) == 3 and where[0] not in where[1:]
 
 
 def _dimension(name: str, value: int) -> int:

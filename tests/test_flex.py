@@ -342,8 +342,8 @@ class Groups(nn.Module):
 
 
 REFUSED = {
-    "ring": ("NotImplementedError", 'Flex calls flex_attention with kv_exchange="ring" over 4.*"all_gather"'),
-    "ring, own qkv": ("NotImplementedError", 'kv_exchange="ring" over 4 ranks.*ulysses_degree=None'),
+    "ring": ("NotImplementedError", "Flex calls flex_attention with kv_exchange='ring' over 4.*all_gather"),
+    "ring, own qkv": ("NotImplementedError", "kv_exchange='ring' over 4 ranks.*ulysses_degree=None"),
     "balance": ("NotImplementedError", "load_balance=True.*head_tail"),
     "window": ("NotImplementedError", r"window=\(3, 0\).*mask_mod"),
     "documents": ("NotImplementedError", r"documents=\[\[0, 7, 40, 40\]\].*mask_mod"),

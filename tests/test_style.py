@@ -337,13 +337,6 @@ WRONG: dict[str, Mistake] = {
         "module MHA calls nn.MultiheadAttention",
         lambda q, k, v: apply(MHA(), qkv_indices=None)(q.transpose(1, 2).flatten(2)),
     ),
-    "DTensor": (
-        "TypeError",
-        "q is a DTensor with placements",
-        lambda q, k, v: apply(modules.BNSD(), **BNSD)(
-            DTensor.from_local(q, init_device_mesh("cpu", (4,)), run_check=False), k, v
-        ),
-    ),
     "not a mesh": (
         "TypeError",
         "mesh must be a torch.distributed.DeviceMesh, got str",

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from . import kernels, masks, schedule
 from . import layout as layouts
@@ -103,6 +104,12 @@ def check_heads(q_heads: int, kv_heads: int, cp: CPMesh) -> None:
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> None:
     """Raise, before any communication, if this attention call ``[B, H, S, D]`` cannot be honoured."""
     for name, x in (("query", q), ("key", k), ("value", v)):
+        if isinstance(x, DTensor):
+            raise TypeError(
+                f"{name} is a DTensor placed {x.placements}: attention of this rank's share takes local tensors, not a "
+                "DTensor. Pass x.to_local() (and wrap the output with DTensor.from_local), or put ContextParallel on a "
+                "module that receives q, k, v, which does both"
+            )
         if x.ndim != 4:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}; context-parallel attention takes [batch, heads, "

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from . import mesh as meshes
 from .attention import Call, Mode, _autocast, check_heads, check_qkv, ulysses, ulysses_back
 from .gather import gather_keys, held_ranges, query_positions
-from .layout import Range
+from .layout import BY_DOCUMENTS, Range
 from .mesh import CPMesh
 from .ulysses import shared_heads
 
@@ -59,10 +59,15 @@ class Flex:
         """Raise, before communication, what cannot be honoured. ``ranks``: over how many the sequence lies;
         ``heads``: of the whole query."""
         check_qkv(q, k, v, cp, mode, Call())
-        if cp.ring.size > 1 and mode.kv_exchange == "ring":
+        if mode.layout in BY_DOCUMENTS:
             raise NotImplementedError(
-                f'{self.name} calls flex_attention with kv_exchange="ring" over {cp.ring.size} ranks: its masks are '
-                'functions of all keys, which a ring never has at once. Use kv_exchange="all_gather", or '
+                f"{self.name} calls flex_attention with layout={mode.layout!r}, which places tokens by documents that "
+                "are unknown to its masks. Use layout='head_tail' or 'contiguous'"
+            )
+        if cp.ring.size > 1 and mode.kv_exchange != "all_gather":
+            raise NotImplementedError(
+                f"{self.name} calls flex_attention with kv_exchange={mode.kv_exchange!r} over {cp.ring.size} ranks: "
+                'its masks are functions of all keys, which a ring never has at once. Use kv_exchange="all_gather", or '
                 "ulysses_degree=None"
             )
         if cp.ring.size > 1 and mode.load_balance:

@@ -1,0 +1,60 @@
+"""The order in which a style and torch.compile are applied: a late style would be silently ignored.
+
+A compiled graph is not guarded on hooks, so the hooks of a style applied after it never run in it.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+from weakref import ref
+
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile(module)`` returns, or was ``module.compile()``d."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def refuse_compiled(module: nn.Module, name: str) -> None:
+    """Raise ``RuntimeError`` if ``module`` is compiled, or part of a module that is, whoever holds that.
+
+    (A compiled *function* that calls the module cannot be seen from here.)
+    """
+    for owner in _compiled_modules():
+        if any(child is module for child in owner.modules()):
+            what = "which" if owner is module else f"but the {type(owner).__name__} that contains it"
+            raise RuntimeError(
+                f"ContextParallel is applied to {name}, {what} is compiled already: the compiled graph would not "
+                "notice, and attend the local share of the sequence only. Apply the plan first, then torch.compile"
+            )
+
+
+_found: tuple[object, list[ref[nn.Module]]] = (None, [])
+
+
+def _compiled_modules() -> list[nn.Module]:
+    """Every compiled module of this process: a module does not know what it is part of."""
+    global _found
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return []
+    # This looks at all objects there are, so it is done once per plan and not per layer.
+    plan = _plan_being_applied()
+    if plan is None or plan != _found[0]:
+        modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module) and "_modules" in x.__dict__]
+        _found = (plan, [ref(module) for module in modules if is_compiled(module)])
+    return [module for module in (weak() for weak in _found[1]) if module is not None]
+
+
+def _plan_being_applied() -> object:
+    """What tells one call of ``parallelize_module`` from another (None: there is none on the stack)."""
+    frame, call = inspect.currentframe(), None
+    while frame is not None:
+        if frame.f_code is parallelize_module.__code__:
+            call = (id(frame), id(frame.f_locals["module"]))  # the outermost in the end
+        frame = frame.f_back
+    # Addresses are used again; compiled code that ran in between makes the difference.
+    return call and (*call, sys.modules["torch._dynamo.utils"].counters["frames"]["total"])

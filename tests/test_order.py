@@ -1,0 +1,137 @@
+"""A style applied to what is compiled already: refused, since the compiled graph would not notice."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from hyper_cp import ContextParallel, styled_modules
+from hyper_cp.demo_model import Llama, LlamaConfig
+
+PLAN = "layers.*.attention.inner"
+
+
+def llama() -> Llama:
+    return Llama(LlamaConfig(dim=16, layers=3, heads=2, kv_heads=2, hidden=16))
+
+
+def apply(model: nn.Module, key: str = PLAN) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    return parallelize_module(model, mesh, {key: ContextParallel(seq_dim=2, head_dim=1)})
+
+
+def wrapped_elsewhere() -> None:
+    model = llama()
+    kept = torch.compile(model, backend="eager")
+    kept(torch.zeros(1, 8, dtype=torch.int64), torch.arange(8))
+    apply(model)
+
+
+def in_place() -> None:
+    model = llama()
+    model.compile(backend="eager")
+    apply(model)
+
+
+def block_in_place() -> None:
+    model = llama()
+    model.layers[2].compile(backend="eager")
+    apply(model)
+
+
+def block_wrapped() -> None:
+    model = llama()
+    model.layers[1] = torch.compile(model.layers[1], backend="eager")
+    apply(model, "layers.1._orig_mod.attention.inner")
+
+
+def the_module_itself() -> None:
+    model = llama()
+    model.layers[0].attention.inner = torch.compile(model.layers[0].attention.inner, backend="eager")
+    apply(model)
+
+
+def without_a_plan() -> None:
+    model = llama()
+    kept = torch.compile(model, backend="eager")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    ContextParallel()._apply(kept._orig_mod.layers[0].attention.inner, mesh)
+
+
+LATE: list[Callable[[], None]] = [
+    wrapped_elsewhere,
+    in_place,
+    block_in_place,
+    block_wrapped,
+    the_module_itself,
+    without_a_plan,
+]
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_a_late_style_is_refused(ranks: Any, late: Callable[[], None]) -> None:
+    ranks.raises(2, "RuntimeError", "compiled already: .* Apply the plan first, then torch.compile", late)
+
+
+@pytest.mark.filterwarnings("ignore")
+def names_of_wrappers() -> None:
+    model = torch.compile(llama(), backend="eager")
+    apply(model)  # type: ignore[arg-type]
+    styled_modules(model, at_least=1)  # type: ignore[arg-type]
+
+
+def test_names_hidden_by_a_wrapper(ranks: Any) -> None:
+    words = "applied to 0 modules of .*Wrappers are part of the names: apply the plan before torch.compile"
+    ranks.raises(2, "ValueError", words, names_of_wrappers)
+
+
+def in_order() -> list[int]:
+    """Styles of other models than the compiled ones, and of models whose compiled twin is gone."""
+    styled = []
+    for _ in range(2):
+        model = llama()
+        styled.append(len(styled_modules(apply(model))))
+        compiled = torch.compile(model, backend="eager")
+        styled.append(len(styled_modules(compiled)))  # type: ignore[arg-type]
+    plain = llama()
+    twin = torch.compile(plain, backend="eager")
+    del twin
+    gc.collect()
+    styled.append(len(styled_modules(apply(plain))))
+    return styled
+
+
+def test_other_models_may_be_compiled(ranks: Any) -> None:
+    assert ranks(2, in_order) == [[3] * 5] * 2
+
+
+def one_search_per_plan() -> list[int]:
+    """How often all objects are looked at for a plan of three layers, twice."""
+    torch.compile(nn.Identity(), backend="eager")(torch.ones(1))
+    counts, original, seen = [], gc.get_objects, []
+
+    def counting(*args: Any) -> Any:
+        seen.append(1)
+        return original(*args)
+
+    gc.get_objects = counting
+    try:
+        for _ in range(2):
+            seen.clear()
+            apply(llama())
+            counts.append(len(seen))
+    finally:
+        gc.get_objects = original
+    return counts
+
+
+def test_a_plan_is_searched_for_once(ranks: Any) -> None:
+    for first, second in ranks(2, one_search_per_plan):
+        assert first == 1 and second <= 1
