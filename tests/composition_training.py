@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -22,7 +23,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from torch.distributed.tensor.placement_types import Shard
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp.demo_model import Attention, Block, Llama, LlamaConfig, rope, rotate
@@ -190,9 +190,26 @@ class DTensorAttention(Attention):
         return self.wo(rearrange(out, "b h s d -> b s (h d)"))
 
 
-def with_dtensors(model: Llama) -> Llama:
+class ComposedAttention(Attention):
+    """Hands q, k, v over as DTensors of a cp x tp mesh, and expects that of the output."""
+
+    mesh: DeviceMesh
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (rearrange(w(x), "b s (h d) -> b h s d", d=self.head_dim) for w in (self.wq, self.wk, self.wv))
+        placements = [Shard(2), Shard(1)]
+        given = (DTensor.from_local(y, self.mesh, placements) for y in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+        out = self.inner(*given)
+        assert isinstance(out, DTensor) and out.device_mesh == self.mesh and list(out.placements) == placements
+        return self.wo(rearrange(out.to_local(), "b h s d -> b s (h d)"))
+
+
+def with_attention(kind: type[Attention], **attributes: Any) -> Llama:
+    model = llama()
     for layer in model.layers:
-        layer.attention.__class__ = DTensorAttention
+        layer.attention.__class__ = kind
+        for name, value in attributes.items():
+            setattr(layer.attention, name, value)
     return model
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests import composition_training as t
 
@@ -49,7 +50,7 @@ CP_FIRST = (
 
 
 def tp_error(edits: Edits, local: bool, sequence_parallel: bool, cp_first: bool = False) -> float:
-    model = t.llama() if local else t.with_dtensors(t.llama())
+    model = t.llama() if local else t.with_attention(t.DTensorAttention)
     edits = ((PLAN, "tp_plan = variant"), *edits, *((CP_FIRST,) if cp_first else ()))
     names = t.setup("tensor parallel, 4 ranks", *edits, model=model, variant=t.tp_plan(local, sequence_parallel))
     return t.train(names).error(t.one_device())
@@ -74,6 +75,19 @@ def test_tensor_parallel_variants(
 ) -> None:
     for error in ranks(world, tp_error, edits, local, sequence_parallel, cp_first, timeout=200):
         assert error <= FP32, error
+
+
+def composed_error(edits: Edits) -> float:
+    """q, k, v and the output on the cp x tp mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    edits = ((r"mesh = .*?\n", "mesh = given\n"), *edits)
+    model = t.with_attention(t.ComposedAttention, mesh=mesh)
+    return t.train(t.setup("tensor parallel, 4 ranks", *edits, model=model, given=mesh)).error(t.one_device())
+
+
+def test_tensor_parallel_on_the_mesh_of_both(ranks: Any) -> None:
+    for edits in ((), ((RING[0], RING[1].replace("head_tail", "contiguous")),)):
+        assert max(ranks(4, composed_error, edits)) <= FP32, edits
 
 
 # --------------------------------------------------------------------------- FSDP2, DDP, distributed checkpoints
@@ -236,7 +250,6 @@ def mixed_precision_errors() -> tuple[float, float]:
     """The example, and the same policy on a mesh of one rank with whole batches."""
     mine = t.train(t.setup("fsdp mixed precision, 4 ranks"))
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     one = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("all", "one"))["one"]

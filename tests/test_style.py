@@ -523,6 +523,34 @@ def amp() -> list[Any]:
     return found
 
 
+class Dtypes(nn.Module):
+    """Notes what its attention gets: fp32 from RoPE, bf16 from a projection."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.seen = [x.dtype for x in (q, k, v)]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def unequal_under_autocast() -> list[Any]:
+    found: list[Any] = []
+    for mode in MODES[:3]:
+        (q, k, v), want = local(mode.get("layout", "contiguous"))
+        module = apply(Dtypes(), **BNSD, **mode)
+        mixed = [q.float().requires_grad_(), k.float(), v.bfloat16()]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = module(*mixed)
+            found.append(fails(module, q, k.float(), v.bfloat16()))  # fp64 is not cast
+        out.sum().backward()
+        found += [module.seen == [x.dtype for x in mixed], out.dtype, relative_error(out, want) < 2e-2]
+        found += [mixed[0].grad.dtype, fails(module, *mixed)]  # as refused without autocast
+    return found
+
+
+def test_autocast_makes_unequal_dtypes_equal_where_attention_is_called(ranks: Any) -> None:
+    one = ["TypeError", True, torch.bfloat16, True, torch.float32, "TypeError"]
+    assert ranks(4, unequal_under_autocast) == [one * 3] * 4
+
+
 def test_autocast_reaches_attention(ranks: Any) -> None:
     assert ranks(4, amp) == [[(torch.bfloat16, True)] * 3] * 4
 
