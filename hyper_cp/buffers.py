@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from . import boundary, calls
@@ -207,6 +208,8 @@ class _Routing(Region):
         kwargs = kwargs or {}
         if self.shares and not torch.compiler.is_compiling():
             args, kwargs = self._shared(args), {name: self._shared(x) for name, x in kwargs.items()}
+        if func in _BACKWARD and not torch.compiler.is_compiling():
+            return self._differentiate(func, args, kwargs)
         if not (calls.key_of(func) in calls.ROUTED or func in calls.UNROUTED) or not self._speaks():
             return func(*args, **kwargs)
         if self.learns and not torch.is_grad_enabled() and _in_reentrant_checkpoint():
@@ -218,6 +221,25 @@ class _Routing(Region):
         self.call.documents = owner.meshes[0].facts.documents
         self.call.required = any(cp.size > 1 for cp in owner.meshes) or owner._engine_only(self.call)
         return super().__torch_function__(func, types, args, kwargs)
+
+    def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Backward in the block. A mode is off while it handles a function, and backward is one: attention that an
+        activation checkpoint computes again would be local. Backward from edges of the graph is not handled."""
+        given = {**dict(zip(_BACKWARD[func], args, strict=False)), **kwargs}
+        given = {_RENAMED.get(name, name) if func is Tensor.backward else name: x for name, x in given.items()}
+        ends = [name for name in ("tensors", "outputs", "inputs") if given.get(name) is not None]
+        tensors = {name: [given[name]] if isinstance(given[name], Tensor) else list(given[name]) for name in ends}
+        plain = all(not isinstance(x, Tensor) or x.requires_grad for xs in tensors.values() for x in xs)
+        if not plain or given.get("materialize_grads") or given.get("is_grads_batched"):
+            return func(*args, **kwargs)  # an error, or what edges cannot do: a recompute then raises
+        for name, xs in tensors.items():
+            given[name] = [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in xs]
+        run = torch.autograd.backward if func is Tensor.backward else func
+        TorchFunctionMode.__enter__(self)
+        try:
+            return run(**given)
+        finally:
+            TorchFunctionMode.__exit__(self, None, None, None)
 
     def _shared(self, x: Any) -> Any:
         """``x`` with buffers replaced by their shares, in a list or tuple too."""
@@ -239,6 +261,14 @@ class _Routing(Region):
     def __exit__(self, *error: Any) -> None:
         _active.blocks.remove(self)
         super().__exit__(*error)
+
+
+_BACKWARD: dict[Any, tuple[str, ...]] = {
+    Tensor.backward: ("self", "gradient", "retain_graph", "create_graph", "inputs"),
+    torch.autograd.backward: ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs"),
+    torch.autograd.grad: ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"),
+}
+_RENAMED = {"self": "tensors", "gradient": "grad_tensors"}
 
 
 class _Active(threading.local):
