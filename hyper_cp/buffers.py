@@ -106,7 +106,9 @@ class context_parallel:
             _Sharded(x, dim, self.handler, id(x) in self._keep)
             for x, dim in zip(self._buffers, self._dims, strict=True)
         ]
-        routing = _Routing(self._owner, {id(s.buffer): s.share for s in sharded})
+        routing = _Routing(self._owner, [(s.buffer, s.share) for s in sharded])
+        for s in sharded:  # nothing fails from here on
+            s.begin()
         routing.__enter__()
         self._entered.append((routing, sharded))
         return self.handler
@@ -115,7 +117,10 @@ class context_parallel:
         routing, sharded = self._entered.pop()
         routing.__exit__(kind, error, trace)
         for s in sharded:
-            s.restore(failed=kind is not None)
+            s.end()
+        if kind is None:
+            for s in sharded:
+                s.collect()
 
     def _check(self) -> None:
         seen: set[int] = set()
@@ -130,6 +135,11 @@ class context_parallel:
                 )
             if type(x) not in (Tensor, nn.Parameter, nn.Buffer):
                 raise TypeError(f"{name} is a {type(x).__name__}; only plain tensors can be sharded in place")
+            if x.is_inference():
+                raise ValueError(
+                    f"{name} of shape {tuple(x.shape)} was made under inference_mode, and writes to it are not "
+                    "counted: make it outside, or pass x.clone() made outside"
+                )
             if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
                 raise ValueError(
                     f"buffer_seq_dims[{i}]={dim!r} is not a dimension of {name}, whose shape is {tuple(x.shape)}"
@@ -149,14 +159,30 @@ class _Sharded:
     """One buffer in a block."""
 
     def __init__(self, buffer: Tensor, dim: int, handler: ContextParallelHandler, stays: bool) -> None:
-        self.buffer, self.dim, self.handler = buffer, dim % buffer.ndim, handler
-        with torch.no_grad():
-            self.share = handler._share(buffer.detach(), self.dim, None, handler.cp.facts.documents)
+        self.buffer, self.dim, self.handler, self.written = buffer, dim % buffer.ndim, handler, False
+        # Also under inference_mode a normal tensor: it counts its versions.
+        with torch.inference_mode(False), torch.no_grad():
+            self.share = handler.dispatch(buffer.detach(), self.dim)
             # The old storage, unless the buffer is to give it up.
             self.whole = None if stays else buffer.detach()
-        _sharded_now.add(id(buffer))
+
+    def begin(self) -> None:
+        _sharded_now.add(id(self.buffer))
         self._point_to(self.share)
         self.versions = self._versions()
+
+    def end(self) -> None:
+        """Back to the whole sequence, as it was before."""
+        _sharded_now.discard(id(self.buffer))
+        if self.whole is not None:
+            self.written = self._versions() != self.versions
+            self._point_to(self.whole)
+
+    def collect(self) -> None:
+        """What all ranks have written."""
+        if self.written:
+            with torch.no_grad():
+                self.buffer.copy_(self.handler.combine(self.share.detach(), self.dim))
 
     def _point_to(self, data: Tensor) -> None:
         self.buffer.data = data
@@ -164,17 +190,6 @@ class _Sharded:
 
     def _versions(self) -> tuple[int, int]:
         return self.share._version, self.buffer._version
-
-    def restore(self, failed: bool) -> None:
-        """Back to the whole sequence."""
-        _sharded_now.discard(id(self.buffer))
-        if self.whole is None:
-            return
-        written = self._versions() != self.versions
-        self._point_to(self.whole)
-        if written and not failed:
-            with torch.no_grad():
-                self.buffer.copy_(self.handler.combine(self.share.detach(), self.dim))
 
 
 # --------------------------------------------------------------------------- routing
@@ -198,9 +213,11 @@ class _Routing(Region):
     """Routes attention calls of a block, and gives functions a share in place of its buffer: an autograd graph must
     not hold the buffer, which will be another tensor when backward runs after the block."""
 
-    def __init__(self, owner: Boundary, shares: dict[int, Tensor]) -> None:
+    def __init__(self, owner: Boundary, sharded: list[tuple[Tensor, Tensor]]) -> None:
         super().__init__(_BlockCall(owner, _Model(), grad_enabled=False))
-        self.shares, self.learns = shares, torch.is_grad_enabled()
+        self.learns = torch.is_grad_enabled()
+        self.shares = {id(buffer): share for buffer, share in sharded}
+        self.buffers = {id(share): buffer for buffer, share in sharded}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -211,7 +228,9 @@ class _Routing(Region):
         if func in _BACKWARD and not torch.compiler.is_compiling():
             return self._differentiate(func, args, kwargs)
         if not (calls.key_of(func) in calls.ROUTED or func in calls.UNROUTED) or not self._speaks():
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            # Of `x += 1`, after which x must still be the buffer.
+            return out if torch.compiler.is_compiling() else self.buffers.get(id(out), out)
         if self.learns and not torch.is_grad_enabled() and _in_reentrant_checkpoint():
             raise NotImplementedError(
                 "attention in a reentrant activation checkpoint inside context_parallel: its recompute could be after "
