@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from . import boundary, calls
@@ -105,7 +106,9 @@ class context_parallel:
             _Sharded(x, dim, self.handler, id(x) in self._keep)
             for x, dim in zip(self._buffers, self._dims, strict=True)
         ]
-        routing = _Routing(self._owner, {id(s.buffer): s.share for s in sharded})
+        routing = _Routing(self._owner, [(s.buffer, s.share) for s in sharded])
+        for s in sharded:  # nothing fails from here on
+            s.begin()
         routing.__enter__()
         self._entered.append((routing, sharded))
         return self.handler
@@ -114,7 +117,10 @@ class context_parallel:
         routing, sharded = self._entered.pop()
         routing.__exit__(kind, error, trace)
         for s in sharded:
-            s.restore(failed=kind is not None)
+            s.end()
+        if kind is None:
+            for s in sharded:
+                s.collect()
 
     def _check(self) -> None:
         seen: set[int] = set()
@@ -129,6 +135,11 @@ class context_parallel:
                 )
             if type(x) not in (Tensor, nn.Parameter, nn.Buffer):
                 raise TypeError(f"{name} is a {type(x).__name__}; only plain tensors can be sharded in place")
+            if x.is_inference():
+                raise ValueError(
+                    f"{name} of shape {tuple(x.shape)} was made under inference_mode, and writes to it are not "
+                    "counted: make it outside, or pass x.clone() made outside"
+                )
             if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
                 raise ValueError(
                     f"buffer_seq_dims[{i}]={dim!r} is not a dimension of {name}, whose shape is {tuple(x.shape)}"
@@ -148,14 +159,30 @@ class _Sharded:
     """One buffer in a block."""
 
     def __init__(self, buffer: Tensor, dim: int, handler: ContextParallelHandler, stays: bool) -> None:
-        self.buffer, self.dim, self.handler = buffer, dim % buffer.ndim, handler
-        with torch.no_grad():
-            self.share = handler._share(buffer.detach(), self.dim, None, handler.cp.facts.documents)
+        self.buffer, self.dim, self.handler, self.written = buffer, dim % buffer.ndim, handler, False
+        # Also under inference_mode a normal tensor: it counts its versions.
+        with torch.inference_mode(False), torch.no_grad():
+            self.share = handler.dispatch(buffer.detach(), self.dim)
             # The old storage, unless the buffer is to give it up.
             self.whole = None if stays else buffer.detach()
-        _sharded_now.add(id(buffer))
+
+    def begin(self) -> None:
+        _sharded_now.add(id(self.buffer))
         self._point_to(self.share)
         self.versions = self._versions()
+
+    def end(self) -> None:
+        """Back to the whole sequence, as it was before."""
+        _sharded_now.discard(id(self.buffer))
+        if self.whole is not None:
+            self.written = self._versions() != self.versions
+            self._point_to(self.whole)
+
+    def collect(self) -> None:
+        """What all ranks have written."""
+        if self.written:
+            with torch.no_grad():
+                self.buffer.copy_(self.handler.combine(self.share.detach(), self.dim))
 
     def _point_to(self, data: Tensor) -> None:
         self.buffer.data = data
@@ -163,17 +190,6 @@ class _Sharded:
 
     def _versions(self) -> tuple[int, int]:
         return self.share._version, self.buffer._version
-
-    def restore(self, failed: bool) -> None:
-        """Back to the whole sequence."""
-        _sharded_now.discard(id(self.buffer))
-        if self.whole is None:
-            return
-        written = self._versions() != self.versions
-        self._point_to(self.whole)
-        if written and not failed:
-            with torch.no_grad():
-                self.buffer.copy_(self.handler.combine(self.share.detach(), self.dim))
 
 
 # --------------------------------------------------------------------------- routing
@@ -197,9 +213,11 @@ class _Routing(Region):
     """Routes attention calls of a block, and gives functions a share in place of its buffer: an autograd graph must
     not hold the buffer, which will be another tensor when backward runs after the block."""
 
-    def __init__(self, owner: Boundary, shares: dict[int, Tensor]) -> None:
+    def __init__(self, owner: Boundary, sharded: list[tuple[Tensor, Tensor]]) -> None:
         super().__init__(_BlockCall(owner, _Model(), grad_enabled=False))
-        self.shares, self.learns = shares, torch.is_grad_enabled()
+        self.learns = torch.is_grad_enabled()
+        self.shares = {id(buffer): share for buffer, share in sharded}
+        self.buffers = {id(share): buffer for buffer, share in sharded}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -207,8 +225,12 @@ class _Routing(Region):
         kwargs = kwargs or {}
         if self.shares and not torch.compiler.is_compiling():
             args, kwargs = self._shared(args), {name: self._shared(x) for name, x in kwargs.items()}
+        if func in _BACKWARD and not torch.compiler.is_compiling():
+            return self._differentiate(func, args, kwargs)
         if not (calls.key_of(func) in calls.ROUTED or func in calls.UNROUTED) or not self._speaks():
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            # Of `x += 1`, after which x must still be the buffer.
+            return out if torch.compiler.is_compiling() else self.buffers.get(id(out), out)
         if self.learns and not torch.is_grad_enabled() and _in_reentrant_checkpoint():
             raise NotImplementedError(
                 "attention in a reentrant activation checkpoint inside context_parallel: its recompute could be after "
@@ -218,6 +240,25 @@ class _Routing(Region):
         self.call.documents = owner.meshes[0].facts.documents
         self.call.required = any(cp.size > 1 for cp in owner.meshes) or owner._engine_only(self.call)
         return super().__torch_function__(func, types, args, kwargs)
+
+    def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Backward in the block. A mode is off while it handles a function, and backward is one: attention that an
+        activation checkpoint computes again would be local. Backward from edges of the graph is not handled."""
+        given = {**dict(zip(_BACKWARD[func], args, strict=False)), **kwargs}
+        given = {_RENAMED.get(name, name) if func is Tensor.backward else name: x for name, x in given.items()}
+        ends = [name for name in ("tensors", "outputs", "inputs") if given.get(name) is not None]
+        tensors = {name: [given[name]] if isinstance(given[name], Tensor) else list(given[name]) for name in ends}
+        plain = all(not isinstance(x, Tensor) or x.requires_grad for xs in tensors.values() for x in xs)
+        if not plain or given.get("materialize_grads") or given.get("is_grads_batched"):
+            return func(*args, **kwargs)  # an error, or what edges cannot do: a recompute then raises
+        for name, xs in tensors.items():
+            given[name] = [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in xs]
+        run = torch.autograd.backward if func is Tensor.backward else func
+        TorchFunctionMode.__enter__(self)
+        try:
+            return run(**given)
+        finally:
+            TorchFunctionMode.__exit__(self, None, None, None)
 
     def _shared(self, x: Any) -> Any:
         """``x`` with buffers replaced by their shares, in a list or tuple too."""
@@ -239,6 +280,14 @@ class _Routing(Region):
     def __exit__(self, *error: Any) -> None:
         _active.blocks.remove(self)
         super().__exit__(*error)
+
+
+_BACKWARD: dict[Any, tuple[str, ...]] = {
+    Tensor.backward: ("self", "gradient", "retain_graph", "create_graph", "inputs"),
+    torch.autograd.backward: ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs"),
+    torch.autograd.grad: ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"),
+}
+_RENAMED = {"self": "tensors", "gradient": "grad_tensors"}
 
 
 class _Active(threading.local):

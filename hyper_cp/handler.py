@@ -161,6 +161,7 @@ class ContextParallelHandler(Shares):
                 sequence is dimension 0.
             freqs: angles of positions, ``[L, R]`` or ``[L, 1, 1, R]``, R <= D even, each angle twice (in halves; or
                 next to each other if ``interleaved``); L >= :meth:`get_rotary_seq_len`. Columns from R on stay.
+                For many layers take the rows once, with :meth:`get_emb_on_this_cp_rank` and ``local=True``.
             interleaved: pairs are neighbours, not i and i + R/2.
             mscale: multiplies cosine and sine (YaRN).
             local: ``freqs`` has this rank's rows already (:meth:`get_emb_on_this_cp_rank`).
@@ -271,8 +272,8 @@ class ContextParallelHandler(Shares):
             gradients: ``"mean"`` if they are averaged afterwards (DDP, FSDP), ``"sum"`` if they are added up.
 
         Returns:
-            A 0-D tensor, fp32 or fp64. One small communication per mesh dimension. If no token counts anywhere, 0
-            without gradients.
+            A 0-D tensor, fp32 or fp64: the mean of this call's tokens (with gradient accumulation, of one
+            micro-batch). One small communication per mesh dimension. If no token counts anywhere, 0 without gradients.
         """
         if mesh is not None and not set(self.mesh.mesh.flatten().tolist()) <= set(mesh.mesh.flatten().tolist()):
             raise ValueError(
