@@ -97,9 +97,15 @@ def in_turn(static: DynamicContextParallel, lengths: list[int]) -> float:
 def predict(args: argparse.Namespace) -> None:
     """7B parameters, 32 layers, 32 heads of 128 with 8 K/V heads, bf16: Llama-like."""
     flops, bandwidth = args.tflops * 1e12, args.bandwidth * 1e9
-    computed = CostModel.of_transformer(parameters=7e9, layers=32, hidden=4096, flops_per_second=flops)
     exchanged = 3 * 32 * 2 * 8 * 128 * 2  # bytes per token: three transfers of K and V in every layer
-    cost = CostModel(computed.linear, computed.quadratic, args.exposed * exchanged / bandwidth, fixed=args.fixed)
+    cost = CostModel.of_transformer(
+        parameters=7e9,
+        layers=32,
+        hidden=4096,
+        flops_per_second=flops,
+        exchange=args.exposed * exchanged / bandwidth,
+        fixed=args.fixed,
+    )
     print(
         f"{args.ranks} ranks, {args.samples} samples per step, mean of {args.steps} steps; {args.tflops} TFLOP/s, "
         f"{args.bandwidth} GB/s of which {args.exposed:.0%} exposed, {args.fixed} s per micro-batch"
@@ -161,18 +167,24 @@ def run(model: nn.Module, family: MeshFamily, plan: Plan, samples: list[Tensor])
 
 
 def calibrate(model: nn.Module, family: MeshFamily) -> CostModel:
-    """Fixed, linear and quadratic cost of this machine in processor seconds, from three lengths without sharing."""
-    times = []
-    lengths = (64, K, 4 * K)
-    for length in lengths:
-        scheduler = DynamicContextParallel(family, length, CostModel(1.0, 0.0), degrees=[1])
+    """The costs of this machine in processor seconds: from three lengths without sharing, and the longest one shared
+    by all ranks."""
+
+    def seconds(length: int, degree: int) -> float:
+        plan = DynamicContextParallel(family, length, CostModel(1.0, 0.0), degrees=[degree]).plan(
+            [length] * family.size
+        )
         samples = [torch.randint(CONFIG.vocab, (length,)) for _ in range(family.size)]
-        plan = scheduler.plan([length] * family.size)
-        times.append(min(run(model, family, plan, samples)[1] for _ in range(4)))
-    system = torch.tensor([[1.0, n, n * n / 2] for n in lengths], dtype=torch.float64)
+        return min(run(model, family, plan, samples)[1] for _ in range(4))
+
+    n, lengths = family.size, (64, K, 4 * K)
+    times = [seconds(length, 1) for length in lengths]
+    system = torch.tensor([[1.0, s, s * s / 2] for s in lengths], dtype=torch.float64)
     found = torch.linalg.solve(system, torch.tensor(times, dtype=torch.float64)).clamp(min=0)
     fixed, linear, quadratic = found.tolist()
-    return CostModel(linear, quadratic, fixed=fixed)
+    # n samples shared by all: the work of one alone, and what sharing adds.
+    exchange = max(0.0, seconds(4 * K, n) - times[-1] - (n - 1) * fixed) / (4 * K * (n - 1))
+    return CostModel(linear, quadratic, exchange, fixed)
 
 
 def rank_main(rank: int, args: argparse.Namespace, store: str) -> None:

@@ -47,7 +47,7 @@ class CostModel:
 
     @classmethod
     def of_transformer(
-        cls, *, parameters: float, layers: int, hidden: int, flops_per_second: float = 1.0, fixed: float = 0.0
+        cls, *, parameters: float, layers: int, hidden: int, flops_per_second: float = 1.0, **more: float
     ) -> CostModel:
         """From the size of a transformer: 6 FLOPs per parameter and token, and per visible pair and layer 4 * hidden
         forward and 2.5 times that backward (which computes the logits again).
@@ -55,9 +55,10 @@ class CostModel:
         Args:
             parameters: that every token is multiplied with (without the embedding; of experts the active ones).
             hidden: query heads times head dim.
-            flops_per_second: that a rank reaches; left at 1, costs are FLOPs and ``fixed`` is too.
+            flops_per_second: that a rank reaches; left at 1, all costs are in FLOPs.
+            more: ``exchange`` and ``fixed``.
         """
-        return cls(6 * parameters / flops_per_second, 14 * hidden * layers / flops_per_second, fixed=fixed)
+        return cls(6 * parameters / flops_per_second, 14 * hidden * layers / flops_per_second, **more)
 
     def shared(self, tokens: int, pairs: float, degree: int) -> float:
         """Seconds on each rank for ``tokens`` with so many visible pairs, shared by ``degree`` ranks; without
@@ -154,15 +155,17 @@ class DynamicContextParallel:
             handler = ContextParallelHandler(family.cp(m.degree), "head_tail")
             tokens = handler.dispatch(pack(m.samples), 1, pad_value=0)  # attention on family.cp(m.degree)
             (loss_sum(tokens, m.documents) / tokens_of_the_global_batch).backward()
-        # then sum the gradients over family.dp(1): over all ranks
+        # then all-reduce every gradient (sum) in family.dp(1).get_group(): over all ranks
 
     **Loss and gradients.** Divide the *sum* of per-token losses by the number of loss tokens of the whole global
     batch. Each rank's loss then is its tokens' share of the global mean, whatever the degree they ran at, so that
     losses and gradients *summed* over all ranks are those of one device. (Averages per micro-batch would depend on
-    the plan.) Where a wrapper averages gradients over the ranks (DDP), multiply the loss by their number.
+    the plan.)
 
-    **Between the ranks.** Ranks have different numbers of micro-batches, perhaps none: inside one only its own group
-    may communicate. Sum gradients once after the last (DDP: ``no_sync``), a rank without work contributing zeros.
+    **Between the ranks.** Ranks have different numbers of micro-batches, perhaps none, so inside one only its own
+    group may communicate. Sum the gradients after the last one, a rank without work contributing zeros. What
+    communicates over all ranks in every forward or backward waits forever for a rank without that micro-batch: DDP
+    outside ``no_sync``, FSDP that gathers parameters per module.
 
     Args:
         family: the :class:`~hyper_cp.mesh_family.MeshFamily` to plan for, or a number of ranks.
@@ -249,8 +252,9 @@ class DynamicContextParallel:
     def _choices(self, lengths: list[int], least: list[int], bound: float) -> Iterator[tuple[int, tuple[int, ...]]]:
         """What to try, from narrow to wide: the degree at which samples are packed, and that of every sample.
 
-        First packs at the narrowest degree, and samples ever wider until none takes more than a share of the step.
-        Then packs at wider degrees, which are fewer: every static degree is among the choices.
+        First packs at the narrowest degree, and samples ever wider: as narrow as the budget allows, then until none
+        takes more than some time, from seconds of the longest one down to a share of the step. Then packs at wider
+        degrees, which are fewer. Every static degree is among the choices.
         """
         narrowest = self.degrees[0]
         table = [
@@ -261,7 +265,8 @@ class DynamicContextParallel:
             }
             for length, low in zip(lengths, least, strict=True)
         ]
-        for cap in (float("inf"), *(bound * 0.7**k for k in range(24))):
+        longest = table[lengths.index(max(lengths))].values()
+        for cap in sorted({float("inf"), *longest, *(bound * 0.7**k for k in range(24))}, reverse=True):
             choice = [_narrowest(row, cap) for row in table]
             yield narrowest, tuple(choice)
             yield narrowest, tuple(self._evened(choice, lengths))

@@ -158,12 +158,24 @@ def test_narrow_unless_balance_needs_it() -> None:
     assert [m.degree for m in dear.plan([800]).micro_batches] == [1]  # sharing costs more than it saves
 
 
+@pytest.mark.parametrize("microseconds", [0, 1, 10, 30, 100])
+def test_a_slow_link_makes_groups_narrower(microseconds: int) -> None:
+    """One long sample shared by d ranks, the short ones alone where there is room: near the best of all d."""
+    cost = CostModel(COST.linear, COST.quadratic, exchange=microseconds * 1e-6)
+    plan = DynamicContextParallel(64, 16_384, cost).plan([4096] * 511 + [131_072])
+    short = 511 * seconds(cost, 4096, [4096], 1)
+    long = {d: seconds(cost, 131_072, [131_072], d) for d in (8, 16, 32, 64)}
+    assert plan.makespan <= 1.08 * min(max(t, (short + d * t) / 64) for d, t in long.items())
+
+
 def test_a_thousand_samples_on_64_ranks_take_less_than_a_second() -> None:
-    lengths = log_normal(random.Random(0), 1000)
-    scheduler = DynamicContextParallel(64, 16_384, COST)
-    start = time.process_time()
-    scheduler.plan(lengths)
-    assert time.process_time() - start < 1.0
+    rng = random.Random(0)
+    slow = CostModel(COST.linear, COST.quadratic, exchange=1e-4, fixed=0.1)  # far from the bound: everything is tried
+    for cost, lengths in ((COST, log_normal(rng, 1000)), (slow, one_long(rng, 1000))):
+        scheduler = DynamicContextParallel(64, 16_384, cost)
+        start = time.process_time()
+        scheduler.plan(lengths)
+        assert time.process_time() - start < 1.0
 
 
 def test_a_sample_that_does_not_fit() -> None:
