@@ -1,10 +1,24 @@
 """hyper_cp: context parallelism for PyTorch models, as one ParallelStyle."""
 
 from .buffers import context_parallel
+from .dynamic import CostModel, DynamicContextParallel
 from .factory import get_cp_handler_cls
 from .handler import ContextParallelHandler
+from .mesh_family import MeshFamily, split_cp_mesh
+from .places import context_parallel_mesh
 from .style import ContextParallel, styled_modules
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["ContextParallel", "ContextParallelHandler", "context_parallel", "get_cp_handler_cls", "styled_modules"]
+__all__ = [
+    "ContextParallel",
+    "ContextParallelHandler",
+    "CostModel",
+    "DynamicContextParallel",
+    "MeshFamily",
+    "context_parallel",
+    "context_parallel_mesh",
+    "get_cp_handler_cls",
+    "split_cp_mesh",
+    "styled_modules",
+]

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from . import dtensors, overridable
-from .dtensors import CPDims, Outputs
-from .ops import mesh as meshes
-from .ops.attention import check_degree, check_heads, ulysses, ulysses_back
+from . import dtensors, overridable, recompute
+from .dtensors import Outputs
+from .ops.attention import check_heads, ulysses, ulysses_back
 from .ops.masks import check_documents, documents_table
 from .ops.mesh import CPMesh
 from .ops.ulysses import shared_heads
+from .places import Place
 from .region import Region, RunningCall
 
 if TYPE_CHECKING:
@@ -32,6 +32,11 @@ def attached(module: nn.Module) -> Boundary | None:
         if isinstance(owner, Boundary):
             return owner
     return None
+
+
+def boundaries(model: nn.Module) -> list[Boundary]:
+    """Those of all styled modules of a model."""
+    return [found for module in model.modules() if (found := attached(module)) is not None]
 
 
 @dataclass
@@ -51,23 +56,10 @@ class Boundary:
         # Position and name of q, k, v; of q and k only, if v is in the same tensor.
         self.places = list(dict.fromkeys(zip(style.qkv_indices or (), names, strict=True)))
         self.takes_documents = "documents" in inspect.signature(module.forward).parameters
-        # Every mesh this module can run on exists from here on: calls create no process groups.
-        if style.ulysses_degree == "auto" and device_mesh.ndim == 1:
-            meshes.check_mesh(device_mesh)
-            self.meshes = [meshes.view(device_mesh, d) for d in meshes.degrees_within_host(device_mesh)]
-        else:
-            degree = None if style.ulysses_degree == "auto" else style.ulysses_degree
-            if degree is None and style.mode.kv_exchange == "ring" and device_mesh.ndim == 1 < device_mesh.size():
-                raise ValueError(
-                    f'kv_exchange="ring" has no effect with ulysses_degree=None on a 1-D mesh of '
-                    f"{device_mesh.size()} ranks: all of them exchange heads. Set ulysses_degree=1 for a ring, or "
-                    "a divisor of the mesh for a hybrid"
-                )
-            self.meshes = [meshes.view(device_mesh, degree)]  # type: ignore[arg-type]
-        for cp in self.meshes:
-            check_degree(style.mode, cp)
+        self.home = self.place = Place(style, device_mesh, style.ulysses_degree)
+        self.heads: tuple[int, int] | None = None
+        """Of q and k in the last call, before they are split over ranks of the cp mesh."""
         overridable.install()
-        self.cp_dims = CPDims(device_mesh)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Boundary:
         copy = Boundary.__new__(Boundary)
@@ -80,12 +72,15 @@ class Boundary:
             "model.state_dict() instead, and apply the style again after loading"
         )
 
-    def mesh_for(self, q_heads: int, kv_heads: int) -> CPMesh:
-        """The mesh to run on: the only one, or for "auto" the widest that the heads allow."""
-        for cp in reversed(self.meshes[1:]):
-            if q_heads % cp.ulysses.size == 0 and kv_heads % cp.ulysses.size == 0:
-                return cp
-        return self.meshes[0]
+    def move(self, place: Place) -> None:
+        """Run on another mesh from now on."""
+        self.place = place
+
+    def saw(self, q_heads: int, kv_heads: int) -> tuple[int, int]:
+        """Note the heads of a call, by which another mesh is judged before it is used."""
+        if not torch.compiler.is_compiling():
+            self.heads = q_heads, kv_heads
+        return q_heads, kv_heads
 
     # ---- before the module's forward
 
@@ -93,19 +88,20 @@ class Boundary:
         self._refuse_nesting()
         call = _Call(self, module)
         _running.calls.append(call)
-        kwargs, call.documents = self._documents(kwargs)
+        kwargs, documents = self._documents(kwargs)
+        call.documents, call.place = recompute.settle(self, (documents, self.place))
         if self.style.qkv_indices is None:
             if not self.style.use_local_output:
-                call.outputs = self.cp_dims.outputs(None, self.style.seq_dim, self.name)
-            if self._engine_only(call) or any(cp.size > 1 for cp in self.meshes):
+                call.outputs = call.place.cp_dims.outputs(None, self.style.seq_dim, self.name)
+            if self._engine_only(call) or call.place.parallel:
                 self._enter(call)
             return args, kwargs
         where = self._find(args, kwargs)
         qkv = [args[w] if isinstance(w, int) else kwargs[w] for w in where]
         self._check(qkv)
         style, (seq, head) = self.style, (self.style.seq_dim, self.style.head_dim)
-        given, (qkv, call.outputs) = qkv, self._local(qkv)
-        cp = self.mesh_for(qkv[0].shape[head], qkv[1].shape[head])
+        given, (qkv, call.outputs) = qkv, self._local(qkv, call.place)
+        cp = call.place.view(*self.saw(qkv[0].shape[head], qkv[1].shape[head]))
         self._check_split(given, qkv, cp, call)
         cp.check_shapes(*qkv[:2])
         qkv = [qkv[0], *(shared_heads(x, cp.ulysses.size, head) for x in qkv[1:])]
@@ -127,7 +123,12 @@ class Boundary:
         """Packed documents of this call: passed by keyword, or those of the enclosing block. The keyword
         is ours unless the module has a parameter of that name."""
         if kwargs.get("documents") is None:
-            found = self.meshes[0].facts.documents
+            found = self.place.documents
+            if self.place is not self.home and found is None and self.home.documents is not None:
+                raise RuntimeError(
+                    f"{self.name} runs on another cp mesh, but documents are in force on the one it has left: "
+                    "enter the documents block of the handler that context_parallel_mesh yields, or pass documents="
+                )
         else:
             found = documents_table(kwargs["documents"])
         if "documents" in kwargs and not self.takes_documents:
@@ -167,15 +168,15 @@ class Boundary:
                 )
         return where
 
-    def _local(self, qkv: list[Tensor]) -> tuple[list[Tensor], Outputs | None]:
+    def _local(self, qkv: list[Tensor], place: Place) -> tuple[list[Tensor], Outputs | None]:
         """This rank's part of q, k, v, and how outputs go back to where those came from."""
         style, outputs = self.style, None
         if any(isinstance(x, DTensor) for x in qkv):
             qkv, outputs = dtensors.unwrap(
-                self.name, qkv, self.cp_dims, style.mode.layout, style.seq_dim, style.head_dim
+                self.name, qkv, place.cp_dims, style.mode.layout, style.seq_dim, style.head_dim
             )
         if not style.use_local_output:
-            outputs = self.cp_dims.outputs(outputs, style.seq_dim, f"{self.name}: q")
+            outputs = place.cp_dims.outputs(outputs, style.seq_dim, f"{self.name}: q")
         return qkv, outputs
 
     def _check(self, qkv: list[Any]) -> None:

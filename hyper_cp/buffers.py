@@ -237,8 +237,8 @@ class _Routing(Region):
                 "the block, and would be local attention unnoticed. Use checkpoint(..., use_reentrant=False)"
             )
         owner = self.call.owner
-        self.call.documents = owner.meshes[0].facts.documents
-        self.call.required = any(cp.size > 1 for cp in owner.meshes) or owner._engine_only(self.call)
+        self.call.place, self.call.documents = owner.place, owner.place.documents
+        self.call.required = owner.place.parallel or owner._engine_only(self.call)
         return super().__torch_function__(func, types, args, kwargs)
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

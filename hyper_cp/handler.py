@@ -15,9 +15,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from . import losses as _losses
 from . import rotary
 from .batches import LocalBatch, local_batch
+from .boundary import boundaries
 from .ops import layout as layouts
 from .ops import masks
 from .ops import positions as index
+from .ops.mesh import CPMesh
 from .shares import Shares, checked_dim
 from .style import ContextParallel
 
@@ -49,7 +51,13 @@ class ContextParallelHandler(Shares):
             super().__init__(mesh, style)
         else:
             super().__init__(mesh, style.mode.layout, style.mode.load_balance)
-        self._cores: dict[tuple[int, int], nn.Module] = {}
+        self._cores: dict[Any, nn.Module] = {}
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ContextParallelHandler:
+        """A handler of the mesh and layout of a model's styled modules, which follows them to another mesh
+        (:func:`context_parallel_mesh`): what it does inside such a block is for the mesh of the block."""
+        return _Following(model)
 
     def get_batch_on_this_cp_rank(
         self,
@@ -237,13 +245,13 @@ class ContextParallelHandler(Shares):
                 "only: pass it a ContextParallel style"
             )
         dims = kwargs.pop("seq_dim", self.style.seq_dim), kwargs.pop("head_dim", self.style.head_dim)
-        if dims not in self._cores:
+        if (self.mesh, *dims) not in self._cores:
             ContextParallel(*dims)  # checks them
             style = copy.copy(self.style)
             style.seq_dim, style.head_dim = dims
             style.qkv_indices, style.qkv_kwarg_names = (0, 1, 2), ()
-            self._cores[dims] = parallelize_module(_Core(), self.mesh, style)
-        return self._cores[dims](q, k, v, attn, *args, **kwargs)
+            self._cores[(self.mesh, *dims)] = parallelize_module(_Core(), self.mesh, style)
+        return self._cores[(self.mesh, *dims)](q, k, v, attn, *args, **kwargs)
 
     def mean_loss(
         self,
@@ -289,3 +297,25 @@ class _Core(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, attn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return attn(q, k, v, *args, **kwargs)
+
+
+class _Following(ContextParallelHandler):
+    """The handler of wherever a model runs now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        owners = boundaries(model)
+        if not owners:
+            raise ValueError(
+                f"no module of {type(model).__name__} runs under ContextParallel: apply a plan with "
+                "parallelize_module first, or make the handler of a mesh and a style"
+            )
+        self._owner = owners[0]
+        super().__init__(self._owner.place.mesh, self._owner.style)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._owner.place.mesh
+
+    @property
+    def cp(self) -> CPMesh:
+        return self._owner.place.views[0]

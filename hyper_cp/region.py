@@ -17,6 +17,7 @@ from .ops.mesh import CPMesh
 
 if TYPE_CHECKING:
     from .boundary import Boundary
+    from .places import Place
 
 
 @dataclass
@@ -25,6 +26,8 @@ class RunningCall:
 
     owner: Boundary
     module: nn.Module
+    place: Place = field(init=False)
+    """Where this call runs."""
     cp: CPMesh | None = None
     """The mesh, if the Ulysses all-to-all was done at the boundary; None if the attention call does it."""
     length: int = 0
@@ -122,7 +125,7 @@ class Region(TorchFunctionMode):
         if call.cp is not None:
             return asked.inside(q, asked.key, asked.value, call.cp, mode, question)
         heads = (q.shape[1], asked.key.shape[1]) if q.ndim == 4 and asked.key.ndim == 4 else (1, 1)
-        return asked.alone(q, asked.key, asked.value, call.owner.mesh_for(*heads), mode, question)
+        return asked.alone(q, asked.key, asked.value, call.place.view(*call.owner.saw(*heads)), mode, question)
 
 
 class _Entered(threading.local):

@@ -14,6 +14,7 @@ from .ops import masks
 from .ops import mesh as meshes
 from .ops import positions as index
 from .ops.batch import gather_sequence, roll_sequence
+from .ops.mesh import CPMesh
 
 
 class Shares:
@@ -21,14 +22,24 @@ class Shares:
 
     def __init__(self, mesh: DeviceMesh, layout: str, halves: bool = False) -> None:
         """``halves``: attention will exchange halves of what a rank holds (``load_balance``)."""
-        self.layout = layouts.check_layout(layout)
-        self.mesh, self.cp = mesh, meshes.view(mesh)
-        multiple = layouts.length_multiple(self.layout, self.cp.size)
-        self._multiple = math.lcm(multiple, 2 * self.cp.size) if halves else multiple
+        self.layout, self._halves = layouts.check_layout(layout), halves
+        self._mesh, self._cp = mesh, meshes.view(mesh)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The cp mesh."""
+        return self._mesh
+
+    @property
+    def cp(self) -> CPMesh:
+        """A view of it."""
+        return self._cp
 
     def padded_length(self, length: int) -> int:
         """``length``, or the next one that splits evenly over the ranks in this layout."""
-        return -(-length // self._multiple) * self._multiple
+        multiple = layouts.length_multiple(self.layout, self.cp.size)
+        multiple = math.lcm(multiple, 2 * self.cp.size) if self._halves else multiple
+        return -(-length // multiple) * multiple
 
     def dispatch(self, tensor: Tensor, seq_dim: int = 1, *, pad_value: float | None = None) -> Tensor:
         """This rank's share of a global tensor: ``[.. S ..] -> [.. S/n ..]``. Any dtype.

@@ -115,7 +115,7 @@ def opcheck_all(world: int) -> None:
             torch.library.opcheck(ops.attention.default, (q, k, v, *settings))
             with torch.no_grad():
                 out, lse = ops.attention(q, k, v, *settings)
-                mark = ops.fingerprint(documents)
+                mark = ops.fingerprint(documents, cp.key)
                 torch.library.opcheck(
                     ops.attention_backward.default,
                     (torch.ones_like(out), q.detach(), k.detach(), v.detach(), out, lse, mark, *settings),
@@ -123,7 +123,7 @@ def opcheck_all(world: int) -> None:
     x = torch.randn(2, 8, 3, requires_grad=True)
     torch.library.opcheck(ops.gather_sequence.default, (x, None, cp.key, "head_tail", 1))
     torch.library.opcheck(ops.roll_sequence.default, (x, torch.tensor([[0, 5, 16]]), cp.key, "head_tail", 1, -3))
-    torch.library.opcheck(ops.fingerprint.default, (torch.tensor([[0, 5, 16]]),))
+    torch.library.opcheck(ops.fingerprint.default, (torch.tensor([[0, 5, 16]]), cp.key))
     torch.library.opcheck(ops.own_slice.default, (x.detach(), None, cp.key, "head_tail", 1))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp import ContextParallel, ContextParallelHandler, boundary
 from hyper_cp.ops import attention, axis, balance, masks
 from hyper_cp.ops import layout as layouts
 from tests.oracle import plain_attention, relative_error, token_positions, visible_pairs
@@ -424,54 +425,72 @@ def test_documents_and_windows_through_the_style(ranks: Any, style: Case) -> Non
         assert max(found.values()) <= FP64, found
 
 
-def recompute(style: Case) -> dict[str, Any]:
-    """Activation checkpointing: a recompute sees the documents of its forward, or raises."""
+def recompute(style: Case, remembered: bool, reentrant: bool = False) -> dict[str, Any]:
+    """Activation checkpointing: a recompute sees the documents of its forward; or raises, where torch's frames do not
+    tell which forward it belongs to."""
     block, handler = styled(Block(), {**style, "qkv_indices": None})
     whole = torch.randn(2, SEQ, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     found: dict[str, Any] = {}
 
     def run(**keywords: Any) -> tuple[Tensor, Tensor]:
         x = handler.dispatch(whole, 1).requires_grad_()
+        if reentrant:
+            return x, checkpoint(lambda y: block(y, **keywords), x, use_reentrant=True)
         return x, checkpoint(block, x, use_reentrant=False, **keywords)
 
-    def error(x: Tensor, out: Tensor, documents: list[int]) -> float:
-        out.square().sum().backward()
-        want, want_grad = wanted(whole, documents)
+    def error(x: Tensor, out: Tensor, documents: list[int]) -> Any:
+        try:
+            out.square().sum().backward()
+        except RuntimeError as failure:
+            return str(failure)
+        want, want_grad = wanted(whole, documents or [0, SEQ])
         assert x.grad is not None
         return max(
             relative_error(handler.combine(out.detach(), 1), want),
             relative_error(handler.combine(x.grad, 1), want_grad),
         )
 
-    with handler.documents(FIRST):
-        found["inside"] = error(*run(), FIRST)
-        late = run()
-    for name, other in (("ended", None), ("another batch", SECOND), ("other shape", [0, 1, 2, 3, 4, 24])):
-        with handler.documents(other) if other else nullcontext():
-            try:
-                error(*late, FIRST)
-                found[name] = "no error"
-            except RuntimeError as failure:
-                found[name] = str(failure)
+    with nullcontext() if remembered else mock.patch.object(boundary.recompute, "settle", lambda _, facts: facts):
         with handler.documents(FIRST):
+            found["inside"] = error(*run(), FIRST)
             late = run()
-    plain = run()
-    with handler.documents(FIRST):
-        try:
-            plain[1].square().sum().backward()
-            found["documents only later"] = "no error"
-        except RuntimeError as failure:
-            found["documents only later"] = str(failure)
-    found["explicit"] = error(*run(documents=SECOND), SECOND)
+        for name, other in (("ended", None), ("another batch", SECOND), ("other shape", [0, 1, 2, 3, 4, 24])):
+            with handler.documents(other) if other else nullcontext():
+                found[name] = error(*late, FIRST)
+            with handler.documents(FIRST):
+                late = run()
+        plain = run()
+        with handler.documents(FIRST):
+            found["documents only later"] = error(*plain, [0, SEQ])
+        found["explicit"] = error(*run(documents=SECOND), SECOND)
+        x = handler.dispatch(whole, 1).requires_grad_()
+        found["blocks inside the checkpoint"] = error(x, checkpoint(twice, block, handler, x, use_reentrant=False), [])
     return found
 
 
+def twice(block: nn.Module, handler: ContextParallelHandler, x: Tensor) -> Tensor:
+    """Two calls with other documents; the second is what counts."""
+    with handler.documents(SECOND):
+        ignored = block(x.detach() * 2)
+    with handler.documents([0, SEQ]):
+        return block(x) + 0 * ignored
+
+
 @pytest.mark.parametrize("style", STYLES, ids=str)
-def test_a_recompute_sees_the_same_documents_or_raises(ranks: Any, style: Case) -> None:
-    for found in ranks(4, recompute, style):
+def test_a_recompute_sees_the_documents_of_its_forward(ranks: Any, style: Case) -> None:
+    for reentrant in (False, True):
+        for found in ranks(4, recompute, style, True, reentrant):
+            for name, value in found.items():
+                assert isinstance(value, float) and value <= FP64, (name, value)
+
+
+@pytest.mark.parametrize("style", STYLES[1:3], ids=str)
+def test_a_recompute_that_does_not_know_its_forward_raises(ranks: Any, style: Case) -> None:
+    fine = ("inside", "explicit", "blocks inside the checkpoint")
+    for found in ranks(4, recompute, style, False):
         for name, value in found.items():
-            if isinstance(value, float):
-                assert value <= FP64, found
+            if name in fine:
+                assert value <= FP64, (name, value)
             else:
                 assert "recomputed this attention with other packed documents" in value, (name, value)
 

@@ -171,7 +171,7 @@ def attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of this rank's share. ``fingerprint``: of the documents that ``out`` was made with."""
     cp = meshes.by_key(mesh)
-    _check_recompute(documents, fingerprint)
+    _check_recompute(documents, mesh, fingerprint)
     dout, q, k, v = _dense(dout, q, k, v)
     plan = _Plan(q, k, documents, mask, cp, layout, kv_exchange, load_balance, lower, upper, seed, dropout_p)
     steps, tiles = plan.schedule.backward, kernels.get(kernel, q, k, v)
@@ -231,7 +231,7 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, ctx.documents, mask, seed, *ctx.settings = inputs
-    mark = torch.zeros(1, dtype=torch.int64) if ctx.documents is None else _fingerprint(ctx.documents)
+    mark = _fingerprint(ctx.documents, ctx.settings[0])
     ctx.save_for_backward(q, k, v, *output, mark, mask, seed)
     ctx.mark_non_differentiable(output[1])
 
@@ -248,31 +248,31 @@ attention_op.register_autograd(_differentiate, setup_context=_save)
 # --------------------------------------------------------------------------- recompute
 #
 # Saved tensors are those of the recompute, if activation checkpointing made one; attributes of ctx
-# are those of the forward. So documents are kept as an attribute and their fingerprint as a saved
+# are those of the forward. So documents and mesh are kept as attributes and their fingerprint as a saved
 # tensor: backward always uses what the forward used, and notices if the recompute saw something else.
 
 
 @torch.library.custom_op("hyper_cp::fingerprint", mutates_args=())
-def _fingerprint(documents: Tensor) -> Tensor:
-    """``[1]`` int64 on the CPU that stands for these documents."""
-    return torch.tensor([_hash(documents)])
+def _fingerprint(documents: Tensor | None, mesh: str) -> Tensor:
+    """``[1]`` int64 on the CPU that stands for these documents and this mesh."""
+    return torch.tensor([_hash(documents, mesh)])
 
 
 @_fingerprint.register_fake
-def _(documents: Tensor) -> Tensor:
+def _(documents: Tensor | None, mesh: str) -> Tensor:
     return torch.empty(1, dtype=torch.int64)
 
 
-def _hash(documents: Tensor | None) -> int:
-    return 0 if documents is None else hash(tuple(documents.flatten().tolist()))
+def _hash(documents: Tensor | None, mesh: str) -> int:
+    return hash((mesh, None if documents is None else tuple(documents.flatten().tolist())))
 
 
-def _check_recompute(documents: Tensor | None, fingerprint: Tensor) -> None:
-    if _hash(documents) != fingerprint.item():
+def _check_recompute(documents: Tensor | None, mesh: str, fingerprint: Tensor) -> None:
+    if _hash(documents, mesh) != fingerprint.item():
         had = "no packed documents" if documents is None else f"documents={documents.tolist()}"
         raise RuntimeError(
-            "activation checkpointing recomputed this attention with other packed documents than its forward "
-            f"had ({had}): the `documents` block had ended, or another batch's was active. Pass documents= "
-            "to the styled module as a keyword argument (through the checkpointed function), or run "
-            "backward inside the block"
+            "activation checkpointing recomputed this attention with other packed documents, or on another cp mesh, "
+            f"than its forward had ({had} on {meshes.by_key(mesh)}): the block that said so had ended, or another one "
+            "was active. Pass documents= to the styled module as a keyword argument (through the checkpointed "
+            "function), or run backward inside the block"
         )

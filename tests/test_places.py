@@ -1,0 +1,291 @@
+"""Another cp mesh for a while: every degree in both directions, recompute, compile, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo.config
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh
+from hyper_cp.demo_model import Llama, LlamaConfig
+from hyper_cp.ops import axis
+
+S = 32
+CONFIG = LlamaConfig(dim=32, layers=2, heads=8, kv_heads=4, hidden=48)
+STYLES: list[dict[str, Any]] = [
+    {"ulysses_degree": None},
+    {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
+    {"ulysses_degree": 2, "kv_exchange": "ring", "load_balance": True},
+    {"ulysses_degree": "auto", "layout": "head_tail"},
+]
+
+
+def built(style: dict[str, Any], home: DeviceMesh, block: bool = False) -> tuple[Llama, Llama]:
+    """A model under context parallelism on ``home``, and the same on one device."""
+    torch.manual_seed(0)
+    model, reference = Llama(CONFIG).double(), Llama(CONFIG).double()
+    reference.load_state_dict(model.state_dict())
+    made = ContextParallel(qkv_indices=None, **style) if block else ContextParallel(2, 1, **style)
+    parallelize_module(model, home, {f"layers.*.attention{'' if block else '.inner'}": made})
+    return model, reference
+
+
+def sample(number: int) -> Tensor:
+    return torch.randint(256, (1, S + 1), generator=torch.Generator().manual_seed(number))
+
+
+def loss_of(model: Any, tokens: Tensor, labels: Tensor, positions: Tensor, count: int) -> Tensor:
+    return F.cross_entropy(model(tokens, positions).flatten(0, 1), labels.flatten(), reduction="sum") / count
+
+
+def share_of_loss(model: Any, handler: ContextParallelHandler, samples: int) -> Tensor:
+    """This rank's part of the mean loss of ``samples`` samples, one per group of the handler's mesh."""
+    text = sample(dist.get_rank() // handler.cp.size)
+    tokens, labels = (handler.dispatch(x, 1) for x in (text[:, :-1], text[:, 1:]))
+    return loss_of(model, tokens, labels, handler.position_ids(S), S * samples)
+
+
+def errors(loss: Tensor, model: Llama, reference: Llama, samples: int, run: Any = None) -> float:
+    """Of the loss and all gradients, summed over ranks, beside one device."""
+    want = sum(
+        loss_of(reference, sample(i)[:, :-1], sample(i)[:, 1:], torch.arange(S), S * samples) for i in range(samples)
+    )
+    reference.zero_grad()
+    want.backward()  # type: ignore[union-attr]
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    worst = abs(total.item() / want.item() - 1)  # type: ignore[union-attr]
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        dist.all_reduce(p.grad)
+        worst = max(worst, ((p.grad - q.grad).abs().max() / q.grad.abs().max()).item())
+    model.zero_grad()
+    return worst
+
+
+def every_degree(style: dict[str, Any], home: int, block: bool) -> dict[str, float]:
+    world = dist.get_world_size()
+    family = split_cp_mesh(init_device_mesh("cpu", (world,)))
+    if home == 1:
+        style = {**style, "ulysses_degree": style["ulysses_degree"] if style["ulysses_degree"] in (None, "auto") else 1}
+    elif style["ulysses_degree"] == 2 and home % 2:
+        return {}
+    model, reference = built(style, family.cp(home), block)
+    follows = ContextParallelHandler.of(model)
+    found = {}
+
+    def step(name: str, handler: ContextParallelHandler, late: bool) -> None:
+        samples = world // handler.cp.size
+        loss = share_of_loss(model, handler, samples)
+        if not late:
+            loss.backward()
+            found[name] = errors(loss, model, reference, samples)
+        else:
+            waiting.append((name, loss, samples))
+
+    waiting: list[Any] = []
+    step("home", follows, False)
+    for degree in family.degrees:
+        with context_parallel_mesh(model, family.cp(degree)) as handler:
+            assert follows.cp.size == handler.cp.size == degree
+            step(f"{degree}", handler, False)
+            step(f"{degree}, following", follows, True)
+            with context_parallel_mesh(model, family.cp(home)):
+                step(f"{degree}, nested home", follows, False)
+            step(f"{degree}, again", follows, False)
+        for name, loss, samples in waiting:
+            loss.backward()  # after the block
+            found[name] = errors(loss, model, reference, samples)
+        waiting.clear()
+    try:
+        with context_parallel_mesh(model, family.cp(family.degrees[-1])):
+            raise KeyError("the user's own")
+    except KeyError:
+        pass
+    step("home again", follows, False)
+    return found
+
+
+@pytest.mark.parametrize("style", STYLES, ids=str)
+def test_every_degree_from_every_degree(ranks: Any, style: dict[str, Any]) -> None:
+    for home, block in ((4, False), (1, False), (2, True)):
+        for found in ranks(4, every_degree, style, home, block):
+            assert max(found.values(), default=0.0) <= 1e-10, (home, found)
+
+
+def other_splits() -> dict[str, float]:
+    """Meshes of the same ranks whose ring x ulysses split differs."""
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    model, reference = built({"kv_exchange": "ring", "layout": "head_tail"}, square)
+    found = {}
+    blocks = {
+        "home": lambda: context_parallel_mesh(model, square),
+        "a ring": lambda: context_parallel_mesh(model, line),
+        "ulysses": lambda: context_parallel_mesh(model, line, ulysses_degree=4),
+        "hybrid": lambda: context_parallel_mesh(model, line, ulysses_degree=2),
+    }
+    for name, block in blocks.items():
+        with block() as handler, axis.record_traffic() as traffic:
+            loss = share_of_loss(model, handler, 1)
+            loss.backward()
+        kinds = {operation for operation, _ in traffic.entries} - {"numbers"}
+        assert (
+            kinds
+            == {
+                "home": {"all_to_all", "send_recv"},
+                "a ring": {"send_recv"},
+                "ulysses": {"all_to_all"},
+                "hybrid": {"all_to_all", "send_recv"},
+            }[name]
+        )
+        found[name] = errors(loss, model, reference, 1)
+    return found
+
+
+def test_other_splits_of_the_same_ranks(ranks: Any) -> None:
+    for found in ranks(4, other_splits):
+        assert max(found.values()) <= 1e-10, found
+
+
+def off() -> int:
+    """On a mesh of one rank the module makes exactly the user's own call."""
+    family = split_cp_mesh(init_device_mesh("cpu", (2,)))
+    model, _ = built({"ulysses_degree": 1, "kv_exchange": "ring"}, family.cp(2))
+    text = sample(0)[:, :-1]
+    with (
+        mock.patch.object(
+            sys.modules["hyper_cp.ops.attention"], "attention_op", side_effect=AssertionError("the engine ran")
+        ),
+        axis.record_traffic() as traffic,
+        context_parallel_mesh(model, family.cp(1)),
+    ):
+        model(text, torch.arange(S)).sum().backward()
+    return len(traffic.entries)
+
+
+def test_one_rank_is_off(ranks: Any) -> None:
+    assert ranks(2, off) == [0, 0]
+
+
+def recomputed(reentrant: bool, docs: bool) -> dict[str, float]:
+    """Activation checkpointing per layer; backward inside the block, after it, and in a block on another mesh."""
+    family = split_cp_mesh(init_device_mesh("cpu", (4,)))
+    model, reference = built({"ulysses_degree": 2, "kv_exchange": "ring"}, family.cp(2))
+    for layer in model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=reentrant)  # type: ignore[method-assign]
+    found = {}
+    for degree in (4, 1):
+        samples = 4 // degree
+        with context_parallel_mesh(model, family.cp(degree)) as handler:
+            inside, after, elsewhere = (share_of_loss(model, handler, samples) for _ in range(3))
+            inside.backward()
+            found[f"{degree} inside"] = errors(inside, model, reference, samples)
+        after.backward()
+        found[f"{degree} after"] = errors(after, model, reference, samples)
+        with context_parallel_mesh(model, family.cp({4: 1, 1: 4}[degree])):
+            elsewhere.backward()
+        found[f"{degree} elsewhere"] = errors(elsewhere, model, reference, samples)
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recompute_uses_the_mesh_of_its_forward(ranks: Any, reentrant: bool) -> None:
+    for found in ranks(4, recomputed, reentrant, False):
+        assert max(found.values()) <= 1e-10, found
+
+
+def compiled(block: bool) -> dict[str, float]:
+    torch._dynamo.reset()
+    family = split_cp_mesh(init_device_mesh("cpu", (4,)))
+    model, reference = built({"ulysses_degree": None, "layout": "head_tail"}, family.cp(4), block)
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = {}
+    for turn, degree in enumerate((4, 2, 1, 4, 2, 1, 4)):
+        with (
+            context_parallel_mesh(model, family.cp(degree)) as handler,
+            torch._dynamo.config.patch(error_on_recompile=turn > 2),  # none when coming back
+        ):
+            loss = share_of_loss(fast, handler, 4 // degree)
+        loss.backward()
+        found[f"{turn}: {degree}"] = errors(loss, model, reference, 4 // degree)
+    return found
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_compiled_once_for_each_mesh(ranks: Any, block: bool) -> None:
+    for found in ranks(4, compiled, block, timeout=300):
+        assert max(found.values()) <= 1e-10, found
+
+
+# --------------------------------------------------------------------------- words
+
+
+def refused(what: str) -> None:
+    world = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    family = split_cp_mesh(world)
+    model, _ = built({"ulysses_degree": None}, family.cp(2))
+    with axis.record_traffic() as traffic:
+        try:
+            if what == "no style":
+                with context_parallel_mesh(torch.nn.Linear(2, 2), world):
+                    pass
+            elif what == "absent":
+                half = DeviceMesh("cpu", [0, 1] if dist.get_rank() > 1 else [2, 3], mesh_dim_names=("cp",))
+                with context_parallel_mesh(model, half):
+                    pass
+            elif what == "no mesh":
+                with context_parallel_mesh(model, 4):  # type: ignore[arg-type]
+                    pass
+            elif what == "degree":
+                with context_parallel_mesh(model, world, ulysses_degree=3):
+                    pass
+            elif what == "documents":
+                handler = ContextParallelHandler.of(model)
+                with handler.documents([0, 5, S]), context_parallel_mesh(model, family.cp(4)) as other:
+                    share_of_loss(model, other, 1)
+        finally:
+            assert not traffic.entries, "communicated before refusing"
+
+
+@pytest.mark.parametrize(
+    "what, error, words",
+    [
+        ("no style", ValueError, "no module of Linear runs under ContextParallel: apply a plan"),
+        ("absent", ValueError, "is not part of mesh"),
+        ("no mesh", TypeError, "mesh must be a torch.distributed.DeviceMesh"),
+        ("degree", ValueError, "ulysses_degree=3 does not divide"),
+        ("documents", RuntimeError, "documents are in force on the one it has left"),
+    ],
+)
+def test_wrong_meshes_are_refused(ranks: Any, what: str, error: type[Exception], words: str) -> None:
+    ranks.raises(4, error, words, refused, what)
+
+
+def too_few_heads() -> None:
+    family = split_cp_mesh(init_device_mesh("cpu", (4,)))
+    x = torch.randn(1, 2, 8, 4)
+
+    class Inner(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v)
+
+    model = parallelize_module(Inner(), family.cp(2), ContextParallel(2, 1))
+    model(x, x, x)
+    with context_parallel_mesh(model, family.cp(4)):
+        raise AssertionError("the block started")
+
+
+def test_heads_that_do_not_split_are_refused_before_the_block(ranks: Any) -> None:
+    ranks.raises(4, ValueError, "cannot split 2 query heads", too_few_heads)
