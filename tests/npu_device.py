@@ -3,7 +3,8 @@
 :func:`install` is for good and for the whole process: call it in ranks that do nothing else. Operators run on
 the CPU tensors inside; the NPU's attention operators are those of the stand-in; transfers go through gloo.
 What a real device refuses (operands on different devices) is refused, and what makes the host wait for it is
-recorded in :data:`waits`.
+recorded in :data:`waits`. It says nothing of streams and of HCCL. One thing cannot be had: ``torch.tensor(...,
+device="npu")``, where PyTorch looks past the tensors that are made in Python.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ waits: list[str] = []
 
 _NPU = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 # Their result, or its shape, is a value of the device.
-_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique_dim", "unique"}
-_READS |= {"_unique2", "unique_consecutive", "allclose", "bincount", "repeat_interleave.Tensor", "tolist"}
+_READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "unique_dim", "_unique", "_unique2"}
+_READS |= {"unique_consecutive", "unique_dim_consecutive", "bincount", "repeat_interleave.Tensor"}
 
 
 class Module:
@@ -102,6 +103,8 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     """One operator on the CPU tensors inside; its results are on the device if it was asked for there."""
     if func.namespace == "hyper_cp":  # the library's own operators run on tensors of the device
         return func.redispatch(_NPU, *args, **kwargs)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return func.decompose(*args, **kwargs)  # what it is made of is looked at
     operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     here = any(isinstance(x, OnNPU) for x in operands)
     target = kwargs.get("device")
