@@ -28,6 +28,7 @@ calls: list[str] = []
 waits: list[str] = []
 """Of these, what makes the host wait for the device: reads of its values, copies that are not asynchronous."""
 
+_library: Any = None  # lives as long as the process
 _NPU = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 # Their result, or its shape, is a value of the device.
 _READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "unique_dim", "_unique", "_unique2"}
@@ -91,12 +92,12 @@ class OnNPU(Tensor):
 
 def install() -> None:
     """Make the device and its attention operators in this process."""
-    if hasattr(torch, "npu"):
-        return
-    SETUP("npu", Module())
-    npu_standin.install()
-    install.library = torch.library.Library("_", "IMPL")  # type: ignore[attr-defined] # lives as long as the process
-    install.library.fallback(_run, "PrivateUse1")  # type: ignore[attr-defined] # what makes tensors from none
+    global _library
+    if _library is None:
+        SETUP("npu", Module())
+        npu_standin.install()
+        _library = torch.library.Library("_", "IMPL")
+        _library.fallback(_run, "PrivateUse1")  # operators without operands of the device: they make some
 
 
 def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,5 +144,10 @@ def _check(func: Any, name: str, operands: list[Tensor], args: Any, kwargs: Any)
         x is not None and (x.dtype in (torch.bool, torch.uint8) or x.device.type == "cpu") for x in args[1]
     ):
         waits.append(f"{name} by a mask or by positions on the CPU")
-    elif func.namespace == "aten" and any(x.ndim for x, kind in zip(operands, kinds, strict=True) if kind == "cpu"):
+    # Numbers may be on the CPU, and so may the lengths that v3 of the attention operator takes.
+    elif func.namespace in ("aten", "npu") and any(
+        x.ndim and not (func.namespace == "npu" and x.dtype == torch.int64)
+        for x, kind in zip(operands, kinds, strict=True)
+        if kind == "cpu"
+    ):
         raise RuntimeError(f"{func}: expected all tensors to be on the same device, found {sorted(set(kinds))}")

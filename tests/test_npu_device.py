@@ -158,11 +158,17 @@ def test_a_read_in_a_kernel_is_noticed(npus: Ranks, kv: str) -> None:
 
 
 def test_operands_on_two_devices_are_refused(npus: Ranks) -> None:
-    npus.raises(1, RuntimeError, "expected all tensors to be on the same device", add_across_devices)
+    for mix in (add_across_devices, attend_across_devices):
+        npus.raises(1, RuntimeError, "expected all tensors to be on the same device", mix)
 
 
 def add_across_devices() -> None:
     torch.ones(2, device="npu") + torch.ones(2)
+
+
+def attend_across_devices() -> None:
+    q, mask = torch.ones(1, 1, 4, 8, device="npu"), torch.zeros(4, 4, dtype=torch.bool)
+    torch.ops.npu.npu_fusion_attention(q, q, q, 1, "BNSD", atten_mask=mask)
 
 
 # --------------------------------------------------------------------------- user modules
