@@ -34,12 +34,19 @@ from hyper_cp.ops import mesh as meshes
 from hyper_cp.ops.axis import Axis, Pending
 
 Band = tuple[int | None, int | None]
-TILES: list[tuple[int, int, Band]] = [
-    (256, 256, (None, None)),
-    (256, 256, (None, 0)),
-    (200, 456, (None, None)),
-    (300, 300, (-100, 0)),
-    (300, 420, (-40, 30)),
+Parts = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+SQUARES: Parts = (((0, 100), (0, 100)), ((100, 101), (100, 101)), ((130, 256), (130, 256)))  # rows and columns missing
+OBLONG: Parts = (((0, 64), (10, 138)), ((64, 200), (138, 180)), ((200, 201), (200, 300)))
+TILES: list[tuple[int, int, Band, Parts | None]] = [
+    (256, 256, (None, None), None),
+    (256, 256, (None, 0), None),
+    (200, 456, (None, None), None),
+    (300, 300, (-100, 0), None),
+    (300, 420, (-40, 30), None),
+    (256, 256, (None, 0), SQUARES),
+    (256, 256, (None, None), SQUARES),
+    (201, 300, (None, None), OBLONG),
+    (320, 320, (None, 0), tuple(((i, i + n), (i, i + n)) for d in range(0, 320, 10) for i, n in ((d, 1), (d + 1, 9)))),
 ]
 MODES: dict[str, dict[str, Any]] = {
     "ring, head_tail": {"kv_exchange": "ring", "layout": "head_tail"},
@@ -52,8 +59,8 @@ MODES: dict[str, dict[str, Any]] = {
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
     groups = q.shape[1] // k.shape[1]
-    logits = (q @ k.repeat_interleave(groups, 1).mT * scale).masked_fill(~visible, -torch.inf)
-    return logits.softmax(-1) @ v.repeat_interleave(groups, 1)
+    logits = (q @ k.repeat_interleave(groups, 1).mT * scale).masked_fill(~visible, -1e300)
+    return (logits.softmax(-1) * visible) @ v.repeat_interleave(groups, 1)  # rows that see nothing: 0
 
 
 def error(value: Tensor, expected: Tensor) -> float:
@@ -73,30 +80,40 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, visible: Tensor, sc
 # --------------------------------------------------------------------------- 1. kernels
 
 
+def visible_of(rows: int, cols: int, band: Band, parts: Parts | None, device: str) -> Tensor:
+    """``[rows, cols]``: what a tile leaves visible, written out."""
+    if parts is not None:
+        visible = torch.zeros(rows, cols, dtype=torch.bool, device=device)
+        for (top, bottom), (left, right) in parts:
+            visible[top:bottom, left:right] = visible_of(bottom - top, right - left, band, None, device)
+        return visible
+    distance = torch.arange(cols, device=device)[None] - torch.arange(rows, device=device)[:, None]
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    visible = visible if band[0] is None else visible & (distance >= band[0])
+    return visible if band[1] is None else visible & (distance <= band[1])
+
+
 def check_kernels(device: str, dtypes: Sequence[torch.dtype]) -> list[tuple[str, float, float]]:
     """``(what, error, bar)`` per kernel, dtype and tile. A kernel that refuses a dtype says so and is left out."""
     module = kernels._module(torch.device(device))
     found = []
     for name, kernel in {**module.KERNELS, "reference": kernels.REFERENCE}.items():
         for dtype in dtypes:
-            for rows, cols, band in TILES:
+            for rows, cols, band, parts in TILES:
+                what = f"{name} {dtype} {rows}x{cols} {band}" + (f" packed, {len(parts)} parts" if parts else "")
                 q, k, v, dout = (
                     torch.randn(2, n, h, 64, device=device, dtype=dtype).transpose(1, 2)
                     for n, h in ((rows, 8), (cols, 2), (cols, 2), (rows, 8))
                 )
-                distance = torch.arange(cols, device=device)[None] - torch.arange(rows, device=device)[:, None]
-                visible = torch.ones_like(distance, dtype=torch.bool)
-                visible = visible if band[0] is None else visible & (distance >= band[0])
-                visible = visible if band[1] is None else visible & (distance <= band[1])
-                want = gradients(q, k, v, dout, visible, 0.125)
+                want = gradients(q, k, v, dout, visible_of(rows, cols, band, parts, device), 0.125)
                 try:
-                    out, lse = kernel.forward(q, k, v, band, 0.125)
-                    got = [out, *kernel.backward(dout, q, k, v, want[0].to(dtype), lse, band, 0.125)]
+                    out, lse = kernel.forward(q, k, v, band, 0.125, parts=parts)
+                    got = [out, *kernel.backward(dout, q, k, v, want[0].to(dtype), lse, band, 0.125, parts=parts)]
                 except RuntimeError as refusal:
-                    found.append((f"{name} {dtype} {rows}x{cols} {band}: {str(refusal)[:90]}", 0.0, 0.0))
+                    found.append((f"{what}: {str(refusal)[:90]}", 0.0, 0.0))
                     break
                 worst = max(error(a, b) for a, b in zip(got, want, strict=True))
-                found.append((f"{name} {dtype} {rows}x{cols} {band}", worst, bar(dtype)))
+                found.append((what, worst, bar(dtype)))
     return found
 
 
@@ -280,10 +297,10 @@ class _NoKernel:
 
     name = "none"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

@@ -3,7 +3,8 @@
 :func:`install` is for good and for the whole process: call it in ranks that do nothing else. Operators run on
 the CPU tensors inside; the NPU's attention operators are those of the stand-in; transfers go through gloo.
 What a real device refuses (operands on different devices) is refused, and what makes the host wait for it is
-recorded in :data:`waits`.
+recorded in :data:`waits`. It says nothing of streams and of HCCL. One thing cannot be had: ``torch.tensor(...,
+device="npu")``, where PyTorch looks past the tensors that are made in Python.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ calls: list[str] = []
 waits: list[str] = []
 """Of these, what makes the host wait for the device: reads of its values, copies that are not asynchronous."""
 
+_library: Any = None  # lives as long as the process
 _NPU = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 # Their result, or its shape, is a value of the device.
-_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique_dim", "unique"}
-_READS |= {"_unique2", "unique_consecutive", "allclose", "bincount", "repeat_interleave.Tensor", "tolist"}
+_READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "unique_dim", "_unique", "_unique2"}
+_READS |= {"unique_consecutive", "unique_dim_consecutive", "bincount", "repeat_interleave.Tensor"}
 
 
 class Module:
@@ -90,18 +92,20 @@ class OnNPU(Tensor):
 
 def install() -> None:
     """Make the device and its attention operators in this process."""
-    if hasattr(torch, "npu"):
-        return
-    SETUP("npu", Module())
-    npu_standin.install()
-    install.library = torch.library.Library("_", "IMPL")  # type: ignore[attr-defined] # lives as long as the process
-    install.library.fallback(_run, "PrivateUse1")  # type: ignore[attr-defined] # what makes tensors from none
+    global _library
+    if _library is None:
+        SETUP("npu", Module())
+        npu_standin.install()
+        _library = torch.library.Library("_", "IMPL")
+        _library.fallback(_run, "PrivateUse1")  # operators without operands of the device: they make some
 
 
 def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     """One operator on the CPU tensors inside; its results are on the device if it was asked for there."""
     if func.namespace == "hyper_cp":  # the library's own operators run on tensors of the device
         return func.redispatch(_NPU, *args, **kwargs)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return func.decompose(*args, **kwargs)  # what it is made of is looked at
     operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     here = any(isinstance(x, OnNPU) for x in operands)
     target = kwargs.get("device")
@@ -140,5 +144,10 @@ def _check(func: Any, name: str, operands: list[Tensor], args: Any, kwargs: Any)
         x is not None and (x.dtype in (torch.bool, torch.uint8) or x.device.type == "cpu") for x in args[1]
     ):
         waits.append(f"{name} by a mask or by positions on the CPU")
-    elif func.namespace == "aten" and any(x.ndim for x, kind in zip(operands, kinds, strict=True) if kind == "cpu"):
+    # Numbers may be on the CPU, and so may the lengths that v3 of the attention operator takes.
+    elif func.namespace in ("aten", "npu") and any(
+        x.ndim and not (func.namespace == "npu" and x.dtype == torch.int64)
+        for x, kind in zip(operands, kinds, strict=True)
+        if kind == "cpu"
+    ):
         raise RuntimeError(f"{func}: expected all tensors to be on the same device, found {sorted(set(kinds))}")

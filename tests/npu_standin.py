@@ -33,6 +33,8 @@ def install() -> None:
         for name, schema in SCHEMAS.items():
             _library.define(schema)
             _library.impl(name, partial(_grad if "grad" in name else _forward, name), "CPU")
+            if "grad" not in name:
+                _library.impl(name, partial(_Differentiable.call, name), "Autograd")
 
 
 def refuse(unless: bool, why: str) -> None:
@@ -314,3 +316,33 @@ def _grad(name: str, *args: Any, **kwargs: Any) -> Any:
     if name.endswith("v2"):
         return dq, dk, dv, dpse, nothing.clone(), nothing.clone(), nothing.clone()
     return dq, dk, dv, dpse, nothing.clone()
+
+
+class _Differentiable(torch.autograd.Function):
+    """What autograd does of a forward operator: it calls the gradient operator with the same words."""
+
+    @staticmethod
+    def call(name: str, *args: Any, **kwargs: Any) -> Any:
+        arguments = getattr(torch.ops.npu, name).default._schema.arguments
+        given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+        tensors = {k: v for k, v in given.items() if isinstance(v, Tensor)}
+        words = {k: v for k, v in given.items() if k not in tensors and v is not None}
+        return _Differentiable.apply(name, words, list(tensors), *tensors.values())
+
+    @staticmethod
+    def forward(ctx: Any, name: str, words: dict[str, Any], names: list[str], *tensors: Tensor) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            outputs = getattr(torch.ops.npu, name)(**words, **dict(zip(names, tensors, strict=True)))
+        ctx.name, ctx.words, ctx.names = name, dict(words), names
+        ctx.save_for_backward(*tensors, *outputs[:3])
+        ctx.mark_non_differentiable(*(x for x in outputs[1:] if isinstance(x, Tensor)))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
+        saved = dict(zip([*ctx.names, "attention_in", "softmax_max", "softmax_sum"], ctx.saved_tensors, strict=True))
+        words = {**ctx.words, **saved, "dy": dout.contiguous()}
+        if "scale" in words:
+            words["scale_value"] = words.pop("scale")
+        grads = getattr(torch.ops.npu, ctx.name.replace("attention", "attention_grad"))(**words)
+        return None, None, None, *grads[:3], *[None] * (len(ctx.names) - 3)

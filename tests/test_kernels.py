@@ -17,11 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import cpu, cuda, npu, reference
-from tests import npu_standin
 from tests.oracle import plain_attention, relative_error
-from tests.test_attention import FP32, check, modes
-from tests.test_attention import run_cases as run_mode_cases
-from tests.test_masks import run_cases as run_mask_cases
 
 BANDS = [(None, None), (None, 0), (-5, 0), (-3, 4), (2, 9), (None, 3), (-700, 0)]
 Tile = tuple[int, int, tuple[int | None, int | None], str]
@@ -150,47 +146,6 @@ def test_npu_masks_are_compressed_and_full_tiles_have_none(standin: Any) -> None
     standin.calls.clear()
     npu.KERNEL.forward(q, q, q, (None, None), 0.3)
     assert standin.calls[0]["layout"] == "BSND"
-
-
-def through_npu(run: Any, cases: list[dict[str, Any]], *args: Any) -> Any:
-    """Cases of the engine with the NPU's kernel in place of the CPU's."""
-    npu_standin.install()
-    with mock.patch.dict(kernels._MODULES, {"cpu": "npu"}):
-        npu_standin.calls.clear()
-        found = run(*args, cases)
-        assert npu_standin.calls, "the NPU's operators were not called"
-    return found
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_mode_on_the_npu_kernel(ranks: Any, world: int, standin: Any) -> None:
-    cases = [
-        {**mode, "causal": causal, "batch": 2, "heads": 8, "kv_heads": 4, "length": 12 * world, "dtype": torch.float32}
-        for mode in modes(world)
-        for causal in (True, False)
-        if mode["degree"] <= 4
-    ]
-    check(ranks(world, through_npu, run_mode_cases, cases, world), FP32)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_windows_documents_and_masks_on_the_npu_kernel(ranks: Any, world: int, standin: Any) -> None:
-    length = 12 * world
-    facts: list[dict[str, Any]] = [
-        {"window": (3, 2)},
-        {"window": (length // 2, 0), "causal": True},
-        {"documents": [[0, 1, 7, length - 2, length]], "causal": True},
-        {"documents": [[0, 5, length], [0, length - 1, length]], "window": (4, 1)},
-        {"mask": "bool"},
-        {"mask": "padding"},
-        {"mask": "float"},
-    ]
-    cases = [
-        {"causal": False, **mode, **fact, "length": length, "dtype": torch.float32}
-        for mode in modes(world)
-        for fact in facts
-    ]
-    check(ranks(world, through_npu, run_mask_cases, cases), FP32)
 
 
 def test_an_unknown_device_gets_plain_math() -> None:

@@ -204,6 +204,17 @@ def test_pse_is_added_before_the_scale_and_has_a_gradient() -> None:
     assert relative_error(found, torch.autograd.grad(want, wide, dout.double())[0]) < 1e-5
 
 
+@pytest.mark.parametrize("version", ["", "_v2", "_v3"])
+def test_outputs_are_differentiable(version: str) -> None:
+    problem = Problem("TND", 3, [(3, 6), (4, 4)])
+    q, k, v, dout = (problem.arranged(x) for x in problem.tensors)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    operator = getattr(torch.ops.npu, f"npu_fusion_attention{version}")
+    out, *_ = operator(*leaves, HEADS, "TND", **problem.spelled(version, problem.words))
+    for grad, want in zip(torch.autograd.grad(out, leaves, dout), zip(*problem.wanted()[2], strict=True), strict=True):
+        assert relative_error(grad, problem.arranged(list(want))) < 1e-5
+
+
 def test_without_a_mask_modes_and_tokens_are_ignored() -> None:
     q = torch.randn(1, 2, 6, 8)
     for words in ({"sparse_mode": 2}, {"sparse_mode": 4, "pre_tockens": 0, "next_tockens": 0}):
