@@ -224,7 +224,7 @@ class _Routing(Region):
     ) -> Any:
         kwargs = kwargs or {}
         if self.shares and not torch.compiler.is_compiling():
-            args, kwargs = self._shared(args), {name: self._shared(x) for name, x in kwargs.items()}
+            args, kwargs = tuple(map(self._shared, args)), {name: self._shared(x) for name, x in kwargs.items()}
         if func in _BACKWARD and not torch.compiler.is_compiling():
             return self._differentiate(func, args, kwargs)
         if not (calls.key_of(func) in calls.ROUTED or func in calls.UNROUTED) or not self._speaks():
