@@ -195,9 +195,8 @@ class _Whole:
 
     def position_ids(self, table: Tensor | None) -> Tensor:
         """Of the first entry's form: ``[B, S/n]``, or ``[S/n]``; they restart in packed documents."""
+        # Padding counts from 0 again: a table of positions need not be longer than the sequence.
         rows = self.packed or [[0, self.length]]
-        # Padding counts from 0: a table of positions need not be longer than the sequence.
-        rows = [[*row, self.padded] for row in rows]
         ranges = self.handler._ranges(self.padded, "padded length", table)
         at = positions.restarted(positions.positions(ranges), rows).to(self.first.device)
         if self.first.ndim == 1:

@@ -144,7 +144,7 @@ class context_parallel:
                 raise ValueError(
                     f"buffer_seq_dims[{i}]={dim!r} is not a dimension of {name}, whose shape is {tuple(x.shape)}"
                 )
-            self.handler._ranges(x.shape[dim], f"{name}.shape[{dim}]", None)
+            self.handler._ranges(x.shape[dim], f"{name}.shape[{dim}]", self.handler.cp.facts.documents)
             if id(x) in seen or id(x) in _sharded_now:
                 where = "twice in buffers" if id(x) in seen else "sharded by an enclosing block already"
                 raise ValueError(f"{name} of shape {tuple(x.shape)} is {where}: it can be sharded once")
@@ -224,7 +224,7 @@ class _Routing(Region):
     ) -> Any:
         kwargs = kwargs or {}
         if self.shares and not torch.compiler.is_compiling():
-            args, kwargs = self._shared(args), {name: self._shared(x) for name, x in kwargs.items()}
+            args, kwargs = tuple(map(self._shared, args)), {name: self._shared(x) for name, x in kwargs.items()}
         if func in _BACKWARD and not torch.compiler.is_compiling():
             return self._differentiate(func, args, kwargs)
         if not (calls.key_of(func) in calls.ROUTED or func in calls.UNROUTED) or not self._speaks():

@@ -73,7 +73,9 @@ class Shares:
         gathered = gather_sequence(tensor, self.cp.facts.documents, self.cp.key, self.layout, seq_dim)
         return gathered if length is None else gathered.narrow(seq_dim, 0, length)
 
-    def roll_tensor(self, tensor: Tensor, shifts: int = -1, dims: int = -1, *, documents: Any = None) -> Any:
+    def roll_tensor(
+        self, tensor: Tensor, shifts: int = -1, dims: int = -1, *, documents: Any = None
+    ) -> tuple[Tensor, Tensor]:
         """Shift the whole sequence of which ``tensor [.. S/n ..]`` is this rank's share: the result at global
         position p is what was at p - shifts, zero where that is outside the sequence or in another document.
 

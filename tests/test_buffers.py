@@ -50,7 +50,7 @@ class Model(nn.Module):
         self.double()
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids) * self.place
+        x = torch.einsum("bsd,sd->bsd", [self.embed(ids), self.place])
         for layer in self.layers:
             x = layer(x) if self.checkpointing is None else checkpoint(layer, x, use_reentrant=self.checkpointing)
         return x
@@ -235,6 +235,11 @@ def styled_inside() -> None:
     """A styled module in a block runs under its own style, a block's attention under the block's."""
     mesh, whole = cp_mesh(), qkv()
     want = plain_attention(*whole, is_causal=True)
+    alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("all", "one"))["one"]
+    single = modules.BNSD(True)
+    parallelize_module(single, alone, ContextParallel(2, 1, 1))
+    with context_parallel(mesh):
+        assert relative_error(single(*whole), want) <= 1e-10
     for degree in (1, None):
         module = modules.BNSD(True)
         parallelize_module(module, mesh, ContextParallel(2, 1, degree, layout="contiguous"))

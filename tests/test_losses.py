@@ -201,3 +201,70 @@ def wrong(what: str) -> None:
 )
 def test_wrong_losses_are_refused(ranks: Any, what: str, kind: str, words: str) -> None:
     ranks.raises(4, kind, words, wrong, what)
+
+
+# --------------------------------------------------------------------------- a batch from end to end
+
+
+class Seen(nn.Module):
+    """The oracle's attention: causal or not, among positions of one document."""
+
+    def __init__(self, causal: bool, number: Tensor) -> None:
+        super().__init__()
+        self.causal, self.seen = causal, (number[:, :, None] == number[:, None])[:, None]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return plain_attention(q, k, v, is_causal=self.causal, visible=self.seen)
+
+
+class Attention(nn.Module):
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+
+
+def end_to_end(layout: str, causal: bool, packed: bool) -> float:
+    """13 tokens, padded on the right, on the left or not, or packed: loss and gradients of one device."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    style = ContextParallel(2, 1, 1, kv_exchange="ring", layout=layout)
+    handler, model, g = ContextParallelHandler(mesh, style), small(), torch.Generator().manual_seed(3)
+    model.inner = Attention(causal)  # type: ignore[assignment]
+    parallelize_module(model.inner, mesh, style)
+    ids = torch.randint(VOCABULARY, (3, 13), generator=g)
+    number = torch.zeros(3, 13)  # of the document that each position is in; padding is one
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if packed:
+        number[:, 4:] += 1
+        number[:, 11:] += 1
+        batch["cu_seqlens"] = torch.tensor([0, 4, 11, 13])
+    else:
+        number[0, 9:] = number[1, :5] = 1
+        batch["attention_mask"] = (number == 0).long()
+        batch["labels"][number == 1] = -100
+    local = handler.get_batch_on_this_cp_rank(batch, shift_labels=True, debug=True)
+    with handler.documents(local):
+        logits = model(local["input_ids"])
+    loss = handler.mean_loss(logits, local["shift_labels"], gradients="sum")
+    loss.backward()
+    found = gradients(model)
+    for grad in found:
+        dist.all_reduce(grad)
+    model = small()
+    model.inner = Seen(causal, number)  # type: ignore[assignment]
+    target = torch.full_like(ids, -100)
+    target[:, :-1] = torch.where(number[:, 1:] == number[:, :-1], batch["labels"][:, 1:], -100)
+    want = F.cross_entropy(model(ids).flatten(0, 1), target.flatten())
+    grads = torch.autograd.grad(want, list(model.parameters()))
+    return max(relative_error(a, b) for a, b in zip((loss.detach(), *found), (want.detach(), *grads), strict=True))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("world,layout", [(2, "contiguous"), (2, "head_tail"), (3, "head_tail"), (4, "contiguous")])
+def test_padded_and_packed_batches_train_as_on_one_device(
+    ranks: Any, world: int, layout: str, causal: bool, packed: bool
+) -> None:
+    assert max(ranks(world, end_to_end, layout, causal, packed)) <= 1e-10
