@@ -1,0 +1,193 @@
+"""Hugging Face transformers: an attention implementation named "hyper_cp", and the hook that feeds it.
+
+::
+
+    prepare_model(model, mesh, style=style)  # LlamaForCausalLM, Qwen3, Gemma3, DeepseekV3, ...
+    handler = ContextParallelHandler(mesh, style)
+    loss = model(**prepare_batch(handler, batch)).loss  # this rank's share of the mean
+
+What a batch says about attention arrives at the decoder once per forward, is looked at there, and travels to every
+attention call as the keyword ``context_parallel``: activation checkpointing recomputes with what the forward saw.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from ..boundary import Boundary, attached
+from ..handler import ContextParallelHandler
+from ..ops.attention import attention
+from ..ops.masks import documents_table
+from ..style import ContextParallel
+from .batch import borders_of_batch, borders_of_mask, borders_of_positions, prepare_batch
+
+__all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
+
+NAME = "hyper_cp"
+
+
+def register() -> None:
+    """Make ``attn_implementation="hyper_cp"`` known to transformers (attention and masks)."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextParallel) -> PreTrainedModel:
+    """Let the attention of a causal model run over the sequence that the ranks of ``mesh`` share; in place.
+
+    Call it before DDP, FSDP or compile. Of ``style`` everything but dimensions and indices counts; sliding windows are
+    the model's own. The forward takes this rank's tokens: see :func:`prepare_batch`. Without it a 2-D
+    ``attention_mask`` (local, or global) or ``position_ids`` are gathered and looked at in every forward.
+
+    Returns:
+        The model. ``ValueError`` if it is prepared already, or if the style does not fit.
+    """
+    register()
+    decoder = model.get_decoder()
+    if attached(decoder) is not None:
+        raise ValueError(f"{type(model).__name__} is prepared for context parallelism already: prepare it once")
+    if style.mode.window is not None:
+        raise ValueError(f"style has window={style.mode.window}, but the model decides which layers slide: drop it")
+    hook = Looker(style, mesh, decoder)
+    model.set_attn_implementation(NAME)
+    decoder.register_forward_pre_hook(hook.before, with_kwargs=True, prepend=True)
+    return model
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the attention calls of one forward must know."""
+
+    boundary: Boundary
+    documents: Tensor | None = None
+    visible: Tensor | None = None
+    """``[B, 1, S/n, S]``: a causal mask with padding between tokens."""
+
+
+class Looker(Boundary):
+    """Looks at what a decoder is called with, and passes it on to its attention."""
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = dict(kwargs)
+        tokens = args[0] if args else kwargs.get("input_ids")
+        tokens = kwargs["inputs_embeds"] if tokens is None else tokens
+        if len(args) > 1:
+            raise TypeError(f"{self.name} got {len(args)} positional arguments: pass all but input_ids by keyword")
+        handler = ContextParallelHandler(self.device_mesh, self.style)
+        local, length, visible = tokens.shape[1], tokens.shape[1] * handler.cp.size, None
+        trusted, mask, positions = "documents" in kwargs, kwargs.get("attention_mask"), kwargs.get("position_ids")
+        documents = documents_table(borders_of_batch(kwargs, length))
+        kwargs.pop("documents", None)
+        documents = handler.cp.facts.documents if documents is None else documents
+        mine = handler.position_ids(length, device=tokens.device)
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            if mask.shape[1] not in (local, length):
+                raise ValueError(
+                    f"attention_mask has shape {tuple(mask.shape)}; it must be [B, {local}] (dispatched like the "
+                    f"{local} local tokens) or [B, {length}] (global)"
+                )
+            kept = mask if mask.shape[1] == length else handler.combine(mask, 1)
+            borders, explicit = borders_of_mask(kept)
+            if explicit or (borders is not None and documents is not None):
+                seen = mine[:, None] >= torch.arange(length, device=mine.device)
+                visible = seen & kept.to(mine.device).bool()[:, None, None, :]
+            elif borders is not None:
+                documents = documents_table(borders)
+        elif mask is None and positions is not None and documents is None and not trusted:
+            documents = documents_table(borders_of_positions(handler.combine(positions.contiguous(), 1)))
+        if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+            # Without a mask transformers takes the jumps of local positions for packed sequences.
+            kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        if positions is None:
+            kwargs["position_ids"] = mine[None]
+        if kwargs.get("use_cache") is None:
+            kwargs["use_cache"] = False
+        kwargs["context_parallel"] = Seen(self, documents, visible)
+        return args, kwargs
+
+
+def attention_mask(
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    config: Any = None,
+    **_: Any,
+) -> None:
+    """No mask: padding and packing were looked at by the decoder's hook, the band of a layer is known to its
+    attention. A mask that is neither causal nor sliding is refused."""
+    if q_length != kv_length or not isinstance(q_offset, int) or q_offset != 0:
+        raise NotImplementedError(
+            f"{q_length} queries at offset {q_offset} of {kv_length} keys: context parallelism does not run with a "
+            "key/value cache. Pass use_cache=False, and generate without prepare_model"
+        )
+    if not allow_is_causal_skip or (local_size is not None and local_size != getattr(config, "sliding_window", None)):
+        kind = "custom or bidirectional" if local_size is None else f"chunked or custom (size {local_size})"
+        raise NotImplementedError(
+            f"{type(config).__name__} asks for a {kind} attention mask, which context parallelism does not know: only "
+            "causal and sliding-window masks are. Pass it as a 4-D attention_mask over global positions, if all "
+            "layers share one"
+        )
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    context_parallel: Seen | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: ``[B, H, S/n, D]`` to ``[B, S/n, H, D]``, over the keys of all ranks."""
+    name = type(module).__name__
+    if context_parallel is None:
+        raise RuntimeError(
+            f'{name} runs attn_implementation="hyper_cp" but was not told the cp mesh: call hyper_cp.integrations.'
+            "transformers.prepare_model(model, mesh, style=...) and the model as a whole (its decoder must hand "
+            "unknown keywords down to attention)"
+        )
+    refused = {"dropout": dropout or None, **{k: kwargs.get(k) for k in ("softcap", "s_aux", "position_bias", "cache")}}
+    asked = [k for k, v in refused.items() if v is not None]
+    if asked:
+        raise NotImplementedError(
+            f"{name} asks for {', '.join(asked)} in attention, which context parallelism does not support yet: "
+            "set attention_dropout=0.0, attn_logit_softcapping=None in the config, or use a model without attention "
+            "sinks, position biases and paged caches"
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is None and not causal:
+        raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
+    seen, window = context_parallel, None if sliding_window is None else (sliding_window - 1, None)
+    if attention_mask is not None:  # the caller's own, for all layers, as transformers takes it
+        mask, window = attention_mask, None
+    else:
+        mask = seen.visible
+    mode = seen.boundary.style.mode
+    out = attention(
+        query,
+        key,
+        value,
+        mesh=seen.boundary.mesh_for(query.shape[1], key.shape[1]),
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=True,
+        kv_exchange=mode.kv_exchange,
+        layout=mode.layout,
+        load_balance=mode.load_balance,
+        attn_mask=mask,
+        window=window,
+        documents=seen.documents,
+    )
+    return out.transpose(1, 2).contiguous(), None

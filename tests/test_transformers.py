@@ -1,0 +1,98 @@
+"""Real transformers models under context parallelism: losses and gradients of the unsharded model, or words."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hyper_cp import ContextParallel, ContextParallelHandler
+from tests.hf_models import NAMES, InDouble, make, tokens
+
+pytest.importorskip("transformers")
+
+MODES: dict[str, dict[str, Any]] = {
+    "ulysses": {"ulysses_degree": None},
+    "colossal": {"ulysses_degree": 1},
+    "ring": {"ulysses_degree": 1, "kv_exchange": "ring"},
+    "balanced": {"ulysses_degree": 1, "load_balance": True},
+    "hybrid": {"ulysses_degree": 2, "kv_exchange": "ring"},
+}
+
+
+def cp_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+def prepared(model: Any, **mode: Any) -> tuple[Any, ContextParallelHandler]:
+    from hyper_cp.integrations.transformers import prepare_model
+
+    mesh, style = cp_mesh(), ContextParallel(**mode)
+    return prepare_model(copy.deepcopy(model), mesh, style=style), ContextParallelHandler(mesh, style)
+
+
+def gradients(model: nn.Module, total: bool) -> dict[str, Tensor]:
+    found = {}
+    for name, p in model.named_parameters():
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if total:
+            dist.all_reduce(grad)
+        found[name] = grad
+    return found
+
+
+def unsharded(model: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    model = copy.deepcopy(model)
+    with InDouble():
+        loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), gradients(model, False)
+
+
+def errors(model: Any, batch: dict[str, Any], want: tuple[Tensor, dict[str, Tensor]], **mode: Any) -> float:
+    """Largest difference in the loss and in any parameter's gradient, relative to the largest gradient of it."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    model, handler = prepared(model, **mode)
+    return compare(model, prepare_batch(handler, batch), want)
+
+
+def compare(model: Any, local: dict[str, Any], want: tuple[Tensor, dict[str, Tensor]]) -> float:
+    with InDouble():
+        loss = model(**local).loss
+    loss.backward()
+    total, grads = loss.detach().clone(), gradients(model, True)
+    dist.all_reduce(total)
+    worst = abs(total.item() - want[0].item())
+    for name, grad in want[1].items():
+        scale = max(grad.abs().max().item(), 1e-3)
+        worst = max(worst, (grads[name] - grad).abs().max().item() / scale)
+    return worst
+
+
+def batch_of(length: int = 24) -> dict[str, Any]:
+    ids = tokens(length)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def every_mode(name: str, layout: str) -> dict[str, float]:
+    model, batch, found = make(name), batch_of(), {}
+    want = unsharded(model, batch)
+    for mode, settings in MODES.items():
+        if (mode == "balanced" and layout == "head_tail") or (mode == "hybrid" and dist.get_world_size() < 4):
+            continue
+        found[mode] = errors(model, batch, want, layout=layout, **settings)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_and_gradients_are_those_of_one_device(ranks: Any, name: str, world: int, layout: str) -> None:
+    for found in ranks(world, every_mode, name, layout):
+        assert len(found) >= 3 and max(found.values()) <= 1e-10, found
