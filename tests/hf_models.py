@@ -44,7 +44,7 @@ def make(name: str, **changes: Any) -> Any:
         config = hf.DeepseekV3Config(**{**SMALL, **mla, **moe, **heads, **changes})
     else:
         raise ValueError(name)
-    config._attn_implementation = "eager" if name == "gemma3" else "sdpa"
+    config._attn_implementation = "sdpa"
     torch.manual_seed(7)
     made = model(config).double()
     with torch.no_grad():

@@ -12,7 +12,7 @@ attention call as the keyword ``context_parallel``: activation checkpointing rec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,9 +23,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ..boundary import Boundary, attached
 from ..handler import ContextParallelHandler
 from ..ops.attention import attention
-from ..ops.masks import documents_table
 from ..style import ContextParallel
-from .batch import borders_of_batch, borders_of_mask, borders_of_positions, prepare_batch
+from .batch import Seen, documents_of, look, prepare_batch
 
 __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
 
@@ -60,16 +59,6 @@ def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextPar
     return model
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What the attention calls of one forward must know."""
-
-    boundary: Boundary
-    documents: Tensor | None = None
-    visible: Tensor | None = None
-    """``[B, 1, S/n, S]``: a causal mask with padding between tokens."""
-
-
 class Looker(Boundary):
     """Looks at what a decoder is called with, and passes it on to its attention."""
 
@@ -80,35 +69,31 @@ class Looker(Boundary):
         if len(args) > 1:
             raise TypeError(f"{self.name} got {len(args)} positional arguments: pass all but input_ids by keyword")
         handler = ContextParallelHandler(self.device_mesh, self.style)
-        local, length, visible = tokens.shape[1], tokens.shape[1] * handler.cp.size, None
-        trusted, mask, positions = "documents" in kwargs, kwargs.get("attention_mask"), kwargs.get("position_ids")
-        documents = documents_table(borders_of_batch(kwargs, length))
-        kwargs.pop("documents", None)
-        documents = handler.cp.facts.documents if documents is None else documents
-        mine = handler.position_ids(length, device=tokens.device)
-        if isinstance(mask, Tensor) and mask.ndim == 2:
-            if mask.shape[1] not in (local, length):
+        local, length = tokens.shape[1], tokens.shape[1] * handler.cp.size
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        seen, documents = kwargs.get("context_parallel"), documents_of(kwargs)
+        if seen is None:
+            documents = handler.cp.facts.documents if documents is None else documents
+            whole = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+            if whole is not None and whole.shape[1] not in (local, length):
                 raise ValueError(
-                    f"attention_mask has shape {tuple(mask.shape)}; it must be [B, {local}] (dispatched like the "
+                    f"attention_mask has shape {tuple(whole.shape)}; it must be [B, {local}] (dispatched like the "
                     f"{local} local tokens) or [B, {length}] (global)"
                 )
-            kept = mask if mask.shape[1] == length else handler.combine(mask, 1)
-            borders, explicit = borders_of_mask(kept)
-            if explicit or (borders is not None and documents is not None):
-                seen = mine[:, None] >= torch.arange(length, device=mine.device)
-                visible = seen & kept.to(mine.device).bool()[:, None, None, :]
-            elif borders is not None:
-                documents = documents_table(borders)
-        elif mask is None and positions is not None and documents is None and not trusted:
-            documents = documents_table(borders_of_positions(handler.combine(positions.contiguous(), 1)))
+            if whole is not None and whole.shape[1] != length:
+                whole = handler.combine(whole, 1)
+            if mask is not None or positions is None or documents is not None:
+                seen = look(handler, documents, whole)
+            else:
+                seen = look(handler, None, None, handler.combine(positions.contiguous(), 1))
         if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
             # Without a mask transformers takes the jumps of local positions for packed sequences.
             kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         if positions is None:
-            kwargs["position_ids"] = mine[None]
+            kwargs["position_ids"] = handler.position_ids(length, device=tokens.device)[None]
         if kwargs.get("use_cache") is None:
             kwargs["use_cache"] = False
-        kwargs["context_parallel"] = Seen(self, documents, visible)
+        kwargs["context_parallel"] = replace(seen, boundary=self)
         return args, kwargs
 
 
@@ -152,7 +137,8 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """What transformers calls: ``[B, H, S/n, D]`` to ``[B, S/n, H, D]``, over the keys of all ranks."""
     name = type(module).__name__
-    if context_parallel is None:
+    seen = context_parallel
+    if seen is None or seen.boundary is None:
         raise RuntimeError(
             f'{name} runs attn_implementation="hyper_cp" but was not told the cp mesh: call hyper_cp.integrations.'
             "transformers.prepare_model(model, mesh, style=...) and the model as a whole (its decoder must hand "
@@ -169,18 +155,16 @@ def attention_forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and not causal:
         raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
-    seen, window = context_parallel, None if sliding_window is None else (sliding_window - 1, None)
-    if attention_mask is not None:  # the caller's own, for all layers, as transformers takes it
-        mask, window = attention_mask, None
-    else:
-        mask = seen.visible
+    mask, window = attention_mask, None
+    if mask is None:  # else it is the caller's own for all layers, and nothing is added to it, as in transformers
+        mask, window = seen.keys, (None if sliding_window is None else sliding_window - 1, 0)
     mode = seen.boundary.style.mode
     out = attention(
         query,
         key,
         value,
         mesh=seen.boundary.mesh_for(query.shape[1], key.shape[1]),
-        is_causal=mask is None,
+        is_causal=False,  # the window says it, and goes with a mask
         scale=scaling,
         enable_gqa=True,
         kv_exchange=mode.kv_exchange,
@@ -190,4 +174,6 @@ def attention_forward(
         window=window,
         documents=seen.documents,
     )
+    if seen.tokens is not None:  # what sees nothing gets zeros, as from F.scaled_dot_product_attention
+        out = out.masked_fill(~seen.tokens.to(out.device), 0.0)
     return out.transpose(1, 2).contiguous(), None
