@@ -149,3 +149,139 @@ def padded_and_packed(name: str, layout: str) -> dict[str, float]:
 def test_padded_and_packed_batches(ranks: Any, name: str, layout: str) -> None:
     for found in ranks(2, padded_and_packed, name, layout):
         assert len(found) == 15 and max(found.values()) <= 1e-10, found
+
+
+# --------------------------------------------------------------------------- what must not be lost on the way
+
+
+def recomputed() -> dict[str, float]:
+    """Activation checkpointing of a copied model sees what the forward saw, also after the block that said it."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    model, cases, found = make("llama").float(), batches(), {}
+    for case in ("left", "positions", "between", "block left"):
+        oracle = copy.deepcopy(model)
+        batch = cases["positions" if case == "block left" else case]
+        oracle(**batch, use_cache=False).loss.backward()
+        made, handler = prepared(model, ulysses_degree=1, layout="head_tail")
+        copied = copy.deepcopy(made)
+        copied.gradient_checkpointing_enable({"use_reentrant": False})
+        local = prepare_batch(handler, batch)
+        if case == "block left":
+            del local["context_parallel"]
+            mask = torch.ones_like(local["input_ids"])
+            with handler.documents([0, 5, 14, 24]):
+                loss = copied(**local, attention_mask=mask).loss
+        else:
+            loss = copied(**local).loss
+        loss.backward()
+        grads = gradients(copied, True)
+        want = gradients(oracle, False).items()
+        found[case] = max(((grads[n] - w).abs().max() / w.abs().max().clamp(min=1e-3)).item() for n, w in want)
+    return found
+
+
+def test_recompute_sees_what_the_forward_saw(ranks: Any) -> None:
+    for found in ranks(2, recomputed):
+        assert max(found.values()) <= 2e-5, found
+
+
+def compiled() -> list[float]:
+    """Two batches of the same shape through layers compiled without graph breaks, with other documents each."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    model, cases, found = make("llama").float(), batches(), []
+    made, handler = prepared(model, ulysses_degree=1)
+    for layer in made.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    for case in ("right", "left", "positions"):
+        want = copy.deepcopy(model)(**cases[case], use_cache=False).loss
+        loss = made(**prepare_batch(handler, cases[case])).loss
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        found.append(abs(total.item() - want.item()))
+    return found
+
+
+def test_layers_compile_into_one_graph(ranks: Any) -> None:
+    for found in ranks(2, compiled):
+        assert max(found) <= 1e-5, found
+
+
+class Capped(nn.Module):
+    is_causal = True
+
+
+def refused(case: str) -> None:
+    from transformers import AutoModelForCausalLM, Llama4TextConfig
+
+    from hyper_cp.integrations.transformers import attention_forward, prepare_batch, prepare_model, register
+
+    local = {"input_ids": tokens(12)}
+    if case == "twice":
+        model, _ = prepared(make("llama"))
+        prepare_model(model, cp_mesh(), style=ContextParallel())
+    elif case == "window":
+        prepared(make("llama"), window=(4, 0))
+    elif case == "unprepared":
+        register()
+        model = make("llama")
+        model.set_attn_implementation("hyper_cp")
+        model(**local)
+    elif case == "dropout":
+        prepared(make("llama", attention_dropout=0.1))[0](**local)
+    elif case == "cache":
+        model, _ = prepared(make("llama"))
+        model.eval().generate(tokens(12), max_new_tokens=2, use_cache=True)
+    elif case == "not causal":
+        model, _ = prepared(make("gemma3", use_bidirectional_attention=True))
+        model(**local)
+    elif case == "chunked":
+        sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "head_dim": 8, "num_attention_heads": 2}
+        config = Llama4TextConfig(**sizes, num_key_value_heads=2, attention_chunk_size=4, pad_token_id=0)
+        model, _ = prepared(AutoModelForCausalLM.from_config(config))
+        model(**local)
+    elif case == "mask of another length":
+        prepared(make("llama"))[0](**local, attention_mask=torch.ones(2, 13))
+    elif case == "numbered documents":
+        prepared(make("llama"))[0](**local, attention_mask=torch.arange(12).expand(2, -1) // 4)
+    elif case == "two kinds of documents":
+        _, handler = prepared(make("llama"))
+        prepare_batch(handler, {**local, "documents": [0, 12], "cu_seq_lens_q": [0, 4, 12]})
+    elif case == "local 4-D mask":
+        mask = torch.ones(2, 1, 12, 12, dtype=torch.bool).tril()
+        prepared(make("llama"))[0](**local, attention_mask=mask)
+    else:  # softcap, s_aux
+        q = torch.zeros(1, 2, 4, 8)
+        model, _ = prepared(make("llama"))
+        seen = model.model.layers[0].register_forward_pre_hook(
+            lambda module, args, kwargs: attention_forward(
+                Capped(), q, q, q, None, context_parallel=kwargs["context_parallel"], **{case: 30.0}
+            ),
+            with_kwargs=True,
+        )
+        assert seen is not None
+        model(**local)
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "words"),
+    [
+        ("twice", "ValueError", "prepared for context parallelism already"),
+        ("window", "ValueError", r"window=\(4, 0\).*the model decides"),
+        ("unprepared", "RuntimeError", "LlamaAttention.*prepare_model"),
+        ("dropout", "NotImplementedError", "LlamaAttention asks for dropout.*attention_dropout=0.0"),
+        ("cache", "NotImplementedError", "use_cache=False"),
+        ("not causal", "NotImplementedError", "bidirectional attention mask.*4-D"),
+        ("chunked", "NotImplementedError", r"chunked or custom \(size 4\)"),
+        ("mask of another length", "ValueError", r"\(2, 13\).*\[B, 12\].*\[B, 24\]"),
+        ("numbered documents", "ValueError", "up to 2.*documents="),
+        ("two kinds of documents", "ValueError", "cu_seq_lens_q: drop one"),
+        ("local 4-D mask", "ValueError", "attn_mask has shape.*global"),
+        ("softcap", "NotImplementedError", "Capped asks for softcap"),
+        ("s_aux", "NotImplementedError", "Capped asks for s_aux"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(ranks: Any, case: str, error: str, words: str) -> None:
+    ranks.raises(2, error, words, refused, case)
