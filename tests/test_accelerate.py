@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hyper_cp import ContextParallel
 from tests.hf_models import make, tokens
@@ -78,6 +79,7 @@ def accelerated(name: str, layout: str, how: str) -> float:
     enable(accelerator, style=ContextParallel(ulysses_degree=1, kv_exchange="ring", layout=layout))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     made, optimizer = accelerator.prepare(model, optimizer)
+    assert (how == "fsdp") == all(isinstance(p, DTensor) for p in made.parameters())
     samples = [{key: x[0] for key, x in batch.items()} for batch in batches]
     loader = accelerator.prepare_data_loader(torch.utils.data.DataLoader(samples, batch_size=1))
     (batch,) = list(loader)
@@ -111,3 +113,93 @@ def accelerated(name: str, layout: str, how: str) -> float:
 )
 def test_accelerate(ranks: Any, name: str, layout: str, how: str, world: int) -> None:
     assert max(ranks(world, accelerated, name, layout, how)) <= 2e-5
+
+
+# --------------------------------------------------------------------------- Trainer
+
+
+def samples(count: int) -> list[dict[str, Tensor]]:
+    """Sequences of 21 tokens; every other one ends in padding of another length."""
+    found = []
+    for row in range(count):
+        ids, mask = tokens(100 + row, 1)[0, :21], torch.ones(21, dtype=torch.int64)
+        mask[21 - 3 * (row % 2) * (1 + row % 3) :] = 0
+        found.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+    return found
+
+
+def trained(cp: int, layout: str, directory: str) -> dict[str, float]:
+    """Three steps and an evaluation of seven sequences, two a rank: the last batch is not full."""
+    from transformers import Trainer, TrainingArguments
+
+    from hyper_cp.integrations.accelerate import ParallelismConfig
+    from hyper_cp.integrations.trainer import ContextParallelTrainer
+
+    accelerator_of(cp_size=cp, dp_shard_size=dist.get_world_size() // cp).state._reset_state(True)
+    dp = dist.get_world_size() // cp
+    train, evaluation, model = samples(6 * dp), samples(7), make("llama").float()
+    oracle = copy.deepcopy(model)
+
+    class Both(ContextParallelTrainer, Trainer):
+        pass
+
+    arguments = TrainingArguments(
+        directory,
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        train_sampling_strategy="sequential",
+        optim="sgd",
+        learning_rate=0.05,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        max_steps=3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        parallelism_config=ParallelismConfig(cp_size=cp, dp_shard_size=dp),
+    )
+    seen: dict[str, Tensor] = {}
+
+    def metrics(found: Any) -> dict[str, float]:
+        seen["logits"], seen["labels"] = torch.as_tensor(found.predictions), torch.as_tensor(found.label_ids)
+        return {}
+
+    style = ContextParallel(ulysses_degree=1, layout=layout)
+    trainer = Both(
+        model, arguments, train_dataset=train, eval_dataset=evaluation, compute_metrics=metrics, style=style
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    metric = trainer.evaluate()["eval_loss"]
+
+    found = {"losses": 0.0}
+    optimizer = torch.optim.SGD(oracle.parameters(), lr=0.05)
+    for step, got in enumerate(losses):
+        batch = torch.utils.data.default_collate(train[2 * dp * step : 2 * dp * (step + 1)])
+        loss = oracle(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found["losses"] = max(found["losses"], abs(got - loss.item()))
+    assert len(losses) == 3
+    wants = dict(oracle.named_parameters())
+    found["parameters"] = difference({n: p.detach() for n, p in model.named_parameters()}, wants)
+    with torch.no_grad():
+        whole = torch.utils.data.default_collate(evaluation)
+        logits = oracle(**whole, use_cache=False).logits
+        if dp == 1:  # one device takes the mean over sequences of the means of its batches, too
+            chunks = [torch.utils.data.default_collate(evaluation[i : i + 2]) for i in range(0, 7, 2)]
+            means = [oracle(**chunk, use_cache=False).loss.item() for chunk in chunks]
+            found["evaluation"] = abs(metric - (2 * sum(means[:3]) + means[3]) / 7)
+    assert seen["logits"].shape == logits.shape and torch.equal(seen["labels"], whole["labels"])
+    shown = whole["attention_mask"].bool()
+    found["logits"] = (seen["logits"] - logits)[shown].abs().max().item()
+    return found
+
+
+@pytest.mark.parametrize(("cp", "layout", "world"), [(2, "head_tail", 2), (2, "contiguous", 4)])
+def test_trainer(ranks: Any, tmp_path: Any, cp: int, layout: str, world: int) -> None:
+    for found in ranks(world, trained, cp, layout, str(tmp_path)):
+        assert max(found.values()) <= 1e-4, found
