@@ -85,6 +85,8 @@ def accelerated(name: str, layout: str, how: str) -> float:
     (batch,) = list(loader)
     before = {key: x.clone() for key, x in batch.items()}
     kept = {batch["labels"]}
+    with accelerator.maybe_context_parallel():  # nothing to split is nothing wrong
+        pass
     with accelerator.maybe_context_parallel(
         buffers=list(batch.values()), buffer_seq_dims=[1] * 4, no_restore_buffers=kept
     ):
@@ -167,9 +169,7 @@ def trained(cp: int, layout: str, directory: str) -> dict[str, float]:
         return {}
 
     style = ContextParallel(ulysses_degree=1, layout=layout)
-    trainer = Both(
-        model, arguments, train_dataset=train, eval_dataset=evaluation, compute_metrics=metrics, style=style
-    )
+    trainer = Both(model, arguments, train_dataset=train, eval_dataset=evaluation, compute_metrics=metrics, style=style)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     metric = trainer.evaluate()["eval_loss"]

@@ -104,7 +104,11 @@ def packed(layout: str) -> dict[str, float]:
     want = oracle(tokens, metadata())
     want.square().sum().backward()
     wants = [p.grad for p in oracle.parameters()]
-    for name, (degree, exchange) in {"ulysses": (2, "all_gather"), "all": (1, "all_gather"), "ring": (1, "ring")}.items():
+    for name, (degree, exchange) in {
+        "ulysses": (2, "all_gather"),
+        "all": (1, "all_gather"),
+        "ring": (1, "ring"),
+    }.items():
         spelling = "attention_metadata" if name == "ring" else "attention_masks"
         style = ContextParallel(ulysses_degree=degree, kv_exchange=exchange, layout=layout)
         model, handler = decoder(spelling), ContextParallelHandler(mesh, style)

@@ -104,7 +104,12 @@ def test_losses_and_gradients_are_those_of_one_device(ranks: Any, name: str, wor
 def batches() -> dict[str, dict[str, Any]]:
     """Global batches of two rows: padded at the right, at the left, in between; packed in three dialects."""
     plain, found = batch_of(), {}
-    ends = {"right": [(17, 24), (24, 24)], "left": [(0, 7), (0, 0)], "both": [(0, 5), (19, 24)], "between": [(4, 9), (0, 2)]}
+    ends = {
+        "right": [(17, 24), (24, 24)],
+        "left": [(0, 7), (0, 0)],
+        "both": [(0, 5), (19, 24)],
+        "between": [(4, 9), (0, 2)],
+    }
     for name, hidden in ends.items():
         mask, labels = torch.ones(2, 24, dtype=torch.int64), plain["labels"].clone()
         for row, (start, stop) in enumerate(hidden):

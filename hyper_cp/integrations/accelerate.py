@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import accelerate
-import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -97,16 +96,16 @@ def sharded(
     buffers, dims = list(buffers or ()), list(buffer_seq_dims or ())
     if len(buffers) != len(dims):
         raise ValueError(f"{len(buffers)} buffers and {len(dims)} buffer_seq_dims: give one dimension per buffer")
+    if any(buffer.requires_grad for buffer in buffers):
+        raise ValueError("a buffer requires a gradient: split it with handler.dispatch, which is differentiable")
     shares = [handler.dispatch(buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)]
     whole = [buffer.detach() for buffer in buffers]
     kept = {id(buffer) for buffer in no_restore_buffers or ()}
-    with torch.no_grad():
-        for buffer, share in zip(buffers, shares, strict=True):
-            buffer.set_(share)
+    for buffer, share in zip(buffers, shares, strict=True):
+        buffer.data = share
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, before in zip(buffers, whole, strict=True):
-                if id(buffer) not in kept:
-                    buffer.set_(before)
+        for buffer, before in zip(buffers, whole, strict=True):
+            if id(buffer) not in kept:
+                buffer.data = before

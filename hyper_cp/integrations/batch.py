@@ -71,7 +71,8 @@ def _borders(changes: Tensor) -> list[list[int]]:
 
 def documents_of(batch: dict[str, Any]) -> Any:
     """Take the documents out of a batch: ``documents``, or the arguments of flash attention."""
-    flash, given = [batch.pop(name, None) for name in FLASH][0], batch.pop("documents", None)
+    flash, *_ = [batch.pop(name, None) for name in FLASH]
+    given = batch.pop("documents", None)
     if flash is not None and given is not None:
         raise ValueError("the batch has documents and cu_seq_lens_q: drop one of them")
     return flash if given is None else given
