@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--length", type=int, default=250, help="any: it is padded to what the ranks can split")
-    parser.add_argument("--lr", type=float, default=0.5)
+    parser.add_argument("--lr", type=float, default=0.2)
     args = parser.parse_args(argv)
     if not dist.is_initialized():
         dist.init_process_group("gloo")

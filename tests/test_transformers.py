@@ -219,9 +219,15 @@ class Capped(nn.Module):
 
 
 def refused(case: str) -> None:
-    from transformers import AutoModelForCausalLM, Llama4TextConfig
+    from transformers import AutoModelForCausalLM, Llama4TextConfig, MambaConfig
 
-    from hyper_cp.integrations.transformers import attention_forward, prepare_batch, prepare_model, register
+    from hyper_cp.integrations.transformers import (
+        attention_forward,
+        attention_mask,
+        prepare_batch,
+        prepare_model,
+        register,
+    )
 
     local = {"input_ids": tokens(12)}
     if case == "twice":
@@ -247,6 +253,18 @@ def refused(case: str) -> None:
         config = Llama4TextConfig(**sizes, num_key_value_heads=2, attention_chunk_size=4, pad_token_id=0)
         model, _ = prepared(AutoModelForCausalLM.from_config(config))
         model(**local)
+    elif case == "recurrent":
+        config = MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=0)
+        prepared(AutoModelForCausalLM.from_config(config))
+    elif case == "told twice":
+        model, handler = prepared(make("llama"))
+        model(**prepare_batch(handler, local), attention_mask=torch.ones(2, 12))
+    elif case == "block and batch":
+        model, handler = prepared(make("llama"))
+        with handler.documents([0, 24]):
+            model(**prepare_batch(handler, {"input_ids": tokens(24), "documents": [0, 24]}))
+    elif case == "custom mask":
+        attention_mask(12, 12, local_size=3, config=make("gemma3").config)
     elif case == "mask of another length":
         prepared(make("llama"))[0](**local, attention_mask=torch.ones(2, 13))
     elif case == "numbered documents":
@@ -279,7 +297,11 @@ def refused(case: str) -> None:
         ("dropout", "NotImplementedError", "LlamaAttention asks for dropout.*attention_dropout=0.0"),
         ("cache", "NotImplementedError", "use_cache=False"),
         ("not causal", "NotImplementedError", "bidirectional attention mask.*4-D"),
-        ("chunked", "NotImplementedError", r"chunked or custom \(size 4\)"),
+        ("chunked", "NotImplementedError", "layers of type chunked_attention"),
+        ("recurrent", "NotImplementedError", "MambaModel has layers of type linear_attention"),
+        ("told twice", "ValueError", "documents or padding twice"),
+        ("block and batch", "ValueError", "documents or padding twice"),
+        ("custom mask", "NotImplementedError", r"chunked or custom \(size 3\)"),
         ("mask of another length", "ValueError", r"\(2, 13\).*\[B, 12\].*\[B, 24\]"),
         ("numbered documents", "ValueError", "up to 2.*documents="),
         ("two kinds of documents", "ValueError", "cu_seq_lens_q: drop one"),

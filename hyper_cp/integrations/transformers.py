@@ -29,6 +29,7 @@ from .batch import Seen, documents_of, look, prepare_batch
 __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
 
 NAME = "hyper_cp"
+KINDS = {"full_attention", "sliding_attention"}
 
 
 def register() -> None:
@@ -49,18 +50,30 @@ def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextPar
     """
     register()
     decoder = model.get_decoder()
+    name = type(decoder).__name__
     if attached(decoder) is not None:
-        raise ValueError(f"{type(model).__name__} is prepared for context parallelism already: prepare it once")
+        raise ValueError(f"{name} is prepared for context parallelism already: prepare it once")
     if style.mode.window is not None:
         raise ValueError(f"style has window={style.mode.window}, but the model decides which layers slide: drop it")
-    hook = Looker(style, mesh, decoder)
-    model.set_attn_implementation(NAME)
-    decoder.register_forward_pre_hook(hook.before, with_kwargs=True, prepend=True)
+    other = sorted(set(getattr(decoder.config, "layer_types", None) or ()) - KINDS)
+    if other or not getattr(decoder, "_supports_attention_backend", False):
+        raise NotImplementedError(
+            f"{name} has {'layers of type ' + ', '.join(other) if other else 'no attention of AttentionInterface'}: "
+            f"what they do along the sequence would stop at the borders of ranks. Supported: {', '.join(sorted(KINDS))}"
+        )
+    decoder.set_attn_implementation(NAME)
+    looker = Looker(style, mesh, decoder)
+    decoder.register_forward_pre_hook(looker.before, with_kwargs=True, prepend=True)
     return model
 
 
 class Looker(Boundary):
     """Looks at what a decoder is called with, and passes it on to its attention."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Looker:
+        copy = Looker.__new__(Looker)
+        copy.__dict__.update(self.__dict__)
+        return copy
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = dict(kwargs)
@@ -69,32 +82,43 @@ class Looker(Boundary):
         if len(args) > 1:
             raise TypeError(f"{self.name} got {len(args)} positional arguments: pass all but input_ids by keyword")
         handler = ContextParallelHandler(self.device_mesh, self.style)
-        local, length = tokens.shape[1], tokens.shape[1] * handler.cp.size
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        seen, documents = kwargs.get("context_parallel"), documents_of(kwargs)
-        if seen is None:
-            documents = handler.cp.facts.documents if documents is None else documents
-            whole = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-            if whole is not None and whole.shape[1] not in (local, length):
-                raise ValueError(
-                    f"attention_mask has shape {tuple(whole.shape)}; it must be [B, {local}] (dispatched like the "
-                    f"{local} local tokens) or [B, {length}] (global)"
-                )
-            if whole is not None and whole.shape[1] != length:
-                whole = handler.combine(whole, 1)
-            if mask is not None or positions is None or documents is not None:
-                seen = look(handler, documents, whole)
-            else:
-                seen = look(handler, None, None, handler.combine(positions.contiguous(), 1))
-        if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+        two_d = isinstance(mask, Tensor) and mask.ndim == 2
+        kwargs["context_parallel"] = replace(self._seen(handler, tokens, kwargs, two_d), boundary=self)
+        if mask is None or two_d:
             # Without a mask transformers takes the jumps of local positions for packed sequences.
             kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         if positions is None:
+            length = tokens.shape[1] * handler.cp.size
             kwargs["position_ids"] = handler.position_ids(length, device=tokens.device)[None]
         if kwargs.get("use_cache") is None:
             kwargs["use_cache"] = False
-        kwargs["context_parallel"] = replace(seen, boundary=self)
         return args, kwargs
+
+    def _seen(self, handler: ContextParallelHandler, tokens: Tensor, kwargs: Any, two_d: bool) -> Seen:
+        """What ``prepare_batch`` has seen, or what is seen now; and the documents of the enclosing block."""
+        seen, given, block = kwargs.get("context_parallel"), documents_of(kwargs), handler.cp.facts.documents
+        known = seen is not None and (seen.documents is not None or seen.tokens is not None)
+        if (seen is not None and (two_d or given is not None)) or (block is not None and (known or given is not None)):
+            raise ValueError(
+                f"{self.name} is told about documents or padding twice (by prepare_batch, attention_mask, documents or "
+                "handler.documents): say it once, best in the batch given to prepare_batch"
+            )
+        documents = block if given is None else given
+        if seen is not None:
+            return seen if documents is None else replace(seen, documents=documents)
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if two_d:
+            local, length = tokens.shape[1], tokens.shape[1] * handler.cp.size
+            if mask.shape[1] not in (local, length):
+                raise ValueError(
+                    f"attention_mask has shape {tuple(mask.shape)}; it must be [B, {local}] (dispatched like the "
+                    f"{local} local tokens) or [B, {length}] (global)"
+                )
+            return look(handler, documents, mask if mask.shape[1] == length else handler.combine(mask, 1))
+        if mask is not None or positions is None or positions.ndim != 2 or documents is not None:
+            return look(handler, documents)
+        return look(handler, None, None, handler.combine(positions, 1))
 
 
 def attention_mask(
