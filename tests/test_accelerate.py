@@ -173,6 +173,8 @@ def trained(cp: int, layout: str, directory: str) -> dict[str, float]:
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     metric = trainer.evaluate()["eval_loss"]
+    unlabelled = [{key: x for key, x in sample.items() if key != "labels"} for sample in evaluation]
+    predicted = torch.as_tensor(trainer.predict(unlabelled).predictions)
 
     found = {"losses": 0.0}
     optimizer = torch.optim.SGD(oracle.parameters(), lr=0.05)
@@ -196,6 +198,7 @@ def trained(cp: int, layout: str, directory: str) -> dict[str, float]:
     assert seen["logits"].shape == logits.shape and torch.equal(seen["labels"], whole["labels"])
     shown = whole["attention_mask"].bool()
     found["logits"] = (seen["logits"] - logits)[shown].abs().max().item()
+    found["predictions"] = (predicted - logits)[shown].abs().max().item()
     return found
 
 
@@ -203,3 +206,53 @@ def trained(cp: int, layout: str, directory: str) -> dict[str, float]:
 def test_trainer(ranks: Any, tmp_path: Any, cp: int, layout: str, world: int) -> None:
     for found in ranks(world, trained, cp, layout, str(tmp_path)):
         assert max(found.values()) <= 1e-4, found
+
+
+# --------------------------------------------------------------------------- words
+
+
+def refused(case: str) -> None:
+    from torch import nn
+    from transformers import Trainer, TrainingArguments
+
+    from hyper_cp.integrations.accelerate import ParallelismConfig, enable
+    from hyper_cp.integrations.trainer import ContextParallelTrainer
+
+    style = ContextParallel(ulysses_degree=1)
+    if case == "no cp":
+        enable(accelerator_of(cp_size=1, dp_shard_size=2), style=style)
+    accelerator = accelerator_of(cp_size=2)
+    enable(accelerator, style=style)
+    x = torch.zeros(1, 8)
+    if case == "not styled":
+        accelerator.prepare(nn.Linear(2, 2))
+    elif case == "dimensions":
+        with accelerator.maybe_context_parallel(buffers=[x], buffer_seq_dims=[]):
+            pass
+    elif case == "gradient":
+        with accelerator.maybe_context_parallel(buffers=[x.requires_grad_()], buffer_seq_dims=[1]):
+            pass
+    else:
+        accelerator.state._reset_state(True)
+
+        class Both(ContextParallelTrainer, Trainer):
+            pass
+
+        config = ParallelismConfig(cp_size=2)
+        options = {"use_cpu": True, "report_to": [], "label_smoothing_factor": 0.1}
+        Both(make("llama"), TrainingArguments("unused", parallelism_config=config, **options), style=style)
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "words"),
+    [
+        ("no cp", "ValueError", "cp_size=1.*PARALLELISM_CONFIG_CP_SIZE=n"),
+        ("size", "ValueError", r"has 2 ranks \(cp_size=2 times.*4 processes"),
+        ("not styled", "ValueError", "applied to 0 modules of Linear"),
+        ("dimensions", "ValueError", "1 buffers and 0 buffer_seq_dims"),
+        ("gradient", "ValueError", "requires a gradient.*handler.dispatch"),
+        ("smoothing", "NotImplementedError", "label_smoothing_factor"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(ranks: Any, case: str, error: str, words: str) -> None:
+    ranks.raises(4 if case == "size" else 2, error, words, refused, case)

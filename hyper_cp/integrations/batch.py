@@ -31,6 +31,11 @@ class Seen:
     boundary: Boundary | None = None
     """The mesh and style of the model; set in the forward."""
 
+    def on(self, device: torch.device, boundary: Boundary) -> Seen:
+        """The same where the model computes: batches are often prepared on the host."""
+        tokens, keys = (None if x is None else x.to(device) for x in (self.tokens, self.keys))
+        return Seen(self.documents, tokens, keys, boundary)
+
 
 def look(
     handler: ContextParallelHandler, documents: Any, mask: Tensor | None = None, positions: Tensor | None = None

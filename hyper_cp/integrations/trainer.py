@@ -37,6 +37,8 @@ class ContextParallelTrainer:
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         length = inputs["input_ids"].shape[1]
+        if inputs.get("labels") is None:  # then Trainer calls the model without asking for our inputs
+            inputs = prepare_batch(self.handler, inputs)
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         if loss is not None:  # the mean over the ranks that share the sequence
             loss = self.handler.combine(loss.repeat(2), 0).mean()

@@ -84,7 +84,7 @@ class Looker(Boundary):
         handler = ContextParallelHandler(self.device_mesh, self.style)
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         two_d = isinstance(mask, Tensor) and mask.ndim == 2
-        kwargs["context_parallel"] = replace(self._seen(handler, tokens, kwargs, two_d), boundary=self)
+        kwargs["context_parallel"] = self._seen(handler, tokens, kwargs, two_d).on(tokens.device, self)
         if mask is None or two_d:
             # Without a mask transformers takes the jumps of local positions for packed sequences.
             kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
@@ -199,5 +199,5 @@ def attention_forward(
         documents=seen.documents,
     )
     if seen.tokens is not None:  # what sees nothing gets zeros, as from F.scaled_dot_product_attention
-        out = out.masked_fill(~seen.tokens.to(out.device), 0.0)
+        out = out.masked_fill(~seen.tokens, 0.0)
     return out.transpose(1, 2).contiguous(), None
