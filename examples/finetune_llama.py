@@ -92,4 +92,5 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
 
 if __name__ == "__main__":
     main()
+    dist.barrier()  # no rank closes its connections while another is in the last step
     dist.destroy_process_group()
