@@ -1,0 +1,111 @@
+"""Hugging Face accelerate: ``ParallelismConfig(cp_size=...)`` runs this library's context parallelism.
+
+Accelerate's own replaces the mask of every ``self_attn`` by ``is_causal=True`` without looking at it, refuses models
+with sliding windows, and does not start on CPU. Here::
+
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=2))  # or PARALLELISM_CONFIG_CP_SIZE=2
+    enable(accelerator, style=ContextParallel(ulysses_degree=1, kv_exchange="ring"))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # DDP or FSDP2, as configured
+    with accelerator.maybe_context_parallel(buffers=[ids, mask, shift_labels], buffer_seq_dims=[1, 1, 1]):
+        ...  # or, without it: model(**prepare_batch(handler, batch)); masks, packing and any length are looked at
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import accelerate
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..boundary import attached
+from ..handler import ContextParallelHandler
+from ..style import ContextParallel, styled_modules
+
+
+class ParallelismConfig(accelerate.ParallelismConfig):
+    """Accelerate's, environment variables included, on every device: accelerate's own refuses CPU, on which our
+    context parallelism runs (with DDP)."""
+
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        if accelerator.distributed_type != DistributedType.MULTI_CPU:
+            super()._validate_accelerator(accelerator)
+        elif self.total_size != accelerator.num_processes:
+            raise ValueError(
+                f"ParallelismConfig has {self.total_size} ranks (cp_size={self.cp_size} times the other sizes), but "
+                f"{accelerator.num_processes} processes run: make them equal"
+            )
+
+
+def enable(accelerator: accelerate.Accelerator, *, style: ContextParallel) -> ContextParallelHandler:
+    """Let ``accelerator.prepare`` and ``accelerator.maybe_context_parallel`` run ``style`` over the cp mesh of its
+    ``parallelism_config``; before ``prepare``.
+
+    Transformers models are prepared by :func:`hyper_cp.integrations.transformers.prepare_model`; others must have
+    been through ``parallelize_module`` with ``style``. Gradients are averaged over all ranks: multiply this rank's
+    share of the mean loss by their number.
+
+    Returns:
+        The handler that splits batches as ``style`` expects. ``ValueError`` without a cp mesh.
+    """
+    mesh = cp_mesh(accelerator)
+    handler = ContextParallelHandler(mesh, style)
+    # The two places that accelerate asks for its own context parallelism; there is no public seam in 1.15.
+    accelerator._prepare_cp = partial(_prepare, mesh, style)
+    accelerator._cp_context = partial(sharded, handler)
+    return handler
+
+
+def cp_mesh(accelerator: accelerate.Accelerator) -> DeviceMesh:
+    """The cp mesh of an accelerator; ``ValueError`` if it has none."""
+    config = accelerator.parallelism_config
+    if config is None or not config.cp_enabled:
+        raise ValueError(
+            f"accelerator has parallelism_config={config!r} without context parallelism: pass Accelerator("
+            "parallelism_config=ParallelismConfig(cp_size=n)) or set PARALLELISM_CONFIG_CP_SIZE=n"
+        )
+    return accelerator.torch_device_mesh["cp"]
+
+
+def _prepare(mesh: DeviceMesh, style: ContextParallel, *args: Any) -> tuple[Any, ...]:
+    for model in args:
+        if hasattr(model, "get_decoder"):
+            from .transformers import prepare_model
+
+            if attached(model.get_decoder()) is None:
+                prepare_model(model, mesh, style=style)
+        elif isinstance(model, nn.Module):
+            styled_modules(model, at_least=1)
+    return args
+
+
+@contextmanager
+def sharded(
+    handler: ContextParallelHandler,
+    *,
+    buffers: Sequence[Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: set[Tensor] | None = None,
+) -> Iterator[None]:
+    """Within the block ``buffers`` hold this rank's share, in place; afterwards the whole again, without
+    communication, except those in ``no_restore_buffers``."""
+    buffers, dims = list(buffers or ()), list(buffer_seq_dims or ())
+    if len(buffers) != len(dims):
+        raise ValueError(f"{len(buffers)} buffers and {len(dims)} buffer_seq_dims: give one dimension per buffer")
+    if any(buffer.requires_grad for buffer in buffers):
+        raise ValueError("a buffer requires a gradient: split it with handler.dispatch, which is differentiable")
+    shares = [handler.dispatch(buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)]
+    whole = [buffer.detach() for buffer in buffers]
+    kept = {id(buffer) for buffer in no_restore_buffers or ()}
+    for buffer, share in zip(buffers, shares, strict=True):
+        buffer.data = share
+    try:
+        yield
+    finally:
+        for buffer, before in zip(buffers, whole, strict=True):
+            if id(buffer) not in kept:
+                buffer.data = before

@@ -1,0 +1,117 @@
+"""torchtitan: context parallelism for inner attention on packed tokens ``[T, heads, head_dim]``.
+
+::
+
+    apply_context_parallel(model, mesh["cp"], ContextParallel(ulysses_degree=1, kv_exchange="ring"))  # then AC, FSDP
+
+Written against the call ``inner_attention(q, k, v, *, attention_masks, scale, enable_gqa, ...)`` of torchtitan models
+(``attention_metadata`` in newer ones), with variable-length metadata. torchtitan itself is not imported.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..boundary import Boundary, attached
+from ..ops.attention import attention
+from ..ops.masks import documents_table
+from ..style import ContextParallel
+
+INNER = "layers.*.attention.inner_attention"
+
+
+def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, style: ContextParallel, pattern: str = INNER) -> int:
+    """Replace every inner attention that ``pattern`` matches by :class:`PackedAttention`; in place.
+
+    Order: this, activation checkpointing, compile, FSDP. Tokens arrive as ``style`` says (contiguous, or permuted
+    head-tail); of ``style`` the dimensions and indices do not count, and windows are the module's own.
+
+    Returns:
+        How many were replaced. ``ValueError`` if none, or if one is parallel already.
+    """
+    found = {name: module for name, module in model.named_modules() if fnmatchcase(name, pattern)}
+    if not found:
+        raise ValueError(f"pattern={pattern!r} matches no module of {type(model).__name__}: compare named_modules()")
+    for name, module in found.items():
+        if isinstance(module, PackedAttention) or attached(module) is not None:
+            raise ValueError(f"{name} is context parallel already: apply it once")
+    replaced = {name: PackedAttention(module, mesh, style) for name, module in found.items()}
+    for name, module in replaced.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, module)
+    return len(replaced)
+
+
+class PackedAttention(nn.Module):
+    """Causal attention of packed documents over the sequence of a cp mesh, in place of ``inner``.
+
+    Documents come with the call (``cu_seq_q`` of variable-length metadata, over global tokens; put it on the CPU, or
+    the first layer of every batch waits for the device), or from ``ContextParallelHandler.documents(...)``.
+    """
+
+    def __init__(self, inner: nn.Module, mesh: DeviceMesh, style: ContextParallel) -> None:
+        super().__init__()
+        own = getattr(inner, "window_size", (-1, 0))
+        if style.mode.window is not None:
+            raise ValueError(f"style has window={style.mode.window}, but {type(inner).__name__} has its own: drop it")
+        self.window = tuple(None if w == -1 else w for w in own)
+        self.boundary = Boundary(style, mesh, inner)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        attention_masks: Any = None,
+        attention_metadata: Any = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """``[T/n, H, D]``, ``[T/n, Hkv, D]``, ``[T/n, Hkv, Dv]`` to ``[T/n, H, Dv]``."""
+        unknown = [name for name, value in kwargs.items() if value is not None]
+        if unknown:
+            raise NotImplementedError(
+                f"{self.boundary.name} is called with {', '.join(unknown)}, which context-parallel attention does not "
+                "know: leave it out, or leave this module out of the pattern"
+            )
+        mode = self.boundary.style.mode
+        out = attention(
+            *(x.unsqueeze(0).transpose(1, 2) for x in (q, k, v)),
+            mesh=self.boundary.mesh_for(q.shape[1], k.shape[1]),
+            scale=scale,
+            enable_gqa=enable_gqa,
+            kv_exchange=mode.kv_exchange,
+            layout=mode.layout,
+            load_balance=mode.load_balance,
+            window=self.window,
+            documents=self._documents(attention_metadata if attention_masks is None else attention_masks),
+        )
+        return out.transpose(1, 2).squeeze(0)
+
+    def _documents(self, metadata: Any) -> Tensor | None:
+        block = self.boundary.meshes[0].facts.documents
+        if metadata is None:
+            return block
+        borders = getattr(metadata, "cu_seq_q", None)
+        if borders is None:
+            raise NotImplementedError(
+                f"{self.boundary.name} got masks of type {type(metadata).__name__}, which cannot be looked into: "
+                "use variable-length attention (metadata with cu_seq_q), or handler.documents(...) and no masks"
+            )
+        if block is not None:
+            raise ValueError(f"{self.boundary.name} got cu_seq_q inside handler.documents(...): drop one of them")
+        if metadata.cu_seq_k is not borders and metadata.cu_seq_k.tolist() != borders.tolist():
+            raise NotImplementedError("cu_seq_q and cu_seq_k differ: packed attention needs the same documents")
+        if borders not in _read:
+            _read[borders] = documents_table(borders)
+        return _read[borders]
+
+
+_read: Any = WeakTensorKeyDictionary()  # cu_seq_q -> table: all layers of a batch share one tensor

@@ -1,0 +1,61 @@
+"""A mixin for transformers.Trainer: training and evaluation under context parallelism."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from accelerate.utils.operations import recursively_apply
+from torch import Tensor
+
+from ..style import ContextParallel
+from .accelerate import cp_mesh, enable
+from .transformers import prepare_batch, prepare_model
+
+
+class ContextParallelTrainer:
+    """``class MyTrainer(ContextParallelTrainer, Trainer)``, constructed with ``style=`` and
+    ``TrainingArguments(parallelism_config=ParallelismConfig(cp_size=n))`` (on CPU that of
+    :mod:`hyper_cp.integrations.accelerate`). Logged and evaluation losses are those of one device."""
+
+    def __init__(self, *args: Any, style: ContextParallel, **kwargs: Any) -> None:
+        self.style = style
+        super().__init__(*args, **kwargs)
+        if self.label_smoother is not None or self.compute_loss_func is not None:  # type: ignore[attr-defined]
+            raise NotImplementedError(
+                "label_smoothing_factor and compute_loss_func see local logits beside unshifted labels, which is "
+                "wrong at the borders of ranks: let the model compute its loss"
+            )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.handler = enable(self.accelerator, style=self.style)  # type: ignore[attr-defined]
+        prepare_model(self.model, cp_mesh(self.accelerator), style=self.style)  # type: ignore[attr-defined]
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return nullcontext, prepare_batch(self.handler, inputs)
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        length = inputs["input_ids"].shape[1]
+        if inputs.get("labels") is None:  # then Trainer calls the model without asking for our inputs
+            inputs = prepare_batch(self.handler, inputs)
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        if loss is not None:  # the mean over the ranks that share the sequence
+            loss = self.handler.combine(loss.repeat(2), 0).mean()
+        whole = recursively_apply(lambda x: self.handler.combine(x, 1, length=length), logits)
+        return loss, whole, labels
+
+    @property
+    def gather_function(self) -> Any:
+        """Gathers every sample once, although the ranks of a cp mesh share theirs."""
+        return lambda tensors: recursively_apply(self._gather, tensors)
+
+    @gather_function.setter
+    def gather_function(self, _: Any) -> None:
+        """The evaluation loop sets it to what gathers from all ranks."""
+
+    def _gather(self, x: Tensor) -> Tensor:
+        accelerator, state = self.accelerator, self.accelerator.gradient_state  # type: ignore[attr-defined]
+        replicas = accelerator.parallelism_config.data_parallel_size
+        x = accelerator.gather(x).unflatten(0, (replicas, -1, x.shape[0]))[:, 0].flatten(0, 1)
+        return x[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else x

@@ -1,0 +1,74 @@
+"""Tiny random models of transformers, and a mode in which they compute in double precision throughout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+VOCABULARY = 61
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+NAMES = ("llama", "qwen3", "gemma3", "deepseek_v3")
+
+
+def make(name: str, **changes: Any) -> Any:
+    """A model in double precision with the same random weights on every rank."""
+    import transformers as hf
+
+    if name == "llama":
+        model, config = hf.LlamaForCausalLM, hf.LlamaConfig(**{**SMALL, **changes})
+    elif name == "qwen3":
+        model, config = hf.Qwen3ForCausalLM, hf.Qwen3Config(**{**SMALL, "head_dim": 16, **changes})
+    elif name == "gemma3":
+        kinds = ["sliding_attention", "full_attention"]
+        extra = {"sliding_window": 5, "layer_types": kinds, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0}
+        model = hf.Gemma3ForCausalLM
+        config = hf.Gemma3TextConfig(**{**SMALL, "num_key_value_heads": 1, **extra, **changes})
+    elif name == "deepseek_v3":
+        mla = {"q_lora_rank": 12, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
+        moe = {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        }
+        heads = {"num_key_value_heads": 4, "head_dim": 4, "moe_intermediate_size": 8, "experts_implementation": "eager"}
+        model = hf.DeepseekV3ForCausalLM
+        config = hf.DeepseekV3Config(**{**SMALL, **mla, **moe, **heads, **changes})
+    else:
+        raise ValueError(name)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(7)
+    made = model(config).double()
+    with torch.no_grad():
+        for p in made.parameters():  # norms start at ones or zeros, and small weights hide what attention does
+            p.normal_(0, 0.3)
+    return made.train()
+
+
+class InDouble(TorchFunctionMode):
+    """Models upcast to float32 in norms, rotary embeddings, routers and losses; here they upcast to float64, so that
+    a comparison at 1e-10 says something about attention and not about rounding."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        args = [torch.float64 if x is torch.float32 else x for x in args]
+        return func(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})
+
+
+def tokens(length: int, rows: int = 2) -> Tensor:
+    return torch.randint(1, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(length))
