@@ -101,7 +101,9 @@ class Boundary:
         qkv = [args[w] if isinstance(w, int) else kwargs[w] for w in where]
         self._check(qkv)
         style, (seq, head) = self.style, (self.style.seq_dim, self.style.head_dim)
-        given, (qkv, call.outputs) = qkv, self._local(qkv)
+        given, (qkv, call.outputs) = qkv, self.local(qkv, seq, head)
+        if not style.use_local_output:
+            call.outputs = self.cp_dims.outputs(call.outputs, seq, f"{self.name}: q")
         cp = self.mesh_for(qkv[0].shape[head], qkv[1].shape[head])
         self._check_split(given, qkv, cp, call)
         qkv = [qkv[0], *(shared_heads(x, cp.ulysses.size, head) for x in qkv[1:])]
@@ -163,16 +165,11 @@ class Boundary:
                 )
         return where
 
-    def _local(self, qkv: list[Tensor]) -> tuple[list[Tensor], Outputs | None]:
-        """This rank's part of q, k, v, and how outputs go back to where those came from."""
-        style, outputs = self.style, None
-        if any(isinstance(x, DTensor) for x in qkv):
-            qkv, outputs = dtensors.unwrap(
-                self.name, qkv, self.cp_dims, style.mode.layout, style.seq_dim, style.head_dim
-            )
-        if not style.use_local_output:
-            outputs = self.cp_dims.outputs(outputs, style.seq_dim, f"{self.name}: q")
-        return qkv, outputs
+    def local(self, qkv: list[Tensor], seq_dim: int, head_dim: int) -> tuple[list[Tensor], Outputs | None]:
+        """This rank's part of q, k, v, and how outputs go back to where those came from (None: nowhere)."""
+        if not isinstance(qkv[0], DTensor):
+            return qkv, None
+        return dtensors.unwrap(self.name, qkv, self.cp_dims, self.style.mode.layout, seq_dim, head_dim)
 
     def _check(self, qkv: list[Any]) -> None:
         seq, head = self.style.seq_dim, self.style.head_dim
@@ -278,7 +275,8 @@ class Boundary:
             return output
         if isinstance(output, (tuple, list)):
             return _like(output, [self._placed(call, x) for x in output])
-        return call.outputs.wrap(output) if isinstance(output, Tensor) else output
+        local = isinstance(output, Tensor) and not isinstance(output, DTensor)
+        return call.outputs.wrap(output) if local else output
 
 
 def _like(container: Any, items: list[Any]) -> Any:
