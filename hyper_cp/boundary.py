@@ -31,7 +31,8 @@ def attached(module: nn.Module) -> Boundary | None:
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, Boundary):
             return owner
-    return None
+    own = module.__dict__.get("boundary")  # of modules that are ours (integrations)
+    return own if isinstance(own, Boundary) else None
 
 
 def boundaries(model: nn.Module) -> list[Boundary]:
@@ -62,7 +63,7 @@ class Boundary:
         overridable.install()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Boundary:
-        copy = Boundary.__new__(Boundary)
+        copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__)  # style and meshes are shared, process groups cannot be copied
         return copy
 
@@ -100,7 +101,9 @@ class Boundary:
         qkv = [args[w] if isinstance(w, int) else kwargs[w] for w in where]
         self._check(qkv)
         style, (seq, head) = self.style, (self.style.seq_dim, self.style.head_dim)
-        given, (qkv, call.outputs) = qkv, self._local(qkv, call.place)
+        given, (qkv, call.outputs) = qkv, self.local(qkv, seq, head, call.place)
+        if not style.use_local_output:
+            call.outputs = call.place.cp_dims.outputs(call.outputs, seq, f"{self.name}: q")
         cp = call.place.view(*self.saw(qkv[0].shape[head], qkv[1].shape[head]))
         self._check_split(given, qkv, cp, call)
         cp.check_shapes(*qkv[:2])
@@ -168,16 +171,13 @@ class Boundary:
                 )
         return where
 
-    def _local(self, qkv: list[Tensor], place: Place) -> tuple[list[Tensor], Outputs | None]:
-        """This rank's part of q, k, v, and how outputs go back to where those came from."""
-        style, outputs = self.style, None
-        if any(isinstance(x, DTensor) for x in qkv):
-            qkv, outputs = dtensors.unwrap(
-                self.name, qkv, place.cp_dims, style.mode.layout, style.seq_dim, style.head_dim
-            )
-        if not style.use_local_output:
-            outputs = place.cp_dims.outputs(outputs, style.seq_dim, f"{self.name}: q")
-        return qkv, outputs
+    def local(
+        self, qkv: list[Tensor], seq_dim: int, head_dim: int, place: Place
+    ) -> tuple[list[Tensor], Outputs | None]:
+        """This rank's part of q, k, v, and how outputs go back to where those came from (None: nowhere)."""
+        if not isinstance(qkv[0], DTensor):
+            return qkv, None
+        return dtensors.unwrap(self.name, qkv, place.cp_dims, self.style.mode.layout, seq_dim, head_dim)
 
     def _check(self, qkv: list[Any]) -> None:
         seq, head = self.style.seq_dim, self.style.head_dim
@@ -284,7 +284,8 @@ class Boundary:
             return output
         if isinstance(output, (tuple, list)):
             return _like(output, [self._placed(call, x) for x in output])
-        return call.outputs.wrap(output) if isinstance(output, Tensor) else output
+        local = isinstance(output, Tensor) and not isinstance(output, DTensor)
+        return call.outputs.wrap(output) if local else output
 
 
 def _like(container: Any, items: list[Any]) -> Any:

@@ -57,7 +57,8 @@ class ContextParallel(ParallelStyle):
         ValueError, TypeError: at construction, at ``parallelize_module`` or at the first call, with
             the argument, its value and what would work; always before communication.
         RuntimeError: if the ring dimension has more than one rank and the module returns without
-            having called attention that could be routed.
+            having called attention that could be routed; at ``parallelize_module``, if the module or what it is
+            part of is compiled already (the graph would not notice).
 
     Note:
         Attention inside the module must be ``F.scaled_dot_product_attention`` unless the mesh is

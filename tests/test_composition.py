@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.config
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests import composition_training as t
@@ -125,6 +126,13 @@ def test_ddp(ranks: Any) -> None:
     check(ranks, 4, "ddp, 4 ranks")
 
 
+def test_the_plan_may_also_come_after_fsdp(ranks: Any) -> None:
+    plan = r"parallelize_module\(model, mesh\[.cp.\].*?at_least=1\)\n"
+    late = 'parallelize_module(model, mesh["cp"], {"layers.*.attention.inner": style})\nhandler = Context'
+    clip = (r"    torch\.nn\.utils.*?\n", "")
+    check(ranks, 4, "fsdp, 4 ranks", ((plan, ""), ("handler = Context", late), clip, RING))
+
+
 def distributed_checkpoint(path: str, load: bool) -> float:
     """Three steps and save, or load and the other two: beside one device's five."""
     import torch.distributed as dist
@@ -167,6 +175,20 @@ def test_compiled_whole_with_dtensors(ranks: Any) -> None:
 
 def test_compiled_blocks_with_fsdp(ranks: Any) -> None:
     check(ranks, 4, "compiled blocks and fsdp, 4 ranks")
+
+
+def checkpointed_error(inside: bool) -> float:
+    """Selective checkpointing inside a block's graph, or around it."""
+    wrapped = "checkpoint_wrapper({}, context_fn=partial(create_selective_checkpoint_contexts, SAVE_LIST))"
+    compiled = "torch.compile({}, fullgraph=True, backend=backend)"
+    edit = (compiled.format(wrapped) if inside else wrapped.format(compiled)).format("block") + "\n"
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=inside):
+        return error_of(SELECTIVE, ((r"checkpoint_wrapper\(block, .*?\n", edit), HYBRID))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_compiled_checkpointed_blocks(ranks: Any, inside: bool) -> None:
+    assert max(ranks(4, checkpointed_error, inside, timeout=200)) <= FP32
 
 
 # --------------------------------------------------------------------------- activation checkpointing

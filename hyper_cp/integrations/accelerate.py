@@ -12,17 +12,16 @@ with sliding windows, and does not start on CPU. Here::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import accelerate
 from accelerate.utils import DistributedType
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..boundary import attached
+from ..buffers import context_parallel
 from ..handler import ContextParallelHandler
 from ..style import ContextParallel, styled_modules
 
@@ -56,7 +55,7 @@ def enable(accelerator: accelerate.Accelerator, *, style: ContextParallel) -> Co
     handler = ContextParallelHandler(mesh, style)
     # The two places that accelerate asks for its own context parallelism; there is no public seam in 1.15.
     accelerator._prepare_cp = partial(_prepare, mesh, style)
-    accelerator._cp_context = partial(sharded, handler)
+    accelerator._cp_context = partial(_block, mesh, style)
     return handler
 
 
@@ -83,29 +82,15 @@ def _prepare(mesh: DeviceMesh, style: ContextParallel, *args: Any) -> tuple[Any,
     return args
 
 
-@contextmanager
-def sharded(
-    handler: ContextParallelHandler,
-    *,
-    buffers: Sequence[Tensor] | None = None,
-    buffer_seq_dims: Sequence[int] | None = None,
-    no_restore_buffers: set[Tensor] | None = None,
-) -> Iterator[None]:
-    """Within the block ``buffers`` hold this rank's share, in place; afterwards the whole again, without
-    communication, except those in ``no_restore_buffers``."""
-    buffers, dims = list(buffers or ()), list(buffer_seq_dims or ())
-    if len(buffers) != len(dims):
-        raise ValueError(f"{len(buffers)} buffers and {len(dims)} buffer_seq_dims: give one dimension per buffer")
-    if any(buffer.requires_grad for buffer in buffers):
-        raise ValueError("a buffer requires a gradient: split it with handler.dispatch, which is differentiable")
-    shares = [handler.dispatch(buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)]
-    whole = [buffer.detach() for buffer in buffers]
-    kept = {id(buffer) for buffer in no_restore_buffers or ()}
-    for buffer, share in zip(buffers, shares, strict=True):
-        buffer.data = share
-    try:
-        yield
-    finally:
-        for buffer, before in zip(buffers, whole, strict=True):
-            if id(buffer) not in kept:
-                buffer.data = before
+def _block(mesh: DeviceMesh, style: ContextParallel, **buffers: Any) -> context_parallel:
+    """What accelerator.maybe_context_parallel enters."""
+    mode = style.mode
+    return context_parallel(
+        mesh,
+        ulysses_degree=style.ulysses_degree,
+        kv_exchange=mode.kv_exchange,
+        layout=mode.layout,
+        load_balance=mode.load_balance,
+        window=mode.window,
+        **buffers,
+    )

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..boundary import Boundary
 from ..handler import ContextParallelHandler
 from ..ops.masks import documents_table
+from ..places import Place
+from ..style import ContextParallel
 
 FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """How padding-free collators name the borders of packed documents."""
@@ -28,13 +29,14 @@ class Seen:
     """``[B, 1, S/n, 1]``, with such documents: False where this rank holds padding, which sees nothing."""
     keys: Tensor | None = None
     """``[B, 1, 1, S]``: False where there is padding that documents cannot tell (between tokens)."""
-    boundary: Boundary | None = None
-    """The mesh and style of the model; set in the forward."""
+    style: ContextParallel | None = None
+    place: Place | None = None
+    """The style and mesh of the model; set in the forward."""
 
-    def on(self, device: torch.device, boundary: Boundary) -> Seen:
+    def on(self, device: torch.device, style: ContextParallel, place: Place) -> Seen:
         """The same where the model computes: batches are often prepared on the host."""
         tokens, keys = (None if x is None else x.to(device) for x in (self.tokens, self.keys))
-        return Seen(self.documents, tokens, keys, boundary)
+        return Seen(self.documents, tokens, keys, style, place)
 
 
 def look(

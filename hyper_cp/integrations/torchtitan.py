@@ -10,6 +10,7 @@ Written against the call ``inner_attention(q, k, v, *, attention_masks, scale, e
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .. import recompute
 from ..boundary import Boundary, attached
-from ..ops.attention import attention
+from ..ops.attention import Call, cp_attention
 from ..ops.masks import documents_table
 from ..style import ContextParallel
 
@@ -81,22 +83,21 @@ class PackedAttention(nn.Module):
                 f"{self.boundary.name} is called with {', '.join(unknown)}, which context-parallel attention does not "
                 "know: leave it out, or leave this module out of the pattern"
             )
-        mode = self.boundary.style.mode
-        out = attention(
-            *(x.unsqueeze(0).transpose(1, 2) for x in (q, k, v)),
-            mesh=self.boundary.mesh_for(q.shape[1], k.shape[1]),
-            scale=scale,
-            enable_gqa=enable_gqa,
-            kv_exchange=mode.kv_exchange,
-            layout=mode.layout,
-            load_balance=mode.load_balance,
-            window=self.window,
-            documents=self._documents(attention_metadata if attention_masks is None else attention_masks),
-        )
+        if q.shape[1] != k.shape[1] and not enable_gqa:
+            raise ValueError(
+                f"{self.boundary.name} got {q.shape[1]} query and {k.shape[1]} key heads: pass enable_gqa=True for "
+                "grouped-query attention"
+            )
+        documents = self._documents(attention_metadata if attention_masks is None else attention_masks)
+        documents, place = recompute.settle(self.boundary, (documents, self.boundary.place))
+        q, k, v = (x.unsqueeze(0).transpose(1, 2) for x in (q, k, v))
+        cp, mode = place.view(q.shape[1], k.shape[1]), replace(self.boundary.style.mode, window=self.window)
+        # The window says that it is causal.
+        out = cp_attention(q, k, v, cp, mode, Call(False, scale, None, documents))
         return out.transpose(1, 2).squeeze(0)
 
     def _documents(self, metadata: Any) -> Tensor | None:
-        block = self.boundary.meshes[0].facts.documents
+        block = self.boundary.place.documents
         if metadata is None:
             return block
         borders = getattr(metadata, "cu_seq_q", None)

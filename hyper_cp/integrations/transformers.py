@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from .. import recompute
 from ..boundary import Boundary, attached
 from ..handler import ContextParallelHandler
-from ..ops.attention import attention
+from ..ops.attention import Call, cp_attention
 from ..style import ContextParallel
 from .batch import Seen, documents_of, look, prepare_batch
 
@@ -70,21 +71,19 @@ def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextPar
 class Looker(Boundary):
     """Looks at what a decoder is called with, and passes it on to its attention."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Looker:
-        copy = Looker.__new__(Looker)
-        copy.__dict__.update(self.__dict__)
-        return copy
-
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = dict(kwargs)
         tokens = args[0] if args else kwargs.get("input_ids")
         tokens = kwargs["inputs_embeds"] if tokens is None else tokens
         if len(args) > 1:
             raise TypeError(f"{self.name} got {len(args)} positional arguments: pass all but input_ids by keyword")
-        handler = ContextParallelHandler(self.device_mesh, self.style)
+        documents, place = recompute.settle(self, (self.place.documents, self.place))
+        handler = ContextParallelHandler(place.mesh, self.style)
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         two_d = isinstance(mask, Tensor) and mask.ndim == 2
-        kwargs["context_parallel"] = self._seen(handler, tokens, kwargs, two_d).on(tokens.device, self)
+        kwargs["context_parallel"] = self._seen(handler, documents, tokens, kwargs, two_d).on(
+            tokens.device, self.style, place
+        )
         if mask is None or two_d:
             # Without a mask transformers takes the jumps of local positions for packed sequences.
             kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
@@ -95,9 +94,11 @@ class Looker(Boundary):
             kwargs["use_cache"] = False
         return args, kwargs
 
-    def _seen(self, handler: ContextParallelHandler, tokens: Tensor, kwargs: Any, two_d: bool) -> Seen:
+    def _seen(
+        self, handler: ContextParallelHandler, block: Tensor | None, tokens: Tensor, kwargs: Any, two_d: bool
+    ) -> Seen:
         """What ``prepare_batch`` has seen, or what is seen now; and the documents of the enclosing block."""
-        seen, given, block = kwargs.get("context_parallel"), documents_of(kwargs), handler.cp.facts.documents
+        seen, given = kwargs.get("context_parallel"), documents_of(kwargs)
         known = seen is not None and (seen.documents is not None or seen.tokens is not None)
         if (seen is not None and (two_d or given is not None)) or (block is not None and (known or given is not None)):
             raise ValueError(
@@ -162,7 +163,7 @@ def attention_forward(
     """What transformers calls: ``[B, H, S/n, D]`` to ``[B, S/n, H, D]``, over the keys of all ranks."""
     name = type(module).__name__
     seen = context_parallel
-    if seen is None or seen.boundary is None:
+    if seen is None or seen.style is None or seen.place is None:
         raise RuntimeError(
             f'{name} runs attn_implementation="hyper_cp" but was not told the cp mesh: call hyper_cp.integrations.'
             "transformers.prepare_model(model, mesh, style=...) and the model as a whole (its decoder must hand "
@@ -182,22 +183,9 @@ def attention_forward(
     mask, window = attention_mask, None
     if mask is None:  # else it is the caller's own for all layers, and nothing is added to it, as in transformers
         mask, window = seen.keys, (None if sliding_window is None else sliding_window - 1, 0)
-    mode = seen.boundary.style.mode
-    out = attention(
-        query,
-        key,
-        value,
-        mesh=seen.boundary.mesh_for(query.shape[1], key.shape[1]),
-        is_causal=False,  # the window says it, and goes with a mask
-        scale=scaling,
-        enable_gqa=True,
-        kv_exchange=mode.kv_exchange,
-        layout=mode.layout,
-        load_balance=mode.load_balance,
-        attn_mask=mask,
-        window=window,
-        documents=seen.documents,
-    )
+    cp, mode = seen.place.view(query.shape[1], key.shape[1]), replace(seen.style.mode, window=window)
+    # The window says that it is causal, and goes with a mask.
+    out = cp_attention(query, key, value, cp, mode, Call(False, scaling, mask, seen.documents))
     if seen.tokens is not None:  # what sees nothing gets zeros, as from F.scaled_dot_product_attention
         out = out.masked_fill(~seen.tokens, 0.0)
     return out.transpose(1, 2).contiguous(), None
