@@ -91,7 +91,7 @@ class PackedAttention(nn.Module):
         documents = self._documents(attention_metadata if attention_masks is None else attention_masks)
         documents, place = recompute.settle(self.boundary, (documents, self.boundary.place))
         q, k, v = (x.unsqueeze(0).transpose(1, 2) for x in (q, k, v))
-        cp, mode = place.view(q.shape[1], k.shape[1]), replace(self.boundary.style.mode, window=self.window)
+        cp, mode = place.view(q.shape[1], k.shape[1]), replace(self.boundary.style.mode, window=self.window)  # type: ignore[arg-type]
         # The window says that it is causal.
         out = cp_attention(q, k, v, cp, mode, Call(False, scale, None, documents))
         return out.transpose(1, 2).squeeze(0)
