@@ -124,8 +124,10 @@ class Region(TorchFunctionMode):
         question = Call(asked.is_causal, asked.scale, asked.mask, documents)
         if call.cp is not None:
             return asked.inside(q, asked.key, asked.value, call.cp, mode, question)
-        heads = (q.shape[1], asked.key.shape[1]) if q.ndim == 4 and asked.key.ndim == 4 else (1, 1)
-        return asked.alone(q, asked.key, asked.value, call.place.view(*call.owner.saw(*heads)), mode, question)
+        (q, k, v), outputs = call.owner.local([q, asked.key, asked.value], 2, 1, call.place)
+        heads = (q.shape[1], k.shape[1]) if q.ndim == 4 and k.ndim == 4 else (1, 1)
+        out = asked.alone(q, k, v, call.place.view(*call.owner.saw(*heads)), mode, question)
+        return outputs.wrap(out) if outputs is not None and isinstance(out, Tensor) else out
 
 
 class _Entered(threading.local):

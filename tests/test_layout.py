@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyper_cp.ops import balance
 from hyper_cp.ops import layout as layouts
+from hyper_cp.ops import placement
 from tests.oracle import token_positions
 
 worlds = st.integers(1, 16)
@@ -78,7 +78,7 @@ def test_balance_says_what_each_layout_gives() -> None:
     """One long document and many short ones: the long one is what head_tail cannot balance."""
     length = 64 * 1024
     documents = [0, length // 2, *range(length // 2 + 512, length + 1, 512)]
-    found = balance.balance(length, 8, documents)
+    found = placement.balance(length, 8, documents)
     assert set(found) == {"contiguous", "head_tail", "per_document"}
     for name, ratio in (("contiguous", 3.5), ("head_tail", 1.9), ("per_document", 1.0)):
         held = [layouts.positions(name, r, 8, length, tuple(documents)) for r in range(8)]
@@ -87,18 +87,18 @@ def test_balance_says_what_each_layout_gives() -> None:
         pairs = [int((p - starts[torch.searchsorted(starts, p, right=True) - 1] + 1).sum()) for p in rows]
         assert list(found[name].pairs) == pairs
         assert found[name].ratio == pytest.approx(ratio, abs=0.3)
-    assert balance.resolve("auto", 8, length, torch.tensor([documents]))[0] == "per_document"
+    assert placement.resolve("auto", 8, length, torch.tensor([documents]))[0] == "per_document"
     short = torch.arange(0, length + 1, 64)[None]
-    assert balance.resolve("auto", 8, length, short)[0] == "head_tail", "documents of 64 tokens are not cut in 16"
+    assert placement.resolve("auto", 8, length, short)[0] == "head_tail", "documents of 64 tokens are not cut in 16"
 
 
 def test_layouts_by_document_need_documents() -> None:
     with pytest.raises(ValueError, match="layout='per_document' places tokens by document, but no documents"):
-        balance.resolve("per_document", 2, 8, None)
+        placement.resolve("per_document", 2, 8, None)
     rows = torch.tensor([[0, 4, 8], [0, 2, 8]])
     with pytest.raises(ValueError, match="needs the same documents in every batch row"):
-        balance.resolve("per_document", 2, 8, rows)
-    assert balance.resolve("auto", 2, 8, rows) == ("head_tail", None)
+        placement.resolve("per_document", 2, 8, rows)
+    assert placement.resolve("auto", 2, 8, rows) == ("head_tail", None)
 
 
 @given(st.lists(st.integers(0, 30), max_size=12, unique=True))

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, ContextParallelHandler, boundary
-from hyper_cp.ops import attention, axis, balance, masks
+from hyper_cp.ops import attention, axis, masks, placement
 from hyper_cp.ops import layout as layouts
 from tests.oracle import plain_attention, relative_error, token_positions, visible_pairs
 from tests.test_attention import FP64, check, inputs, modes
@@ -55,7 +55,7 @@ def explicit_mask(kind: str, batch: int, heads: int, length: int, mine: Tensor) 
 def held_positions(layout: str, rank: int, world: int, length: int, rows: Any) -> list[int]:
     if layout not in ("per_document", "auto"):
         return token_positions(layout, rank, world, length)
-    layout, borders = balance.resolve(layout, world, length, masks.documents_table(rows))
+    layout, borders = placement.resolve(layout, world, length, masks.documents_table(rows))
     return layouts.positions(layout, rank, world, length, borders)  # test_layout compares these with definitions
 
 

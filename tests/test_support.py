@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from hyper_cp import ContextParallel
-from hyper_cp.ops import attention, axis, balance, kernels, masks
+from hyper_cp.ops import attention, axis, kernels, masks, placement
 from hyper_cp.ops import layout as layouts
 from tests import npu_standin
 from tests.oracle import plain_attention, relative_error, visible_pairs
@@ -73,7 +73,7 @@ def attend(case: dict[str, Any], mode: dict[str, Any], layout: str, dtype: torch
 
     def mine(length: int) -> Tensor:
         table = masks.documents_table(documents)
-        name, borders = balance.resolve(layout, world, length, table) if length == S else (layout, None)
+        name, borders = placement.resolve(layout, world, length, table) if length == S else (layout, None)
         return torch.tensor(layouts.positions(name, rank, world, length, borders))
 
     at = [mine(S), mine(keys), mine(keys)]

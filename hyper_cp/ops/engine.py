@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import axis, balance, exchange, kernels, masks, schedule
+from . import axis, exchange, kernels, masks, placement, schedule
 from . import layout as layouts
 from . import mesh as meshes
 from .dropout import Dropout
@@ -46,7 +46,7 @@ class _Plan:
         if known is not None:
             band, mask = intersect(band, known), None
         borders = masks.documents_of(documents, q.shape[0], length)
-        layout, by_document = balance.resolve(layout, mesh.size, length, documents)
+        layout, by_document = placement.resolve(layout, mesh.size, length, documents)
 
         def held(length: int) -> tuple[tuple[Range, ...], ...]:
             """By each ring rank: what its Ulysses ranks have brought together."""

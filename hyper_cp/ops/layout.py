@@ -27,7 +27,7 @@ _CHUNKS = {
     "head_tail": (2, lambda rank, world: (rank, 2 * world - 1 - rank)),
     # Every document by itself head-tail over the ranks: TransformerEngine's layout of packed sequences.
     "per_document": (1, lambda rank, world: (rank, 2 * world - 1 - rank)),
-    # "head_tail" or "per_document", whichever balances the given documents better: see ``balance``.
+    # "head_tail" or "per_document", whichever balances the given documents better: see ``placement``.
     "auto": (2, lambda rank, world: (rank, 2 * world - 1 - rank)),
 }
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import balance
 from . import layout as layouts
+from . import placement
 from .layout import Documents, Range
 
 Rows = Sequence[Sequence[int]]
@@ -21,7 +21,7 @@ def held(layout: str, world: int, length: int, documents: Tensor | None = None) 
     What the batch side asks a layout, and asked only here. ``documents`` is the table of the batch, for layouts in
     which positions depend on it.
     """
-    layout, borders = balance.resolve(layout, world, length, documents)
+    layout, borders = placement.resolve(layout, world, length, documents)
     return tuple(layouts.rank_ranges(layout, rank, world, length, borders) for rank in range(world))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import axis, balance, exchange
+from . import axis, exchange, placement
 from . import layout as layouts
 from . import mesh as meshes
 
@@ -24,7 +24,7 @@ def all_to_all_op(
     with axis.landing():
         for x in xs:  # all are in flight before the first is waited for
             length = x.shape[seq_dim] * cp.ring.size * (cp.ulysses.size if to_heads else 1)
-            name, borders = balance.resolve(layout, cp.size, length, documents)
+            name, borders = placement.resolve(layout, cp.size, length, documents)
             pieces = layouts.ascending_pieces(name, cp.ulysses_peers(), cp.size, length, borders)
             pending.append(move(cp.ulysses, x, seq_dim, head_dim, pieces))
         return [p.wait() for p in pending]
