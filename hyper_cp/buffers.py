@@ -228,7 +228,7 @@ class _Routing(Region):
         if func in _BACKWARD and not torch.compiler.is_compiling():
             return self._differentiate(func, args, kwargs)
         if not (calls.key_of(func) in calls.ROUTED or func in calls.UNROUTED) or not self._speaks():
-            out = func(*args, **kwargs)
+            out = calls.PLAIN.get(func, func)(*args, **kwargs)
             # Of `x += 1`, after which x must still be the buffer.
             return out if torch.compiler.is_compiling() else self.buffers.get(id(out), out)
         if self.learns and not torch.is_grad_enabled() and _in_reentrant_checkpoint():

@@ -180,7 +180,10 @@ ROUTED: dict[Any, Callable[..., Asked]] = {
 }
 WHOLE_TOO = {F.scaled_dot_product_attention, flex_attention}
 """Routed even where the module sees whole sequences: what they take may name heads, of which it has a share."""
-PLAIN: dict[Any, Callable[..., Any]] = {flex_attention: plain_flex_attention}
+PLAIN: dict[Any, Callable[..., Any]] = {
+    flex_attention: plain_flex_attention,
+    Tensor.unflatten: torch.unflatten,  # torch.compile cannot trace the method where a mode is active
+}
 """What to call instead of a function that is not routed after all, where that is not the function itself."""
 # (The operator inside flex_attention is not refused: a compiled graph calls it after flex_attention was routed.)
 UNROUTED = {F.multi_head_attention_forward: "nn.MultiheadAttention"}

@@ -54,3 +54,8 @@ def test_pretrain_fsdp_cp(ranks: Any) -> None:
     assert found["cp 2, tp 1"] == pytest.approx(one, abs=2e-3) and one[-1] < one[0] - 0.3
     for losses in ranks(4, run_main, "pretrain_fsdp_cp.py", ["--steps", "3", "--tp", "2"]):
         assert losses == pytest.approx(one, abs=2e-3)
+
+
+def test_eval_at_higher_cp(ranks: Any) -> None:
+    for differences in ranks(4, run_main, "eval_at_higher_cp.py", ["--steps", "2", "--samples", "4"]):
+        assert len(differences) == 2 and max(differences) <= 1e-5

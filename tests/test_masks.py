@@ -425,6 +425,59 @@ def test_documents_and_windows_through_the_style(ranks: Any, style: Case) -> Non
         assert max(found.values()) <= FP64, found
 
 
+BY_DOCUMENTS: list[Case] = [
+    {"ulysses_degree": None, "layout": "per_document"},
+    {"ulysses_degree": 1, "layout": "auto"},
+    {"ulysses_degree": 2, "kv_exchange": "ring", "layout": "per_document"},
+]
+
+
+def by_documents(style: Case) -> dict[str, float]:
+    """Data and attention place tokens by the documents in force, eager, recomputed and compiled."""
+    found = {}
+    block, handler = styled(Block(), {**style, "qkv_indices": None})
+    whole = torch.randn(2, SEQ, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    torch._dynamo.reset()
+    fast = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for turn, documents in enumerate((FIRST, SECOND, [0, 4, 8, 24])):
+        want, want_grad = wanted(whole, documents)
+        for name, run in (
+            ("eager", block),
+            ("compiled", fast),
+            ("recomputed", lambda x: checkpoint(block, x, use_reentrant=False)),
+        ):
+            with handler.documents(documents):
+                x = handler.dispatch(whole, 1).requires_grad_()
+                at = handler.position_ids(SEQ)
+                with torch._dynamo.config.patch(error_on_recompile=turn > 0):
+                    out = run(x)
+                assert torch.equal(whole[:, at], x.detach())
+            out.square().sum().backward()
+            assert x.grad is not None
+            with handler.documents(documents):
+                found[f"{name} {turn}"] = relative_error(handler.combine(out.detach(), 1), want)
+                found[f"{name} {turn}, gradient"] = relative_error(handler.combine(x.grad, 1), want_grad)
+    return found
+
+
+@pytest.mark.parametrize("style", BY_DOCUMENTS, ids=str)
+def test_layouts_by_document_through_the_style(ranks: Any, style: Case) -> None:
+    for found in ranks(4, by_documents, style):
+        assert max(found.values()) <= FP64, found
+
+
+def without_documents(where: str) -> None:
+    block, handler = styled(Block(), {"layout": "per_document", "ulysses_degree": 1, "qkv_indices": None})
+    if where == "attention":
+        block(torch.randn(2, 6, 32))
+    handler.dispatch(torch.randn(2, SEQ, 32), 1)
+
+
+@pytest.mark.parametrize("where", ["attention", "dispatch"])
+def test_layouts_by_document_without_documents(ranks: Any, where: str) -> None:
+    ranks.raises(2, ValueError, "places tokens by document, but no documents are given", without_documents, where)
+
+
 def recompute(style: Case, remembered: bool, reentrant: bool = False) -> dict[str, Any]:
     """Activation checkpointing: a recompute sees the documents of its forward; or raises, where torch's frames do not
     tell which forward it belongs to."""

@@ -14,7 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh
@@ -179,7 +181,7 @@ def test_one_rank_is_off(ranks: Any) -> None:
     assert ranks(2, off) == [0, 0]
 
 
-def recomputed(reentrant: bool, docs: bool) -> dict[str, float]:
+def recomputed(reentrant: bool) -> dict[str, float]:
     """Activation checkpointing per layer; backward inside the block, after it, and in a block on another mesh."""
     family = split_cp_mesh(init_device_mesh("cpu", (4,)))
     model, reference = built({"ulysses_degree": 2, "kv_exchange": "ring"}, family.cp(2))
@@ -202,7 +204,7 @@ def recomputed(reentrant: bool, docs: bool) -> dict[str, float]:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recompute_uses_the_mesh_of_its_forward(ranks: Any, reentrant: bool) -> None:
-    for found in ranks(4, recomputed, reentrant, False):
+    for found in ranks(4, recomputed, reentrant):
         assert max(found.values()) <= 1e-10, found
 
 
@@ -226,6 +228,61 @@ def compiled(block: bool) -> dict[str, float]:
 @pytest.mark.parametrize("block", [False, True])
 def test_compiled_once_for_each_mesh(ranks: Any, block: bool) -> None:
     for found in ranks(4, compiled, block, timeout=300):
+        assert max(found.values()) <= 1e-10, found
+
+
+def fsdp() -> dict[str, float]:
+    everyone = init_device_mesh("cpu", (4,))
+    family = split_cp_mesh(everyone)
+    model, reference = built({"ulysses_degree": None, "layout": "head_tail"}, family.cp(2))
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=everyone)
+    found = {}
+    for degree in (2, 4, 1, 2):
+        with context_parallel_mesh(model, family.cp(degree)) as handler:
+            (share_of_loss(model, handler, 4 // degree) * 4).backward()  # FSDP averages over four ranks
+        found[f"{degree}"] = sharded_errors(model, reference, 4 // degree)
+    return found
+
+
+def tensor_parallel() -> dict[str, float]:
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    family = split_cp_mesh(root["cp"])
+    model, reference = built({"ulysses_degree": None}, family.cp(2))
+    columns = {f"layers.*.attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
+    parallelize_module(model, root["tp"], {**columns, "layers.*.attention.wo": RowwiseParallel()})
+    found = {}
+    for degree in (2, 1, 2):
+        with context_parallel_mesh(model, family.cp(degree)) as handler:
+            text = sample(root.get_local_rank("cp") // degree)
+            tokens, labels = (handler.dispatch(x, 1) for x in (text[:, :-1], text[:, 1:]))
+            loss_of(model, tokens, labels, handler.position_ids(S), S * (2 // degree)).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            dist.all_reduce(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad, group=root.get_group("cp"))
+        found[f"{degree}"] = sharded_errors(model, reference, 2 // degree)
+    return found
+
+
+def sharded_errors(model: Llama, reference: Llama, samples: int) -> float:
+    """Of gradients that have been reduced already."""
+    want = sum(
+        loss_of(reference, sample(i)[:, :-1], sample(i)[:, 1:], torch.arange(S), S * samples) for i in range(samples)
+    )
+    reference.zero_grad()
+    want.backward()  # type: ignore[union-attr]
+    worst = 0.0
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        worst = max(worst, ((grad - q.grad).abs().max() / q.grad.abs().max()).item())
+    model.zero_grad()
+    return worst
+
+
+@pytest.mark.parametrize("run", [fsdp, tensor_parallel])
+def test_with_sharded_parameters(ranks: Any, run: Any) -> None:
+    for found in ranks(4, run):
         assert max(found.values()) <= 1e-10, found
 
 
