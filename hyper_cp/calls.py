@@ -40,6 +40,7 @@ class Asked:
     mask: Tensor | None = None
     window: tuple[int | None, int | None] | None = None
     documents: Tensor | None = None
+    dropout_p: float = 0.0
     answer: Callable[[Any], Any] = lambda out: out
     inside: Attend = ring_attention
     alone: Attend = cp_attention
@@ -56,13 +57,8 @@ def _sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Asked:
-    if dropout_p > 0.0:
-        raise NotImplementedError(
-            f"{name} passes dropout_p={dropout_p}: attention dropout is not supported under context parallelism "
-            "yet. Set it to 0.0"
-        )
     _check_groups(name, query, key, enable_gqa)
-    return Asked(query, key, value, is_causal, scale, attn_mask)
+    return Asked(query, key, value, is_causal, scale, attn_mask, dropout_p=dropout_p)
 
 
 def _check_groups(name: str, query: Tensor, key: Tensor, enable_gqa: bool) -> None:

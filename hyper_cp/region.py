@@ -121,7 +121,7 @@ class Region(TorchFunctionMode):
         if asked.documents is not None and call.documents is not None:
             raise ValueError(f"{name} passes packed documents, and so does the caller: drop one of them")
         documents = call.documents if asked.documents is None else asked.documents
-        question = Call(asked.is_causal, asked.scale, asked.mask, documents)
+        question = Call(asked.is_causal, asked.scale, asked.mask, documents, asked.dropout_p)
         if call.cp is not None:
             return asked.inside(q, asked.key, asked.value, call.cp, mode, question)
         (q, k, v), outputs = call.owner.local([q, asked.key, asked.value], 2, 1, call.place)

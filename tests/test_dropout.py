@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+from hyper_cp import ContextParallel
 from hyper_cp.ops import attention
 from tests.oracle import relative_error, token_positions
 from tests.test_attention import FP64, inputs, modes
@@ -70,6 +73,38 @@ def test_the_same_pairs_are_dropped_in_every_mode(ranks: Any) -> None:
         for found in ranks(world, pattern_and_errors, cases):
             for (pattern, error), case in zip(found, cases, strict=True):
                 assert torch.equal(pattern, reference) and error <= FP64, case
+
+
+class Dropping(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=P if self.training else 0.0)
+
+
+def through_the_style(style: dict[str, Any]) -> tuple[Tensor, float]:
+    """The pattern as above, of a module's own call, and the error of the module in evaluation."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    module = parallelize_module(Dropping(), mesh, ContextParallel(2, 1, **style))
+    q, k, v, _ = inputs(B, H, H, S, 16, 16, torch.float64)
+    mine = torch.tensor(token_positions("contiguous", dist.get_rank(), world, S))
+    eye = torch.eye(S, dtype=torch.float64).expand(B, H, S, S)
+    torch.manual_seed(5)
+    weights = module(q[:, :, mine], k[:, :, mine], eye[:, :, mine])
+    whole = torch.zeros(B, H, S, S, dtype=torch.float64)
+    whole[:, :, mine] = (weights > 0).double()
+    dist.all_reduce(whole)
+    out = module.eval()(*(x[:, :, mine] for x in (q, k, v)))
+    logits = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~torch.ones(S, S).tril().bool(), -torch.inf)
+    return whole, relative_error(out, (logits.softmax(-1) @ v)[:, :, mine])
+
+
+def test_dropout_of_a_module(ranks: Any) -> None:
+    patterns = []
+    for style in ({"ulysses_degree": None}, {"ulysses_degree": 1, "kv_exchange": "ring"}, {"qkv_indices": None}):
+        for pattern, error in ranks(2, through_the_style, style):
+            patterns.append(pattern)
+            assert error <= FP64
+    assert all(torch.equal(p, patterns[0]) for p in patterns) and 0 < patterns[0].mean() < 0.5
 
 
 def refused(p: float) -> None:

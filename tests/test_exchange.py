@@ -146,9 +146,9 @@ def measure_ring_memory(world: int, layout: str) -> dict[str, int]:
     _, peaks = q, []
     original = cpu.KERNEL.forward
 
-    def spying(*args: Any) -> Any:
+    def spying(*args: Any, **keywords: Any) -> Any:
         peaks.append(live_bytes())
-        result = original(*args)
+        result = original(*args, **keywords)
         peaks.append(live_bytes() - sum(x.nbytes for x in result))  # the tile's own result is not kept
         return result
 
