@@ -122,7 +122,8 @@ def ulysses_attention_op(
     out = like_queries(q, v.shape[3], q.dtype)
     lses, outs, queries, keys, values = [], [], [], [], []
     with axis.landing():
-        arriving, leaving = post(0), []
+        arriving = post(0)
+        leaving: list[axis.Pending] = []
         for group in range(groups):
             ahead = post(group + 1) if group + 1 < groups else []
             x, *kv = _wait(arriving)
@@ -200,7 +201,8 @@ def ulysses_attention_backward_op(
     dq, dk, dv = (_rank_of(xs, cp.ulysses.size) for xs in (queries, keys, values))
     total: list[Tensor] = []  # dk and dv of keys and values that several groups share
     with axis.landing():
-        arriving, leaving = plan.to_group(dout, groups, 0), []
+        arriving = plan.to_group(dout, groups, 0)
+        leaving: list[axis.Pending] = []
         for group in range(groups):
             ahead = plan.to_group(dout, groups, group + 1) if group + 1 < groups else None
             q, kv = queries[group], group // plan.sharing
