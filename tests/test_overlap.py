@@ -30,6 +30,14 @@ def inputs(kv_heads: int, length: int, batch: int = 2) -> list[Tensor]:
     return [torch.randn(batch, h, length, d, generator=g, dtype=torch.float64) for h, d in shapes]
 
 
+def held(layout: str, rank: int, world: int, length: int, documents: Any) -> list[int]:
+    """Global positions of a rank's tokens. (``per_document``: each document as ``head_tail`` would hold it.)"""
+    if layout != "per_document":
+        return token_positions(layout, rank, world, length)
+    borders = zip(documents[0], documents[0][1:], strict=False)
+    return [a + p for a, b in borders for p in token_positions("head_tail", rank, world, b - a)]
+
+
 def errors(world: int, case: dict[str, Any]) -> dict[str, float]:
     """Of this rank's output and gradients against the oracle."""
     case = dict(case)
@@ -45,7 +53,7 @@ def errors(world: int, case: dict[str, Any]) -> dict[str, float]:
     wide = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = plain_attention(*wide, visible=visible)
     wanted = torch.autograd.grad(expected, wide, dout)
-    mine = torch.tensor(token_positions(layout, torch.distributed.get_rank(), world, length))
+    mine = torch.tensor(held(layout, torch.distributed.get_rank(), world, length, documents))
     local = [x[:, :, mine].transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
     out = attention(*local, mesh=mesh, enable_gqa=True, **case)
     grads = torch.autograd.grad(out, local, dout[:, :, mine])
@@ -62,6 +70,7 @@ def run_cases(world: int, cases: list[dict[str, Any]]) -> list[dict[str, float]]
 def cases_of(world: int) -> list[dict[str, Any]]:
     length = 24 * world
     packed = [[0, 5, 17, length], [0, length // 2 + 3, length - 1, length]]
+    even = [[0, 8 * world, length]]  # of which every rank holds two chunks each
     whole = {"ulysses_degree": None}
     keyed = [
         {**whole, "kv_heads": kv, "head_groups": n, "is_causal": True, "layout": layout}
@@ -70,6 +79,7 @@ def cases_of(world: int) -> list[dict[str, Any]]:
     ]
     asked = [
         {"documents": packed, "is_causal": True},
+        {"documents": even, "is_causal": True, "layout": "per_document"},
         {"window": (9, 4)},
         {"mask": "per head"},
         {"mask": "one"},
@@ -81,7 +91,7 @@ def cases_of(world: int) -> list[dict[str, Any]]:
         for kv, exchange in itertools.product((8, 4), ("ring", "all_gather")):
             hybrid = {"kv_heads": kv, "ulysses_degree": 2, "head_groups": kv // 2, "kv_exchange": exchange}
             cases += [{**hybrid, "is_causal": True}, {**hybrid, "is_causal": True, "load_balance": True}]
-            cases += [{**hybrid, **a} for a in asked[:3]]
+            cases += [{**hybrid, **a} for a in asked[:4]]
     return cases
 
 
