@@ -30,19 +30,41 @@ MODES: dict[str, dict[str, Any]] = {
     "ring, load_balance": {"kv_exchange": "ring", "load_balance": True},
     "all_gather, head_tail": {"layout": "head_tail"},
     "all_gather, load_balance": {"load_balance": True},
+    "Ulysses": {"ulysses_degree": None},
+    "Ulysses, 2 head groups": {"ulysses_degree": None, "head_groups": 2},
+    "Ulysses, 4 head groups": {"ulysses_degree": None, "head_groups": 4},
+    "Ulysses, 8 head groups": {"ulysses_degree": None, "head_groups": 8},
 }
+
+
+class Clock:
+    """Passes by itself, or (``virtual``) only by what is simulated: then the noise of the machine is no part of it,
+    but neither is waiting for ranks that are late. Good for modes in which all ranks do the same."""
+
+    def __init__(self, virtual: bool) -> None:
+        self.virtual, self.at = virtual, 0.0
+
+    def now(self) -> float:
+        return self.at if self.virtual else time.perf_counter()
+
+    def pass_by(self, seconds: float) -> None:
+        if self.virtual:
+            self.at += max(0.0, seconds)
+        else:
+            time.sleep(max(0.0, seconds))
 
 
 class Link:
     """This rank's link: transfers queue up on it in the order in which they are posted."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
         self.bandwidth, self.free_at, self.busy = float("inf"), 0.0, 0.0
 
     def post(self, nbytes: int) -> float:
         duration = nbytes / self.bandwidth
         self.busy += duration
-        self.free_at = max(self.free_at, time.perf_counter()) + duration
+        self.free_at = max(self.free_at, self.clock.now()) + duration
         return self.free_at
 
 
@@ -51,20 +73,21 @@ class Kernel:
 
     name = "simulated"
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
         self.pairs_per_second, self.busy = float("inf"), 0.0
 
     def _run(self, q: Tensor, k: Tensor, band: Any, factor: float) -> None:
-        pairs = q.shape[2] * k.shape[2] * (0.5 if band == (None, 0) else 1.0)
+        pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (0.5 if band == (None, 0) else 1.0)
         self.busy += factor * pairs / self.pairs_per_second
-        time.sleep(factor * pairs / self.pairs_per_second)
+        self.clock.pass_by(factor * pairs / self.pairs_per_second)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Any, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Any, scale: float, **told: Any) -> tuple[Tensor, Tensor]:
         self._run(q, k, band, 1.0)
         return torch.zeros_like(q), q.new_zeros(q.shape[:3])
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, band: Any, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, band: Any, scale: float, **told: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._run(q, k, band, 2.5)
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -84,7 +107,7 @@ def simulate(link: Link, kernel: Kernel) -> None:
         self.arrives_at = posted[0]
 
     def waiting(self: Any) -> Any:
-        time.sleep(max(0.0, self.arrives_at - time.perf_counter()))
+        link.clock.pass_by(self.arrives_at - link.clock.now())
         return wait(self)
 
     axis._record, axis.Pending.__init__, axis.Pending.wait = recording, starting, waiting
@@ -102,30 +125,40 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> No
         timeout=timedelta(minutes=5),
     )
     mesh = init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("cp",))
-    link, kernel = Link(), Kernel()
+    clock = Clock(args.virtual)
+    link, kernel = Link(clock), Kernel(clock)
     simulate(link, kernel)
-    q, k, v = (torch.randn(1, 2, args.tokens, 16, requires_grad=True) for _ in range(3))
 
     def step(mode: dict[str, Any]) -> float:
+        # Ulysses: heads for every rank and group; few dims, because n ranks' copies share few cores.
+        heads, dims = (2, 16) if "ulysses_degree" not in mode else (8 * args.ranks, 4)
+        kv_heads = heads // (args.queries_per_key if heads > 2 else 1)
+        tokens = args.tokens if heads == 2 else max(args.tokens // 16, 2)
+        q, k, v = (torch.randn(1, h, tokens, dims, requires_grad=True) for h in (heads, kv_heads, kv_heads))
         dist.barrier()
         link.free_at = link.busy = kernel.busy = 0.0
-        start = time.perf_counter()
-        attention(q, k, v, mesh=mesh, is_causal=True, **mode).sum().backward()
-        return time.perf_counter() - start
+        start = clock.now()
+        attention(q, k, v, mesh=mesh, is_causal=True, enable_gqa=True, **mode).sum().backward()
+        return clock.now() - start
 
-    for name, mode in MODES.items():
+    for name, mode in chosen(args):
         link.bandwidth, kernel.pairs_per_second = 1e30, 1e30
         step(mode)  # counts: in units of one byte and one pair
         link.bandwidth, kernel.pairs_per_second = (
-            link.busy * 1e30 / args.seconds,
+            link.busy * 1e30 / (args.seconds * args.link),
             kernel.busy * 1e30 / args.seconds,
         )
-        found = torch.tensor([step(mode), max(link.busy, kernel.busy)])
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        if rank == 0:
-            queue.put((name, *found.tolist()))
+        for _ in range(args.runs):
+            found = torch.tensor([step(mode), max(link.busy, kernel.busy)])
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+            if rank == 0:
+                queue.put((name, *found.tolist()))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def chosen(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, mode) for name, mode in MODES.items() if args.only in name]
 
 
 def main() -> None:
@@ -133,6 +166,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=4096, help="per rank")
     parser.add_argument("--seconds", type=float, default=8.0, help="of computation, and of communication")
+    parser.add_argument("--link", type=float, default=1.0, help="communication over computation")
+    parser.add_argument("--queries-per-key", type=int, default=1, help="query heads per key/value head (Ulysses)")
+    parser.add_argument("--virtual", action="store_true", help="a clock that only simulated durations move")
+    parser.add_argument("--runs", type=int, default=1, help="of each mode")
+    parser.add_argument("--only", default="", help="modes whose name contains this")
     args = parser.parse_args()
     context: Any = torch.multiprocessing.get_context("spawn")
     queue = context.Queue()
@@ -141,8 +179,10 @@ def main() -> None:
         ranks = [context.Process(target=rank_main, args=(r, *target)) for r in range(args.ranks)]
         for process in ranks:
             process.start()
-        print(f"{args.ranks} ranks; {args.seconds} s of simulated computation and as much communication")
-        for _ in MODES:
+        print(
+            f"{args.ranks} ranks; {args.seconds} s of simulated computation and {args.link} times as much communication"
+        )
+        for _ in range(args.runs * len(chosen(args))):
             name, seconds, longer = queue.get()
             print(f"{name:26} {seconds:6.2f} s   {seconds / longer:.2f} x the longer of the two", flush=True)
         for process in ranks:

@@ -42,6 +42,9 @@ class ContextParallel(ParallelStyle):
             only); if q was a DTensor on a tp mesh, on the mesh of both.
         window: ``(left, right)``: sliding-window attention; a query sees at most so many positions
             before and after its own (None or -1: no bound), within what is_causal leaves.
+        head_groups: hide Ulysses' all-to-all behind attention: heads are exchanged in so many groups, the next one in
+            flight while one is attended, in backward too. Only with ``qkv_indices=None`` (a module that receives q, k,
+            v in ``[B, H, S, D]`` and hands them to attention will do), and for heads that split into the groups.
 
     A call may have packed documents: inside ``ContextParallelHandler.documents(...)``, or passed to
     the styled module as the keyword argument ``documents`` (see :func:`hyper_cp.ops.attention`).
@@ -88,9 +91,10 @@ class ContextParallel(ParallelStyle):
         layout: str = "contiguous",
         use_local_output: bool = True,
         window: Sequence[int | None] | None = None,
+        head_groups: int = 1,
     ) -> None:
         super().__init__()
-        self.mode = Mode(kv_exchange, layout, load_balance, window)  # type: ignore[arg-type]
+        self.mode = Mode(kv_exchange, layout, load_balance, window, head_groups)  # type: ignore[arg-type]
         self.seq_dim, self.head_dim = _dimension("seq_dim", seq_dim), _dimension("head_dim", head_dim)
         if seq_dim == head_dim:
             raise ValueError(f"seq_dim={seq_dim} and head_dim={head_dim} must name different dimensions")
@@ -116,6 +120,12 @@ class ContextParallel(ParallelStyle):
                 f"qkv_kwarg_names={qkv_kwarg_names!r} with qkv_indices={qkv_indices!r}: give three names (of q, k, v; "
                 "k and v equal in both if they are one tensor), and only for a module that receives q, k, v"
             )
+        if head_groups > 1 and self.qkv_indices is not None:
+            raise ValueError(
+                f"head_groups={head_groups} with qkv_indices={qkv_indices!r}: where q, k, v are exchanged before the "
+                "module runs, it sees all its heads at once, so there is nothing to overlap. Set qkv_indices=None: its "
+                "attention call (F.scaled_dot_product_attention in [B, H, S, D]) then exchanges them; or head_groups=1"
+            )
         if not use_local_output and layout != "contiguous":
             raise ValueError(
                 f"use_local_output=False returns Shard({seq_dim}) DTensors, which mean contiguous order, but "
@@ -128,7 +138,8 @@ class ContextParallel(ParallelStyle):
         return (
             f"ContextParallel(seq_dim={self.seq_dim}, head_dim={self.head_dim}, ulysses_degree="
             f"{self.ulysses_degree!r}, qkv_indices={self.qkv_indices}, kv_exchange={m.kv_exchange!r}, "
-            f"layout={m.layout!r}, load_balance={m.load_balance}, window={m.window})"
+            f"layout={m.layout!r}, load_balance={m.load_balance}, window={m.window}, "
+            f"head_groups={m.head_groups})"
         )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

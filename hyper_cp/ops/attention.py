@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from . import kernels, masks, schedule
+from . import kernels, masks, overlap, schedule
 from . import layout as layouts
 from . import mesh as meshes
 from .dropout import draw_seed
@@ -24,7 +24,8 @@ from .engine import attention_op
 from .mesh import CPMesh
 from .ulysses import all_to_all_op, shared_heads
 
-SAVE_LIST: list[Any] = [torch.ops.hyper_cp.attention.default, torch.ops.hyper_cp.all_to_all.default]
+_ops = torch.ops.hyper_cp
+SAVE_LIST: list[Any] = [_ops.attention.default, _ops.all_to_all.default, _ops.ulysses_attention.default]
 """The library's forward ops, for a selective activation-checkpointing policy (MUST_SAVE): what
 they return is not computed or communicated again in a recompute."""
 
@@ -38,6 +39,7 @@ class Mode:
     layout: str = "contiguous"
     load_balance: bool = False
     window: tuple[int | None, int | None] | None = None
+    head_groups: int = 1
 
     def key_length(self, keys: int, ranks: int) -> int:
         """The global number of keys, of which ``ranks`` ranks have ``keys`` each."""
@@ -51,6 +53,8 @@ class Mode:
                 f"{', '.join(map(repr, schedule.KV_EXCHANGES))}"
             )
         layouts.check_layout(self.layout)
+        if not isinstance(self.head_groups, int) or isinstance(self.head_groups, bool) or self.head_groups < 1:
+            raise ValueError(f"head_groups={self.head_groups!r} must be a positive int; 1 exchanges all heads at once")
         if not isinstance(self.load_balance, bool):
             raise TypeError(f"load_balance={self.load_balance!r} must be True or False")
         if self.load_balance and self.layout != "contiguous":
@@ -272,14 +276,26 @@ def _attend_shards(
     check_qkv(q, k, v, cp, mode, call)
     check_heads(q.shape[1], k.shape[1], cp)
     masks.check_documents(call.documents, q.shape[2] * cp.size)
-    if call.mask is not None:  # before any communication
+    mask = call.mask
+    if mask is not None:  # before any communication
         whole = q.new_empty(q.shape[0], q.shape[1] // cp.ulysses.size, q.shape[2] * cp.ulysses.size, 1, device="meta")
-        check_mask(call.mask, whole, cp, (q.shape[2] * cp.size, mode.key_length(k.shape[2], cp.size)), call)
+        mask = check_mask(mask, whole, cp, (q.shape[2] * cp.size, mode.key_length(k.shape[2], cp.size)), call)
+    shared = [shared_heads(x, cp.ulysses.size, 1) for x in (k, v)]
+    overlap.check_groups(q.shape[1], shared[0].shape[1], cp, mode.head_groups)
     cp.check_shapes(q, k)
-    k, v = (shared_heads(x, cp.ulysses.size, 1) for x in (k, v))
-    q, k, v = ulysses([q, k, v], cp, mode, 2, 1, call.documents)
-    out, lse = _attend(q, k, v, cp, mode, call, with_lse)
-    (out,) = ulysses_back([out], cp, mode, 2, 1, call.documents)
+    k, v = shared
+    if mode.head_groups > 1 and cp.ulysses.size > 1 and not call.dropout_p:
+        # (With dropout at once: which pairs are dropped depends on the number of a head among those of its rank.)
+        lower, upper = masks.band_of(call.is_causal, mode.window)
+        scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
+        how = (cp.key, mode.layout, mode.kv_exchange, mode.load_balance, lower, upper, scale)
+        kernel = kernels.choose(q, k, v, call.is_causal)
+        out, lses = overlap.attend(q, k, v, mode.head_groups, call.documents, mask, *how, kernel)
+        lse = torch.cat(lses, 1) if with_lse else None
+    else:
+        q, k, v = ulysses([q, k, v], cp, mode, 2, 1, call.documents)
+        out, lse = _attend(q, k, v, cp, mode, call, with_lse)
+        (out,) = ulysses_back([out], cp, mode, 2, 1, call.documents)
     if lse is not None and with_lse:
         (lse,) = ulysses_back([lse.unsqueeze(-1)], cp, mode, 2, 1, call.documents)
         lse = lse.squeeze(-1) if lse.ndim == 4 else lse
@@ -304,6 +320,7 @@ def attention(
     documents: Any = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
+    head_groups: int = 1,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Context-parallel scaled dot-product attention of this rank's share of the sequence.
 
@@ -336,6 +353,8 @@ def attention(
             recompute). Only where plain SDPA would compute in plain math, as on the CPU; the seed comes from
             the default CPU generator.
         return_lse: also return the log-sum-exp of the scaled logits.
+        head_groups: exchange heads (``ulysses_degree`` > 1) in so many groups, the next one in flight while one is
+            attended, in backward too. Each rank's heads must split into them. Not with dropout (then all at once).
 
     Returns:
         This rank's output ``[B, H, S/n, Dv]``; with ``return_lse`` and ``[B, H, S/n]`` in fp32 (fp64 for fp64
@@ -352,7 +371,7 @@ def attention(
             f"query has {q.shape[1]} heads and key {k.shape[1]}: pass enable_gqa=True for grouped-query "
             "attention, as with F.scaled_dot_product_attention"
         )
-    mode = Mode(kv_exchange, layout, load_balance, window)  # type: ignore[arg-type]
+    mode = Mode(kv_exchange, layout, load_balance, window, head_groups)  # type: ignore[arg-type]
     check_degree(mode, cp)
     call = Call(is_causal, scale, attn_mask, masks.documents_table(documents), dropout_p)
     out, lse = _attend_shards(q, k, v, cp, mode, call, return_lse)

@@ -274,8 +274,13 @@ def sequence_to_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, pieces
     ``pieces`` (rank, local start, local stop) say in which order the ranks' tokens come; putting
     them in that order is part of the copy that unpacks the message.
     """
-    by_rank = x.unflatten(head_dim, (axis.size, -1)).movedim(head_dim, 0)
-    send = by_rank.movedim(seq_dim + 1, 1).contiguous()  # [n, S, ...]
+    return send_heads(axis, x.unflatten(head_dim, (axis.size, -1)), seq_dim, head_dim, pieces)
+
+
+def send_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, pieces: Sequence[Piece]) -> Pending:
+    """:func:`sequence_to_heads` of some heads of each rank's, any strides: ``head_dim`` (and what follows it) is
+    preceded by one more dimension, the rank they go to."""
+    send = x.movedim(head_dim, 0).movedim(seq_dim + 1, 1).contiguous()  # [n, S, ...]
 
     def unpack(received: Tensor) -> Tensor:
         parts = [received[rank, start:stop] for rank, start, stop in pieces]
@@ -286,15 +291,17 @@ def sequence_to_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, pieces
 
 def heads_to_sequence(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, pieces: Sequence[Piece]) -> Pending:
     """The inverse: ``[.. S*n .. H ..] -> [.. S .. H*n ..]``."""
+    return collect_heads(axis, x, seq_dim, head_dim, pieces).then(
+        lambda by_rank: by_rank.flatten(head_dim, head_dim + 1).contiguous()
+    )
+
+
+def collect_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, pieces: Sequence[Piece]) -> Pending:
+    """The inverse of :func:`send_heads`, a view of the message: ``[.. S*n .. H ..] -> [.. S .. n, H ..]``."""
     ordered = x.movedim(seq_dim, 0)
     send = x.new_empty(axis.size, ordered.shape[0] // axis.size, *ordered.shape[1:])
     offset = 0
     for rank, start, stop in pieces:
         send[rank, start:stop].copy_(ordered[offset : offset + stop - start])
         offset += stop - start
-
-    def unpack(received: Tensor) -> Tensor:
-        by_rank = received.movedim(1, seq_dim + 1)  # [n, ... S ... H ...]
-        return by_rank.movedim(0, head_dim).flatten(head_dim, head_dim + 1).contiguous()
-
-    return axis.all_to_all(send).then(unpack)
+    return axis.all_to_all(send).then(lambda received: received.movedim(1, seq_dim + 1).movedim(0, head_dim))

@@ -64,6 +64,11 @@ class Flex:
                 f"{self.name} calls flex_attention with layout={mode.layout!r}, which places tokens by documents that "
                 "are unknown to its masks. Use layout='head_tail' or 'contiguous'"
             )
+        if cp.ulysses.size > 1 and mode.head_groups > 1:
+            raise NotImplementedError(
+                f"{self.name} calls flex_attention with head_groups={mode.head_groups}: its masks and scores may name "
+                "heads, and are compiled for all heads of a rank at once. Set head_groups=1"
+            )
         if cp.ring.size > 1 and mode.kv_exchange != "all_gather":
             raise NotImplementedError(
                 f"{self.name} calls flex_attention with kv_exchange={mode.kv_exchange!r} over {cp.ring.size} ranks: "
