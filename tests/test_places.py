@@ -214,7 +214,7 @@ def compiled(block: bool) -> dict[str, float]:
     model, reference = built({"ulysses_degree": None, "layout": "head_tail"}, family.cp(4), block)
     fast = torch.compile(model, fullgraph=True, backend="aot_eager")
     found = {}
-    for turn, degree in enumerate((4, 2, 1, 4, 2, 1, 4)):
+    for turn, degree in enumerate((4, 2, 1, 4, 1)):
         with (
             context_parallel_mesh(model, family.cp(degree)) as handler,
             torch._dynamo.config.patch(error_on_recompile=turn > 2),  # none when coming back
@@ -225,9 +225,8 @@ def compiled(block: bool) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("block", [False, True])
-def test_compiled_once_for_each_mesh(ranks: Any, block: bool) -> None:
-    for found in ranks(4, compiled, block, timeout=300):
+def test_compiled_once_for_each_mesh(ranks: Any) -> None:
+    for found in ranks(4, compiled, True, timeout=300):
         assert max(found.values()) <= 1e-10, found
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import axis, balance, exchange
+from . import axis, exchange, placement
 from . import layout as layouts
 from . import mesh as meshes
 from .engine import attention_backward_op, attention_op
@@ -67,7 +67,7 @@ class _Groups:
 
     def pieces(self, length: int) -> tuple[Piece, ...]:
         cp = self.cp
-        name, borders = balance.resolve(self.layout, cp.size, length * cp.ring.size, self.documents)
+        name, borders = placement.resolve(self.layout, cp.size, length * cp.ring.size, self.documents)
         return layouts.ascending_pieces(name, cp.ulysses_peers(), cp.size, length * cp.ring.size, borders)
 
     def to_group(self, x: Tensor, number: int, index: int) -> axis.Pending:
