@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .ops import layout as layouts
 from .ops import masks, positions
 from .ops.batch import by_rank
 
@@ -162,7 +163,8 @@ class _Whole:
 
     def table(self) -> Tensor | None:
         """Documents and padding, of the padded sequence."""
-        rows = self.borders or ([[0, self.length]] if self.padded > self.length else None)
+        by_document = self.handler.layout in layouts.BY_DOCUMENTS  # then one document is a document too
+        rows = self.borders or ([[0, self.length]] if self.padded > self.length or by_document else None)
         return None if rows is None else self.handler._with_padding(masks.documents_table(rows))
 
     def shift_labels(self, ignore_index: int) -> None:

@@ -57,7 +57,8 @@ class Boundary:
         # Position and name of q, k, v; of q and k only, if v is in the same tensor.
         self.places = list(dict.fromkeys(zip(style.qkv_indices or (), names, strict=True)))
         self.takes_documents = "documents" in inspect.signature(module.forward).parameters
-        self.home = self.place = Place(style, device_mesh, style.ulysses_degree)
+        self.stays = [Place(style, device_mesh, style.ulysses_degree)]
+        """Where it runs, and where it has run before it was moved there: the last counts."""
         self.heads: tuple[int, int] | None = None
         """Of q and k in the last call, before they are split over ranks of the cp mesh."""
         overridable.install()
@@ -65,6 +66,7 @@ class Boundary:
     def __deepcopy__(self, memo: dict[int, Any]) -> Boundary:
         copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__)  # style and meshes are shared, process groups cannot be copied
+        copy.stays = list(self.stays)
         return copy
 
     def __reduce__(self) -> Any:
@@ -73,9 +75,10 @@ class Boundary:
             "model.state_dict() instead, and apply the style again after loading"
         )
 
-    def move(self, place: Place) -> None:
-        """Run on another mesh from now on."""
-        self.place = place
+    @property
+    def place(self) -> Place:
+        """Where it runs now."""
+        return self.stays[-1]
 
     def saw(self, q_heads: int, kv_heads: int) -> tuple[int, int]:
         """Note the heads of a call, by which another mesh is judged before it is used."""
@@ -105,8 +108,8 @@ class Boundary:
         if not style.use_local_output:
             call.outputs = call.place.cp_dims.outputs(call.outputs, seq, f"{self.name}: q")
         cp = call.place.view(*self.saw(qkv[0].shape[head], qkv[1].shape[head]))
+        cp.check_shapes(*qkv[:2], documents=call.documents)
         self._check_split(given, qkv, cp, call)
-        cp.check_shapes(*qkv[:2])
         qkv = [qkv[0], *(shared_heads(x, cp.ulysses.size, head) for x in qkv[1:])]
         qkv = ulysses(qkv, cp, style.mode, seq, head, call.documents)
         call.cp, call.ndim = cp, qkv[0].ndim
@@ -127,7 +130,7 @@ class Boundary:
         is ours unless the module has a parameter of that name."""
         if kwargs.get("documents") is None:
             found = self.place.documents
-            if self.place is not self.home and found is None and self.home.documents is not None:
+            if found is None and any(place.documents is not None for place in self.stays):
                 raise RuntimeError(
                     f"{self.name} runs on another cp mesh, but documents are in force on the one it has left: "
                     "enter the documents block of the handler that context_parallel_mesh yields, or pass documents="
@@ -227,7 +230,8 @@ class Boundary:
             heads = ", ".join(dtensors.heads_of(what, x, head) for what, x in zip("qk", given, strict=False))
             raise ValueError(f"{self.name}: {heads}. {error}") from None
         check_documents(call.documents, qkv[0].shape[seq] * cp.size)
-        for what, x in zip("qk", qkv, strict=False):
+        sharded = qkv[:1] if self.style.mode.kv_exchange == "replicated" else qkv[:2]
+        for what, x in zip("qk", sharded, strict=False):
             if layout in ("head_tail", "auto") and cp.size > 1 and x.shape[seq] % 2:
                 raise ValueError(
                     f"{self.name}: the local sequence length {x.shape[seq]} of {what} (dimension {seq}) is odd, but "

@@ -102,6 +102,13 @@ class context_parallel:
 
     def __enter__(self) -> ContextParallelHandler:
         self._check()
+        for outer in _active.blocks:
+            theirs = outer.call.owner.style.mode.layout
+            if outer.shares and theirs != self.handler.layout and outer.call.owner.place.mesh == self.handler.mesh:
+                raise ValueError(
+                    f"layout={self.handler.layout!r} inside a context_parallel block that has sharded its buffers as "
+                    f"{theirs!r} on the same mesh: attention would take their positions for others. Use one layout"
+                )
         sharded = [
             _Sharded(x, dim, self.handler, id(x) in self._keep)
             for x, dim in zip(self._buffers, self._dims, strict=True)

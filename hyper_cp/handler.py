@@ -20,6 +20,7 @@ from .ops import layout as layouts
 from .ops import masks
 from .ops import positions as index
 from .ops.mesh import CPMesh
+from .places import moved
 from .shares import Shares, checked_dim
 from .style import ContextParallel
 
@@ -29,8 +30,8 @@ class ContextParallelHandler(Shares):
 
     Args:
         mesh: the cp mesh (1-D, or 2-D ``("ring", "ulysses")``).
-        style: the :class:`ContextParallel` of the model's attention, or a layout's name. Style and
-            handler read one layout, so data and attention cannot disagree.
+        style: the :class:`ContextParallel` of the model's attention: both read one layout, so data and attention
+            cannot disagree. Or a layout's name, which must be that of the model.
 
     All ranks of the mesh must hold the same global tensors. S is the global length of the sequence, n the number of
     ranks, S/n the local length. Methods that care for packed documents use those of the enclosing
@@ -52,6 +53,16 @@ class ContextParallelHandler(Shares):
         else:
             super().__init__(mesh, style.mode.layout, style.mode.load_balance)
         self._cores: dict[Any, nn.Module] = {}
+
+    @property
+    def cp(self) -> CPMesh:
+        away = moved.get(self.style) if self.style is not None else None
+        if away and away[-1] != self.mesh:
+            raise RuntimeError(
+                "the model of this handler's style runs on another cp mesh (context_parallel_mesh): use the handler "
+                "that the block yields, or one that follows the model, ContextParallelHandler.of(model)"
+            )
+        return super().cp
 
     @classmethod
     def of(cls, model: nn.Module) -> ContextParallelHandler:
@@ -216,10 +227,8 @@ class ContextParallelHandler(Shares):
         if isinstance(cu_seqlens, LocalBatch):
             table = cu_seqlens.documents
         else:
-            table = masks.documents_table(cu_seqlens, document_ids)
-            if table is None:
-                raise ValueError("documents() needs cu_seqlens, document_ids, or a batch of this handler")
-            table = self._with_padding(table)
+            table = masks.documents_table(cu_seqlens, document_ids)  # None: a sequence without documents
+            table = None if table is None else self._with_padding(table)
         facts, before = self.cp.facts, self.cp.facts.documents
         facts.documents = table
         try:

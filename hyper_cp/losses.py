@@ -56,6 +56,11 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
                 f"losses has shape {tuple(losses.shape)} and {name} {tuple(other.shape)}: pass one loss per token "
                 "(reduction='none') of the same shape, or logits [*labels.shape, classes] with labels"
             )
+    if losses.ndim > 2 and labels is None and mask is None:
+        raise ValueError(
+            f"losses has shape {tuple(losses.shape)} and there are no labels: if these are logits, pass labels; if "
+            "they are losses of tokens, flatten them to two dimensions, or pass a mask of their shape"
+        )
     if losses.ndim == 0:
         raise ValueError(
             "losses is one number: its number of tokens is unknown. Pass the losses of tokens (reduction='none')"

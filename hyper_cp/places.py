@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -60,6 +61,10 @@ class Place:
         return self.views[0]
 
 
+moved: WeakKeyDictionary[ContextParallel, list[DeviceMesh]] = WeakKeyDictionary()
+"""Where the models of a style run now, while they are away from home."""
+
+
 @contextmanager
 def context_parallel_mesh(
     model: nn.Module, mesh: DeviceMesh, *, ulysses_degree: int | str | None = "style"
@@ -110,14 +115,17 @@ def context_parallel_mesh(
             made[owner.style] = Place(owner.style, mesh, degree)
         if owner.heads is not None:
             check_heads(*owner.heads, made[owner.style].view(*owner.heads))
-    before = [owner.place for owner in owners]
     for owner in owners:
-        owner.move(made[owner.style])
+        owner.stays.append(made[owner.style])
+    for style in made:
+        moved.setdefault(style, []).append(mesh)  # type: ignore[arg-type]
     try:
         yield ContextParallelHandler(mesh, owners[0].style)
     finally:
-        for owner, place in zip(owners, before, strict=True):
-            owner.move(place)
+        for owner in owners:
+            owner.stays.remove(made[owner.style])
+        for style in made:
+            moved[style].pop()  # type: ignore[index]
 
 
 def _degree(style: ContextParallel, mesh: DeviceMesh) -> int | str | None:

@@ -4,7 +4,9 @@ A recompute runs in backward: maybe after the block that said which documents or
 another one. So the facts of a call are kept with each checkpoint that it runs in, and a recompute finds them there.
 
 torch has no public way to ask which checkpoint is running. Its Python frames are looked at instead (the same in torch
-2.11 and 2.13). Where that finds nothing, a recompute with other facts than its forward had is an error of the engine.
+2.11 and 2.13). Where that finds nothing (checkpoints of other libraries, the composable one, compiled modules), a
+non-reentrant recompute with other facts than its forward had is an error of the engine, and a reentrant one is not
+noticed: there the engine sees the recompute only.
 """
 
 from __future__ import annotations
@@ -15,36 +17,37 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.utils import checkpoint as _checkpoint
 
 _FILE = _checkpoint.__file__
 _AMBIGUOUS = object()
 
 
-def settle(owner: object, facts: Any) -> Any:
+def settle(owner: object, facts: tuple[Any, ...]) -> Any:
     """The facts that a call of ``owner`` goes by: those it had in forward, if this is a recompute, else the ones
     given, which are remembered then."""
     if torch.compiler.is_compiling():
         return facts
     new: list[_Memory] = []
     for memory, recomputes in _checkpoints():
-        if recomputes:
-            known = memory.get(owner)
-            if known is not None and known is not _AMBIGUOUS:
-                facts = known
-                break
-        else:
+        if not recomputes:
             new.append(memory)
+        elif owner in memory:
+            # Ambiguous: the blocks that say so are inside the checkpoint, and have been entered again.
+            known = zip(facts, memory[owner], strict=True)
+            facts = tuple(now if then is _AMBIGUOUS else then for now, then in known)
+            break
     for memory in new:
         before = memory.setdefault(owner, facts)
-        # Called again with other facts in one checkpoint: the blocks that say so are inside it, and run again too.
-        if before is not facts and not _same(before, facts):
-            memory[owner] = _AMBIGUOUS
+        # Called again in one checkpoint, with other facts.
+        memory[owner] = tuple(a if _same(a, b) else _AMBIGUOUS for a, b in zip(before, facts, strict=True))
     return facts
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a is not _AMBIGUOUS and len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+    both = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return a is b or (both and torch.equal(a, b))
 
 
 _Memory = WeakKeyDictionary[object, Any]

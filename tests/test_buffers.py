@@ -363,7 +363,7 @@ def wrong(what: str) -> None:
             "layout": lambda: enter(x, layout="zigzag"),
             "inference": lambda: enter(torch.inference_mode()(torch.zeros)(2, 8)),
             "nested": lambda: inside(lambda: enter(x)),
-            "dropout": lambda: inside(lambda: F.scaled_dot_product_attention(*qkv(), dropout_p=0.5)),
+            "dropout": lambda: inside(lambda: F.scaled_dot_product_attention(*qkv(), dropout_p=1.0)),
             "heads": lambda: inside(lambda: nn.MultiheadAttention(8, 2)(*[torch.zeros(2, 4, 8)] * 3)),
         }[what]()
     finally:
@@ -385,7 +385,7 @@ def wrong(what: str) -> None:
         ("layout", "ValueError", "layout='zigzag' is unknown"),
         ("inference", "ValueError", "was made under inference_mode"),
         ("nested", "ValueError", "sharded by an enclosing block already"),
-        ("dropout", "NotImplementedError", "a model in context_parallel passes dropout_p=0.5"),
+        ("dropout", "ValueError", "dropout_p=1.0 must be a probability below 1"),
         ("heads", "NotImplementedError", "nn.MultiheadAttention"),
     ],
 )

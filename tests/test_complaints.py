@@ -81,6 +81,28 @@ def test_unequal_local_lengths_are_refused_on_every_rank(ranks: Any, mode: dict[
     ranks.raises(4, ValueError, words, unequal, mode)
 
 
+def other_documents(mode: dict[str, Any]) -> None:
+    module, handler = styled(mode)
+    with handler.documents([0, 5, 32] if dist.get_rank() else [0, 7, 32]):
+        module(*(torch.randn(1, 4, 8, 8) for _ in range(3)))
+
+
+def test_other_documents_on_other_ranks_are_refused(ranks: Any) -> None:
+    words = r"different packed documents: ranks \[1, 2, 3\] have others"
+    ranks.raises(4, ValueError, words, other_documents, MODES[3])
+
+
+def unequal_and_documents() -> None:
+    module, handler = styled(MODES[3])
+    length = 8 - dist.get_rank()  # the documents fit rank 0 only, and 7 is odd
+    with handler.documents([0, 5, 16]):
+        module(*(torch.randn(1, 4, length, 8) for _ in range(3)))
+
+
+def test_no_check_of_one_rank_comes_before_that_of_shapes(ranks: Any) -> None:
+    ranks.raises(2, ValueError, "call attention with different shapes", unequal_and_documents)
+
+
 # ---- 2. Masks dropped; sliding-window layers trained as full causal (TransformerEngine #2052, accelerate #4177).
 
 

@@ -262,6 +262,33 @@ def test_cross_attention_to_replicated_keys_sends_nothing(ranks: Any, world: int
     check(ranks(world, replicated_cases, cases), FP64)
 
 
+def cross_in_documents(kv: str, layout: str) -> float:
+    """Cross-attention inside a block of documents, which are of the queries: a mask says what these see."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    q, *_ = inputs(2, 4, 4, 16, 8, 8, torch.float64)
+    _, k, v, _ = inputs(2, 4, 4, 12, 8, 8, torch.float64)
+    mask = torch.rand(2, 1, 16, 12, generator=torch.Generator().manual_seed(8)) < 0.6
+    mine = torch.tensor(held_positions(layout, rank, world, 16, [0, 5, 16]))
+    keys = slice(None) if kv == "replicated" else torch.tensor(held_positions(layout, rank, world, 12, None))
+    out = attention(
+        q[:, :, mine],
+        k[:, :, keys],
+        v[:, :, keys],
+        mesh=mesh,
+        kv_exchange=kv,
+        layout=layout,
+        documents=[0, 5, 16],
+        attn_mask=mask,
+    )
+    return relative_error(out, plain_attention(q, k, v, visible=mask)[:, :, mine])
+
+
+@pytest.mark.parametrize("kv, layout", [("ring", "head_tail"), ("replicated", "per_document"), ("replicated", "auto")])
+def test_cross_attention_inside_documents(ranks: Any, kv: str, layout: str) -> None:
+    assert max(ranks(2, cross_in_documents, kv, layout)) <= FP64
+
+
 def cross_cases(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
     return [(case, cross(case)) for case in cases]
 
@@ -276,6 +303,21 @@ def test_cross_attention(ranks: Any, world: int) -> None:
         if 4 % mode["degree"] == 0
     ]
     check(ranks(world, cross_cases, cases), FP64)
+
+
+def test_masks_of_inference_and_views_of_one_mask() -> None:
+    with torch.inference_mode():
+        mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    assert masks.recognised(mask, 6) == (None, 0)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    with mock.patch.object(masks, "_recognise", wraps=masks._recognise) as looked:
+        for _ in range(3):
+            assert masks.recognised(mask.reshape(1, 1, 6, 6), 6) == (None, 0)
+        assert looked.call_count == 1, "a view is made anew for every call"
+        mask[2, 3] = True
+        assert masks.recognised(mask.reshape(1, 1, 6, 6), 6) is None
+    both = torch.stack([torch.ones(6, 6).tril(), torch.ones(6, 6)]).bool()
+    assert (masks.recognised(both[0], 6), masks.recognised(both[1], 6)) == ((None, 0), (None, None))
 
 
 @st.composite

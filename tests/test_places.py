@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh
+from hyper_cp import (
+    ContextParallel,
+    ContextParallelHandler,
+    context_parallel_mesh,
+    split_cp_mesh,
+    styled_modules,
+)
 from hyper_cp.demo_model import Llama, LlamaConfig
 from hyper_cp.ops import axis
 
@@ -208,6 +214,42 @@ def test_a_recompute_uses_the_mesh_of_its_forward(ranks: Any, reentrant: bool) -
         assert max(found.values()) <= 1e-10, found
 
 
+def twice_in_one_checkpoint(reentrant: bool) -> float:
+    """One module called twice with equal documents, given as lists: its mesh is that of its forward."""
+    family = split_cp_mesh(init_device_mesh("cpu", (2,)))
+
+    class Inner(torch.nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    home, other = family.cp(1), family.cp(2)
+    style = ContextParallel(2, 1, ulysses_degree=1, kv_exchange="all_gather", qkv_indices=None)
+    module = parallelize_module(Inner(), home, style)
+    whole = torch.randn(1, 2, 16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def twice(x: Tensor, run: Any, **keywords: Any) -> Tensor:
+        return run(run(x, **keywords), **keywords)
+
+    def plain(x: Tensor) -> Tensor:
+        visible = (torch.arange(16)[:, None] < 5) == (torch.arange(16)[None] < 5)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=visible.tril())
+
+    with context_parallel_mesh(module, other) as handler:
+        x = handler.dispatch(whole, 2).requires_grad_()
+        out = checkpoint(lambda y: twice(y, module, documents=[0, 5, 16]), x, use_reentrant=reentrant)
+    out.sin().sum().backward()
+    assert x.grad is not None
+    wide = whole.clone().requires_grad_()
+    (want,) = torch.autograd.grad(twice(wide, plain).sin().sum(), wide)
+    mine = slice(8 * dist.get_rank(), 8 * dist.get_rank() + 8)
+    return (x.grad - want[:, :, mine]).abs().max().item()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_called_twice_in_one_checkpoint(ranks: Any, reentrant: bool) -> None:
+    assert max(ranks(2, twice_in_one_checkpoint, reentrant)) <= 1e-10
+
+
 def compiled(block: bool) -> dict[str, float]:
     torch._dynamo.reset()
     family = split_cp_mesh(init_device_mesh("cpu", (4,)))
@@ -307,12 +349,23 @@ def refused(what: str) -> None:
             elif what == "degree":
                 with context_parallel_mesh(model, world, ulysses_degree=3):
                     pass
+            elif what == "handler":
+                handler = ContextParallelHandler(family.cp(2), next(iter(styled_modules(model).values())))
+                with context_parallel_mesh(model, family.cp(4)):
+                    handler.dispatch(sample(0)[:, :-1], 1)
+            elif what == "documents between":
+                with (
+                    context_parallel_mesh(model, family.cp(1)) as middle,
+                    middle.documents([0, 5, S]),
+                    context_parallel_mesh(model, family.cp(4)) as other,
+                ):
+                    share_of_loss(model, other, 1)
             elif what == "documents":
                 handler = ContextParallelHandler.of(model)
                 with handler.documents([0, 5, S]), context_parallel_mesh(model, family.cp(4)) as other:
                     share_of_loss(model, other, 1)
         finally:
-            assert not traffic.entries, "communicated before refusing"
+            assert not [op for op, _ in traffic.entries if op != "numbers"], "communicated before refusing"
 
 
 @pytest.mark.parametrize(
@@ -323,6 +376,8 @@ def refused(what: str) -> None:
         ("no mesh", TypeError, "mesh must be a torch.distributed.DeviceMesh"),
         ("degree", ValueError, "ulysses_degree=3 does not divide"),
         ("documents", RuntimeError, "documents are in force on the one it has left"),
+        ("documents between", RuntimeError, "documents are in force on the one it has left"),
+        ("handler", RuntimeError, "this handler's style runs on another cp mesh"),
     ],
 )
 def test_wrong_meshes_are_refused(ranks: Any, what: str, error: type[Exception], words: str) -> None:

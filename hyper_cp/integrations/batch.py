@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class Seen:
     """``[B, 1, S/n, 1]``, with such documents: False where this rank holds padding, which sees nothing."""
     keys: Tensor | None = None
     """``[B, 1, 1, S]``: False where there is padding that documents cannot tell (between tokens)."""
+    layout: str | None = None
+    """In which the batch was split."""
     style: ContextParallel | None = None
     place: Place | None = None
     """The style and mesh of the model; set in the forward."""
@@ -36,7 +38,7 @@ class Seen:
     def on(self, device: torch.device, style: ContextParallel, place: Place) -> Seen:
         """The same where the model computes: batches are often prepared on the host."""
         tokens, keys = (None if x is None else x.to(device) for x in (self.tokens, self.keys))
-        return Seen(self.documents, tokens, keys, style, place)
+        return Seen(self.documents, tokens, keys, self.layout, style, place)
 
 
 def look(
@@ -98,7 +100,11 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
             ``[B, S, ...]`` are split; 4-D attention masks (over global positions) and everything else stay whole.
     """
     batch = dict(batch)
-    tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+    tokens = batch.get("input_ids") if batch.get("input_ids") is not None else batch.get("inputs_embeds")
+    if tokens is None:
+        raise ValueError(
+            f"batch has the entries {list(batch)}, but neither input_ids nor inputs_embeds: name the tokens so"
+        )
     length, padded = tokens.shape[1], handler.padded_length(tokens.shape[1])
     if batch.get("labels") is not None:
         if batch.get("shift_labels") is None:
@@ -114,6 +120,7 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
     else:
         packed = mask is None and positions is not None and positions.ndim == 2
         batch["context_parallel"] = look(handler, documents, None, positions if packed else None)
+    batch["context_parallel"] = replace(batch["context_parallel"], layout=handler.layout)
     for name, x in batch.items():
         dim = -1 if name == "position_ids" else 1
         if isinstance(x, Tensor) and x.ndim > 1 and x.shape[dim] == length and name != "attention_mask":

@@ -65,7 +65,17 @@ def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextPar
     decoder.set_attn_implementation(NAME)
     looker = Looker(style, mesh, decoder)
     decoder.register_forward_pre_hook(looker.before, with_kwargs=True, prepend=True)
+    if model is not decoder:
+        model.register_forward_pre_hook(_check_labels, with_kwargs=True)
     return model
+
+
+def _check_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+        raise ValueError(
+            f"{type(model).__name__} was given labels without shift_labels: shifted after the sequence is split, they "
+            "would be wrong at the borders of ranks. Use prepare_batch, or shift them over the whole sequence"
+        )
 
 
 class Looker(Boundary):
@@ -106,6 +116,11 @@ class Looker(Boundary):
                 "handler.documents): say it once, best in the batch given to prepare_batch"
             )
         documents = block if given is None else given
+        if seen is not None and seen.layout not in (None, handler.layout):
+            raise ValueError(
+                f"{self.name} runs with layout={handler.layout!r}, but prepare_batch split the batch as {seen.layout!r}"
+                ": make its handler of the style that prepare_model was given"
+            )
         if seen is not None:
             return seen if documents is None else replace(seen, documents=documents)
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")

@@ -136,11 +136,18 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Cal
         )
     if not 0.0 <= call.dropout_p < 1.0:
         raise ValueError(f"dropout_p={call.dropout_p} must be a probability below 1; pass 0.0 in evaluation")
-    narrowed = call.is_causal or mode.window is not None or call.documents is not None
-    if q.shape[2] * cp.ring.size != mode.key_length(k.shape[2], cp.ring.size) and narrowed:
+    narrowed = call.is_causal or mode.window is not None or (call.documents is not None and call.mask is None)
+    crossed = q.shape[2] * cp.ring.size != mode.key_length(k.shape[2], cp.ring.size)
+    if crossed and narrowed:
         raise ValueError(
             f"query has {q.shape[2]} and key {k.shape[2]} local positions (kv_exchange={mode.kv_exchange!r}): "
-            "cross-attention of different lengths takes no is_causal, window or documents. Pass an explicit attn_mask"
+            "cross-attention of different lengths takes no is_causal, window or documents. Pass an explicit attn_mask "
+            "(with documents in force too: they are of the queries, and the mask says what those see of the keys)"
+        )
+    if crossed and mode.layout in layouts.BY_DOCUMENTS and mode.kv_exchange != "replicated" and cp.size > 1:
+        raise ValueError(
+            f"layout={mode.layout!r} places queries by their documents, and says nothing of keys of another length: "
+            "pass all of them on every rank with kv_exchange='replicated'"
         )
     if q.shape[1] % k.shape[1]:
         raise ValueError(
@@ -150,7 +157,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Cal
     band = masks.band_of(call.is_causal, mode.window)
     swaps = schedule.swaps(mode.load_balance, cp.ring.size, band, q.shape[2] * cp.ring.size)
     odd = [x.shape[2] for x in ((q,) if mode.kv_exchange == "replicated" else (q, k)) if x.shape[2] % 2]
-    if (mode.layout in ("head_tail", "auto") or swaps) and odd:
+    if (mode.layout in ("head_tail", "auto") or swaps) and odd and cp.size > 1:
         raise ValueError(
             f"local sequence length {odd[0]} is odd, but layout={mode.layout!r} with load_balance="
             f"{mode.load_balance} halves it: use global lengths that are a multiple of {2 * cp.size}"
@@ -273,6 +280,7 @@ def _attend_shards(
     q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call, with_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     q, k, v = _autocast(q, k, v)
+    cp.check_shapes(q, k, documents=call.documents)
     check_qkv(q, k, v, cp, mode, call)
     check_heads(q.shape[1], k.shape[1], cp)
     masks.check_documents(call.documents, q.shape[2] * cp.size)
@@ -282,7 +290,6 @@ def _attend_shards(
         mask = check_mask(mask, whole, cp, (q.shape[2] * cp.size, mode.key_length(k.shape[2], cp.size)), call)
     shared = [shared_heads(x, cp.ulysses.size, 1) for x in (k, v)]
     overlap.check_groups(q.shape[1], shared[0].shape[1], cp, mode.head_groups)
-    cp.check_shapes(q, k)
     k, v = shared
     if mode.head_groups > 1 and cp.ulysses.size > 1 and not call.dropout_p:
         # (With dropout at once: which pairs are dropped depends on the number of a head among those of its rank.)

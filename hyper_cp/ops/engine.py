@@ -45,7 +45,8 @@ class _Plan:
         known = None if mask is None or length != kv_length else masks.recognised(mask, length)
         if known is not None:
             band, mask = intersect(band, known), None
-        borders = masks.documents_of(documents, q.shape[0], length)
+        # Documents are of the queries; what these see of other keys, an explicit mask says.
+        borders = masks.documents_of(documents, q.shape[0], length) if length == kv_length else None
         layout, by_document = placement.resolve(layout, mesh.size, length, documents)
 
         def held(length: int) -> tuple[tuple[Range, ...], ...]:

@@ -151,11 +151,14 @@ def recognised(mask: Tensor, length: int) -> Band | None:
     """
     if mask.shape[-1] != length or mask.shape[-2] != length:
         return None
-    known = _seen.get(mask)
-    if known is not None and known[0] == mask._version:
-        return known[1]
-    found = _recognise(mask)
-    _seen[mask] = (mask._version, found)
+    if mask.is_inference():  # has no version by which a change would show
+        return _recognise(mask)
+    owner = mask if mask._base is None else mask._base  # views are made anew for every call
+    known = _seen.setdefault(owner, {})
+    view = (tuple(mask.shape), mask.stride(), mask.storage_offset())
+    if view not in known or known[view][0] != mask._version:
+        known[view] = mask._version, _recognise(mask)
+    found: Band | None = known[view][1]
     return found
 
 

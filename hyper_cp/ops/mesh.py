@@ -7,7 +7,6 @@ take strings, so a mesh is known to them by its ``key``.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .axis import Axis, gather_numbers
 
 MESH_NAMES = ("ring", "ulysses")
+_DIMS = 5  # that shapes are filled up to when they are compared
 
 
 @dataclass(eq=False)
@@ -53,36 +53,38 @@ class CPMesh:
         first = (self.ring.rank if ring_rank is None else ring_rank) * self.ulysses.size
         return range(first, first + self.ulysses.size)
 
-    def check_shapes(self, *tensors: Tensor) -> None:
-        """Raise ``ValueError``, on every rank, if the ranks bring tensors of different shapes: transfers would hang
-        or mix up positions. A few bytes between hosts; nothing under torch.compile, whose graphs fix shapes,
-        and nothing where the process group has no backend for the CPU."""
+    def check_shapes(self, *tensors: Tensor, documents: Tensor | None = None) -> None:
+        """Raise ``ValueError``, on every rank, if the ranks bring tensors of different shapes or different documents:
+        transfers would hang or mix up positions. A few bytes between hosts; nothing under torch.compile, whose graphs
+        fix shapes, and nothing where the process group has no backend for the CPU."""
         if self.size == 1 or torch.compiler.is_compiling():
             return
-        mine = [n for x in tensors for n in x.shape]
-        everyone = gather_numbers(self.flat, mine)
-        if everyone is not None and any(theirs != everyone[0] for theirs in everyone):
-            shapes = [[tuple(row[i : i + x.ndim]) for i, x in _starts(tensors)] for row in everyone]
+        mine = [n for x in tensors for n in (*x.shape, *[-1] * (_DIMS - x.ndim))[:_DIMS]]
+        digest = 0 if documents is None else hash(tuple(documents.flatten().tolist()))
+        everyone = gather_numbers(self.flat, [*mine, digest])
+        if everyone is None or all(theirs == everyone[0] for theirs in everyone):
+            return
+        if all(theirs[:-1] == mine for theirs in everyone):
+            odd = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
             raise ValueError(
-                f"the ranks of the {self} call attention with different shapes: "
-                + "; ".join(f"rank {r}: {', '.join(map(str, found))}" for r, found in enumerate(shapes))
-                + ". Every rank holds an equal share of one sequence: shard the batch with ContextParallelHandler."
-                "dispatch, which pads (pad_value=) lengths that do not split evenly"
+                f"the ranks of the {self} call attention with different packed documents: ranks {odd} have others (or "
+                "none) than rank 0. Enter the same documents block on every rank, with global cumulative lengths"
             )
+        shapes = [
+            [tuple(n for n in row[i : i + _DIMS] if n >= 0) for i in range(0, len(mine), _DIMS)] for row in everyone
+        ]
+        raise ValueError(
+            f"the ranks of the {self} call attention with different shapes: "
+            + "; ".join(f"rank {r}: {', '.join(map(str, found))}" for r, found in enumerate(shapes))
+            + ". Every rank holds an equal share of one sequence: shard the batch with ContextParallelHandler."
+            "dispatch, which pads (pad_value=) lengths that do not split evenly"
+        )
 
     def __str__(self) -> str:
         return f"cp mesh of {self.size} ranks (ring {self.ring.size} x ulysses {self.ulysses.size})"
 
     def __deepcopy__(self, memo: object) -> CPMesh:
         return self  # process groups cannot be copied, and a copied model shares its ranks
-
-
-def _starts(tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Where the sizes of each tensor begin when all of them are listed."""
-    at = 0
-    for x in tensors:
-        yield at, x
-        at += x.ndim
 
 
 _BY_KEY: dict[str, CPMesh] = {}
