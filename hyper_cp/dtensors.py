@@ -167,7 +167,10 @@ def _beside(module: str, what: str, q: DTensor, x: DTensor, head_dim: int) -> Te
 def _ranks_along(mesh: DeviceMesh, dim: int) -> list[int]:
     """The ranks that differ from this one in one coordinate only."""
     here = mesh.get_coordinate()
-    assert here is not None, "a DTensor without a part on this rank has no local tensor"
+    if here is None:
+        raise ValueError(
+            f"this rank is not part of {mesh}, on which a DTensor of q, k, v is: pass it on ranks of its mesh"
+        )
     ranks = mesh.mesh
     for i in reversed(range(mesh.ndim)):
         ranks = ranks if i == dim else ranks.select(i, here[i])

@@ -136,7 +136,7 @@ def roll_plan(ranges: Sequence[Sequence[Range]], rank: int, shifts: int) -> Roll
             if first <= start < last:
                 return owner, before + start - first, before + stop - first
             before += last - first
-        raise AssertionError("a row that is needed is not sent")
+        raise RuntimeError("a row that is needed is not sent")
 
     width = max(sum(stop - start for start, stop in b) for b in borders)
     return RollPlan(borders, width, tuple(part(*source) for source in sources(rank)))
