@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-all lint clean
 
 demo: $(STAMP)
 	$(BIN)/python -m hyper_cp.demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# The slow ones too: compiled models, more ranks, the examples under torchrun.
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -m ''
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -164,6 +164,7 @@ WHOLE = (
 )
 
 
+@pytest.mark.slow
 def test_compiled_whole_with_tensor_parallel(ranks: Any) -> None:
     for error in ranks(4, tp_error, (WHOLE,), False, False, timeout=200):
         assert error <= FP32, error

@@ -39,6 +39,7 @@ def run_main(script: str, options: list[str]) -> Any:
     return module.main(options)
 
 
+@pytest.mark.slow
 def test_finetune_llama(ranks: Any) -> None:
     pytest.importorskip("transformers")
     found = printed(torchrun("finetune_llama.py", "--steps", "3"))
@@ -48,11 +49,23 @@ def test_finetune_llama(ranks: Any) -> None:
         assert losses == pytest.approx(one["ulysses"], abs=2e-3) and losses[-1] < losses[0] - 0.1
 
 
+@pytest.mark.slow
 def test_pretrain_fsdp_cp(ranks: Any) -> None:
     found = printed(torchrun("pretrain_fsdp_cp.py", "--steps", "3"))
     (one,) = ranks(1, run_main, "pretrain_fsdp_cp.py", ["--steps", "3", "--cp", "1"])
     assert found["cp 2, tp 1"] == pytest.approx(one, abs=2e-3) and one[-1] < one[0] - 0.3
     for losses in ranks(4, run_main, "pretrain_fsdp_cp.py", ["--steps", "3", "--tp", "2"]):
+        assert losses == pytest.approx(one, abs=2e-3)
+
+
+def test_examples_in_the_pool(ranks: Any) -> None:
+    """The other two without torchrun."""
+    pytest.importorskip("transformers")
+    (one,) = ranks(1, run_main, "finetune_llama.py", ["--steps", "2", "--mode", "ulysses"])
+    for found in ranks(4, run_main, "finetune_llama.py", ["--steps", "2"]):
+        assert all(losses == pytest.approx(one["ulysses"], abs=2e-3) for losses in found.values())
+    (one,) = ranks(1, run_main, "pretrain_fsdp_cp.py", ["--steps", "2", "--cp", "1"])
+    for losses in ranks(4, run_main, "pretrain_fsdp_cp.py", ["--steps", "2"]):
         assert losses == pytest.approx(one, abs=2e-3)
 
 

@@ -219,6 +219,7 @@ def repeat_with_delays(world: int, passes: dict[int, dict[str, Any]]) -> bool:
     return same
 
 
+@pytest.mark.slow
 def test_a_hundred_passes_with_late_ranks_give_the_same_bits(ranks: Any) -> None:
     passes = {
         40: {"kv_exchange": "ring", "layout": "head_tail"},

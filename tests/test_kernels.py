@@ -155,6 +155,7 @@ def test_an_unknown_device_gets_plain_math() -> None:
 # --------------------------------------------------------------------------- the check for a GPU
 
 
+@pytest.mark.slow
 def test_device_check_runs_where_there_is_only_a_cpu() -> None:
     script = Path(__file__).parent.parent / "benchmarks" / "device_check.py"
     small = "--device cpu --dtype float32 --lengths 256 --heads 8 --kv-heads 8 --dim 64 --ranks 2 --rounds 1"

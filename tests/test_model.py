@@ -72,7 +72,7 @@ def train_all(cases: list[tuple[dict[str, Any], tuple[int, ...], bool, bool]]) -
     return [max(train_once(*case)) for case in cases]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("block", [False, True])
 def test_loss_and_every_gradient(ranks: Any, world: int, block: bool) -> None:
     cases = [(mode, (world,), False, block) for mode in MODES.values()]
@@ -83,6 +83,7 @@ def test_loss_and_every_gradient(ranks: Any, world: int, block: bool) -> None:
         assert max(errors) <= 1e-10, dict(zip(map(str, cases), errors, strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_whole_model(ranks: Any) -> None:
     names = ("ulysses", "colossal balanced", "ring head-tail", "hybrid ring head-tail")
     cases = [(MODES[name], (4,), True, False) for name in names] + [(MODES[names[-1]], (4,), True, True)]

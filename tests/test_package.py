@@ -7,6 +7,8 @@ import subprocess
 import sys
 from importlib import metadata, resources
 
+import pytest
+
 HEAVY = ["torch_npu", "matplotlib", "transformers", "accelerate", "hyper_cp.cli", "hyper_cp.demo"]
 
 
@@ -57,6 +59,7 @@ def test_only_axis_communicates() -> None:
             assert not re.search(calls, path.read_text()), f"{path.name} communicates"
 
 
+@pytest.mark.slow
 def test_command_answers_help() -> None:
     for argv in (["--help"], ["demo", "--help"]):
         done = subprocess.run([sys.executable, "-m", "hyper_cp.cli", *argv], capture_output=True, text=True)

@@ -90,6 +90,7 @@ def call_every_way() -> dict[str, float]:
     return errors
 
 
+@pytest.mark.slow
 def test_every_way_to_pass_qkv_and_to_return(ranks: Any) -> None:
     for errors in ranks(4, call_every_way):
         assert max(errors.values()) <= 1e-10, {k: e for k, e in errors.items() if e > 1e-10}
