@@ -83,7 +83,7 @@ def compiled_equals_eager(world: int, modes: list[dict[str, Any]], backend: str)
     return worst
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_fullgraph_compile_equals_eager_without_recompiling(ranks: Any, world: int) -> None:
     modes = [m for m in MODES if not (world == 2 and m["ulysses_degree"] == 2)]
     if world == 4:  # two key/value heads: pure Ulysses of degree 4 cannot be
@@ -91,6 +91,7 @@ def test_fullgraph_compile_equals_eager_without_recompiling(ranks: Any, world: i
     assert max(ranks(world, compiled_equals_eager, world, modes, "aot_eager", timeout=300)) <= 1e-12
 
 
+@pytest.mark.slow
 def test_inductor(ranks: Any) -> None:
     modes = [{"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"}]
     assert max(ranks(2, compiled_equals_eager, 2, modes, "inductor", timeout=300)) <= 1e-12

@@ -250,6 +250,7 @@ def opcheck(world: int) -> None:
             torch.library.opcheck(ops.ulysses_attention_backward.default, rest)
 
 
+@pytest.mark.slow
 def test_opcheck(ranks: Any) -> None:
     ranks(2, opcheck, 2, timeout=300)
 
@@ -283,7 +284,7 @@ def asked(world: int, kv_heads: int, **how: Any) -> None:
         try:
             attention(q, k, v, mesh=mesh, enable_gqa=True, **how)
         finally:
-            assert not log.entries, log.entries
+            assert all(operation == "numbers" for operation, _ in log.entries), log.entries
 
 
 class FlexModule(torch.nn.Module):

@@ -126,7 +126,7 @@ def every_degree(style: dict[str, Any], home: int, block: bool) -> dict[str, flo
 
 
 @pytest.mark.parametrize(
-    "style", [pytest.param(s, marks=pytest.mark.slow if i < 2 else ()) for i, s in enumerate(STYLES)], ids=str
+    "style", [pytest.param(s, marks=pytest.mark.slow if i < 3 else ()) for i, s in enumerate(STYLES)], ids=str
 )
 def test_every_degree_from_every_degree(ranks: Any, style: dict[str, Any]) -> None:
     for home, block in ((4, False), (1, False), (2, True)):
@@ -269,6 +269,7 @@ def compiled(block: bool) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_compiled_once_for_each_mesh(ranks: Any) -> None:
     for found in ranks(4, compiled, True, timeout=300):
         assert max(found.values()) <= 1e-10, found

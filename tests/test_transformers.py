@@ -209,6 +209,7 @@ def compiled() -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_layers_compile_into_one_graph(ranks: Any) -> None:
     for found in ranks(2, compiled):
         assert max(found) <= 1e-5, found
