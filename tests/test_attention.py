@@ -169,7 +169,9 @@ def drawn(draw: st.DrawFn) -> dict[str, Any]:
         "heads": math.lcm(kv_heads, mode["degree"]) * draw(st.sampled_from([1, 2])),
         "kv_heads": kv_heads,
         "length": 2 * world * draw(st.integers(1, 9)),
-        "batch": draw(st.integers(1, 2)),
+        # In bf16 two errors are compared: among 64 numbers their ratio was seen to be 3.6 by luck alone,
+        # among 1024 of the same shape it is 1.4.
+        "batch": 16 if dtype == torch.bfloat16 else draw(st.integers(1, 2)),
         "strided": draw(st.booleans()),
         # Where head dims differ, SDPA in bf16 computes in fp32 throughout, also what flash kernels (and
         # we) round to bf16 between forward and backward: no measure for them.

@@ -218,33 +218,27 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     q, k, v = _autocast(q, k, v)
     check_qkv(q, k, v, cp, mode, call)
-    scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
     mask = call.mask
     if mask is not None:
         mask = check_mask(mask, q, cp, (q.shape[2] * cp.ring.size, mode.key_length(k.shape[2], cp.ring.size)), call)
     if cp.size == 1 and call.documents is None and mode.window is None and not with_lse:
         gqa = q.shape[1] != k.shape[1]  # exactly the user's own call
         return F.scaled_dot_product_attention(
-            q, k, v, mask, call.dropout_p, call.is_causal, scale=scale, enable_gqa=gqa
+            q, k, v, mask, call.dropout_p, call.is_causal, scale=_scale(q, call), enable_gqa=gqa
         ), None
-    lower, upper = masks.band_of(call.is_causal, mode.window)
-    return attention_op(
-        q,
-        k,
-        v,
-        call.documents,
-        mask,
-        draw_seed() if call.dropout_p else None,
-        cp.key,
-        mode.layout,
-        mode.kv_exchange,
-        mode.load_balance,
-        lower,
-        upper,
-        scale,
-        call.dropout_p,
-        kernels.choose(q, k, v, call.is_causal, call.dropout_p),
-    )
+    seed = draw_seed() if call.dropout_p else None
+    kernel = kernels.choose(q, k, v, call.is_causal, call.dropout_p)
+    return attention_op(q, k, v, call.documents, mask, seed, *_how(q, cp, mode, call), call.dropout_p, kernel)
+
+
+def _scale(q: Tensor, call: Call) -> float:
+    return q.shape[3] ** -0.5 if call.scale is None else call.scale
+
+
+def _how(q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[Any, ...]:
+    """What the ops are told alike, from the mesh to the scale."""
+    band = masks.band_of(call.is_causal, mode.window)
+    return cp.key, mode.layout, mode.kv_exchange, mode.load_balance, *band, _scale(q, call)
 
 
 def ulysses(
@@ -293,11 +287,8 @@ def _attend_shards(
     k, v = shared
     if mode.head_groups > 1 and cp.ulysses.size > 1 and not call.dropout_p:
         # (With dropout at once: which pairs are dropped depends on the number of a head among those of its rank.)
-        lower, upper = masks.band_of(call.is_causal, mode.window)
-        scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
-        how = (cp.key, mode.layout, mode.kv_exchange, mode.load_balance, lower, upper, scale)
-        kernel = kernels.choose(q, k, v, call.is_causal)
-        out, lses = overlap.attend(q, k, v, mode.head_groups, call.documents, mask, *how, kernel)
+        how = (*_how(q, cp, mode, call), kernels.choose(q, k, v, call.is_causal))
+        out, lses = overlap.attend(q, k, v, mode.head_groups, call.documents, mask, *how)
         lse = torch.cat(lses, 1) if with_lse else None
     else:
         q, k, v = ulysses([q, k, v], cp, mode, 2, 1, call.documents)
@@ -305,7 +296,7 @@ def _attend_shards(
         (out,) = ulysses_back([out], cp, mode, 2, 1, call.documents)
     if lse is not None and with_lse:
         (lse,) = ulysses_back([lse.unsqueeze(-1)], cp, mode, 2, 1, call.documents)
-        lse = lse.squeeze(-1) if lse.ndim == 4 else lse
+        lse = lse.squeeze(-1)
     return out, lse
 
 

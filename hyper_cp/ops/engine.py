@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from . import axis, exchange, kernels, masks, placement, schedule
-from . import layout as layouts
 from . import mesh as meshes
 from .dropout import Dropout
 from .geometry import Band, Tile, intersect
@@ -50,11 +49,8 @@ class _Plan:
         layout, by_document = placement.resolve(layout, mesh.size, length, documents)
 
         def held(length: int) -> tuple[tuple[Range, ...], ...]:
-            """By each ring rank: what its Ulysses ranks have brought together."""
-            return tuple(
-                layouts.union_ranges(layout, mesh.ulysses_peers(r), mesh.size, length, by_document)
-                for r in range(mesh.ring.size)
-            )
+            ranks = range(mesh.ring.size)
+            return tuple(placement.held_ranges(mesh, layout, r, length, by_document) for r in ranks)
 
         keys = (((0, kv_length),),) * mesh.ring.size if kv_exchange == "replicated" else held(kv_length)
         self.schedule = schedule.build(

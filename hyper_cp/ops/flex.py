@@ -20,9 +20,10 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from . import mesh as meshes
 from .attention import Call, Mode, _autocast, check_heads, check_qkv, ulysses, ulysses_back
-from .gather import gather_keys, held_ranges, query_positions
+from .gather import gather_keys, query_positions
 from .layout import BY_DOCUMENTS, Range
 from .mesh import CPMesh
+from .placement import held_ranges
 from .ulysses import shared_heads
 
 

@@ -14,17 +14,12 @@ import torch
 from torch import Tensor
 
 from . import axis
-from . import layout as layouts
 from . import mesh as meshes
 from .exchange import from_wire, to_wire
 from .layout import Piece, Range
 from .merge import accumulation_dtype
 from .mesh import CPMesh
-
-
-def held_ranges(cp: CPMesh, layout: str, ring_rank: int, length: int) -> tuple[Range, ...]:
-    """Global positions that one ring rank holds after the all-to-all, of ``length`` in all."""
-    return layouts.union_ranges(layout, cp.ulysses_peers(ring_rank), cp.size, length)
+from .placement import held_ranges
 
 
 def _pieces(cp: CPMesh, layout: str, length: int) -> list[Piece]:

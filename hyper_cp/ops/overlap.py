@@ -143,21 +143,9 @@ def ulysses_attention_op(
 
 @ulysses_attention_op.register_fake
 def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    mask: Tensor | None,
-    mesh: str,
-    layout: str,
-    kv_exchange: str,
-    load_balance: bool,
-    lower: int | None,
-    upper: int | None,
-    scale: float,
-    kernel: str,
-    groups: int,
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, mask: Tensor | None, mesh: str, *settings: Any
 ) -> list[Tensor]:
+    groups: int = settings[-1]
     degree = meshes.by_key(mesh).ulysses.size
     kv_groups = min(groups, k.shape[1] // degree)
 
@@ -241,15 +229,9 @@ def _(
     documents: Tensor | None,
     mask: Tensor | None,
     mesh: str,
-    layout: str,
-    kv_exchange: str,
-    load_balance: bool,
-    lower: int | None,
-    upper: int | None,
-    scale: float,
-    kernel: str,
-    groups: int,
+    *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    groups: int = settings[-1]
     degree = meshes.by_key(mesh).ulysses.size
     dq, dk, dv = (_rank_of(xs, degree) for xs in _sorted(saved, groups)[2:])
     return dq, dk, dv

@@ -12,6 +12,7 @@ from . import layout as layouts
 from . import masks, schedule
 from .geometry import CAUSAL, Band, Tile
 from .layout import Documents
+from .mesh import CPMesh
 
 # Kernels work in blocks of about so many rows and columns: a smaller tile takes as long as a whole block.
 _BLOCK = 128
@@ -69,6 +70,14 @@ def _balance(layout: str, length: int, ranks: int, documents: Documents, band: B
 def _blocks(tile: Tile) -> int:
     rows, cols = (-(-(b - a) // _BLOCK) for a, b in (tile.q, tile.k))
     return rows * (rows + 1) // 2 if tile.kind == "causal" else rows * cols
+
+
+def held_ranges(
+    cp: CPMesh, layout: str, ring_rank: int, length: int, documents: Documents | None = None
+) -> tuple[layouts.Range, ...]:
+    """Global positions that one ring rank holds, of ``length`` in all: what its Ulysses ranks have brought together.
+    ``layout`` and ``documents``: as :func:`resolve` gives them."""
+    return layouts.union_ranges(layout, cp.ulysses_peers(ring_rank), cp.size, length, documents)
 
 
 def resolve(layout: str, world: int, length: int, documents: Tensor | None) -> tuple[str, Documents | None]:
