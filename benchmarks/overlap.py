@@ -114,16 +114,21 @@ def simulate(link: Link, kernel: Kernel) -> None:
     kernels.get = lambda *_: kernel
 
 
-def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> None:
+def join(rank: int, ranks: int, store: str) -> None:
+    """Make this process one of the ranks."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
         rank=rank,
-        world_size=args.ranks,
+        world_size=ranks,
         timeout=timedelta(minutes=5),
     )
+
+
+def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> None:
+    join(rank, args.ranks, store)
     mesh = init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("cp",))
     clock = Clock(args.virtual)
     link, kernel = Link(clock), Kernel(clock)

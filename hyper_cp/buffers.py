@@ -43,8 +43,8 @@ class context_parallel:
             must not require gradients. All ranks must hold the same values.
         buffer_seq_dims: the sequence dimension of each.
         no_restore_buffers: those of the buffers that stay sharded after the block.
-        ulysses_degree, kv_exchange, layout, load_balance, window: as in :class:`ContextParallel`, but the default is
-            that of PyTorch's context manager: head-tail layout, no Ulysses, all-gather of keys and values.
+        ulysses_degree, kv_exchange, layout, load_balance, window, head_groups: as in :class:`ContextParallel`, but the
+            default is that of PyTorch's context manager: head-tail layout, no Ulysses, all-gather of keys and values.
 
     Yields:
         A :class:`ContextParallelHandler` of the mesh and layout: ``combine`` for outputs, ``documents``,
@@ -78,9 +78,18 @@ class context_parallel:
         layout: str = "head_tail",
         load_balance: bool = False,
         window: Sequence[int | None] | None = None,
+        head_groups: int = 1,
     ) -> None:
         style = ContextParallel(
-            2, 1, ulysses_degree, None, load_balance=load_balance, kv_exchange=kv_exchange, layout=layout, window=window
+            2,
+            1,
+            ulysses_degree,
+            None,
+            load_balance=load_balance,
+            kv_exchange=kv_exchange,
+            layout=layout,
+            window=window,
+            head_groups=head_groups,
         )
         self.handler = ContextParallelHandler(mesh, style)
         self._owner = Boundary(style, mesh, _Model())

@@ -26,7 +26,7 @@ class Place:
     groups."""
 
     def __init__(self, style: ContextParallel, mesh: DeviceMesh, degree: int | str | None) -> None:
-        self.mesh, self.degree = mesh, degree
+        self.mesh = mesh
         if degree == "auto" and mesh.ndim == 1:
             meshes.check_mesh(mesh)
             self.views = [meshes.view(mesh, d) for d in meshes.degrees_within_host(mesh)]

@@ -1,7 +1,7 @@
 """A pool of gloo ranks that lives for the whole test run and is handed test functions.
 
 Importing torch and starting processes for every test is what makes distributed suites slow. Here
-ranks are forked from a server that has imported torch once, and every job gets a fresh default
+ranks are forked from a server that has imported torch once (preload.py), and every job gets a fresh default
 process group of exactly the ranks it asks for, so that nothing leaks from one test to the next.
 """
 
@@ -29,9 +29,10 @@ import torch.distributed as dist
 
 # Compiled code is looked up by the graph, in which the source of our ops' autograd does not show.
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+# Ranks share few cores: each compiles by itself, without a pool of processes of its own.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 GRACE = 5.0  # seconds the other ranks get after one has failed
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor.parallel", "numpy"]
 
 
 class RankError(AssertionError):
@@ -146,7 +147,7 @@ class Ranks:
     def __init__(self, backend: str = "gloo", prepare: Callable[[], None] | None = None) -> None:
         self._job_of_all = backend, prepare
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
+        self._context.set_forkserver_preload(["tests.preload"])
         self._store: dist.TCPStore | None = None
         self._ranks: list[_Rank] = []
         self._job = 0

@@ -121,6 +121,13 @@ def test_an_unmodified_model_trains(ranks: Any, world: int, options: dict[str, A
     assert max(ranks(world, step, options, where)) <= 1e-10
 
 
+def test_in_head_groups(ranks: Any) -> None:
+    assert max(ranks(2, step, {"ulysses_degree": None, "head_groups": 2}, "inside")) <= 1e-10
+    ranks.raises(
+        2, "ValueError", "head_groups=4 does not split", step, {"ulysses_degree": None, "head_groups": 4}, "inside"
+    )
+
+
 @pytest.mark.parametrize("degree", [1, 2, None])
 def test_on_four_ranks(ranks: Any, degree: int | None) -> None:
     assert max(ranks(4, step, {"ulysses_degree": degree}, "outside")) <= 1e-10

@@ -92,5 +92,6 @@ def _block(mesh: DeviceMesh, style: ContextParallel, **buffers: Any) -> context_
         layout=mode.layout,
         load_balance=mode.load_balance,
         window=mode.window,
+        head_groups=mode.head_groups,
         **buffers,
     )

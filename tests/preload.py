@@ -1,0 +1,30 @@
+"""What every rank starts with: imported once, in the server that ranks are forked from."""
+
+import gc
+import importlib
+from contextlib import suppress
+
+for name in (
+    "numpy",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.attention.flex_attention",
+    "torch.utils.checkpoint",
+    "hyper_cp",
+    "accelerate",
+    "transformers",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
+    "transformers.models.gemma3.modeling_gemma3",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+):
+    with suppress(ImportError):
+        importlib.import_module(name)
+
+# These objects stay: the collector of a rank need not look at them, nor copy their pages.
+gc.collect()
+gc.freeze()
