@@ -98,14 +98,18 @@ def test_fsdp(ranks: Any) -> None:
     check(ranks, 4, "fsdp, 4 ranks", ((r"\(\), 1\.0\)", "(), 0.01)"),), clip=0.01)
 
 
-def test_without_the_factor_gradients_are_too_small(ranks: Any) -> None:
-    """What the examples' factor is for: FSDP averages over its four ranks."""
+def test_gradients_meant_for_a_sum_are_too_small(ranks: Any) -> None:
+    """What the mean loss must know: FSDP averages over its four ranks."""
     for factor in ranks(4, gradient_factor):
         assert abs(factor - 0.25) < 1e-5
 
 
 def gradient_factor() -> float:
-    names = t.setup("fsdp, 4 ranks", (r"loss \* dp_cp\.size\(\)", "loss"), (r"    torch\.nn\.utils.*?\n", ""))
+    names = t.setup(
+        "fsdp, 4 ranks",
+        ("mesh=dp_cp\\)\n    loss", "mesh=dp_cp, gradients='sum')\n    loss"),
+        (r"    torch\.nn\.utils.*?\n", ""),
+    )
     found, want = t.train(names, range(1)).grads[0], t.one_device().grads[0]
     factors = torch.stack([found[name].norm() / want[name].norm() for name in want])
     assert factors.max() - factors.min() < 1e-4, factors
