@@ -174,7 +174,6 @@ def test_compiled_whole_with_tensor_parallel(ranks: Any) -> None:
         assert error <= FP32, error
 
 
-@pytest.mark.slow
 def test_compiled_blocks_with_fsdp(ranks: Any) -> None:
     check(ranks, 2, "compiled blocks and fsdp, 4 ranks", ((r"\(2, 2\)", "(1, 2)"),))
 
@@ -188,7 +187,6 @@ def checkpointed_error(inside: bool) -> float:
         return error_of(SELECTIVE, ((r"checkpoint_wrapper\(block, .*?\n", edit), (r"\(4,\)", "(2,)"), RING))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("inside", [True, False])
 def test_compiled_checkpointed_blocks(ranks: Any, inside: bool) -> None:
     assert max(ranks(2, checkpointed_error, inside, timeout=200)) <= FP32

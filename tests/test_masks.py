@@ -120,7 +120,7 @@ def borders(length: int, kind: str) -> list[list[int]]:
     return [[0, length // 2 + 1, length], [0, 3, 3, length - 2, length]]  # a list per row
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_windows_and_documents(ranks: Any, world: int) -> None:
     length = 12 * world
     facts = [
