@@ -129,7 +129,7 @@ class _Whole:
         tables = {name: masks.documents_table(x) for name, x in self.offsets.items() if x is not None}
         if self.ids is not None:
             tables["document_ids"] = masks.documents_table(None, self.ids)
-        rows = {name: [*map(list, positions.borders_of(t) or ())] for name, t in tables.items()}
+        rows = {name: [*map(list, masks.borders_of(t) or ())] for name, t in tables.items()}
         if any(r != next(iter(rows.values())) for r in rows.values()):
             raise ValueError(
                 f"{', '.join(map(repr, rows))} name different documents: {rows}. Context parallelism of packed "

@@ -51,7 +51,7 @@ class Boundary:
     """The hooks of one styled module: q, k, v in, region on; region off, output back."""
 
     def __init__(self, style: ContextParallel, device_mesh: DeviceMesh, module: nn.Module) -> None:
-        self.style, self.device_mesh = style, device_mesh
+        self.style = style
         self.name = describe(module)
         names = style.qkv_kwarg_names or _parameter_names(module, style.qkv_indices)
         # Position and name of q, k, v; of q and k only, if v is in the same tensor.
@@ -108,7 +108,7 @@ class Boundary:
         if not style.use_local_output:
             call.outputs = call.place.cp_dims.outputs(call.outputs, seq, f"{self.name}: q")
         cp = call.place.view(*self.saw(qkv[0].shape[head], qkv[1].shape[head]))
-        cp.check_shapes(*qkv[:2], documents=call.documents)
+        cp.check_call(*qkv[:2], layout=style.mode.layout, documents=call.documents)
         self._check_split(given, qkv, cp, call)
         qkv = [qkv[0], *(shared_heads(x, cp.ulysses.size, head) for x in qkv[1:])]
         qkv = ulysses(qkv, cp, style.mode, seq, head, call.documents)

@@ -18,7 +18,6 @@ from .batches import LocalBatch, local_batch
 from .boundary import boundaries
 from .ops import layout as layouts
 from .ops import masks
-from .ops import positions as index
 from .ops.mesh import CPMesh
 from .places import moved
 from .shares import Shares, checked_dim
@@ -135,7 +134,7 @@ class ContextParallelHandler(Shares):
         Source: Megatron-LM's function of that name: the local length times the ranks, or ``max_seqlen``.
         """
         length = local if isinstance(local, int) else local.shape[checked_dim(local, seq_dim)]
-        borders = index.borders_of(self._table(documents, length * self.cp.size))
+        borders = masks.borders_of(self._table(documents, length * self.cp.size))
         if borders is None:
             return length * self.cp.size
         return max(b - a for row in borders for a, b in pairwise(row))

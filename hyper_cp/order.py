@@ -22,9 +22,10 @@ def is_compiled(module: nn.Module) -> bool:
 def refuse_compiled(module: nn.Module, name: str) -> None:
     """Raise ``RuntimeError`` if ``module`` is compiled, or part of a module that is, whoever holds that.
 
-    (A compiled *function* that calls the module cannot be seen from here.)
+    (A compiled *function* that calls the module cannot be seen from here. A compiled module outside of the plan that
+    has not run yet is no harm: it is traced when it runs, hooks included.)
     """
-    for owner in _compiled_modules():
+    for owner in _compiled_modules(module):
         if any(child is module for child in owner.modules()):
             what = "which" if owner is module else f"but the {type(owner).__name__} that contains it"
             raise RuntimeError(
@@ -36,25 +37,31 @@ def refuse_compiled(module: nn.Module, name: str) -> None:
 _found: tuple[object, list[ref[nn.Module]]] = (None, [])
 
 
-def _compiled_modules() -> list[nn.Module]:
-    """Every compiled module of this process: a module does not know what it is part of."""
+def _compiled_modules(module: nn.Module) -> list[nn.Module]:
+    """Compiled modules that ``module`` may be part of: those in its plan, and all there are if any has run."""
     global _found
-    if "torch._dynamo.eval_frame" not in sys.modules:
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
         return []
-    # This looks at all objects there are, so it is done once per plan and not per layer.
-    plan = _plan_being_applied()
+    frames = dynamo.counters["frames"]["total"]
+    call, root = _plan_being_applied()
+    # Both look at many objects, so it is done once per plan and not per layer. Addresses are used again; compiled
+    # code that ran in between makes the difference.
+    plan = call and (*call, frames)
     if plan is None or plan != _found[0]:
-        modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module) and "_modules" in x.__dict__]
-        _found = (plan, [ref(module) for module in modules if is_compiled(module)])
-    return [module for module in (weak() for weak in _found[1]) if module is not None]
+        modules = list((root or module).modules())
+        if frames:  # a module does not know what it is part of
+            modules += [x for x in gc.get_objects() if issubclass(type(x), nn.Module) and "_modules" in x.__dict__]
+        _found = (plan, [ref(x) for x in modules if is_compiled(x)])
+    return [x for x in (weak() for weak in _found[1]) if x is not None]
 
 
-def _plan_being_applied() -> object:
-    """What tells one call of ``parallelize_module`` from another (None: there is none on the stack)."""
-    frame, call = inspect.currentframe(), None
+def _plan_being_applied() -> tuple[tuple[int, int] | None, nn.Module | None]:
+    """What tells one call of ``parallelize_module`` from another, and its module (None: there is none on the stack)."""
+    frame, call, root = inspect.currentframe(), None, None
     while frame is not None:
         if frame.f_code is parallelize_module.__code__:
-            call = (id(frame), id(frame.f_locals["module"]))  # the outermost in the end
+            root = frame.f_locals["module"]  # the outermost in the end
+            call = (id(frame), id(root))
         frame = frame.f_back
-    # Addresses are used again; compiled code that ran in between makes the difference.
-    return call and (*call, sys.modules["torch._dynamo.utils"].counters["frames"]["total"])
+    return call, root

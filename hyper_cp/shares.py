@@ -113,7 +113,7 @@ class Shares:
         if restart:
             if table is None:
                 raise ValueError("restart=True without documents: pass documents=, or call it in a documents() block")
-            rows = index.restarted(at, index.borders_of(table) or ())
+            rows = index.restarted(at, masks.borders_of(table) or ())
             at = rows[0] if len(rows) == 1 else rows
         return at.to(device)
 
@@ -127,6 +127,8 @@ class Shares:
             shape[seq_dim] = self.padded_length(length) - length
             tensor = torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=seq_dim)
         ranges = self._ranges(tensor.shape[seq_dim], f"tensor.shape[{seq_dim}]", documents)
+        if not torch.compiler.is_compiling():
+            self.cp.facts.layouts.add(self.layout)
         parts = [tensor.narrow(seq_dim, start, stop - start) for start, stop in ranges]
         return torch.cat(parts, dim=seq_dim)
 

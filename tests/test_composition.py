@@ -68,7 +68,7 @@ def test_tensor_parallel(ranks: Any) -> None:
         (4, (), False, False, True),
         (4, (RING,), False, True, False),
         (8, (CP4, HYBRID), True, True, False),
-        (8, (CP4, HYBRID), False, False, False),
+        pytest.param(8, (CP4, HYBRID), False, False, False, marks=pytest.mark.slow),
     ],
 )
 def test_tensor_parallel_variants(

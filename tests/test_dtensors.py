@@ -143,6 +143,7 @@ def test_outputs_and_gradients_in_every_placement(ranks: Any) -> None:
     check(ranks(8, errors_of, list(CUBES), False))
 
 
+@pytest.mark.slow
 def test_compiled(ranks: Any) -> None:
     names = ["tp heads, shared kv", "cp x tp", "keeps cp, tp"]
     check(ranks(4, errors_of, names, True, timeout=300))

@@ -146,7 +146,7 @@ def _forward_errors(styles: list[dict[str, Any]], cases: list[str]) -> dict[str,
     return errors
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_mask_in_every_mode_and_layout(ranks: Any, world: int) -> None:
     styles = STYLES if world == 4 else [s for s in STYLES if s["ulysses_degree"] != 2]
     cases = list(CASES) if world == 2 else ["documents", "window, alibi", "heads"]
@@ -177,6 +177,7 @@ def compiled_errors(styles: list[dict[str, Any]], cases: list[str]) -> dict[str,
     return errors
 
 
+@pytest.mark.slow
 def test_compiled(ranks: Any) -> None:
     styles = [STYLES[i] for i in (8, 0, 3)]
     for errors in ranks(2, compiled_errors, styles, ["window, alibi"], timeout=300):
@@ -237,7 +238,7 @@ def gradient_errors(styles: list[dict[str, Any]], cases: list[str]) -> dict[str,
     return errors
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients(ranks: Any, world: int) -> None:
     styles = STYLES[1:6:2] if world == 4 else STYLES[:3]
     for errors in ranks(world, gradient_errors, styles, ["heads", "window, alibi"]):

@@ -120,7 +120,7 @@ def borders(length: int, kind: str) -> list[list[int]]:
     return [[0, length // 2 + 1, length], [0, 3, 3, length - 2, length]]  # a list per row
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_windows_and_documents(ranks: Any, world: int) -> None:
     length = 12 * world
     facts = [
@@ -142,7 +142,7 @@ def test_windows_and_documents(ranks: Any, world: int) -> None:
     check(ranks(world, run_cases, cases), FP64)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6, 7)), 8])
 def test_documents_in_layouts_by_document(ranks: Any, world: int) -> None:
     """Lengths that divide by the number of ranks only, every exchange, every Ulysses degree of eight heads."""
     degrees = [d for d in range(1, world + 1) if world % d == 0 and 8 % d == 0]

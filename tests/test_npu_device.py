@@ -86,14 +86,14 @@ def run_cases(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
     return [(case, run_case(case)) for case in cases]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_mode(npus: Ranks, world: int) -> None:
     cases = [{**mode, "causal": causal, "length": 12 * world} for mode in modes(world) for causal in (True, False)]
     cases += [{**mode, "causal": True, "length": 12 * world, "v_dim": 5} for mode in modes(world)[:4]]
     check(npus(world, run_cases, cases), FP32)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_windows_documents_and_masks(npus: Ranks, world: int) -> None:
     length = 12 * world
     facts: list[Case] = [

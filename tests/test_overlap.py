@@ -250,6 +250,7 @@ def opcheck(world: int) -> None:
             torch.library.opcheck(ops.ulysses_attention_backward.default, rest)
 
 
+@pytest.mark.slow
 def test_opcheck(ranks: Any) -> None:
     ranks(2, opcheck, 2, timeout=300)
 

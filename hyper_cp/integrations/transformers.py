@@ -87,6 +87,12 @@ class Looker(Boundary):
         tokens = kwargs["inputs_embeds"] if tokens is None else tokens
         if len(args) > 1:
             raise TypeError(f"{self.name} got {len(args)} positional arguments: pass all but input_ids by keyword")
+        if kwargs.get("past_key_values") is not None:
+            raise NotImplementedError(
+                f"{self.name} was given past_key_values: context parallelism does not run with a key/value cache, and "
+                "tokens that are generated are not shares of a sequence. Pass use_cache=False, and generate with a "
+                "model without prepare_model"
+            )
         documents, place = recompute.settle(self, (self.place.documents, self.place))
         handler = ContextParallelHandler(place.mesh, self.style)
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import masks, positions
 from . import mesh as meshes
-from . import positions
 from .axis import Axis, gather_ranks
 from .layout import Range, merge_ranges
 
@@ -166,7 +166,7 @@ def roll_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str, s
     out = torch.cat(parts).movedim(0, seq_dim).contiguous()
     if documents is None:
         return out
-    at, borders = positions.positions(ranges[cp.rank]), positions.borders_of(documents)
+    at, borders = positions.positions(ranges[cp.rank]), masks.borders_of(documents)
     numbers = (positions.document_numbers(p, borders or ()) for p in (at, at - shifts))
     return out.masked_fill_(over_rows(torch.ne(*numbers).to(x.device), x.ndim, seq_dim), 0)
 

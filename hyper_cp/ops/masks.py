@@ -111,7 +111,7 @@ def documents_of(table: Tensor | None, batch: int, length: int) -> tuple[Documen
 
 
 def distinct_rows(table: Tensor, length: int) -> tuple[Documents, ...]:
-    """The borders of each row without empty documents; one tuple if all rows agree."""
+    """:func:`borders_of` the table of a sequence of this length, or ``ValueError``."""
     if table.device.type != "cpu" or table.ndim != 2:
         raise ValueError(
             f"documents is a {table.ndim}-D tensor on {table.device}: pass cumulative lengths [batch or 1, m]"
@@ -134,8 +134,17 @@ def _checked_rows(rows: tuple[Documents, ...], length: int) -> tuple[Documents, 
                 f"documents={list(dict.fromkeys(row))} must be cumulative lengths that ascend from 0 to the "
                 f"global sequence length {length}. Add a last document for padding, if there is any"
             )
-    rows = tuple(tuple(dict.fromkeys(row)) for row in rows)
-    return rows[:1] if all(row == rows[0] for row in rows) else rows
+    return _without_empty(rows)
+
+
+def borders_of(table: Tensor | None) -> tuple[Documents, ...] | None:
+    """The borders of each row of any table, without empty documents; one tuple if all rows agree."""
+    return None if table is None else _without_empty(table.tolist())
+
+
+def _without_empty(rows: Sequence[Sequence[int]]) -> tuple[Documents, ...]:
+    found = tuple(tuple(dict.fromkeys(row)) for row in rows)
+    return found[:1] if all(row == found[0] for row in found) else found
 
 
 # --------------------------------------------------------------------------- explicit masks

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import layout as layouts
 from . import placement
-from .layout import Documents, Range
+from .layout import Range
 
 Rows = Sequence[Sequence[int]]
 """Borders of documents, ascending from 0 to S: one row for all of a batch, or one each."""
@@ -44,11 +44,3 @@ def restarted(at: Tensor, rows: Rows) -> Tensor:
 
 def _borders(row: Sequence[int]) -> Tensor:
     return torch.tensor(tuple(dict.fromkeys(row)))  # without empty documents
-
-
-def borders_of(table: Tensor | None) -> tuple[Documents, ...] | None:
-    """The rows of a documents table without what fills them up; one if all agree."""
-    if table is None:
-        return None
-    rows = tuple(tuple(dict.fromkeys(row)) for row in table.tolist())
-    return rows[:1] if all(row == rows[0] for row in rows) else rows
