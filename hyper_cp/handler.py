@@ -48,9 +48,9 @@ class ContextParallelHandler(Shares):
             )
         self.style = None if isinstance(style, str) else style
         if isinstance(style, str):
-            super().__init__(mesh, style)
+            super().__init__(mesh, style, by_name=True)
         else:
-            super().__init__(mesh, style.mode.layout, style.mode.load_balance)
+            super().__init__(mesh, style.mode.layout, style.mode.load_balance, by_name=False)
         self._cores: dict[Any, nn.Module] = {}
 
     @property

@@ -27,8 +27,8 @@ class Facts:
 
     documents: Tensor | None = None
     """Those in force now."""
-    layouts: set[str] = field(default_factory=set)
-    """In which handlers have split sequences so far."""
+    layouts: dict[str, bool] = field(default_factory=dict)
+    """In which handlers have split sequences so far, and whether one that was given the name of the layout has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,16 +57,16 @@ class CPMesh:
         return range(first, first + self.ulysses.size)
 
     def check_call(self, *tensors: Tensor, layout: str, documents: Tensor | None) -> None:
-        """Raise ``ValueError``, on every rank, if handlers have split sequences, but none in this layout, or if the
-        ranks bring tensors of different shapes or different documents: transfers would hang or mix up positions. A
-        few bytes between hosts; nothing under torch.compile, whose graphs fix shapes, and no comparison where the
-        process group has no backend for the CPU."""
+        """Raise ``ValueError``, on every rank, if a handler has split sequences by the name of another layout and none
+        in this one, or if the ranks bring tensors of different shapes or different documents: transfers would hang or
+        mix up positions. A few bytes between hosts; nothing under torch.compile, whose graphs fix shapes, and no
+        comparison where the process group has no backend for the CPU."""
         if self.size == 1 or torch.compiler.is_compiling():
             return
         mine = [n for x in tensors for n in (*x.shape, *[-1] * (_DIMS - x.ndim))[:_DIMS]]
         split = self.facts.layouts
         digest = 0 if documents is None else hash(tuple(documents.flatten().tolist()))
-        row = [*mine, digest, int(bool(split) and layout not in split)]
+        row = [*mine, digest, int(any(split.values()) and layout not in split)]
         everyone = gather_numbers(self.flat, row) or [row]
         if any(theirs[-1] for theirs in everyone):
             odd = [rank for rank, theirs in enumerate(everyone) if theirs[-1]]
