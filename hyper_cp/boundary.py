@@ -108,7 +108,7 @@ class Boundary:
         if not style.use_local_output:
             call.outputs = call.place.cp_dims.outputs(call.outputs, seq, f"{self.name}: q")
         cp = call.place.view(*self.saw(qkv[0].shape[head], qkv[1].shape[head]))
-        cp.check_call(*qkv[:2], layout=style.mode.layout, documents=call.documents)
+        cp.check_shapes(*qkv[:2], documents=call.documents)
         self._check_split(given, qkv, cp, call)
         qkv = [qkv[0], *(shared_heads(x, cp.ulysses.size, head) for x in qkv[1:])]
         qkv = ulysses(qkv, cp, style.mode, seq, head, call.documents)

@@ -48,9 +48,9 @@ class ContextParallelHandler(Shares):
             )
         self.style = None if isinstance(style, str) else style
         if isinstance(style, str):
-            super().__init__(mesh, style, by_name=True)
+            super().__init__(mesh, style)
         else:
-            super().__init__(mesh, style.mode.layout, style.mode.load_balance, by_name=False)
+            super().__init__(mesh, style.mode.layout, style.mode.load_balance)
         self._cores: dict[Any, nn.Module] = {}
 
     @property
@@ -220,8 +220,8 @@ class ContextParallelHandler(Shares):
 
         Yields:
             The documents as a CPU table ``[1 or B, m]``, to be passed on explicitly (``documents=`` of a
-            styled module) where the forward is left before it is recomputed: a pipeline, or activation
-            checkpointing with a backward outside this block, which raises otherwise.
+            styled module) where the block cannot be around the forward (a pipeline), or where a recompute is not
+            by torch's own activation checkpointing, which remembers the documents of its forward.
         """
         if isinstance(cu_seqlens, LocalBatch):
             table = cu_seqlens.documents

@@ -22,8 +22,8 @@ def is_compiled(module: nn.Module) -> bool:
 def refuse_compiled(module: nn.Module, name: str) -> None:
     """Raise ``RuntimeError`` if ``module`` is compiled, or part of a module that is, whoever holds that.
 
-    (A compiled *function* that calls the module cannot be seen from here. A compiled module outside of the plan that
-    has not run yet is no harm: it is traced when it runs, hooks included.)
+    (A compiled *function* that calls the module cannot be seen from here. Before anything has run compiled, compiled
+    modules outside of the plan are no harm: they are traced when they run, hooks included.)
     """
     for owner in _compiled_modules(module):
         if any(child is module for child in owner.modules()):
@@ -40,16 +40,17 @@ _found: tuple[object, list[ref[nn.Module]]] = (None, [])
 def _compiled_modules(module: nn.Module) -> list[nn.Module]:
     """Compiled modules that ``module`` may be part of: those in its plan, and all there are if any has run."""
     global _found
-    dynamo = sys.modules.get("torch._dynamo.utils")
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
     if dynamo is None:
         return []
-    frames = dynamo.counters["frames"]["total"]
+    # Private: how often what was compiled. Where it is not to be had, all objects are looked at.
+    frames = sum(getattr(dynamo, "FRAME_COMPILE_COUNTER", {None: 1}).values())
     call, root = _plan_being_applied()
     # Both look at many objects, so it is done once per plan and not per layer. Addresses are used again; compiled
     # code that ran in between makes the difference.
     plan = call and (*call, frames)
     if plan is None or plan != _found[0]:
-        modules = list((root or module).modules())
+        modules = list((module if root is None else root).modules())
         if frames:  # a module does not know what it is part of
             modules += [x for x in gc.get_objects() if issubclass(type(x), nn.Module) and "_modules" in x.__dict__]
         _found = (plan, [ref(x) for x in modules if is_compiled(x)])

@@ -20,10 +20,9 @@ from .ops.mesh import CPMesh
 class Shares:
     """A sequence that is split over a cp mesh in one layout. See :class:`ContextParallelHandler`."""
 
-    def __init__(self, mesh: DeviceMesh, layout: str, halves: bool = False, *, by_name: bool) -> None:
-        """``halves``: attention will exchange halves of what a rank holds (``load_balance``). ``by_name``: the layout
-        was not taken from a style, so it may be another than that of the model."""
-        self.layout, self._halves, self._by_name = layouts.check_layout(layout), halves, by_name
+    def __init__(self, mesh: DeviceMesh, layout: str, halves: bool = False) -> None:
+        """``halves``: attention will exchange halves of what a rank holds (``load_balance``)."""
+        self.layout, self._halves = layouts.check_layout(layout), halves
         self._mesh, self._cp = mesh, meshes.view(mesh)
 
     @property
@@ -128,9 +127,6 @@ class Shares:
             shape[seq_dim] = self.padded_length(length) - length
             tensor = torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=seq_dim)
         ranges = self._ranges(tensor.shape[seq_dim], f"tensor.shape[{seq_dim}]", documents)
-        if not torch.compiler.is_compiling():
-            split = self.cp.facts.layouts
-            split[self.layout] = self._by_name or split.get(self.layout, False)
         parts = [tensor.narrow(seq_dim, start, stop - start) for start, stop in ranges]
         return torch.cat(parts, dim=seq_dim)
 

@@ -103,7 +103,6 @@ def _run(store: dist.Store, backend: str, job: int, rank: int, world: int, paylo
         dist.destroy_process_group()
         if "torch._dynamo" in sys.modules:
             sys.modules["torch._dynamo"].reset()
-            sys.modules["torch._dynamo"].utils.counters.clear()
         if "torch.distributed.tensor" in sys.modules:
             # It remembers what an operator returned, mesh included, and a mesh of the next job may look the same.
             from torch.distributed.tensor.debug import _clear_sharding_prop_cache

@@ -103,24 +103,6 @@ def test_no_check_of_one_rank_comes_before_that_of_shapes(ranks: Any) -> None:
     ranks.raises(2, ValueError, "call attention with different shapes", unequal_and_documents)
 
 
-def split_otherwise(own_qkv: bool, on: tuple[int, ...]) -> None:
-    """Ranks ``on`` split what they hold by the name of another layout than the module's."""
-    style = {"qkv_indices": None} if own_qkv else {}
-    module, handler = styled(MODES[3], **style)
-    if dist.get_rank() in on:
-        handler = ContextParallelHandler(handler.mesh, "contiguous")
-    module(*(handler.dispatch(torch.randn(1, 4, 16, 8), 2) for _ in range(3)))
-
-
-@pytest.mark.parametrize("own_qkv", [True, False])
-def test_a_handler_of_another_layout_is_refused_on_every_rank(ranks: Any, own_qkv: bool) -> None:
-    words = r"as layout='head_tail', but handlers .* only \('contiguous'\) on ranks \[0, 1\]"
-    ranks.raises(2, ValueError, words, split_otherwise, own_qkv, (0, 1))
-    words = r"as layout='head_tail', but handlers of this mesh have split .* on ranks \[1\]"
-    ranks.raises(2, ValueError, words, split_otherwise, own_qkv, (1,))
-    ranks(2, split_otherwise, own_qkv, ())
-
-
 # ---- 2. Masks dropped; sliding-window layers trained as full causal (TransformerEngine #2052, accelerate #4177).
 
 

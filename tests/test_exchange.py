@@ -76,7 +76,7 @@ def formula(world: int, degree: int, balance: bool, length: int, size: int, acc:
     tokens = B * length // world
     nq, nk, nv, no = tokens * H * D, tokens * HKV * D, tokens * HKV * DV, tokens * H * DV
     a2a = (nq + nk + nv + no) * size * (degree - 1) // degree
-    shapes = 12 * 8 * (world - 1)  # of q and k, the documents, and whether the layout is known, to all
+    shapes = 11 * 8 * (world - 1)  # of q and k, and the documents, to all
     forward = shapes + a2a + (ring - 1) * (nk + nv) * size
     backward = a2a + (ring - 1) * (nk + nv) * (size + acc)
     if balance and 2 * (dist.get_rank() // degree) + 1 != ring:

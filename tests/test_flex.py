@@ -294,6 +294,15 @@ def test_bytes_equal_the_formula(ranks: Any) -> None:
 # --------------------------------------------------------------------------- refusals
 
 
+def unequal() -> None:
+    length = S // 2 - dist.get_rank()
+    styled(Flex(CASES["causal"]), qkv_indices=None)(*(torch.randn(B, H, length, D) for _ in range(3)))
+
+
+def test_unequal_lengths_are_refused_on_every_rank(ranks: Any) -> None:
+    ranks.raises(2, ValueError, "call attention with different shapes", unequal)
+
+
 def refused(what: str) -> Any:
     mine = own("contiguous")
     q, k, v = (x[:, :, mine] for x in whole())

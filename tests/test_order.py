@@ -27,9 +27,9 @@ def apply(model: nn.Module, key: str = PLAN) -> nn.Module:
     return parallelize_module(model, mesh, {key: ContextParallel(seq_dim=2, head_dim=1)})
 
 
-def wrapped_elsewhere() -> None:
+def wrapped_elsewhere(fullgraph: bool = False) -> None:
     model = llama()
-    kept = torch.compile(model, backend="eager")
+    kept = torch.compile(model, backend="eager", fullgraph=fullgraph)
     kept(torch.zeros(1, 8, dtype=torch.int64), torch.arange(8))
     apply(model)
 
@@ -66,8 +66,13 @@ def without_a_plan() -> None:
     ContextParallel()._apply(kept._orig_mod.layers[0].attention.inner, mesh)
 
 
+def in_one_graph() -> None:
+    wrapped_elsewhere(fullgraph=True)
+
+
 LATE: list[Callable[[], None]] = [
     wrapped_elsewhere,
+    in_one_graph,
     in_place,
     block_in_place,
     block_wrapped,

@@ -274,7 +274,7 @@ def _attend_shards(
     q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call, with_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     q, k, v = _autocast(q, k, v)
-    cp.check_call(q, k, layout=mode.layout, documents=call.documents)
+    cp.check_shapes(q, k, documents=call.documents)
     check_qkv(q, k, v, cp, mode, call)
     check_heads(q.shape[1], k.shape[1], cp)
     masks.check_documents(call.documents, q.shape[2] * cp.size)

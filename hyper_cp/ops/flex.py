@@ -47,6 +47,7 @@ class Flex:
     def alone(self, q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> Any:
         """Ulysses, attention and Ulysses back on the local shards ``[B, H, S, D]`` of one cp rank."""
         q, k, v = _autocast(q, k, v)
+        cp.check_shapes(q, k, documents=call.documents)
         self._check(q, k, v, cp, mode, call, cp.size, q.shape[1])
         check_heads(q.shape[1], k.shape[1], cp)
         k, v = (shared_heads(x, cp.ulysses.size, 1) for x in (k, v))

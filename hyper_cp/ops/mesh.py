@@ -7,7 +7,7 @@ take strings, so a mesh is known to them by its ``key``.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,10 @@ _DIMS = 5  # that shapes are filled up to when they are compared
 
 @dataclass(eq=False)
 class Facts:
-    """What is true of the batches that a cp mesh works on; all views of the mesh share it. It belongs
+    """What is true of the batch that a cp mesh works on now; all views of the mesh share it. It belongs
     to the mesh and not to a thread, since backward recomputes in threads of its own."""
 
     documents: Tensor | None = None
-    """Those in force now."""
-    layouts: dict[str, bool] = field(default_factory=dict)
-    """In which handlers have split sequences so far, and whether one that was given the name of the layout has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,37 +53,25 @@ class CPMesh:
         first = (self.ring.rank if ring_rank is None else ring_rank) * self.ulysses.size
         return range(first, first + self.ulysses.size)
 
-    def check_call(self, *tensors: Tensor, layout: str, documents: Tensor | None) -> None:
-        """Raise ``ValueError``, on every rank, if a handler has split sequences by the name of another layout and none
-        in this one, or if the ranks bring tensors of different shapes or different documents: transfers would hang or
-        mix up positions. A few bytes between hosts; nothing under torch.compile, whose graphs fix shapes, and no
-        comparison where the process group has no backend for the CPU."""
+    def check_shapes(self, *tensors: Tensor, documents: Tensor | None = None) -> None:
+        """Raise ``ValueError``, on every rank, if the ranks bring tensors of different shapes or different documents:
+        transfers would hang or mix up positions. A few bytes between hosts; nothing under torch.compile, whose graphs
+        fix shapes, and nothing where the process group has no backend for the CPU."""
         if self.size == 1 or torch.compiler.is_compiling():
             return
         mine = [n for x in tensors for n in (*x.shape, *[-1] * (_DIMS - x.ndim))[:_DIMS]]
-        split = self.facts.layouts
         digest = 0 if documents is None else hash(tuple(documents.flatten().tolist()))
-        row = [*mine, digest, int(any(split.values()) and layout not in split)]
-        everyone = gather_numbers(self.flat, row) or [row]
-        if any(theirs[-1] for theirs in everyone):
-            odd = [rank for rank, theirs in enumerate(everyone) if theirs[-1]]
-            names = f" ({', '.join(map(repr, sorted(split)))})" if row[-1] else ""
-            raise ValueError(
-                f"attention on the {self} takes its share of the sequence as layout={layout!r}, but handlers of this "
-                f"mesh have split sequences in other layouts only{names} on ranks {odd}: tokens would be taken for "
-                "others. Make the handler from the style, ContextParallelHandler(mesh, style)"
-            )
-        if all(theirs == row for theirs in everyone):
+        everyone = gather_numbers(self.flat, [*mine, digest])
+        if everyone is None or all(theirs == everyone[0] for theirs in everyone):
             return
-        if all(theirs[: len(mine)] == mine for theirs in everyone):
+        if all(theirs[:-1] == mine for theirs in everyone):
             odd = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
             raise ValueError(
                 f"the ranks of the {self} call attention with different packed documents: ranks {odd} have others (or "
                 "none) than rank 0. Enter the same documents block on every rank, with global cumulative lengths"
             )
         shapes = [
-            [tuple(n for n in theirs[i : i + _DIMS] if n >= 0) for i in range(0, len(mine), _DIMS)]
-            for theirs in everyone
+            [tuple(n for n in row[i : i + _DIMS] if n >= 0) for i in range(0, len(mine), _DIMS)] for row in everyone
         ]
         raise ValueError(
             f"the ranks of the {self} call attention with different shapes: "
