@@ -114,6 +114,8 @@ class Boundary:
         qkv = ulysses(qkv, cp, style.mode, seq, head, call.documents)
         call.cp, call.ndim = cp, qkv[0].ndim
         call.length, call.heads = qkv[0].shape[seq], qkv[0].shape[head]
+        if call.length == call.heads and not torch.compiler.is_compiling():
+            call.handed = tuple(qkv)
         args, kwargs = list(args), dict(kwargs)  # type: ignore[assignment]
         for w, x in zip(where, qkv, strict=True):
             (args if isinstance(w, int) else kwargs)[w] = x  # type: ignore[index]
@@ -166,11 +168,12 @@ class Boundary:
             elif index < len(args):
                 where.append(index)
             else:
+                keyword = f"nor as keyword {name!r}" if name else "nor under a name (the module's forward has no such)"
                 raise ValueError(
                     f"{self.name} was called with {len(args)} positional arguments and keywords "
-                    f"{sorted(kwargs)}: {what} was found neither at position {index} nor as keyword "
-                    f"{name!r}. Set qkv_indices or qkv_kwarg_names of ContextParallel to where q, k, v are, "
-                    "or qkv_indices=None if the module computes them"
+                    f"{sorted(kwargs)}: {what} was found neither at position {index} {keyword}. Set qkv_indices or "
+                    "qkv_kwarg_names of ContextParallel to where q, k, v are, or qkv_indices=None if the module "
+                    "computes them"
                 )
         return where
 

@@ -29,8 +29,8 @@ class ContextParallelHandler(Shares):
 
     Args:
         mesh: the cp mesh (1-D, or 2-D ``("ring", "ulysses")``).
-        style: the :class:`ContextParallel` of the model's attention: both read one layout, so data and attention
-            cannot disagree. Or a layout's name, which must be that of the model.
+        style: the :class:`ContextParallel` of the model's attention, the same object: data and attention then have
+            one layout. (Another style's, or a layout's name, must be that of the model: nothing compares them.)
 
     All ranks of the mesh must hold the same global tensors. S is the global length of the sequence, n the number of
     ranks, S/n the local length. Methods that care for packed documents use those of the enclosing

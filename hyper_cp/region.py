@@ -34,6 +34,8 @@ class RunningCall:
     """Of the sequence inside the module, and the query heads and dimensions there (if ``cp``)."""
     heads: int = 0
     ndim: int = 0
+    handed: tuple[Tensor, ...] = ()
+    """q, k, v as the module gets them, where their shapes do not tell sequence from heads."""
     documents: Tensor | None = None
     required: bool = False
     """Whether other attention than the routed one would be wrong."""
@@ -104,7 +106,11 @@ class Region(TorchFunctionMode):
                 "activation checkpoint there would recompute it as local attention. Checkpoint the whole module "
                 "(use_reentrant=False); for inference put torch.no_grad() around the module"
             )
-        if call.cp is not None and q.ndim == 4 and tuple(q.shape[1:3]) != (call.heads, call.length):
+        if (
+            call.cp is not None
+            and q.ndim == 4
+            and (tuple(q.shape[1:3]) != (call.heads, call.length) or self._swapped(asked))
+        ):
             raise ValueError(
                 f"{name} calls attention with a query of shape {tuple(q.shape)}; after the exchange of "
                 f"sequence and heads it should be [batch, {call.heads} heads, {call.length} positions, "
@@ -128,6 +134,18 @@ class Region(TorchFunctionMode):
         heads = (q.shape[1], k.shape[1]) if q.ndim == 4 and k.ndim == 4 else (1, 1)
         out = asked.alone(q, k, v, call.place.view(*call.owner.saw(*heads)), mode, question)
         return outputs.wrap(out) if outputs is not None and isinstance(out, Tensor) else out
+
+    def _swapped(self, asked: calls.Asked) -> bool:
+        """Whether what the style takes for the sequence is where attention has its heads: seen by the strides of
+        tensors that come to it as the module got them, or as views."""
+        style = self.call.owner.style
+        for x in (asked.query, asked.key, asked.value):
+            for y in self.call.handed:
+                same = x is y or (x._base is not None and x._base is (y if y._base is None else y._base))
+                strides = y.stride(style.seq_dim), y.stride(style.head_dim)
+                if same and x.ndim == 4 and (x.stride(1), x.stride(2)) == strides and strides[0] != strides[1]:
+                    return True
+        return False
 
 
 class _Entered(threading.local):

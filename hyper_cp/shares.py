@@ -53,7 +53,7 @@ class Shares:
         """
         return self._share(tensor, seq_dim, pad_value, self.cp.facts.documents)
 
-    def combine(self, tensor: Tensor, seq_dim: int = 1, *, length: int | None = None) -> Tensor:
+    def combine(self, tensor: Tensor, seq_dim: int = 1, *, length: int | None = None, documents: Any = None) -> Tensor:
         """The inverse, on every rank: ``[.. S/n ..] -> [.. S ..]`` in global order.
 
         One communication. Differentiable: the gradient of a rank's share is its slice of the
@@ -61,6 +61,8 @@ class Shares:
 
         Args:
             length: the true global length, if ``dispatch`` has padded: the padding is cut off.
+            documents: those by which layouts ``"per_document"`` and ``"auto"`` have placed the tokens, as for
+                :meth:`documents`; default: those of the enclosing block.
         """
         seq_dim = checked_dim(tensor, seq_dim)
         whole = tensor.shape[seq_dim] * self.cp.size
@@ -70,7 +72,8 @@ class Shares:
                 f"length={length} does not pad to the {whole} positions that the ranks hold, but to "
                 f"{self.padded_length(length)}: pass the length that the dispatched tensor had"
             )
-        gathered = gather_sequence(tensor, self.cp.facts.documents, self.cp.key, self.layout, seq_dim)
+        table = self.cp.facts.documents if documents is None else self._table(documents, whole)
+        gathered = gather_sequence(tensor, table, self.cp.key, self.layout, seq_dim)
         return gathered if length is None else gathered.narrow(seq_dim, 0, length)
 
     def roll_tensor(

@@ -52,6 +52,22 @@ def test_dispatch_and_combine_are_inverses(ranks: Any, shape: tuple[int, ...], l
     assert all(ranks(world, round_trips, shape, layout))
 
 
+def combined_later(layout: str) -> list[bool]:
+    """``combine`` behind the block, told the documents that have placed the tokens."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (3,)), layout)
+    whole = torch.rand(2, 29)
+    with handler.documents([0, 7, 8, 29]) as table:
+        part = handler.dispatch(whole, pad_value=0.0)
+        positions = handler.dispatch(torch.arange(30), 0)
+    assert positions.tolist() != list(range(10 * dist.get_rank(), 10 * dist.get_rank() + 10))
+    return [torch.equal(handler.combine(part, length=29, documents=d), whole) for d in ([0, 7, 8, 29], table)]
+
+
+@pytest.mark.parametrize("layout", ["per_document", "auto"])
+def test_combine_behind_the_documents_block(ranks: Any, layout: str) -> None:
+    assert ranks(3, combined_later, layout) == [[True, True]] * 3
+
+
 def gradients(layout: str) -> bool:
     handler = ContextParallelHandler(init_device_mesh("cpu", (3,)), layout)
     length = 12

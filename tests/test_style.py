@@ -683,7 +683,43 @@ class Interrupted(nn.Module):
         raise KeyboardInterrupt
 
 
+class Rotated(nn.Module):
+    """Of q, k, v only v reaches attention as it came."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q * 2, k * 2, v, is_causal=True)
+
+
+def equal_sizes() -> list[float]:
+    """As many heads as positions after the exchange, dimensions as they are."""
+    world, rank, errors = dist.get_world_size(), dist.get_rank(), []
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2 * world**2, 2 * world, 8, generator=g, dtype=torch.float64) for _ in range(3))
+    want = plain_attention(q, k, v, is_causal=True)[:, :, 2 * rank : 2 * rank + 2]
+    mine = [x[:, :, 2 * rank : 2 * rank + 2] for x in (q, k, v)]
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with context():
+            errors.append(relative_error(apply(modules.BNSD(), **BNSD)(*mine), want))
+            out = apply(modules.BSHD())(*(x.transpose(1, 2) for x in mine))
+            errors.append(relative_error(out.transpose(1, 2), want))
+    return errors
+
+
+def test_as_many_heads_as_positions(ranks: Any) -> None:
+    assert max(max(errors) for errors in ranks(2, equal_sizes)) <= 1e-10
+
+
 FOUND = {
+    "swapped dimensions of equal sizes": (
+        "ValueError",
+        "Check seq_dim and head_dim",
+        lambda *_: apply(modules.BNSD())(*(torch.randn(1, 4, 64, 8) for _ in range(3))),
+    ),
+    "swapped dimensions of equal sizes, rotated": (
+        "ValueError",
+        "Check seq_dim and head_dim",
+        lambda *_: apply(Rotated())(*(torch.randn(1, 4, 64, 8) for _ in range(3))),
+    ),
     "swapped dimensions": (
         "ValueError",
         r"query of shape .* should be \[batch, .* Check seq_dim and head_dim",

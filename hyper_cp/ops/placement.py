@@ -90,7 +90,7 @@ def resolve(layout: str, world: int, length: int, documents: Tensor | None) -> t
     if documents is None:
         raise ValueError(
             f"layout={layout!r} places tokens by document, but no documents are given: enter handler.documents(...) "
-            "around dispatch and forward, or pass documents= ([0, S] for one document)"
+            "around dispatch, forward and combine, or pass documents= ([0, S] for one document)"
         )
     borders = _one_row(documents, length)
     if layout == "per_document" and borders is None:
