@@ -15,6 +15,8 @@ import argparse
 import os
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -127,6 +129,21 @@ def join(rank: int, ranks: int, store: str) -> None:
     )
 
 
+@contextmanager
+def on_ranks(main: Callable[..., None], args: argparse.Namespace) -> Iterator[Any]:
+    """Run ``main(rank, args, store, queue)`` in ``args.ranks`` processes; the queue on which they report."""
+    context: Any = torch.multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        target = (args, os.path.join(folder, "store"), queue)
+        ranks = [context.Process(target=main, args=(r, *target)) for r in range(args.ranks)]
+        for process in ranks:
+            process.start()
+        yield queue
+        for process in ranks:
+            process.join()
+
+
 def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> None:
     join(rank, args.ranks, store)
     mesh = init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("cp",))
@@ -177,21 +194,13 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1, help="of each mode")
     parser.add_argument("--only", default="", help="modes whose name contains this")
     args = parser.parse_args()
-    context: Any = torch.multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        target = (args, os.path.join(folder, "store"), queue)
-        ranks = [context.Process(target=rank_main, args=(r, *target)) for r in range(args.ranks)]
-        for process in ranks:
-            process.start()
+    with on_ranks(rank_main, args) as queue:
         print(
             f"{args.ranks} ranks; {args.seconds} s of simulated computation and {args.link} times as much communication"
         )
         for _ in range(args.runs * len(chosen(args))):
             name, seconds, longer = queue.get()
             print(f"{name:26} {seconds:6.2f} s   {seconds / longer:.2f} x the longer of the two", flush=True)
-        for process in ranks:
-            process.join()
 
 
 if __name__ == "__main__":

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
-import tempfile
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from overlap import Clock, Kernel, Link, join, simulate
+from overlap import Clock, Kernel, Link, join, on_ranks, simulate
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -175,13 +173,7 @@ def main() -> None:
     parser.add_argument("--virtual", action="store_true", help="a clock that only simulated durations move")
     parser.add_argument("--runs", type=int, default=1, help="of each, the shortest is shown")
     args = parser.parse_args()
-    context: Any = torch.multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        target = (args, os.path.join(folder, "store"), queue)
-        ranks = [context.Process(target=rank_main, args=(r, *target)) for r in range(args.ranks)]
-        for process in ranks:
-            process.start()
+    with on_ranks(rank_main, args) as queue:
         print("Step over the longer of computation and communication")
         for _ in range(len(args.projections) * len(args.link)):
             row = [queue.get() for _ in ways()]
@@ -190,8 +182,6 @@ def main() -> None:
             for *_, name, seconds in row:
                 print(f"  {name} {seconds / max(args.seconds, args.seconds * ratio):.2f}", end="", flush=True)
             print()
-        for process in ranks:
-            process.join()
 
 
 if __name__ == "__main__":
