@@ -5,7 +5,7 @@ from .dynamic import CostModel, DynamicContextParallel
 from .factory import get_cp_handler_cls
 from .handler import ContextParallelHandler
 from .mesh_family import MeshFamily, split_cp_mesh
-from .places import context_parallel_mesh
+from .mesh_swap import context_parallel_mesh
 from .style import ContextParallel, styled_modules
 
 __version__ = "0.1.0.dev0"

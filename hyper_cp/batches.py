@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,7 @@ from torch import Tensor
 from .ops import layout as layouts
 from .ops import masks, positions
 from .ops.batch import by_rank
-
-if TYPE_CHECKING:
-    from .shares import Shares
+from .shares import Shares
 
 Name = str | int
 """A key of a mapping, or a place in a list or tuple."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,101 +11,70 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import dtensors, overridable, recompute
-from .dtensors import Outputs
 from .ops.attention import check_heads, ulysses, ulysses_back
 from .ops.masks import check_documents, documents_table
 from .ops.mesh import CPMesh
 from .ops.ulysses import shared_heads
-from .places import Place
-from .region import Region, RunningCall
-
-if TYPE_CHECKING:
-    from .style import ContextParallel
+from .places import Binding, Style
+from .region import Region, RunningCall, entered, running_call, running_calls
 
 
-def attached(module: nn.Module) -> Boundary | None:
-    """The boundary of a styled module, else None."""
-    for hook in module._forward_pre_hooks.values():
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, Boundary):
-            return owner
-    own = module.__dict__.get("boundary")  # of modules that are ours (integrations)
-    return own if isinstance(own, Boundary) else None
+def attached(module: nn.Module) -> Binding | None:
+    """The binding of a styled module, else None."""
+    owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+    # Modules that are ours (integrations) have it themselves.
+    for found in (*(getattr(owner, "binding", None) for owner in owners), module.__dict__.get("binding")):
+        if isinstance(found, Binding):
+            return found
+    return None
 
 
-def boundaries(model: nn.Module) -> list[Boundary]:
+def bindings(model: nn.Module) -> list[Binding]:
     """Those of all styled modules of a model."""
     return [found for module in model.modules() if (found := attached(module)) is not None]
-
-
-@dataclass
-class _Call(RunningCall):
-    """A running call, and how its outputs leave the module: as DTensors (None: local tensors)."""
-
-    outputs: Outputs | None = None
 
 
 class Boundary:
     """The hooks of one styled module: q, k, v in, region on; region off, output back."""
 
-    def __init__(self, style: ContextParallel, device_mesh: DeviceMesh, module: nn.Module) -> None:
-        self.style = style
-        self.name = describe(module)
+    def __init__(self, style: Style, device_mesh: DeviceMesh, module: nn.Module) -> None:
+        self.binding = Binding(style, device_mesh, describe(module))
         names = style.qkv_kwarg_names or _parameter_names(module, style.qkv_indices)
         # Position and name of q, k, v; of q and k only, if v is in the same tensor.
         self.places = list(dict.fromkeys(zip(style.qkv_indices or (), names, strict=True)))
         self.takes_documents = "documents" in inspect.signature(module.forward).parameters
-        self.stays = [Place(style, device_mesh, style.ulysses_degree)]
-        """Where it runs, and where it has run before it was moved there: the last counts."""
-        self.heads: tuple[int, int] | None = None
-        """Of q and k in the last call, before they are split over ranks of the cp mesh."""
-        overridable.install()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Boundary:
-        copy = type(self).__new__(type(self))
-        copy.__dict__.update(self.__dict__)  # style and meshes are shared, process groups cannot be copied
-        copy.stays = list(self.stays)
-        return copy
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            f"{self.name} runs under ContextParallel on live process groups and cannot be pickled. Save "
-            "model.state_dict() instead, and apply the style again after loading"
-        )
+        overridable.install(entered)
 
     @property
-    def place(self) -> Place:
-        """Where it runs now."""
-        return self.stays[-1]
+    def style(self) -> Style:
+        return self.binding.style
 
-    def saw(self, q_heads: int, kv_heads: int) -> tuple[int, int]:
-        """Note the heads of a call, by which another mesh is judged before it is used."""
-        if not torch.compiler.is_compiling():
-            self.heads = q_heads, kv_heads
-        return q_heads, kv_heads
+    @property
+    def name(self) -> str:
+        return self.binding.name
 
     # ---- before the module's forward
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._refuse_nesting()
-        call = _Call(self, module)
-        _running.calls.append(call)
+        call = RunningCall(self.binding, module)
+        running_calls().append(call)
         kwargs, documents = self._documents(kwargs)
-        call.documents, call.place = recompute.settle(self, (documents, self.place))
+        call.documents, call.place = recompute.settle(self.binding, (documents, self.binding.place))
         if self.style.qkv_indices is None:
             if not self.style.use_local_output:
                 call.outputs = call.place.cp_dims.outputs(None, self.style.seq_dim, self.name)
-            if self._engine_only(call) or call.place.parallel:
+            if call.engine_only() or call.place.parallel:
                 self._enter(call)
             return args, kwargs
         where = self._find(args, kwargs)
         qkv = [args[w] if isinstance(w, int) else kwargs[w] for w in where]
         self._check(qkv)
         style, (seq, head) = self.style, (self.style.seq_dim, self.style.head_dim)
-        given, (qkv, call.outputs) = qkv, self.local(qkv, seq, head, call.place)
+        given, (qkv, call.outputs) = qkv, self.binding.local(qkv, seq, head, call.place)
         if not style.use_local_output:
             call.outputs = call.place.cp_dims.outputs(call.outputs, seq, f"{self.name}: q")
-        cp = call.place.view(*self.saw(qkv[0].shape[head], qkv[1].shape[head]))
+        cp = call.place.view(*self.binding.record_heads(qkv[0].shape[head], qkv[1].shape[head]))
         cp.check_shapes(*qkv[:2], documents=call.documents)
         self._check_split(given, qkv, cp, call)
         qkv = [qkv[0], *(shared_heads(x, cp.ulysses.size, head) for x in qkv[1:])]
@@ -119,24 +86,15 @@ class Boundary:
         args, kwargs = list(args), dict(kwargs)  # type: ignore[assignment]
         for w, x in zip(where, qkv, strict=True):
             (args if isinstance(w, int) else kwargs)[w] = x  # type: ignore[index]
-        if self._engine_only(call) or cp.size > 1:
+        if call.engine_only() or cp.size > 1:
             self._enter(call)
         return tuple(args), kwargs
-
-    def _engine_only(self, call: RunningCall) -> bool:
-        """Whether the call asks for what other attention than ours would ignore."""
-        return call.documents is not None or self.style.mode.window is not None
 
     def _documents(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
         """Packed documents of this call: passed by keyword, or those of the enclosing block. The keyword
         is ours unless the module has a parameter of that name."""
         if kwargs.get("documents") is None:
-            found = self.place.documents
-            if found is None and any(place.documents is not None for place in self.stays):
-                raise RuntimeError(
-                    f"{self.name} runs on another cp mesh, but documents are in force on the one it has left: "
-                    "enter the documents block of the handler that context_parallel_mesh yields, or pass documents="
-                )
+            found = self.binding.documents_in_force()
         else:
             found = documents_table(kwargs["documents"])
         if "documents" in kwargs and not self.takes_documents:
@@ -144,18 +102,17 @@ class Boundary:
         return kwargs, found
 
     def _refuse_nesting(self) -> None:
-        while _running.calls:
-            outer = _running.calls[-1]
+        while (outer := running_call()) is not None:
             if outer.alive():
                 raise RuntimeError(
-                    f"{self.name} was called inside {outer.owner.name}, and ContextParallel is applied to both: "
+                    f"{self.name} was called inside {outer.binding.name}, and ContextParallel is applied to both: "
                     "the sequence would be exchanged twice. Apply it to one of them"
                 )
             # A KeyboardInterrupt ended that call: torch runs no hooks then.
-            _running.calls.pop().leave()
+            running_calls().pop().leave()
 
     def _enter(self, call: RunningCall) -> None:
-        call.required = call.cp is None or call.cp.ring.size > 1 or self._engine_only(call)
+        call.required = call.cp is None or call.cp.ring.size > 1 or call.engine_only()
         call.region = Region(call)
         call.region.__enter__()
 
@@ -176,14 +133,6 @@ class Boundary:
                     "computes them"
                 )
         return where
-
-    def local(
-        self, qkv: list[Tensor], seq_dim: int, head_dim: int, place: Place
-    ) -> tuple[list[Tensor], Outputs | None]:
-        """This rank's part of q, k, v, and how outputs go back to where those came from (None: nowhere)."""
-        if not isinstance(qkv[0], DTensor):
-            return qkv, None
-        return dtensors.unwrap(self.name, qkv, place.cp_dims, self.style.mode.layout, seq_dim, head_dim)
 
     def _check(self, qkv: list[Any]) -> None:
         seq, head = self.style.seq_dim, self.style.head_dim
@@ -224,7 +173,7 @@ class Boundary:
                 f"{head}; they must be equal. If these are not heads, set head_dim"
             )
 
-    def _check_split(self, given: list[Tensor], qkv: list[Tensor], cp: CPMesh, call: _Call) -> None:
+    def _check_split(self, given: list[Tensor], qkv: list[Tensor], cp: CPMesh, call: RunningCall) -> None:
         """Raise if what this rank holds (of what was ``given``, maybe DTensors) does not split over ``cp``."""
         seq, head, layout = self.style.seq_dim, self.style.head_dim, self.style.mode.layout
         try:
@@ -244,9 +193,10 @@ class Boundary:
     # ---- after it
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if not _running.calls or _running.calls[-1].owner is not self:
+        call = running_call()
+        if call is None or call.binding is not self.binding:
             return None  # an earlier hook, or `before` itself, raised: there is no call to end
-        call = _running.calls.pop()
+        running_calls().pop()
         call.leave()
         if output is None:  # an exception is on its way, or the module has nothing to give back
             return None
@@ -262,7 +212,7 @@ class Boundary:
             return self._placed(call, output)
         return self._back(call, output) if call.cp.ulysses.size > 1 or call.outputs is not None else output
 
-    def _back(self, call: _Call, output: Any) -> Any:
+    def _back(self, call: RunningCall, output: Any) -> Any:
         """All-to-all back, and into the placement of q: a tensor, or every fitting tensor of a tuple or list."""
         cp, mode, (seq, head) = call.cp, self.style.mode, (self.style.seq_dim, self.style.head_dim)
         items = list(output) if isinstance(output, (tuple, list)) else [output]
@@ -286,7 +236,7 @@ class Boundary:
         flattened = x.ndim == call.ndim - 1 and x.shape[head] % call.heads == 0
         return x.shape[head] == call.heads or flattened
 
-    def _placed(self, call: _Call, output: Any) -> Any:
+    def _placed(self, call: RunningCall, output: Any) -> Any:
         if call.outputs is None:
             return output
         if isinstance(output, (tuple, list)):
@@ -298,16 +248,6 @@ class Boundary:
 def _like(container: Any, items: list[Any]) -> Any:
     """A tuple, named tuple or list of the type of ``container``."""
     return type(container)(*items) if hasattr(container, "_fields") else type(container)(items)
-
-
-class _Running(threading.local):
-    """The calls of styled modules that are running in this thread (at most one: see nesting)."""
-
-    def __init__(self) -> None:
-        self.calls: list[_Call] = []
-
-
-_running = _Running()
 
 
 def describe(module: nn.Module) -> str:

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from . import boundary, calls
-from .boundary import Boundary
+from . import calls, overridable
 from .handler import ContextParallelHandler
-from .region import Region, RunningCall
+from .places import Binding
+from .region import Region, RunningCall, entered, running_call
 from .style import ContextParallel
 
 
@@ -92,8 +92,8 @@ class context_parallel:
             head_groups=head_groups,
         )
         self.handler = ContextParallelHandler(mesh, style)
-        self._owner = Boundary(style, mesh, _Model())
-        self._owner.name = "a model in context_parallel"
+        self._owner = Binding(style, mesh, "a model in context_parallel")
+        overridable.install(entered)
         self._buffers, self._dims = list(buffers or ()), list(buffer_seq_dims or ())
         self._keep = {id(x) for x in no_restore_buffers or ()}
         self._entered: list[tuple[_Routing, list[_Sharded]]] = []
@@ -112,8 +112,8 @@ class context_parallel:
     def __enter__(self) -> ContextParallelHandler:
         self._check()
         for outer in _active.blocks:
-            theirs = outer.call.owner.style.mode.layout
-            if outer.shares and theirs != self.handler.layout and outer.call.owner.place.mesh == self.handler.mesh:
+            theirs = outer.call.binding.style.mode.layout
+            if outer.shares and theirs != self.handler.layout and outer.call.binding.place.mesh == self.handler.mesh:
                 raise ValueError(
                     f"layout={self.handler.layout!r} inside a context_parallel block that has sharded its buffers as "
                     f"{theirs!r} on the same mesh: attention would take their positions for others. Use one layout"
@@ -229,7 +229,7 @@ class _Routing(Region):
     """Routes attention calls of a block, and gives functions a share in place of its buffer: an autograd graph must
     not hold the buffer, which will be another tensor when backward runs after the block."""
 
-    def __init__(self, owner: Boundary, sharded: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, owner: Binding, sharded: list[tuple[Tensor, Tensor]]) -> None:
         super().__init__(_BlockCall(owner, _Model(), grad_enabled=False))
         self.learns = torch.is_grad_enabled()
         self.shares = {id(buffer): share for buffer, share in sharded}
@@ -252,9 +252,9 @@ class _Routing(Region):
                 "attention in a reentrant activation checkpoint inside context_parallel: its recompute could be after "
                 "the block, and would be local attention unnoticed. Use checkpoint(..., use_reentrant=False)"
             )
-        owner = self.call.owner
+        owner = self.call.binding
         self.call.place, self.call.documents = owner.place, owner.place.documents
-        self.call.required = owner.place.parallel or owner._engine_only(self.call)
+        self.call.required = owner.place.parallel or self.call.engine_only()
         return super().__torch_function__(func, types, args, kwargs)
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -286,8 +286,8 @@ class _Routing(Region):
 
     def _speaks(self) -> bool:
         """Whether attention called now is this block's: not an inner block's, nor a styled module's."""
-        running = boundary._running.calls
-        return _active.blocks[-1] is self and not (running and running[-1].alive())
+        running = running_call()
+        return _active.blocks[-1] is self and not (running is not None and running.alive())
 
     def __enter__(self) -> Any:
         _active.blocks.append(self)

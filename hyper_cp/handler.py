@@ -15,13 +15,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 from . import losses as _losses
 from . import rotary
 from .batches import LocalBatch, local_batch
-from .boundary import boundaries
+from .boundary import bindings
 from .ops import layout as layouts
 from .ops import masks
 from .ops.mesh import CPMesh
 from .places import moved
 from .shares import Shares, checked_dim
-from .style import ContextParallel
+from .style import ContextParallel, style_of
 
 
 class ContextParallelHandler(Shares):
@@ -311,14 +311,14 @@ class _Following(ContextParallelHandler):
     """The handler of wherever a model runs now."""
 
     def __init__(self, model: nn.Module) -> None:
-        owners = boundaries(model)
+        owners = bindings(model)
         if not owners:
             raise ValueError(
                 f"no module of {type(model).__name__} runs under ContextParallel: apply a plan with "
                 "parallelize_module first, or make the handler of a mesh and a style"
             )
         self._owner = owners[0]
-        super().__init__(self._owner.place.mesh, self._owner.style)
+        super().__init__(self._owner.place.mesh, style_of(self._owner))
 
     @property
     def mesh(self) -> DeviceMesh:

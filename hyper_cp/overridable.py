@@ -10,6 +10,7 @@ Where no styled module is running, the body is the original one.
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 from torch.nn.attention.flex_attention import flex_attention
@@ -32,11 +33,12 @@ def _instead(*args: Any, **kwargs: Any) -> Any:
     return dispatch(*args, **kwargs)
 
 
+_dispatching: Callable[[], bool] = lambda: False
+
+
 def dispatch(*args: Any, **kwargs: Any) -> Any:
     """As torch's own overridable functions begin, but only for the modes of a running region."""
-    from .region import entered
-
-    if entered():
+    if _dispatching():
         return handle_torch_function(flex_attention, [], *args, **kwargs)
     return plain_flex_attention(*args, **kwargs)
 
@@ -44,9 +46,11 @@ def dispatch(*args: Any, **kwargs: Any) -> Any:
 plain_flex_attention = _plain()
 
 
-def install() -> None:
-    """From now on ``flex_attention`` asks whether a styled module is running. Again: nothing. Where torch has made
-    it more than a plain function, it stays, and a styled module that calls it raises."""
+def install(dispatching: Callable[[], bool]) -> None:
+    """From now on ``flex_attention`` asks ``dispatching()`` whether a styled module is running. Again: nothing. Where
+    torch has made it more than a plain function, it stays, and a styled module that calls it raises."""
+    global _dispatching
+    _dispatching = dispatching
     f: Any = flex_attention
     if f.__class__ is types.FunctionType and f.__closure__ is None and f.__code__ is not _instead.__code__:
         f.__wrapped__ = plain_flex_attention  # type: ignore[attr-defined]  # for inspect.signature

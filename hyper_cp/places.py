@@ -1,31 +1,39 @@
-"""Where a styled module runs: a cp mesh seen in the ways its style may use it, and another one for a while."""
+"""A style bound to one module: the meshes that the module runs on, a stack of which the last one is active."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from .dtensors import CPDims
+from . import dtensors
+from .dtensors import CPDims, Outputs
 from .ops import mesh as meshes
-from .ops.attention import check_degree, check_heads
+from .ops.attention import Mode, check_degree
 from .ops.mesh import CPMesh
 
-if TYPE_CHECKING:
-    from .handler import ContextParallelHandler
-    from .style import ContextParallel
+
+class Style(Protocol):
+    """The part of :class:`hyper_cp.ContextParallel` that is read while a module runs."""
+
+    mode: Mode
+    seq_dim: int
+    head_dim: int
+    ulysses_degree: int | str | None
+    qkv_indices: tuple[int, ...] | None
+    qkv_kwarg_names: tuple[str, ...]
+    use_local_output: bool
 
 
 class Place:
     """A cp mesh for one style. Every mesh that calls can run on exists from here on: they create no process
     groups."""
 
-    def __init__(self, style: ContextParallel, mesh: DeviceMesh, degree: int | str | None) -> None:
+    def __init__(self, style: Style, mesh: DeviceMesh, degree: int | str | None) -> None:
         self.mesh = mesh
         if degree == "auto" and mesh.ndim == 1:
             meshes.check_mesh(mesh)
@@ -61,78 +69,57 @@ class Place:
         return self.views[0]
 
 
-moved: WeakKeyDictionary[ContextParallel, list[DeviceMesh]] = WeakKeyDictionary()
+moved: WeakKeyDictionary[Style, list[DeviceMesh]] = WeakKeyDictionary()
 """Where the models of a style run now, while they are away from home."""
 
 
-@contextmanager
-def context_parallel_mesh(
-    model: nn.Module, mesh: DeviceMesh, *, ulysses_degree: int | str | None = "style"
-) -> Iterator[ContextParallelHandler]:
-    """For the enclosed block the styled modules of ``model`` run on another cp mesh: another degree for evaluation or
-    for a micro-batch, or a mesh of one rank (off: they then make exactly the user's own attention calls). ::
+class Binding:
+    """A style on one module: the name of the module, its stack of meshes and the head counts of its last call."""
 
-        with context_parallel_mesh(model, family.cp(4)) as handler:
-            loss = evaluate(model, handler.get_batch_on_this_cp_rank(batch))
+    def __init__(self, style: Style, mesh: DeviceMesh, name: str) -> None:
+        self.style, self.name = style, name
+        self.stack = [Place(style, mesh, style.ulysses_degree)]
+        """Meshes that the module runs on; the last one is active."""
+        self.heads: tuple[int, int] | None = None
+        """Heads of q and k in the last call, before they are split over ranks of the cp mesh."""
 
-    Nested blocks, exceptions: afterwards all is as before. A recompute by activation checkpointing uses the mesh of its
-    forward, also after the block. A compiled model is compiled once for each mesh. Documents are those of the yielded
-    handler's ``documents`` block; one in force on the mesh that was left is an error.
+    def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
+        copy = type(self).__new__(type(self))
+        copy.__dict__.update(self.__dict__)  # style and meshes are shared, process groups cannot be copied
+        copy.stack = list(self.stack)
+        return copy
 
-    Args:
-        model: a model with modules under :class:`ContextParallel`.
-        mesh: 1-D, or 2-D ``("ring", "ulysses")``, of any ranks of which this rank is one; every rank that runs the
-            model must enter a block on its mesh. The first block on a mesh may create process groups
-            (:func:`split_cp_mesh` makes meshes whose groups are there already).
-        ulysses_degree: on this mesh; by default each style's own where it divides the ranks, else their greatest
-            common divisor (the rest becomes the ring dimension).
-
-    Yields:
-        A :class:`ContextParallelHandler` of that mesh, in the layout of the modules. (:meth:`ContextParallelHandler.of`
-        is a handler that follows the model into such blocks.)
-
-    Raises:
-        ValueError, TypeError: before the block starts: no styled modules, a mesh without this rank, heads (as of the
-            last call) that do not split over it.
-
-    Source: evaluation-time context parallelism of Megatron-Bridge (pull request 3755); dynamic context parallelism of
-    Megatron-LM.
-    """
-    from .boundary import boundaries
-    from .handler import ContextParallelHandler
-
-    owners = boundaries(model)
-    if not owners:
-        raise ValueError(
-            f"no module of {type(model).__name__} runs under ContextParallel: apply a plan with parallelize_module "
-            "first, or pass the model that has the styled modules"
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self.name} runs under ContextParallel on live process groups and cannot be pickled. Save "
+            "model.state_dict() instead, and apply the style again after loading"
         )
-    meshes.check_mesh(mesh)
-    made: dict[object, Place] = {}
-    for owner in owners:
-        degree = _degree(owner.style, mesh) if ulysses_degree == "style" else ulysses_degree
-        if owner.style not in made:
-            made[owner.style] = Place(owner.style, mesh, degree)
-        if owner.heads is not None:
-            check_heads(*owner.heads, made[owner.style].view(*owner.heads))
-    for owner in owners:
-        owner.stays.append(made[owner.style])
-    for style in made:
-        moved.setdefault(style, []).append(mesh)  # type: ignore[arg-type]
-    try:
-        yield ContextParallelHandler(mesh, owners[0].style)
-    finally:
-        for owner in owners:
-            owner.stays.remove(made[owner.style])
-        for style in made:
-            moved[style].pop()  # type: ignore[index]
 
+    @property
+    def place(self) -> Place:
+        """The active mesh."""
+        return self.stack[-1]
 
-def _degree(style: ContextParallel, mesh: DeviceMesh) -> int | str | None:
-    """The style's Ulysses degree where it fits the mesh, else what is left of it."""
-    degree = style.ulysses_degree
-    if mesh.ndim == 2:
-        return None
-    if degree is None and style.mode.kv_exchange == "ring" and mesh.size() > 1:
-        return 1  # the style was made for a 2-D mesh, whose ring this one continues
-    return math.gcd(degree, mesh.size()) if isinstance(degree, int) else degree
+    def record_heads(self, q_heads: int, kv_heads: int) -> tuple[int, int]:
+        """Remember the heads of a call: another mesh is checked against them before it is used."""
+        if not torch.compiler.is_compiling():
+            self.heads = q_heads, kv_heads
+        return q_heads, kv_heads
+
+    def documents_in_force(self) -> Tensor | None:
+        """Documents of the enclosing ``handler.documents`` block on the active mesh."""
+        found = self.place.documents
+        if found is None and any(place.documents is not None for place in self.stack):
+            raise RuntimeError(
+                f"{self.name} runs on another cp mesh, but documents are in force on the one it has left: "
+                "enter the documents block of the handler that context_parallel_mesh yields, or pass documents="
+            )
+        return found
+
+    def local(
+        self, qkv: list[Tensor], seq_dim: int, head_dim: int, place: Place
+    ) -> tuple[list[Tensor], Outputs | None]:
+        """This rank's part of q, k, v, and the placement that outputs return to (None: q is a local tensor)."""
+        if not isinstance(qkv[0], DTensor):
+            return qkv, None
+        return dtensors.unwrap(self.name, qkv, place.cp_dims, self.style.mode.layout, seq_dim, head_dim)

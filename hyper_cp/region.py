@@ -5,26 +5,24 @@ from __future__ import annotations
 import inspect
 import threading
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import calls
+from .dtensors import Outputs
 from .ops.attention import Call
 from .ops.mesh import CPMesh
-
-if TYPE_CHECKING:
-    from .boundary import Boundary
-    from .places import Place
+from .places import Binding, Place
 
 
 @dataclass
 class RunningCall:
     """One running call of a styled module: what its attention is routed to, and what its end must undo."""
 
-    owner: Boundary
+    binding: Binding
     module: nn.Module
     place: Place = field(init=False)
     """Where this call runs."""
@@ -39,9 +37,15 @@ class RunningCall:
     documents: Tensor | None = None
     required: bool = False
     """Whether other attention than the routed one would be wrong."""
+    outputs: Outputs | None = None
+    """How outputs leave the module: as DTensors placed like this (None: local tensors)."""
     region: Region | None = None
     routed: int = 0
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
+
+    def engine_only(self) -> bool:
+        """Whether the call asks for what other attention than ours would ignore."""
+        return self.documents is not None or self.binding.style.mode.window is not None
 
     def alive(self) -> bool:
         """Whether the module's call is still on the stack of this thread."""
@@ -72,11 +76,11 @@ class Region(TorchFunctionMode):
         self.call = call
 
     def __enter__(self) -> Any:
-        _entered.regions.append(self)
+        _thread.regions.append(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        _entered.regions.remove(self)
+        _thread.regions.remove(self)
         super().__exit__(*error)
 
     def __torch_function__(
@@ -88,18 +92,18 @@ class Region(TorchFunctionMode):
             read = None  # whole sequences: the user's own kernel is right
         if read is not None and self.call.alive():  # else a KeyboardInterrupt ended the call without its hooks
             self.call.routed += 1
-            asked = read(self.call.owner.name, *args, **kwargs)
+            asked = read(self.call.binding.name, *args, **kwargs)
             return asked.answer(self._attend(asked))
         if self.call.required and func in calls.UNROUTED:
             raise NotImplementedError(
-                f"{self.call.owner.name} calls {calls.UNROUTED[func]}, which cannot be routed to context-parallel "
+                f"{self.call.binding.name} calls {calls.UNROUTED[func]}, which cannot be routed to context-parallel "
                 "attention yet. Call F.scaled_dot_product_attention or flex_attention, or use ulysses_degree=None "
                 "with qkv_indices on a module that receives q, k, v, where any kernel works"
             )
         return calls.PLAIN.get(func, func)(*args, **kwargs)
 
     def _attend(self, asked: calls.Asked) -> Any:
-        call, name, q = self.call, self.call.owner.name, asked.query
+        call, name, q = self.call, self.call.binding.name, asked.query
         if call.grad_enabled and not torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name} calls attention with gradients switched off inside the module: a reentrant "
@@ -117,7 +121,7 @@ class Region(TorchFunctionMode):
                 "head size]. Check seq_dim and head_dim of ContextParallel: [B, S, H, D] inputs have 1 and 2, "
                 "[B, H, S, D] inputs 2 and 1"
             )
-        mode = call.owner.style.mode
+        mode = call.binding.style.mode
         if asked.window is not None:
             if mode.window is not None:
                 raise ValueError(
@@ -130,15 +134,15 @@ class Region(TorchFunctionMode):
         question = Call(asked.is_causal, asked.scale, asked.mask, documents, asked.dropout_p)
         if call.cp is not None:
             return asked.inside(q, asked.key, asked.value, call.cp, mode, question)
-        (q, k, v), outputs = call.owner.local([q, asked.key, asked.value], 2, 1, call.place)
+        (q, k, v), outputs = call.binding.local([q, asked.key, asked.value], 2, 1, call.place)
         heads = (q.shape[1], k.shape[1]) if q.ndim == 4 and k.ndim == 4 else (1, 1)
-        out = asked.alone(q, k, v, call.place.view(*call.owner.saw(*heads)), mode, question)
+        out = asked.alone(q, k, v, call.place.view(*call.binding.record_heads(*heads)), mode, question)
         return outputs.wrap(out) if outputs is not None and isinstance(out, Tensor) else out
 
     def _swapped(self, asked: calls.Asked) -> bool:
         """Whether what the style takes for the sequence is where attention has its heads: seen by the strides of
         tensors that come to it as the module got them, or as views."""
-        style = self.call.owner.style
+        style = self.call.binding.style
         for x in (asked.query, asked.key, asked.value):
             for y in self.call.handed:
                 same = x is y or (x._base is not None and x._base is (y if y._base is None else y._base))
@@ -148,16 +152,28 @@ class Region(TorchFunctionMode):
         return False
 
 
-class _Entered(threading.local):
-    """The regions that are entered in this thread."""
+class _Thread(threading.local):
+    """The regions that are entered in this thread, and the calls of styled modules that are running in it (at most
+    one: see nesting)."""
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
+        self.calls: list[RunningCall] = []
 
 
-_entered = _Entered()
+_thread = _Thread()
 
 
 def entered() -> bool:
     """Whether a region is entered in this thread."""
-    return bool(_entered.regions)
+    return bool(_thread.regions)
+
+
+def running_calls() -> list[RunningCall]:
+    """The stack of running calls of this thread."""
+    return _thread.calls
+
+
+def running_call() -> RunningCall | None:
+    """The innermost of them."""
+    return _thread.calls[-1] if _thread.calls else None

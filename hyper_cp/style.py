@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,6 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from .boundary import Boundary, attached, describe
 from .ops.attention import Mode
 from .order import is_compiled, refuse_compiled
+from .places import Binding
 
 
 class ContextParallel(ParallelStyle):
@@ -153,11 +155,16 @@ class ContextParallel(ParallelStyle):
                 "the sequence twice. Apply the plan once"
             )
         refuse_compiled(module, describe(module))
-        boundary = Boundary(self, device_mesh, module)
-        module.register_forward_pre_hook(boundary.before, with_kwargs=True)
+        hooks = Boundary(self, device_mesh, module)
+        module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         # Also after an exception: nothing of a call may be left behind.
-        module.register_forward_hook(boundary.after, with_kwargs=True, always_call=True)
+        module.register_forward_hook(hooks.after, with_kwargs=True, always_call=True)
         return module
+
+
+def style_of(binding: Binding) -> ContextParallel:
+    """The style of a binding, by its full type."""
+    return cast(ContextParallel, binding.style)
 
 
 def styled_modules(model: nn.Module, at_least: int = 0) -> dict[str, ContextParallel]:
@@ -169,10 +176,10 @@ def styled_modules(model: nn.Module, at_least: int = 0) -> dict[str, ContextPara
     """
     found = {}
     for name, module in model.named_modules():
-        boundary = attached(module)
-        if boundary is not None:
-            boundary.name = f"module {name!r} ({type(module).__name__})"
-            found[name] = boundary.style
+        binding = attached(module)
+        if binding is not None:
+            binding.name = f"module {name!r} ({type(module).__name__})"
+            found[name] = style_of(binding)
     if len(found) < at_least:
         hidden = any(is_compiled(module) for module in model.modules())
         names = f" ({', '.join(found)})" if found else ""

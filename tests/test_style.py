@@ -155,9 +155,9 @@ def auto_choice() -> tuple[list[int], list[int]]:
         from hyper_cp.style import attached
 
         module = apply(modules.BNSD(), **BNSD, ulysses_degree="auto")
-        boundary = attached(module)
-        assert boundary is not None
-        chosen.append([boundary.place.view(*heads).ulysses.size for heads in ((4, 4), (4, 2), (3, 1))])
+        binding = attached(module)
+        assert binding is not None
+        chosen.append([binding.place.view(*heads).ulysses.size for heads in ((4, 4), (4, 2), (3, 1))])
     return chosen[0], chosen[1]
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..handler import ContextParallelHandler
 from ..ops.masks import documents_table
-from ..places import Place
-from ..style import ContextParallel
+from ..places import Place, Style
 
 FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """How padding-free collators name the borders of packed documents."""
@@ -31,11 +30,11 @@ class Seen:
     """``[B, 1, 1, S]``: False where there is padding that documents cannot tell (between tokens)."""
     layout: str | None = None
     """In which the batch was split."""
-    style: ContextParallel | None = None
+    style: Style | None = None
     place: Place | None = None
     """The style and mesh of the model; set in the forward."""
 
-    def on(self, device: torch.device, style: ContextParallel, place: Place) -> Seen:
+    def on(self, device: torch.device, style: Style, place: Place) -> Seen:
         """The same where the model computes: batches are often prepared on the host."""
         tokens, keys = (None if x is None else x.to(device) for x in (self.tokens, self.keys))
         return Seen(self.documents, tokens, keys, self.layout, style, place)

@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import recompute
-from ..boundary import Boundary, attached
+from ..boundary import attached, describe
 from ..ops.attention import Call, cp_attention
 from ..ops.masks import documents_table
+from ..places import Binding
 from ..style import ContextParallel
 
 INNER = "layers.*.attention.inner_attention"
@@ -62,7 +63,7 @@ class PackedAttention(nn.Module):
         if style.mode.window is not None:
             raise ValueError(f"style has window={style.mode.window}, but {type(inner).__name__} has its own: drop it")
         self.window = tuple(None if w == -1 else w for w in own)
-        self.boundary = Boundary(style, mesh, inner)
+        self.binding = Binding(style, mesh, describe(inner))
 
     def forward(
         self,
@@ -80,34 +81,34 @@ class PackedAttention(nn.Module):
         unknown = [name for name, value in kwargs.items() if value is not None]
         if unknown:
             raise NotImplementedError(
-                f"{self.boundary.name} is called with {', '.join(unknown)}, which context-parallel attention does not "
+                f"{self.binding.name} is called with {', '.join(unknown)}, which context-parallel attention does not "
                 "know: leave it out, or leave this module out of the pattern"
             )
         if q.shape[1] != k.shape[1] and not enable_gqa:
             raise ValueError(
-                f"{self.boundary.name} got {q.shape[1]} query and {k.shape[1]} key heads: pass enable_gqa=True for "
+                f"{self.binding.name} got {q.shape[1]} query and {k.shape[1]} key heads: pass enable_gqa=True for "
                 "grouped-query attention"
             )
         documents = self._documents(attention_metadata if attention_masks is None else attention_masks)
-        documents, place = recompute.settle(self.boundary, (documents, self.boundary.place))
+        documents, place = recompute.settle(self.binding, (documents, self.binding.place))
         q, k, v = (x.unsqueeze(0).transpose(1, 2) for x in (q, k, v))
-        cp, mode = place.view(q.shape[1], k.shape[1]), replace(self.boundary.style.mode, window=self.window)  # type: ignore[arg-type]
+        cp, mode = place.view(q.shape[1], k.shape[1]), replace(self.binding.style.mode, window=self.window)  # type: ignore[arg-type]
         # The window says that it is causal.
         out = cp_attention(q, k, v, cp, mode, Call(False, scale, None, documents))
         return out.transpose(1, 2).squeeze(0)
 
     def _documents(self, metadata: Any) -> Tensor | None:
-        block = self.boundary.place.documents
+        block = self.binding.place.documents
         if metadata is None:
             return block
         borders = getattr(metadata, "cu_seq_q", None)
         if borders is None:
             raise NotImplementedError(
-                f"{self.boundary.name} got masks of type {type(metadata).__name__}, which cannot be looked into: "
+                f"{self.binding.name} got masks of type {type(metadata).__name__}, which cannot be looked into: "
                 "use variable-length attention (metadata with cu_seq_q), or handler.documents(...) and no masks"
             )
         if block is not None:
-            raise ValueError(f"{self.boundary.name} got cu_seq_q inside handler.documents(...): drop one of them")
+            raise ValueError(f"{self.binding.name} got cu_seq_q inside handler.documents(...): drop one of them")
         if metadata.cu_seq_k is not borders and metadata.cu_seq_k.tolist() != borders.tolist():
             raise NotImplementedError("cu_seq_q and cu_seq_k differ: packed attention needs the same documents")
         if borders not in _read:

@@ -21,10 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from .. import recompute
-from ..boundary import Boundary, attached
+from ..boundary import attached, describe
 from ..handler import ContextParallelHandler
 from ..ops.attention import Call, cp_attention
-from ..style import ContextParallel
+from ..places import Binding, Style
+from ..style import ContextParallel, style_of
 from .batch import Seen, documents_of, look, prepare_batch
 
 __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
@@ -78,8 +79,19 @@ def _check_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         )
 
 
-class Looker(Boundary):
+class Looker:
     """Looks at what a decoder is called with, and passes it on to its attention."""
+
+    def __init__(self, style: ContextParallel, mesh: DeviceMesh, decoder: nn.Module) -> None:
+        self.binding = Binding(style, mesh, describe(decoder))
+
+    @property
+    def style(self) -> Style:
+        return self.binding.style
+
+    @property
+    def name(self) -> str:
+        return self.binding.name
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = dict(kwargs)
@@ -93,8 +105,8 @@ class Looker(Boundary):
                 "tokens that are generated are not shares of a sequence. Pass use_cache=False, and generate with a "
                 "model without prepare_model"
             )
-        documents, place = recompute.settle(self, (self.place.documents, self.place))
-        handler = ContextParallelHandler(place.mesh, self.style)
+        documents, place = recompute.settle(self.binding, (self.binding.place.documents, self.binding.place))
+        handler = ContextParallelHandler(place.mesh, style_of(self.binding))
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         two_d = isinstance(mask, Tensor) and mask.ndim == 2
         kwargs["context_parallel"] = self._seen(handler, documents, tokens, kwargs, two_d).on(

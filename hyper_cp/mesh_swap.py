@@ -1,0 +1,87 @@
+"""Another cp mesh for a while: ``context_parallel_mesh``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .boundary import bindings
+from .handler import ContextParallelHandler
+from .ops import mesh as meshes
+from .ops.attention import check_heads
+from .places import Place, Style, moved
+from .style import style_of
+
+
+@contextmanager
+def context_parallel_mesh(
+    model: nn.Module, mesh: DeviceMesh, *, ulysses_degree: int | str | None = "style"
+) -> Iterator[ContextParallelHandler]:
+    """For the enclosed block the styled modules of ``model`` run on another cp mesh: another degree for evaluation or
+    for a micro-batch, or a mesh of one rank (off: they then make exactly the user's own attention calls). ::
+
+        with context_parallel_mesh(model, family.cp(4)) as handler:
+            loss = evaluate(model, handler.get_batch_on_this_cp_rank(batch))
+
+    Nested blocks, exceptions: afterwards all is as before. A recompute by activation checkpointing uses the mesh of its
+    forward, also after the block. A compiled model is compiled once for each mesh. Documents are those of the yielded
+    handler's ``documents`` block; one in force on the mesh that was left is an error.
+
+    Args:
+        model: a model with modules under :class:`ContextParallel`.
+        mesh: 1-D, or 2-D ``("ring", "ulysses")``, of any ranks of which this rank is one; every rank that runs the
+            model must enter a block on its mesh. The first block on a mesh may create process groups
+            (:func:`split_cp_mesh` makes meshes whose groups are there already).
+        ulysses_degree: on this mesh; by default each style's own where it divides the ranks, else their greatest
+            common divisor (the rest becomes the ring dimension).
+
+    Yields:
+        A :class:`ContextParallelHandler` of that mesh, in the layout of the modules. (:meth:`ContextParallelHandler.of`
+        is a handler that follows the model into such blocks.)
+
+    Raises:
+        ValueError, TypeError: before the block starts: no styled modules, a mesh without this rank, heads (as of the
+            last call) that do not split over it.
+
+    Source: evaluation-time context parallelism of Megatron-Bridge (pull request 3755); dynamic context parallelism of
+    Megatron-LM.
+    """
+    owners = bindings(model)
+    if not owners:
+        raise ValueError(
+            f"no module of {type(model).__name__} runs under ContextParallel: apply a plan with parallelize_module "
+            "first, or pass the model that has the styled modules"
+        )
+    meshes.check_mesh(mesh)
+    made: dict[object, Place] = {}
+    for owner in owners:
+        degree = _degree(owner.style, mesh) if ulysses_degree == "style" else ulysses_degree
+        if owner.style not in made:
+            made[owner.style] = Place(owner.style, mesh, degree)
+        if owner.heads is not None:
+            check_heads(*owner.heads, made[owner.style].view(*owner.heads))
+    for owner in owners:
+        owner.stack.append(made[owner.style])
+    for style in made:
+        moved.setdefault(style, []).append(mesh)  # type: ignore[arg-type]
+    try:
+        yield ContextParallelHandler(mesh, style_of(owners[0]))
+    finally:
+        for owner in owners:
+            owner.stack.remove(made[owner.style])
+        for style in made:
+            moved[style].pop()  # type: ignore[index]
+
+
+def _degree(style: Style, mesh: DeviceMesh) -> int | str | None:
+    """The style's Ulysses degree where it fits the mesh, else what is left of it."""
+    degree = style.ulysses_degree
+    if mesh.ndim == 2:
+        return None
+    if degree is None and style.mode.kv_exchange == "ring" and mesh.size() > 1:
+        return 1  # the style was made for a 2-D mesh, whose ring this one continues
+    return math.gcd(degree, mesh.size()) if isinstance(degree, int) else degree
