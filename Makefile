@@ -7,7 +7,7 @@ STAMP := $(VENV)/installed
 .PHONY: demo test test-all lint clean
 
 demo: $(STAMP)
-	$(BIN)/python -m hyper_cp.demo
+	$(BIN)/python -m hyper_cp demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

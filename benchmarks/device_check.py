@@ -5,7 +5,7 @@
 
 1. Every kernel of the device against attention written out in fp64, on every kind of tile.
 2. The engine, forward and backward, with n = 2, 4, 8 ranks as threads of this process: their exchange
-   implements the interface of the real ones (``hyper_cp.ops.axis.Axis``).
+   implements the interface of the real ones (``hyper_cp.mesh.comm.Axis``).
 3. Device time of the busiest rank's share (nothing is transferred) over 1/n of the time of plain SDPA.
 
 Exits 1 if 1 or 2 fail.
@@ -28,10 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyper_cp.ops import engine, kernels, ulysses
-from hyper_cp.ops import layout as layouts
-from hyper_cp.ops import mesh as meshes
-from hyper_cp.ops.axis import Axis, Pending
+from hyper_cp.mesh import cp_mesh
+from hyper_cp.mesh.comm import Axis, Pending
+from hyper_cp.ops import engine, kernels
+from hyper_cp.ops.exchange import ulysses
+from hyper_cp.schedule import layout as layouts
 
 Band = tuple[int | None, int | None]
 Parts = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
@@ -207,15 +208,15 @@ class SilentAxis(Axis):
         return Pending([], send.new_empty(send.shape[0] // self.size, *send.shape[1:]), send)
 
 
-def mesh_of(line: Axis, by_heads: bool) -> meshes.CPMesh:
+def mesh_of(line: Axis, by_heads: bool) -> cp_mesh.CPMesh:
     """A cp mesh whose only dimension larger than one is ``line``."""
     alone = Axis.alone()
     ring, heads = (alone, line) if by_heads else (line, alone)
     key = f"{type(line).__name__}/{line.rank}/{ring.size}x{heads.size}"
-    return meshes.register(meshes.CPMesh(key, ring, heads, (line,), meshes.Facts()))
+    return cp_mesh.register(cp_mesh.CPMesh(key, ring, heads, (line,), cp_mesh.Facts()))
 
 
-def share(cp: meshes.CPMesh, mode: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+def share(cp: cp_mesh.CPMesh, mode: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
     """One rank's output and gradients, by the library's ops (its autograd would put the backward of all
     threads on one thread)."""
     layout, by_heads = mode.get("layout", "contiguous"), cp.ulysses.size > 1

@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallelHandler
-from hyper_cp.demo_model import Llama, LlamaConfig
-from hyper_cp.dynamic import CostModel, DynamicContextParallel, Plan
-from hyper_cp.mesh_family import MeshFamily, split_cp_mesh
+from hyper_cp.cli.demo_model import Llama, LlamaConfig
+from hyper_cp.data.dynamic import CostModel, DynamicContextParallel, Plan
+from hyper_cp.mesh.family import MeshFamily, split_cp_mesh
 from hyper_cp.ops import attention
 
 K = 1024

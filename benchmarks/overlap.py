@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from hyper_cp.ops import attention, axis, kernels
+from hyper_cp.mesh import comm
+from hyper_cp.ops import attention, kernels
 
 MODES: dict[str, dict[str, Any]] = {
     "ring, head_tail": {"kv_exchange": "ring", "layout": "head_tail"},
@@ -97,7 +98,7 @@ class Kernel:
 
 def simulate(link: Link, kernel: Kernel) -> None:
     """Put the simulated link and kernel into the library of this process."""
-    record, init, wait = axis._record, axis.Pending.__init__, axis.Pending.wait
+    record, init, wait = comm._record, comm.Pending.__init__, comm.Pending.wait
     posted = [0.0]
 
     def recording(operation: str, nbytes: int) -> None:
@@ -112,7 +113,7 @@ def simulate(link: Link, kernel: Kernel) -> None:
         link.clock.pass_by(self.arrives_at - link.clock.now())
         return wait(self)
 
-    axis._record, axis.Pending.__init__, axis.Pending.wait = recording, starting, waiting
+    comm._record, comm.Pending.__init__, comm.Pending.wait = recording, starting, waiting
     kernels.get = lambda *_: kernel
 
 

@@ -22,7 +22,8 @@ from overlap import Clock, Kernel, Link, join, on_ranks, simulate
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from hyper_cp.ops import attention, mesh, overlap
+from hyper_cp.ops import attention
+from hyper_cp.ops import head_groups as overlap
 from hyper_cp.ops.engine import attention_op
 
 GROUPS = (1, 2, 4, 8)
@@ -104,7 +105,7 @@ def head_groups(project: Any, xs: list[Tensor], cp: Any, groups: int) -> Tensor:
 
 def named_projections(project: Any, xs: list[Tensor], cp: Any, rotary: bool) -> Tensor:
     """``rotary``: what attention receives of q and k is there when all three are projected, as in Llama."""
-    view = mesh.view(cp, None)
+    view = cp_mesh.view(cp, None)
     new = functools.partial(Exchange, overlap._Groups(view, "contiguous", None, 1, 1))
     exchanges = [new(False) for _ in xs]
     if rotary:

@@ -18,14 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from hyper_cp import (
-    ContextParallel,
-    ContextParallelHandler,
-    context_parallel_mesh,
-    split_cp_mesh,
-    styled_modules,
-)
-from hyper_cp.demo_model import Llama, LlamaConfig
+from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh, styled_modules
+from hyper_cp.cli.demo_model import Llama, LlamaConfig
 
 DATA = torch.frombuffer(bytearray("\n".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.uint8)
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler, styled_modules
-from hyper_cp.demo_model import Llama, LlamaConfig
+from hyper_cp.cli.demo_model import Llama, LlamaConfig
 
 
 def parallelize(model: Llama, mesh: DeviceMesh, style: ContextParallel) -> None:

@@ -1,10 +1,10 @@
 """hyper_cp: context parallelism for PyTorch models, as one ParallelStyle."""
 
-from .buffers import context_parallel
-from .dynamic import CostModel, DynamicContextParallel
-from .factory import get_cp_handler_cls
+from .context_manager import context_parallel
+from .data.dynamic import CostModel, DynamicContextParallel
 from .handler import ContextParallelHandler
-from .mesh_family import MeshFamily, split_cp_mesh
+from .integrations.megatron import get_cp_handler_cls
+from .mesh.family import MeshFamily, split_cp_mesh
 from .mesh_swap import context_parallel_mesh
 from .style import ContextParallel, styled_modules
 

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from . import losses as _losses
-from . import rotary
-from .batches import LocalBatch, local_batch
-from .boundary import bindings
-from .ops import layout as layouts
-from .ops import masks
-from .ops.mesh import CPMesh
-from .places import moved
-from .shares import Shares, checked_dim
+from .data import loss as _losses
+from .data import rotary
+from .data.batch import LocalBatch, local_batch
+from .data.sharding import Shares, checked_dim
+from .mesh.cp_mesh import CPMesh
+from .module.hooks import bindings
+from .module.mesh_binding import moved
+from .schedule import layout as layouts
+from .schedule import masks
 from .style import ContextParallel, style_of
 
 

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .boundary import bindings
 from .handler import ContextParallelHandler
-from .ops import mesh as meshes
+from .mesh import cp_mesh
+from .module.hooks import bindings
+from .module.mesh_binding import Place, Style, moved
 from .ops.attention import check_heads
-from .places import Place, Style, moved
 from .style import style_of
 
 
@@ -56,7 +56,7 @@ def context_parallel_mesh(
             f"no module of {type(model).__name__} runs under ContextParallel: apply a plan with parallelize_module "
             "first, or pass the model that has the styled modules"
         )
-    meshes.check_mesh(mesh)
+    cp_mesh.check_mesh(mesh)
     made: dict[object, Place] = {}
     for owner in owners:
         degree = _degree(owner.style, mesh) if ulysses_degree == "style" else ulysses_degree

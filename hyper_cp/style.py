@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .boundary import Boundary, attached, describe
+from .module._torch.compile_guard import is_compiled, refuse_compiled
+from .module.hooks import Boundary, attached, describe
+from .module.mesh_binding import Binding
 from .ops.attention import Mode
-from .order import is_compiled, refuse_compiled
-from .places import Binding
 
 
 class ContextParallel(ParallelStyle):

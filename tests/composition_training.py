@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from hyper_cp.demo_model import Attention, Block, Llama, LlamaConfig, rope, rotate
+from hyper_cp.cli.demo_model import Attention, Block, Llama, LlamaConfig, rope, rotate
 from tests.oracle import plain_attention, visible_pairs
 
 ROWS, LENGTH, STEPS = 4, 32, 5

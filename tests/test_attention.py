@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from hyper_cp.ops import attention, schedule
-from hyper_cp.ops.ulysses import shared_heads
+from hyper_cp.ops import attention
+from hyper_cp.ops.exchange.ulysses import shared_heads
+from hyper_cp.schedule import build as schedule
 from tests.oracle import plain_attention, relative_error, rms_error, token_positions
 
 FP64, FP32 = 1e-10, 5e-6  # the design's exactness bars

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallelHandler
-from hyper_cp.ops import axis, positions
-from hyper_cp.ops.batch import roll_plan
+from hyper_cp.data.collectives import roll_plan
+from hyper_cp.mesh import comm
+from hyper_cp.schedule import positions
 from tests.oracle import token_positions
 
 LAYOUTS = ["contiguous", "head_tail"]
@@ -79,7 +80,7 @@ def rolls(layout: str, names: tuple[str, ...]) -> dict[str, int]:
             local = x.index_select(dim, mine)
             learns = x.is_floating_point()
             local.requires_grad_(learns)
-            with axis.record_traffic() as log:
+            with comm.record_traffic() as log:
                 got, total = handler.roll_tensor(local, shifts, dim, documents=documents)
             where = f"{shifts} {documents} {tuple(x.shape)}"
             want = rolled_whole(x, shifts, dim, borders).index_select(dim, mine)
@@ -109,7 +110,7 @@ def test_rolls_on_a_mesh_of_two_dimensions(ranks: Any) -> None:
 
 def roll_traffic(layout: str) -> tuple[int, int]:
     handler = ContextParallelHandler(init_device_mesh("cpu", (4,)), layout)
-    with axis.record_traffic() as log, handler.documents([0, 9, 64]):
+    with comm.record_traffic() as log, handler.documents([0, 9, 64]):
         handler.roll_tensor(torch.zeros(2, 16, 5), -1, 1)
     return len(log.entries), log.bytes_sent
 

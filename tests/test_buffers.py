@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, context_parallel
-from hyper_cp.buffers import _active, _sharded_now
-from hyper_cp.ops import axis
+from hyper_cp.context_manager import _active, _sharded_now
+from hyper_cp.mesh import comm
 from tests import modules
 from tests.oracle import plain_attention, relative_error, token_positions
 
@@ -83,7 +83,7 @@ def step(options: dict[str, Any], where: str, checkpointing: bool | None = None)
     block = context_parallel(
         cp_mesh(), buffers=buffers, buffer_seq_dims=[1, -2, 0], no_restore_buffers={weights}, **options
     )
-    with axis.record_traffic() as log:
+    with comm.record_traffic() as log:
         with block as handler:
             mine = torch.tensor(token_positions(handler.layout, dist.get_rank(), dist.get_world_size(), LENGTH))
             assert torch.equal(ids, before[0][:, mine]) and torch.equal(model.place, before[2][mine])
@@ -151,7 +151,7 @@ def written(layout: str) -> None:
     a, b, c, d = (torch.arange(12.0).view(2, 6).clone() + i for i in range(4))
     whole, view = [x.clone() for x in (a, b, c, d)], b[:, 2:4]
     with (
-        axis.record_traffic() as log,
+        comm.record_traffic() as log,
         context_parallel(
             mesh, buffers=[a, b, c, d], buffer_seq_dims=[1, 1, 0, 1], no_restore_buffers=[c], layout=layout
         ),
@@ -173,7 +173,7 @@ def test_what_was_written_comes_back_whole(ranks: Any) -> None:
 
 def fails_on_one_rank() -> tuple[str, int]:
     mesh, x, y, told = cp_mesh(), torch.arange(8.0), torch.arange(8.0), ""
-    with axis.record_traffic() as log:
+    with comm.record_traffic() as log:
         try:
             with context_parallel(mesh, buffers=[x, y], buffer_seq_dims=[0, 0], no_restore_buffers=[y]):
                 x.add_(1)
@@ -265,7 +265,7 @@ def threads() -> None:
     """A block is of its thread: another one attends locally meanwhile."""
     found: list[Tensor] = []
     local = [x[:, :, :8] for x in qkv()]
-    with context_parallel(cp_mesh()), axis.record_traffic() as log:
+    with context_parallel(cp_mesh()), comm.record_traffic() as log:
         worker = threading.Thread(target=lambda: found.append(attend(local)))
         worker.start()
         worker.join()

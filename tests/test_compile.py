@@ -20,7 +20,8 @@ from torch.utils.checkpoint import (
 )
 
 from hyper_cp import ContextParallel
-from hyper_cp.ops import SAVE_LIST, axis
+from hyper_cp.mesh import comm
+from hyper_cp.ops import SAVE_LIST
 from tests.oracle import relative_error
 
 MODES: list[dict[str, Any]] = [
@@ -99,11 +100,11 @@ def test_inductor(ranks: Any) -> None:
 
 def opcheck_all(world: int) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
-    from hyper_cp.ops import mesh as meshes
+    from hyper_cp.mesh import cp_mesh
 
     ops = torch.ops.hyper_cp
     for degree in (1, 2):
-        cp = meshes.view(mesh, degree)
+        cp = cp_mesh.view(mesh, degree)
         q, k, v = (torch.randn(2, h, 8, 16, requires_grad=True) for h in (4, 2, 2))
         if degree == 2:
             xs = [x.detach().requires_grad_() for x in (q, k)]
@@ -162,7 +163,7 @@ def checkpointed(world: int, modes: list[dict[str, Any]]) -> list[tuple[float, i
         for selective in (False, True):
             extra = {"context_fn": lambda: create_selective_checkpoint_contexts(policy)} if selective else {}
             for early in (True, False):
-                with set_checkpoint_early_stop(early), axis.record_traffic() as log:
+                with set_checkpoint_early_stop(early), comm.record_traffic() as log:
                     run = partial(checkpoint, block, use_reentrant=False, **extra)
                     found = gradients(run, block, 1)
                 worst = max(worst, *(relative_error(a, b) for a, b in zip(found, want, strict=True)))

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler
-from hyper_cp.ops import attention, axis
+from hyper_cp.mesh import comm
+from hyper_cp.ops import attention
 from tests.oracle import plain_attention, relative_error, token_positions, visible_pairs
 from tests.test_attention import FP64, inputs
 from tests.test_masks import run_cases
@@ -175,7 +176,7 @@ def ring_bytes(kv_heads: int) -> list[int]:
     q, k, v = (torch.randn(1, h, 8, 4, requires_grad=True) for h in (8, kv_heads, kv_heads))
     sent = []
     for kv_exchange in ("ring", "all_gather"):
-        with axis.record_traffic() as traffic:
+        with comm.record_traffic() as traffic:
             attention(q, k, v, mesh=mesh_of_all(), is_causal=True, enable_gqa=True, kv_exchange=kv_exchange)
         sent.append(sum(n for operation, n in traffic.entries if operation != "numbers"))
     return sent

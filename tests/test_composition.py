@@ -208,7 +208,7 @@ def wrapped_before(target: str, key: str) -> tuple[float, int]:
     """``checkpoint_wrapper`` around blocks or styled modules *before* the plan; and all transfers of two steps."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    from hyper_cp.ops import axis
+    from hyper_cp.mesh import comm
 
     model = t.llama()
     for layer in list(model.layers):
@@ -218,7 +218,7 @@ def wrapped_before(target: str, key: str) -> tuple[float, int]:
         for i, block in enumerate(model.layers):
             model.layers[i] = checkpoint_wrapper(block)
     names = t.setup(SELECTIVE, (WRAP, ""), RING, (r"layers\.\*\.attention\.inner", key), model=model)
-    with axis.record_traffic() as log:
+    with comm.record_traffic() as log:
         error = t.train(names).error(t.one_device())
     return error, len(log.entries)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hyper_cp import demo
+from hyper_cp.cli import demo
 
 
 def test_every_mode_and_the_picture(tmp_path: Path) -> None:
@@ -19,7 +19,8 @@ def test_every_mode_and_the_picture(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "hyper_cp.demo",
+        "hyper_cp",
+        "demo",
         "--steps",
         "2",
         "--seq-len",

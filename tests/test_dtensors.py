@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel
-from hyper_cp.ops import attention, axis
+from hyper_cp.mesh import comm
+from hyper_cp.ops import attention
 from tests import modules
 from tests.oracle import plain_attention, relative_error
 
@@ -261,7 +262,7 @@ def three_each() -> None:
 
 
 def refused(kind: str) -> None:
-    with axis.record_traffic() as log:
+    with comm.record_traffic() as log:
         try:
             WRONG[kind][2]()
         finally:
@@ -311,7 +312,7 @@ def packed() -> tuple[list[float], list[list[str]]]:
             mine = [x[:, here].clone().requires_grad_() for x in (q, kv)]
             if tp:
                 mine = [distribute_tensor(x.detach(), root["tp"], [Shard(2)]).requires_grad_() for x in mine]
-            with axis.record_traffic() as log:
+            with comm.record_traffic() as log:
                 out = module(q=mine[0], kv=mine[1]) if keywords else module(*mine)
             if not mode:
                 sent.append([name for name, _ in log.entries if name != "numbers"])

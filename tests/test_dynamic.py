@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_cp.dynamic import CostModel, DynamicContextParallel, Plan
+from hyper_cp.data.dynamic import CostModel, DynamicContextParallel, Plan
 
 COST = CostModel.of_transformer(parameters=7e9, layers=32, hidden=4096, flops_per_second=4e14)
 CHUNKS = {"contiguous": 1, "head_tail": 2}

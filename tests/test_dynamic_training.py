@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hyper_cp import ContextParallelHandler
-from hyper_cp.demo_model import Llama, LlamaConfig
-from hyper_cp.dynamic import CostModel, DynamicContextParallel, MicroBatch
-from hyper_cp.mesh_family import split_cp_mesh
+from hyper_cp.cli.demo_model import Llama, LlamaConfig
+from hyper_cp.data.dynamic import CostModel, DynamicContextParallel, MicroBatch
+from hyper_cp.mesh.family import split_cp_mesh
 from hyper_cp.ops import attention
 
 CONFIG = LlamaConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden=48)

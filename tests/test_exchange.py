@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from hyper_cp.ops import attention, axis
+from hyper_cp.mesh import comm
+from hyper_cp.ops import attention
 from hyper_cp.ops.kernels import cpu
 from tests.oracle import plain_attention, relative_error, token_positions
 
@@ -41,7 +42,7 @@ class Counter:
 
     def __enter__(self) -> Counter:
         self.saved = {n: getattr(dist, n) for n in ("all_to_all_single", "batch_isend_irecv")}
-        self.saved_names = (axis._all_gather, axis._reduce_scatter)
+        self.saved_names = (comm._all_gather, comm._reduce_scatter)
 
         def all_to_all_single(out: Tensor, x: Tensor, group: Any = None, **kw: Any) -> Any:
             n = dist.get_world_size(group)
@@ -61,13 +62,13 @@ class Counter:
             return self.saved_names[1](out, x, group=group, **kw)
 
         dist.all_to_all_single, dist.batch_isend_irecv = all_to_all_single, batch_isend_irecv
-        axis._all_gather, axis._reduce_scatter = all_gather, reduce_scatter
+        comm._all_gather, comm._reduce_scatter = all_gather, reduce_scatter
         return self
 
     def __exit__(self, *_: Any) -> None:
         for name, fn in self.saved.items():
             setattr(dist, name, fn)
-        axis._all_gather, axis._reduce_scatter = self.saved_names
+        comm._all_gather, comm._reduce_scatter = self.saved_names
 
 
 def formula(world: int, degree: int, balance: bool, length: int, size: int, acc: int) -> tuple[int, int]:
@@ -92,7 +93,7 @@ def count_bytes(world: int, cases: list[tuple[int, str, str, bool, torch.dtype]]
     for degree, kv, layout, balance, dtype in cases:
         length = 12 * world
         q, k, v, dout = shares(world, layout, length, dtype)
-        with Counter() as forward, axis.record_traffic() as log:
+        with Counter() as forward, comm.record_traffic() as log:
             out = attention(
                 q,
                 k,
@@ -105,7 +106,7 @@ def count_bytes(world: int, cases: list[tuple[int, str, str, bool, torch.dtype]]
                 layout=layout,
                 load_balance=balance,
             )
-        with Counter() as backward, axis.record_traffic() as log_back:
+        with Counter() as backward, comm.record_traffic() as log_back:
             out.backward(dout)
         size, acc = dtype.itemsize, 8 if dtype == torch.float64 else 4
         want = formula(world, degree, balance, length, size, acc)
@@ -201,21 +202,21 @@ def repeat_with_delays(world: int, passes: dict[int, dict[str, Any]]) -> bool:
         return call
 
     names = ("all_to_all", "all_gather", "reduce_scatter", "send_recv")
-    originals = {name: getattr(axis.Axis, name) for name in names}
+    originals = {name: getattr(comm.Axis, name) for name in names}
     same = True
     try:
         for times, kw in passes.items():
             tensors = shares(world, kw.get("layout", "contiguous"), 16 * world, torch.float32)
             first = one_pass(mesh, kw, tensors)
             for name in names:
-                setattr(axis.Axis, name, late(originals[name]))
+                setattr(comm.Axis, name, late(originals[name]))
             for _ in range(times):
                 same &= all(map(torch.equal, first, one_pass(mesh, kw, tensors)))
             for name in names:
-                setattr(axis.Axis, name, originals[name])
+                setattr(comm.Axis, name, originals[name])
     finally:
         for name in names:
-            setattr(axis.Axis, name, originals[name])
+            setattr(comm.Axis, name, originals[name])
     return same
 
 

@@ -17,9 +17,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from hyper_cp import ContextParallel, ContextParallelHandler
-from hyper_cp.ops import axis, flex, gather
-from hyper_cp.ops import mesh as meshes
-from hyper_cp.ops.axis import Axis
+from hyper_cp.mesh import comm, cp_mesh
+from hyper_cp.mesh.comm import Axis
+from hyper_cp.ops import flex
+from hyper_cp.ops.exchange import gather_keys as gather
 from tests import npu_standin
 from tests.oracle import relative_error, token_positions
 
@@ -246,7 +247,7 @@ def test_gradients(ranks: Any, world: int) -> None:
 
 
 def check_ops(degree: int) -> None:
-    cp = meshes.view(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), degree)
+    cp = cp_mesh.view(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), degree)
     k, v = (torch.randn(2, 3, 8, d, requires_grad=True) for d in (4, 6))
     for layout in ("contiguous", "head_tail"):
         torch.library.opcheck(gather.gather_keys, ([k, v], cp.key, layout))
@@ -264,9 +265,9 @@ def test_opcheck(ranks: Any) -> None:
 
 def other_backends_collectives(layout: str) -> bool:
     """Gloo's transfers are made of point-to-point ones; the collectives of other backends give the same."""
-    cp = meshes.view(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), 1)
+    cp = cp_mesh.view(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), 1)
     plain = Axis(cp.ring.rank, cp.ring.size, cp.ring.group)
-    other = meshes.register(meshes.CPMesh("plain " + cp.key, plain, cp.ulysses, cp.flat, cp.facts))
+    other = cp_mesh.register(cp_mesh.CPMesh("plain " + cp.key, plain, cp.ulysses, cp.flat, cp.facts))
     x = torch.randn(1, 2, 8, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
     (a,), (b,) = (gather.gather_keys([x], m.key, layout) for m in (cp, other))
     (c,), (d,) = (gather.scatter_keys([a * (1 + dist.get_rank())], m.key, layout) for m in (cp, other))
@@ -280,7 +281,7 @@ def test_other_collectives_than_gloo(ranks: Any) -> None:
 def traffic(layout: str) -> list[tuple[str, int]]:
     mine = own(layout)
     local = [x[:, :, mine].detach().requires_grad_() for x in whole()]
-    with backward_on_the_cpu(), axis.record_traffic() as log:
+    with backward_on_the_cpu(), comm.record_traffic() as log:
         styled(Flex(CASES["causal"]), ulysses_degree=1, layout=layout)(*local).sum().backward()
     return [entry for entry in log.entries if entry[0] != "numbers"]
 
@@ -310,7 +311,7 @@ def refused(what: str) -> Any:
     ring = {"ulysses_degree": 1, "kv_exchange": "ring"}
     local = create_block_mask(causal, None, None, len(mine), len(mine), device="cpu", BLOCK_SIZE=16)
     module = Flex(case)
-    with axis.record_traffic() as log:
+    with comm.record_traffic() as log:
         try:
             if what == "ring":
                 styled(module, **ring)(q, k, v)

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from hyper_cp.mesh import cp_mesh
+from hyper_cp.mesh.comm import Axis
 from hyper_cp.ops import flex
-from hyper_cp.ops import mesh as meshes
-from hyper_cp.ops.axis import Axis
 from tests.oracle import token_positions
 from tests.test_flex import CASES, H, S, blocks_of, window
 
 
-def fake_mesh(ring: int, ulysses: int, rank: int) -> meshes.CPMesh:
+def fake_mesh(ring: int, ulysses: int, rank: int) -> cp_mesh.CPMesh:
     """A rank's view of a mesh, without processes."""
     ring_rank, lane = divmod(rank, ulysses)
     axes = Axis(ring_rank, ring, None), Axis(lane, ulysses, None)
-    return meshes.register(meshes.CPMesh(f"fake {ring} {ulysses} {rank}", *axes, (), meshes.Facts()))
+    return cp_mesh.register(cp_mesh.CPMesh(f"fake {ring} {ulysses} {rank}", *axes, (), cp_mesh.Facts()))
 
 
 def listed(mask: BlockMask, number: str, indices: str) -> Tensor:

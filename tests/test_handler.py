@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler, get_cp_handler_cls
-from hyper_cp.ops import axis
+from hyper_cp.mesh import comm
 from tests import modules
 from tests.oracle import plain_attention, relative_error, token_positions
 
@@ -324,7 +324,7 @@ def worded(word: Any, sizes: list[int] | None, names: tuple[str, ...]) -> tuple[
     for style in handler.styles:
         module = SBHD()
         parallelize_module(module, mesh, style)
-        with axis.record_traffic() as log:
+        with comm.record_traffic() as log:
             out = module(*local)
         travels.append("+".join(sorted({name for name, _ in log.entries if name != "numbers"})))
         worst = max(worst, relative_error(handler.combine(tensor=out, seq_dim=0), want))

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyper_cp.ops import layout as layouts
-from hyper_cp.ops import placement
+from hyper_cp.schedule import auto_layout as placement
+from hyper_cp.schedule import layout as layouts
 from tests.oracle import token_positions
 
 worlds = st.integers(1, 16)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from hyper_cp import ContextParallel, ContextParallelHandler
-from hyper_cp.ops import axis
+from hyper_cp.mesh import comm
 from tests.oracle import plain_attention, relative_error
 
 LENGTH, VOCABULARY, ROWS = 16, 11, 4
@@ -163,7 +163,7 @@ def test_without_it_the_factor_is_wrong(ranks: Any) -> None:
 def nothing_counts() -> tuple[float, float, int]:
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
     losses = torch.full((2, 4), torch.inf, requires_grad=True)
-    with axis.record_traffic() as log:
+    with comm.record_traffic() as log:
         loss = handler.mean_loss(losses, torch.full((2, 4), -100))
     loss.backward()
     half = torch.full((2, 4000), 0.3, dtype=torch.bfloat16)

@@ -19,9 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from hyper_cp import ContextParallel, ContextParallelHandler, boundary
-from hyper_cp.ops import attention, axis, masks, placement
-from hyper_cp.ops import layout as layouts
+from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp.mesh import comm
+from hyper_cp.module import hooks as boundary
+from hyper_cp.ops import attention
+from hyper_cp.schedule import auto_layout as placement
+from hyper_cp.schedule import layout as layouts
+from hyper_cp.schedule import masks
 from tests.oracle import plain_attention, relative_error, token_positions, visible_pairs
 from tests.test_attention import FP64, check, inputs, modes
 
@@ -229,7 +233,7 @@ def replicated(case: Case) -> dict[str, float]:
     want_grads = torch.autograd.grad(want, wide, dout)
     mine = torch.tensor(token_positions(case["layout"], rank, world, length))
     local = [q[:, :, mine].clone().requires_grad_(), k.clone().requires_grad_(), v.clone().requires_grad_()]
-    with axis.record_traffic() as traffic:
+    with comm.record_traffic() as traffic:
         out = attention(
             *local,
             mesh=mesh,

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hyper_cp import ContextParallelHandler
-from hyper_cp.mesh_family import split_cp_mesh
+from hyper_cp.mesh import cp_mesh
+from hyper_cp.mesh.family import split_cp_mesh
 from hyper_cp.ops import attention
-from hyper_cp.ops import mesh as meshes
 from tests.oracle import plain_attention, relative_error
 
 
@@ -70,7 +70,7 @@ def groups_made(shape: tuple[int, ...]) -> list[int]:
     count()
     q = torch.randn(1, 8, 4, 8)
     for degree in family.degrees:
-        assert meshes.view(family.cp(degree), 1) is meshes.view(again.cp(degree), 1)
+        assert cp_mesh.view(family.cp(degree), 1) is cp_mesh.view(again.cp(degree), 1)
         attention(q, q, q, mesh=family.cp(degree), is_causal=True)
         attention(q, q, q, mesh=family.cp(degree), is_causal=True, ulysses_degree=None)
     count()

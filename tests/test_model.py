@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler
-from hyper_cp.demo import MODES
-from hyper_cp.demo_model import Llama, LlamaConfig
+from hyper_cp.cli.demo import MODES
+from hyper_cp.cli.demo_model import Llama, LlamaConfig
 
 LENGTH = 32
 CONFIG = LlamaConfig(dim=32, layers=2, heads=8, kv_heads=4, hidden=48)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from hyper_cp import ContextParallel, ContextParallelHandler, calls
+from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp.module import attention_calls as calls
 from tests import npu_standin
 from tests.oracle import plain_attention, relative_error, visible_pairs
 from tests.test_attention import FP32

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler, styled_modules
-from hyper_cp.demo_model import Llama, LlamaConfig
+from hyper_cp.cli.demo_model import Llama, LlamaConfig
 
 PLAN = "layers.*.attention.inner"
 

@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hyper_cp import ContextParallel
-from hyper_cp.ops import SAVE_LIST, attention, axis
-from hyper_cp.ops import mesh as meshes
+from hyper_cp.mesh import comm, cp_mesh
+from hyper_cp.ops import SAVE_LIST, attention
 from tests.oracle import plain_attention, relative_error, token_positions, visible_pairs
 
 HEADS = 8
@@ -103,7 +103,7 @@ def test_exact_in_fp64(ranks: Any, world: int) -> None:
             assert max(worst.values()) <= 1e-10, (case, worst)
 
 
-def exchanged(log: axis.Traffic) -> int:
+def exchanged(log: comm.Traffic) -> int:
     """Bytes of all-to-alls. (The others compare shapes.)"""
     return sum(nbytes for operation, nbytes in log.entries if operation == "all_to_all")
 
@@ -113,7 +113,7 @@ def traffic(world: int, kv_heads: int, groups: int) -> tuple[list[tuple[str, int
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     q, k, v = (torch.randn(1, h, 8, 4, requires_grad=True) for h in (HEADS, kv_heads, kv_heads))
     how: dict[str, Any] = {"mesh": mesh, "ulysses_degree": None, "enable_gqa": True, "head_groups": groups}
-    with axis.record_traffic() as log:
+    with comm.record_traffic() as log:
         attention(q, k, v, **how).sum().backward()
     return [entry for entry in log.entries if entry[0] == "all_to_all"], exchanged(log)
 
@@ -133,7 +133,7 @@ def order(world: int) -> list[str]:
     from hyper_cp.ops import kernels
 
     events: list[str] = []
-    post, arrive, kernel = axis.Axis.all_to_all, axis.Pending._arrive, kernels.get("cpu flash", *[torch.randn(1)] * 3)
+    post, arrive, kernel = comm.Axis.all_to_all, comm.Pending._arrive, kernels.get("cpu flash", *[torch.randn(1)] * 3)
 
     def posting(self: Any, send: Tensor) -> Any:
         events.append("post")
@@ -155,8 +155,8 @@ def order(world: int) -> list[str]:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     q, k, v = (torch.randn(1, 6, 8, 4, requires_grad=True) for _ in range(3))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(axis.Axis, "all_to_all", posting)
-        patch.setattr(axis.Pending, "_arrive", arriving)
+        patch.setattr(comm.Axis, "all_to_all", posting)
+        patch.setattr(comm.Pending, "_arrive", arriving)
         patch.setattr(kernels, "get", lambda *_: Noting())
         attention(q, k, v, mesh=mesh, ulysses_degree=None, head_groups=3).sum().backward()
     return events
@@ -222,7 +222,7 @@ def styled(world: int) -> list[float]:
     for step in range(2):
         want = gradients(plain, plain, step)
         for i, run in enumerate(runs):
-            with torch._dynamo.config.patch(error_on_recompile=step > 0), axis.record_traffic() as log:
+            with torch._dynamo.config.patch(error_on_recompile=step > 0), comm.record_traffic() as log:
                 found = gradients(run, block, step)
             sent[i] = exchanged(log)
             worst[i] = max(worst[i], *(relative_error(a, b) for a, b in zip(found, want, strict=True)))
@@ -236,7 +236,7 @@ def test_style_compiles_and_recomputes(ranks: Any) -> None:
 
 
 def opcheck(world: int) -> None:
-    cp = meshes.view(init_device_mesh("cpu", (world,), mesh_dim_names=("cp",)), None)
+    cp = cp_mesh.view(init_device_mesh("cpu", (world,), mesh_dim_names=("cp",)), None)
     for kv_heads in (4, 2):
         q, k, v = (torch.randn(2, h, 8, 16, requires_grad=True) for h in (HEADS, kv_heads, kv_heads))
         documents, mask = torch.tensor([[0, 5, 16]]), torch.ones(1, HEADS // 2, 1, 16, dtype=torch.bool)
@@ -280,7 +280,7 @@ def test_log_sum_exp_and_dropout_do_not_depend_on_groups(ranks: Any) -> None:
 def asked(world: int, kv_heads: int, **how: Any) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     q, k, v = (torch.randn(1, h, 8, 4) for h in (HEADS, kv_heads, kv_heads))
-    with axis.record_traffic() as log:
+    with comm.record_traffic() as log:
         try:
             attention(q, k, v, mesh=mesh, enable_gqa=True, **how)
         finally:

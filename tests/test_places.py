@@ -19,15 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from hyper_cp import (
-    ContextParallel,
-    ContextParallelHandler,
-    context_parallel_mesh,
-    split_cp_mesh,
-    styled_modules,
-)
-from hyper_cp.demo_model import Llama, LlamaConfig
-from hyper_cp.ops import axis
+from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh, styled_modules
+from hyper_cp.cli.demo_model import Llama, LlamaConfig
+from hyper_cp.mesh import comm
 
 S = 32
 CONFIG = LlamaConfig(dim=32, layers=2, heads=8, kv_heads=4, hidden=48)
@@ -147,7 +141,7 @@ def other_splits() -> dict[str, float]:
         "hybrid": lambda: context_parallel_mesh(model, line, ulysses_degree=2),
     }
     for name, block in blocks.items():
-        with block() as handler, axis.record_traffic() as traffic:
+        with block() as handler, comm.record_traffic() as traffic:
             loss = share_of_loss(model, handler, 1)
             loss.backward()
         kinds = {operation for operation, _ in traffic.entries} - {"numbers"}
@@ -178,7 +172,7 @@ def off() -> int:
         mock.patch.object(
             sys.modules["hyper_cp.ops.attention"], "attention_op", side_effect=AssertionError("the engine ran")
         ),
-        axis.record_traffic() as traffic,
+        comm.record_traffic() as traffic,
         context_parallel_mesh(model, family.cp(1)),
     ):
         model(text, torch.arange(S)).sum().backward()
@@ -337,7 +331,7 @@ def refused(what: str) -> None:
     world = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     family = split_cp_mesh(world)
     model, _ = built({"ulysses_degree": None}, family.cp(2))
-    with axis.record_traffic() as traffic:
+    with comm.record_traffic() as traffic:
         try:
             if what == "no style":
                 with context_parallel_mesh(torch.nn.Linear(2, 2), world):

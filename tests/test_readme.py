@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from hyper_cp.demo_model import Llama, LlamaConfig
+from hyper_cp.cli.demo_model import Llama, LlamaConfig
 
 README = Path(__file__).parent.parent / "README.md"
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyper_cp.ops import layout as layouts
-from hyper_cp.ops import schedule
+from hyper_cp.schedule import build as schedule
+from hyper_cp.schedule import layout as layouts
 from tests.oracle import token_positions
 
 CAUSAL, FULL = (None, 0), (None, None)

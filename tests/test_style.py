@@ -20,7 +20,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, styled_modules
-from hyper_cp.ops import attention, axis
+from hyper_cp.mesh import comm
+from hyper_cp.ops import attention
 from hyper_cp.ops.kernels import cpu
 from tests import modules
 from tests.oracle import plain_attention, relative_error, token_positions
@@ -171,7 +172,7 @@ def test_auto_is_the_widest_degree_of_heads_and_host(ranks: Any) -> None:
 def refused(kind: str) -> None:
     """Make the mistake ``kind``; whatever happens, nothing may have been communicated."""
     (q, k, v), _ = local()
-    with axis.record_traffic() as log:
+    with comm.record_traffic() as log:
         try:
             WRONG[kind][2](q, k, v)
         finally:
@@ -394,7 +395,7 @@ def test_wrong_arguments_are_refused_at_construction(kwargs: dict[str, Any], wor
 def clean() -> bool:
     """No mode is left on the stack, and a plain call of another module is plain."""
     (q, k, v), _ = local()
-    with axis.record_traffic() as log:
+    with comm.record_traffic() as log:
         F.scaled_dot_product_attention(q, k, v)
     return not torch.overrides._get_current_function_mode_stack() and not log.entries
 
@@ -750,7 +751,7 @@ FOUND = {
 
 def found_refused(kind: str) -> None:
     (q, k, v), _ = local()
-    with axis.record_traffic() as log:
+    with comm.record_traffic() as log:
         try:
             FOUND[kind][2](q, k, v)
         finally:
@@ -797,7 +798,7 @@ def failing_kernel(kv: str) -> float:
             attention(*(x.repeat(1, 1, 8000, 1) for x in (q, k, v)), mesh=mesh, kv_exchange=kv)
     finally:
         del cpu.KERNEL.forward
-    if axis._in_flight.pending:
+    if comm._in_flight.pending:
         raise SystemError("transfers that nobody waits for")
     dist.barrier()
     return relative_error(attention(q, k, v, mesh=mesh, is_causal=True, kv_exchange=kv), want)
@@ -824,8 +825,8 @@ def test_head_dims_with_a_stride(ranks: Any) -> None:
 def nested_records() -> bool:
     (q, k, v), _ = local()
     module = apply(modules.BNSD(), **ring1)
-    with axis.record_traffic() as outer:
-        with axis.record_traffic() as inner:
+    with comm.record_traffic() as outer:
+        with comm.record_traffic() as inner:
             module(q, k, v)
         module(q, k, v)
     return bool(inner.entries) and len(outer.entries) == 2 * len(inner.entries)

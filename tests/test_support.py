@@ -15,8 +15,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from hyper_cp import ContextParallel
-from hyper_cp.ops import attention, axis, kernels, masks, placement
-from hyper_cp.ops import layout as layouts
+from hyper_cp.mesh import comm
+from hyper_cp.ops import attention, kernels
+from hyper_cp.schedule import auto_layout as placement
+from hyper_cp.schedule import layout as layouts
+from hyper_cp.schedule import masks
 from tests import npu_standin
 from tests.oracle import plain_attention, relative_error, visible_pairs
 from tests.test_attention import FP32, FP64, inputs
@@ -124,7 +127,7 @@ def cells(on_npu: bool) -> dict[tuple[str, str], str]:
             dtype = torch.float32 if on_npu or case.get("flex") else torch.float64
             with mock.patch.dict(kernels._MODULES, {"cpu": "npu"} if on_npu else {}):
                 (found[name, mode_name],) = {attend(case, mode, layout, dtype) for layout in names}
-    assert not axis._in_flight.pending
+    assert not comm._in_flight.pending
     return found
 
 

@@ -20,9 +20,9 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..boundary import attached
-from ..buffers import context_parallel
+from ..context_manager import context_parallel
 from ..handler import ContextParallelHandler
+from ..module.hooks import attached
 from ..style import ContextParallel, styled_modules
 
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import recompute
-from ..boundary import attached, describe
+from ..module._torch import checkpoint as recompute
+from ..module.hooks import attached, describe
+from ..module.mesh_binding import Binding
 from ..ops.attention import Call, cp_attention
-from ..ops.masks import documents_table
-from ..places import Binding
+from ..schedule.masks import documents_table
 from ..style import ContextParallel
 
 INNER = "layers.*.attention.inner_attention"

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from .. import recompute
-from ..boundary import attached, describe
 from ..handler import ContextParallelHandler
+from ..module._torch import checkpoint as recompute
+from ..module.hooks import attached, describe
+from ..module.mesh_binding import Binding, Style
 from ..ops.attention import Call, cp_attention
-from ..places import Binding, Style
 from ..style import ContextParallel, style_of
-from .batch import Seen, documents_of, look, prepare_batch
+from .hf_batch import Seen, documents_of, look, prepare_batch
 
 __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
 

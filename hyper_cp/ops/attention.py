@@ -16,13 +16,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from . import kernels, masks, overlap, schedule
-from . import layout as layouts
-from . import mesh as meshes
-from .dropout import draw_seed
+from ..mesh import cp_mesh
+from ..mesh.cp_mesh import CPMesh
+from ..schedule import build as schedule
+from ..schedule import layout as layouts
+from ..schedule import masks
+from . import head_groups as overlap
+from . import kernels
 from .engine import attention_op
-from .mesh import CPMesh
-from .ulysses import all_to_all_op, shared_heads
+from .exchange.ulysses import all_to_all_op, shared_heads
+from .kernels.dropout import draw_seed
 
 _ops = torch.ops.hyper_cp
 SAVE_LIST: list[Any] = [_ops.attention.default, _ops.all_to_all.default, _ops.ulysses_attention.default]
@@ -96,7 +99,7 @@ def check_heads(q_heads: int, kv_heads: int, cp: CPMesh) -> None:
             "needs that. Repeat the key/value heads or change their number"
         )
     if q_heads % degree:
-        works = [d for d in meshes.divisors(cp.size) if q_heads % d == 0]
+        works = [d for d in cp_mesh.divisors(cp.size) if q_heads % d == 0]
         raise ValueError(
             f"ulysses_degree={degree} cannot split {q_heads} query heads: they must be a multiple of the degree (None "
             f"means all ranks of the mesh). Degrees of this cp mesh of {cp.size} ranks that work: "
@@ -363,7 +366,7 @@ def attention(
 
     Source: DeepSpeed Ulysses (arXiv 2309.14509), Ring Attention (2310.01889), USP (2405.07719).
     """
-    cp = mesh if isinstance(mesh, CPMesh) else meshes.view(mesh, ulysses_degree)
+    cp = mesh if isinstance(mesh, CPMesh) else cp_mesh.view(mesh, ulysses_degree)
     if q.shape[1] != k.shape[1] and not enable_gqa:
         raise ValueError(
             f"query has {q.shape[1]} heads and key {k.shape[1]}: pass enable_gqa=True for grouped-query "

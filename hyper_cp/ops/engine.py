@@ -11,13 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import axis, exchange, kernels, masks, placement, schedule
-from . import mesh as meshes
-from .dropout import Dropout
-from .geometry import Band, Tile, intersect
-from .layout import Range
-from .merge import Partials, RowSum, accumulation_dtype, like_queries, part
-from .mesh import CPMesh
+from ..mesh import comm, cp_mesh
+from ..mesh.cp_mesh import CPMesh
+from ..schedule import auto_layout as placement
+from ..schedule import build as schedule
+from ..schedule import masks
+from ..schedule.layout import Range
+from ..schedule.tiles import Band, Tile, intersect
+from . import kernels
+from .exchange import keys_values as exchange
+from .kernels.dropout import Dropout
+from .kernels.partials import Partials, RowSum, accumulation_dtype, like_queries, part
 
 
 class _Plan:
@@ -117,11 +121,11 @@ def attention_op(
     """``(out, log-sum-exp)`` of this rank's queries. ``documents``: table of borders on the CPU.
     ``lower``, ``upper``: the band of global positions that is visible. ``seed``: of dropout, ``[1]`` on the
     CPU. ``kernel``: its name, or ""."""
-    cp = meshes.by_key(mesh)
+    cp = cp_mesh.by_key(mesh)
     q, k, v = _dense(q, k, v)
     plan = _Plan(q, k, documents, mask, cp, layout, kv_exchange, load_balance, lower, upper, seed, dropout_p)
     steps, tiles = plan.schedule.forward, kernels.get(kernel, q, k, v)
-    with axis.landing():
+    with comm.landing():
         blocks = exchange.FORWARD[kv_exchange](cp.ring, k, v, plan.schedule.hops)
         queries = exchange.SwappedTails(cp.ring, plan.schedule.swap, q)
         partials = Partials(q, v.shape[3])
@@ -167,12 +171,12 @@ def attention_backward_op(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of this rank's share. ``fingerprint``: of the documents that ``out`` was made with."""
-    cp = meshes.by_key(mesh)
+    cp = cp_mesh.by_key(mesh)
     _check_recompute(documents, mesh, fingerprint)
     dout, q, k, v = _dense(dout, q, k, v)
     plan = _Plan(q, k, documents, mask, cp, layout, kv_exchange, load_balance, lower, upper, seed, dropout_p)
     steps, tiles = plan.schedule.backward, kernels.get(kernel, q, k, v)
-    with axis.landing():
+    with comm.landing():
         blocks = exchange.BACKWARD[kv_exchange](cp.ring, k, v, plan.schedule.hops, accumulation_dtype(q.dtype))
         queries = exchange.SwappedTails(cp.ring, plan.schedule.swap, q, dout, out, lse)
         dq = RowSum(q)
@@ -269,7 +273,7 @@ def _check_recompute(documents: Tensor | None, mesh: str, fingerprint: Tensor) -
         had = "no packed documents" if documents is None else f"documents={documents.tolist()}"
         raise RuntimeError(
             "activation checkpointing recomputed this attention with other packed documents, or on another cp mesh, "
-            f"than its forward had ({had} on {meshes.by_key(mesh)}): the block that said so had ended, or another one "
+            f"than its forward had ({had} on {cp_mesh.by_key(mesh)}): the block that said so had ended, or another one "
             "was active. Pass documents= to the styled module as a keyword argument (through the checkpointed "
             "function), or run backward inside the block"
         )

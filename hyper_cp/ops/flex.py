@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from . import mesh as meshes
+from ..mesh import cp_mesh
+from ..mesh.cp_mesh import CPMesh
+from ..schedule.auto_layout import held_ranges
+from ..schedule.layout import BY_DOCUMENTS, Range
 from .attention import Call, Mode, _autocast, check_heads, check_qkv, ulysses, ulysses_back
-from .gather import gather_keys, query_positions
-from .layout import BY_DOCUMENTS, Range
-from .mesh import CPMesh
-from .placement import held_ranges
-from .ulysses import shared_heads
+from .exchange.gather_keys import gather_keys, query_positions
+from .exchange.ulysses import shared_heads
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def local_blocks(blocks: list[Tensor], mesh: str, layout: str, length: int, rows
     there are four) those without. ``rows`` queries to a block; ``columns`` blocks of keys. A local row of blocks
     that touches several global rows has the blocks of all of them; one is full if it is full in all.
     """
-    cp = meshes.by_key(mesh)
+    cp = cp_mesh.by_key(mesh)
     ranges = held_ranges(cp, layout, cp.ring.rank, length * cp.ring.size)
     local, touched, needed = _touched(ranges, rows, blocks[0].device)
     seen, *full = (_dense(*pair, columns) for pair in zip(blocks[::2], blocks[1::2], strict=True))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..geometry import Band
+from ...schedule.tiles import Band
 from .packed import Parts
 from .reference import KERNEL as REFERENCE
 

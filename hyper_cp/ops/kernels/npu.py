@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from ..geometry import CAUSAL, FULL, Band
+from ...schedule.tiles import CAUSAL, FULL, Band
 from .packed import Packing, Parts, backward_each, forward_each, gather, packing, scatter
 from .reference import KERNEL as REFERENCE
 from .reference import band_mask

@@ -15,8 +15,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..layout import Range, merge_ranges
-from ..merge import accumulation_dtype, like_queries, part
+from ...schedule.layout import Range, merge_ranges
+from .partials import accumulation_dtype, like_queries, part
 
 Parts = tuple[tuple[Range, Range], ...]
 """Rectangles (rows, columns) of a tile, none empty, ascending and disjoint in rows and in columns."""

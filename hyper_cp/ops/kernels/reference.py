@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..geometry import FULL, Band
-from ..merge import accumulation_dtype
+from ...schedule.tiles import FULL, Band
 from .packed import Parts, backward_each, forward_each
+from .partials import accumulation_dtype
 
 
 def band_mask(rows: int, cols: int, band: Band, device: torch.device) -> Tensor | None:

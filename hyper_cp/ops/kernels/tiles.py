@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..geometry import CAUSAL, FULL, Band
-from ..merge import accumulation_dtype
+from ...schedule.tiles import CAUSAL, FULL, Band
 from .packed import Parts, backward_each, forward_each
+from .partials import accumulation_dtype
 from .reference import additive_mask
 
 # Rows of a banded tile that are computed at once: with fewer an operator is slower, with more it

@@ -1,0 +1,1 @@
+"""The ``hyper-cp`` command."""

@@ -1,0 +1,322 @@
+"""context_parallel: a block in which an unmodified model runs on its share of the sequence."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from .handler import ContextParallelHandler
+from .module import attention_calls as calls
+from .module._torch import flex_patch as overridable
+from .module.dispatch_mode import Region, RunningCall, entered, running_call
+from .module.mesh_binding import Binding
+from .style import ContextParallel
+
+
+class context_parallel:
+    """A block in which ``buffers`` are this rank's shares and attention is context-parallel.
+
+    For models whose attention is ``F.scaled_dot_product_attention`` (however imported) and that are not changed::
+
+        with context_parallel(mesh, buffers=[tokens, labels, model.freqs], buffer_seq_dims=[1, 1, 0],
+                              no_restore_buffers={tokens, labels}):
+            loss = ...   # model(tokens), on the local share
+            loss.backward()
+
+    Every such call (and every other call that a module under :class:`ContextParallel` may make) in the block and
+    thread, forward and recomputed in backward, is attention over the whole sequence, except inside an inner block
+    or a styled module, which speak for themselves. Positions that are not in a buffer are for the model to get
+    right: make them a buffer, or use ``handler.position_ids``.
+
+    Args:
+        mesh: the cp mesh of n ranks.
+        buffers: tensors to shard in place along their sequence: within the block they have 1/n of their length. They
+            must not require gradients. All ranks must hold the same values.
+        buffer_seq_dims: the sequence dimension of each.
+        no_restore_buffers: those of the buffers that stay sharded after the block.
+        ulysses_degree, kv_exchange, layout, load_balance, window, head_groups: as in :class:`ContextParallel`, but the
+            default is that of PyTorch's context manager: head-tail layout, no Ulysses, all-gather of keys and values.
+
+    Yields:
+        A :class:`ContextParallelHandler` of the mesh and layout: ``combine`` for outputs, ``documents``,
+        ``position_ids``, ``mean_loss``.
+
+    Note:
+        A buffer that is to be restored keeps its full storage, so that one that nobody has written comes back as it
+        was, without communication. One that was written in place costs one all-gather at the end of the block (all
+        ranks must write it), unless the block ends by an exception: then all buffers are as they were before it, so
+        that no rank waits for another. Buffers in ``no_restore_buffers`` keep nothing but the share.
+
+        Backward may be inside or outside the block. Outside, a model under ``torch.compile`` that saved a buffer for
+        backward raises (run backward inside), and so does activation checkpointing (its recompute would be outside).
+
+    Raises:
+        ValueError, TypeError: for buffers, dimensions or lengths that do not fit, before anything is changed.
+        NotImplementedError: for attention in the block that cannot be routed.
+
+    Source: the interface of ``torch.distributed.tensor.experimental.context_parallel``.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Iterable[Tensor] | None = None,
+        ulysses_degree: int | str | None = 1,
+        kv_exchange: str = "all_gather",
+        layout: str = "head_tail",
+        load_balance: bool = False,
+        window: Sequence[int | None] | None = None,
+        head_groups: int = 1,
+    ) -> None:
+        style = ContextParallel(
+            2,
+            1,
+            ulysses_degree,
+            None,
+            load_balance=load_balance,
+            kv_exchange=kv_exchange,
+            layout=layout,
+            window=window,
+            head_groups=head_groups,
+        )
+        self.handler = ContextParallelHandler(mesh, style)
+        self._owner = Binding(style, mesh, "a model in context_parallel")
+        overridable.install(entered)
+        self._buffers, self._dims = list(buffers or ()), list(buffer_seq_dims or ())
+        self._keep = {id(x) for x in no_restore_buffers or ()}
+        self._entered: list[tuple[_Routing, list[_Sharded]]] = []
+        if len(self._buffers) != len(self._dims):
+            raise ValueError(
+                f"{len(self._buffers)} buffers and {len(self._dims)} buffer_seq_dims: give the sequence dimension of "
+                "each buffer"
+            )
+        unknown = self._keep - {id(x) for x in self._buffers}
+        if unknown:
+            raise ValueError(
+                f"{len(unknown)} of no_restore_buffers are not in buffers (the same tensor objects): add them there, "
+                "or leave them out"
+            )
+
+    def __enter__(self) -> ContextParallelHandler:
+        self._check()
+        for outer in _active.blocks:
+            theirs = outer.call.binding.style.mode.layout
+            if outer.shares and theirs != self.handler.layout and outer.call.binding.place.mesh == self.handler.mesh:
+                raise ValueError(
+                    f"layout={self.handler.layout!r} inside a context_parallel block that has sharded its buffers as "
+                    f"{theirs!r} on the same mesh: attention would take their positions for others. Use one layout"
+                )
+        sharded = [
+            _Sharded(x, dim, self.handler, id(x) in self._keep)
+            for x, dim in zip(self._buffers, self._dims, strict=True)
+        ]
+        routing = _Routing(self._owner, [(s.buffer, s.share) for s in sharded])
+        for s in sharded:  # nothing fails from here on
+            s.begin()
+        routing.__enter__()
+        self._entered.append((routing, sharded))
+        return self.handler
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        routing, sharded = self._entered.pop()
+        routing.__exit__(kind, error, trace)
+        for s in sharded:
+            s.end()
+        if kind is None:
+            for s in sharded:
+                s.collect()
+
+    def _check(self) -> None:
+        seen: set[int] = set()
+        for i, (x, dim) in enumerate(zip(self._buffers, self._dims, strict=True)):
+            name = f"buffers[{i}]"
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} is a {type(x).__name__}, not a tensor")
+            if x.requires_grad:
+                raise ValueError(
+                    f"{name} of shape {tuple(x.shape)} requires a gradient, and a tensor in an autograd graph cannot "
+                    "be sharded in place: pass x.detach(), or shard it with handler.dispatch, which is differentiable"
+                )
+            if type(x) not in (Tensor, nn.Parameter, nn.Buffer):
+                raise TypeError(f"{name} is a {type(x).__name__}; only plain tensors can be sharded in place")
+            if x.is_inference():
+                raise ValueError(
+                    f"{name} of shape {tuple(x.shape)} was made under inference_mode, and writes to it are not "
+                    "counted: make it outside, or pass x.clone() made outside"
+                )
+            if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+                raise ValueError(
+                    f"buffer_seq_dims[{i}]={dim!r} is not a dimension of {name}, whose shape is {tuple(x.shape)}"
+                )
+            self.handler._ranges(x.shape[dim], f"{name}.shape[{dim}]", self.handler.cp.facts.documents)
+            if id(x) in seen or id(x) in _sharded_now:
+                where = "twice in buffers" if id(x) in seen else "sharded by an enclosing block already"
+                raise ValueError(f"{name} of shape {tuple(x.shape)} is {where}: it can be sharded once")
+            seen.add(id(x))
+
+
+_sharded_now: set[int] = set()
+"""Buffers (by id: their blocks hold them) that are sharded at the moment, in any thread."""
+
+
+class _Sharded:
+    """One buffer in a block."""
+
+    def __init__(self, buffer: Tensor, dim: int, handler: ContextParallelHandler, stays: bool) -> None:
+        self.buffer, self.dim, self.handler, self.written = buffer, dim % buffer.ndim, handler, False
+        # Also under inference_mode a normal tensor: it counts its versions.
+        with torch.inference_mode(False), torch.no_grad():
+            self.share = handler.dispatch(buffer.detach(), self.dim)
+            # The old storage, unless the buffer is to give it up.
+            self.whole = None if stays else buffer.detach()
+
+    def begin(self) -> None:
+        _sharded_now.add(id(self.buffer))
+        self._point_to(self.share)
+        self.versions = self._versions()
+
+    def end(self) -> None:
+        """Back to the whole sequence, as it was before."""
+        _sharded_now.discard(id(self.buffer))
+        if self.whole is not None:
+            self.written = self._versions() != self.versions
+            self._point_to(self.whole)
+
+    def collect(self) -> None:
+        """What all ranks have written."""
+        if self.written:
+            with torch.no_grad():
+                self.buffer.copy_(self.handler.combine(self.share.detach(), self.dim))
+
+    def _point_to(self, data: Tensor) -> None:
+        self.buffer.data = data
+        increment_version([self.buffer])  # what has saved this tensor for backward must not use it now
+
+    def _versions(self) -> tuple[int, int]:
+        return self.share._version, self.buffer._version
+
+
+# --------------------------------------------------------------------------- routing
+
+
+class _Model(nn.Module):
+    """Stands for what runs in a block, where a region wants a module."""
+
+    def forward(self) -> None: ...
+
+
+@dataclass
+class _BlockCall(RunningCall):
+    """A whole block in the place of one call of a styled module."""
+
+    def alive(self) -> bool:
+        return True
+
+
+class _Routing(Region):
+    """Routes attention calls of a block, and gives functions a share in place of its buffer: an autograd graph must
+    not hold the buffer, which will be another tensor when backward runs after the block."""
+
+    def __init__(self, owner: Binding, sharded: list[tuple[Tensor, Tensor]]) -> None:
+        super().__init__(_BlockCall(owner, _Model(), grad_enabled=False))
+        self.learns = torch.is_grad_enabled()
+        self.shares = {id(buffer): share for buffer, share in sharded}
+        self.buffers = {id(share): buffer for buffer, share in sharded}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.shares and not torch.compiler.is_compiling():
+            args, kwargs = tuple(map(self._shared, args)), {name: self._shared(x) for name, x in kwargs.items()}
+        if func in _BACKWARD and not torch.compiler.is_compiling():
+            return self._differentiate(func, args, kwargs)
+        if not (calls.key_of(func) in calls.ROUTED or func in calls.UNROUTED) or not self._speaks():
+            out = calls.PLAIN.get(func, func)(*args, **kwargs)
+            # Of `x += 1`, after which x must still be the buffer.
+            return out if torch.compiler.is_compiling() else self.buffers.get(id(out), out)
+        if self.learns and not torch.is_grad_enabled() and _in_reentrant_checkpoint():
+            raise NotImplementedError(
+                "attention in a reentrant activation checkpoint inside context_parallel: its recompute could be after "
+                "the block, and would be local attention unnoticed. Use checkpoint(..., use_reentrant=False)"
+            )
+        owner = self.call.binding
+        self.call.place, self.call.documents = owner.place, owner.place.documents
+        self.call.required = owner.place.parallel or self.call.engine_only()
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Backward in the block. A mode is off while it handles a function, and backward is one: attention that an
+        activation checkpoint computes again would be local. Backward from edges of the graph is not handled."""
+        given = {**dict(zip(_BACKWARD[func], args, strict=False)), **kwargs}
+        given = {_RENAMED.get(name, name) if func is Tensor.backward else name: x for name, x in given.items()}
+        ends = [name for name in ("tensors", "outputs", "inputs") if given.get(name) is not None]
+        tensors = {name: [given[name]] if isinstance(given[name], Tensor) else list(given[name]) for name in ends}
+        plain = all(not isinstance(x, Tensor) or x.requires_grad for xs in tensors.values() for x in xs)
+        if not plain or given.get("materialize_grads") or given.get("is_grads_batched"):
+            return func(*args, **kwargs)  # an error, or what edges cannot do: a recompute then raises
+        for name, xs in tensors.items():
+            given[name] = [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in xs]
+        run = torch.autograd.backward if func is Tensor.backward else func
+        TorchFunctionMode.__enter__(self)
+        try:
+            return run(**given)
+        finally:
+            TorchFunctionMode.__exit__(self, None, None, None)
+
+    def _shared(self, x: Any) -> Any:
+        """``x`` with buffers replaced by their shares, in a list or tuple too."""
+        if isinstance(x, Tensor):
+            return self.shares.get(id(x), x)
+        if type(x) in (tuple, list) and any(id(y) in self.shares for y in x):
+            return type(x)(self.shares.get(id(y), y) for y in x)
+        return x
+
+    def _speaks(self) -> bool:
+        """Whether attention called now is this block's: not an inner block's, nor a styled module's."""
+        running = running_call()
+        return _active.blocks[-1] is self and not (running is not None and running.alive())
+
+    def __enter__(self) -> Any:
+        _active.blocks.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _active.blocks.remove(self)
+        super().__exit__(*error)
+
+
+_BACKWARD: dict[Any, tuple[str, ...]] = {
+    Tensor.backward: ("self", "gradient", "retain_graph", "create_graph", "inputs"),
+    torch.autograd.backward: ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs"),
+    torch.autograd.grad: ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"),
+}
+_RENAMED = {"self": "tensors", "gradient": "grad_tensors"}
+
+
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.blocks: list[_Routing] = []
+
+
+_active = _Active()
+
+
+def _in_reentrant_checkpoint() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None

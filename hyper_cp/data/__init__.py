@@ -1,0 +1,1 @@
+"""The batch side: sharding, labels, positions, losses, degrees per micro-batch."""

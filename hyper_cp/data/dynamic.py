@@ -1,0 +1,378 @@
+"""A context-parallel degree per micro-batch: who runs which samples of a global batch, planned on the host.
+
+Pure Python, no tensors, no communication: every rank computes the same plan from the same lengths.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from ..mesh.cp_mesh import divisors
+from ..mesh.family import MeshFamily
+from ..schedule import layout as layouts
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds that samples take, forward and backward. Only the ratios matter to a plan.
+
+    A micro-batch of degree d takes each of its d ranks::
+
+        fixed + (linear * tokens + quadratic * sum(length**2 / 2)) / d + exchange * tokens * (d - 1) / d
+
+    Args:
+        linear: per token, everything that is not attention.
+        quadratic: per visible pair of a query and a key: a causal sample of S tokens has S**2 / 2 (for full
+            attention pass twice the time of a pair).
+        exchange: per token received from another rank of the group and not hidden behind computation. Every rank
+            receives the keys and values of all other ranks.
+        fixed: per micro-batch: launching its kernels, whatever its size.
+    """
+
+    linear: float
+    quadratic: float
+    exchange: float = 0.0
+    fixed: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"CostModel: {name}={value!r} must be a finite number of seconds, not negative")
+        if not self.linear + self.quadratic:
+            raise ValueError("CostModel: linear and quadratic are both 0, so every plan would do: give one of them")
+
+    @classmethod
+    def of_transformer(
+        cls, *, parameters: float, layers: int, hidden: int, flops_per_second: float = 1.0, **more: float
+    ) -> CostModel:
+        """From the size of a transformer: 6 FLOPs per parameter and token, and per visible pair and layer 4 * hidden
+        forward and 2.5 times that backward (which computes the logits again).
+
+        Args:
+            parameters: that every token is multiplied with (without the embedding; of experts the active ones).
+            hidden: query heads times head dim.
+            flops_per_second: that a rank reaches; left at 1, all costs are in FLOPs.
+            more: ``exchange`` and ``fixed``.
+        """
+        return cls(6 * parameters / flops_per_second, 14 * hidden * layers / flops_per_second, **more)
+
+    def shared(self, tokens: int, pairs: float, degree: int) -> float:
+        """Seconds on each rank for ``tokens`` with so many visible pairs, shared by ``degree`` ranks; without
+        ``fixed``."""
+        return (self.linear * tokens + self.quadratic * pairs + self.exchange * tokens * (degree - 1)) / degree
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples that run together, packed one after the other, on one group of adjacent ranks.
+
+    Attributes:
+        degree: ranks that share the sequence: ``family.cp(degree)`` is their mesh.
+        ranks: their places in the family.
+        samples: indices into the lengths of the plan, in the order of packing.
+        lengths: of these samples, in tokens.
+        length: tokens of the packed sequence with its padding, a length that splits evenly over the ranks.
+        cost: seconds the cost model expects.
+    """
+
+    degree: int
+    ranks: range
+    samples: tuple[int, ...]
+    lengths: tuple[int, ...]
+    length: int
+    cost: float
+
+    @property
+    def documents(self) -> tuple[int, ...] | None:
+        """Borders of the packed samples and the padding, for ``handler.documents`` or ``documents=``; None if the
+        sequence is one sample and nothing else."""
+        if self.lengths == (self.length,):
+            return None
+        borders = [0]
+        for length in self.lengths:
+            borders.append(borders[-1] + length)
+        return tuple(borders if borders[-1] == self.length else [*borders, self.length])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The micro-batches of one step, in an order that every rank keeps.
+
+    Attributes:
+        micro_batches: widest first. Two micro-batches that share ranks come in this order on all of them, so no rank
+            waits for one that waits for it.
+        lower_bound: seconds that no plan can beat: the mean work per rank, or the longest sample at its best degree.
+    """
+
+    size: int
+    micro_batches: tuple[MicroBatch, ...]
+    lower_bound: float
+
+    def of_rank(self, rank: int) -> list[MicroBatch]:
+        """The work of the rank in this place of the family, in order. It may be empty."""
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank={rank!r} is not a place in this plan for {self.size} ranks: 0 to {self.size - 1}")
+        return [m for m in self.micro_batches if rank in m.ranks]
+
+    @cached_property
+    def finish(self) -> tuple[float, ...]:
+        """Seconds after which each rank has run its list, waiting for the other ranks of a group included."""
+        clock = [0.0] * self.size
+        for m in self.micro_batches:
+            end = max(clock[r] for r in m.ranks) + m.cost
+            for r in m.ranks:
+                clock[r] = end
+        return tuple(clock)
+
+    @property
+    def makespan(self) -> float:
+        """Seconds of the step: when the last rank is done."""
+        return max(self.finish)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    index: int
+    length: int
+    degree: int
+    weight: float
+
+
+class DynamicContextParallel:
+    """Plans which samples run together, on how many ranks and where, so that all ranks finish together.
+
+    A long sample gets a wide group, short ones run unsharded, packed up to the budget. Among plans that are nearly
+    as fast as the fastest (see ``slack``) the narrowest wins. By the cost model none is slower than what a static
+    degree could do, up to ``slack``::
+
+        scheduler = DynamicContextParallel(family, 16_384, cost)
+        plan = scheduler.plan(lengths)  # of the global batch: the same on every rank
+        for m in plan.of_rank(family.rank):
+            handler = ContextParallelHandler(family.cp(m.degree), "head_tail")
+            tokens = handler.dispatch(pack(m.samples), 1, pad_value=0)  # attention on family.cp(m.degree)
+            (loss_sum(tokens, m.documents) / tokens_of_the_global_batch).backward()
+        # then all-reduce every gradient (sum) in family.dp(1).get_group(): over all ranks
+
+    **Loss and gradients.** Divide the *sum* of per-token losses by the number of loss tokens of the whole global
+    batch. Each rank's loss then is its tokens' share of the global mean, whatever the degree they ran at, so that
+    losses and gradients *summed* over all ranks are those of one device. (Averages per micro-batch would depend on
+    the plan.)
+
+    **Between the ranks.** Ranks have different numbers of micro-batches, perhaps none, so inside one only its own
+    group may communicate. Sum the gradients after the last one, a rank without work contributing zeros. What
+    communicates over all ranks in every forward or backward waits forever for a rank without that micro-batch: DDP
+    outside ``no_sync``, FSDP that gathers parameters per module.
+
+    Args:
+        family: the :class:`~hyper_cp.mesh_family.MeshFamily` to plan for, or a number of ranks.
+        tokens_per_rank: the budget: tokens that a rank can hold in one micro-batch.
+        cost: what samples cost.
+        degrees: allowed degrees, of those of the family (of the divisors of a number). Default: all. A group of degree
+            d is d adjacent ranks from a multiple of d. Groups nest if each degree divides the next one, and then
+            nobody waits for another rank inside a step; otherwise waiting is part of the plan.
+        layout: of the sequence on the ranks; decides what lengths split evenly. The costs assume that the
+            ranks of a group have equal work, which under ``"contiguous"`` is true of pure Ulysses only.
+        slack: how much slower than the fastest a plan may be to be preferred for being narrower: for less communication
+            than the cost model may know of.
+
+    Source: Megatron-LM's dynamic context parallelism (hybrid data x context parallelism, PRs #2054 and #2282), where a
+    sample's degree is the least power of two that keeps the budget. Here balance may widen it further.
+    """
+
+    def __init__(
+        self,
+        family: MeshFamily | int,
+        tokens_per_rank: int,
+        cost: CostModel,
+        *,
+        degrees: Sequence[int] | None = None,
+        layout: str = "head_tail",
+        slack: float = 0.02,
+    ) -> None:
+        if not isinstance(cost, CostModel):
+            raise TypeError(f"cost is a {type(cost).__name__}; pass a CostModel, such as CostModel.of_transformer(...)")
+        if isinstance(family, MeshFamily):
+            self.size, works = family.size, list(family.degrees)
+        else:
+            _check_count("family", family)
+            self.size, works = family, divisors(family)
+        self.cost, self.layout, self.slack = cost, layouts.check_layout(layout), slack
+        self.degrees = _checked_degrees(degrees, self.size, works)
+        _check_count("tokens_per_rank", tokens_per_rank)
+        self._per_rank = layouts.length_multiple(layout, 1)
+        if tokens_per_rank < self._per_rank:
+            raise ValueError(f"tokens_per_rank={tokens_per_rank} is less than {self._per_rank}, one token per chunk")
+        self.tokens_per_rank = tokens_per_rank
+        if not 0 <= slack < float("inf"):
+            raise ValueError(f"slack={slack!r} must be a share of the step time, such as 0.02, and not negative")
+
+    def capacity(self, degree: int) -> int:
+        """Tokens of the longest sequence that ``degree`` ranks can hold."""
+        return self.tokens_per_rank // self._per_rank * self._per_rank * degree
+
+    def plan(self, lengths: Sequence[int]) -> Plan:
+        """Plan one step.
+
+        Args:
+            lengths: tokens of every sample of the global batch.
+
+        Returns:
+            The :class:`Plan`; the same for the same arguments, on every rank.
+
+        Raises:
+            ValueError: if a sample does not fit into the budget at the widest degree.
+        """
+        lengths = list(lengths)
+        least = [self._least_degree(lengths, i) for i in range(len(lengths))]
+        if not lengths:
+            return Plan(self.size, (), 0.0)
+        alone = [
+            {d: self.cost.shared(length, length**2 / 2, d) for d in self.degrees if d >= low}
+            for length, low in zip(lengths, least, strict=True)
+        ]
+        bound = max(
+            sum(min(d * seconds for d, seconds in row.items()) for row in alone) / self.size,
+            max(min(row.values()) for row in alone) + self.cost.fixed,
+        )
+        plans: dict[tuple[int, tuple[int, ...]], Plan] = {}
+        for packed, choice in self._choices(lengths, least, bound):
+            if (packed, choice) in plans:
+                continue
+            samples = [_Sample(i, lengths[i], d, alone[i][d]) for i, d in enumerate(choice)]
+            plans[packed, choice] = plan = Plan(self.size, tuple(self._assign(samples, packed)), bound)
+            if plan.makespan <= (1 + self.slack) * bound:
+                return plan
+        fastest = min(plan.makespan for plan in plans.values())
+        return next(plan for plan in plans.values() if plan.makespan <= (1 + self.slack) * fastest)
+
+    def _choices(self, lengths: list[int], least: list[int], bound: float) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """What to try, from narrow to wide: the degree at which samples are packed, and that of every sample.
+
+        First packs at the narrowest degree, and samples ever wider: as narrow as the budget allows, then until none
+        takes more than some time, from seconds of the longest one down to a share of the step. Then packs at wider
+        degrees, which are fewer. Every static degree is among the choices.
+        """
+        narrowest = self.degrees[0]
+        table = [
+            {
+                d: self.cost.shared(length if d == narrowest else self._padded(length, d), length**2 / 2, d)
+                for d in self.degrees
+                if d >= low
+            }
+            for length, low in zip(lengths, least, strict=True)
+        ]
+        longest = table[lengths.index(max(lengths))].values()
+        for cap in sorted({float("inf"), *longest, *(bound * 0.7**k for k in range(24))}, reverse=True):
+            choice = [_narrowest(row, cap) for row in table]
+            yield narrowest, tuple(choice)
+            yield narrowest, tuple(self._evened(choice, lengths))
+        for packed in self.degrees[1:]:
+            yield packed, tuple(max(packed, low) for low in least)
+
+    def _evened(self, choice: list[int], lengths: list[int]) -> list[int]:
+        """The same, but as many samples at every degree as its groups can share evenly: the longest of the others go
+        one degree wider."""
+        choice = list(choice)
+        for degree, wider in pairwise(self.degrees):
+            own = sorted((i for i, d in enumerate(choice) if d == degree), key=lambda i: (-lengths[i], i))
+            for index in own[: len(own) % (self.size // degree)]:
+                choice[index] = wider
+        return choice
+
+    def _least_degree(self, lengths: list[int], index: int) -> int:
+        length = lengths[index]
+        _check_count(f"lengths[{index}]", length)
+        fits = [d for d in self.degrees if length <= self.capacity(d)]
+        if fits:
+            return fits[0]
+        widest = self.degrees[-1]
+        need = layouts.length_multiple(self.layout, 1) * -(-length // layouts.length_multiple(self.layout, widest))
+        raise ValueError(
+            f"lengths[{index}]={length} does not fit: the widest degree is {widest}, and {widest} ranks with "
+            f"tokens_per_rank={self.tokens_per_rank} hold {self.capacity(widest)} tokens. Cut the sample to that, "
+            f"raise tokens_per_rank to {need}, or plan for more ranks with a degree of at least "
+            f"{-(-length // self.capacity(1))}"
+        )
+
+    def _padded(self, length: int, degree: int) -> int:
+        multiple = layouts.length_multiple(self.layout, degree)
+        return -(-length // multiple) * multiple
+
+    def _micro_batch(self, degree: int, group: int, samples: Sequence[_Sample]) -> MicroBatch:
+        samples = sorted(samples, key=lambda s: s.index)
+        lengths = tuple(s.length for s in samples)
+        padded = self._padded(sum(lengths), degree)
+        cost = self.cost.fixed + self.cost.shared(padded, sum(n**2 for n in lengths) / 2, degree)
+        ranks = range(group * degree, (group + 1) * degree)
+        return MicroBatch(degree, ranks, tuple(s.index for s in samples), lengths, padded, cost)
+
+    def _assign(self, samples: list[_Sample], packed: int) -> list[MicroBatch]:
+        """From the widest degree to the narrowest: the longest sample next, to the group that is free first. Samples
+        of degree ``packed`` share sequences."""
+        clock, found = [0.0] * self.size, []
+        for degree in reversed(self.degrees):
+            groups = [slice(first, first + degree) for first in range(0, self.size, degree)]
+            capacity = self.capacity(degree)
+            queue = sorted((s for s in samples if s.degree == degree), key=lambda s: (-s.weight, s.index))
+            # A micro-batch's fixed cost, on a pack spread over its tokens.
+            seconds = [s.weight + self.cost.fixed * (s.length / capacity if degree == packed else 1.0) for s in queue]
+            given = _balance(queue, seconds, [max(clock[group]) for group in groups])
+            for number, own in enumerate(given):
+                packs = _pack(own, capacity) if degree == packed else [[s] for s in own]
+                batches = [self._micro_batch(degree, number, pack) for pack in packs]
+                if batches:
+                    clock[groups[number]] = [max(clock[groups[number]]) + sum(m.cost for m in batches)] * degree
+                found += batches
+        return found
+
+
+def _narrowest(row: dict[int, float], cap: float) -> int:
+    """The narrowest degree at which a sample takes at most ``cap`` seconds, else the fastest."""
+    return next((d for d, weight in row.items() if weight <= cap), min(row, key=lambda d: (row[d], d)))
+
+
+def _balance(queue: list[_Sample], seconds: list[float], free_at: list[float]) -> list[list[_Sample]]:
+    """Each sample in turn to the group that is free first; the samples of every group."""
+    given: list[list[_Sample]] = [[] for _ in free_at]
+    free = [(at, group) for group, at in enumerate(free_at)]
+    heapq.heapify(free)
+    for sample, duration in zip(queue, seconds, strict=True):
+        at, group = free[0]
+        given[group].append(sample)
+        heapq.heapreplace(free, (at + duration, group))
+    return given
+
+
+def _pack(samples: list[_Sample], capacity: int) -> list[list[_Sample]]:
+    """First fit decreasing: few sequences of at most ``capacity`` tokens."""
+    packs: list[list[_Sample]] = []
+    room: list[int] = []
+    for sample in sorted(samples, key=lambda s: (-s.length, s.index)):
+        where = next((i for i, left in enumerate(room) if left >= sample.length), None)
+        if where is None:
+            packs.append([sample])
+            room.append(capacity - sample.length)
+        else:
+            packs[where].append(sample)
+            room[where] -= sample.length
+    return packs
+
+
+def _check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a positive int")
+
+
+def _checked_degrees(degrees: Sequence[int] | None, size: int, works: list[int]) -> tuple[int, ...]:
+    chosen = works if degrees is None else sorted(set(degrees))
+    wrong = [d for d in chosen if d not in works]
+    if wrong or not chosen:
+        raise ValueError(
+            f"degrees={list(degrees or ())!r} must be among the degrees of these {size} ranks: "
+            f"{', '.join(map(str, works))}" + (f"; {wrong[0]!r} is not" if wrong else "")
+        )
+    return tuple(chosen)

@@ -1,0 +1,45 @@
+"""Rotary position embedding (RoPE, arXiv 2104.09864) of tokens whose positions are not consecutive."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .collectives import over_rows
+
+
+def rows_of(table: Tensor, positions: Tensor, seq_dim: int) -> Tensor:
+    """Rows of a table over positions ``[.. L ..]``, for tokens at ``positions [S/n]`` or ``[1, S/n]`` on the CPU."""
+    longest = int(positions.max()) + 1
+    if table.shape[seq_dim] < longest:
+        raise ValueError(
+            f"the table has {table.shape[seq_dim]} positions in dimension {seq_dim}, but tokens of this rank are at "
+            f"positions up to {longest - 1}: build it with get_rotary_seq_len(...) positions, over the whole "
+            "sequence and not for the local share"
+        )
+    return table.index_select(seq_dim, positions.flatten().to(table.device))
+
+
+def rotate(tensor: Tensor, angles: Tensor, seq_dim: int, interleaved: bool, mscale: float) -> Tensor:
+    """Rotate the first R of the last dimension of ``tensor``; ``angles`` is ``[1 or B, S/n, R]``."""
+    size = angles.shape[-1]
+    if size % 2 or size > tensor.shape[-1]:
+        raise ValueError(
+            f"freqs has {size} angles per position: it must be even and at most the {tensor.shape[-1]} of the last "
+            "dimension of tensor (each angle twice: torch.cat((freqs, freqs), -1), or repeated in place if "
+            "interleaved)"
+        )
+    angles = over_rows(angles, tensor.ndim, seq_dim)
+    # Cast before multiplying, as Megatron does: the same bits in half precision.
+    cos, sin = ((f(angles) * mscale).to(tensor.dtype) for f in (torch.cos, torch.sin))
+    turned, rest = tensor[..., :size], tensor[..., size:]
+    turned = turned * cos + _quarter_turn(turned, interleaved) * sin
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
+    """(x1, x2) -> (-x2, x1): pairs are (i, i + half), or neighbours if interleaved."""
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)

@@ -1,0 +1,165 @@
+"""Shares: what a rank holds of a sequence, and the ways from the whole to a share and back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..mesh import cp_mesh
+from ..mesh.cp_mesh import CPMesh
+from ..schedule import layout as layouts
+from ..schedule import masks
+from ..schedule import positions as index
+from .collectives import gather_sequence, roll_sequence
+
+
+class Shares:
+    """A sequence that is split over a cp mesh in one layout. See :class:`ContextParallelHandler`."""
+
+    def __init__(self, mesh: DeviceMesh, layout: str, halves: bool = False) -> None:
+        """``halves``: attention will exchange halves of what a rank holds (``load_balance``)."""
+        self.layout, self._halves = layouts.check_layout(layout), halves
+        self._mesh, self._cp = mesh, cp_mesh.view(mesh)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The cp mesh."""
+        return self._mesh
+
+    @property
+    def cp(self) -> CPMesh:
+        """A view of it."""
+        return self._cp
+
+    def padded_length(self, length: int) -> int:
+        """``length``, or the next one that splits evenly over the ranks in this layout."""
+        multiple = layouts.length_multiple(self.layout, self.cp.size)
+        multiple = math.lcm(multiple, 2 * self.cp.size) if self._halves else multiple
+        return -(-length // multiple) * multiple
+
+    def dispatch(self, tensor: Tensor, seq_dim: int = 1, *, pad_value: float | None = None) -> Tensor:
+        """This rank's share of a global tensor: ``[.. S ..] -> [.. S/n ..]``. Any dtype.
+
+        No communication. Differentiable: the gradient of the whole is zero but for this rank's share of it.
+
+        Args:
+            pad_value: fills the end up to :meth:`padded_length` if S does not split evenly (labels:
+                ``ignore_index``); without it such an S raises. Under a causal mask no token sees the padding;
+                otherwise run the forward in :meth:`documents`, which keeps it apart.
+        """
+        return self._share(tensor, seq_dim, pad_value, self.cp.facts.documents)
+
+    def combine(self, tensor: Tensor, seq_dim: int = 1, *, length: int | None = None, documents: Any = None) -> Tensor:
+        """The inverse, on every rank: ``[.. S/n ..] -> [.. S ..]`` in global order.
+
+        One communication. Differentiable: the gradient of a rank's share is its slice of the
+        gradient of the whole (the whole is used identically on every rank).
+
+        Args:
+            length: the true global length, if ``dispatch`` has padded: the padding is cut off.
+            documents: those by which layouts ``"per_document"`` and ``"auto"`` have placed the tokens, as for
+                :meth:`documents`; default: those of the enclosing block.
+        """
+        seq_dim = checked_dim(tensor, seq_dim)
+        whole = tensor.shape[seq_dim] * self.cp.size
+        layouts.check_length(self.layout, self.cp.size, whole)
+        if length is not None and self.padded_length(length) != whole:
+            raise ValueError(
+                f"length={length} does not pad to the {whole} positions that the ranks hold, but to "
+                f"{self.padded_length(length)}: pass the length that the dispatched tensor had"
+            )
+        table = self.cp.facts.documents if documents is None else self._table(documents, whole)
+        gathered = gather_sequence(tensor, table, self.cp.key, self.layout, seq_dim)
+        return gathered if length is None else gathered.narrow(seq_dim, 0, length)
+
+    def roll_tensor(
+        self, tensor: Tensor, shifts: int = -1, dims: int = -1, *, documents: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        """Shift the whole sequence of which ``tensor [.. S/n ..]`` is this rank's share: the result at global
+        position p is what was at p - shifts, zero where that is outside the sequence or in another document.
+
+        One all-gather of the rows that cross between ranks (shifts=-1: one row per chunk). Differentiable.
+
+        Args:
+            shifts: any number of positions; negative brings later tokens forward, as for multi-token prediction.
+            dims: the sequence dimension. Documents that differ between rows need the batch in dimension 0 (or 1,
+                if the sequence is 0).
+
+        Returns:
+            The share ``[.. S/n ..]`` of the result, and its sum on this rank (0-D; the number of tokens left, if
+            ``tensor`` is a loss mask).
+
+        Source: ``roll_tensor`` of Megatron-LM's multi-token prediction; there one position to the left.
+        """
+        seq_dim = checked_dim(tensor, dims, "dims")
+        if not isinstance(shifts, int) or isinstance(shifts, bool):
+            raise TypeError(f"shifts={shifts!r} must be an int: one number of positions along one dimension")
+        length = tensor.shape[seq_dim] * self.cp.size
+        layouts.check_length(self.layout, self.cp.size, length)
+        table = self._table(documents, length, tensor, seq_dim)
+        rolled = roll_sequence(tensor, table, self.cp.key, self.layout, seq_dim, shifts)
+        return rolled, rolled.sum()
+
+    def position_ids(self, length: int, device: Any = None, *, restart: bool = False, documents: Any = None) -> Tensor:
+        """Positions of this rank's tokens, ``[S/n]`` int64, for a global ``length`` S that splits evenly
+        (see :meth:`padded_length`).
+
+        Args:
+            restart: count from 0 in each packed document; ``[B, S/n]`` if documents differ between rows.
+        """
+        table = self._table(documents, length)
+        at = index.positions(self._ranges(length, "length", table))
+        if restart:
+            if table is None:
+                raise ValueError("restart=True without documents: pass documents=, or call it in a documents() block")
+            rows = index.restarted(at, masks.borders_of(table) or ())
+            at = rows[0] if len(rows) == 1 else rows
+        return at.to(device)
+
+    # ------------------------------------------------------------------ what the methods share
+
+    def _share(self, tensor: Tensor, seq_dim: int, pad_value: float | None, documents: Tensor | None) -> Tensor:
+        seq_dim = checked_dim(tensor, seq_dim)
+        length = tensor.shape[seq_dim]
+        if pad_value is not None and self.padded_length(length) > length:
+            shape = list(tensor.shape)
+            shape[seq_dim] = self.padded_length(length) - length
+            tensor = torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=seq_dim)
+        ranges = self._ranges(tensor.shape[seq_dim], f"tensor.shape[{seq_dim}]", documents)
+        parts = [tensor.narrow(seq_dim, start, stop - start) for start, stop in ranges]
+        return torch.cat(parts, dim=seq_dim)
+
+    def _ranges(self, length: int, argument: str, documents: Tensor | None) -> tuple[layouts.Range, ...]:
+        """This rank's positions; ``documents`` is the table of the sequence, on which a layout may depend."""
+        layouts.check_length(self.layout, self.cp.size, length, argument)
+        return index.held(self.layout, self.cp.size, length, documents)[self.cp.rank]
+
+    def _table(self, documents: Any, length: int, tensor: Tensor | None = None, seq_dim: int = 0) -> Tensor | None:
+        """The documents of a call, explicit or in force, checked against its sequence (and the batch of a tensor)."""
+        table = self.cp.facts.documents if documents is None else self._with_padding(masks.documents_table(documents))
+        if table is not None:
+            batch = len(table)
+            if tensor is not None and batch > 1:
+                batch = tensor.shape[0 if seq_dim else 1] if tensor.ndim > 1 else 1
+            masks.documents_of(table, batch, length)
+        return table
+
+    def _with_padding(self, table: Any) -> Tensor:
+        last = table[:, -1:]
+        padded = torch.tensor([[self.padded_length(int(length))] for length in last.flatten().tolist()])
+        return table if torch.equal(padded, last) else torch.cat([table, padded], dim=1)
+
+
+def checked_dim(tensor: Tensor, seq_dim: int, argument: str = "seq_dim") -> int:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"tensor is a {type(tensor).__name__}, not a torch.Tensor")
+    if not isinstance(seq_dim, int) or not -tensor.ndim <= seq_dim < tensor.ndim:
+        raise ValueError(
+            f"{argument}={seq_dim} is not a dimension of a tensor of shape {tuple(tensor.shape)}: use "
+            f"{-tensor.ndim} to {tensor.ndim - 1}"
+        )
+    return seq_dim % tensor.ndim

@@ -1,0 +1,1 @@
+"""Meshes and process groups, and the only file that communicates."""

@@ -1,0 +1,158 @@
+"""One set of ranks as dp x cp at several degrees: every mesh and process group built once, and shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import cp_mesh
+from .comm import Axis
+
+Ranks = tuple[int, ...]
+
+_GROUPS: dict[Ranks, dist.ProcessGroup] = {}
+"""Groups made for families in this process, by their ranks."""
+
+
+class MeshFamily:
+    """A set of ranks seen as ``dp x cp`` at several context-parallel degrees; made by :func:`split_cp_mesh`.
+
+    At degree d, ``d`` adjacent ranks share a sequence and ``size / d`` such groups work on different samples.
+
+    Attributes:
+        degrees: the degrees of this family, ascending; the first is 1 (context parallelism off).
+        ranks: the global ranks, ascending.
+        rank: this process's place among them, 0 to ``size - 1``.
+    """
+
+    def __init__(self, ranks: Ranks, meshes: dict[int, DeviceMesh]) -> None:
+        self.ranks, self._meshes = ranks, meshes
+        self.degrees = tuple(sorted(meshes))
+        self.rank = ranks.index(dist.get_rank())
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def mesh(self, degree: int) -> DeviceMesh:
+        """The 2-D mesh ``("dp", "cp")`` of shape ``(size / degree, degree)``."""
+        if isinstance(degree, bool) or degree not in self._meshes:
+            raise ValueError(
+                f"degree={degree!r} is not in this family of {self.size} ranks, whose degrees are "
+                f"{', '.join(map(str, self.degrees))}: choose one of them, or name it in "
+                "split_cp_mesh(mesh, degrees=...)"
+            )
+        return self._meshes[degree]
+
+    def cp(self, degree: int) -> DeviceMesh:
+        """The 1-D mesh ``("cp",)`` of the ``degree`` adjacent ranks that share this rank's sequences."""
+        return self.mesh(degree)["cp"]
+
+    def dp(self, degree: int) -> DeviceMesh:
+        """The 1-D mesh ``("dp",)`` of the ranks in this rank's place of every cp group of this degree.
+
+        Its size is the number of samples that a step at this degree covers with one sample per group:
+        evaluation at degree 4 covers 4 times fewer than at degree 1. ``dp(1)`` are all ranks.
+        """
+        return self.mesh(degree)["dp"]
+
+    def __repr__(self) -> str:
+        return f"MeshFamily({self.size} ranks, degrees {', '.join(map(str, self.degrees))})"
+
+
+def split_cp_mesh(mesh: DeviceMesh, degrees: Sequence[int] | None = None) -> MeshFamily:
+    """Build the meshes of every context-parallel degree over the ranks of ``mesh``.
+
+    For evaluation at another degree than training, and for a degree per micro-batch
+    (:class:`~hyper_cp.dynamic.DynamicContextParallel`)::
+
+        family = split_cp_mesh(init_device_mesh("cuda", (dp, cp), mesh_dim_names=("dp", "cp")))
+        family.cp(4), family.dp(4)  # 4 ranks per sequence, size / 4 samples at a time
+
+    Args:
+        mesh: the ranks to share out: 1-D (of any name), or with dimensions of which the innermost is named
+            ``"cp"`` (``mesh["dp", "cp"]`` of a larger mesh), or ``("ring", "ulysses")``.
+        degrees: context-parallel degrees, divisors of the number of ranks. Default: all of them. Degree 1 is
+            always there.
+
+    All ranks of ``mesh`` must make the call, as for every collective; other ranks need not, except with NCCL and
+    ``init_process_group(device_id=...)``, where groups are split off the communicator of the world: there every
+    rank makes the call at the same time, each for its own mesh.
+
+    Process groups of one set of ranks exist once: those of ``mesh`` are used, those of an earlier call are used
+    again, and a group that is the cp group of one degree and the dp group of another is one. On n = 2^k ranks
+    that are 2k groups per rank, one of them of this rank alone.
+
+    Raises:
+        ValueError, TypeError: on meshes and degrees that do not fit, before any communication.
+
+    Source: Megatron-Bridge (PR #3755) swaps the cp groups of a model for an evaluation; Megatron-LM's dynamic
+    context parallelism prebuilds its groups likewise.
+    """
+    ranks = _checked_ranks(mesh)
+    wanted = _checked_degrees(degrees, len(ranks))
+    groups = {r: g for r, g in _GROUPS.items() if _alive(g)} | _groups_of(mesh)
+    _GROUPS.clear()
+    built = {}
+    for degree in wanted:  # the same order on every rank, which makes the group-wise set-up free of deadlock
+        table = torch.tensor(ranks).view(-1, degree)
+        row, column = divmod(ranks.index(dist.get_rank()), degree)
+        members = [tuple(table[:, column].tolist()), tuple(table[row].tolist())]
+        for own in members:
+            if own not in groups:
+                # Only the members make the call: other pipeline stages or tensor-parallel ranks need not.
+                groups[own] = dist.new_group(list(own), use_local_synchronization=True, group_desc="hyper_cp")
+        built[degree] = DeviceMesh.from_group(
+            [groups[own] for own in members], mesh.device_type, mesh=table, mesh_dim_names=("dp", "cp")
+        )
+    _GROUPS.update(groups)
+    return MeshFamily(ranks, built)
+
+
+def _checked_ranks(mesh: DeviceMesh) -> Ranks:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh must be a torch.distributed.DeviceMesh, got {type(mesh).__name__}. Make one with "
+            'init_device_mesh(device_type, (dp_size, cp_size), mesh_dim_names=("dp", "cp"))'
+        )
+    names = mesh.mesh_dim_names
+    if mesh.ndim > 1 and names != cp_mesh.MESH_NAMES and (not names or names[-1] != "cp"):
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions named {names}: the innermost must be 'cp', since adjacent ranks share "
+            'a sequence. Slice these dimensions out of a larger mesh, as in mesh["dp", "cp"]'
+        )
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    if list(ranks) != sorted(ranks):
+        raise ValueError(
+            f"mesh lists its ranks as {mesh.mesh.tolist()}, not ascending: process groups number their ranks in "
+            "ascending order. Build the mesh in that order"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not part of mesh {mesh}: call split_cp_mesh only on the ranks of the mesh"
+        )
+    return ranks
+
+
+def _checked_degrees(degrees: Sequence[int] | None, size: int) -> list[int]:
+    works = cp_mesh.divisors(size)
+    if degrees is None:
+        return works
+    wrong = [d for d in degrees if isinstance(d, bool) or not isinstance(d, int) or d not in works]
+    if wrong:
+        raise ValueError(
+            f"degrees={list(degrees)!r}: {wrong[0]!r} does not divide the {size} ranks of the mesh; degrees that do: "
+            f"{', '.join(map(str, works))}"
+        )
+    return sorted({1, *degrees})
+
+
+def _groups_of(mesh: DeviceMesh) -> dict[Ranks, dist.ProcessGroup]:
+    return {tuple(dist.get_process_group_ranks(group)): group for group in mesh.get_all_groups()}
+
+
+def _alive(group: dist.ProcessGroup) -> bool:
+    return Axis(0, 1, group).alive()

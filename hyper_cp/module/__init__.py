@@ -1,0 +1,1 @@
+"""One user module under context parallelism: hooks, dispatch of its attention calls, DTensors, meshes."""

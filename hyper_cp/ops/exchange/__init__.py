@@ -1,0 +1,1 @@
+"""How keys, values, queries and heads travel."""

@@ -1,0 +1,290 @@
+"""Ulysses in head groups: the all-to-all of one group travels while another group is attended.
+
+Attention of different heads is independent, so the exchange need not be over before attention starts. One op
+exchanges and attends group by group; forward, per group g::
+
+    post q, k, v of g+1  ->  wait for q, k, v of g  ->  attend g  ->  post the output of g  ->  wait for that of g-1
+
+and backward alike with dout in and dq, dk, dv out. What cannot be hidden is the first group's way in and the last
+one's way out: 1/groups of the communication. Bytes are those of Ulysses in one go.
+
+Who owns what: a packed message and the place it arrives in belong to their ``Pending`` until ``wait()``; what is
+unpacked there is new and belongs to the op, which returns it (backward needs it) or adds it to its result. At most
+two groups are in flight inwards and two outwards.
+
+Source: head-wise pipelining as in FPDT (arXiv 2408.16978) and USP (2405.07719), of the all-to-all of DeepSpeed
+Ulysses (2309.14509).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mesh import comm, cp_mesh
+from ..mesh.cp_mesh import CPMesh
+from ..schedule import auto_layout as placement
+from ..schedule import layout as layouts
+from ..schedule.layout import Piece
+from .engine import attention_backward_op, attention_op
+from .exchange import keys_values as exchange
+from .kernels.partials import accumulation_dtype, like_queries
+
+
+def check_groups(q_heads: int, kv_heads: int, cp: CPMesh, groups: int) -> None:
+    """Raise ``ValueError`` unless each rank's heads (``kv_heads``: after sharing) split into ``groups``. Several
+    groups may use one key/value head, which is exchanged once, but not round a ring, where it would travel again."""
+    queries, keys = q_heads // cp.ulysses.size, kv_heads // cp.ulysses.size
+
+    def fits(n: int) -> bool:
+        return queries % n == 0 and (keys % n == 0 or (n % keys == 0 and cp.ring.size == 1))
+
+    if cp.ulysses.size > 1 and not fits(groups):
+        works = ", ".join(str(n) for n in range(1, queries + 1) if fits(n))
+        why = " that leave no head of keys to two groups" if cp.ring.size > 1 else ""
+        raise ValueError(
+            f"head_groups={groups} does not split the {queries} query and {keys} key/value heads that each rank has "
+            f"after the exchange over ulysses_degree={cp.ulysses.size}. Numbers of groups{why}: {works}"
+        )
+
+
+class _Groups:
+    """The groups of one call. Tensors are ``[B, H, S, D]``, of a rank (S local, H all) or of a group (S that of a
+    ring rank, H of one group)."""
+
+    def __init__(self, cp: CPMesh, layout: str, documents: Tensor | None, groups: int, kv_heads: int) -> None:
+        self.cp, self.layout, self.number = cp, layout, groups
+        self.documents = documents if layout in layouts.BY_DOCUMENTS else None
+        self.kv_number = min(groups, kv_heads)
+        self.sharing = groups // self.kv_number
+        """Groups that use the same keys and values."""
+
+    def heads_of(self, x: Tensor, number: int, index: int) -> Tensor:
+        """``[B, n, h, S, D]``, a view: the heads of ``x`` that are in one of ``number`` groups, by rank."""
+        return x.unflatten(1, (self.cp.ulysses.size, number, -1))[:, :, index]
+
+    def pieces(self, length: int) -> tuple[Piece, ...]:
+        cp = self.cp
+        name, borders = placement.resolve(self.layout, cp.size, length * cp.ring.size, self.documents)
+        return layouts.ascending_pieces(name, cp.ulysses_peers(), cp.size, length * cp.ring.size, borders)
+
+    def to_group(self, x: Tensor, number: int, index: int) -> comm.Pending:
+        """Post one group of a rank's ``x``."""
+        pieces = self.pieces(x.shape[2] * self.cp.ulysses.size)
+        return exchange.send_heads(self.cp.ulysses, self.heads_of(x, number, index), 2, 1, pieces)
+
+    def to_rank(self, x: Tensor, into: Tensor, number: int, index: int) -> comm.Pending:
+        """Post a group's ``x`` back; it is put into a rank's tensor when it is waited for."""
+        place = self.heads_of(into, number, index)
+        return exchange.collect_heads(self.cp.ulysses, x, 2, 1, self.pieces(x.shape[2])).then(place.copy_)
+
+    def mask(self, mask: Tensor | None, heads: int, index: int) -> Tensor | None:
+        """The part of a mask ``[B|1, H|1, ...]`` for the ``heads`` of a group."""
+        return mask if mask is None or mask.shape[1] == 1 else mask.narrow(1, index * heads, heads)
+
+
+def _wait(pending: Sequence[comm.Pending]) -> list[Tensor]:
+    return [p.wait() for p in pending]
+
+
+@torch.library.custom_op("hyper_cp::ulysses_attention", mutates_args=())
+def ulysses_attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    mask: Tensor | None,
+    mesh: str,
+    layout: str,
+    kv_exchange: str,
+    load_balance: bool,
+    lower: int | None,
+    upper: int | None,
+    scale: float,
+    kernel: str,
+    groups: int,
+) -> list[Tensor]:
+    """``[out]`` of this rank's ``[B, H, S, D]``, then per group what backward needs: all log-sum-exps, all outputs,
+    all q, all k, all v. Arguments: those of :func:`engine.attention_op`; ``mask``: of this rank's heads after
+    the exchange."""
+    cp = cp_mesh.by_key(mesh)
+    plan = _Groups(cp, layout, documents, groups, k.shape[1] // cp.ulysses.size)
+    settings = (mesh, layout, kv_exchange, load_balance, lower, upper, scale, 0.0, kernel)
+
+    def post(group: int) -> list[comm.Pending]:
+        pending = [plan.to_group(q, groups, group)]
+        if group % plan.sharing == 0:
+            pending += [plan.to_group(x, plan.kv_number, group // plan.sharing) for x in (k, v)]
+        return pending
+
+    out = like_queries(q, v.shape[3], q.dtype)
+    lses, outs, queries, keys, values = [], [], [], [], []
+    with comm.landing():
+        arriving = post(0)
+        leaving: list[comm.Pending] = []
+        for group in range(groups):
+            ahead = post(group + 1) if group + 1 < groups else []
+            x, *kv = _wait(arriving)
+            queries.append(x)
+            keys.extend(kv[:1])
+            values.extend(kv[1:])
+            part = plan.mask(mask, x.shape[1], group)
+            x, lse = attention_op(x, keys[-1], values[-1], documents, part, None, *settings)
+            outs.append(x)
+            lses.append(lse)
+            posted = [plan.to_rank(x, out, groups, group)]
+            _wait(leaving)
+            arriving, leaving = ahead, posted
+        _wait(leaving)
+    return [out, *lses, *outs, *queries, *keys, *values]
+
+
+@ulysses_attention_op.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, mask: Tensor | None, mesh: str, *settings: Any
+) -> list[Tensor]:
+    groups: int = settings[-1]
+    degree = cp_mesh.by_key(mesh).ulysses.size
+    kv_groups = min(groups, k.shape[1] // degree)
+
+    def group_of(x: Tensor, number: int) -> Tensor:
+        b, h, s, d = x.shape
+        return x.new_empty(b, h // degree // number, s * degree, d)
+
+    one = group_of(q, groups)
+    dtype = accumulation_dtype(q.dtype)
+    return [
+        like_queries(q, v.shape[3], q.dtype),
+        *(one.new_empty(one.shape[:3], dtype=dtype) for _ in range(groups)),
+        *(like_queries(one, v.shape[3], q.dtype) for _ in range(groups)),
+        *(group_of(q, groups) for _ in range(groups)),
+        *(group_of(x, kv_groups) for x in (k, v) for _ in range(kv_groups)),
+    ]
+
+
+@torch.library.custom_op("hyper_cp::ulysses_attention_backward", mutates_args=())
+def ulysses_attention_backward_op(
+    dout: Tensor,
+    saved: list[Tensor],
+    fingerprint: Tensor,
+    documents: Tensor | None,
+    mask: Tensor | None,
+    mesh: str,
+    layout: str,
+    kv_exchange: str,
+    load_balance: bool,
+    lower: int | None,
+    upper: int | None,
+    scale: float,
+    kernel: str,
+    groups: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)`` of this rank. ``saved``: what :func:`ulysses_attention_op` returned after ``out``."""
+    lses, outs, queries, keys, values = _sorted(saved, groups)
+    cp = cp_mesh.by_key(mesh)
+    plan = _Groups(cp, layout, documents, groups, keys[0].shape[1] * len(keys))
+    settings = (mesh, layout, kv_exchange, load_balance, lower, upper, scale, 0.0, kernel)
+    dq, dk, dv = (_rank_of(xs, cp.ulysses.size) for xs in (queries, keys, values))
+    total: list[Tensor] = []  # dk and dv of keys and values that several groups share
+    with comm.landing():
+        arriving = plan.to_group(dout, groups, 0)
+        leaving: list[comm.Pending] = []
+        for group in range(groups):
+            ahead = plan.to_group(dout, groups, group + 1) if group + 1 < groups else None
+            q, kv = queries[group], group // plan.sharing
+            grad, *kv_grads = attention_backward_op(
+                arriving.wait(),
+                q,
+                keys[kv],
+                values[kv],
+                outs[group],
+                lses[group],
+                fingerprint,
+                documents,
+                plan.mask(mask, q.shape[1], group),
+                None,
+                *settings,
+            )
+            posted = [plan.to_rank(grad, dq, groups, group)]
+            total = _added(total, kv_grads) if plan.sharing > 1 else kv_grads
+            if (group + 1) % plan.sharing == 0:  # no later group adds to these
+                wholes = zip(total, (dk, dv), strict=True)
+                posted += [plan.to_rank(x.to(into.dtype), into, plan.kv_number, kv) for x, into in wholes]
+                total = []
+            _wait(leaving)
+            leaving = posted
+            if ahead is not None:
+                arriving = ahead
+        _wait(leaving)
+    return dq, dk, dv
+
+
+@ulysses_attention_backward_op.register_fake
+def _(
+    dout: Tensor,
+    saved: list[Tensor],
+    fingerprint: Tensor,
+    documents: Tensor | None,
+    mask: Tensor | None,
+    mesh: str,
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups: int = settings[-1]
+    degree = cp_mesh.by_key(mesh).ulysses.size
+    dq, dk, dv = (_rank_of(xs, degree) for xs in _sorted(saved, groups)[2:])
+    return dq, dk, dv
+
+
+def _sorted(saved: list[Tensor], groups: int) -> list[list[Tensor]]:
+    """Log-sum-exps, outputs, q, k and v, each per group."""
+    rest = (len(saved) - 3 * groups) // 2
+    lists, start = [], 0
+    for number in (groups, groups, groups, rest, rest):
+        lists.append(saved[start : start + number])
+        start += number
+    return lists
+
+
+def _rank_of(xs: list[Tensor], degree: int) -> Tensor:
+    """Uninitialised, like the tensor of a rank of which these are the groups."""
+    b, h, s, d = xs[0].shape
+    return xs[0].new_empty(b, s // degree, h * len(xs) * degree, d).transpose(1, 2)
+
+
+def _added(total: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    """The sums so far, in the accumulation dtype."""
+    if not total:
+        return [x.to(accumulation_dtype(x.dtype)) for x in grads]
+    return [t.add_(x) for t, x in zip(total, grads, strict=True)]
+
+
+# Documents and mesh as attributes, their fingerprint as a saved tensor: see "recompute" in engine.
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, _, _, ctx.documents, mask, *ctx.settings = inputs
+    mark = torch.ops.hyper_cp.fingerprint(ctx.documents, ctx.settings[0])
+    ctx.save_for_backward(mark, mask, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # zeros for what has no gradient would be as large as all of q, k, v
+
+
+def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    dout, (mark, mask, *saved) = grads[0], ctx.saved_tensors
+    nothing = [None] * (2 + len(ctx.settings))
+    if dout is None:
+        return (None, None, None, *nothing)
+    return (*ulysses_attention_backward_op(dout, saved, mark, ctx.documents, mask, *ctx.settings), *nothing)
+
+
+ulysses_attention_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, groups: int, *arguments: Any) -> tuple[Tensor, list[Tensor]]:
+    """Output ``[B, H, S, D]`` of this rank's shards, and the groups' log-sum-exps ``[B, H/degree/groups, S*degree]``
+    as they are before an exchange. ``arguments``: those of :func:`ulysses_attention_op` between v and groups."""
+    out, *rest = ulysses_attention_op(q, k, v, *arguments, groups)
+    return out, rest[:groups]

@@ -1,0 +1,57 @@
+"""Attention dropout that does not depend on how the work is cut: each (query, key) pair has its own number.
+
+The number is a hash of a seed, the batch row, the head and both global positions (a counter-based generator, as
+Philox in PyTorch and FlashAttention). So forward, backward and recompute drop the same pairs whatever their tiles,
+and ranks that share a seed are not correlated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...schedule.build import Step
+from ...schedule.layout import Range
+from ...schedule.tiles import Tile
+from .partials import accumulation_dtype
+
+_MASK = 0xFFFFFFFF
+
+
+def draw_seed() -> Tensor:
+    """``[1]`` int64 on the CPU from the default generator, which checkpointing restores for a recompute."""
+    return torch.randint(0, 2**31, (1,), dtype=torch.int64)
+
+
+class Dropout:
+    """Factors of attention weights: ``1 / (1 - p)`` where kept, 0 where dropped."""
+
+    def __init__(self, p: float, seed: Tensor, like: Tensor, heads_before: int, queries: tuple[Range, ...]):
+        self.p, self.device, self.dtype = p, like.device, accumulation_dtype(like.dtype)
+        batch, heads = like.shape[:2]
+        rows = _positions(queries, like.device)
+        # By batch row, head and query: [B, H, rows].
+        key = _mix(int(seed.item()) ^ torch.arange(batch, device=like.device).view(-1, 1, 1))
+        key = _mix(key ^ (heads_before + torch.arange(heads, device=like.device)).view(1, -1, 1))
+        self.rows = _mix(key ^ rows.view(1, 1, -1))
+
+    def of(self, step: Step, tile: Tile) -> Tensor:
+        """``[b, H, rows, cols]`` of a tile, in the accumulation dtype."""
+        batch = slice(None) if tile.batch is None else slice(*tile.batch)
+        cols = _mix(_positions(step.keys, self.device)[tile.k[0] : tile.k[1]] + 1)
+        number = _mix(self.rows[batch, :, tile.q[0] : tile.q[1]].unsqueeze(-1) ^ cols)
+        kept = number >= round(self.p * 2**32)
+        return kept.to(self.dtype) / (1.0 - self.p)
+
+
+def _positions(ranges: tuple[Range, ...], device: torch.device) -> Tensor:
+    parts = [torch.arange(start, stop, device=device) for start, stop in ranges]
+    return torch.cat(parts) if parts else torch.arange(0, device=device)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of MurmurHash3: 32 bits that look random, in int64."""
+    x = (x + 0x9E3779B9) & _MASK
+    x = (x ^ (x >> 16)) * 0x85EBCA6B & _MASK
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 & _MASK
+    return x ^ (x >> 16)

@@ -1,0 +1,89 @@
+"""Exact merging of partial attention results, and sums over tiles, in the accumulation dtype.
+
+A partial is (output, log-sum-exp) of some queries over some keys. Two partials of the same
+queries merge as ``out = out_a * (1 - w) + out_b * w`` with ``w = sigmoid(lse_b - lse_a)``
+(ring attention, arXiv 2310.01889, in the overflow-free form of the flash-attention community).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...schedule.layout import Range
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 for fp64, fp32 for everything smaller."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def like_queries(x: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Uninitialised ``[B, H, S, head_dim]`` in memory order [B, S, H, D], as the models around
+    attention reshape it without a copy."""
+    b, h, s, _ = x.shape
+    return x.new_empty(b, s, h, head_dim, dtype=dtype).transpose(1, 2)
+
+
+def part(x: Tensor, rows: Range, batch: Range | None = None) -> Tensor:
+    """Rows ``[B, H, rows, ...]`` of some batch rows (None: all)."""
+    x = x if batch is None else x[batch[0] : batch[1]]
+    return x[:, :, rows[0] : rows[1]]
+
+
+class Partials:
+    """The running (output, log-sum-exp) of a rank's queries ``[B, H, S, D]``."""
+
+    def __init__(self, q: Tensor, head_dim: int):
+        self._q, self._head_dim = q, head_dim
+        self._dtype = accumulation_dtype(q.dtype)
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def add(self, rows: Range, batch: Range | None, out: Tensor, lse: Tensor) -> None:
+        """Merge the partial of a range of queries. Takes over ``out`` and ``lse``, which the kernel
+        made for this call: they may become the accumulators."""
+        out, lse = out.to(self._dtype), lse.to(self._dtype)
+        if self._out is None and batch is None and rows[1] - rows[0] == self._q.shape[2]:
+            self._out, self._lse = out, lse
+            return
+        total, total_lse = (part(x, rows, batch) for x in self._accumulators())
+        # Neither has seen anything where both are -inf: their difference is no number, the weight 0.
+        weight = torch.sigmoid(lse - total_lse).nan_to_num_(0.0)
+        total.lerp_(out, weight.unsqueeze(-1))
+        torch.logaddexp(total_lse, lse, out=total_lse)
+
+    def _accumulators(self) -> tuple[Tensor, Tensor]:
+        if self._out is None or self._lse is None:
+            self._out = like_queries(self._q, self._head_dim, self._dtype).zero_()
+            self._lse = self._q.new_full(self._q.shape[:3], -torch.inf, dtype=self._dtype)
+        return self._out, self._lse
+
+    def result(self, rows: Range) -> tuple[Tensor, Tensor]:
+        """Of a range of queries: output in their dtype, log-sum-exp in the accumulation dtype."""
+        out, lse = (part(x, rows) for x in self._accumulators())
+        return out.to(self._q.dtype), lse
+
+
+class RowSum:
+    """A sum over tiles that each cover a range of rows of ``[B, H, S, D]``."""
+
+    def __init__(self, like: Tensor):
+        self._like, self._dtype = like, accumulation_dtype(like.dtype)
+        self._total: Tensor | None = None
+
+    def add(self, rows: Range, batch: Range | None, x: Tensor) -> None:
+        """Add to a range of rows. Takes over ``x``."""
+        if self._total is None and batch is None and rows[1] - rows[0] == self._like.shape[2]:
+            self._total = x.to(self._dtype)
+        else:
+            part(self._accumulator(), rows, batch).add_(x)
+
+    def _accumulator(self) -> Tensor:
+        if self._total is None:
+            self._total = like_queries(self._like, self._like.shape[3], self._dtype).zero_()
+        return self._total
+
+    def result(self, rows: Range) -> tuple[Tensor]:
+        """The sum over a range of rows, in the dtype it was made for."""
+        return (part(self._accumulator(), rows).to(self._like.dtype),)
