@@ -22,6 +22,7 @@ from overlap import Clock, Kernel, Link, join, on_ranks, simulate
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from hyper_cp.mesh import cp_mesh
 from hyper_cp.ops import attention
 from hyper_cp.ops import head_groups as overlap
 from hyper_cp.ops.engine import attention_op

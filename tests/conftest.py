@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import npu_standin
-from tests.ranks import Ranks
+from tests.harness import npu_standin
+from tests.harness.ranks import Ranks
 
 settings.register_profile(
     "hyper_cp",

@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler, get_cp_handler_cls
 from hyper_cp.mesh import comm
-from tests import modules
-from tests.oracle import plain_attention, relative_error, token_positions
+from tests.harness import modules
+from tests.harness.oracle import plain_attention, relative_error, token_positions
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 

@@ -23,8 +23,8 @@ from hyper_cp import ContextParallel, styled_modules
 from hyper_cp.mesh import comm
 from hyper_cp.ops import attention
 from hyper_cp.ops.kernels import cpu
-from tests import modules
-from tests.oracle import plain_attention, relative_error, token_positions
+from tests.harness import modules
+from tests.harness.oracle import plain_attention, relative_error, token_positions
 
 SEQ, HEADS, KV, DIM = 16, 4, 4, 8
 

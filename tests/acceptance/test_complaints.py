@@ -1,0 +1,231 @@
+"""What users of other context-parallel libraries report, as tests of this one: each names the complaint it answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp.mesh import comm
+from hyper_cp.ops import attention
+from tests.harness.oracle import plain_attention, relative_error, token_positions, visible_pairs
+from tests.ops.test_attention import FP64, inputs
+from tests.ops.test_masks import run_cases
+
+MODES: list[dict[str, Any]] = [
+    {"ulysses_degree": None},
+    {"ulysses_degree": 1, "layout": "head_tail"},
+    {"ulysses_degree": 1, "load_balance": True},
+    {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
+    {"ulysses_degree": 2, "kv_exchange": "ring"},
+]
+
+
+def mesh_of_all() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+class Attention(nn.Module):
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True)
+
+
+def styled(mode: dict[str, Any], causal: bool = True, **more: Any) -> tuple[nn.Module, ContextParallelHandler]:
+    mesh, style = mesh_of_all(), ContextParallel(seq_dim=2, head_dim=1, **mode, **more)
+    module = parallelize_module(Attention(causal), mesh, {"": style})
+    return module, ContextParallelHandler(mesh, style)
+
+
+# ---- 1. Lengths that are not a multiple of 2 * cp: a crash, or silently wrong (TransformerEngine #1929 #1930 #3331).
+
+
+def any_length(mode: dict[str, Any], length: int, causal: bool) -> float:
+    module, handler = styled(mode, causal)
+    whole = [x.requires_grad_() for x in inputs(2, 4, 4, length, 8, 8, torch.float64)[:3]]
+    with handler.documents([0, length]):
+        local = [handler.dispatch(x, 2, pad_value=9.0) for x in whole]  # visible padding would show
+        out = handler.combine(module(*local), 2, length=length)
+    want = plain_attention(*whole, is_causal=causal)
+    got = [grad.contiguous() for grad in torch.autograd.grad(out.sin().sum(), whole)]
+    for grad in got:  # a share of each position's gradient is on each rank
+        dist.all_reduce(grad)
+    pairs = [(out, want), *zip(got, torch.autograd.grad(want.sin().sum(), whole), strict=True)]
+    return max(relative_error(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_lengths_that_do_not_split(ranks: Any, mode: dict[str, Any]) -> None:
+    for length, causal in ((13, True), (3, True), (27, False)):
+        assert max(ranks(4, any_length, mode, length, causal)) <= FP64
+
+
+def unequal(mode: dict[str, Any]) -> None:
+    module, _ = styled(mode)
+    length = 8 + 4 * (dist.get_rank() == 2)
+    module(*(torch.randn(1, 4, length, 8) for _ in range(3)))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_unequal_local_lengths_are_refused_on_every_rank(ranks: Any, mode: dict[str, Any]) -> None:
+    words = r"ranks of the cp mesh of 4 ranks .* different shapes: rank 0: \(1, 4, 8, 8\).*rank 2: \(1, 4, 12, 8\)"
+    ranks.raises(4, ValueError, words, unequal, mode)
+
+
+def other_documents(mode: dict[str, Any]) -> None:
+    module, handler = styled(mode)
+    with handler.documents([0, 5, 32] if dist.get_rank() else [0, 7, 32]):
+        module(*(torch.randn(1, 4, 8, 8) for _ in range(3)))
+
+
+def test_other_documents_on_other_ranks_are_refused(ranks: Any) -> None:
+    words = r"different packed documents: ranks \[1, 2, 3\] have others"
+    ranks.raises(4, ValueError, words, other_documents, MODES[3])
+
+
+def unequal_and_documents() -> None:
+    module, handler = styled(MODES[3])
+    length = 8 - dist.get_rank()  # the documents fit rank 0 only, and 7 is odd
+    with handler.documents([0, 5, 16]):
+        module(*(torch.randn(1, 4, length, 8) for _ in range(3)))
+
+
+def test_no_check_of_one_rank_comes_before_that_of_shapes(ranks: Any) -> None:
+    ranks.raises(2, ValueError, "call attention with different shapes", unequal_and_documents)
+
+
+# ---- 2. Masks dropped; sliding-window layers trained as full causal (TransformerEngine #2052, accelerate #4177).
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_windows_and_masks_are_never_dropped(ranks: Any, world: int) -> None:
+    modes = [
+        {"degree": d, "kv": kv, "layout": layout, "balance": balance, "length": 16 * world}
+        for d in (1, 2)
+        for kv, layout, balance in (
+            ("ring", "head_tail", False),
+            ("all_gather", "contiguous", True),
+            ("all_gather", "head_tail", False),
+        )
+        if not (kv == "ring" and d == world)
+    ]
+    cases = [{**m, "window": (5, None), "causal": True} for m in modes]
+    cases += [{**m, "mask": kind, "causal": False} for m in modes for kind in ("padding", "float")]
+    for found in ranks(world, run_cases, cases):
+        for case, errors in found:
+            assert max(errors.values()) <= FP64, (case, errors)
+
+
+# ---- 3. Ulysses wants K/V heads divisible by the degree (prime-rl #3042, LlamaFactory #10794, DeepSpeed #6392).
+# ---- 6. Head dims of multi-head latent attention (TransformerEngine #1552 #2868).
+
+
+def grouped_or_latent(mode: dict[str, Any], kv_heads: int, v_dim: int) -> float:
+    module, handler = styled(mode)
+    whole = inputs(2, 12, kv_heads, 16, 24, v_dim, torch.float64)
+    q, k, v, dout = (handler.dispatch(x, 2) for x in whole)
+    local = [x.requires_grad_() for x in (q, k, v)]
+    out = module(*local)
+    wide = [x.requires_grad_() for x in whole[:3]]
+    want = plain_attention(*wide, is_causal=True)
+    grads = zip(torch.autograd.grad(out, local, dout), torch.autograd.grad(want, wide, whole[3].double()), strict=True)
+    return max(relative_error(handler.combine(a.detach(), 2), b) for a, b in [(out, want), *grads])
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_any_number_of_kv_heads_and_latent_head_dims(ranks: Any, mode: dict[str, Any]) -> None:
+    for kv_heads, v_dim in ((1, 24), (2, 24), (3, 24), (6, 24), (12, 16), (4, 16)):
+        if kv_heads in (1, 2, 3, 6) and mode["ulysses_degree"] != 1:
+            continue  # at the boundary the module must repeat heads itself: see the functional form below
+        assert max(ranks(4, grouped_or_latent, mode, kv_heads, v_dim)) <= FP64
+
+
+def shared(kv_heads: int, degree: int | None) -> float:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    whole = inputs(1, 12, kv_heads, 16, 8, 8, torch.float64)
+    mine = torch.tensor(token_positions("contiguous", rank, world, 16))
+    local = [x[:, :, mine].clone().requires_grad_() for x in whole[:3]]
+    out = attention(*local, mesh=mesh_of_all(), is_causal=True, enable_gqa=True, ulysses_degree=degree)
+    wide = [x.requires_grad_() for x in whole[:3]]
+    want = plain_attention(*wide, is_causal=True)
+    got = torch.autograd.grad(out, local, whole[3][:, :, mine])
+    expected = torch.autograd.grad(want, wide, whole[3])
+    return max(relative_error(a, b[:, :, mine]) for a, b in zip((out, *got), (want, *expected), strict=True))
+
+
+def test_ulysses_shares_kv_heads(ranks: Any) -> None:
+    for kv_heads in (1, 2, 3, 6):
+        for degree in (2, None):
+            assert max(ranks(4, shared, kv_heads, degree)) <= FP64, (kv_heads, degree)
+
+
+# ---- 12. A ring that moves K/V heads repeated for grouped queries (torchtitan #1283).
+
+
+def ring_bytes(kv_heads: int) -> list[int]:
+    q, k, v = (torch.randn(1, h, 8, 4, requires_grad=True) for h in (8, kv_heads, kv_heads))
+    sent = []
+    for kv_exchange in ("ring", "all_gather"):
+        with comm.record_traffic() as traffic:
+            attention(q, k, v, mesh=mesh_of_all(), is_causal=True, enable_gqa=True, kv_exchange=kv_exchange)
+        sent.append(sum(n for operation, n in traffic.entries if operation != "numbers"))
+    return sent
+
+
+def test_repeated_heads_do_not_travel(ranks: Any) -> None:
+    local_kv = 2 * 8 * 4 * 4  # k and v, positions, head dim, bytes
+    for found in ranks(4, ring_bytes, 2):
+        assert found == [3 * 2 * local_kv] * 2
+
+
+# ---- 14. Packed documents ignored: a loss 1.83 times too large (axolotl #3608).
+
+
+def documents(mode: dict[str, Any]) -> tuple[float, float]:
+    module, handler = styled(mode)
+    q, k, v, _ = inputs(1, 4, 4, 32, 8, 8, torch.float64)
+    local = [handler.dispatch(x, 2) for x in (q, k, v)]
+    with handler.documents([0, 3, 11, 32]):
+        out = handler.combine(module(*local), 2)
+    want = plain_attention(q, k, v, visible=visible_pairs(32, True, None, [[0, 3, 11, 32]]))
+    return relative_error(out, want), relative_error(out, plain_attention(q, k, v, is_causal=True))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_packed_documents_do_not_see_each_other(ranks: Any, mode: dict[str, Any]) -> None:
+    for error, difference in ranks(4, documents, mode):
+        assert error <= FP64 and difference > 0.1
+
+
+# ---- 15. Stale K/V in the backward of a ring (diffusers #14265).
+
+
+def two_forwards(mode: dict[str, Any]) -> float:
+    """Backwards of two calls in the order of the forwards, after the inputs of a third have come and gone."""
+    module, handler = styled(mode)
+    worst, calls = 0.0, []
+    for seed in range(3):
+        whole = [x * (seed + 1) for x in inputs(1, 4, 4, 32, 8, 8, torch.float64)]
+        local = [handler.dispatch(x, 2).requires_grad_() for x in whole[:3]]
+        calls.append((whole, local, module(*local)))
+    for whole, local, out in calls[:2]:
+        wide = [x.requires_grad_() for x in whole[:3]]
+        want = torch.autograd.grad(plain_attention(*wide, is_causal=True), wide, whole[3])
+        for got, expected in zip(torch.autograd.grad(out, local, handler.dispatch(whole[3], 2)), want, strict=True):
+            worst = max(worst, relative_error(handler.combine(got, 2), expected))
+    return worst
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_backward_meets_the_keys_of_its_own_forward(ranks: Any, mode: dict[str, Any]) -> None:
+    assert max(ranks(4, two_forwards, mode)) <= FP64

@@ -1,0 +1,356 @@
+"""Rolling a sharded sequence, and get_batch_on_this_cp_rank: against the same done on whole tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp import ContextParallelHandler
+from hyper_cp.data.collectives import roll_plan
+from hyper_cp.mesh import comm
+from hyper_cp.schedule import positions
+from tests.harness.oracle import token_positions
+
+LAYOUTS = ["contiguous", "head_tail"]
+
+
+def rolled_whole(x: Tensor, shifts: int, dim: int, borders: list[list[int]] | None) -> Tensor:
+    """The oracle: every position looks up its source."""
+    x = x.movedim(dim, 0)
+    out = torch.zeros_like(x)
+    for p in range(len(x)):
+        source = p - shifts
+        if not 0 <= source < len(x):
+            continue
+        out[p] = x[source]
+        for row, borders_of_row in enumerate(borders or []):
+            if any(min(p, source) < b <= max(p, source) for b in borders_of_row):
+                (out[p] if len(borders) == 1 else out[p][row]).zero_()  # type: ignore[arg-type]
+    return out.movedim(0, dim)
+
+
+@given(st.sampled_from(LAYOUTS), st.integers(1, 6), st.integers(1, 4), st.integers(-30, 30))
+def test_a_roll_plan_moves_each_row_to_its_place(layout: str, world: int, unit: int, shifts: int) -> None:
+    length = 2 * world * unit
+    ranges = positions.held(layout, world, length)
+    whole = torch.arange(1, length + 1)
+    local = [whole[torch.tensor(token_positions(layout, r, world, length))] for r in range(world)]
+    plans = [roll_plan(ranges, r, shifts) for r in range(world)]
+    for rank, plan in enumerate(plans):
+        sent = [
+            torch.cat([x[a:b] for a, b in borders]) if borders else x[:0]
+            for x, borders in zip(local, plan.borders, strict=True)
+        ]
+        assert max(map(len, sent)) == plan.width
+        parts = [
+            torch.zeros(b - a, dtype=torch.int64)
+            if owner is None
+            else (local[rank] if owner == rank else sent[owner])[a:b]
+            for owner, a, b in plan.parts
+        ]
+        expected = rolled_whole(whole, shifts, 0, None)[torch.tensor(token_positions(layout, rank, world, length))]
+        assert torch.equal(torch.cat(parts), expected)
+
+
+ROLLS: list[tuple[int, Any]] = [(s, None) for s in (-1, 1, -2, 3, 0, -7, 11, -24, 50)]
+ROLLS += [(s, d) for s in (-1, 2, -5) for d in ([0, 5, 6, 17, 24], [[0, 24], [0, 7, 8, 24], [0, 1, 23, 24]])]
+
+
+def rolls(layout: str, names: tuple[str, ...]) -> dict[str, int]:
+    """Whether each roll and its gradient are those of the whole; and the transfers of each."""
+    world = dist.get_world_size()
+    shape = (world,) if len(names) == 1 else (2, world // 2)
+    handler = ContextParallelHandler(init_device_mesh("cpu", shape, mesh_dim_names=names), layout)
+    mine, g = torch.tensor(token_positions(layout, dist.get_rank(), world, 24)), torch.Generator().manual_seed(1)
+    for shifts, documents in ROLLS:
+        borders = documents if documents is None or isinstance(documents[0], list) else [documents]
+        for x, dim in (
+            (torch.randn(3, 24, dtype=torch.float64, generator=g), -1),
+            (torch.randn(24, 3, 2, dtype=torch.float64, generator=g), 0),
+            (torch.rand(3, 2, 24, generator=g) > 0.5, 2),
+            (torch.randint(99, (3, 24, 2), generator=g), 1),
+        ):
+            local = x.index_select(dim, mine)
+            learns = x.is_floating_point()
+            local.requires_grad_(learns)
+            with comm.record_traffic() as log:
+                got, total = handler.roll_tensor(local, shifts, dim, documents=documents)
+            where = f"{shifts} {documents} {tuple(x.shape)}"
+            want = rolled_whole(x, shifts, dim, borders).index_select(dim, mine)
+            assert torch.equal(got, want), where
+            assert got.dtype == x.dtype and torch.equal(total, want.sum()), where
+            assert len(log.entries) <= len(names), where
+            if learns:
+                weight = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(2))
+                wide = x.clone().requires_grad_()
+                (full,) = torch.autograd.grad(
+                    (rolled_whole(wide * 1, shifts, dim, borders) * weight).sum() + 0 * wide.sum(), wide
+                )
+                (grad,) = torch.autograd.grad((got * weight.index_select(dim, mine)).sum(), local)
+                assert torch.equal(grad, full.index_select(dim, mine)), where
+    return {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_rolls(ranks: Any, world: int, layout: str) -> None:
+    ranks(world, rolls, layout, ("cp",))
+
+
+def test_rolls_on_a_mesh_of_two_dimensions(ranks: Any) -> None:
+    ranks(4, rolls, "head_tail", ("ring", "ulysses"))
+
+
+def roll_traffic(layout: str) -> tuple[int, int]:
+    handler = ContextParallelHandler(init_device_mesh("cpu", (4,)), layout)
+    with comm.record_traffic() as log, handler.documents([0, 9, 64]):
+        handler.roll_tensor(torch.zeros(2, 16, 5), -1, 1)
+    return len(log.entries), log.bytes_sent
+
+
+@pytest.mark.parametrize("layout,rows", [("contiguous", 1), ("head_tail", 2)])
+def test_only_border_rows_travel(ranks: Any, layout: str, rows: int) -> None:
+    for entries, sent in ranks(4, roll_traffic, layout):
+        assert (entries, sent) == (1, 3 * rows * 2 * 5 * 4)
+
+
+def wrong_roll(what: str) -> None:
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
+    x = torch.zeros(3, 8)
+    {
+        "dims": lambda: handler.roll_tensor(x, -1, 2),
+        "shifts": lambda: handler.roll_tensor(x, (1, 2)),  # type: ignore[arg-type]
+        "documents": lambda: handler.roll_tensor(x, documents=[0, 5, 12]),
+        "rows": lambda: handler.roll_tensor(x, documents=[[0, 16], [0, 4, 16]]),
+    }[what]()
+
+
+def test_wrong_rolls_are_refused(ranks: Any) -> None:
+    ranks.raises(2, "ValueError", "dims=2 is not a dimension", wrong_roll, "dims")
+    ranks.raises(2, "TypeError", r"shifts=\(1, 2\) must be an int", wrong_roll, "shifts")
+    ranks.raises(2, "ValueError", "global sequence length 16", wrong_roll, "documents")
+    ranks.raises(2, "ValueError", "2 rows for a batch of 3", wrong_roll, "rows")
+
+
+# --------------------------------------------------------------------------- whole batches
+
+
+def tokens(batch: int = 3, length: int = 24) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(3)
+    ids = torch.randint(1, 99, (batch, length), generator=g)
+    return {"input_ids": ids, "labels": ids.clone(), "weight": torch.rand(batch, generator=g)}
+
+
+def shift(labels: Tensor, last: list[list[int]]) -> Tensor:
+    """Next tokens of ``[B, S]``; no label where a row's document ends (positions ``last``)."""
+    out = torch.full_like(labels, -100)
+    for b in range(len(labels)):
+        for p in range(labels.shape[1] - 1):
+            if p not in last[b % len(last)]:
+                out[b, p] = labels[b, p + 1]
+    return out
+
+
+def packed(layout: str) -> None:
+    handler = ContextParallelHandler(init_device_mesh("cpu", (dist.get_world_size(),)), layout)
+    mine = torch.tensor(token_positions(layout, dist.get_rank(), dist.get_world_size(), 24))
+    batch = tokens()
+    whole = {k: v.clone() for k, v in batch.items()}
+
+    found = handler.get_batch_on_this_cp_rank(batch, shift_labels=True, debug=True)
+    assert list(found) == ["input_ids", "weight", "shift_labels", "position_ids"]
+    assert isinstance(found, dict) and found.documents is None and (found.length, found.padded_length) == (24, 24)
+    assert torch.equal(found["input_ids"], whole["input_ids"][:, mine])
+    assert torch.equal(found["shift_labels"], shift(whole["labels"], [[]])[:, mine])
+    assert torch.equal(found["position_ids"], mine.expand(3, -1))
+    assert torch.equal(found["weight"], whole["weight"])
+    assert all(torch.equal(batch[k], v) for k, v in whole.items()) and list(batch) == list(whole)  # untouched
+
+    restarted = torch.tensor([*range(5), *range(1), *range(11), *range(7)])
+    for offsets in (
+        {"cu_seqlens": [0, 5, 6, 17, 24]},
+        {
+            "cu_seq_lens_q": torch.tensor([0, 5, 6, 17, 24], dtype=torch.int32),
+            "cu_seq_lens_k": [0, 5, 6, 17, 24],
+            "max_length_q": 11,
+        },
+        {
+            "document_ids": torch.repeat_interleave(torch.tensor([3, 1, 4, 9]), torch.tensor([5, 1, 11, 7])).expand(
+                3, -1
+            )
+        },
+    ):
+        found = handler.get_batch_on_this_cp_rank({**batch, **offsets}, shift_labels=True)
+        assert list(found) == ["input_ids", "weight", "shift_labels", "position_ids"]
+        assert torch.equal(found["shift_labels"], shift(whole["labels"], [[4, 5, 16]])[:, mine])
+        assert torch.equal(found["position_ids"], restarted[mine].expand(3, -1))
+        with handler.documents(found) as table:
+            assert sorted(set(table[0].tolist())) == [0, 5, 6, 17, 24] and handler.cp.facts.documents is table
+            assert torch.equal(handler.position_ids(24, restart=True), restarted[mine])
+            assert torch.equal(handler.position_ids(24), mine)
+        assert handler.cp.facts.documents is None
+
+    rows = [[0, 24], [0, 7, 8, 24], [0, 1, 23, 24]]
+    found = handler.get_batch_on_this_cp_rank({**batch, "cu_seqlens": rows}, shift_labels=True)
+    assert torch.equal(found["shift_labels"], shift(whole["labels"], [[b - 1 for b in r] for r in rows])[:, mine])
+    starts = torch.tensor([[max(b for b in r if b <= p) for p in range(24)] for r in rows])
+    assert torch.equal(found["position_ids"], (torch.arange(24) - starts)[:, mine])
+    assert torch.equal(handler.position_ids(24, restart=True, documents=rows), found["position_ids"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_labels_positions_and_documents(ranks: Any, world: int, layout: str) -> None:
+    ranks(world, packed, layout)
+
+
+def padded(layout: str) -> None:
+    """13 positions on 3 ranks, padded right, left, and not at all."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (3,)), layout)
+    width = 15 if layout == "contiguous" else 18
+    mine = token_positions(layout, dist.get_rank(), 3, width)
+    batch = {**tokens(3, 13), "attention_mask": torch.ones(3, 13, dtype=torch.int64)}
+    batch["attention_mask"][0, 9:] = 0
+    batch["attention_mask"][1, :4] = 0
+
+    def local(x: Tensor, fill: int) -> Tensor:
+        return torch.cat([x, torch.full((3, width - 13), fill)], 1)[:, mine]
+
+    found = handler.get_batch_on_this_cp_rank(batch, shift_labels=True, pad_values={"input_ids": 7})
+    assert (found.length, found.padded_length) == (13, width)
+    assert torch.equal(found["input_ids"], local(batch["input_ids"], 7))
+    assert torch.equal(found["shift_labels"], local(shift(batch["labels"], [[8], [3], []]), -100))
+    assert bool((found["attention_mask"] == 1).all()) and found["attention_mask"].shape == (3, width // 3)
+    assert torch.equal(
+        found["position_ids"], local(torch.arange(13).expand(3, -1), 0) + torch.tensor([max(0, p - 13) for p in mine])
+    )
+    want = [[0, 9, 13, width], [0, 4, 13, width], [0, 13, width]]
+    assert [list(dict.fromkeys(row)) for row in found.documents.tolist()] == want
+    assert torch.equal(handler.combine(found["input_ids"], length=found.length), batch["input_ids"])
+
+    batch["attention_mask"][:] = 1  # then only the padding of the layout is left
+    found = handler.get_batch_on_this_cp_rank(batch)
+    assert [list(dict.fromkeys(row)) for row in found.documents.tolist()] == [[0, 13, width]]
+    assert torch.equal(found["labels"], local(batch["labels"], -100))
+
+    both = {**batch, "cu_seqlens": [0, 6, 13], "attention_mask": torch.ones(3, 13, dtype=torch.bool)}
+    both["attention_mask"][2, 11:] = False
+    found = handler.get_batch_on_this_cp_rank(both)
+    want = [[0, 6, 13, width], [0, 6, 13, width], [0, 6, 11, 13, width]]
+    assert [list(dict.fromkeys(row)) for row in found.documents.tolist()] == want
+    at = torch.tensor([*range(6), *range(7), *range(width - 13)])[mine]
+    assert torch.equal(found["position_ids"], at.expand(3, -1))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_padding_becomes_documents(ranks: Any, layout: str) -> None:
+    ranks(3, padded, layout)
+
+
+def containers() -> None:
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "head_tail")
+    mine = torch.tensor(token_positions("head_tail", dist.get_rank(), 2, 8))
+    x, y, image = torch.arange(16).view(2, 8), torch.arange(8.0), torch.rand(2, 3)
+    found = handler.get_batch_on_this_cp_rank((x, y, image, "text"), [-1, 0, None, None])
+    assert isinstance(found, tuple) and found.length == 8
+    assert torch.equal(found[0], x[:, mine]) and torch.equal(found[1], y[mine]) and torch.equal(found[2], image)
+    found = handler.get_batch_on_this_cp_rank([x, 3])
+    assert isinstance(found, list) and torch.equal(found[0], x[:, mine]) and found[1] == 3
+    # sequence first; [S] alone; an image whose dimension 1 is something else; an explicit mask
+    found = handler.get_batch_on_this_cp_rank({"tokens": x.T, "labels": x.T}, 0, shift_labels=True)
+    assert torch.equal(found["shift_labels"], shift(x, [[]]).T[mine]) and torch.equal(
+        found["position_ids"], torch.stack([mine, mine], 1)
+    )
+    found = handler.get_batch_on_this_cp_rank({"tokens": y}, 0)
+    assert torch.equal(found["position_ids"], mine)
+    mask = torch.ones(2, 1, 8, 8, dtype=torch.bool).tril()
+    found = handler.get_batch_on_this_cp_rank(
+        {"pixels": image, "input_ids": x, "attention_mask": mask, "position_ids": x + 1, "none": None}, {"pixels": None}
+    )
+    assert found["attention_mask"] is mask and found["pixels"] is image and found["none"] is None
+    assert torch.equal(found["position_ids"], (x + 1)[:, mine])
+
+
+def test_containers_and_dimensions(ranks: Any) -> None:
+    ranks(2, containers)
+
+
+def wrong_batch(what: str) -> None:
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
+    get, x = handler.get_batch_on_this_cp_rank, torch.zeros(2, 7, dtype=torch.int64)
+    holes = torch.ones_like(x)
+    holes[1, 3] = 0
+    {
+        "type": lambda: get(x),
+        "length": lambda: get({"images": torch.zeros(2, 3), "input_ids": x}),
+        "none": lambda: get({"scale": torch.zeros(3)}),
+        "missing": lambda: get({"input_ids": x}, {"tokens": 1}),
+        "dimension": lambda: get({"input_ids": x}, {"input_ids": 2}),
+        "places": lambda: get([x, x], [1]),
+        "nested": lambda: get({"input_ids": x, "more": {"a": x}}),
+        "labels": lambda: get({"input_ids": x}, shift_labels=True),
+        "holes": lambda: get({"input_ids": x, "attention_mask": holes}),
+        "ids": lambda: get({"input_ids": x, "attention_mask": holes + 1}),
+        "explicit": lambda: get({"input_ids": x, "attention_mask": torch.ones(2, 1, 7, 7)}),
+        "offsets": lambda: get({"input_ids": x, "cu_seqlens": [0, 5]}),
+        "contradiction": lambda: get({"input_ids": x, "cu_seqlens": [0, 5, 7], "cu_seqlens_kv": [0, 4, 7]}),
+        "pad": lambda: get({"input_ids": x}, pad_values={"input": 3}),
+    }[what]()
+
+
+@pytest.mark.parametrize(
+    "what,kind,words",
+    [
+        ("type", "TypeError", "batch is a Tensor"),
+        ("length", "ValueError", "'images' has 3 positions in dimension 1, but 'input_ids' has 7.*'images': None"),
+        ("none", "ValueError", "no entry of the batch has a sequence dimension"),
+        ("missing", "ValueError", r"seq_dims names \['tokens'\]"),
+        ("dimension", "ValueError", r"'input_ids' dimension 2, but its shape is \(2, 7\)"),
+        ("places", "ValueError", "has 1 places"),
+        ("nested", "TypeError", "'more' is a dict of tensors"),
+        ("labels", "ValueError", "shift_labels=True needs a dict batch with a tensor 'labels'"),
+        ("holes", "ValueError", r"attention_mask\[1\] is not a padding mask"),
+        ("ids", "ValueError", r"attention_mask\[0\] is not a padding mask"),
+        ("explicit", "ValueError", "pad the batch to 8 positions yourself"),
+        ("offsets", "ValueError", "global sequence length 7"),
+        ("contradiction", "ValueError", "name different documents"),
+        ("pad", "ValueError", r"pad_values names \['input'\]"),
+    ],
+)
+def test_wrong_batches_are_refused(ranks: Any, what: str, kind: str, words: str) -> None:
+    ranks.raises(2, kind, words, wrong_batch, what)
+
+
+def unequal(what: str, names: tuple[str, ...]) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (world,) if len(names) == 1 else (2, world // 2), mesh_dim_names=names)
+    handler, batch = ContextParallelHandler(mesh, "contiguous"), tokens(2, 8)
+    batch["note"] = "epoch 1"  # type: ignore[assignment]
+    if rank == 1 and what == "value":
+        batch["labels"][1, 3] += 1
+    if rank == 1 and what == "shape":
+        batch["labels"] = batch["labels"][:, :4]
+    if rank == 1 and what == "names":
+        del batch["labels"]
+    if rank == 1 and what == "other":
+        batch["note"] = "epoch 2"  # type: ignore[assignment]
+    handler.get_batch_on_this_cp_rank(batch, debug=True)
+
+
+def test_unequal_batches_are_named(ranks: Any) -> None:
+    ranks(3, unequal, "equal", ("cp",))
+    for what, words in (
+        ("value", r"entry 'labels' of the batch differs.*cp ranks \[1\]"),
+        ("shape", "entry 'labels' of the batch differs"),
+        ("names", r"the names \(or number\) of entries of the batch differs"),
+        ("other", "entry 'note' of the batch differs"),
+    ):
+        ranks.raises(3, "ValueError", words, unequal, what, ("cp",))
+    ranks.raises(4, "ValueError", "entry 'labels'", unequal, "value", ("ring", "ulysses"))

@@ -1,0 +1,270 @@
+"""mean_loss: the loss and the parameter gradients of one device, under DDP, FSDP2 and plain sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp.mesh import comm
+from tests.harness.oracle import plain_attention, relative_error
+
+LENGTH, VOCABULARY, ROWS = 16, 11, 4
+
+
+class Inner(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Small(nn.Module):
+    """One attention layer between an embedding and logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(VOCABULARY, 8), Inner()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.embed(ids)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return self.out(self.inner(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Plain(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return plain_attention(q, k, v, is_causal=True)
+
+
+def small() -> Small:
+    torch.manual_seed(1)
+    return Small().double()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    """Rows of very different numbers of valid labels, unevenly over the sequence too."""
+    g = torch.Generator().manual_seed(2)
+    ids = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=g)
+    labels = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=g)
+    for row, valid in enumerate((16, 3, 9, 1)):
+        labels[row, valid:] = -100
+    return ids, labels
+
+
+def reference(weights: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+    """One device, the whole batch."""
+    model, (ids, labels) = small(), data()
+    model.inner = Plain()  # type: ignore[assignment]
+    logits = model(ids).flatten(0, 1)
+    if weights is None:
+        loss = F.cross_entropy(logits, labels.flatten())
+    else:
+        losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
+        loss = (losses * weights.flatten()).sum() / (weights * (labels != -100)).sum()
+    return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def setup(wrapper: str, layout: str) -> tuple[DeviceMesh, ContextParallelHandler, nn.Module]:
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    style = ContextParallel(2, 1, 1, layout=layout)
+    model = small()
+    parallelize_module(model.inner, world["cp"], style)
+    if wrapper == "ddp":
+        return world, ContextParallelHandler(world["cp"], style), DistributedDataParallel(model)
+    if wrapper == "fsdp":
+        flat = world._flatten("dp_cp")
+        return flat, ContextParallelHandler(world["cp"], style), fully_shard(model, mesh=flat)
+    return world, ContextParallelHandler(world["cp"], style), model
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    grads = (p.grad for p in model.parameters())
+    return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]  # type: ignore[union-attr,misc]
+
+
+def train(wrapper: str, layout: str, form: str) -> tuple[float, float, float]:
+    """The reported loss, its error, and the worst error of gradients, on one rank of 2 dp x 2 cp."""
+    mesh, handler, model = setup(wrapper, layout)
+    ids, labels = (x.chunk(2)[dist.get_rank() // 2] for x in data())
+    ids, labels = handler.dispatch(ids), handler.dispatch(labels)
+    logits, weights = model(ids), None
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    how = "sum" if wrapper == "none" else "mean"
+    if form == "logits":
+        loss = handler.mean_loss(logits, labels, mesh=mesh, gradients=how)
+    elif form == "losses":
+        loss = handler.mean_loss(losses, labels, mesh=mesh, gradients=how)
+    elif form == "mask":
+        loss = handler.mean_loss(losses, mask=labels != -100, mesh=mesh, gradients=how)
+    else:
+        weights = torch.linspace(0, 2, LENGTH, dtype=torch.float64).expand(ROWS, -1)
+        mine = handler.dispatch(weights.chunk(2)[0])
+        loss = handler.mean_loss(logits, labels, mask=mine, mesh=mesh, gradients=how)
+    loss.backward()
+    found = gradients(model)
+    if wrapper == "none":
+        for g in found:
+            dist.all_reduce(g)
+    want, grads = reference(weights)
+    worst = max(relative_error(a, b) for a, b in zip(found, grads, strict=True))
+    return loss.item(), abs(loss.item() - want.item()), worst
+
+
+@pytest.mark.parametrize(
+    "wrapper,layout,form",
+    [
+        ("ddp", "head_tail", "logits"),
+        ("ddp", "contiguous", "losses"),
+        ("fsdp", "contiguous", "mask"),
+        ("fsdp", "head_tail", "logits"),
+        ("none", "head_tail", "weights"),
+    ],
+)
+def test_gradients_are_those_of_one_device(ranks: Any, wrapper: str, layout: str, form: str) -> None:
+    results = ranks(4, train, wrapper, layout, form)
+    assert len({value for value, _, _ in results}) == 1  # the same bits on every rank
+    for _, loss, worst in results:
+        assert loss <= 1e-12 and worst <= 1e-10
+
+
+def naive(kind: str) -> tuple[float, float]:
+    """What DDP makes of other losses: the factor of the gradients, and their distance from any multiple."""
+    _, handler, model = setup("ddp", "contiguous")
+    ids, labels = (x.chunk(2)[dist.get_rank() // 2] for x in data())
+    ids, labels = handler.dispatch(ids), handler.dispatch(labels)
+    logits, count = model(ids).flatten(0, 1), (data()[1] != -100).sum()
+    if kind == "sum":
+        loss = F.cross_entropy(logits, labels.flatten(), reduction="sum") / count
+    else:
+        valid = (labels != -100).sum().clamp(min=1)
+        loss = F.cross_entropy(logits, labels.flatten(), reduction="sum") / valid
+    loss.backward()
+    found = torch.cat([g.flatten() for g in gradients(model)])
+    want = torch.cat([g.flatten() for g in reference()[1]])
+    factor = (found @ want) / (want @ want)
+    return factor.item(), relative_error(found, factor * want)
+
+
+def test_without_it_the_factor_is_wrong(ranks: Any) -> None:
+    for factor, rest in ranks(4, naive, "sum"):
+        assert abs(factor - 0.25) <= 1e-10 and rest <= 1e-10  # averaged over 2 x 2 ranks once more
+    for factor, rest in ranks(4, naive, "mean of means"):
+        assert abs(factor - 1) > 0.05 and rest > 0.05  # not even a multiple
+
+
+def nothing_counts() -> tuple[float, float, int]:
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
+    losses = torch.full((2, 4), torch.inf, requires_grad=True)
+    with comm.record_traffic() as log:
+        loss = handler.mean_loss(losses, torch.full((2, 4), -100))
+    loss.backward()
+    half = torch.full((2, 4000), 0.3, dtype=torch.bfloat16)
+    assert handler.mean_loss(half).item() == pytest.approx(half[0, 0].item(), rel=1e-6)  # added up in fp32
+    return loss.item(), losses.grad.abs().max().item(), len(log.entries)  # type: ignore[union-attr]
+
+
+def test_nothing_that_counts(ranks: Any) -> None:
+    assert ranks(2, nothing_counts) == [(0.0, 0.0, 1)] * 2
+
+
+def wrong(what: str) -> None:
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    handler, x = ContextParallelHandler(world["cp"], "contiguous"), torch.zeros(2, 4)
+    {
+        "mesh": lambda: handler.mean_loss(x, mesh=world["dp"]),
+        "gradients": lambda: handler.mean_loss(x, gradients="average"),
+        "shape": lambda: handler.mean_loss(x, torch.zeros(2, 3, dtype=torch.int64)),
+        "mask": lambda: handler.mean_loss(x, mask=torch.ones(4)),
+        "scalar": lambda: handler.mean_loss(x.mean()),
+        "dtype": lambda: handler.mean_loss(x.long()),
+    }[what]()
+
+
+@pytest.mark.parametrize(
+    "what,kind,words",
+    [
+        ("mesh", "ValueError", "does not contain the cp ranks"),
+        ("gradients", "ValueError", "gradients='average' is unknown"),
+        ("shape", "ValueError", r"losses has shape \(2, 4\) and labels \(2, 3\)"),
+        ("mask", "ValueError", r"mask \(4,\)"),
+        ("scalar", "ValueError", "losses is one number"),
+        ("dtype", "TypeError", "losses is a torch.int64"),
+    ],
+)
+def test_wrong_losses_are_refused(ranks: Any, what: str, kind: str, words: str) -> None:
+    ranks.raises(4, kind, words, wrong, what)
+
+
+# --------------------------------------------------------------------------- a batch from end to end
+
+
+class Seen(nn.Module):
+    """The oracle's attention: causal or not, among positions of one document."""
+
+    def __init__(self, causal: bool, number: Tensor) -> None:
+        super().__init__()
+        self.causal, self.seen = causal, (number[:, :, None] == number[:, None])[:, None]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return plain_attention(q, k, v, is_causal=self.causal, visible=self.seen)
+
+
+class Attention(nn.Module):
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+
+
+def end_to_end(layout: str, causal: bool, packed: bool) -> float:
+    """13 tokens, padded on the right, on the left or not, or packed: loss and gradients of one device."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    style = ContextParallel(2, 1, 1, kv_exchange="ring", layout=layout)
+    handler, model, g = ContextParallelHandler(mesh, style), small(), torch.Generator().manual_seed(3)
+    model.inner = Attention(causal)  # type: ignore[assignment]
+    parallelize_module(model.inner, mesh, style)
+    ids = torch.randint(VOCABULARY, (3, 13), generator=g)
+    number = torch.zeros(3, 13)  # of the document that each position is in; padding is one
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if packed:
+        number[:, 4:] += 1
+        number[:, 11:] += 1
+        batch["cu_seqlens"] = torch.tensor([0, 4, 11, 13])
+    else:
+        number[0, 9:] = number[1, :5] = 1
+        batch["attention_mask"] = (number == 0).long()
+        batch["labels"][number == 1] = -100
+    local = handler.get_batch_on_this_cp_rank(batch, shift_labels=True, debug=True)
+    with handler.documents(local):
+        logits = model(local["input_ids"])
+    loss = handler.mean_loss(logits, local["shift_labels"], gradients="sum")
+    loss.backward()
+    found = gradients(model)
+    for grad in found:
+        dist.all_reduce(grad)
+    model = small()
+    model.inner = Seen(causal, number)  # type: ignore[assignment]
+    target = torch.full_like(ids, -100)
+    target[:, :-1] = torch.where(number[:, 1:] == number[:, :-1], batch["labels"][:, 1:], -100)
+    want = F.cross_entropy(model(ids).flatten(0, 1), target.flatten())
+    grads = torch.autograd.grad(want, list(model.parameters()))
+    return max(relative_error(a, b) for a, b in zip((loss.detach(), *found), (want.detach(), *grads), strict=True))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("world,layout", [(2, "contiguous"), (2, "head_tail"), (3, "head_tail"), (4, "contiguous")])
+def test_padded_and_packed_batches_train_as_on_one_device(
+    ranks: Any, world: int, layout: str, causal: bool, packed: bool
+) -> None:
+    assert max(ranks(world, end_to_end, layout, causal, packed)) <= 1e-10

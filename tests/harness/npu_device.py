@@ -1,0 +1,153 @@
+"""A device type "npu" whose memory is the CPU's, for processes that have no NPU: a private-use device.
+
+:func:`install` is for good and for the whole process: call it in ranks that do nothing else. Operators run on
+the CPU tensors inside; the NPU's attention operators are those of the stand-in; transfers go through gloo.
+What a real device refuses (operands on different devices) is refused, and what makes the host wait for it is
+recorded in :data:`waits`. It says nothing of streams and of HCCL. One thing cannot be had: ``torch.tensor(...,
+device="npu")``, where PyTorch looks past the tensors that are made in Python.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.harness import npu_standin
+
+# Private, and only in the tests: there is no public way to a device made in Python.
+SETUP = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+WHY_NOT = f"torch {torch.__version__} has no way to make a device in Python"
+BACKEND = "cpu:gloo,npu:gloo"
+
+calls: list[str] = []
+"""Operators that ran on the device since the list was cleared."""
+waits: list[str] = []
+"""Of these, what makes the host wait for the device: reads of its values, copies that are not asynchronous."""
+
+_library: Any = None  # lives as long as the process
+_NPU = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+# Their result, or its shape, is a value of the device.
+_READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "unique_dim", "_unique", "_unique2"}
+_READS |= {"unique_consecutive", "unique_dim_consecutive", "bincount", "repeat_interleave.Tensor"}
+
+
+class Module:
+    """What ``torch.npu`` is to the rest of PyTorch."""
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    is_initialized = is_available
+
+    @staticmethod
+    def _is_in_bad_fork() -> bool:
+        return False
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
+
+    @staticmethod
+    def current_device() -> int:
+        return 0
+
+    @staticmethod
+    def set_device(device: Any) -> None:
+        pass
+
+    @staticmethod
+    def manual_seed_all(seed: int) -> None:
+        pass
+
+    @staticmethod
+    def synchronize(device: Any = None) -> None:
+        waits.append("synchronize")
+
+
+class OnNPU(Tensor):
+    """A tensor of the device: sizes, strides and a CPU tensor that has the values."""
+
+    inside: Tensor
+
+    @staticmethod
+    def __new__(cls, inside: Tensor) -> OnNPU:
+        made = Tensor._make_wrapper_subclass(
+            cls, inside.shape, inside.stride(), inside.storage_offset(), dtype=inside.dtype, device="npu:0"
+        )
+        made.inside = inside
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"OnNPU({self.inside!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, *args, **(kwargs or {}))
+
+
+def install() -> None:
+    """Make the device and its attention operators in this process."""
+    global _library
+    if _library is None:
+        SETUP("npu", Module())
+        npu_standin.install()
+        _library = torch.library.Library("_", "IMPL")
+        _library.fallback(_run, "PrivateUse1")  # operators without operands of the device: they make some
+
+
+def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """One operator on the CPU tensors inside; its results are on the device if it was asked for there."""
+    if func.namespace == "hyper_cp":  # the library's own operators run on tensors of the device
+        return func.redispatch(_NPU, *args, **kwargs)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return func.decompose(*args, **kwargs)  # what it is made of is looked at
+    operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    here = any(isinstance(x, OnNPU) for x in operands)
+    target = kwargs.get("device")
+    name = func._overloadpacket.__name__
+    _check(func, name, operands, args, kwargs)
+    calls.append(f"{func.namespace}.{name}")
+    if target is not None:
+        here = torch.device(target).type == "npu"
+        kwargs = {**kwargs, "device": "cpu"}
+    kwargs.pop("pin_memory", None)
+    result = func(*tree_map(_inside, args), **tree_map(_inside, kwargs))
+    if not here:
+        return result
+    # What was written in place comes back as the tensor it went in as.
+    known = {id(x.inside): x for x in operands if isinstance(x, OnNPU)}
+    return tree_map(lambda x: known.get(id(x), OnNPU(x)) if isinstance(x, Tensor) else x, result)
+
+
+def _inside(x: Any) -> Any:
+    return x.inside if isinstance(x, OnNPU) else x
+
+
+def _check(func: Any, name: str, operands: list[Tensor], args: Any, kwargs: Any) -> None:
+    """Record what waits for the device, and refuse what it refuses."""
+    kinds = [x.device.type for x in operands]
+    if name in ("copy_", "_to_copy"):
+        source = args[1] if name == "copy_" else args[0]
+        target = args[0].device if name == "copy_" else torch.device(kwargs.get("device") or source.device)
+        asynchronous = kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])
+        if source.device.type != target.type and not asynchronous:
+            waits.append(f"copy from {source.device.type} to {target.type}")
+        return
+    if name in _READS or f"{name}.{func._overloadname}" in _READS:
+        waits.append(name)
+    if name in ("index", "index_put_", "index_put") and any(
+        x is not None and (x.dtype in (torch.bool, torch.uint8) or x.device.type == "cpu") for x in args[1]
+    ):
+        waits.append(f"{name} by a mask or by positions on the CPU")
+    # Numbers may be on the CPU, and so may the lengths that v3 of the attention operator takes.
+    elif func.namespace in ("aten", "npu") and any(
+        x.ndim and not (func.namespace == "npu" and x.dtype == torch.int64)
+        for x, kind in zip(operands, kinds, strict=True)
+        if kind == "cpu"
+    ):
+        raise RuntimeError(f"{func}: expected all tensors to be on the same device, found {sorted(set(kinds))}")

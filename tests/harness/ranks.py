@@ -1,0 +1,252 @@
+"""A pool of gloo ranks that lives for the whole test run and is handed test functions.
+
+Importing torch and starting processes for every test is what makes distributed suites slow. Here
+ranks are forked from a server that has imported torch once (preload.py), and every job gets a fresh default
+process group of exactly the ranks it asks for, so that nothing leaks from one test to the next.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Compiled code is looked up by the graph, in which the source of our ops' autograd does not show.
+os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+# Ranks share few cores: each compiles by itself, without a pool of processes of its own.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
+GRACE = 5.0  # seconds the other ranks get after one has failed
+
+
+class RankError(AssertionError):
+    """A job failed on at least one rank. ``types`` and ``messages`` hold, per failed rank, the
+    exception's class name and text."""
+
+    def __init__(self, text: str, types: dict[int, str], messages: dict[int, str]):
+        super().__init__(text)
+        self.types, self.messages = types, messages
+
+
+# --------------------------------------------------------------------------- in a rank
+
+
+def _serve(
+    conn: Connection, rank: int, port: int, stacks: str, backend: str, prepare: Callable[[], None] | None
+) -> None:
+    """What a rank process does until the pool closes its pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stack_file = open(stacks, "w")  # noqa: SIM115 (faulthandler needs it open for good)
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+    torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    while True:
+        try:
+            job, world, payload = conn.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            outcome = ("ok", _run(store, backend, job, rank, world, payload))
+            conn.send_bytes(pickle.dumps(outcome))
+        except BaseException as error:
+            text = traceback.format_exc()
+            conn.send_bytes(pickle.dumps(("error", (type(error).__name__, str(error), text))))
+            if isinstance(error, _NoGroup):
+                return  # what torch counts process groups by is out of step now: start afresh
+
+
+class _NoGroup(RuntimeError):
+    """The ranks of a job did not find each other."""
+
+
+def _run(store: dist.Store, backend: str, job: int, rank: int, world: int, payload: bytes) -> Any:
+    fn, args, kwargs, strict = pickle.loads(payload)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+    torch.manual_seed(0)
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"job{job}", store),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=100),
+        )
+        # A job that is over at once must not close its connections while another rank is still making them.
+        dist.barrier()
+    except Exception as error:
+        raise _NoGroup(f"no process group of {world} ranks") from error
+    try:
+        with warnings.catch_warnings():
+            if strict:
+                warnings.simplefilter("error")
+            return fn(*args, **kwargs)
+    finally:
+        dist.destroy_process_group()
+        if "torch._dynamo" in sys.modules:
+            sys.modules["torch._dynamo"].reset()
+        if "torch.distributed.tensor" in sys.modules:
+            # It remembers what an operator returned, mesh included, and a mesh of the next job may look the same.
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()
+
+
+# --------------------------------------------------------------------------- in the test process
+
+
+class _Rank:
+    """One rank process and the pipe to it."""
+
+    def __init__(self, context: Any, rank: int, port: int, *job: Any):
+        handle, self.stacks = tempfile.mkstemp(prefix="rank-stacks-")
+        os.close(handle)
+        self.conn, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, rank, port, self.stacks, *job), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def dump(self) -> str:
+        """The Python stacks of this rank, now."""
+        with suppress(ProcessLookupError, TypeError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.3)
+        with open(self.stacks) as file:
+            return file.read() or "(no stacks: the process is gone)"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(5)
+        self.conn.close()
+        with suppress(FileNotFoundError):
+            os.unlink(self.stacks)
+
+
+class Ranks:
+    """``ranks(world, fn, *args)`` runs the module-level ``fn`` on ``world`` ranks and returns their
+    results in rank order. ``prepare``, module-level, runs once in each rank's process."""
+
+    def __init__(self, backend: str = "gloo", prepare: Callable[[], None] | None = None) -> None:
+        self._job_of_all = backend, prepare
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.harness.preload"])
+        self._store: dist.TCPStore | None = None
+        self._ranks: list[_Rank] = []
+        self._job = 0
+
+    def __call__(
+        self,
+        world: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = 120.0,
+        warnings_as_errors: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        payload = pickle.dumps((fn, args, kwargs, warnings_as_errors))
+        self._ensure(world)
+        self._job += 1
+        team = self._ranks[:world]
+        for rank in team:
+            with suppress(BrokenPipeError, ConnectionResetError):
+                rank.conn.send((self._job, world, payload))
+        outcomes = self._collect(team, timeout)
+        failed = {r: o[1] for r, o in outcomes.items() if o[0] != "ok"}
+        if failed:
+            raise self._error(fn, world, team, outcomes)
+        return [outcomes[r][1] for r in range(world)]
+
+    def raises(
+        self,
+        world: int,
+        exception: type[BaseException] | str,
+        match: str,
+        fn: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Assert that *every* rank raises ``exception`` with a message that ``match`` finds."""
+        name = exception if isinstance(exception, str) else exception.__name__
+        try:
+            self(world, fn, *args, **kwargs)
+        except RankError as error:
+            bad = [
+                r for r in range(world) if error.types.get(r) != name or not re.search(match, error.messages[r], re.S)
+            ]
+            if bad:
+                raise AssertionError(f"ranks {bad} did not raise {name} matching {match!r}:\n{error}") from error
+            return [error.messages[r] for r in range(world)]
+        raise AssertionError(f"no rank raised; expected {name} matching {match!r} on all {world}")
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks.clear()
+
+    def _ensure(self, world: int) -> None:
+        if self._store is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for index, rank in enumerate(self._ranks):
+            if not rank.process.is_alive():
+                rank.kill()
+                self._ranks[index] = _Rank(self._context, index, self._store.port, *self._job_of_all)
+        while len(self._ranks) < world:
+            self._ranks.append(_Rank(self._context, len(self._ranks), self._store.port, *self._job_of_all))
+
+    def _collect(self, team: list[_Rank], timeout: float) -> dict[int, tuple[str, Any]]:
+        """Outcome per rank: ("ok", value), ("error", (type, message, traceback)), ("dead"|"hung", text)."""
+        outcomes: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(outcomes) < len(team):
+            missing = {rank.conn: index for index, rank in enumerate(team) if index not in outcomes}
+            for conn in wait(list(missing), max(0.0, deadline - time.monotonic())):
+                index = missing[conn]  # type: ignore[index]
+                try:
+                    outcomes[index] = pickle.loads(conn.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    team[index].process.join(5)
+                    outcomes[index] = ("dead", f"exit code {team[index].process.exitcode}")
+                if outcomes[index][0] != "ok":
+                    deadline = min(deadline, time.monotonic() + GRACE)
+            if time.monotonic() >= deadline and len(outcomes) < len(team):
+                for index, rank in enumerate(team):
+                    if index not in outcomes:
+                        outcomes[index] = ("hung", rank.dump())
+                for index, rank in enumerate(team):
+                    if outcomes[index][0] == "hung":
+                        rank.kill()
+        return outcomes
+
+    def _error(
+        self, fn: Callable[..., Any], world: int, team: list[_Rank], outcomes: dict[int, tuple[str, Any]]
+    ) -> RankError:
+        lines, types, messages = [f"{fn.__module__}.{fn.__qualname__} on {world} ranks"], {}, {}
+        for r in range(world):
+            kind, detail = outcomes[r]
+            if kind == "ok":
+                lines.append(f"--- rank {r}: ok")
+                continue
+            if kind == "error":
+                types[r], messages[r], detail = detail
+            else:
+                types[r], messages[r] = kind, str(detail)
+            lines.append(f"--- rank {r}: {kind}\n{detail}")
+        return RankError("\n".join(lines), types, messages)

@@ -1,0 +1,258 @@
+"""accelerate and transformers.Trainer under context parallelism: losses and gradients of one device."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hyper_cp import ContextParallel
+from tests.harness.hf_models import make, tokens
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+
+def accelerator_of(**sizes: int) -> Any:
+    """An accelerator on the ranks of this job; with no sizes the environment says them."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    from hyper_cp.integrations.accelerate import ParallelismConfig
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    return Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
+
+
+def rows(dp: int, padded: bool) -> list[dict[str, Tensor]]:
+    """One sequence per data-parallel rank, padded at the left."""
+    found = []
+    for row in range(dp):
+        ids, mask = tokens(24 + row, 1)[:, :24], torch.ones(1, 24, dtype=torch.int64)
+        mask[:, : 5 * padded + row] = 0
+        labels = ids.masked_fill(mask == 0, -100)
+        shift = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        found.append({"input_ids": ids, "attention_mask": mask, "labels": labels, "shift_labels": shift})
+    return found
+
+
+def one_device(model: Any, batches: list[dict[str, Tensor]], count: int) -> tuple[float, dict[str, Tensor]]:
+    model = copy.deepcopy(model)
+    loss = sum(model(**batch, num_items_in_batch=count, use_cache=False).loss for batch in batches)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    return max(((got[n] - w).abs().max() / w.abs().max().clamp(min=1e-3)).item() for n, w in want.items())
+
+
+def accelerated(name: str, layout: str, how: str) -> float:
+    """A step of dp x cp through ``maybe_context_parallel``, the ranks' loss averaged by DDP or FSDP2."""
+    from hyper_cp.integrations.accelerate import enable
+
+    world = dist.get_world_size()
+    if how == "environment":
+        os.environ.update(PARALLELISM_CONFIG_CP_SIZE="2", PARALLELISM_CONFIG_DP_SHARD_SIZE=str(world // 2))
+    try:
+        accelerator = accelerator_of(**({} if how == "environment" else {"cp_size": 2, "dp_shard_size": world // 2}))
+    finally:
+        for key in ("CP", "DP_SHARD"):
+            os.environ.pop(f"PARALLELISM_CONFIG_{key}_SIZE", None)
+    model = make(name).float()
+    batches = rows(world // 2, padded=True)
+    count = sum(int((b["shift_labels"] != -100).sum()) for b in batches)
+    want = one_device(model, batches, count)
+    if how == "fsdp":  # accelerate takes FSDP for devices only; its FSDP2 code itself runs anywhere
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+        accelerator.state.fsdp_plugin = plugin
+        accelerator.state.distributed_type = "FSDP"
+    enable(accelerator, style=ContextParallel(ulysses_degree=1, kv_exchange="ring", layout=layout))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    made, optimizer = accelerator.prepare(model, optimizer)
+    assert (how == "fsdp") == all(isinstance(p, DTensor) for p in made.parameters())
+    samples = [{key: x[0] for key, x in batch.items()} for batch in batches]
+    loader = accelerator.prepare_data_loader(torch.utils.data.DataLoader(samples, batch_size=1))
+    (batch,) = list(loader)
+    before = {key: x.clone() for key, x in batch.items()}
+    kept = {batch["labels"]}
+    with accelerator.maybe_context_parallel():  # nothing to split is nothing wrong
+        pass
+    with accelerator.maybe_context_parallel(
+        buffers=list(batch.values()), buffer_seq_dims=[1] * 4, no_restore_buffers=kept
+    ):
+        assert batch["input_ids"].shape == (1, 12)
+        loss = made(**batch, num_items_in_batch=count).loss
+        accelerator.backward(loss * world)
+    assert all(torch.equal(batch[key], x) for key, x in before.items() if key != "labels")
+    assert batch["labels"].shape == (1, 12)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    grads = {}
+    for key, p in accelerator.unwrap_model(made).named_parameters():
+        grad = p.grad
+        grads[key] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return max(abs(total.item() - want[0]), difference(grads, want[1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "how", "world"),
+    [
+        ("llama", "head_tail", "ddp", 2),
+        ("gemma3", "contiguous", "ddp", 4),
+        ("llama", "contiguous", "environment", 4),
+        ("qwen3", "head_tail", "fsdp", 4),
+    ],
+)
+def test_accelerate(ranks: Any, name: str, layout: str, how: str, world: int) -> None:
+    assert max(ranks(world, accelerated, name, layout, how)) <= 2e-5
+
+
+# --------------------------------------------------------------------------- Trainer
+
+
+def samples(count: int) -> list[dict[str, Tensor]]:
+    """Sequences of 21 tokens; every other one ends in padding of another length."""
+    found = []
+    for row in range(count):
+        ids, mask = tokens(100 + row, 1)[0, :21], torch.ones(21, dtype=torch.int64)
+        mask[21 - 3 * (row % 2) * (1 + row % 3) :] = 0
+        found.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+    return found
+
+
+def trained(cp: int, layout: str, directory: str) -> dict[str, float]:
+    """Three steps and an evaluation of seven sequences, two a rank: the last batch is not full."""
+    from transformers import Trainer, TrainingArguments
+
+    from hyper_cp.integrations.accelerate import ParallelismConfig
+    from hyper_cp.integrations.trainer import ContextParallelTrainer
+
+    accelerator_of(cp_size=cp, dp_shard_size=dist.get_world_size() // cp).state._reset_state(True)
+    dp = dist.get_world_size() // cp
+    train, evaluation, model = samples(6 * dp), samples(7), make("llama").float()
+    oracle = copy.deepcopy(model)
+
+    class Both(ContextParallelTrainer, Trainer):
+        pass
+
+    arguments = TrainingArguments(
+        directory,
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        train_sampling_strategy="sequential",
+        optim="sgd",
+        learning_rate=0.05,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        max_steps=3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        parallelism_config=ParallelismConfig(cp_size=cp, dp_shard_size=dp),
+    )
+    seen: dict[str, Tensor] = {}
+
+    def metrics(found: Any) -> dict[str, float]:
+        seen["logits"], seen["labels"] = torch.as_tensor(found.predictions), torch.as_tensor(found.label_ids)
+        return {}
+
+    style = ContextParallel(ulysses_degree=1, layout=layout)
+    trainer = Both(model, arguments, train_dataset=train, eval_dataset=evaluation, compute_metrics=metrics, style=style)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    metric = trainer.evaluate()["eval_loss"]
+    unlabelled = [{key: x for key, x in sample.items() if key != "labels"} for sample in evaluation]
+    predicted = torch.as_tensor(trainer.predict(unlabelled).predictions)
+
+    found = {"losses": 0.0}
+    optimizer = torch.optim.SGD(oracle.parameters(), lr=0.05)
+    for step, got in enumerate(losses):
+        batch = torch.utils.data.default_collate(train[2 * dp * step : 2 * dp * (step + 1)])
+        loss = oracle(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found["losses"] = max(found["losses"], abs(got - loss.item()))
+    assert len(losses) == 3
+    wants = dict(oracle.named_parameters())
+    found["parameters"] = difference({n: p.detach() for n, p in model.named_parameters()}, wants)
+    with torch.no_grad():
+        whole = torch.utils.data.default_collate(evaluation)
+        logits = oracle(**whole, use_cache=False).logits
+        if dp == 1:  # one device takes the mean over sequences of the means of its batches, too
+            chunks = [torch.utils.data.default_collate(evaluation[i : i + 2]) for i in range(0, 7, 2)]
+            means = [oracle(**chunk, use_cache=False).loss.item() for chunk in chunks]
+            found["evaluation"] = abs(metric - (2 * sum(means[:3]) + means[3]) / 7)
+    assert seen["logits"].shape == logits.shape and torch.equal(seen["labels"], whole["labels"])
+    shown = whole["attention_mask"].bool()
+    found["logits"] = (seen["logits"] - logits)[shown].abs().max().item()
+    found["predictions"] = (predicted - logits)[shown].abs().max().item()
+    return found
+
+
+@pytest.mark.parametrize(("cp", "layout", "world"), [(2, "head_tail", 2), (2, "contiguous", 4)])
+def test_trainer(ranks: Any, tmp_path: Any, cp: int, layout: str, world: int) -> None:
+    for found in ranks(world, trained, cp, layout, str(tmp_path)):
+        assert max(found.values()) <= 2e-5, found
+
+
+# --------------------------------------------------------------------------- words
+
+
+def refused(case: str) -> None:
+    from torch import nn
+    from transformers import Trainer, TrainingArguments
+
+    from hyper_cp.integrations.accelerate import ParallelismConfig, enable
+    from hyper_cp.integrations.trainer import ContextParallelTrainer
+
+    style = ContextParallel(ulysses_degree=1)
+    if case == "no cp":
+        enable(accelerator_of(cp_size=1, dp_shard_size=2), style=style)
+    accelerator = accelerator_of(cp_size=2)
+    enable(accelerator, style=style)
+    x = torch.zeros(1, 8)
+    if case == "not styled":
+        accelerator.prepare(nn.Linear(2, 2))
+    elif case == "dimensions":
+        with accelerator.maybe_context_parallel(buffers=[x], buffer_seq_dims=[]):
+            pass
+    elif case == "gradient":
+        with accelerator.maybe_context_parallel(buffers=[x.requires_grad_()], buffer_seq_dims=[1]):
+            pass
+    else:
+        accelerator.state._reset_state(True)
+
+        class Both(ContextParallelTrainer, Trainer):
+            pass
+
+        config = ParallelismConfig(cp_size=2)
+        options = {"use_cpu": True, "report_to": [], "label_smoothing_factor": 0.1}
+        Both(make("llama"), TrainingArguments("unused", parallelism_config=config, **options), style=style)
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "words"),
+    [
+        ("no cp", "ValueError", "cp_size=1.*PARALLELISM_CONFIG_CP_SIZE=n"),
+        ("size", "ValueError", r"has 2 ranks \(cp_size=2 times.*4 processes"),
+        ("not styled", "ValueError", "applied to 0 modules of Linear"),
+        ("dimensions", "ValueError", "1 buffers and 0 buffer_seq_dims"),
+        ("gradient", "ValueError", "requires a gradient.*handler.dispatch"),
+        ("smoothing", "NotImplementedError", "label_smoothing_factor"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(ranks: Any, case: str, error: str, words: str) -> None:
+    ranks.raises(4 if case == "size" else 2, error, words, refused, case)

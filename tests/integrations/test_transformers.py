@@ -1,0 +1,314 @@
+"""Real transformers models under context parallelism: losses and gradients of the unsharded model, or words."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hyper_cp import ContextParallel, ContextParallelHandler
+from tests.harness.hf_models import NAMES, InDouble, make, tokens
+
+pytest.importorskip("transformers")
+
+MODES: dict[str, dict[str, Any]] = {
+    "ulysses": {"ulysses_degree": None},
+    "colossal": {"ulysses_degree": 1},
+    "ring": {"ulysses_degree": 1, "kv_exchange": "ring"},
+    "balanced": {"ulysses_degree": 1, "load_balance": True},
+    "hybrid": {"ulysses_degree": 2, "kv_exchange": "ring"},
+}
+
+
+def cp_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+def prepared(model: Any, **mode: Any) -> tuple[Any, ContextParallelHandler]:
+    from hyper_cp.integrations.transformers import prepare_model
+
+    mesh, style = cp_mesh(), ContextParallel(**mode)
+    return prepare_model(copy.deepcopy(model), mesh, style=style), ContextParallelHandler(mesh, style)
+
+
+def gradients(model: nn.Module, total: bool) -> dict[str, Tensor]:
+    found = {}
+    for name, p in model.named_parameters():
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if total:
+            dist.all_reduce(grad)
+        found[name] = grad
+    return found
+
+
+def unsharded(model: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    model = copy.deepcopy(model)
+    with InDouble():
+        loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), gradients(model, False)
+
+
+def errors(model: Any, batch: dict[str, Any], want: tuple[Tensor, dict[str, Tensor]], **mode: Any) -> float:
+    """Largest difference in the loss and in any parameter's gradient, relative to the largest gradient of it."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    model, handler = prepared(model, **mode)
+    return compare(model, prepare_batch(handler, batch), want)
+
+
+def compare(model: Any, local: dict[str, Any], want: tuple[Tensor, dict[str, Tensor]]) -> float:
+    with InDouble():
+        loss = model(**local).loss
+    loss.backward()
+    total, grads = loss.detach().clone(), gradients(model, True)
+    dist.all_reduce(total)
+    worst = abs(total.item() - want[0].item())
+    for name, grad in want[1].items():
+        scale = max(grad.abs().max().item(), 1e-3)
+        worst = max(worst, (grads[name] - grad).abs().max().item() / scale)
+    return worst
+
+
+def batch_of(length: int = 24) -> dict[str, Any]:
+    ids = tokens(length)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def every_mode(name: str, layout: str) -> dict[str, float]:
+    model, batch, found = make(name), batch_of(), {}
+    want = unsharded(model, batch)
+    for mode, settings in MODES.items():
+        if (mode == "balanced" and layout == "head_tail") or (mode == "hybrid" and dist.get_world_size() < 4):
+            continue
+        found[mode] = errors(model, batch, want, layout=layout, **settings)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_and_gradients_are_those_of_one_device(ranks: Any, name: str, world: int, layout: str) -> None:
+    for found in ranks(world, every_mode, name, layout):
+        assert len(found) >= 3 and max(found.values()) <= 1e-10, found
+
+
+# --------------------------------------------------------------------------- what a batch says about attention
+
+
+def batches() -> dict[str, dict[str, Any]]:
+    """Global batches of two rows: padded at the right, at the left, in between; packed in three dialects."""
+    plain, found = batch_of(), {}
+    ends = {
+        "right": [(17, 24), (24, 24)],
+        "left": [(0, 7), (0, 0)],
+        "both": [(0, 5), (19, 24)],
+        "between": [(4, 9), (0, 2)],
+    }
+    for name, hidden in ends.items():
+        mask, labels = torch.ones(2, 24, dtype=torch.int64), plain["labels"].clone()
+        for row, (start, stop) in enumerate(hidden):
+            mask[row, start:stop], labels[row, start:stop] = 0, -100
+        found[name] = {**plain, "labels": labels, "attention_mask": mask}
+    restart = torch.cat([torch.arange(n) for n in (5, 9, 10)])[None].expand(2, -1)
+    found["positions"] = {**plain, "position_ids": restart}
+    one = {name: x[:1] for name, x in plain.items()}
+    borders = torch.tensor([0, 5, 14, 24])
+    found["flash"] = {**one, "position_ids": restart[:1], "cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+    found["any length"] = {name: x[:, :21] for name, x in found["both"].items()}
+    seen = torch.ones(24, 24, dtype=torch.bool).tril() & (torch.arange(24) % 3 != 1) | torch.eye(24, dtype=torch.bool)
+    found["4-D"] = {**plain, "attention_mask": seen[None, None].expand(2, 1, -1, -1)}
+    return found
+
+
+def padded_and_packed(name: str, layout: str) -> dict[str, float]:
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    model, found = make(name), {}
+    for case, batch in batches().items():
+        oracle = dict(batch)
+        if case == "flash":  # flash attention is not at hand to be told borders: these positions say the same
+            del oracle["cu_seq_lens_q"], oracle["cu_seq_lens_k"]
+        want = unsharded(model, oracle)
+        found[case] = errors(model, batch, want, layout=layout, ulysses_degree=1, kv_exchange="ring")
+        if case == "any length":
+            continue
+        # The same, said to the model directly: local masks and positions are gathered and looked at.
+        direct, handler = prepared(model, layout=layout, ulysses_degree=None)
+        local = {**prepare_batch(handler, {k: batch[k] for k in ("input_ids", "labels")})}
+        del local["context_parallel"], local["position_ids"]
+        given = {k: v for k, v in batch.items() if k not in local}
+        whole = {k: v for k, v in given.items() if k.startswith("cu_") or v.ndim == 4}
+        local |= whole | {k: handler.dispatch(v, 1) for k, v in given.items() if k not in whole}
+        found[f"{case}, directly"] = compare(direct, local, want)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_padded_and_packed_batches(ranks: Any, name: str, layout: str) -> None:
+    for found in ranks(2, padded_and_packed, name, layout):
+        assert len(found) == 15 and max(found.values()) <= 1e-10, found
+
+
+# --------------------------------------------------------------------------- what must not be lost on the way
+
+
+def recomputed() -> dict[str, float]:
+    """Activation checkpointing of a copied model sees what the forward saw, also after the block that said it."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    model, cases, found = make("llama").float(), batches(), {}
+    for case in ("left", "positions", "between", "block left"):
+        oracle = copy.deepcopy(model)
+        batch = cases["positions" if case == "block left" else case]
+        oracle(**batch, use_cache=False).loss.backward()
+        made, handler = prepared(model, ulysses_degree=1, layout="head_tail")
+        copied = copy.deepcopy(made)
+        copied.gradient_checkpointing_enable({"use_reentrant": False})
+        local = prepare_batch(handler, batch)
+        if case == "block left":
+            del local["context_parallel"]
+            mask = torch.ones_like(local["input_ids"])
+            with handler.documents([0, 5, 14, 24]):
+                loss = copied(**local, attention_mask=mask).loss
+        else:
+            loss = copied(**local).loss
+        loss.backward()
+        grads = gradients(copied, True)
+        want = gradients(oracle, False).items()
+        found[case] = max(((grads[n] - w).abs().max() / w.abs().max().clamp(min=1e-3)).item() for n, w in want)
+    return found
+
+
+def test_recompute_sees_what_the_forward_saw(ranks: Any) -> None:
+    for found in ranks(2, recomputed):
+        assert max(found.values()) <= 2e-5, found
+
+
+def compiled() -> list[float]:
+    """Two batches of the same shape through layers compiled without graph breaks, with other documents each."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    model, cases, found = make("llama").float(), batches(), []
+    made, handler = prepared(model, ulysses_degree=1)
+    for layer in made.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    for case in ("right", "left", "positions"):
+        want = copy.deepcopy(model)(**cases[case], use_cache=False).loss
+        loss = made(**prepare_batch(handler, cases[case])).loss
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        found.append(abs(total.item() - want.item()))
+    return found
+
+
+def test_layers_compile_into_one_graph(ranks: Any) -> None:
+    for found in ranks(2, compiled):
+        assert max(found) <= 1e-5, found
+
+
+class Capped(nn.Module):
+    is_causal = True
+
+
+def refused(case: str) -> None:
+    from transformers import AutoModelForCausalLM, Llama4TextConfig, MambaConfig
+
+    from hyper_cp.integrations.transformers import (
+        attention_forward,
+        attention_mask,
+        prepare_batch,
+        prepare_model,
+        register,
+    )
+
+    local = {"input_ids": tokens(12)}
+    if case == "twice":
+        model, _ = prepared(make("llama"))
+        prepare_model(model, cp_mesh(), style=ContextParallel())
+    elif case == "window":
+        prepared(make("llama"), window=(4, 0))
+    elif case == "unprepared":
+        register()
+        model = make("llama")
+        model.set_attn_implementation("hyper_cp")
+        model(**local)
+    elif case == "dropout":
+        prepared(make("llama", attention_dropout=0.1))[0](**local)
+    elif case == "cache":
+        model, _ = prepared(make("llama"))
+        model.eval().generate(tokens(12), max_new_tokens=2, use_cache=True)
+    elif case == "not causal":
+        model, _ = prepared(make("gemma3", use_bidirectional_attention=True))
+        model(**local)
+    elif case == "chunked":
+        sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "head_dim": 8, "num_attention_heads": 2}
+        config = Llama4TextConfig(**sizes, num_key_value_heads=2, attention_chunk_size=4, pad_token_id=0)
+        model, _ = prepared(AutoModelForCausalLM.from_config(config))
+        model(**local)
+    elif case == "recurrent":
+        config = MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=0)
+        prepared(AutoModelForCausalLM.from_config(config))
+    elif case == "told twice":
+        model, handler = prepared(make("llama"))
+        model(**prepare_batch(handler, local), attention_mask=torch.ones(2, 12))
+    elif case == "block and batch":
+        model, handler = prepared(make("llama"))
+        with handler.documents([0, 24]):
+            model(**prepare_batch(handler, {"input_ids": tokens(24), "documents": [0, 24]}))
+    elif case == "custom mask":
+        attention_mask(12, 12, local_size=3, config=make("gemma3").config)
+    elif case == "mask of another length":
+        prepared(make("llama"))[0](**local, attention_mask=torch.ones(2, 13))
+    elif case == "numbered documents":
+        prepared(make("llama"))[0](**local, attention_mask=torch.arange(12).expand(2, -1) // 4)
+    elif case == "two kinds of documents":
+        _, handler = prepared(make("llama"))
+        prepare_batch(handler, {**local, "documents": [0, 12], "cu_seq_lens_q": [0, 4, 12]})
+    elif case == "local 4-D mask":
+        mask = torch.ones(2, 1, 12, 12, dtype=torch.bool).tril()
+        prepared(make("llama"))[0](**local, attention_mask=mask)
+    else:  # softcap, s_aux
+        q = torch.zeros(1, 2, 4, 8)
+        model, _ = prepared(make("llama"))
+        seen = model.model.layers[0].register_forward_pre_hook(
+            lambda module, args, kwargs: attention_forward(
+                Capped(), q, q, q, None, context_parallel=kwargs["context_parallel"], **{case: 30.0}
+            ),
+            with_kwargs=True,
+        )
+        assert seen is not None
+        model(**local)
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "words"),
+    [
+        ("twice", "ValueError", "prepared for context parallelism already"),
+        ("window", "ValueError", r"window=\(4, 0\).*the model decides"),
+        ("unprepared", "RuntimeError", "LlamaAttention.*prepare_model"),
+        ("dropout", "NotImplementedError", "LlamaAttention asks for dropout.*attention_dropout=0.0"),
+        ("cache", "NotImplementedError", "use_cache=False"),
+        ("not causal", "NotImplementedError", "bidirectional attention mask.*4-D"),
+        ("chunked", "NotImplementedError", "layers of type chunked_attention"),
+        ("recurrent", "NotImplementedError", "MambaModel has layers of type linear_attention"),
+        ("told twice", "ValueError", "documents or padding twice"),
+        ("block and batch", "ValueError", "documents or padding twice"),
+        ("custom mask", "NotImplementedError", r"chunked or custom \(size 3\)"),
+        ("mask of another length", "ValueError", r"\(2, 13\).*\[B, 12\].*\[B, 24\]"),
+        ("numbered documents", "ValueError", "up to 2.*documents="),
+        ("two kinds of documents", "ValueError", "cu_seq_lens_q: drop one"),
+        ("local 4-D mask", "ValueError", "attn_mask has shape.*global"),
+        ("softcap", "NotImplementedError", "Capped asks for softcap"),
+        ("s_aux", "NotImplementedError", "Capped asks for s_aux"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(ranks: Any, case: str, error: str, words: str) -> None:
+    ranks.raises(2, error, words, refused, case)

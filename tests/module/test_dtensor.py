@@ -1,0 +1,342 @@
+"""q, k, v as DTensors: every placement that means something, exact with gradients; every other refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from hyper_cp import ContextParallel
+from hyper_cp.mesh import comm
+from hyper_cp.ops import attention
+from tests.harness import modules
+from tests.harness.oracle import plain_attention, relative_error
+
+BATCH, SEQ, HEADS, DIM = 2, 16, 8, 4
+SEQ_DIM, HEAD_DIM = 2, 1
+BNSD = {"seq_dim": SEQ_DIM, "head_dim": HEAD_DIM}
+S, H, R, B = Shard(SEQ_DIM), Shard(HEAD_DIM), Replicate(), Shard(0)
+RING = {"ulysses_degree": 1, "kv_exchange": "ring"}
+
+
+def whole(kv_heads: int = HEADS) -> list[Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(BATCH, h, SEQ, DIM, generator=g, dtype=torch.float64) for h in (HEADS, kv_heads, kv_heads)]
+
+
+def expected(kv_heads: int) -> tuple[Tensor, list[Tensor]]:
+    """Output and gradients of one device, under a weighted sum."""
+    qkv = [x.requires_grad_() for x in whole(kv_heads)]
+    out = plain_attention(*qkv, is_causal=True)
+    return out.detach(), list(torch.autograd.grad((out * weights()).sum(), qkv))
+
+
+def weights() -> Tensor:
+    return torch.randn(BATCH, HEADS, SEQ, DIM, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+class Case:
+    """A module under ContextParallel on ``cp`` dims of a mesh, its inputs, and how outputs are to be placed."""
+
+    def __init__(
+        self,
+        shape: dict[str, int],
+        on: str,
+        q: tuple[Placement, ...],
+        kv: tuple[Placement, ...] | None = None,
+        kv_heads: int = 4,
+        out: tuple[str, tuple[Placement, ...]] | None = None,
+        **style: Any,
+    ) -> None:
+        self.shape, self.on, self.q, self.kv, self.kv_heads = shape, on.split(), q, kv or q, kv_heads
+        self.out = out or (on, q)
+        self.style = style
+
+    def errors(self, root: DeviceMesh, compiled: bool) -> list[float]:
+        cp = root["cp"] if "cp" in self.shape else root["ring", "ulysses"]
+        module = parallelize_module(modules.BNSD(), cp, ContextParallel(**BNSD, **self.style))
+        # Other dimensions than those of the DTensors' mesh hold this rank's part as local tensors do.
+        qkv = [self.given(x, root, cp, i > 0).requires_grad_() for i, x in enumerate(whole(self.kv_heads))]
+        run: Any = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+        out = run(*qkv)
+        names, placements = self.out[0].split(), self.out[1]
+        assert isinstance(out, DTensor) and out.placements == placements, out
+        assert out.device_mesh == (root if names == list(self.shape) else root[tuple(names)])
+        want, grads = expected(self.kv_heads)
+        loss = (out * distribute_tensor(self.part(weights(), root, cp, names), out.device_mesh, placements)).sum()
+        found = torch.autograd.grad(full(loss), qkv)
+        errors = [relative_error(out.full_tensor(), self.part(want, root, cp, names))]
+        for g, w in zip(found, grads, strict=True):
+            mine = self.part(w, root, cp, self.on)
+            errors.append(relative_error(full(g), mine))
+        return errors
+
+    def given(self, x: Tensor, root: DeviceMesh, cp: DeviceMesh, is_kv: bool) -> Tensor:
+        x = self.part(x, root, cp, self.on)
+        if not self.on:
+            return x
+        mesh = root if self.on == list(self.shape) else root[tuple(self.on)]
+        return distribute_tensor(x, mesh, self.kv if is_kv else self.q).detach()
+
+    @staticmethod
+    def part(x: Tensor, root: DeviceMesh, cp: DeviceMesh, names: list[str]) -> Tensor:
+        """What a DTensor on the mesh of these names is the whole of: the cp share, unless cp is among them."""
+        if "cp" in names or "ring" in names:
+            return x.clone()
+        return x.chunk(cp.size(), SEQ_DIM)[(cp.mesh == dist.get_rank()).flatten().nonzero().item()].clone()
+
+
+CPTP = {"cp": 2, "tp": 2}
+CASES: dict[str, Case] = {
+    "tp heads": Case(CPTP, "tp", (H,)),
+    "tp heads, ring": Case(CPTP, "tp", (H,), **RING),
+    "tp replicated": Case(CPTP, "tp", (R,)),
+    "tp heads, shared kv": Case(CPTP, "tp", (H,), (R,), kv_heads=2),
+    "tp heads, one kv": Case(CPTP, "tp", (H,), (R,), kv_heads=1, **RING),
+    "tp 4, shared kv": Case({"cp": 1, "tp": 4}, "tp", (H,), (R,), kv_heads=2),
+    "cp x tp": Case(CPTP, "cp tp", (S, H)),
+    "cp x tp, ring, shared kv": Case(CPTP, "cp tp", (S, H), (S, R), kv_heads=2, **RING, load_balance=True),
+    "tp x cp": Case({"tp": 2, "cp": 2}, "tp cp", (R, S)),
+    "dp x cp": Case({"dp": 2, "cp": 2}, "dp cp", (B, S)),
+    "cp alone": Case({"cp": 4}, "cp", (S,), ulysses_degree=2),
+    "keeps cp, local": Case({"cp": 4}, "", (), out=("cp", (S,)), use_local_output=False),
+    "keeps cp, tp": Case(CPTP, "tp", (H,), out=("cp tp", (S, H)), use_local_output=False),
+    "keeps cp, tp first": Case({"tp": 2, "cp": 2}, "tp", (H,), out=("tp cp", (H, S)), use_local_output=False, **RING),
+    "keeps cp, cp x tp": Case(CPTP, "cp tp", (S, H), use_local_output=False),
+    "keeps cp, 2-D": Case({"ring": 2, "ulysses": 2}, "", (), out=("ring ulysses", (S, S)), use_local_output=False),
+    "called inside a block": Case(CPTP, "tp", (H,), qkv_indices=None),
+    "called inside a block, ring, shared kv": Case(CPTP, "tp", (H,), (R,), kv_heads=2, qkv_indices=None, **RING),
+    "cp of one rank": Case({"cp": 1, "tp": 4}, "cp tp", (S, H), use_local_output=False),
+}
+CUBES = {
+    "ring x ulysses x tp": Case({"ring": 2, "ulysses": 2, "tp": 2}, "ring ulysses tp", (S, S, H), kv_heads=8),
+    "dp x cp x tp": Case({"dp": 2, "cp": 2, "tp": 2}, "cp tp", (S, H)),
+}
+
+
+def errors_of(names: list[str], compiled: bool) -> dict[str, list[float]]:
+    found, roots = {}, {}
+    for name in names:
+        if compiled:
+            torch._dynamo.reset()
+        case = {**CASES, **CUBES}[name]
+        shape = tuple(case.shape.items())
+        if shape not in roots:  # making process groups is what takes time here
+            roots[shape] = init_device_mesh("cpu", tuple(case.shape.values()), mesh_dim_names=tuple(case.shape))
+        found[name] = case.errors(roots[shape], compiled)
+    return found
+
+
+def check(results: list[dict[str, list[float]]]) -> None:
+    for found in results:
+        assert all(max(errors) <= 1e-10 for errors in found.values()), found
+
+
+def test_outputs_and_gradients_in_every_placement(ranks: Any) -> None:
+    check(ranks(4, errors_of, list(CASES), False))
+    check(ranks(8, errors_of, list(CUBES), False))
+
+
+@pytest.mark.slow
+def test_compiled(ranks: Any) -> None:
+    names = ["tp heads, shared kv", "cp x tp", "keeps cp, tp"]
+    check(ranks(4, errors_of, names, True, timeout=300))
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+def given_on(names: str, *placements: tuple[Placement, ...], kv_heads: int = HEADS, **style: Any) -> None:
+    """Call a styled module with DTensors on these dimensions of a cp x tp mesh, placed so (q, k and v)."""
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    mesh = root if names == "cp tp" else root[names]
+    module = parallelize_module(modules.BNSD(), root["cp"], ContextParallel(**BNSD, **style))
+    each = placements if len(placements) == 3 else (placements[0], placements[-1], placements[-1])
+    module(*(DTensor.from_local(x, mesh, p) for x, p in zip(whole(kv_heads), each, strict=True)))
+
+
+def mixed() -> None:
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    q, k, v = whole()
+    parallelize_module(modules.BNSD(), root["cp"], ContextParallel(**BNSD))(
+        DTensor.from_local(q, root["tp"], [H]), k, DTensor.from_local(v, root["tp"], [H])
+    )
+
+
+def other_meshes() -> None:
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    q, k, _ = whole()
+    tp, both = (DTensor.from_local(x, m, p) for x, m, p in ((q, root["tp"], [H]), (k, root, [S, H])))
+    parallelize_module(modules.BNSD(), root["cp"], ContextParallel(**BNSD))(tp, both, both)
+
+
+def world_as_one_dimension() -> None:
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+    module = parallelize_module(modules.BNSD(), root["cp"], ContextParallel(**BNSD))
+    module(*(DTensor.from_local(x, flat, [S]) for x in whole()))
+
+
+def uneven() -> None:
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    module = parallelize_module(modules.BNSD(), root["cp"], ContextParallel(**BNSD))
+    module(*(distribute_tensor(x[:, :7], root["tp"], [H]) for x in whole()))
+
+
+def two_roots() -> None:
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    tp = DeviceMesh.from_group(root.get_group("tp"), "cpu", mesh_dim_names=("tp",))
+    module = parallelize_module(modules.BNSD(), root["cp"], ContextParallel(**BNSD, use_local_output=False))
+    module(*(DTensor.from_local(x, tp, [H]) for x in whole()))
+
+
+def functional() -> None:
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    attention(*(DTensor.from_local(x, root["tp"], [H]) for x in whole()), mesh=root["cp"])
+
+
+WRONG: dict[str, tuple[str, str, Callable[[], None]]] = {
+    "not dispatched": (
+        "ValueError",
+        r"q is placed R.* on mesh dimension 'cp': every cp rank has the whole sequence.*Shard\(2\)",
+        lambda: given_on("cp tp", (R, H)),
+    ),
+    "heads over cp": (
+        "ValueError",
+        r"on mesh dimension 'cp', where the sequence is shared. Redistribute it to Shard\(2\)",
+        lambda: given_on("cp tp", (H, R)),
+    ),
+    "partial": ("ValueError", "'tp': a sum that is not done yet", lambda: given_on("tp", (Partial(),))),
+    "partial k": ("ValueError", "k is placed P.*a sum that is not done", lambda: given_on("tp", (H,), (Partial(),))),
+    "sequence over tp": (
+        "ValueError",
+        r"'tp': that splits the sequence over ranks outside the cp mesh.*Shard\(1\) \(heads\)",
+        lambda: given_on("tp", (S,)),
+    ),
+    "channels over tp": ("ValueError", "that splits the size of a head", lambda: given_on("tp", (Shard(3),))),
+    "unlike": (
+        "ValueError",
+        r"q is placed \(Replicate.* and k \(Shard.*they must be equal, or k Replicate\(\) where q is Shard\(1\)",
+        lambda: given_on("tp", (R,), (H,)),
+    ),
+    "unlike batch": ("ValueError", "they must be equal", lambda: given_on("tp", (B,), (R,))),
+    "groups": (
+        "ValueError",
+        "q has 16 heads / tp 2 = 8 local heads, whose groups do not fit the 3 replicated heads of k",
+        lambda: given_on("tp", (H,), (R,), kv_heads=3),
+    ),
+    "uneven": ("ValueError", "q has 7 heads / tp 2: not the same number on every rank", uneven),
+    "ulysses after tp": (
+        "ValueError",
+        r"q has 6 heads / tp 2 = 3 local heads, k has 6 heads / tp 2 = 3 local heads\. ulysses_degree=2 cannot split 3",
+        lambda: three_each(),
+    ),
+    "mixed": ("TypeError", "q is a DTensor, but k a Tensor", mixed),
+    "other meshes": ("ValueError", "q, k, v must be on one mesh", other_meshes),
+    "world": (
+        "ValueError",
+        r"dimension 'all' has some of the cp ranks .* without being the cp",
+        world_as_one_dimension,
+    ),
+    "head-tail": (
+        "ValueError",
+        "means contiguous order, but layout='head_tail'",
+        lambda: given_on("cp tp", (S, H), layout="head_tail"),
+    ),
+    "two roots": ("ValueError", r"slice both from one init_device_mesh", two_roots),
+    "functional": ("TypeError", "takes local tensors, not a DTensor", functional),
+}
+
+
+def three_each() -> None:
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    module = parallelize_module(modules.BNSD(), root["cp"], ContextParallel(**BNSD))
+    module(*(DTensor.from_local(x[:, :3], root["tp"], [H]) for x in whole()))
+
+
+def refused(kind: str) -> None:
+    with comm.record_traffic() as log:
+        try:
+            WRONG[kind][2]()
+        finally:
+            if any(operation != "numbers" for operation, _ in log.entries):
+                raise SystemError(f"communicated before refusing: {log.entries}")
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_placements_that_mean_nothing_are_refused(ranks: Any, kind: str) -> None:
+    exception, words, _ = WRONG[kind]
+    ranks.raises(4, exception, words, refused, kind)
+
+
+# --------------------------------------------------------------------------- keys and values in one tensor
+
+
+class Packed(nn.Module):
+    """Latent attention: keys and values ``[B, S, H, Dk + Dv]`` in one tensor."""
+
+    def forward(self, q: Tensor, kv: Tensor) -> Tensor:
+        k, v = kv.split([q.shape[-1], kv.shape[-1] - q.shape[-1]], dim=-1)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
+
+
+def full(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def packed() -> tuple[list[float], list[list[str]]]:
+    """Errors of outputs and gradients with kv by position and by keyword, as DTensors; and what Ulysses sent."""
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    g = torch.Generator().manual_seed(3)
+    q, kv = (torch.randn(2, SEQ, HEADS, d, generator=g, dtype=torch.float64) for d in (DIM, DIM + 2))
+    want_in = [x.clone().requires_grad_() for x in (q, kv)]
+    k, v = want_in[1].split([DIM, 2], dim=-1)
+    want = plain_attention(*(x.transpose(1, 2) for x in (want_in[0], k, v)), is_causal=True).transpose(1, 2)
+    grads = torch.autograd.grad(want.square().sum(), want_in)
+    errors, sent, rank = [], [], root["cp"].get_local_rank()
+    here = slice(rank * SEQ // 2, (rank + 1) * SEQ // 2)
+    for mode in ({}, RING):
+        style = ContextParallel(qkv_indices=(0, 1, 1), **mode)
+        named = ContextParallel(qkv_indices=(0, 1, 1), qkv_kwarg_names=("q", "kv", "kv"), **mode)
+        for one, keywords, tp in ((style, False, False), (named, True, False), (style, True, True)):
+            module = parallelize_module(Packed(), root["cp"], one)
+            mine = [x[:, here].clone().requires_grad_() for x in (q, kv)]
+            if tp:
+                mine = [distribute_tensor(x.detach(), root["tp"], [Shard(2)]).requires_grad_() for x in mine]
+            with comm.record_traffic() as log:
+                out = module(q=mine[0], kv=mine[1]) if keywords else module(*mine)
+            if not mode:
+                sent.append([name for name, _ in log.entries if name != "numbers"])
+            found = (out, *torch.autograd.grad(full(out).square().sum(), mine))
+            errors += [relative_error(full(a), b[:, here]) for a, b in zip(found, (want, *grads), strict=True)]
+    return errors, sent
+
+
+def test_keys_and_values_in_one_tensor(ranks: Any) -> None:
+    for errors, sent in ranks(4, packed):
+        assert max(errors) <= 1e-10, errors
+        assert sent == [["all_to_all"] * 3] * 3  # q, kv, out
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"qkv_indices": (0, 0, 1)},
+        {"qkv_indices": (0, 1, 0)},
+        {"qkv_indices": (0, 1, 1, 2)},
+        {"qkv_indices": (0, 1, 1), "qkv_kwarg_names": ("q", "k", "v")},
+        {"qkv_kwarg_names": ("q", "kv", "kv")},
+    ],
+)
+def test_other_shared_positions_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"k and v equal|those of k and v"):
+        ContextParallel(**wrong)

@@ -1,0 +1,165 @@
+"""Kernels of every device on every kind of tile, against plain math in fp64 and the operators' contracts."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from hyper_cp.ops import kernels
+from hyper_cp.ops.kernels import cpu, cuda, npu, reference
+from tests.harness.oracle import plain_attention, relative_error
+
+BANDS = [(None, None), (None, 0), (-5, 0), (-3, 4), (2, 9), (None, 3), (-700, 0)]
+Tile = tuple[int, int, tuple[int | None, int | None], str]
+TILES: list[Tile] = [
+    (rows, cols, band, mask)
+    for (rows, cols), band, mask in itertools.product([(12, 12), (7, 16), (600, 530)], BANDS, ["", "bool", "float"])
+    if not (mask == "float" and rows > 100)
+]
+
+
+def problem(tile: Tile, dtype: torch.dtype, v_dim: int, dim: int = 8) -> tuple[list[Tensor], Tensor, Tensor, Any]:
+    """q, k, v, dout; which pairs are visible; the mask as passed."""
+    rows, cols, (lower, upper), kind = tile
+    g = torch.Generator().manual_seed(rows)
+    shapes = [(2, 4, rows, dim), (2, 2, cols, dim), (2, 2, cols, v_dim), (2, 4, rows, v_dim)]
+    tensors = [torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
+    distance = torch.arange(cols)[None] - torch.arange(rows)[:, None]
+    visible = torch.ones(1, 1, rows, cols, dtype=torch.bool)
+    if lower is not None:
+        visible = visible & (distance >= lower)
+    if upper is not None:
+        visible = visible & (distance <= upper)
+    bias = torch.zeros(1, 1, rows, cols, dtype=torch.float64)
+    passed = None
+    if kind == "bool":
+        passed = torch.rand(2, 1, rows, cols, generator=g) < 0.7
+        passed[:, :, rows // 2] = False  # a row that sees nothing
+        visible = visible & passed
+    if kind == "float":
+        bias = torch.randn(1, 4, rows, cols, generator=g, dtype=torch.float64)
+        passed = bias.to(dtype)
+    return tensors, visible, bias, passed
+
+
+def errors(kernel: Any, tile: Tile, dtype: torch.dtype, v_dim: int = 8) -> dict[str, float]:
+    """Of output, log-sum-exp and gradients, given the oracle's merged output and log-sum-exp."""
+    (q, k, v, dout), visible, bias, mask = problem(tile, dtype, v_dim)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    want = plain_attention(*wide, visible=visible, bias=bias, scale=0.3)
+    want_grads = torch.autograd.grad(want, wide, dout.double())
+    logits = wide[0] @ wide[1].repeat_interleave(2, 1).mT * 0.3 + bias
+    want_lse = logits.masked_fill(~visible, -torch.inf).logsumexp(-1).detach()
+    out, lse = kernel.forward(q, k, v, tile[2], 0.3, mask)
+    assert bool(((lse == -torch.inf) == (want_lse == -torch.inf)).all()), "rows that see nothing"
+    grads = kernel.backward(dout, q, k, v, want.detach().to(dtype), lse, tile[2], 0.3, mask)
+    alive = want_lse > -torch.inf
+    found = {"out": relative_error(out, want.detach()), "lse": relative_error(lse[alive], want_lse[alive])}
+    for name, grad, expected in zip(("dq", "dk", "dv"), grads, want_grads, strict=True):
+        found[name] = relative_error(grad, expected)
+    return found
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_cpu_and_reference(tile: Tile) -> None:
+    for kernel, v_dim in ((cpu.KERNEL, 8), (reference.KERNEL, 8), (reference.KERNEL, 5)):
+        assert max(errors(kernel, tile, torch.float64, v_dim).values()) <= 1e-10
+
+
+def test_choice_is_logged_and_follows_head_dims(caplog: pytest.LogCaptureFixture) -> None:
+    q, k, v = (torch.randn(1, 2, 4, d) for d in (8, 8, 6))
+    with caplog.at_level(logging.DEBUG, logger="hyper_cp.ops.kernels"):
+        assert kernels.choose(q, k, k, True) == "cpu flash"
+        assert kernels.choose(q, k, v, True) == "reference"
+        assert kernels.choose(*(x.to("meta") for x in (q, k, v)), True) == "reference"
+    assert "cpu flash" in caplog.text and "reference" in caplog.text
+
+
+# --------------------------------------------------------------------------- CUDA, without a GPU
+
+
+@pytest.mark.parametrize("name", cuda.KERNELS)
+@pytest.mark.parametrize("band", [(None, None), (None, 0), (-7, 0)], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_cuda_operators_are_called_as_their_schemas_say(name: str, band: Any, masked: bool) -> None:
+    """On the meta device: arguments and shapes, not numbers."""
+    kernel, dim, v_dim = cuda.KERNELS[name], 60 if "flash" in name else 64, {"cuda memory-efficient": 40}
+    dims = (dim, dim, v_dim.get(name, dim))
+
+    def made(heads: int, size: int) -> Tensor:
+        return torch.empty(2, 100, heads, size, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+
+    q, k, v = made(8, dims[0]), made(2, dims[1]), made(2, dims[2])
+    mask = torch.empty(1, 1, 100, 100, dtype=torch.bool, device="meta") if masked else None
+    out, lse = kernel.forward(q, k, v, band, 0.1, mask)
+    assert out.shape == (2, 8, 100, dims[2]) and lse.shape == (2, 8, 100) and lse.dtype == torch.float32
+    grads = kernel.backward(torch.empty_like(out), q, k, v, out, lse, band, 0.1, mask)
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+def test_cuda_runs_what_plain_sdpa_would() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    for backend, name in (
+        (SDPBackend.FLASH_ATTENTION, "cuda flash"),
+        (SDPBackend.EFFICIENT_ATTENTION, "cuda memory-efficient"),
+        (SDPBackend.CUDNN_ATTENTION, "cuda cudnn"),
+        (SDPBackend.MATH, "reference"),
+    ):
+        with mock.patch.object(torch, "_fused_sdp_choice", return_value=int(backend.value)):
+            assert cuda.choose(q, q, q, True) == name
+    with (
+        mock.patch.object(torch, "_fused_sdp_choice", return_value=int(SDPBackend.ERROR.value)),
+        pytest.raises(RuntimeError, match=r"no attention backend takes query \(1, 2, 4, 8\).*flash: .*cudnn: "),
+    ):
+        cuda.choose(q, q, q, True)
+
+
+# --------------------------------------------------------------------------- NPU, against the stand-in
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_npu(standin: Any, tile: Tile) -> None:
+    for v_dim in (8, 5):
+        assert max(errors(npu.KERNEL, tile, torch.float32, v_dim).values()) <= 5e-6
+
+
+def test_npu_masks_are_compressed_and_full_tiles_have_none(standin: Any) -> None:
+    for tile, want in (
+        ((12, 12, (None, None), ""), {"layout": "BNSD", "mode": 0, "mask": False}),
+        ((12, 12, (None, 0), ""), {"layout": "BNSD", "mode": 2, "mask": True}),
+        ((12, 12, (-5, 0), ""), {"layout": "BNSD", "mode": 4, "mask": True}),
+    ):
+        standin.calls.clear()
+        errors(npu.KERNEL, tile, torch.float32)
+        assert standin.calls == [want]
+    q = torch.randn(2, 6, 4, 8).transpose(1, 2)  # [B, S, H, D] in memory: no copy
+    standin.calls.clear()
+    npu.KERNEL.forward(q, q, q, (None, None), 0.3)
+    assert standin.calls[0]["layout"] == "BSND"
+
+
+def test_an_unknown_device_gets_plain_math() -> None:
+    assert kernels.get("", *(torch.empty(1, 1, 2, 4, device="meta") for _ in range(3))) is reference.KERNEL
+
+
+# --------------------------------------------------------------------------- the check for a GPU
+
+
+@pytest.mark.slow
+def test_device_check_runs_where_there_is_only_a_cpu() -> None:
+    script = Path(__file__).parents[3] / "benchmarks" / "device_check.py"
+    small = "--device cpu --dtype float32 --lengths 256 --heads 8 --kv-heads 8 --dim 64 --ranks 2 --rounds 1"
+    done = subprocess.run([sys.executable, str(script), *small.split()], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WRONG" not in done.stdout and done.stdout.count("ranks, torch.float32") == 15
+    assert "ring, head_tail" in done.stdout.splitlines()[-5]

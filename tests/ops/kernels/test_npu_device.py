@@ -1,0 +1,224 @@
+"""The whole library on tensors of a device named "npu", with real gloo ranks, in every mode of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp.ops import attention
+from hyper_cp.ops.kernels import npu
+from tests.harness import npu_device, npu_standin
+from tests.harness.oracle import plain_attention, relative_error, token_positions, visible_pairs
+from tests.harness.ranks import Ranks
+from tests.ops.test_attention import FP32, check, inputs, modes
+from tests.ops.test_masks import explicit_mask
+
+Case = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def npus() -> Iterator[Ranks]:
+    """Ranks of their own: the device is registered for good."""
+    if npu_device.SETUP is None:
+        pytest.skip(npu_device.WHY_NOT)
+    npu_standin.install()
+    if npu_standin._library is None:
+        pytest.skip("the real torch_npu is installed")
+    pool = Ranks(npu_device.BACKEND, npu_device.install)
+    yield pool
+    pool.close()
+
+
+def run_case(case: Case) -> dict[str, float]:
+    """Forward and backward on this rank; errors of its share against the oracle, and nothing waited for."""
+    rank, world, length = dist.get_rank(), dist.get_world_size(), case["length"]
+    mesh = init_device_mesh("npu", (world,), mesh_dim_names=("cp",))
+    q, k, v, dout = inputs(2, 8, 4, length, 8, case.get("v_dim", 8), torch.float32)
+    mine = torch.tensor(token_positions(case["layout"], rank, world, length))
+    visible, bias = visible_pairs(length, case["causal"], case.get("window"), case.get("documents")), None
+    keywords = {name: case.get(name) for name in ("window", "documents")}
+    if "mask" in case:
+        passed, seen, bias = explicit_mask(case["mask"], 2, 8, length, mine)
+        visible = visible if seen is None else visible & seen
+        keywords["attn_mask"] = (passed.float() if passed.is_floating_point() else passed).to("npu")
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    want = plain_attention(*wide, visible=visible, bias=bias)
+    want_grads = torch.autograd.grad(want, wide, dout.double())
+    local = [x[:, :, mine].to("npu").requires_grad_() for x in (q, k, v)]
+    local_dout = dout[:, :, mine].to("npu")
+    npu_standin.calls.clear(), npu_device.calls.clear(), npu_device.waits.clear()
+    out = attention(
+        *local,
+        mesh=mesh,
+        is_causal=case["causal"],
+        enable_gqa=True,
+        ulysses_degree=case["degree"],
+        kv_exchange=case["kv"],
+        layout=case["layout"],
+        load_balance=case["balance"],
+        **keywords,
+    )
+    grads = torch.autograd.grad(out, local, local_dout)
+    waits, transfers = list(npu_device.waits), [x for x in npu_device.calls if x.startswith("c10d.")]
+    assert all(x.device.type == "npu" for x in (out, *grads)) and transfers
+    assert npu_standin.calls or case.get("mask") == "float", "the NPU's operators were not called"
+    if "mask" not in case:  # what a mask is, is read once per tensor
+        assert not waits, f"a step waited for the device: {waits}"
+    found = {"out": relative_error(out.cpu(), want[:, :, mine])}
+    for name, grad, right in zip(("dq", "dk", "dv"), grads, want_grads, strict=True):
+        scale = right.abs().max().clamp(min=1.0)  # documents of one token have no gradient of q and k
+        found[name] = ((grad.cpu() - right[:, :, mine]).abs().max() / scale).item()
+    return found
+
+
+def run_cases(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
+    return [(case, run_case(case)) for case in cases]
+
+
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_mode(npus: Ranks, world: int) -> None:
+    cases = [{**mode, "causal": causal, "length": 12 * world} for mode in modes(world) for causal in (True, False)]
+    cases += [{**mode, "causal": True, "length": 12 * world, "v_dim": 5} for mode in modes(world)[:4]]
+    check(npus(world, run_cases, cases), FP32)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_windows_documents_and_masks(npus: Ranks, world: int) -> None:
+    length = 12 * world
+    facts: list[Case] = [
+        {"window": (3, 2)},
+        {"window": (length // 2, 0), "causal": True},
+        {"documents": [[0, 1, 7, length - 2, length]], "causal": True},
+        {"documents": [[0, 5, 6, length - 3, length]]},
+        {"documents": [[0, 5, length], [0, length - 1, length]], "window": (4, 1)},
+        {"mask": "bool"},
+        {"mask": "padding"},
+        {"mask": "float"},
+    ]
+    # Each mode has three of the facts, another mode the next three: in both worlds together each fact has many modes.
+    drawn = [(mode, facts[(i + n) % 8]) for i, mode in enumerate(modes(world)) for n in (0, 3, 6)]
+    cases = [{"causal": False, **mode, **fact, "length": length} for mode, fact in drawn]
+    check(npus(world, run_cases, cases), FP32)
+
+
+# --------------------------------------------------------------------------- nothing waits for the device
+
+
+def traced(case: Case, break_it: str = "") -> list[str]:
+    """What one step, forward and backward, waited for."""
+    forward = npu.NPUKernel.forward
+
+    def reading(self: Any, q: Tensor, *args: Any, **kwargs: Any) -> Any:
+        {
+            "item": lambda: q.flatten()[0].item(),
+            "if": lambda: bool((q > 0).any()),
+            "cpu": q.cpu,
+            "nonzero": q.nonzero,
+            "mask": lambda: q[q > 0],
+            "upload": lambda: torch.ones(2).to(q.device),
+            "synchronize": torch.npu.synchronize,  # type: ignore[attr-defined]
+        }[break_it]()
+        return forward(self, q, *args, **kwargs)
+
+    with mock.patch.object(npu.NPUKernel, "forward", reading) if break_it else nullcontext():
+        try:
+            run_case(case)
+        except AssertionError:
+            assert npu_device.waits
+    return npu_device.waits[:1]
+
+
+STEP = {"degree": 1, "layout": "contiguous", "balance": False, "causal": True, "length": 16}
+
+
+@pytest.mark.parametrize("kv", ["ring", "all_gather"])
+def test_a_read_in_a_kernel_is_noticed(npus: Ranks, kv: str) -> None:
+    """That steps wait for nothing is asserted in every case above; here is what that assertion would see."""
+    for break_it, found in {
+        "item": "_local_scalar_dense",
+        "if": "_local_scalar_dense",
+        "cpu": "copy from npu to cpu",
+        "nonzero": "nonzero",
+        "mask": "index by a mask or by positions on the CPU",
+        "upload": "copy from cpu to npu",
+        "synchronize": "synchronize",
+    }.items():
+        assert npus(2, traced, {**STEP, "kv": kv}, break_it) == [[found]] * 2
+
+
+def test_operands_on_two_devices_are_refused(npus: Ranks) -> None:
+    for mix in (add_across_devices, attend_across_devices):
+        npus.raises(1, RuntimeError, "expected all tensors to be on the same device", mix)
+
+
+def add_across_devices() -> None:
+    torch.ones(2, device="npu") + torch.ones(2)
+
+
+def attend_across_devices() -> None:
+    q, mask = torch.ones(1, 1, 4, 8, device="npu"), torch.zeros(4, 4, dtype=torch.bool)
+    torch.ops.npu.npu_fusion_attention(q, q, q, 1, "BNSD", atten_mask=mask)
+
+
+# --------------------------------------------------------------------------- user modules
+
+
+class Attention(nn.Module):
+    """A user's attention: SDPA, or an NPU operator of some version, causal."""
+
+    def __init__(self, version: str | None) -> None:
+        super().__init__()
+        self.version = version
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.version is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
+        triangle = torch.ones(2048, 2048, dtype=torch.bool, device="npu").triu(1)
+        operator = getattr(torch.ops.npu, f"npu_fusion_attention{self.version}")
+        words = {"atten_mask": triangle, "sparse_mode": 3, "scale": 0.3}
+        return operator(q, k, v, q.shape[1], "BNSD", **words)[0]
+
+
+def run_modules(style: dict[str, Any]) -> dict[str, float]:
+    mesh = init_device_mesh("npu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    found = {}
+    for version in (None, "", "_v2", "_v3"):
+        made = ContextParallel(seq_dim=2, head_dim=1, **style)
+        handler = ContextParallelHandler(mesh, made)
+        module = Attention(version)
+        parallelize_module(module, mesh, {"": made})
+        whole = inputs(2, 8, 4, 16, 8, 8, torch.float32)
+        *local, dout = (handler.dispatch(x.to("npu"), 2) for x in whole)
+        local = [x.detach().requires_grad_() for x in local]
+        out = module(*local)
+        grads = torch.autograd.grad(out, local, dout)
+        wide = [x.double().requires_grad_() for x in whole[:3]]
+        want = plain_attention(*wide, is_causal=True, scale=0.3)
+        pairs = zip((out, *grads), (want, *torch.autograd.grad(want, wide, whole[3].double())), strict=True)
+        found[str(version)] = max(relative_error(handler.combine(a, 2).cpu(), b.detach()) for a, b in pairs)
+    return found
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
+        {"ulysses_degree": 2, "kv_exchange": "all_gather", "load_balance": True},
+        {"ulysses_degree": None},
+    ],
+    ids=str,
+)
+def test_modules_of_users(npus: Ranks, style: dict[str, Any]) -> None:
+    for found in npus(4, run_modules, style):
+        assert max(found.values()) <= FP32, found

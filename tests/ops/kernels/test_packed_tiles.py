@@ -1,0 +1,202 @@
+"""Packed tiles: several rectangles in one call of a kernel, against plain math; gaps, batch rows, shared heads."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hyper_cp.ops.kernels import cpu, cuda, npu, reference, tiles
+from tests.harness.oracle import plain_attention, relative_error
+from tests.ops.kernels.test_kernels import problem
+
+Parts = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+SQUARES: dict[str, tuple[int, int, Parts]] = {
+    "all": (12, 12, (((0, 5), (0, 5)), ((5, 6), (5, 6)), ((6, 12), (6, 12)))),
+    "gaps": (14, 15, (((1, 4), (0, 3)), ((4, 5), (6, 7)), ((8, 13), (8, 13)))),
+    "one": (7, 9, (((2, 6), (3, 7)),)),
+    "tokens": (6, 6, tuple(((i, i + 1), (i, i + 1)) for i in range(6))),
+}
+RECTANGLES: dict[str, tuple[int, int, Parts]] = {
+    **SQUARES,
+    "all, oblong": (10, 13, (((0, 7), (0, 2)), ((7, 8), (2, 8)), ((8, 10), (8, 13)))),
+    "gaps, oblong": (10, 16, (((1, 3), (2, 9)), ((3, 4), (10, 11)), ((6, 10), (11, 12)))),
+    "rows without gaps": (5, 16, (((0, 3), (2, 9)), ((3, 5), (10, 14)))),
+}
+PACKED = [((None, None), x) for x in RECTANGLES.values()] + [((None, 0), x) for x in SQUARES.values()]
+PACKED_IDS = [f"full, {x}" for x in RECTANGLES] + [f"causal, {x}" for x in SQUARES]
+
+
+def packed_errors(kernel: Any, band: Any, tile: Any, dtype: torch.dtype, v_dim: int, dim: int = 8) -> dict[str, float]:
+    """Of a packed tile, whose rows have seen other keys too: the oracle's rectangles and one more partial."""
+    rows, cols, parts = tile
+    (q, k, v, dout), *_ = problem((rows, cols, (None, None), ""), dtype, v_dim, dim)
+    visible = torch.zeros(rows, cols, dtype=torch.bool)
+    for (top, bottom), (left, right) in parts:
+        seen = torch.ones(bottom - top, right - left, dtype=torch.bool)
+        visible[top:bottom, left:right] = seen.tril() if band == (None, 0) else seen
+    out, lse = kernel.forward(q, k, v, band, 0.3, parts=parts)
+    wide = [x.double() for x in (q, k, v)]
+    want = plain_attention(*wide, visible=visible, scale=0.3)
+    logits = wide[0] @ wide[1].repeat_interleave(2, 1).mT * 0.3
+    want_lse = logits.masked_fill(~visible, -torch.inf).logsumexp(-1)
+    alive = want_lse > -torch.inf
+    assert bool(((lse > -torch.inf) == alive).all()) and bool((out.movedim(3, 0)[:, ~alive] == 0).all())
+    assert out.shape == want.shape and lse.dtype in (torch.float32, torch.float64)
+    found = {"out": relative_error(out, want), "lse": relative_error(lse[alive], want_lse[alive])}
+    # Keys of another tile (all of them again): the merged statistics are of both, the gradients of this one.
+    merged = torch.cat([logits.masked_fill(~visible, -torch.inf), logits], -1)
+    weights = merged.softmax(-1)
+    merged_out = weights @ torch.cat([wide[2]] * 2, 2).repeat_interleave(2, 1)
+    dlogits = weights * (dout.double() @ torch.cat([wide[2]] * 2, 2).repeat_interleave(2, 1).mT
+                         - (dout.double() * merged_out).sum(-1, keepdim=True)) * 0.3  # fmt: skip
+    dlogits, weights = dlogits[..., :cols], weights[..., :cols]
+    expected = dlogits @ wide[1].repeat_interleave(2, 1), dlogits.mT @ wide[0], weights.mT @ dout.double()
+    expected = expected[0], *(x.unflatten(1, (2, 2)).sum(2) for x in expected[1:])
+    statistics = merged_out.to(dtype), merged.logsumexp(-1).to(lse.dtype)
+    grads = kernel.backward(dout, q, k, v, *statistics, band, 0.3, parts=parts)
+    for name, grad, right in zip(("dq", "dk", "dv"), grads, expected, strict=True):
+        assert grad.shape == right.shape
+        assert bool((grad[right == 0] == 0).all()), f"{name} outside of the rectangles"
+        found[name] = relative_error(grad, right)
+    return found
+
+
+@pytest.mark.parametrize("band, tile", PACKED, ids=PACKED_IDS)
+def test_packed_tiles_of_cpu_and_reference(band: Any, tile: Any) -> None:
+    for kernel, v_dim in ((cpu.KERNEL, 8), (reference.KERNEL, 8), (reference.KERNEL, 5)):
+        assert max(packed_errors(kernel, band, tile, torch.float64, v_dim).values()) <= 1e-10
+    assert max(packed_errors(reference.KERNEL, band, tile, torch.bfloat16, 8).values()) <= 3e-2
+
+
+def test_packed_tiles_make_no_mask_of_the_whole_tile() -> None:
+    """4096 rows of one token each: a mask of them all would have 16M elements."""
+    q, parts = torch.randn(1, 1, 4096, 8), tuple(((i, i + 1), (i, i + 1)) for i in range(0, 4096, 64))
+    largest = [0]
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            found = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]
+            largest[0] = max([largest[0], *found])
+            return result
+
+    with Sizes():
+        for kernel in (cpu.KERNEL, reference.KERNEL):
+            out, lse = kernel.forward(q, q, q, (None, 0), 0.3, parts=parts)
+            kernel.backward(q, q, q, q, out, lse, (None, 0), 0.3, parts=parts)
+    assert largest[0] == q.numel()
+
+
+def test_a_tile_of_no_rectangles_sees_nothing() -> None:
+    q = torch.randn(1, 2, 3, 8)
+    for kernel in (cpu.KERNEL, reference.KERNEL, npu.KERNEL, *cuda.KERNELS.values()):
+        out, lse = kernel.forward(q, q, q, (None, None), 0.3, parts=())
+        assert bool((out == 0).all()) and bool((lse == -torch.inf).all())
+        grads = kernel.backward(q, q, q, q, out, lse, (None, None), 0.3, parts=())
+        assert all(bool((x == 0).all()) for x in grads)
+
+
+@pytest.mark.parametrize("name", cuda.KERNELS)
+@pytest.mark.parametrize("band, tile", PACKED, ids=PACKED_IDS)
+def test_cuda_packed_tiles_on_the_meta_device(name: str, band: Any, tile: Any) -> None:
+    rows, cols, parts = tile
+    q, k, v = (torch.empty(2, h, n, 60, dtype=torch.bfloat16, device="meta") for h, n in ((4, rows), *[(2, cols)] * 2))
+    out, lse = cuda.KERNELS[name].forward(q, k, v, band, 0.1, parts=parts)
+    assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    grads = cuda.KERNELS[name].backward(torch.empty_like(out), q, k, v, out, lse, band, 0.1, parts=parts)
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+class _VarlenFlash:
+    """What FlashAttention's variable-length operators document, in plain math: [tokens, H, D], cumulative lengths
+    with a leading 0, causal from the bottom right, the log-sum-exp [H, tokens], head dims in eights."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def _pairs(
+        self, q: Tensor, k: Tensor, q_ends: Tensor, k_ends: Tensor, longest: tuple[int, int], causal: bool
+    ) -> Any:
+        self.calls += 1
+        assert q_ends.dtype == k_ends.dtype == torch.int32 and q.shape[2] % 8 == 0 and q.is_contiguous()
+        spans = [list(itertools.pairwise(x.tolist())) for x in (q_ends, k_ends)]
+        assert [max(b - a for a, b in x) for x in spans] == list(longest)
+        assert (spans[0][-1][1], spans[1][-1][1]) == (q.shape[0], k.shape[0])
+        for (a, b), (c, d) in zip(*spans, strict=True):
+            assert a < b and c < d, "operators disagree on sequences without rows or columns"
+            seen = torch.ones(b - a, d - c, dtype=torch.bool)
+            yield slice(a, b), slice(c, d), seen.tril(d - c - b + a) if causal else seen
+
+    def _logits(self, q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
+        groups = q.shape[1] // k.shape[1]
+        product = torch.einsum("ihd,jhd->hij", q.double(), k.double().repeat_interleave(groups, 1))
+        return (product * scale).masked_fill(~seen, -torch.inf)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, qe: Tensor, ke: Tensor, mq: int, mk: int, dropout: float,
+                causal: bool, debug: bool, *, scale: float) -> Any:  # fmt: skip
+        out, lse = torch.zeros_like(q), torch.zeros(q.shape[1], q.shape[0])
+        for i, j, seen in self._pairs(q, k, qe, ke, (mq, mk), causal):
+            logits = self._logits(q[i], k[j], seen, scale)
+            lse[:, i] = logits.logsumexp(-1).float()
+            wide = v[j].double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+            out[i] = torch.einsum("hij,jhd->ihd", logits.softmax(-1), wide).to(q.dtype)
+        return out, lse, None, None, None
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, qe: Tensor, ke: Tensor,
+                 mq: int, mk: int, dropout: float, causal: bool, seed: Tensor, unused: Tensor, *, scale: float
+                 ) -> Any:  # fmt: skip
+        assert lse.is_contiguous() and lse.dtype == torch.float32 and lse.shape == (q.shape[1], q.shape[0])
+        groups = q.shape[1] // k.shape[1]
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        for i, j, seen in self._pairs(q, k, qe, ke, (mq, mk), causal):
+            weights = (self._logits(q[i], k[j], seen, scale) - lse[:, i, None].double()).exp()
+            dy, wide_k, wide_v = (x.double() for x in (dout[i], k[j], v[j]))
+            wide_k, wide_v = (x.repeat_interleave(groups, 1) for x in (wide_k, wide_v))
+            delta = (dy * out[i].double()).sum(-1).T[..., None]
+            dlogits = weights * (torch.einsum("ihd,jhd->hij", dy, wide_v) - delta) * scale
+            dq[i] = torch.einsum("hij,jhd->ihd", dlogits, wide_k).to(q.dtype)
+            for grad, x in ((dk, torch.einsum("hij,ihd->jhd", dlogits, q[i].double())),
+                            (dv, torch.einsum("hij,ihd->jhd", weights, dy))):  # fmt: skip
+                grad[j] = x.unflatten(1, (-1, groups)).sum(2).to(q.dtype)
+        return dq, dk, dv
+
+
+@pytest.mark.parametrize("dim", [8, 5])
+@pytest.mark.parametrize("band, tile", PACKED, ids=PACKED_IDS)
+def test_cuda_packs_tiles_for_the_variable_length_operator(band: Any, tile: Any, dim: int) -> None:
+    """Packing and unpacking, with the operators' contract in their place."""
+    flash = _VarlenFlash()
+    operators = mock.Mock(_flash_attention_forward=flash.forward, _flash_attention_backward=flash.backward)
+    kernel = tiles.TileKernel(cpu.KERNEL.operator, cpu.KERNEL.operator, cuda.KERNELS["cuda flash"].packed)
+    with mock.patch.object(cuda, "_aten", operators):
+        found = packed_errors(kernel, band, tile, torch.float32, dim, dim)
+    assert max(found.values()) <= 5e-6 and flash.calls == (2 if len(tile[2]) > 1 else 0)
+
+
+# --------------------------------------------------------------------------- NPU, against the stand-in
+
+
+@pytest.mark.parametrize("band, tile", PACKED, ids=PACKED_IDS)
+def test_packed_tiles_of_the_npu(standin: Any, band: Any, tile: Any) -> None:
+    for v_dim in (8, 5):
+        standin.calls.clear()
+        assert max(packed_errors(npu.KERNEL, band, tile, torch.float32, v_dim).values()) <= 5e-6
+        layout, causal = "TND" if len(tile[2]) > 1 else "BNSD", band == (None, 0)
+        assert standin.calls == [{"layout": layout, "mode": 2 if causal else 0, "mask": causal}]
+
+
+def test_the_npu_gets_no_more_than_one_call_takes(standin: Any) -> None:
+    """More than 1024 sequences are several calls; head dims that TND has no gradient for, one per rectangle."""
+    many = tuple(((i, i + 1), (i, i + 1)) for i in range(0, 1200, 2))
+    assert max(packed_errors(npu.KERNEL, (None, 0), (1200, 1200, many), torch.float32, 8).values()) <= 5e-6
+    assert [call["layout"] for call in standin.calls] == ["TND"] * 2, "2 batch rows of 600 sequences"
+    standin.calls.clear()
+    found = packed_errors(npu.KERNEL, (None, 0), SQUARES["gaps"], torch.float32, 520, 520)
+    assert max(found.values()) <= 5e-6 and [call["layout"] for call in standin.calls] == ["BNSD"] * 3

@@ -1,0 +1,319 @@
+"""What the engine communicates and keeps: bytes, memory, order. Real gloo ranks."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp.mesh import comm
+from hyper_cp.ops import attention
+from hyper_cp.ops.kernels import cpu
+from tests.harness.oracle import plain_attention, relative_error, token_positions
+
+B, H, HKV, D, DV = 2, 8, 4, 16, 8
+
+
+def shares(world: int, layout: str, length: int, dtype: torch.dtype, v_dim: int = DV) -> list[Tensor]:
+    """This rank's q, k, v (leaves) and the gradient of its output."""
+    g = torch.Generator().manual_seed(7)
+    mine = torch.tensor(token_positions(layout, dist.get_rank(), world, length))
+    shapes = [(B, H, length, D), (B, HKV, length, D), (B, HKV, length, v_dim), (B, H, length, v_dim)]
+    q, k, v, dout = (torch.randn(s, generator=g).to(dtype)[:, :, mine].clone() for s in shapes)
+    return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout]
+
+
+# --------------------------------------------------------------------------- bytes
+
+
+class Counter:
+    """Counts bytes sent at the c10d entry points, independently of the library's own record."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def __enter__(self) -> Counter:
+        self.saved = {n: getattr(dist, n) for n in ("all_to_all_single", "batch_isend_irecv")}
+        self.saved_names = (comm._all_gather, comm._reduce_scatter)
+
+        def all_to_all_single(out: Tensor, x: Tensor, group: Any = None, **kw: Any) -> Any:
+            n = dist.get_world_size(group)
+            self.sent += x.numel() * x.element_size() * (n - 1) // n
+            return self.saved["all_to_all_single"](out, x, group=group, **kw)
+
+        def batch_isend_irecv(ops: list[Any]) -> Any:
+            self.sent += sum(o.tensor.numel() * o.tensor.element_size() for o in ops if o.op is dist.isend)
+            return self.saved["batch_isend_irecv"](ops)
+
+        def all_gather(out: Tensor, x: Tensor, group: Any = None, **kw: Any) -> Any:
+            self.sent += x.numel() * x.element_size() * (dist.get_world_size(group) - 1)
+            return self.saved_names[0](out, x, group=group, **kw)
+
+        def reduce_scatter(out: Tensor, x: Tensor, group: Any = None, **kw: Any) -> Any:
+            self.sent += out.numel() * out.element_size() * (dist.get_world_size(group) - 1)
+            return self.saved_names[1](out, x, group=group, **kw)
+
+        dist.all_to_all_single, dist.batch_isend_irecv = all_to_all_single, batch_isend_irecv
+        comm._all_gather, comm._reduce_scatter = all_gather, reduce_scatter
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for name, fn in self.saved.items():
+            setattr(dist, name, fn)
+        comm._all_gather, comm._reduce_scatter = self.saved_names
+
+
+def formula(world: int, degree: int, balance: bool, length: int, size: int, acc: int) -> tuple[int, int]:
+    """Bytes one rank sends in forward and backward: docs/communication.md."""
+    ring = world // degree
+    tokens = B * length // world
+    nq, nk, nv, no = tokens * H * D, tokens * HKV * D, tokens * HKV * DV, tokens * H * DV
+    a2a = (nq + nk + nv + no) * size * (degree - 1) // degree
+    shapes = 11 * 8 * (world - 1)  # of q and k, and the documents, to all
+    forward = shapes + a2a + (ring - 1) * (nk + nv) * size
+    backward = a2a + (ring - 1) * (nk + nv) * (size + acc)
+    if balance and 2 * (dist.get_rank() // degree) + 1 != ring:
+        lse = tokens * H * acc
+        forward += ((nq + no) * size + lse) // 2
+        backward += ((nq + 2 * no) * size + lse) // 2 + nq * size // 2
+    return forward, backward
+
+
+def count_bytes(world: int, cases: list[tuple[int, str, str, bool, torch.dtype]]) -> list[Any]:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    found = []
+    for degree, kv, layout, balance, dtype in cases:
+        length = 12 * world
+        q, k, v, dout = shares(world, layout, length, dtype)
+        with Counter() as forward, comm.record_traffic() as log:
+            out = attention(
+                q,
+                k,
+                v,
+                mesh=mesh,
+                is_causal=True,
+                enable_gqa=True,
+                ulysses_degree=degree,
+                kv_exchange=kv,
+                layout=layout,
+                load_balance=balance,
+            )
+        with Counter() as backward, comm.record_traffic() as log_back:
+            out.backward(dout)
+        size, acc = dtype.itemsize, 8 if dtype == torch.float64 else 4
+        want = formula(world, degree, balance, length, size, acc)
+        found.append((want, (forward.sent, backward.sent), (log.bytes_sent, log_back.bytes_sent)))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_bytes_are_those_of_the_formula(ranks: Any, world: int) -> None:
+    cases = [
+        (degree, kv, layout, balance, dtype)
+        for degree in (1, 2, 4)
+        if world % degree == 0
+        for kv in ("ring", "all_gather")
+        for layout, balance in (("contiguous", False), ("head_tail", False), ("contiguous", True))
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    for found in ranks(world, count_bytes, world, cases):
+        for case, (want, counted, recorded) in zip(cases, found, strict=True):
+            assert want == counted == recorded, case
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def live_bytes() -> int:
+    """Bytes of all tensor storages Python can reach."""
+    seen = {}
+    for obj in gc.get_objects():
+        if type(obj) in (Tensor, nn.Parameter) and obj.device.type == "cpu":  # fakes of a compile hold nothing
+            seen[obj.untyped_storage().data_ptr()] = obj.untyped_storage().nbytes()
+    return sum(seen.values())
+
+
+def measure_ring_memory(world: int, layout: str) -> dict[str, int]:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    q, k, v, _ = shares(world, layout, 64 * world, torch.float32, v_dim=D)
+    _, peaks = q, []
+    original = cpu.KERNEL.forward
+
+    def spying(*args: Any, **keywords: Any) -> Any:
+        peaks.append(live_bytes())
+        result = original(*args, **keywords)
+        peaks.append(live_bytes() - sum(x.nbytes for x in result))  # the tile's own result is not kept
+        return result
+
+    saved: list[Tensor] = []
+    gc.collect()
+    before = live_bytes()
+    cpu.KERNEL.forward = spying  # type: ignore[method-assign]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            out = attention(q, k, v, mesh=mesh, is_causal=True, enable_gqa=True, kv_exchange="ring", layout=layout)
+    finally:
+        del cpu.KERNEL.forward
+    lse = B * H * 64 * 4
+    return {
+        "beyond inputs and output": max(peaks) - before - out.nbytes - lse,
+        "block": k.nbytes + v.nbytes,
+        "saved": sum(t.nbytes for t in saved),
+        "local": sum(t.nbytes for t in (q, k, v, out)) + lse,
+        "kernels": len(peaks) // 2,
+    }
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+def test_ring_of_eight_holds_two_blocks_and_saves_only_local_tensors(ranks: Any, layout: str) -> None:
+    for rank, found in enumerate(ranks(8, measure_ring_memory, 8, layout)):
+        assert found["kernels"] == (8 if layout == "head_tail" else rank + 1)
+        assert found["beyond inputs and output"] <= 2 * found["block"], found
+        assert found["saved"] == found["local"] + 8, found  # 8 bytes: the fingerprint of the documents
+
+
+# --------------------------------------------------------------------------- order and lifetime
+
+
+def one_pass(mesh: Any, kw: dict[str, Any], tensors: list[Tensor]) -> list[Tensor]:
+    q, k, v, dout = tensors
+    out = attention(q, k, v, mesh=mesh, is_causal=True, enable_gqa=True, **kw)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def repeat_with_delays(world: int, passes: dict[int, dict[str, Any]]) -> bool:
+    """Every pass gives the bits of the first of its kind, whatever rank is late."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    chance = random.Random(dist.get_rank())
+
+    def late(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kw: Any) -> Any:
+            time.sleep(chance.random() * 0.05)
+            return method(*args, **kw)
+
+        return call
+
+    names = ("all_to_all", "all_gather", "reduce_scatter", "send_recv")
+    originals = {name: getattr(comm.Axis, name) for name in names}
+    same = True
+    try:
+        for times, kw in passes.items():
+            tensors = shares(world, kw.get("layout", "contiguous"), 16 * world, torch.float32)
+            first = one_pass(mesh, kw, tensors)
+            for name in names:
+                setattr(comm.Axis, name, late(originals[name]))
+            for _ in range(times):
+                same &= all(map(torch.equal, first, one_pass(mesh, kw, tensors)))
+            for name in names:
+                setattr(comm.Axis, name, originals[name])
+    finally:
+        for name in names:
+            setattr(comm.Axis, name, originals[name])
+    return same
+
+
+@pytest.mark.slow
+def test_a_hundred_passes_with_late_ranks_give_the_same_bits(ranks: Any) -> None:
+    passes = {
+        40: {"kv_exchange": "ring", "layout": "head_tail"},
+        25: {"kv_exchange": "ring", "load_balance": True},
+        20: {"kv_exchange": "all_gather", "load_balance": True},
+        15: {"kv_exchange": "ring", "ulysses_degree": 2, "layout": "head_tail"},
+    }
+    assert all(ranks(4, repeat_with_delays, 4, passes))
+
+
+def interleave(world: int) -> float:
+    """Two modules' calls interleaved on one mesh, and two backward passes through one graph."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    layout, length = "head_tail", 16 * world
+    mine = torch.tensor(token_positions(layout, dist.get_rank(), world, length))
+    g = torch.Generator().manual_seed(3)
+    wholes = [[torch.randn(1, 4, length, 8, generator=g, dtype=torch.float64) for _ in range(4)] for _ in range(2)]
+    locals_ = [[x[:, :, mine].clone().requires_grad_() for x in w[:3]] for w in wholes]
+    a, b = (attention(*x, mesh=mesh, is_causal=True, kv_exchange="ring", layout=layout) for x in locals_)
+    grads: list[Any] = [None, None]
+    grads[1] = torch.autograd.grad(b, locals_[1], wholes[1][3][:, :, mine])
+    first = torch.autograd.grad(a, locals_[0], wholes[0][3][:, :, mine], retain_graph=True)
+    grads[0] = torch.autograd.grad(a, locals_[0], wholes[0][3][:, :, mine])
+    worst = 0.0 if all(map(torch.equal, first, grads[0])) else 1.0
+    for whole, got in zip(wholes, grads, strict=True):
+        q, k, v = (x.clone().requires_grad_() for x in whole[:3])
+        want = torch.autograd.grad(plain_attention(q, k, v, is_causal=True), (q, k, v), whole[3])
+        worst = max(worst, *(relative_error(x, y[:, :, mine]) for x, y in zip(got, want, strict=True)))
+    return worst
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_interleaved_modules_and_two_backwards_are_exact(ranks: Any, world: int) -> None:
+    assert max(ranks(world, interleave, world)) <= 1e-10
+
+
+def alone(world: int) -> tuple[int, bool]:
+    """A ring of one: nothing is communicated."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    q, k, v, dout = shares(world, "contiguous", 16, torch.float32)
+    with Counter() as count:
+        out = attention(q, k, v, mesh=mesh, is_causal=True, enable_gqa=True, kv_exchange="ring")
+        out.backward(dout)
+    return count.sent, bool(torch.isfinite(q.grad).all())
+
+
+def test_a_mesh_of_one_communicates_nothing(ranks: Any) -> None:
+    assert ranks(1, alone, 1) == [(0, True)]
+
+
+# --------------------------------------------------------------------------- the host never waits for a result
+
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero", "to")
+
+
+def host_reads(world: int, cases: list[dict[str, Any]]) -> list[str]:
+    """Calls in forward and backward that would wait for the device: what reads a tensor of attention, or makes
+    one whose size depends on values. (Documents are read; they live on the CPU.)"""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    found: list[str] = []
+
+    def spy(name: str) -> Callable[..., Any]:
+        original = getattr(Tensor, name)
+
+        def call(self: Tensor, *args: Any, **kw: Any) -> Any:
+            device_moves = name != "to" or any(isinstance(a, (str, torch.device)) for a in (*args, *kw.values()))
+            if device_moves and (self.is_floating_point() or self.dtype == torch.bool):
+                found.append(name)
+            return original(self, *args, **kw)
+
+        return call
+
+    for kw in cases:
+        tensors = shares(world, kw.get("layout", "contiguous"), 16 * world, torch.float32, v_dim=D)
+        originals = {name: getattr(Tensor, name) for name in READS}
+        try:
+            for name in READS:
+                setattr(Tensor, name, spy(name))
+            q, k, v, dout = tensors
+            out = attention(q, k, v, mesh=mesh, is_causal=True, enable_gqa=True, **kw)
+            torch.autograd.grad(out, (q, k, v), dout)
+        finally:
+            for name, method in originals.items():
+                setattr(Tensor, name, method)
+    return found
+
+
+def test_no_step_reads_a_result_on_the_host(ranks: Any) -> None:
+    cases: list[dict[str, Any]] = [
+        {"kv_exchange": "ring", "layout": "head_tail"},
+        {"kv_exchange": "ring", "load_balance": True, "window": (40, 0)},
+        {"kv_exchange": "all_gather", "documents": [0, 9, 30, 64]},
+        {"ulysses_degree": None, "layout": "head_tail"},
+        {"ulysses_degree": 2, "kv_exchange": "ring", "documents": [0, 9, 30, 64], "window": (7, 0)},
+    ]
+    assert ranks(4, host_reads, 4, cases) == [[]] * 4

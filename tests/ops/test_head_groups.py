@@ -1,0 +1,311 @@
+"""Ulysses in head groups: exact, the same bytes, compiled, recomputed, and refused where it cannot be."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.config
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from hyper_cp import ContextParallel
+from hyper_cp.mesh import comm, cp_mesh
+from hyper_cp.ops import SAVE_LIST, attention
+from tests.harness.oracle import plain_attention, relative_error, token_positions, visible_pairs
+
+HEADS = 8
+
+
+def inputs(kv_heads: int, length: int, batch: int = 2) -> list[Tensor]:
+    """Global q, k, v and the output's gradient, the same on every rank; v has its own head dim."""
+    g = torch.Generator().manual_seed(kv_heads)
+    shapes = [(HEADS, 8), (kv_heads, 8), (kv_heads, 6), (HEADS, 6)]
+    return [torch.randn(batch, h, length, d, generator=g, dtype=torch.float64) for h, d in shapes]
+
+
+def held(layout: str, rank: int, world: int, length: int, documents: Any) -> list[int]:
+    """Global positions of a rank's tokens. (``per_document``: each document as ``head_tail`` would hold it.)"""
+    if layout != "per_document":
+        return token_positions(layout, rank, world, length)
+    borders = zip(documents[0], documents[0][1:], strict=False)
+    return [a + p for a, b in borders for p in token_positions("head_tail", rank, world, b - a)]
+
+
+def errors(world: int, case: dict[str, Any]) -> dict[str, float]:
+    """Of this rank's output and gradients against the oracle."""
+    case = dict(case)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    length, layout = 24 * world, case.get("layout", "contiguous")
+    q, k, v, dout = inputs(case.pop("kv_heads"), length)
+    causal, window, documents = case.get("is_causal", False), case.get("window"), case.get("documents")
+    visible, mask = visible_pairs(length, causal, window, documents), case.pop("mask", None)
+    if mask is not None:
+        heads = HEADS if mask == "per head" else 1
+        keep = torch.rand(2, heads, length, length, generator=torch.Generator().manual_seed(3)) > 0.3
+        case["attn_mask"], visible = keep, visible & keep
+    wide = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = plain_attention(*wide, visible=visible)
+    wanted = torch.autograd.grad(expected, wide, dout)
+    mine = torch.tensor(held(layout, torch.distributed.get_rank(), world, length, documents))
+    local = [x[:, :, mine].transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    out = attention(*local, mesh=mesh, enable_gqa=True, **case)
+    grads = torch.autograd.grad(out, local, dout[:, :, mine])
+    found = {"out": relative_error(out, expected[:, :, mine])}
+    for name, grad, want in zip(("dq", "dk", "dv"), grads, wanted, strict=True):
+        found[name] = relative_error(grad, want[:, :, mine])
+    return found
+
+
+def run_cases(world: int, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
+    return [errors(world, case) for case in cases]
+
+
+def cases_of(world: int) -> list[dict[str, Any]]:
+    length = 24 * world
+    packed = [[0, 5, 17, length], [0, length // 2 + 3, length - 1, length]]
+    even = [[0, 8 * world, length]]  # of which every rank holds two chunks each
+    whole = {"ulysses_degree": None}
+    keyed = [
+        {**whole, "kv_heads": kv, "head_groups": n, "is_causal": True, "layout": layout}
+        for kv, n, layout in itertools.product((8, 4, 2, 1), (2, 4), ("contiguous", "head_tail"))
+        if HEADS // world % n == 0
+    ]
+    asked = [
+        {"documents": packed, "is_causal": True},
+        {"documents": even, "is_causal": True, "layout": "per_document"},
+        {"window": (9, 4)},
+        {"mask": "per head"},
+        {"mask": "one"},
+        {"scale": 0.3, "is_causal": True, "window": (7, 0), "documents": packed, "layout": "head_tail"},
+    ]
+    cases = keyed + [{**whole, "kv_heads": 4, "head_groups": HEADS // world, **a} for a in asked if "scale" not in a]
+    cases += [{**whole, "kv_heads": 2, "head_groups": 2, **a} for a in asked if "scale" not in a]
+    if world == 4:
+        for kv, exchange in itertools.product((8, 4), ("ring", "all_gather")):
+            hybrid = {"kv_heads": kv, "ulysses_degree": 2, "head_groups": kv // 2, "kv_exchange": exchange}
+            cases += [{**hybrid, "is_causal": True}, {**hybrid, "is_causal": True, "load_balance": True}]
+            cases += [{**hybrid, **a} for a in asked[:4]]
+    return cases
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_exact_in_fp64(ranks: Any, world: int) -> None:
+    cases = cases_of(world)
+    for found in ranks(world, run_cases, world, cases):
+        for case, worst in zip(cases, found, strict=True):
+            assert max(worst.values()) <= 1e-10, (case, worst)
+
+
+def exchanged(log: comm.Traffic) -> int:
+    """Bytes of all-to-alls. (The others compare shapes.)"""
+    return sum(nbytes for operation, nbytes in log.entries if operation == "all_to_all")
+
+
+def traffic(world: int, kv_heads: int, groups: int) -> tuple[list[tuple[str, int]], int]:
+    """What one forward and backward sends."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    q, k, v = (torch.randn(1, h, 8, 4, requires_grad=True) for h in (HEADS, kv_heads, kv_heads))
+    how: dict[str, Any] = {"mesh": mesh, "ulysses_degree": None, "enable_gqa": True, "head_groups": groups}
+    with comm.record_traffic() as log:
+        attention(q, k, v, **how).sum().backward()
+    return [entry for entry in log.entries if entry[0] == "all_to_all"], exchanged(log)
+
+
+def test_same_bytes_and_same_sequence_on_every_rank(ranks: Any) -> None:
+    for kv_heads in (8, 2):  # a key/value head per group, and one that both groups use
+        at_once = ranks(2, traffic, 2, kv_heads, 1)
+        grouped = ranks(2, traffic, 2, kv_heads, 4)
+        assert grouped[0] == grouped[1]
+        assert grouped[0][1] == at_once[0][1]
+        per_kv = 4 if kv_heads == 8 else 1  # forward: q, k, v in, out back; backward: dout in, dq, dk, dv back
+        assert len(grouped[0][0]) == 4 * 4 + 4 * per_kv
+
+
+def order(world: int) -> list[str]:
+    """Postings, waits and kernels of forward and backward on this rank."""
+    from hyper_cp.ops import kernels
+
+    events: list[str] = []
+    post, arrive, kernel = comm.Axis.all_to_all, comm.Pending._arrive, kernels.get("cpu flash", *[torch.randn(1)] * 3)
+
+    def posting(self: Any, send: Tensor) -> Any:
+        events.append("post")
+        return post(self, send)
+
+    def arriving(self: Any) -> None:
+        events.append("wait")
+        arrive(self)
+
+    class Noting:
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            events.append("forward")
+            return kernel.forward(*args, **kwargs)
+
+        def backward(self, *args: Any, **kwargs: Any) -> Any:
+            events.append("backward")
+            return kernel.backward(*args, **kwargs)
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    q, k, v = (torch.randn(1, 6, 8, 4, requires_grad=True) for _ in range(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm.Axis, "all_to_all", posting)
+        patch.setattr(comm.Pending, "_arrive", arriving)
+        patch.setattr(kernels, "get", lambda *_: Noting())
+        attention(q, k, v, mesh=mesh, ulysses_degree=None, head_groups=3).sum().backward()
+    return events
+
+
+def test_a_group_travels_while_another_is_attended(ranks: Any) -> None:
+    """In flight when a kernel starts: the next group's messages, and what the group before sends back."""
+    for events in ranks(2, order, 2):
+        flying, found = 0, []
+        for event in events:
+            flying += {"post": 1, "wait": -1}.get(event, 0)
+            if event in ("forward", "backward"):
+                found.append((event, flying))
+        assert found[:3] == [("forward", 3), ("forward", 3 + 1), ("forward", 1)]
+        assert found[3:] == [("backward", 1), ("backward", 1 + 3), ("backward", 3)]
+        assert flying == 0
+
+
+class Projected(torch.nn.Module):
+    """A whole attention block: projections, a norm of queries between them and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(32, 32 + 2 * 16), torch.nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(x).view(*x.shape[:2], HEADS + 2 * 4, -1).transpose(1, 2)
+        q, k, v = heads.split([HEADS, 4, 4], dim=1)
+        q = torch.nn.functional.rms_norm(q, (4,))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+def block_of(mesh: Any, groups: int) -> Projected:
+    torch.manual_seed(0)
+    block = Projected().double()
+    parallelize_module(block, mesh, ContextParallel(qkv_indices=None, head_groups=groups))
+    return block
+
+
+def gradients(run: Any, block: Projected, step: int) -> list[Tensor]:
+    x = torch.randn(2, 16, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(step)).requires_grad_()
+    out = run(x)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *block.parameters()])]
+
+
+def styled(world: int) -> list[float]:
+    """Worst difference from the style without groups: eager, compiled, recomputed (all of it, saved ops)."""
+
+    def policy(_ctx: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in SAVE_LIST else CheckpointPolicy.PREFER_RECOMPUTE
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    plain, block = block_of(mesh, 1), block_of(mesh, 2)
+    selective = partial(create_selective_checkpoint_contexts, policy)
+    runs = [
+        block,
+        torch.compile(block, fullgraph=True, backend="aot_eager"),
+        partial(checkpoint, block, use_reentrant=False),
+        partial(checkpoint, block, use_reentrant=False, context_fn=selective),
+    ]
+    worst, sent = [0.0] * len(runs), [0] * len(runs)
+    for step in range(2):
+        want = gradients(plain, plain, step)
+        for i, run in enumerate(runs):
+            with torch._dynamo.config.patch(error_on_recompile=step > 0), comm.record_traffic() as log:
+                found = gradients(run, block, step)
+            sent[i] = exchanged(log)
+            worst[i] = max(worst[i], *(relative_error(a, b) for a, b in zip(found, want, strict=True)))
+    assert sent[0] == sent[1] == sent[3] < sent[2], sent  # what is saved is not communicated again
+    return worst
+
+
+def test_style_compiles_and_recomputes(ranks: Any) -> None:
+    for worst in ranks(4, styled, 4, timeout=300):  # two query heads and one key/value head per rank
+        assert max(worst) <= 1e-12, worst
+
+
+def opcheck(world: int) -> None:
+    cp = cp_mesh.view(init_device_mesh("cpu", (world,), mesh_dim_names=("cp",)), None)
+    for kv_heads in (4, 2):
+        q, k, v = (torch.randn(2, h, 8, 16, requires_grad=True) for h in (HEADS, kv_heads, kv_heads))
+        documents, mask = torch.tensor([[0, 5, 16]]), torch.ones(1, HEADS // 2, 1, 16, dtype=torch.bool)
+        for mask_or_none in (None, mask):
+            settings = (cp.key, "head_tail", "all_gather", False, -9, 0, 0.25, "", 2)
+            ops = torch.ops.hyper_cp
+            torch.library.opcheck(ops.ulysses_attention.default, (q, k, v, documents, mask_or_none, *settings))
+        with torch.no_grad():
+            out, *saved = ops.ulysses_attention(q, k, v, documents, None, *settings)
+            rest = (torch.ones_like(out), saved, ops.fingerprint(documents, cp.key), documents, None, *settings)
+            torch.library.opcheck(ops.ulysses_attention_backward.default, rest)
+
+
+@pytest.mark.slow
+def test_opcheck(ranks: Any) -> None:
+    ranks(2, opcheck, 2, timeout=300)
+
+
+def with_lse_and_dropout(world: int) -> tuple[float, float]:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    torch.manual_seed(torch.distributed.get_rank())
+    q, k, v = (torch.randn(2, 8, 12, 4, dtype=torch.float64) for _ in range(3))
+    how: dict[str, Any] = {"mesh": mesh, "ulysses_degree": None, "is_causal": True}
+    lses = [attention(q, k, v, head_groups=n, return_lse=True, **how)[1] for n in (1, 4)]
+    dropped = []
+    for n in (1, 4):
+        torch.manual_seed(5)
+        dropped.append(attention(q, k, v, head_groups=n, dropout_p=0.4, **how))
+    return relative_error(*reversed(lses)), relative_error(*dropped)
+
+
+def test_log_sum_exp_and_dropout_do_not_depend_on_groups(ranks: Any) -> None:
+    for lse, dropped in ranks(2, with_lse_and_dropout, 2):
+        assert lse <= 1e-14
+        assert dropped == 0.0
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+def asked(world: int, kv_heads: int, **how: Any) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    q, k, v = (torch.randn(1, h, 8, 4) for h in (HEADS, kv_heads, kv_heads))
+    with comm.record_traffic() as log:
+        try:
+            attention(q, k, v, mesh=mesh, enable_gqa=True, **how)
+        finally:
+            assert all(operation == "numbers" for operation, _ in log.entries), log.entries
+
+
+class FlexModule(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flex_attention(q, k, v)
+
+
+def flexed(world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    module = parallelize_module(FlexModule(), mesh, ContextParallel(2, 1, qkv_indices=None, head_groups=2))
+    module(*(torch.randn(1, HEADS, 8, 4) for _ in range(3)))
+
+
+def test_says_where_there_is_nothing_to_overlap(ranks: Any) -> None:
+    with pytest.raises(ValueError, match=r"head_groups=2 with qkv_indices=\(0, 1, 2\).*all its heads at once"):
+        ContextParallel(head_groups=2)
+    for wrong in (0, -1, True, 1.5):
+        with pytest.raises(ValueError, match=r"head_groups=.*must be a positive int"):
+            ContextParallel(qkv_indices=None, head_groups=wrong)  # type: ignore[arg-type]
+    words = r"head_groups=3 does not split the 4 query and 4 key/value heads.*ulysses_degree=2.*: 1, 2, 4$"
+    ranks.raises(2, ValueError, words, asked, 2, 8, head_groups=3, ulysses_degree=None)
+    words = r"head_groups=4 does not split the 4 query and 2 .*leave no head of keys to two groups: 1, 2$"
+    ranks.raises(4, ValueError, words, asked, 4, 4, head_groups=4, ulysses_degree=2)
+    ranks.raises(2, NotImplementedError, "flex_attention with head_groups=2.*Set head_groups=1", flexed, 2)

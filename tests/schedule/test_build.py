@@ -1,0 +1,208 @@
+"""The schedule without processes: every visible pair once, balanced, frugal."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hyper_cp.schedule import build as schedule
+from hyper_cp.schedule import layout as layouts
+from tests.harness.oracle import token_positions
+
+CAUSAL, FULL = (None, 0), (None, None)
+
+
+def held_by(layout: str, ring: int, ulysses: int, length: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    world = ring * ulysses
+    return tuple(
+        layouts.union_ranges(layout, range(r * ulysses, (r + 1) * ulysses), world, length) for r in range(ring)
+    )
+
+
+def query_positions(layout: str, balance: bool, rank: int, ring: int, ulysses: int, length: int) -> list[int]:
+    """Positions of the queries a ring rank attends, from the definitions."""
+
+    def own(r: int) -> list[int]:
+        world = ring * ulysses
+        return sorted(p for u in range(ulysses) for p in token_positions(layout, r * ulysses + u, world, length))
+
+    if not balance:
+        return own(rank)
+    half = length // ring // 2
+    return own(rank)[:half] + own(ring - 1 - rank)[half:]
+
+
+def covered(steps: tuple[schedule.Step, ...], blocks: list[list[int]], queries: list[int], length: int) -> np.ndarray:
+    """How often each (query, key) pair of global positions is computed by these steps."""
+    count = np.zeros((length, length), dtype=int)
+    rows = np.array(queries)
+    for step, block in zip(steps, blocks, strict=True):
+        keys = np.array([block[i] for start, stop in step.take for i in range(start, stop)], dtype=int)
+        for tile in (part for tiles in step.tiles for part in tiles.rectangles):
+            q, k = rows[slice(*tile.q)], keys[slice(*tile.k)]
+            distance = np.arange(len(k))[None] - np.arange(len(q))[:, None]
+            lower, upper = tile.band
+            seen = np.ones_like(distance, dtype=bool)
+            if lower is not None:
+                seen &= distance >= lower
+            if upper is not None:
+                seen &= distance <= upper
+            assert seen.any(1).all() and seen.any(0).all(), f"a tile launches rows or columns for nothing: {tile}"
+            assert tile.area == seen.sum()
+            count[np.ix_(q, k)] += seen
+    return count
+
+
+def in_documents(length: int, borders: tuple[int, ...]) -> np.ndarray:
+    number = np.zeros(length, dtype=int)
+    for start in borders[1:-1]:
+        number[start:] += 1
+    return number[:, None] == number[None]
+
+
+@st.composite
+def packed_problems(draw: st.DrawFn) -> tuple:
+    ring, ulysses = draw(st.integers(1, 6)), draw(st.sampled_from([1, 2, 3]))
+    layout = draw(st.sampled_from(["contiguous", "head_tail", "per_document"]))
+    kv = draw(st.sampled_from(["ring", "all_gather"]))
+    balance = layout == "contiguous" and draw(st.booleans())
+    length = 2 * ring * ulysses * draw(st.integers(1, 5))
+    cuts = draw(st.lists(st.integers(0, length), max_size=9).map(sorted))
+    band = draw(st.one_of(st.sampled_from([CAUSAL, FULL]), st.tuples(st.integers(-length, 0), st.just(0))))
+    return ring, ulysses, layout, kv, balance, length, band, (0, *cuts, length)
+
+
+@given(packed_problems(), st.sampled_from([1, 1024]))
+def test_every_visible_pair_of_packed_documents_exactly_once(problem: tuple, min_rows: int) -> None:
+    ring, ulysses, layout, kv, balance, length, band, borders = problem
+    world = ring * ulysses
+    own = [
+        sorted(p for u in range(ulysses) for p in layouts.positions(layout, r * ulysses + u, world, length, borders))
+        for r in range(ring)
+    ]
+    held = tuple(layouts.merge_ranges((p, p + 1) for p in mine) for mine in own)
+    distance = np.arange(length)[None] - np.arange(length)[:, None]
+    visible = in_documents(length, borders)
+    visible &= np.ones_like(visible) if band[0] is None else distance >= band[0]
+    visible &= np.ones_like(visible) if band[1] is None else distance <= band[1]
+    for steps_name in ("forward", "backward"):
+        count = np.zeros((length, length), dtype=int)
+        for rank in range(ring):
+            with mock.patch.object(schedule, "_MIN_ROWS", min_rows):
+                plan = schedule.build.__wrapped__(held, held, rank, kv, balance, band, (borders,))
+            half = length // ring // 2
+            queries = own[rank][:half] + own[ring - 1 - rank][half:] if plan.swap else own[rank]
+            if kv == "ring":
+                blocks = [own[(rank - i) % ring] for i in range(plan.hops + 1)]
+            else:
+                blocks = [own[rank], [p for mine in own for p in mine]][: plan.hops + 1]
+            steps = getattr(plan, steps_name)
+            for tile in (t for step in steps for t in step.tiles if t.parts):
+                assert not (plan.swap and tile.q[0] < half < tile.q[1]), "a tile would wait for the partner's tail"
+                assert all(t.kind == tile.kind != "windowed" for t in tile.rectangles)
+            count += covered(steps, [*blocks, own[rank]], queries, length)
+        assert (count == visible).all()
+
+
+@pytest.mark.parametrize("kv", ["ring", "all_gather"])
+def test_documents_are_few_tiles(kv: str) -> None:
+    """As many as there are kinds of work at a step, not as many as there are documents."""
+    borders = tuple(range(0, 64 * 16 + 1, 16))
+    for layout, most in (("contiguous", 1), ("head_tail", 1), ("per_document", 1)):
+        held = tuple(layouts.rank_ranges(layout, r, 4, 1024, borders) for r in range(4))
+        for rank in range(4):
+            plan = schedule.build(held, held, rank, kv, False, CAUSAL, (borders,))
+            many = 3 if kv == "all_gather" and layout == "per_document" else most
+            assert all(len(step.tiles) <= many for step in plan.forward), (layout, [len(s.tiles) for s in plan.forward])
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple:
+    ring, ulysses = draw(st.integers(1, 8)), draw(st.sampled_from([1, 2, 3]))
+    layout = draw(st.sampled_from(["contiguous", "head_tail"]))
+    kv = draw(st.sampled_from(["ring", "all_gather"]))
+    balance = layout == "contiguous" and draw(st.booleans())
+    length = 2 * ring * ulysses * draw(st.integers(1, 4))
+    band = draw(
+        st.one_of(
+            st.sampled_from([CAUSAL, FULL]),
+            st.tuples(st.integers(-length - 2, 0), st.just(0)),
+            st.tuples(st.integers(-length, 0), st.integers(0, length)),
+        )
+    )
+    return ring, ulysses, layout, kv, balance, length, band
+
+
+@given(problems(), st.sampled_from([1, 1024]))
+def test_every_visible_pair_exactly_once(problem: tuple, min_rows: int) -> None:
+    """Also where tiles as short as these are cut in two (``min_rows=1``)."""
+    ring, ulysses, layout, kv, balance, length, band = problem
+    held = held_by(layout, ring, ulysses, length)
+    distance = np.arange(length)[None] - np.arange(length)[:, None]
+    visible = np.ones((length, length), dtype=bool)
+    if band[0] is not None:
+        visible &= distance >= band[0]
+    if band[1] is not None:
+        visible &= distance <= band[1]
+    for steps_name in ("forward", "backward"):
+        count = np.zeros((length, length), dtype=int)
+        for rank in range(ring):
+            with mock.patch.object(schedule, "_MIN_ROWS", min_rows):
+                plan = schedule.build.__wrapped__(held, held, rank, kv, balance, band)
+            queries = query_positions(layout, plan.swap, rank, ring, ulysses, length)
+            local = [query_positions(layout, False, r, ring, ulysses, length) for r in range(ring)]
+            if kv == "ring":
+                blocks = [local[(rank - i) % ring] for i in range(plan.hops + 1)]
+            else:
+                blocks = [local[rank], [p for held_here in local for p in held_here]][: plan.hops + 1]
+            steps = getattr(plan, steps_name)
+            if plan.swap:
+                assert all(t.q[1] <= len(queries) // 2 for t in steps[-1].tiles), "the tails are on their way"
+            count += covered(steps, [*blocks, local[rank]], queries, length)
+        assert (count == visible).all()
+
+
+@given(problems())
+def test_all_ranks_make_the_same_hops(problem: tuple) -> None:
+    """A rank that needs nothing still forwards: communication must not depend on a rank's own tiles."""
+    ring, ulysses, layout, kv, balance, length, band = problem
+    held = held_by(layout, ring, ulysses, length)
+    plans = [schedule.build(held, held, r, kv, balance, band) for r in range(ring)]
+    assert len({(p.hops, p.swap, len(p.forward), len(p.backward)) for p in plans}) == 1
+
+
+@pytest.mark.parametrize("kv", ["ring", "all_gather"])
+@pytest.mark.parametrize("layout, balance", [("head_tail", False), ("contiguous", True)])
+def test_causal_work_is_balanced(kv: str, layout: str, balance: bool) -> None:
+    for ring in [*range(1, 17), 32, 64]:
+        held = held_by(layout, ring, 1, 2 * ring * 128)
+        areas = [schedule.build(held, held, r, kv, balance, CAUSAL).area for r in range(ring)]
+        assert max(areas) == min(areas)
+
+
+def test_contiguous_work_is_not_balanced_and_says_by_how_much() -> None:
+    """The last rank's share over the mean is 2 - 1/n (+ the diagonal's rounding)."""
+    for ring in (2, 4, 8, 64):
+        held = held_by("contiguous", ring, 1, ring * 128)
+        areas = [schedule.build(held, held, r, "ring", False, CAUSAL).area for r in range(ring)]
+        assert max(areas) / (sum(areas) / ring) == pytest.approx(2 - 1 / ring, rel=0.01)
+
+
+def test_head_tail_ring_runs_one_kernel_per_step() -> None:
+    held = held_by("head_tail", 8, 1, 8 * 256)
+    for rank in range(8):
+        plan = schedule.build(held, held, rank, "ring", False, CAUSAL)
+        assert [len(step.tiles) for step in plan.forward] == [1] * 8 + [0]
+        assert all(len(step.take) <= 1 for step in plan.forward), "a ring block is used without a copy"
+
+
+def test_window_bounds_the_hops() -> None:
+    held = held_by("contiguous", 8, 1, 8 * 128)
+    assert schedule.build(held, held, 0, "ring", False, (-127, 0)).hops == 1
+    assert schedule.build(held, held, 0, "ring", False, (-129, 0)).hops == 2
+    assert schedule.build(held, held, 0, "ring", False, (0, 0)).hops == 0
+    assert schedule.build(held, held, 0, "ring", False, CAUSAL).hops == 7

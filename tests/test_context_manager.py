@@ -1,0 +1,400 @@
+"""context_parallel: unmodified models in a block, against the same model on one device."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from hyper_cp import ContextParallel, context_parallel
+from hyper_cp.context_manager import _active, _sharded_now
+from hyper_cp.mesh import comm
+from tests.harness import modules
+from tests.harness.oracle import plain_attention, relative_error, token_positions
+
+LENGTH = 24
+
+
+class Layer(nn.Module):
+    """Attention as users write it; the oracle's is in plain math."""
+
+    def __init__(self, plain: bool, causal: bool = True) -> None:
+        super().__init__()
+        self.qkv, self.plain, self.causal = nn.Linear(8, 24), plain, causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 2).permute(2, 0, 3, 1, 4)
+        attend = plain_attention if self.plain else scaled_dot_product_attention
+        return x + attend(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2)
+
+
+class Model(nn.Module):
+    """Knows nothing of context parallelism; its positions are a buffer."""
+
+    def __init__(self, plain: bool = False, checkpointing: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embed = nn.Embedding(11, 8)
+        self.register_buffer("place", torch.randn(LENGTH, 8))
+        self.layers = nn.ModuleList(Layer(plain) for _ in range(2))
+        self.checkpointing = checkpointing
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.einsum("bsd,sd->bsd", [self.embed(ids), self.place])
+        for layer in self.layers:
+            x = layer(x) if self.checkpointing is None else checkpoint(layer, x, use_reentrant=self.checkpointing)
+        return x
+
+
+def data() -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(6)
+    return torch.randint(11, (2, LENGTH), generator=g), torch.randn(2, LENGTH, 8, dtype=torch.float64, generator=g)
+
+
+def loss_of(model: nn.Module, ids: Tensor, weights: Tensor) -> Tensor:
+    return (model(ids) * weights).sum()
+
+
+def cp_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+def reference() -> tuple[Tensor, list[Tensor]]:
+    model = Model(plain=True)
+    loss = loss_of(model, *data())
+    return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def step(options: dict[str, Any], where: str, checkpointing: bool | None = None) -> float:
+    """Error of a training step, with backward inside or outside the block."""
+    model, (ids, weights) = Model(checkpointing=checkpointing), data()
+    buffers, before = [ids, weights, model.place], [x.clone() for x in (ids, weights, model.place)]
+    addresses, results = [x.data_ptr() for x in buffers], []
+    block = context_parallel(
+        cp_mesh(), buffers=buffers, buffer_seq_dims=[1, -2, 0], no_restore_buffers={weights}, **options
+    )
+    with comm.record_traffic() as log:
+        with block as handler:
+            mine = torch.tensor(token_positions(handler.layout, dist.get_rank(), dist.get_world_size(), LENGTH))
+            assert torch.equal(ids, before[0][:, mine]) and torch.equal(model.place, before[2][mine])
+            loss = loss_of(model, ids, weights)
+            if where == "inside":
+                loss.backward()
+            if where == "grad":
+                results = list(torch.autograd.grad(loss, list(model.parameters())))
+            sent = len(log.entries)
+        assert sent and len(log.entries) == sent  # nothing was written, so nothing has to come back
+    assert all(torch.equal(x, y) for x, y in zip((ids, model.place), (before[0], before[2]), strict=True))
+    assert [ids.data_ptr(), model.place.data_ptr()] == [addresses[0], addresses[2]]
+    assert torch.equal(weights, before[1][:, mine]) and not _sharded_now and not _active.blocks
+    if where == "outside":
+        loss.backward()
+    found = results or [p.grad for p in model.parameters()]
+    for grad in (loss.detach(), *found):
+        dist.all_reduce(grad)
+    want, grads = reference()
+    return max(relative_error(a, b) for a, b in zip((loss.detach(), *found), (want, *grads), strict=True))
+
+
+MODES: list[dict[str, Any]] = [
+    {},
+    {"kv_exchange": "ring"},
+    {"layout": "contiguous", "load_balance": True},
+    {"ulysses_degree": "auto", "layout": "contiguous"},
+]
+
+
+@pytest.mark.parametrize("where", ["inside", "outside", "grad"])
+@pytest.mark.parametrize("options", MODES, ids=str)
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_unmodified_model_trains(ranks: Any, world: int, options: dict[str, Any], where: str) -> None:
+    assert max(ranks(world, step, options, where)) <= 1e-10
+
+
+def test_in_head_groups(ranks: Any) -> None:
+    assert max(ranks(2, step, {"ulysses_degree": None, "head_groups": 2}, "inside")) <= 1e-10
+    ranks.raises(
+        2, "ValueError", "head_groups=4 does not split", step, {"ulysses_degree": None, "head_groups": 4}, "inside"
+    )
+
+
+@pytest.mark.parametrize("degree", [1, 2, None])
+def test_on_four_ranks(ranks: Any, degree: int | None) -> None:
+    assert max(ranks(4, step, {"ulysses_degree": degree}, "outside")) <= 1e-10
+
+
+@pytest.mark.parametrize("where", ["inside", "grad"])
+def test_activation_checkpoints_recompute_in_the_block(ranks: Any, where: str) -> None:
+    assert max(ranks(2, step, {"kv_exchange": "ring"}, where, False)) <= 1e-10
+
+
+def test_activation_checkpoints_that_would_be_local_are_refused(ranks: Any) -> None:
+    ranks.raises(2, "CheckpointError", "number of tensors|different metadata", step, {}, "outside", False)
+    ranks.raises(2, "NotImplementedError", "use_reentrant=False", step, {}, "inside", True)
+
+
+# --------------------------------------------------------------------------- restoring
+
+
+def written(layout: str) -> None:
+    mesh = cp_mesh()
+    a, b, c, d = (torch.arange(12.0).view(2, 6).clone() + i for i in range(4))
+    whole, view = [x.clone() for x in (a, b, c, d)], b[:, 2:4]
+    with (
+        comm.record_traffic() as log,
+        context_parallel(
+            mesh, buffers=[a, b, c, d], buffer_seq_dims=[1, 1, 0, 1], no_restore_buffers=[c], layout=layout
+        ),
+    ):
+        a.mul_(2)
+        torch.add(d, 1, out=d)
+        c.zero_()
+        assert log.entries == []
+    assert [name for name, _ in log.entries] == ["all_gather"] * 2
+    assert torch.equal(a, whole[0] * 2) and torch.equal(b, whole[1]) and torch.equal(d, whole[3] + 1)
+    assert c.shape == (1, 6) and torch.equal(c, torch.zeros(1, 6))
+    b[0, 2] = -1  # still the storage that its views see
+    assert view[0, 0] == -1
+
+
+def test_what_was_written_comes_back_whole(ranks: Any) -> None:
+    ranks(2, written, "contiguous")
+
+
+def fails_on_one_rank() -> tuple[str, int]:
+    mesh, x, y, told = cp_mesh(), torch.arange(8.0), torch.arange(8.0), ""
+    with comm.record_traffic() as log:
+        try:
+            with context_parallel(mesh, buffers=[x, y], buffer_seq_dims=[0, 0], no_restore_buffers=[y]):
+                x.add_(1)
+                if dist.get_rank() == 1:
+                    raise KeyError("the user's own mistake")
+                raise KeyboardInterrupt
+        except (KeyError, KeyboardInterrupt) as error:
+            told = type(error).__name__
+    assert torch.equal(x, torch.arange(8.0)) and len(y) == 4 and not _sharded_now and not _active.blocks
+    q = torch.randn(1, 2, 4, 4)
+    out = F.scaled_dot_product_attention(q, q, q)  # local again
+    assert relative_error(out, plain_attention(q, q, q)) <= 1e-5
+    return told, len(log.entries)
+
+
+def test_an_exception_leaves_nothing_behind_and_waits_for_nobody(ranks: Any) -> None:
+    assert ranks(2, fails_on_one_rank) == [("KeyboardInterrupt", 0), ("KeyError", 0)]
+
+
+# --------------------------------------------------------------------------- which block speaks
+
+
+def qkv(length: int = 16) -> list[Tensor]:
+    g = torch.Generator().manual_seed(8)
+    return [torch.randn(1, 2, length, 4, dtype=torch.float64, generator=g) for _ in range(3)]
+
+
+def attend(xs: list[Tensor]) -> Tensor:
+    return scaled_dot_product_attention(*xs, is_causal=True)
+
+
+def nested() -> None:
+    """4 ranks: all of them, pairs of them, each alone. The innermost block speaks."""
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("all", "one"))["one"]
+    outer, inner = context_parallel(init_device_mesh("cpu", (4,))), context_parallel(world["cp"], kv_exchange="ring")
+    whole = qkv()
+    want = plain_attention(*whole, is_causal=True)
+
+    def check(handler: Any) -> None:
+        local = [handler.dispatch(x, 2) for x in whole]
+        assert relative_error(handler.combine(attend(local), 2), want) <= 1e-10
+
+    for _ in range(2):  # a block may be entered again
+        with outer as four:
+            check(four)
+            with inner as two:
+                check(two)
+                with context_parallel(alone) as one, outer as again:
+                    check(again)
+                    with context_parallel(alone):
+                        check(one)
+                with inner as same:  # and while it is entered
+                    check(same)
+                check(two)
+            check(four)
+    local = [four.dispatch(x, 2) for x in whole]
+    assert relative_error(attend(local), plain_attention(*local, is_causal=True)) <= 1e-10
+
+
+def test_blocks_nest_and_the_innermost_speaks(ranks: Any) -> None:
+    ranks(4, nested)
+
+
+def styled_inside() -> None:
+    """A styled module in a block runs under its own style, a block's attention under the block's."""
+    mesh, whole = cp_mesh(), qkv()
+    want = plain_attention(*whole, is_causal=True)
+    alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("all", "one"))["one"]
+    single = modules.BNSD(True)
+    parallelize_module(single, alone, ContextParallel(2, 1, 1))
+    with context_parallel(mesh):
+        assert relative_error(single(*whole), want) <= 1e-10
+    for degree in (1, None):
+        module = modules.BNSD(True)
+        parallelize_module(module, mesh, ContextParallel(2, 1, degree, layout="contiguous"))
+        with context_parallel(mesh, layout="head_tail") as handler:
+            mine = [x.chunk(2, 2)[dist.get_rank()] for x in whole]
+            part = module(*mine)
+            assert relative_error(part, want.chunk(2, 2)[dist.get_rank()]) <= 1e-10
+            assert relative_error(handler.combine(attend([handler.dispatch(x, 2) for x in whole]), 2), want) <= 1e-10
+
+
+def test_styled_modules_speak_for_themselves(ranks: Any) -> None:
+    ranks(2, styled_inside)
+
+
+def threads() -> None:
+    """A block is of its thread: another one attends locally meanwhile."""
+    found: list[Tensor] = []
+    local = [x[:, :, :8] for x in qkv()]
+    with context_parallel(cp_mesh()), comm.record_traffic() as log:
+        worker = threading.Thread(target=lambda: found.append(attend(local)))
+        worker.start()
+        worker.join()
+    assert log.entries == [] and relative_error(found[0], plain_attention(*local, is_causal=True)) <= 1e-10
+
+
+def test_blocks_are_of_their_thread(ranks: Any) -> None:
+    ranks(2, threads)
+
+
+def documents_and_window() -> None:
+    mesh, whole = cp_mesh(), qkv()
+    seen = torch.ones(16, 16, dtype=torch.bool).tril().triu(-3)
+    with context_parallel(mesh, window=(3, None)) as handler:
+        out = handler.combine(attend([handler.dispatch(x, 2) for x in whole]), 2)
+        assert relative_error(out, plain_attention(*whole, visible=seen)) <= 1e-10
+        seen[7:, :7] = False
+        with handler.documents([0, 7, 16]):
+            out = handler.combine(attend([handler.dispatch(x, 2) for x in whole]), 2)
+        assert relative_error(out, plain_attention(*whole, visible=seen)) <= 1e-10
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_documents_and_windows_hold_in_a_block(ranks: Any, world: int) -> None:
+    ranks(world, documents_and_window)
+
+
+def without_gradients(off: str) -> float:
+    """Evaluation with gradients switched off inside the block or around it; writes are noticed there too."""
+    model, (ids, _), worst = Model(), data(), 0.0
+    count, views = torch.zeros(LENGTH), torch.arange(2.0 * LENGTH)[:LENGTH]
+    block = context_parallel(
+        cp_mesh(), buffers=[ids, model.place, count, views], buffer_seq_dims=[1, 0, 0, 0], layout="contiguous"
+    )
+    manager = getattr(torch, off)
+    for outside in (True, False):
+        first, second = (manager(), block) if outside else (block, manager())
+        with first as a, second as b:
+            out = (b if outside else a).combine(model(ids), 1)
+            count += dist.get_rank() + 1
+            views.mul_(2)
+        worst = max(worst, relative_error(out, Model(plain=True)(data()[0]).detach()))
+    assert torch.equal(count, torch.tensor([2.0, 4.0]).repeat_interleave(LENGTH // 2))
+    assert torch.equal(views, 4 * torch.arange(float(LENGTH)))
+    return worst
+
+
+@pytest.mark.parametrize("off", ["no_grad", "inference_mode"])
+def test_evaluation_in_a_block(ranks: Any, off: str) -> None:
+    assert max(ranks(2, without_gradients, off)) <= 1e-10
+
+
+def compiled() -> float:
+    model, (ids, weights) = Model(), data()
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    block = context_parallel(cp_mesh(), buffers=[ids, weights, model.place], buffer_seq_dims=[1, 1, 0])
+    with block:
+        loss = loss_of(fast, ids, weights)
+        loss.backward()
+    found = [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+    with block:
+        late = loss_of(fast, ids, weights)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward()
+    for x in found:
+        dist.all_reduce(x)
+    return max(relative_error(a, b) for a, b in zip(found, (reference()[0], *reference()[1]), strict=True))
+
+
+def test_compiled_models_in_a_block(ranks: Any) -> None:
+    assert max(ranks(2, compiled)) <= 1e-10
+
+
+# --------------------------------------------------------------------------- mistakes
+
+
+def wrong(what: str) -> None:
+    mesh, x = cp_mesh(), torch.zeros(2, 8)
+    learned, odd = torch.zeros(2, 8, requires_grad=True), torch.zeros(2, 6)
+
+    def enter(*buffers: Any, dims: Any = None, **options: Any) -> None:
+        with context_parallel(
+            mesh, buffers=list(buffers), buffer_seq_dims=[1] * len(buffers) if dims is None else dims, **options
+        ):
+            raise AssertionError("entered")
+
+    def inside(fn: Any) -> None:
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+            fn()
+
+    try:
+        {
+            "grad": lambda: enter(x, learned),
+            "graph": lambda: enter(x, learned * 1),
+            "number": lambda: enter(x, dims=[]),
+            "dimension": lambda: enter(x, dims=[2]),
+            "none": lambda: enter(x, dims=[None]),
+            "length": lambda: enter(x, odd),
+            "tensor": lambda: enter(x, [1, 2]),
+            "twice": lambda: enter(x, x),
+            "restore": lambda: enter(x, no_restore_buffers=[odd]),
+            "layout": lambda: enter(x, layout="zigzag"),
+            "inference": lambda: enter(torch.inference_mode()(torch.zeros)(2, 8)),
+            "nested": lambda: inside(lambda: enter(x)),
+            "dropout": lambda: inside(lambda: F.scaled_dot_product_attention(*qkv(), dropout_p=1.0)),
+            "heads": lambda: inside(lambda: nn.MultiheadAttention(8, 2)(*[torch.zeros(2, 4, 8)] * 3)),
+        }[what]()
+    finally:
+        assert x.shape == odd.shape[:1] + (8,) and not _sharded_now and not _active.blocks
+
+
+@pytest.mark.parametrize(
+    "what,kind,words",
+    [
+        ("grad", "ValueError", r"buffers\[1\] of shape \(2, 8\) requires a gradient.*handler.dispatch"),
+        ("graph", "ValueError", r"buffers\[1\] of shape \(2, 8\) requires a gradient"),
+        ("number", "ValueError", "1 buffers and 0 buffer_seq_dims"),
+        ("dimension", "ValueError", r"buffer_seq_dims\[0\]=2 is not a dimension"),
+        ("none", "ValueError", r"buffer_seq_dims\[0\]=None is not a dimension"),
+        ("length", "ValueError", r"buffers\[1\].shape\[1\]=6 cannot be split over 2 ranks with layout='head_tail'"),
+        ("tensor", "TypeError", r"buffers\[1\] is a list"),
+        ("twice", "ValueError", "twice in buffers"),
+        ("restore", "ValueError", "1 of no_restore_buffers are not in buffers"),
+        ("layout", "ValueError", "layout='zigzag' is unknown"),
+        ("inference", "ValueError", "was made under inference_mode"),
+        ("nested", "ValueError", "sharded by an enclosing block already"),
+        ("dropout", "ValueError", "dropout_p=1.0 must be a probability below 1"),
+        ("heads", "NotImplementedError", "nn.MultiheadAttention"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_changed(ranks: Any, what: str, kind: str, words: str) -> None:
+    ranks.raises(2, kind, words, wrong, what)
