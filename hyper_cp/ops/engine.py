@@ -72,10 +72,14 @@ class _Plan:
         queries = self.schedule.queries
         self.dropout = None if seed is None else Dropout(dropout_p, seed, q, heads_before, queries)
 
-    def of(self, step: schedule.Step, tile: Tile) -> dict[str, Any]:
-        """What the kernel is told of a tile beside its band and scale."""
-        told: dict[str, Any] = {"mask": None if self.mask is None else self.mask.of(step, tile), "parts": tile.parts}
-        return told if self.dropout is None else {**told, "keep": self.dropout.of(step, tile)}
+    def inputs(
+        self, step: schedule.Step, tile: Tile, q: Tensor, k_block: Tensor, v_block: Tensor, scale: float
+    ) -> kernels.TileInputs:
+        """The kernel's inputs for a tile: its rows of queries, and its rows of a step's keys and values."""
+        k, v = part(k_block, tile.k, tile.batch), part(v_block, tile.k, tile.batch)
+        mask = None if self.mask is None else self.mask.of(step, tile)
+        keep = None if self.dropout is None else self.dropout.of(step, tile)
+        return kernels.TileInputs(q, k, v, tile.band, scale, mask, tile.parts, keep)
 
 
 def _take(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
@@ -137,13 +141,9 @@ def attention_op(
             k_block, v_block = _take(k_block, step.take), _take(v_block, step.take)
             for tile in step.tiles:
                 (q_rows,) = queries.rows(tile.q, tile.batch)
-                k_rows, v_rows = part(k_block, tile.k, tile.batch), part(v_block, tile.k, tile.batch)
+                inputs = plan.inputs(step, tile, q_rows, k_block, v_block, scale)
                 # Not given a name here: what the kernel returns would outlive its merge.
-                partials.add(
-                    tile.q,
-                    tile.batch,
-                    *tiles.forward(q_rows, k_rows, v_rows, tile.band, scale, **plan.of(step, tile)),
-                )
+                partials.add(tile.q, tile.batch, *tiles.forward(inputs))
         out, lse = queries.results(partials.result)
     return _in_query_order(out), lse.contiguous()
 
@@ -188,18 +188,8 @@ def attention_backward_op(
             k_block, v_block = _take(k_block, step.take), _take(v_block, step.take)
             for tile in step.tiles:
                 q_rows, dout_rows, out_rows, lse_rows = queries.rows(tile.q, tile.batch)
-                k_rows, v_rows = part(k_block, tile.k, tile.batch), part(v_block, tile.k, tile.batch)
-                dq_tile, dk_tile, dv_tile = tiles.backward(
-                    dout_rows,
-                    q_rows,
-                    k_rows,
-                    v_rows,
-                    out_rows,
-                    lse_rows,
-                    tile.band,
-                    scale,
-                    **plan.of(step, tile),
-                )
+                inputs = plan.inputs(step, tile, q_rows, k_block, v_block, scale)
+                dq_tile, dk_tile, dv_tile = tiles.backward(inputs, dout_rows, out_rows, lse_rows)
                 dq.add(tile.q, tile.batch, dq_tile)
                 _add_taken(dk, step.take, tile, dk_tile)
                 _add_taken(dv, step.take, tile, dv_tile)
