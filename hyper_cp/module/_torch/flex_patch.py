@@ -28,7 +28,8 @@ def _plain() -> Any:
 
 
 def _instead(*args: Any, **kwargs: Any) -> Any:
-    from .flex_patch import dispatch
+    # Absolute: the globals of this body are those of torch's file, into whose function it is put.
+    from hyper_cp.module._torch.flex_patch import dispatch
 
     return dispatch(*args, **kwargs)
 
