@@ -2,9 +2,9 @@
 
     python benchmarks/against_sdpa.py --lengths 4096 8192 --rounds 5
 
-Attention is causal, B1 H8 D64 fp32, forward + backward, on CPU with gloo. Plain SDPA and the modes alternate within every
-round, so that a slow phase of the machine affects all of them. The script prints medians, and the ratio of plain SDPA's
-time to the mode's: 1.00 is perfect scaling, and more is better than the baseline.
+Attention is causal, B1 H8 D64 fp32, forward + backward, on CPU with gloo. Plain SDPA and the modes alternate within
+every round, so that a slow phase of the machine affects all of them. The script prints medians, and the ratio of plain
+SDPA's time to the mode's: 1.00 is perfect scaling, and more is better than the baseline.
 """
 
 from __future__ import annotations

@@ -5,16 +5,16 @@
 
 "Static" is training without dynamic degrees. The run has one cp degree, the smallest at which the longest sample of the
 distribution fits into the ranks' memory, and samples are packed up to the capacity of such a group. The sequences are
-dealt to the groups in turn, or balanced by the same cost model ("static, balanced", as Megatron-LM's dp_balanced scheduler
-does). The difference between "static, balanced" and "dynamic" is the degree alone.
+dealt to the groups in turn, or balanced by the same cost model ("static, balanced", as Megatron-LM's dp_balanced
+scheduler does). The difference between "static, balanced" and "dynamic" is the degree alone.
 
-The measurement reports wall time and the processor time of the busiest rank. With more ranks than cores, or on a machine
-with other work, only the processor time shows what one core per rank would take.
+The measurement reports wall time and the processor time of the busiest rank. With more ranks than cores, or on a
+machine with other work, only the processor time shows what one core per rank would take.
 
 The prediction comes from the cost model, not from a machine: backward of attention takes 2.5 times its forward, every
 parameter 6 FLOPs per token, and the K/V exchange its exposed share (forward: K/V once; backward: K/V again, and their
-gradients back). The model leaves out that packed samples are unequal work for the ranks of a static group, which favours
-static.
+gradients back). The model leaves out that packed samples are unequal work for the ranks of a static group, which
+favours static.
 """
 
 from __future__ import annotations

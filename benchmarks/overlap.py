@@ -3,9 +3,10 @@
     python benchmarks/overlap.py --ranks 8
 
 Every transfer takes as long as its bytes need on a link of fixed bandwidth, and every kernel as long as its tile's area
-needs (backward 2.5 times forward). Both wait by the clock while the real messages are exchanged, so the order of posting
-and waiting is the library's own, and n ranks do not need n devices. The link is as slow as the computation is long. If
-all communication were hidden, the ratio to the longer of the two would be 1.00. The bar for the balanced ring is 1.15.
+needs (backward 2.5 times forward). Both wait by the clock while the real messages are exchanged, so the order of
+posting and waiting is the library's own, and n ranks do not need n devices. The link is as slow as the computation is
+long. If all communication were hidden, the ratio to the longer of the two would be 1.00. The bar for the balanced ring
+is 1.15.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
 
 A block computes q, k, v, attends, and projects the output. There are two ways to overlap the exchange:
 
-* *Named projections* is what the library could do if a plan named the projections; the library does not have it. It posts
-  the exchange of q while k is projected and that of k while v is projected, and in backward those of dv, dk, dq before
-  the first projection's gradient. The exchanges of v, of the output and of its gradient overlap with nothing. With RoPE
-  or QK-norm between projections and attention, q and k are ready only after all projections.
+* *Named projections* is what the library could do if a plan named the projections; the library does not have it. It
+  posts the exchange of q while k is projected and that of k while v is projected, and in backward those of dv, dk, dq
+  before the first projection's gradient. The exchanges of v, of the output and of its gradient overlap with nothing.
+  With RoPE or QK-norm between projections and attention, q and k are ready only after all projections.
 * *Head groups* is the library's ``head_groups``. It overlaps after all projections.
 
 Ranks, messages and the order of posting and waiting are real. The durations of link and computation are simulated as in
@@ -176,8 +176,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64, help="tokens per rank; messages are real, durations are not")
     parser.add_argument("--seconds", type=float, default=3.0, help="duration of projections and attention together")
-    parser.add_argument("--projections", type=float, nargs="+", default=[0.25, 1, 4], help="duration of projections / attention")
-    parser.add_argument("--link", type=float, nargs="+", default=[1.0, 0.5, 0.2], help="duration of communication / computation")
+    parser.add_argument("--projections", type=float, nargs="+", default=[0.25, 1, 4], help="projections / attention")
+    parser.add_argument("--link", type=float, nargs="+", default=[1.0, 0.5, 0.2], help="communication / computation")
     parser.add_argument("--queries-per-key", type=int, default=1, help="query heads per key/value head")
     parser.add_argument("--virtual", action="store_true", help="use a clock that only simulated durations advance")
     parser.add_argument("--runs", type=int, default=1, help="runs of each; the script prints the shortest")
