@@ -96,9 +96,8 @@ def visible_of(rows: int, cols: int, band: Band, parts: Parts | None, device: st
 
 def check_kernels(device: str, dtypes: Sequence[torch.dtype]) -> list[tuple[str, float, float]]:
     """``(what, error, bar)`` per kernel, dtype and tile. A kernel that refuses a dtype says so and is left out."""
-    module = kernels._module(torch.device(device))
     found = []
-    for name, kernel in {**module.KERNELS, "reference": kernels.REFERENCE}.items():
+    for name, kernel in kernels.available(torch.device(device).type).items():
         for dtype in dtypes:
             for rows, cols, band, parts in TILES:
                 what = f"{name} {dtype} {rows}x{cols} {band}" + (f" packed, {len(parts)} parts" if parts else "")
@@ -333,11 +332,8 @@ def measure(device: str, dtype: torch.dtype, args: argparse.Namespace) -> None:
                 cp = mesh_of(SilentAxis(n - 1, n), bool(mode.get("ulysses")))
                 run = lambda cp=cp, mode=mode, part=part: share(cp, mode, *part)  # noqa: E731
                 taken = seconds(run, device, args.rounds)
-                kept, kernels.get = kernels.get, lambda *_: _NoKernel()
-                try:
+                with kernels.register(_NoKernel(), torch.device(device).type):
                     merging = seconds(run, device, args.rounds)
-                finally:
-                    kernels.get = kept
                 print(
                     f"{length:>7} {n:>3} {name:24} {taken * 1e3:9.2f} ms  {taken / (base / n):6.3f}  "
                     f"merging {merging / (base / n):6.3f}",

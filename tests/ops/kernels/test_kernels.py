@@ -115,15 +115,17 @@ def test_cuda_runs_what_plain_sdpa_would() -> None:
         (SDPBackend.FLASH_ATTENTION, "cuda flash"),
         (SDPBackend.EFFICIENT_ATTENTION, "cuda memory-efficient"),
         (SDPBackend.CUDNN_ATTENTION, "cuda cudnn"),
-        (SDPBackend.MATH, "reference"),
+        (SDPBackend.MATH, None),  # no kernel accepts, so the reference kernel runs
     ):
         with mock.patch.object(torch, "_fused_sdp_choice", return_value=int(backend.value)):
-            assert cuda.choose(q, q, q, True) == name
+            accepting = [x.name for x in cuda.KERNELS.values() if cuda.accepts(x, q, q, q, True)]
+            assert accepting == ([] if name is None else [name])
     with (
         mock.patch.object(torch, "_fused_sdp_choice", return_value=int(SDPBackend.ERROR.value)),
         pytest.raises(RuntimeError, match=r"no attention backend takes query \(1, 2, 4, 8\).*flash: .*cudnn: "),
     ):
-        cuda.choose(q, q, q, True)
+        cuda.accepts(cuda.KERNELS["cuda flash"], q, q, q, True)
+    assert set(kernels.available("cuda")) == {"reference", *cuda.KERNELS}
 
 
 # --------------------------------------------------------------------------- NPU, against the stand-in
