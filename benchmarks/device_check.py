@@ -31,7 +31,8 @@ from torch import Tensor
 from hyper_cp.mesh import cp_mesh
 from hyper_cp.mesh.comm import Axis, Pending
 from hyper_cp.ops import engine, kernels
-from hyper_cp.ops.exchange import ulysses
+from hyper_cp.ops.config import CheckedCall, Mode
+from hyper_cp.ops.exchange.ulysses import Ulysses
 from hyper_cp.schedule import layout as layouts
 
 Band = tuple[int | None, int | None]
@@ -219,19 +220,16 @@ def mesh_of(line: Axis, by_heads: bool) -> cp_mesh.CPMesh:
 def share(cp: cp_mesh.CPMesh, mode: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
     """One rank's output and gradients, by the library's ops (its autograd would put the backward of all
     threads on one thread)."""
-    layout, by_heads = mode.get("layout", "contiguous"), cp.ulysses.size > 1
-
-    def trade(xs: list[Tensor], to_heads: bool) -> list[Tensor]:
-        return ulysses.all_to_all_op(xs, None, cp.key, layout, 2, 1, to_heads) if by_heads else xs
-
-    x, y, z, dy = trade([q, k, v, dout], True)
-    exchange, balance = mode.get("kv_exchange", "all_gather"), mode.get("load_balance", False)
-    settings = (None, None, None, cp.key, layout, exchange, balance, None, 0, q.shape[3] ** -0.5, 0.0)
-    name = kernels.choose(x, y, z, True)
-    out, lse = engine.attention_op(x, y, z, *settings, name)
-    mark = engine._fingerprint(None, cp.key)
-    grads = engine.attention_backward_op(dy, x, y, z, out, lse, mark, *settings, name)
-    return trade([out, *grads], False)
+    of = Mode(**{name: value for name, value in mode.items() if name != "ulysses"})
+    heads, length, scale = Ulysses(cp, of.layout), q.shape[2] * cp.size, q.shape[3] ** -0.5
+    call = CheckedCall("device check", cp, of, (None, 0), True, scale, None, None, 0.0, False, (length, length))
+    q, k, v, dout = heads.to_heads(q, k, v, dout)
+    settings = call.settings(kernels.choose(q, k, v, True))
+    numbers = (None, None, None, scale, 0.0, settings)
+    out, lse = engine.attention_op(q, k, v, *numbers)
+    mark = engine.fingerprint(None, settings)
+    grads = engine.attention_backward_op(dout, q, k, v, out, lse, mark, *numbers)
+    return list(heads.to_sequence([out, *grads]))
 
 
 class Simulation:
