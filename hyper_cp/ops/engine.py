@@ -192,8 +192,8 @@ def attention_backward_op(
     settings: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of this rank's share. ``mark``: the fingerprint of the documents that ``out`` was made with."""
-    _check_recompute(documents, settings, mark)
     said = op_settings(settings)
+    _check_recompute(documents, said.mesh, mark)
     dout, q, k, v = _dense(dout, q, k, v)
     work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, said)
     plan, ring = work.schedule, work.cp.ring
@@ -240,7 +240,8 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, ctx.documents, mask, seed, *ctx.numbers, ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output, fingerprint(ctx.documents, ctx.settings), mask, seed)
+    mark = fingerprint(ctx.documents, op_settings(ctx.settings).mesh)
+    ctx.save_for_backward(q, k, v, *output, mark, mask, seed)
     ctx.mark_non_differentiable(output[1])
 
 
@@ -261,26 +262,26 @@ attention_op.register_autograd(_differentiate, setup_context=_save)
 
 
 @torch.library.custom_op("hyper_cp::fingerprint", mutates_args=())
-def fingerprint(documents: Tensor | None, settings: str) -> Tensor:
-    """``[1]`` int64 on the CPU that stands for these documents and the mesh of these settings."""
-    return torch.tensor([_hash(documents, settings)])
+def fingerprint(documents: Tensor | None, mesh: str) -> Tensor:
+    """``[1]`` int64 on the CPU that stands for these documents and this mesh."""
+    return torch.tensor([_hash(documents, mesh)])
 
 
 @fingerprint.register_fake
-def _(documents: Tensor | None, settings: str) -> Tensor:
+def _(documents: Tensor | None, mesh: str) -> Tensor:
     return torch.empty(1, dtype=torch.int64)
 
 
-def _hash(documents: Tensor | None, settings: str) -> int:
-    return hash((op_settings(settings).mesh, None if documents is None else packed.read(documents).digest))
+def _hash(documents: Tensor | None, mesh: str) -> int:
+    return hash((mesh, None if documents is None else packed.read(documents).digest))
 
 
-def _check_recompute(documents: Tensor | None, settings: str, mark: Tensor) -> None:
-    if _hash(documents, settings) != mark.item():
+def _check_recompute(documents: Tensor | None, mesh: str, mark: Tensor) -> None:
+    if _hash(documents, mesh) != mark.item():
         had = "no packed documents" if documents is None else f"documents={documents.tolist()}"
         raise RuntimeError(
             "activation checkpointing recomputed this attention with other packed documents, or on another cp mesh, "
-            f"than its forward had ({had} on {cp_mesh.by_key(op_settings(settings).mesh)}). The block that gave them "
+            f"than its forward had ({had} on {cp_mesh.by_key(mesh)}). The block that gave them "
             "had ended, or another one was active. Pass documents= to the styled module as a keyword argument (through "
             "the checkpointed function), or run backward inside the block"
         )

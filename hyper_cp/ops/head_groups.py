@@ -256,7 +256,7 @@ def _added(total: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, _, _, ctx.documents, mask, ctx.scale, ctx.settings = inputs
-    mark = fingerprint(ctx.documents, ctx.settings)
+    mark = fingerprint(ctx.documents, op_settings(ctx.settings).mesh)
     ctx.save_for_backward(mark, mask, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # zeros for what has no gradient would be as large as all of q, k, v
