@@ -231,12 +231,12 @@ Mistake = tuple[str, str, Callable[..., Any]]
 WRONG: dict[str, Mistake] = {
     "heads": (
         "ValueError",
-        "ulysses_degree=4 cannot split 6 query heads.*that work: 1, 2;",
+        "ulysses_degree=4 cannot split 6 query heads.*that work: 1, 2\\.",
         lambda q, k, v: apply(modules.BNSD(), **BNSD)(q.repeat(1, 2, 1, 1)[:, :6], k[:, :2], v[:, :2]),
     ),
     "heads, own qkv": (
         "ValueError",
-        "cannot split 3 query heads.*that work: 1;",
+        "cannot split 3 query heads.*that work: 1\\.",
         lambda q, k, v: apply(modules.BNSD(), qkv_indices=None, ulysses_degree=2)(q[:, :3], k[:, :3], v[:, :3]),
     ),
     "degree": (

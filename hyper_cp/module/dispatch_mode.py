@@ -121,10 +121,10 @@ def _answer(call: RunningCall, request: AttentionRequest) -> Any:
         request.dropout_p,
         binding.name,
     )
-    mode, qkv = _mode(call, request), [request.query, request.key, request.value]
+    mode, (q, k, v) = _mode(call, request), (request.query, request.key, request.value)
     if exchanged is not None:
-        return attend(*qkv, exchanged.cp, mode, options, request.core, exchanged=True)
-    (q, k, v), outputs = binding.local(qkv, 2, 1, call.mesh)
+        return attend(q, k, v, exchanged.cp, mode, options, request.core, exchanged=True)
+    (q, k, v), outputs = binding.local([q, k, v], 2, 1, call.mesh)
     heads = (q.shape[1], k.shape[1]) if q.ndim == 4 and k.ndim == 4 else (1, 1)
     out = attend(q, k, v, call.mesh.view(*binding.record_heads(*heads)), mode, options, request.core)
     return outputs.wrap(out) if outputs is not None and isinstance(out, Tensor) else out

@@ -166,7 +166,7 @@ class AttentionHooks:
             dim = getattr(self.style, argument)
             if k.shape[dim] != v.shape[dim]:
                 raise ValueError(
-                    f"{self.name}: k has {k.shape[dim]} and v {v.shape[dim]} {noun} in dimension {argument}={dim}. "
+                    f"{self.name}: k and v have {k.shape[dim]} and {v.shape[dim]} {noun} in dimension {argument}={dim}. "
                     f"They must be equal. If these are not {noun}, set {argument}"
                 )
 

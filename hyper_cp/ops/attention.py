@@ -55,7 +55,8 @@ def attend(
         # (With dropout at once: a pair is dropped by the number of its head among those of the rank.)
         return head_groups.attend(q, k, v, checked, core.with_lse)
     ulysses = Ulysses(cp, mode.layout, documents=call.documents)
-    return ulysses.to_sequence(core(*ulysses.to_heads(q, k, v), checked))
+    q, k, v = ulysses.to_heads(q, k, v)
+    return ulysses.to_sequence(core(q, k, v, checked))
 
 
 class Tiles:

@@ -15,6 +15,7 @@ from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
 from ..schedule import build, documents, masks
 from ..schedule import layout as layouts
+from ..schedule.tiles import Band
 from .config import Call, CheckedCall, Mode
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -152,7 +153,7 @@ def check_degree(mode: Mode, cp: CPMesh) -> None:
 # --------------------------------------------------------------------------- lengths
 
 
-def check_halves(mode: Mode, cp: CPMesh, band: masks.Band, lengths: tuple[int, int], *local: int) -> None:
+def check_halves(mode: Mode, cp: CPMesh, band: Band, lengths: tuple[int, int], *local: int) -> None:
     """Raise ``ValueError`` if something that is cut in two has an odd length: the share of a rank in layouts with two
     chunks (``local`` lengths of queries and keys), the queries of a ring rank if their tails are exchanged."""
     if cp.size == 1:

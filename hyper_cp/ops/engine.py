@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..mesh import comm, cp_mesh
-from ..schedule import build, masks
+from ..schedule import auto_layout, build, masks
 from ..schedule import documents as packed
 from ..schedule.build import Step
 from ..schedule.layout import Range
@@ -48,15 +48,23 @@ class _Work:
         known = None if mask is None or length != kv_length else masks.recognised(mask, length)
         if known is not None:
             band, mask = intersect(band, known), None
-        self.schedule = build.schedule(
-            settings.layout,
-            cp,
+        borders = masks.documents_of(documents, q.shape[0], length) if length == kv_length else None
+        layout, by_document = auto_layout.resolve(settings.layout, cp.size, length, documents)
+
+        def held(length):
+            ranks = range(cp.ring.size)
+            return tuple(auto_layout.held_ranges(cp, layout, r, length, by_document) for r in ranks)
+
+        replicated = settings.kv_exchange == "replicated"
+        keys = (((0, kv_length),),) * cp.ring.size if replicated else held(kv_length)
+        self.schedule = build.build(
+            held(length),
+            keys,
+            cp.ring.rank,
             settings.kv_exchange,
             settings.load_balance,
             band,
-            (length, kv_length),
-            packed.read(documents),
-            batch=q.shape[0],
+            borders,
             parts=mask is None and seed is None,
         )
         self.mask = None if mask is None else masks.MaskSlices(mask, self.schedule)
@@ -78,6 +86,10 @@ class _Work:
         )
 
 
+def _index(step, device):
+    return torch.cat([torch.arange(*r) for r in step.take])
+
+
 class _UsedKeys:
     """The keys and values of a block that a step uses, side by side, and the sums of their gradients.
 
@@ -88,7 +100,7 @@ class _UsedKeys:
 
     def __init__(self, step: Step, *block: Tensor) -> None:
         self.ranges = step.take
-        self.index = None if len(self.ranges) == 1 else step.index(block[0].device)
+        self.index = None if len(self.ranges) == 1 else _index(step, block[0].device)
         self.k, self.v = (self._used(x) for x in block)
 
     def _used(self, x: Tensor) -> Tensor:

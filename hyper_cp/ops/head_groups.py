@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..mesh import comm, cp_mesh
 from ..mesh.cp_mesh import CPMesh
+from ..schedule import auto_layout
 from ..schedule import layout as layouts
 from ..schedule.layout import Piece
 from . import kernels
@@ -85,8 +86,8 @@ class Groups:
 
     def pieces(self, length: int) -> tuple[Piece, ...]:
         cp = self.cp
-        resolved = layouts.resolve(self.layout, cp.size, length * cp.ring.size, self.documents)
-        return resolved.pieces(cp.ulysses_peers())
+        name, borders = auto_layout.resolve(self.layout, cp.size, length * cp.ring.size, self.documents)
+        return layouts.ascending_pieces(name, cp.ulysses_peers(), cp.size, length * cp.ring.size, borders)
 
     def to_group(self, x: Tensor, number: int, index: int) -> comm.Pending:
         """Post one group of a rank's ``x``."""

@@ -83,7 +83,7 @@ LATE: list[Callable[[], None]] = [
 
 @pytest.mark.parametrize("late", LATE)
 def test_a_late_style_is_refused(ranks: Any, late: Callable[[], None]) -> None:
-    ranks.raises(2, "RuntimeError", "compiled already: .* Apply the plan first, then torch.compile", late)
+    ranks.raises(2, "RuntimeError", "compiled already. .* Apply the plan first, then torch.compile", late)
 
 
 @pytest.mark.filterwarnings("ignore")

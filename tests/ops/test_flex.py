@@ -363,7 +363,7 @@ REFUSED = {
     "local mask, Ulysses": ("ValueError", "for 10 queries and 10 keys, but the global sequence has 40 and 40"),
     "heads of a share": ("ValueError", r"shape \(1, 2, 40, 40\).*1 or 4 \(global query heads\)"),
     "order": ("NotImplementedError", "compute_dq_write_order=True"),
-    "groups": ("ValueError", "query has 4 heads and key 2; pass enable_gqa=True"),
+    "groups": ("ValueError", "query has 4 heads and key 2. Pass enable_gqa=True"),
 }
 
 

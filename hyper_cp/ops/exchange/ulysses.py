@@ -16,6 +16,7 @@ from torch import Tensor
 from ...mesh import comm, cp_mesh
 from ...mesh.comm import Axis, Pending
 from ...mesh.cp_mesh import CPMesh
+from ...schedule import auto_layout
 from ...schedule import layout as layouts
 from ...schedule.layout import Piece
 
@@ -97,7 +98,8 @@ def all_to_all_op(
     with comm.landing():
         for x in xs:
             length = x.shape[seq_dim] * cp.ring.size * (cp.ulysses.size if to_heads else 1)
-            pieces = layouts.resolve(layout, cp.size, length, documents).pieces(cp.ulysses_peers())
+            name, borders = auto_layout.resolve(layout, cp.size, length, documents)
+            pieces = layouts.ascending_pieces(name, cp.ulysses_peers(), cp.size, length, borders)
             pending.append(move(cp.ulysses, x, seq_dim, head_dim, pieces))
         return [p.wait() for p in pending]
 
