@@ -1,4 +1,4 @@
-"""The package as it is installed and laid out: light to import, typed, with a command; small rooms; no private names."""
+"""The package as it is installed and laid out: light to import, typed, small rooms, no private names of others."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_command_answers_help() -> None:
 
 
 def test_folders_and_files_are_small() -> None:
-    """At most eight modules (besides ``__init__`` and ``__main__``) and eight folders in a folder, 400 lines in a file."""
+    """A folder has at most eight modules (besides ``__init__``, ``__main__``) and eight folders, a file 400 lines."""
     for folder in (PACKAGE, *(path for path in PACKAGE.rglob("*") if path.is_dir() and path.name != "__pycache__")):
         found = [path.stem for path in folder.glob("*.py") if not path.stem.startswith("__")]
         folders = [path.name for path in folder.iterdir() if path.is_dir() and path.name != "__pycache__"]
