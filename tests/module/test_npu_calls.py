@@ -14,6 +14,7 @@ from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.module import attention_calls as calls
 from tests.harness import npu_standin
 from tests.harness.oracle import plain_attention, relative_error, visible_pairs
+from tests.harness.ranks import on_ranks
 from tests.ops.test_attention import FP32
 
 Layout = tuple[Any, Any]
@@ -72,6 +73,7 @@ def fusion_calls() -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
     }
 
 
+@on_ranks
 def run_fusion(style: dict[str, Any]) -> dict[str, float]:
     npu_standin.install()
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("cp",))
