@@ -108,8 +108,9 @@ def check_kernels(device: str, dtypes: Sequence[torch.dtype]) -> list[tuple[str,
                 )
                 want = gradients(q, k, v, dout, visible_of(rows, cols, band, parts, device), 0.125)
                 try:
-                    out, lse = kernel.forward(q, k, v, band, 0.125, parts=parts)
-                    got = [out, *kernel.backward(dout, q, k, v, want[0].to(dtype), lse, band, 0.125, parts=parts)]
+                    tile = kernels.TileInputs(q, k, v, band, 0.125, parts=parts)
+                    out, lse = kernel.forward(tile)
+                    got = [out, *kernel.backward(tile, dout, want[0].to(dtype), lse)]
                 except RuntimeError as refusal:
                     found.append((f"{what}: {str(refusal)[:90]}", 0.0, 0.0))
                     break
@@ -298,11 +299,12 @@ class _NoKernel:
 
     name = "none"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: kernels.TileInputs) -> tuple[Tensor, Tensor]:
+        q, v = tile.q, tile.v
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    def backward(self, tile: kernels.TileInputs, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(tile.q), torch.empty_like(tile.k), torch.empty_like(tile.v)
 
 
 def measure(device: str, dtype: torch.dtype, args: argparse.Namespace) -> None:

@@ -83,20 +83,19 @@ class Kernel:
         self.clock = clock
         self.pairs_per_second, self.busy = float("inf"), 0.0
 
-    def _run(self, q: Tensor, k: Tensor, band: Any, factor: float) -> None:
-        pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (0.5 if band == (None, 0) else 1.0)
+    def _run(self, tile: kernels.TileInputs, factor: float) -> None:
+        (batch, heads, rows, _), cols = tile.q.shape, tile.k.shape[2]
+        pairs = batch * heads * rows * cols * (0.5 if tile.causal else 1.0)
         self.busy += factor * pairs / self.pairs_per_second
         self.clock.pass_by(factor * pairs / self.pairs_per_second)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Any, scale: float, **told: Any) -> tuple[Tensor, Tensor]:
-        self._run(q, k, band, 1.0)
-        return torch.zeros_like(q), q.new_zeros(q.shape[:3])
+    def forward(self, tile: kernels.TileInputs) -> tuple[Tensor, Tensor]:
+        self._run(tile, 1.0)
+        return torch.zeros_like(tile.q), tile.q.new_zeros(tile.q.shape[:3])
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, band: Any, scale: float, **told: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        self._run(q, k, band, 2.5)
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    def backward(self, tile: kernels.TileInputs, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self._run(tile, 2.5)
+        return torch.zeros_like(tile.q), torch.zeros_like(tile.k), torch.zeros_like(tile.v)
 
 
 def simulate(link: Link, kernel: Kernel) -> None:

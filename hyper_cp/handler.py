@@ -17,8 +17,7 @@ from .data import rotary
 from .data.batch import LocalBatch, local_batch
 from .data.sharding import Shares, checked_dim
 from .mesh.cp_mesh import CPMesh
-from .module.hooks import bindings
-from .module.mesh_binding import moved
+from .module.mesh_binding import bindings, swapped
 from .schedule import layout as layouts
 from .schedule import masks
 from .style import ContextParallel, style_of
@@ -55,7 +54,7 @@ class ContextParallelHandler(Shares):
 
     @property
     def cp(self) -> CPMesh:
-        away = moved.get(self.style) if self.style is not None else None
+        away = swapped.get(self.style) if self.style is not None else None
         if away and away[-1] != self.mesh:
             raise RuntimeError(
                 "the model of this handler's style runs on another cp mesh (context_parallel_mesh): use the handler "
@@ -318,12 +317,12 @@ class _Following(ContextParallelHandler):
                 "parallelize_module first, or make the handler of a mesh and a style"
             )
         self._owner = owners[0]
-        super().__init__(self._owner.place.mesh, style_of(self._owner))
+        super().__init__(self._owner.active.mesh, style_of(self._owner))
 
     @property
     def mesh(self) -> DeviceMesh:
-        return self._owner.place.mesh
+        return self._owner.active.mesh
 
     @property
     def cp(self) -> CPMesh:
-        return self._owner.place.views[0]
+        return self._owner.active.views[0]

@@ -153,12 +153,12 @@ def auto_choice() -> tuple[list[int], list[int]]:
     chosen = []
     for host in ("4", "2"):
         os.environ["LOCAL_WORLD_SIZE"] = host
-        from hyper_cp.style import attached
+        from hyper_cp.module.mesh_binding import binding_of
 
         module = apply(modules.BNSD(), **BNSD, ulysses_degree="auto")
-        binding = attached(module)
+        binding = binding_of(module)
         assert binding is not None
-        chosen.append([binding.place.view(*heads).ulysses.size for heads in ((4, 4), (4, 2), (3, 1))])
+        chosen.append([binding.active.view(*heads).ulysses.size for heads in ((4, 4), (4, 2), (3, 1))])
     return chosen[0], chosen[1]
 
 
@@ -293,12 +293,12 @@ WRONG: dict[str, Mistake] = {
     ),
     "causal cross-attention": (
         "ValueError",
-        "query has 4 and key 3 local positions .*: cross-attention of different lengths takes no is_causal",
+        "query has 16 and key 12 positions .*Cross-attention of different lengths takes no is_causal",
         lambda q, k, v: apply(modules.BNSD(), **ring1)(q, k[:, :, :3], v[:, :, :3]),
     ),
     "odd": (
         "ValueError",
-        "local sequence length 3 .*odd.*divisible by 8",
+        "local sequence length 3 is odd.*multiple of 8",
         lambda q, k, v: apply(modules.BNSD(), **BNSD, layout="head_tail")(*(x[:, :, :3] for x in (q, k, v))),
     ),
     "odd, balance": (
@@ -321,7 +321,7 @@ WRONG: dict[str, Mistake] = {
     "nothing matched": ("ValueError", "applied to 0 modules of Sequential, expected", nothing_matched),
     "mask": (
         "ValueError",
-        r"attn_mask has shape \(1, 1, 4, 4\); it must be broadcastable to \[1, 4, 16, 16\]",
+        r"attn_mask has shape \(1, 1, 4, 4\). It must be broadcastable to \[1, 4, 16, 16\]",
         lambda q, k, v: apply(Flash(attn_mask=torch.ones(4, 4, dtype=torch.bool)), **ring1)(q, k, v),
     ),
     "dropout": (
@@ -331,7 +331,7 @@ WRONG: dict[str, Mistake] = {
     ),
     "gqa": (
         "ValueError",
-        "query has 4 heads and key 2; pass enable_gqa=True",
+        "query has 4 heads and key 2. Pass enable_gqa=True",
         lambda q, k, v: apply(Flash(), **ring1)(q, k[:, :2], v[:, :2]),
     ),
     "MultiheadAttention": (
@@ -738,7 +738,7 @@ FOUND = {
     ),
     "integers": (
         "TypeError",
-        "query has dtype torch.int32; attention takes",
+        "query has dtype torch.int32. Attention takes",
         lambda q, k, v: apply(Flash(), **ring1)(*(x.int() for x in (q, k, v))),
     ),
     "ring without a ring": (

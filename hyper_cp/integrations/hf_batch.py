@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..handler import ContextParallelHandler
-from ..module.mesh_binding import Place, Style
+from ..module.mesh_binding import Style, StyledMesh
 from ..schedule.masks import documents_table
 
 FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -31,10 +31,10 @@ class Seen:
     layout: str | None = None
     """In which the batch was split."""
     style: Style | None = None
-    place: Place | None = None
+    place: StyledMesh | None = None
     """The style and mesh of the model; set in the forward."""
 
-    def on(self, device: torch.device, style: Style, place: Place) -> Seen:
+    def on(self, device: torch.device, style: Style, place: StyledMesh) -> Seen:
         """The same where the model computes: batches are often prepared on the host."""
         tokens, keys = (None if x is None else x.to(device) for x in (self.tokens, self.keys))
         return Seen(self.documents, tokens, keys, self.layout, style, place)

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..handler import ContextParallelHandler
-from ..module._torch import checkpoint as recompute
-from ..module.hooks import attached, describe
-from ..module.mesh_binding import Binding, Style
-from ..ops.attention import Call, cp_attention
+from ..module._torch import checkpoint
+from ..module.mesh_binding import Binding, Style, binding_of, describe
+from ..ops.attention import cp_attention
+from ..ops.config import Call
 from ..style import ContextParallel, style_of
 from .hf_batch import Seen, documents_of, look, prepare_batch
 
@@ -53,7 +53,7 @@ def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextPar
     register()
     decoder = model.get_decoder()
     name = type(decoder).__name__
-    if attached(decoder) is not None:
+    if binding_of(decoder) is not None:
         raise ValueError(f"{name} is prepared for context parallelism already: prepare it once")
     if style.mode.window is not None:
         raise ValueError(f"style has window={style.mode.window}, but the model decides which layers slide: drop it")
@@ -105,7 +105,7 @@ class Looker:
                 "tokens that are generated are not shares of a sequence. Pass use_cache=False, and generate with a "
                 "model without prepare_model"
             )
-        documents, place = recompute.settle(self.binding, (self.binding.place.documents, self.binding.place))
+        documents, place = checkpoint.batch_state(self.binding, (self.binding.active.documents, self.binding.active))
         handler = ContextParallelHandler(place.mesh, style_of(self.binding))
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         two_d = isinstance(mask, Tensor) and mask.ndim == 2

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh import comm
-from hyper_cp.module import hooks as boundary
+from hyper_cp.module._torch import checkpoint as checkpoint_seam
 from hyper_cp.ops import attention
 from hyper_cp.schedule import auto_layout as placement
 from hyper_cp.schedule import layout as layouts
@@ -550,7 +550,7 @@ def recompute(style: Case, remembered: bool, reentrant: bool = False) -> dict[st
             relative_error(handler.combine(x.grad, 1), want_grad),
         )
 
-    with nullcontext() if remembered else mock.patch.object(boundary.recompute, "settle", lambda _, facts: facts):
+    with nullcontext() if remembered else mock.patch.object(checkpoint_seam, "batch_state", lambda _, state: state):
         with handler.documents(FIRST):
             found["inside"] = error(*run(), FIRST)
             late = run()

@@ -18,7 +18,7 @@ from ...mesh.cp_mesh import CPMesh
 from ...schedule.auto_layout import held_ranges
 from ...schedule.layout import Piece, Range
 from ..kernels.partials import accumulation_dtype
-from .keys_values import from_wire, to_wire
+from .wire import from_wire, to_wire
 
 
 def _pieces(cp: CPMesh, layout: str, length: int) -> list[Piece]:

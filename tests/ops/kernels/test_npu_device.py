@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.ops import attention
-from hyper_cp.ops.kernels import npu
+from hyper_cp.ops.kernels import TileInputs, npu
 from tests.harness import npu_device, npu_standin
 from tests.harness.oracle import plain_attention, relative_error, token_positions, visible_pairs
 from tests.harness.ranks import Ranks
@@ -119,7 +119,8 @@ def traced(case: Case, break_it: str = "") -> list[str]:
     """What one step, forward and backward, waited for."""
     forward = npu.NPUKernel.forward
 
-    def reading(self: Any, q: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def reading(self: Any, tile: TileInputs) -> Any:
+        q = tile.q
         {
             "item": lambda: q.flatten()[0].item(),
             "if": lambda: bool((q > 0).any()),
@@ -129,7 +130,7 @@ def traced(case: Case, break_it: str = "") -> list[str]:
             "upload": lambda: torch.ones(2).to(q.device),
             "synchronize": torch.npu.synchronize,  # type: ignore[attr-defined]
         }[break_it]()
-        return forward(self, q, *args, **kwargs)
+        return forward(self, tile)
 
     with mock.patch.object(npu.NPUKernel, "forward", reading) if break_it else nullcontext():
         try:
