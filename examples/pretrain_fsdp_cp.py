@@ -50,8 +50,8 @@ def train(args: argparse.Namespace) -> list[float]:
     dp = world // (args.cp * args.tp)
     if dp * args.cp * args.tp != world or args.rows % dp:
         raise SystemExit(
-            f"--cp {args.cp} x --tp {args.tp} must divide the {world} ranks, and --rows {args.rows} must split over the "
-            "data-parallel ranks that this gives. Choose other numbers"
+            f"--cp {args.cp} x --tp {args.tp} must divide the {world} ranks, and the data-parallel ranks that are left "
+            f"must divide --rows {args.rows}. Choose other numbers"
         )
     mesh = init_device_mesh("cpu", (dp, args.cp, args.tp), mesh_dim_names=("dp", "cp", "tp"))
     style = ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=1, kv_exchange="ring", layout="head_tail")
