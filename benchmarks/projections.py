@@ -1,4 +1,4 @@
-"""Two ways to hide Ulysses' all-to-all, side by side: behind the projections, or behind attention (head groups).
+"""Compares two ways to hide Ulysses' all-to-all: behind the projections, or behind attention (head groups).
 
     python benchmarks/projections.py --ranks 2
 
@@ -127,7 +127,7 @@ def named_projections(project: Any, xs: list[Tensor], cp: Any, rotary: bool) -> 
 
 
 def ways() -> dict[str, Any]:
-    """Return the ways to compare, by name."""
+    """Return the ways to compare and their names."""
     named = {
         "named projections": functools.partial(named_projections, rotary=False),
         "named, with RoPE": functools.partial(named_projections, rotary=True),
