@@ -51,7 +51,7 @@ class Shares:
                 ``ignore_index``); without it such an S raises. Under a causal mask no token sees the padding;
                 otherwise run the forward in :meth:`documents`, which keeps it apart.
         """
-        return self._share(tensor, seq_dim, pad_value, self.cp.facts.documents)
+        return self.local_share(tensor, seq_dim, self.cp.facts.documents, pad_value)
 
     def combine(self, tensor: Tensor, seq_dim: int = 1, *, length: int | None = None, documents: Any = None) -> Tensor:
         """The inverse, on every rank: ``[.. S/n ..] -> [.. S ..]`` in global order.
@@ -72,7 +72,7 @@ class Shares:
                 f"length={length} does not pad to the {whole} positions that the ranks hold, but to "
                 f"{self.padded_length(length)}: pass the length that the dispatched tensor had"
             )
-        table = self.cp.facts.documents if documents is None else self._table(documents, whole)
+        table = self.cp.facts.documents if documents is None else self.documents_for(documents, whole)
         gathered = gather_sequence(tensor, table, self.cp.key, self.layout, seq_dim)
         return gathered if length is None else gathered.narrow(seq_dim, 0, length)
 
@@ -100,7 +100,7 @@ class Shares:
             raise TypeError(f"shifts={shifts!r} must be an int: one number of positions along one dimension")
         length = tensor.shape[seq_dim] * self.cp.size
         layouts.check_length(self.layout, self.cp.size, length)
-        table = self._table(documents, length, tensor, seq_dim)
+        table = self.documents_for(documents, length, tensor, seq_dim)
         rolled = roll_sequence(tensor, table, self.cp.key, self.layout, seq_dim, shifts)
         return rolled, rolled.sum()
 
@@ -111,8 +111,8 @@ class Shares:
         Args:
             restart: count from 0 in each packed document; ``[B, S/n]`` if documents differ between rows.
         """
-        table = self._table(documents, length)
-        at = index.positions(self._ranges(length, "length", table))
+        table = self.documents_for(documents, length)
+        at = index.positions(self.local_ranges(length, table))
         if restart:
             if table is None:
                 raise ValueError("restart=True without documents: pass documents=, or call it in a documents() block")
@@ -120,27 +120,39 @@ class Shares:
             at = rows[0] if len(rows) == 1 else rows
         return at.to(device)
 
-    # ------------------------------------------------------------------ what the methods share
+    # ------------------------------------------------------------------ for the rest of the package
 
-    def _share(self, tensor: Tensor, seq_dim: int, pad_value: float | None, documents: Tensor | None) -> Tensor:
+    def local_share(
+        self, tensor: Tensor, seq_dim: int, documents: Tensor | None, pad_value: float | None = None
+    ) -> Tensor:
+        """:meth:`dispatch`, for a sequence with this table of documents."""
         seq_dim = checked_dim(tensor, seq_dim)
         length = tensor.shape[seq_dim]
         if pad_value is not None and self.padded_length(length) > length:
             shape = list(tensor.shape)
             shape[seq_dim] = self.padded_length(length) - length
             tensor = torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=seq_dim)
-        ranges = self._ranges(tensor.shape[seq_dim], f"tensor.shape[{seq_dim}]", documents)
-        parts = [tensor.narrow(seq_dim, start, stop - start) for start, stop in ranges]
-        return torch.cat(parts, dim=seq_dim)
+        ranges = self.local_ranges(tensor.shape[seq_dim], documents, f"tensor.shape[{seq_dim}]")
+        return torch.cat([tensor.narrow(seq_dim, start, stop - start) for start, stop in ranges], dim=seq_dim)
 
-    def _ranges(self, length: int, argument: str, documents: Tensor | None) -> tuple[layouts.Range, ...]:
-        """This rank's positions; ``documents`` is the table of the sequence, on which a layout may depend."""
+    def local_ranges(
+        self, length: int, documents: Tensor | None, argument: str = "length"
+    ) -> tuple[layouts.Range, ...]:
+        """This rank's positions in a sequence of ``length``. A layout may depend on its table of documents.
+
+        ``argument`` is what the error calls a length that does not split evenly.
+        """
         layouts.check_length(self.layout, self.cp.size, length, argument)
         return index.held(self.layout, self.cp.size, length, documents)[self.cp.rank]
 
-    def _table(self, documents: Any, length: int, tensor: Tensor | None = None, seq_dim: int = 0) -> Tensor | None:
-        """The documents of a call, explicit or in force, checked against its sequence (and the batch of a tensor)."""
-        table = self.cp.facts.documents if documents is None else self._with_padding(masks.documents_table(documents))
+    def documents_for(
+        self, documents: Any, length: int, tensor: Tensor | None = None, seq_dim: int = 0
+    ) -> Tensor | None:
+        """The table of the documents that a call was given, or of the enclosing block.
+
+        ``ValueError`` if it does not fit the sequence of the call, or the batch of a tensor.
+        """
+        table = self.cp.facts.documents if documents is None else self.padded_table(documents)
         if table is not None:
             batch = len(table)
             if tensor is not None and batch > 1:
@@ -148,7 +160,9 @@ class Shares:
             masks.documents_of(table, batch, length)
         return table
 
-    def _with_padding(self, table: Any) -> Tensor:
+    def padded_table(self, documents: Any) -> Tensor:
+        """The table of ``documents``; padding up to :meth:`padded_length` is one more document."""
+        table: Any = masks.documents_table(documents)
         last = table[:, -1:]
         padded = torch.tensor([[self.padded_length(int(length))] for length in last.flatten().tolist()])
         return table if torch.equal(padded, last) else torch.cat([table, padded], dim=1)

@@ -318,7 +318,7 @@ def wrong_batch(what: str) -> None:
         ("labels", "ValueError", "shift_labels=True needs a dict batch with a tensor 'labels'"),
         ("holes", "ValueError", r"attention_mask\[1\] is not a padding mask"),
         ("ids", "ValueError", r"attention_mask\[0\] is not a padding mask"),
-        ("explicit", "ValueError", "pad the batch to 8 positions yourself"),
+        ("explicit", "ValueError", "Pad the batch to 8 positions yourself"),
         ("offsets", "ValueError", "global sequence length 7"),
         ("contradiction", "ValueError", "name different documents"),
         ("pad", "ValueError", r"pad_values names \['input'\]"),
