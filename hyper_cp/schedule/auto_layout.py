@@ -12,6 +12,7 @@ from ..mesh.cp_mesh import CPMesh
 from . import build as schedule
 from . import layout as layouts
 from . import masks
+from .documents import documents_table, read
 from .layout import Documents
 from .tiles import CAUSAL, Band, Tile
 
@@ -47,7 +48,7 @@ def balance(
     Returns:
         ``{layout: Balance}`` for ``"contiguous"``, ``"head_tail"`` and ``"per_document"``.
     """
-    table = masks.documents_table([0, length] if documents is None else documents)
+    table = documents_table([0, length] if documents is None else documents)
     borders = None if table is None else _one_row(table, length)
     if borders is None:
         raise ValueError("documents differ between batch rows: ask for the balance of each row")
@@ -112,6 +113,7 @@ def _better(length: int, world: int, documents: Documents) -> str:
 
 
 def _one_row(documents: Tensor, length: int) -> Documents | None:
-    """The borders that all batch rows share, else None."""
-    rows = masks.distinct_rows(documents, length)
-    return rows[0] if len(rows) == 1 else None
+    """The boundaries that all batch rows share, else None."""
+    found = read(documents)
+    found.check_length(length)
+    return found.one_row
