@@ -19,7 +19,7 @@ from .mesh.cp_mesh import CPMesh
 from .module.hooks import bindings
 from .module.mesh_binding import moved
 from .schedule import layout as layouts
-from .schedule import masks
+from .schedule.documents import documents_table, read
 from .style import ContextParallel, style_of
 
 
@@ -140,10 +140,10 @@ class ContextParallelHandler(Shares):
         Source: Megatron-LM's function of that name: the local length times the ranks, or ``max_seqlen``.
         """
         length = local if isinstance(local, int) else local.shape[checked_dim(local, seq_dim)]
-        boundaries = masks.borders_of(self.documents_for(documents, length * self.cp.size))
-        if boundaries is None:
+        table = self.documents_for(documents, length * self.cp.size)
+        if table is None:
             return length * self.cp.size
-        return max(b - a for row in boundaries for a, b in pairwise(row))
+        return max(b - a for row in read(table).rows for a, b in pairwise(row))
 
     def get_emb_on_this_cp_rank(self, emb: Tensor, seq_dim: int = 0, *, documents: Any = None) -> Tensor:
         """Rows of a table over positions, for this rank's tokens: ``[.. L ..] -> [.. S/n ..]``.
@@ -235,7 +235,7 @@ class ContextParallelHandler(Shares):
         if isinstance(cu_seqlens, LocalBatch):
             table = cu_seqlens.documents
         else:
-            table = masks.documents_table(cu_seqlens, document_ids)  # None: a sequence without documents
+            table = documents_table(cu_seqlens, document_ids)  # None: a sequence without documents
             table = None if table is None else self.padded_table(table)
         facts, before = self.cp.facts, self.cp.facts.documents
         facts.documents = table

@@ -7,7 +7,7 @@ the same steps of :class:`WholeBatch` with that library's conventions.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..schedule import layout as layouts
-from ..schedule import masks, positions
+from ..schedule import positions
+from ..schedule.documents import PackedDocuments, read
 from .collectives import by_rank
-from .packing import Rows, runs, take_documents
+from .packing import runs, take_documents
 from .sharding import Shares
 
 TOKENS = ("input_ids", "tokens", "inputs_embeds")
@@ -109,15 +110,17 @@ class WholeBatch:
         self.padded = handler.padded_length(self.length)
         self.first, self.dim = entries[first], dims[first]
         self.rows = self.first.shape[0] if self.dim else self.first.shape[1] if self.first.ndim > 1 else 1
-        self.documents: Rows | None = None
-        """Boundaries of packed documents, in which positions restart."""
-        self.boundaries: Rows | None = None
-        """These and the boundaries of padding."""
+        self.documents: PackedDocuments | None = None
+        """Packed documents, in which positions restart."""
+        self.boundaries: Sequence[Sequence[int]] | None = None
+        """Those of documents and padding, from 0 to S: one row for all of the batch, or one per batch row."""
 
     def read_documents(self, table: Tensor | None) -> None:
         """Take over packed documents, or raise ``ValueError`` if they do not fit the batch."""
-        masks.documents_of(table, self.rows, self.length)
-        self.documents = self.boundaries = masks.borders_of(table)
+        if table is not None:
+            self.documents = read(table)
+            self.documents.check(self.rows, self.length)
+            self.boundaries = self.documents.rows
 
     def read_padding(self) -> None:
         """Turn a padding mask ``[B, S]`` into boundaries; the mask that is left hides nothing.
@@ -156,28 +159,28 @@ class WholeBatch:
             rows = [[0, self.length]]  # the whole sequence is a document too
         return None if rows is None else self.handler.padded_table(rows)
 
-    def split(self, documents: Tensor | None, fill: Mapping[Any, float]) -> dict[Any, Any]:
+    def split(self, table: Tensor | None, fill: Mapping[Any, float]) -> dict[Any, Any]:
         """This rank's share of every entry; ``fill`` has the values (default 0) with which entries are padded."""
         return {
-            name: self.handler.local_share(x, self.dims[name], documents, fill.get(name, 0)) if name in self.dims else x
+            name: self.handler.local_share(x, self.dims[name], table, fill.get(name, 0)) if name in self.dims else x
             for name, x in self.entries.items()
         }
 
-    def position_ids(self, documents: Tensor | None) -> Tensor:
+    def position_ids(self, table: Tensor | None) -> Tensor:
         """Positions in the form of the tokens, ``[B, S/n]`` or ``[S/n]``; they restart in packed documents.
 
         Behind the sequence they count from 0 again: a table of positions need not be longer than the sequence.
         """
-        ranges = self.handler.local_ranges(self.padded, documents, "padded length")
-        rows = self.documents or [[0, self.length]]
-        at = positions.restarted(positions.positions(ranges), rows).to(self.first.device)
+        ranges = self.handler.local_ranges(self.padded, table, "padded length")
+        documents = self.documents or PackedDocuments([[0, self.length]])
+        at = documents.restarted(positions.positions(ranges)).to(self.first.device)
         if self.first.ndim == 1:
             return at[0]
         at = at.expand(self.rows, -1)
         return (at if self.dim else at.T).contiguous()
 
 
-def shifted(labels: Tensor, dim: int, ignore_index: int, boundaries: Rows = ()) -> Tensor:
+def shifted(labels: Tensor, dim: int, ignore_index: int, boundaries: Sequence[Sequence[int]] = ()) -> Tensor:
     """Give every position the label of the next one; the last position of each document gets ``ignore_index``."""
     out = F.pad(labels.movedim(dim, -1), (0, 1), value=ignore_index)[..., 1:]
     for row, bounds in enumerate(boundaries):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,11 +9,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ..schedule import masks
+from ..schedule.documents import documents_table, read
 from .sharding import Shares
-
-Rows = Sequence[Sequence[int]]
-"""Boundaries from 0 to S, ascending: one row for the whole batch, or one per batch row."""
 
 OFFSETS = ("documents", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv", "cu_seq_lens_q", "cu_seq_lens_k")
 """Names under which batches hold cumulative lengths: ours, Megatron's, FlashAttention's and Hugging Face's."""
@@ -31,10 +27,10 @@ def take_documents(entries: dict[Any, Any]) -> Tensor | None:
     given = {name: entries.pop(name) for name in OFFSETS if name in entries}
     for name in LONGEST if given else ():
         entries.pop(name, None)
-    tables = {name: masks.documents_table(x) for name, x in given.items()}
-    tables["document_ids"] = masks.documents_table(None, entries.pop("document_ids", None))
+    tables = {name: documents_table(x) for name, x in given.items()}
+    tables["document_ids"] = documents_table(None, entries.pop("document_ids", None))
     found = {name: table for name, table in tables.items() if table is not None}
-    rows = {name: masks.borders_of(table) for name, table in found.items()}
+    rows = {name: read(table).rows for name, table in found.items()}
     if len(set(rows.values())) > 1:
         raise ValueError(
             f"{', '.join(map(repr, rows))} name different documents: {rows}. Context parallelism of packed documents "
@@ -111,7 +107,7 @@ def attention_state(
     tokens = mask.bool()
     if documents is not None or bool((begins.sum(1) + host[:, 0] > 1).any()):
         return AttentionState(documents, keys=rearrange(tokens, "b s -> b 1 1 s"), layout=handler.layout)
-    documents = masks.documents_table(rows)
+    documents = documents_table(rows)
     here = rearrange(handler.local_share(tokens, 1, documents), "b s -> b 1 s 1")
     return AttentionState(documents, tokens=here, layout=handler.layout)
 
@@ -119,4 +115,4 @@ def attention_state(
 def _restarts(positions: Tensor, length: int) -> Tensor | None:
     """Return documents that begin where positions do not go on by one; padding up to ``length`` joins the last."""
     rows = _boundaries((positions.diff(dim=1) != 1).cpu())
-    return masks.documents_table([[*row[:-1], length] for row in rows]) if max(map(len, rows)) > 2 else None
+    return documents_table([[*row[:-1], length] for row in rows]) if max(map(len, rows)) > 2 else None

@@ -1,4 +1,4 @@
-"""Shares: what a rank holds of a sequence, and the ways from the whole to a share and back."""
+"""Shares: split a sequence over a cp mesh, gather it, roll it, and compute the positions of a rank's tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
 from ..schedule import layout as layouts
-from ..schedule import masks
 from ..schedule import positions as index
+from ..schedule.documents import documents_table, read
 from .collectives import gather_sequence, roll_sequence
 
 
@@ -21,7 +21,7 @@ class Shares:
     """A sequence that is split over a cp mesh in one layout. See :class:`ContextParallelHandler`."""
 
     def __init__(self, mesh: DeviceMesh, layout: str, halves: bool = False) -> None:
-        """``halves``: attention will exchange halves of what a rank holds (``load_balance``)."""
+        """``halves``: attention will exchange halves of each rank's share (``load_balance``)."""
         self.layout, self._halves = layouts.check_layout(layout), halves
         self._mesh, self._cp = mesh, cp_mesh.view(mesh)
 
@@ -32,11 +32,11 @@ class Shares:
 
     @property
     def cp(self) -> CPMesh:
-        """A view of it."""
+        """The cp mesh seen as ring x ulysses."""
         return self._cp
 
     def padded_length(self, length: int) -> int:
-        """``length``, or the next one that splits evenly over the ranks in this layout."""
+        """The least length that splits evenly over the ranks in this layout, and is not below ``length``."""
         multiple = layouts.length_multiple(self.layout, self.cp.size)
         multiple = math.lcm(multiple, 2 * self.cp.size) if self._halves else multiple
         return -(-length // multiple) * multiple
@@ -44,10 +44,10 @@ class Shares:
     def dispatch(self, tensor: Tensor, seq_dim: int = 1, *, pad_value: float | None = None) -> Tensor:
         """This rank's share of a global tensor: ``[.. S ..] -> [.. S/n ..]``. Any dtype.
 
-        No communication. Differentiable: the gradient of the whole is zero but for this rank's share of it.
+        No communication. Differentiable: the gradient of the whole is zero except in this rank's share.
 
         Args:
-            pad_value: fills the end up to :meth:`padded_length` if S does not split evenly (labels:
+            pad_value: pads the end up to :meth:`padded_length` with this value if S does not split evenly (labels:
                 ``ignore_index``); without it such an S raises. Under a causal mask no token sees the padding;
                 otherwise run the forward in :meth:`documents`, which keeps it apart.
         """
@@ -61,8 +61,8 @@ class Shares:
 
         Args:
             length: the true global length, if ``dispatch`` has padded: the padding is cut off.
-            documents: those by which layouts ``"per_document"`` and ``"auto"`` have placed the tokens, as for
-                :meth:`documents`; default: those of the enclosing block.
+            documents: the documents by which layouts ``"per_document"`` and ``"auto"`` have placed the tokens, as
+                for :meth:`documents`; by default those of the enclosing block.
         """
         seq_dim = checked_dim(tensor, seq_dim)
         whole = tensor.shape[seq_dim] * self.cp.size
@@ -70,7 +70,7 @@ class Shares:
         if length is not None and self.padded_length(length) != whole:
             raise ValueError(
                 f"length={length} does not pad to the {whole} positions that the ranks hold, but to "
-                f"{self.padded_length(length)}: pass the length that the dispatched tensor had"
+                f"{self.padded_length(length)}. Pass the length that the dispatched tensor had"
             )
         table = self.cp.facts.documents if documents is None else self.documents_for(documents, whole)
         gathered = gather_sequence(tensor, table, self.cp.key, self.layout, seq_dim)
@@ -79,10 +79,10 @@ class Shares:
     def roll_tensor(
         self, tensor: Tensor, shifts: int = -1, dims: int = -1, *, documents: Any = None
     ) -> tuple[Tensor, Tensor]:
-        """Shift the whole sequence of which ``tensor [.. S/n ..]`` is this rank's share: the result at global
-        position p is what was at p - shifts, zero where that is outside the sequence or in another document.
+        """Shift the whole sequence of which ``tensor [.. S/n ..]`` is this rank's share.
 
-        One all-gather of the rows that cross between ranks (shifts=-1: one row per chunk). Differentiable.
+        The value from global position p - shifts moves to p; values from outside the sequence or from another document
+        are zero. One all-gather of the rows that cross between ranks (shifts=-1: one row per chunk). Differentiable.
 
         Args:
             shifts: any number of positions; negative brings later tokens forward, as for multi-token prediction.
@@ -90,14 +90,14 @@ class Shares:
                 if the sequence is 0).
 
         Returns:
-            The share ``[.. S/n ..]`` of the result, and its sum on this rank (0-D; the number of tokens left, if
-            ``tensor`` is a loss mask).
+            This rank's share ``[.. S/n ..]`` of the result, and the sum of the share (0-D; the number of tokens left,
+            if ``tensor`` is a loss mask).
 
         Source: ``roll_tensor`` of Megatron-LM's multi-token prediction; there one position to the left.
         """
         seq_dim = checked_dim(tensor, dims, "dims")
         if not isinstance(shifts, int) or isinstance(shifts, bool):
-            raise TypeError(f"shifts={shifts!r} must be an int: one number of positions along one dimension")
+            raise TypeError(f"shifts={shifts!r} must be an int, a number of positions along the one dimension dims")
         length = tensor.shape[seq_dim] * self.cp.size
         layouts.check_length(self.layout, self.cp.size, length)
         table = self.documents_for(documents, length, tensor, seq_dim)
@@ -115,8 +115,11 @@ class Shares:
         at = index.positions(self.local_ranges(length, table))
         if restart:
             if table is None:
-                raise ValueError("restart=True without documents: pass documents=, or call it in a documents() block")
-            rows = index.restarted(at, masks.borders_of(table) or ())
+                raise ValueError(
+                    "restart=True without documents: there is nothing to restart in. Pass documents=, or call it in a "
+                    "documents() block"
+                )
+            rows = read(table).restarted(at)
             at = rows[0] if len(rows) == 1 else rows
         return at.to(device)
 
@@ -157,23 +160,24 @@ class Shares:
             batch = len(table)
             if tensor is not None and batch > 1:
                 batch = tensor.shape[0 if seq_dim else 1] if tensor.ndim > 1 else 1
-            masks.documents_of(table, batch, length)
+            read(table).check(batch, length)
         return table
 
     def padded_table(self, documents: Any) -> Tensor:
         """The table of ``documents``; padding up to :meth:`padded_length` is one more document."""
-        table: Any = masks.documents_table(documents)
+        table: Any = documents_table(documents)
         last = table[:, -1:]
         padded = torch.tensor([[self.padded_length(int(length))] for length in last.flatten().tolist()])
         return table if torch.equal(padded, last) else torch.cat([table, padded], dim=1)
 
 
 def checked_dim(tensor: Tensor, seq_dim: int, argument: str = "seq_dim") -> int:
+    """The dimension ``seq_dim`` counted from the left; ``TypeError`` or ``ValueError`` if ``tensor`` has none."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"tensor is a {type(tensor).__name__}, not a torch.Tensor")
     if not isinstance(seq_dim, int) or not -tensor.ndim <= seq_dim < tensor.ndim:
         raise ValueError(
-            f"{argument}={seq_dim} is not a dimension of a tensor of shape {tuple(tensor.shape)}: use "
+            f"{argument}={seq_dim} is not a dimension of a tensor of shape {tuple(tensor.shape)}. Use "
             f"{-tensor.ndim} to {tensor.ndim - 1}"
         )
     return seq_dim % tensor.ndim

@@ -45,8 +45,7 @@ def test_a_roll_plan_moves_each_row_to_its_place(layout: str, world: int, unit: 
     plans = [roll_plan(ranges, r, shifts) for r in range(world)]
     for rank, plan in enumerate(plans):
         sent = [
-            torch.cat([x[a:b] for a, b in borders]) if borders else x[:0]
-            for x, borders in zip(local, plan.borders, strict=True)
+            torch.cat([x[a:b] for a, b in rows]) if rows else x[:0] for x, rows in zip(local, plan.sent, strict=True)
         ]
         assert max(map(len, sent)) == plan.width
         parts = [
