@@ -1,12 +1,12 @@
 """The batch side's communication: gathering and rolling a sharded tensor along its sequence, and small sums.
 
-A ``documents`` argument of these ops is the table of the batch (see :func:`masks.documents_table`) or None.
+A ``documents`` argument of these ops is the table of the batch (see :func:`documents.documents_table`) or None.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh import cp_mesh
 from ..mesh.comm import Axis, gather_ranks
-from ..schedule import masks, positions
-from ..schedule.layout import Range, merge_ranges
+from ..schedule.documents import read
+from ..schedule.layout import Range, ResolvedLayout, merge_ranges
+from ..schedule.lookup import resolve
 
 # --------------------------------------------------------------------------- whole sequences
 
@@ -26,9 +27,9 @@ from ..schedule.layout import Range, merge_ranges
 def gather_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
     """``[.. S/n ..] -> [.. S ..]``, ascending, the same on every rank of the mesh."""
     cp = cp_mesh.by_key(mesh)
-    ranges = positions.held(layout, cp.size, x.shape[seq_dim] * cp.size, documents)
+    resolved = resolve(layout, cp.size, x.shape[seq_dim] * cp.size, read(documents))
     by_rank = gather_ranks(cp.flat, x.movedim(seq_dim, 0))
-    parts = [by_rank[p.rank, p.local : p.local + p.stop - p.start] for p in _owned(ranges)]
+    parts = [by_rank[rank, start:stop] for rank, start, stop in resolved.pieces(range(cp.size))]
     return torch.cat(parts).movedim(0, seq_dim).contiguous()
 
 
@@ -43,7 +44,7 @@ def _(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int)
 def own_slice(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
     """``[.. S ..] -> [.. S/n ..]``: this rank's share. An op, so that lengths may be symbolic."""
     cp = cp_mesh.by_key(mesh)
-    ranges = positions.held(layout, cp.size, x.shape[seq_dim], documents)[cp.rank]
+    ranges = resolve(layout, cp.size, x.shape[seq_dim], read(documents)).ranges(cp.rank)
     return torch.cat([x.narrow(seq_dim, start, stop - start) for start, stop in ranges], seq_dim).contiguous()
 
 
@@ -79,15 +80,13 @@ class _Owned:
     local: int
 
 
-def _owned(ranges: Sequence[Sequence[Range]]) -> list[_Owned]:
-    """What every rank holds, in ascending global order."""
-    found = []
-    for rank, held in enumerate(ranges):
-        local = 0
-        for start, stop in held:
-            found.append(_Owned(start, stop, rank, local))
-            local += stop - start
-    return sorted(found, key=lambda piece: piece.start)
+def _owned(resolved: ResolvedLayout) -> list[_Owned]:
+    """The positions of every rank, in ascending global order."""
+    found, start = [], 0
+    for rank, first, last in resolved.pieces(range(resolved.world)):
+        found.append(_Owned(start, start + last - first, rank, first))
+        start += last - first
+    return found
 
 
 @dataclass(frozen=True)
@@ -102,13 +101,13 @@ class RollPlan:
     """This rank's result in order: local rows of its own, rows of what another rank has sent, or zeros (None)."""
 
 
-def roll_plan(ranges: Sequence[Sequence[Range]], rank: int, shifts: int) -> RollPlan:
+def roll_plan(resolved: ResolvedLayout, rank: int, shifts: int) -> RollPlan:
     """Plan the roll by ``shifts`` (result p is source p - shifts, zero from outside) of what ranks hold."""
-    owned = _owned(ranges)
-    starts, length = [piece.start for piece in owned], owned[-1].stop
+    owned = _owned(resolved)
+    starts, length = [piece.start for piece in owned], resolved.length
 
     def sources(of: int) -> Iterator[tuple[int | None, int, int]]:
-        for start, stop in ranges[of]:
+        for start, stop in resolved.ranges(of):
             at, end = start - shifts, stop - shifts
             if at < 0:
                 yield None, 0, min(0, end) - at
@@ -121,8 +120,8 @@ def roll_plan(ranges: Sequence[Sequence[Range]], rank: int, shifts: int) -> Roll
             if at < end:
                 yield None, 0, end - at
 
-    asked: list[list[Range]] = [[] for _ in ranges]
-    for of in range(len(ranges)):
+    asked: list[list[Range]] = [[] for _ in resolved.held]
+    for of in range(resolved.world):
         for owner, start, stop in sources(of):
             if owner not in (None, of):
                 asked[owner].append((start, stop))
@@ -147,8 +146,9 @@ def roll_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str, s
     """This rank's share ``[.. S/n ..]`` of the sequence rolled by ``shifts``, zero where another document (or the
     outside) would come in. One all-gather of the rows that cross between ranks."""
     cp = cp_mesh.by_key(mesh)
-    ranges = positions.held(layout, cp.size, x.shape[seq_dim] * cp.size, documents)
-    plan = roll_plan(ranges, cp.rank, shifts)
+    packed = read(documents)
+    resolved = resolve(layout, cp.size, x.shape[seq_dim] * cp.size, packed)
+    plan = roll_plan(resolved, cp.rank, shifts)
     rows = x.movedim(seq_dim, 0)
     received = rows.new_empty(cp.size, 0)
     if plan.width:
@@ -164,10 +164,10 @@ def roll_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str, s
         for owner, start, stop in plan.parts
     ]
     out = torch.cat(parts).movedim(0, seq_dim).contiguous()
-    if documents is None:
+    if packed is None:
         return out
-    at, borders = positions.positions(ranges[cp.rank]), masks.borders_of(documents)
-    numbers = (positions.document_numbers(p, borders or ()) for p in (at, at - shifts))
+    at = resolved.positions(cp.rank)
+    numbers = (packed.numbers(p) for p in (at, at - shifts))
     return out.masked_fill_(over_rows(torch.ne(*numbers).to(x.device), x.ndim, seq_dim), 0)
 
 
