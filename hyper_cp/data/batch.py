@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..schedule import layout as layouts
-from ..schedule import positions
 from ..schedule.documents import PackedDocuments, read
 from .collectives import by_rank
 from .packing import runs, take_documents
@@ -171,9 +170,8 @@ class WholeBatch:
 
         Behind the sequence they count from 0 again: a table of positions need not be longer than the sequence.
         """
-        ranges = self.handler.local_ranges(self.padded, table, "padded length")
-        documents = self.documents or PackedDocuments([[0, self.length]])
-        at = documents.restarted(positions.positions(ranges)).to(self.first.device)
+        at = self.handler.resolve(self.padded, table, "padded length").positions(self.handler.cp.rank)
+        at = (self.documents or PackedDocuments([[0, self.length]])).restarted(at).to(self.first.device)
         if self.first.ndim == 1:
             return at[0]
         at = at.expand(self.rows, -1)

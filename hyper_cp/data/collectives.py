@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh import cp_mesh
 from ..mesh.comm import Axis, gather_ranks
-from ..schedule import positions
 from ..schedule.documents import read
-from ..schedule.layout import Range, merge_ranges
+from ..schedule.layout import Range, ResolvedLayout, merge_ranges
+from ..schedule.lookup import resolve
 
 # --------------------------------------------------------------------------- whole sequences
 
@@ -27,9 +28,9 @@ from ..schedule.layout import Range, merge_ranges
 def gather_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
     """Gather ``[.. S/n ..] -> [.. S ..]`` in global order, the same on every rank of the mesh."""
     cp = cp_mesh.by_key(mesh)
-    ranges = positions.held(layout, cp.size, x.shape[seq_dim] * cp.size, documents)
+    resolved = resolve(layout, cp.size, x.shape[seq_dim] * cp.size, read(documents))
     by_rank = gather_ranks(cp.flat, x.movedim(seq_dim, 0))
-    parts = [by_rank[p.rank, p.local : p.local + p.stop - p.start] for p in _ascending(ranges)]
+    parts = [by_rank[rank, start:stop] for rank, start, stop in resolved.pieces(range(cp.size))]
     return torch.cat(parts).movedim(0, seq_dim).contiguous()
 
 
@@ -44,7 +45,7 @@ def _(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int)
 def own_slice(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
     """Take this rank's share, ``[.. S ..] -> [.. S/n ..]``. It is an op, so that lengths may be symbolic."""
     cp = cp_mesh.by_key(mesh)
-    ranges = positions.held(layout, cp.size, x.shape[seq_dim], documents)[cp.rank]
+    ranges = resolve(layout, cp.size, x.shape[seq_dim], read(documents)).ranges(cp.rank)
     return torch.cat([x.narrow(seq_dim, start, stop - start) for start, stop in ranges], seq_dim).contiguous()
 
 
@@ -70,29 +71,8 @@ gather_sequence.register_autograd(_differentiate_gather, setup_context=_save)
 # --------------------------------------------------------------------------- rolling
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Global positions ``start .. stop``, held by ``rank`` from its local position ``local`` on."""
-
-    start: int
-    stop: int
-    rank: int
-    local: int
-
-
-def _ascending(ranges: Sequence[Sequence[Range]]) -> list[_Piece]:
-    """The ranges of all ranks, in ascending global order."""
-    found = []
-    for rank, held in enumerate(ranges):
-        local = 0
-        for start, stop in held:
-            found.append(_Piece(start, stop, rank, local))
-            local += stop - start
-    return sorted(found, key=lambda piece: piece.start)
-
-
 Source = tuple[int | None, int, int]
-"""``(rank, start, stop)``: rows of a rank, or so many zeros if the rank is None."""
+"""``(rank, start, stop)``: local rows of a rank, or so many zeros if the rank is None."""
 
 
 @dataclass(frozen=True)
@@ -107,36 +87,36 @@ class RollPlan:
     """This rank's result in order: its own local rows, rows among those that another rank has sent, or zeros."""
 
 
-def roll_plan(ranges: Sequence[Sequence[Range]], rank: int, shifts: int) -> RollPlan:
-    """Plan a roll by ``shifts`` (position p of the result is p - shifts of the source, or zero outside of it) of a
-    sequence of which every rank holds these ranges."""
-    pieces = _ascending(ranges)
-    needed: list[list[Range]] = [[] for _ in ranges]
-    for receiver, held in enumerate(ranges):
-        for owner, start, stop in _sources(pieces, held, shifts):
-            if owner not in (None, receiver):
+def roll_plan(layout: ResolvedLayout, rank: int, shifts: int) -> RollPlan:
+    """Plan a roll of a sharded sequence by ``shifts``: the row at p - shifts moves to p; rows from outside are zero."""
+    needed: list[list[Range]] = [[] for _ in range(layout.world)]
+    for receiver in range(layout.world):
+        for owner, start, stop in _sources(layout, receiver, shifts):
+            if owner is not None and owner != receiver:
                 needed[owner].append((start, stop))
-    sent = tuple(merge_ranges(rows) for rows in needed)  # a position goes to one place: nothing overlaps
+    sent = tuple(map(merge_ranges, needed))  # a position goes to one place: nothing overlaps
     width = max(sum(stop - start for start, stop in rows) for rows in sent)
     parts = (
         (owner, start, stop) if owner is None or owner == rank else (owner, *_among(sent[owner], start, stop))
-        for owner, start, stop in _sources(pieces, ranges[rank], shifts)
+        for owner, start, stop in _sources(layout, rank, shifts)
     )
     return RollPlan(sent, width, tuple(parts))
 
 
-def _sources(pieces: Sequence[_Piece], held: Sequence[Range], shifts: int) -> Iterator[Source]:
-    """The rows that make up the rolled positions of a rank that holds these ranges, in order."""
-    starts, length = [piece.start for piece in pieces], pieces[-1].stop
-    for start, stop in held:
+def _sources(layout: ResolvedLayout, rank: int, shifts: int) -> Iterator[Source]:
+    """The rows that make up the share of ``rank`` of the rolled sequence, in order."""
+    pieces = layout.pieces(range(layout.world))
+    starts = [*accumulate((stop - start for _, start, stop in pieces), initial=0)]  # global, and the length
+    for start, stop in layout.ranges(rank):
         at, end = start - shifts, stop - shifts
         if at < 0:
             yield None, 0, min(0, end) - at
             at = min(0, end)
-        while at < min(end, length):
-            piece = pieces[bisect_right(starts, at) - 1]
-            upto = min(end, piece.stop)
-            yield piece.rank, piece.local + at - piece.start, piece.local + upto - piece.start
+        while at < min(end, layout.length):
+            piece = bisect_right(starts, at) - 1
+            owner, local, _ = pieces[piece]
+            upto = min(end, starts[piece + 1])
+            yield owner, local + at - starts[piece], local + upto - starts[piece]
             at = upto
         if at < end:
             yield None, 0, end - at
@@ -157,8 +137,9 @@ def roll_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str, s
     """This rank's share ``[.. S/n ..]`` of the sequence rolled by ``shifts``; values from another document or from
     outside the sequence are zero. One all-gather of the rows that cross between ranks."""
     cp = cp_mesh.by_key(mesh)
-    ranges = positions.held(layout, cp.size, x.shape[seq_dim] * cp.size, documents)
-    plan = roll_plan(ranges, cp.rank, shifts)
+    packed = read(documents)
+    resolved = resolve(layout, cp.size, x.shape[seq_dim] * cp.size, packed)
+    plan = roll_plan(resolved, cp.rank, shifts)
     rows = x.movedim(seq_dim, 0)
     received = rows.new_empty(cp.size, 0)
     if plan.width:
@@ -174,11 +155,11 @@ def roll_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str, s
         for owner, start, stop in plan.parts
     ]
     out = torch.cat(parts).movedim(0, seq_dim).contiguous()
-    if documents is None:
+    if packed is None:
         return out
-    at, packed = positions.positions(ranges[cp.rank]), read(documents)
-    numbers = packed.numbers(at), packed.numbers(at - shifts)
-    return out.masked_fill_(over_rows(torch.ne(*numbers).to(x.device), x.ndim, seq_dim), 0)
+    at = resolved.positions(cp.rank)
+    crosses = packed.numbers(at) != packed.numbers(at - shifts)
+    return out.masked_fill_(over_rows(crosses.to(x.device), x.ndim, seq_dim), 0)
 
 
 def over_rows(per_token: Tensor, ndim: int, seq_dim: int) -> Tensor:

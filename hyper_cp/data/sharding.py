@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
 from ..schedule import layout as layouts
-from ..schedule import positions as index
 from ..schedule.documents import documents_table, read
+from ..schedule.layout import ResolvedLayout
+from ..schedule.lookup import resolve
 from .collectives import gather_sequence, roll_sequence
 
 
@@ -112,7 +113,7 @@ class Shares:
             restart: count from 0 in each packed document; ``[B, S/n]`` if documents differ between rows.
         """
         table = self.documents_for(documents, length)
-        at = index.positions(self.local_ranges(length, table))
+        at = self.resolve(length, table).positions(self.cp.rank)
         if restart:
             if table is None:
                 raise ValueError(
@@ -135,18 +136,17 @@ class Shares:
             shape = list(tensor.shape)
             shape[seq_dim] = self.padded_length(length) - length
             tensor = torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=seq_dim)
-        ranges = self.local_ranges(tensor.shape[seq_dim], documents, f"tensor.shape[{seq_dim}]")
+        resolved = self.resolve(tensor.shape[seq_dim], documents, f"tensor.shape[{seq_dim}]")
+        ranges = resolved.ranges(self.cp.rank)
         return torch.cat([tensor.narrow(seq_dim, start, stop - start) for start, stop in ranges], dim=seq_dim)
 
-    def local_ranges(
-        self, length: int, documents: Tensor | None, argument: str = "length"
-    ) -> tuple[layouts.Range, ...]:
-        """This rank's positions in a sequence of ``length``. A layout may depend on its table of documents.
+    def resolve(self, length: int, documents: Tensor | None, argument: str = "length") -> ResolvedLayout:
+        """The positions of all ranks in a sequence of ``length``. A layout may depend on its table of documents.
 
-        ``argument`` is what the error calls a length that does not split evenly.
+        ``ValueError`` if the length, which the error calls ``argument``, does not split evenly.
         """
         layouts.check_length(self.layout, self.cp.size, length, argument)
-        return index.held(self.layout, self.cp.size, length, documents)[self.cp.rank]
+        return resolve(self.layout, self.cp.size, length, read(documents))
 
     def documents_for(
         self, documents: Any, length: int, tensor: Tensor | None = None, seq_dim: int = 0

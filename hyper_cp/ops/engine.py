@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..mesh import comm, cp_mesh
 from ..mesh.cp_mesh import CPMesh
-from ..schedule import auto_layout as placement
-from ..schedule import build as schedule
-from ..schedule import masks
+from ..schedule import lookup, masks
+from ..schedule.build import Step
+from ..schedule.documents import read
 from ..schedule.layout import Range
 from ..schedule.tiles import Band, Tile, intersect
 from . import kernels
@@ -48,31 +48,26 @@ class _Plan:
         known = None if mask is None or length != kv_length else masks.recognised(mask, length)
         if known is not None:
             band, mask = intersect(band, known), None
-        # Documents are of the queries; what these see of other keys, an explicit mask says.
-        borders = masks.documents_of(documents, q.shape[0], length) if length == kv_length else None
-        layout, by_document = placement.resolve(layout, mesh.size, length, documents)
-
-        def held(length: int) -> tuple[tuple[Range, ...], ...]:
-            ranks = range(mesh.ring.size)
-            return tuple(placement.held_ranges(mesh, layout, r, length, by_document) for r in ranks)
-
-        keys = (((0, kv_length),),) * mesh.ring.size if kv_exchange == "replicated" else held(kv_length)
-        self.schedule = schedule.build(
-            held(length),
-            keys,
+        self.schedule = lookup.schedule(
+            layout,
             mesh.ring.rank,
+            mesh.ring.size,
+            mesh.ulysses.size,
             kv_exchange,
             load_balance,
             band,
-            borders,
+            length,
+            kv_length,
             parts=mask is None and seed is None,
+            documents=read(documents),
+            batch=q.shape[0],
         )
         self.mask = None if mask is None else masks.MaskSlices(mask, self.schedule)
         heads_before = mesh.ulysses.rank * q.shape[1]
         queries = self.schedule.queries
         self.dropout = None if seed is None else Dropout(dropout_p, seed, q, heads_before, queries)
 
-    def of(self, step: schedule.Step, tile: Tile) -> dict[str, Any]:
+    def of(self, step: Step, tile: Tile) -> dict[str, Any]:
         """What the kernel is told of a tile beside its band and scale."""
         told: dict[str, Any] = {"mask": None if self.mask is None else self.mask.of(step, tile), "parts": tile.parts}
         return told if self.dropout is None else {**told, "keep": self.dropout.of(step, tile)}

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hyper_cp.ops import attention
 from hyper_cp.ops.exchange.ulysses import shared_heads
 from hyper_cp.schedule import build as schedule
+from hyper_cp.schedule import lookup
 from tests.harness.oracle import plain_attention, relative_error, rms_error, token_positions
 
 FP64, FP32 = 1e-10, 5e-6  # the design's exactness bars
@@ -134,7 +135,7 @@ def run_cases_cut_in_two(world: int, cases: list[dict[str, Any]]) -> Any:
     """As if these lengths were long: the local step in two parts, the second one last."""
     with (
         mock.patch.object(schedule, "_MIN_ROWS", 2),
-        mock.patch.object(schedule, "build", lru_cache(schedule.build.__wrapped__)),
+        mock.patch.object(lookup, "_without_documents", lru_cache(lookup._without_documents.__wrapped__)),
     ):
         return run_cases(world, cases)
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...mesh import comm, cp_mesh
-from ...schedule import auto_layout as placement
-from ...schedule import layout as layouts
+from ...schedule.documents import read
+from ...schedule.lookup import resolve
 from . import keys_values as exchange
 
 
@@ -18,15 +18,14 @@ from . import keys_values as exchange
 def all_to_all_op(
     xs: list[Tensor], documents: Tensor | None, mesh: str, layout: str, seq_dim: int, head_dim: int, to_heads: bool
 ) -> list[Tensor]:
-    """``documents``: table of borders, if the layout depends on them."""
+    """``documents``: table of boundaries, if the layout depends on them."""
     cp = cp_mesh.by_key(mesh)
     move = exchange.sequence_to_heads if to_heads else exchange.heads_to_sequence
     pending = []
     with comm.landing():
         for x in xs:  # all are in flight before the first is waited for
             length = x.shape[seq_dim] * cp.ring.size * (cp.ulysses.size if to_heads else 1)
-            name, borders = placement.resolve(layout, cp.size, length, documents)
-            pieces = layouts.ascending_pieces(name, cp.ulysses_peers(), cp.size, length, borders)
+            pieces = resolve(layout, cp.size, length, read(documents)).pieces(cp.ulysses_peers())
             pending.append(move(cp.ulysses, x, seq_dim, head_dim, pieces))
         return [p.wait() for p in pending]
 
