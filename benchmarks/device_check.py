@@ -33,7 +33,7 @@ from hyper_cp.mesh.comm import Axis, Pending
 from hyper_cp.ops import engine, kernels
 from hyper_cp.ops.config import OpSettings
 from hyper_cp.ops.exchange import ulysses
-from hyper_cp.schedule import layout as layouts
+from hyper_cp.schedule.lookup import resolve
 
 Band = tuple[int | None, int | None]
 Parts = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
@@ -258,8 +258,7 @@ class Simulation:
     def _rank(self, rank: int) -> None:
         try:
             x = self.tensors[0]
-            held = layouts.positions(self.mode.get("layout", "contiguous"), rank, self.n, x.shape[2])
-            mine = torch.tensor(held, device=x.device)
+            mine = resolve(self.mode.get("layout", "contiguous"), self.n, x.shape[2]).positions(rank).to(x.device)
             got = share(self.meshes[rank], self.mode, *(t[:, :, mine] for t in self.tensors))
             self.errors[rank] = max(error(a, b[:, :, mine]) for a, b in zip(got, self.want, strict=True))
         except BaseException as failure:

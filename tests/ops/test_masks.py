@@ -23,9 +23,9 @@ from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh import comm
 from hyper_cp.module._torch import checkpoint as checkpoint_seam
 from hyper_cp.ops import attention
-from hyper_cp.schedule import auto_layout as placement
-from hyper_cp.schedule import layout as layouts
 from hyper_cp.schedule import masks
+from hyper_cp.schedule.documents import documents_table, read
+from hyper_cp.schedule.lookup import resolve
 from tests.harness.oracle import plain_attention, relative_error, token_positions, visible_pairs
 from tests.harness.ranks import on_ranks
 from tests.ops.test_attention import FP64, check, inputs, modes
@@ -60,8 +60,8 @@ def explicit_mask(kind: str, batch: int, heads: int, length: int, mine: Tensor) 
 def held_positions(layout: str, rank: int, world: int, length: int, rows: Any) -> list[int]:
     if layout not in ("per_document", "auto"):
         return token_positions(layout, rank, world, length)
-    layout, borders = placement.resolve(layout, world, length, masks.documents_table(rows))
-    return layouts.positions(layout, rank, world, length, borders)  # test_layout compares these with definitions
+    packed = read(documents_table(rows))
+    return resolve(layout, world, length, packed).positions(rank).tolist()  # test_layout compares with definitions
 
 
 def run_case(case: Case) -> dict[str, float]:

@@ -10,17 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_cp.schedule import build as schedule
-from hyper_cp.schedule import layout as layouts
+from hyper_cp.schedule.layout import ResolvedLayout, merge_ranges
+from hyper_cp.schedule.lookup import resolve
 from tests.harness.oracle import token_positions
 
 CAUSAL, FULL = (None, 0), (None, None)
 
 
 def held_by(layout: str, ring: int, ulysses: int, length: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    world = ring * ulysses
-    return tuple(
-        layouts.union_ranges(layout, range(r * ulysses, (r + 1) * ulysses), world, length) for r in range(ring)
-    )
+    return resolve(layout, ring * ulysses, length).by_ring(ulysses).held
 
 
 def query_positions(layout: str, balance: bool, rank: int, ring: int, ulysses: int, length: int) -> list[int]:
@@ -80,11 +78,10 @@ def packed_problems(draw: st.DrawFn) -> tuple:
 def test_every_visible_pair_of_packed_documents_exactly_once(problem: tuple, min_rows: int) -> None:
     ring, ulysses, layout, kv, balance, length, band, borders = problem
     world = ring * ulysses
-    own = [
-        sorted(p for u in range(ulysses) for p in layouts.positions(layout, r * ulysses + u, world, length, borders))
-        for r in range(ring)
-    ]
-    held = tuple(layouts.merge_ranges((p, p + 1) for p in mine) for mine in own)
+    resolved = ResolvedLayout.of(layout, world, length, borders)
+    own = [sorted(p for u in range(ulysses) for p in resolved.positions(r * ulysses + u).tolist()) for r in range(ring)]
+    held = tuple(merge_ranges((p, p + 1) for p in mine) for mine in own)
+    assert held == resolved.by_ring(ulysses).held
     distance = np.arange(length)[None] - np.arange(length)[:, None]
     visible = in_documents(length, borders)
     visible &= np.ones_like(visible) if band[0] is None else distance >= band[0]
@@ -93,7 +90,7 @@ def test_every_visible_pair_of_packed_documents_exactly_once(problem: tuple, min
         count = np.zeros((length, length), dtype=int)
         for rank in range(ring):
             with mock.patch.object(schedule, "_MIN_ROWS", min_rows):
-                plan = schedule.build.__wrapped__(held, held, rank, kv, balance, band, (borders,))
+                plan = schedule.build(held, held, rank, kv, balance, band, (borders,))
             half = length // ring // 2
             queries = own[rank][:half] + own[ring - 1 - rank][half:] if plan.swap else own[rank]
             if kv == "ring":
@@ -113,7 +110,7 @@ def test_documents_are_few_tiles(kv: str) -> None:
     """As many as there are kinds of work at a step, not as many as there are documents."""
     borders = tuple(range(0, 64 * 16 + 1, 16))
     for layout, most in (("contiguous", 1), ("head_tail", 1), ("per_document", 1)):
-        held = tuple(layouts.rank_ranges(layout, r, 4, 1024, borders) for r in range(4))
+        held = ResolvedLayout.of(layout, 4, 1024, borders).held
         for rank in range(4):
             plan = schedule.build(held, held, rank, kv, False, CAUSAL, (borders,))
             many = 3 if kv == "all_gather" and layout == "per_document" else most
@@ -152,7 +149,7 @@ def test_every_visible_pair_exactly_once(problem: tuple, min_rows: int) -> None:
         count = np.zeros((length, length), dtype=int)
         for rank in range(ring):
             with mock.patch.object(schedule, "_MIN_ROWS", min_rows):
-                plan = schedule.build.__wrapped__(held, held, rank, kv, balance, band)
+                plan = schedule.build(held, held, rank, kv, balance, band)
             queries = query_positions(layout, plan.swap, rank, ring, ulysses, length)
             local = [query_positions(layout, False, r, ring, ulysses, length) for r in range(ring)]
             if kv == "ring":
