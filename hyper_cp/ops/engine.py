@@ -260,7 +260,7 @@ def _(documents: Tensor | None, mesh: str) -> Tensor:
 
 
 def _hash(documents: Tensor | None, mesh: str) -> int:
-    return hash((mesh, None if documents is None else tuple(documents.flatten().tolist())))
+    return hash((mesh, None if documents is None else read(documents).digest))
 
 
 def _check_recompute(documents: Tensor | None, mesh: str, fingerprint: Tensor) -> None:
