@@ -31,9 +31,9 @@ from torch import Tensor
 from hyper_cp.mesh import cp_mesh
 from hyper_cp.mesh.comm import Axis, Pending
 from hyper_cp.ops import engine, kernels
-from hyper_cp.ops.config import CheckedCall, Mode
+from hyper_cp.ops.config import OpSettings
 from hyper_cp.ops.exchange.ulysses import Ulysses
-from hyper_cp.schedule import layout as layouts
+from hyper_cp.schedule.lookup import resolve
 
 Band = tuple[int | None, int | None]
 Parts = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
@@ -220,15 +220,15 @@ def mesh_of(line: Axis, by_heads: bool) -> cp_mesh.CPMesh:
 def share(cp: cp_mesh.CPMesh, mode: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
     """One rank's output and gradients, by the library's ops (its autograd would put the backward of all
     threads on one thread)."""
-    of = Mode(**{name: value for name, value in mode.items() if name != "ulysses"})
-    heads, length, scale = Ulysses(cp, of.layout), q.shape[2] * cp.size, q.shape[3] ** -0.5
-    call = CheckedCall("device check", cp, of, (None, 0), True, scale, None, None, 0.0, False, (length, length))
+    layout, exchange = mode.get("layout", "contiguous"), mode.get("kv_exchange", "all_gather")
+    heads = Ulysses(cp, layout)
     q, k, v, dout = heads.to_heads(q, k, v, dout)
-    settings = call.settings(kernels.choose(q, k, v, True))
-    numbers = (None, None, None, scale, 0.0, settings)
-    out, lse = engine.attention_op(q, k, v, *numbers)
+    kernel = kernels.choose(q, k, v, True)
+    settings = OpSettings(layout, exchange, mode.get("load_balance", False), (None, 0), 1, kernel, cp.key).text()
+    rest = (None, None, None, q.shape[3] ** -0.5, 0.0, settings)
+    out, lse = engine.attention_op(q, k, v, *rest)
     mark = engine.fingerprint(None, settings)
-    grads = engine.attention_backward_op(dout, q, k, v, out, lse, mark, *numbers)
+    grads = engine.attention_backward_op(dout, q, k, v, out, lse, mark, *rest)
     return list(heads.to_sequence([out, *grads]))
 
 
@@ -255,8 +255,7 @@ class Simulation:
     def _rank(self, rank: int) -> None:
         try:
             x = self.tensors[0]
-            held = layouts.positions(self.mode.get("layout", "contiguous"), rank, self.n, x.shape[2])
-            mine = torch.tensor(held, device=x.device)
+            mine = resolve(self.mode.get("layout", "contiguous"), self.n, x.shape[2]).positions(rank).to(x.device)
             got = share(self.meshes[rank], self.mode, *(t[:, :, mine] for t in self.tensors))
             self.errors[rank] = max(error(a, b[:, :, mine]) for a, b in zip(got, self.want, strict=True))
         except BaseException as failure:

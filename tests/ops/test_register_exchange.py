@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hyper_cp.mesh.comm import Axis
 from hyper_cp.ops import attention, exchange
 from tests.harness.oracle import plain_attention, relative_error, token_positions
+from tests.harness.ranks import on_ranks
 
 
 class Forward:
@@ -48,6 +49,7 @@ class Backward(Forward):
                 home += x
 
 
+@on_ranks
 def run(world: int, layout: str) -> float:
     exchange.register("backward_ring", Forward, Backward, lambda rank, n: [((rank + hop) % n,) for hop in range(n)])
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))

@@ -45,8 +45,8 @@ def register(
     """Add a kernel for tensors of a device type. A vendor's package does so when it is imported; a test does so in a
     ``with`` statement.
 
-    Each attention call chooses its kernel once: the kernel registered last is asked first, so that an added kernel
-    precedes the library's own. If no kernel accepts the call, plain math (the reference kernel) runs it.
+    Each attention call chooses its kernel once. The last registered kernel that accepts the call runs it, so an added
+    kernel precedes the library's own. If no kernel accepts it, plain math (the reference kernel) does.
 
     Args:
         kernel: an object with ``name``, ``forward`` and ``backward`` as :class:`Kernel` describes them. The name must
@@ -56,7 +56,7 @@ def register(
             only read shapes, dtypes and settings, so that the host does not wait for the device. It may raise if the
             user's settings forbid every kernel.
         plain_with_dropout: with dropout, run accepted calls by plain math, which needs memory for whole tiles of
-            logits. By default they are refused, since no kernel but the reference can be told which weights to drop.
+            logits. By default they are refused: only the reference kernel takes a given dropout pattern.
 
     Returns:
         A handle: ``handle.remove()``, or the end of ``with register(...):``, removes the kernel again.
@@ -71,6 +71,11 @@ def register(
 
         kernels.register(Mine(), "xpu", accepts=lambda q, k, v, is_causal: q.dtype == torch.bfloat16)
     """
+    if not kernel.name or "|" in kernel.name:
+        raise ValueError(
+            f"kernel.name={kernel.name!r} must be a non-empty string without '|'. An op finds its kernel by this name, in a "
+            "text of settings that '|' separates. Give kernel.name another value"
+        )
     if kernel.name in available(device_type):
         raise ValueError(
             f"a kernel with the name {kernel.name!r} is registered already for the device type {device_type!r}. "
@@ -88,14 +93,14 @@ def _always(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
 
 
 def available(device_type: str) -> dict[str, Kernel]:
-    """All kernels for tensors of a device type by name, the reference kernel included."""
+    """All kernels for tensors of a device type, and the reference kernel; their names are the keys."""
     return {REFERENCE.name: REFERENCE, **{entry.kernel.name: entry.kernel for entry in _entries(device_type)}}
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout_p: float = 0.0) -> str:
     """The name of the kernel that runs this call's tiles, in forward and backward. Under torch.compile it is "": the
     choice is left to the run. Raises if the user's settings leave no kernel."""
-    if dropout_p:  # only plain math can be told which weights to drop
+    if dropout_p:  # only plain math takes a given dropout pattern
         _check_plain(_accepting(q, k, v, is_causal), q.device.type)
         return REFERENCE.name
     if torch.compiler.is_compiling():
@@ -119,7 +124,7 @@ def _check_plain(entry: _Entry | None, device_type: str) -> None:
     if entry is not None and not entry.plain_with_dropout:
         raise NotImplementedError(
             f"dropout_p > 0 is not possible on {device_type}, where attention runs on the kernel "
-            f"{entry.kernel.name!r}. It draws its own numbers for each tile and cannot be told which weights to drop. "
+            f"{entry.kernel.name!r}. It draws its own random numbers for each tile and takes no dropout pattern. "
             "Set dropout to 0.0, or allow plain math only: torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
         )
 

@@ -1,6 +1,6 @@
 """Ascend NPU: ``torch_npu.npu_fusion_attention`` and its gradient.
 
-Not executed on hardware: the tests drive it against a stand-in for the operators' public contract.
+Not executed on hardware: the tests run it against a stand-in for the operators' public contract.
 """
 
 from __future__ import annotations

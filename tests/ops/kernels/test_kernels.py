@@ -29,7 +29,7 @@ TILES: list[Tile] = [
 
 
 def problem(tile: Tile, dtype: torch.dtype, v_dim: int, dim: int = 8) -> tuple[list[Tensor], Tensor, Tensor, Any]:
-    """q, k, v, dout; which pairs are visible; the mask as passed."""
+    """Make q, k, v, dout, the visible pairs, the bias and the mask as it is passed."""
     rows, cols, (lower, upper), kind = tile
     g = torch.Generator().manual_seed(rows)
     shapes = [(2, 4, rows, dim), (2, 2, cols, dim), (2, 2, cols, v_dim), (2, 4, rows, v_dim)]
@@ -53,7 +53,7 @@ def problem(tile: Tile, dtype: torch.dtype, v_dim: int, dim: int = 8) -> tuple[l
 
 
 def errors(kernel: Any, tile: Tile, dtype: torch.dtype, v_dim: int = 8) -> dict[str, float]:
-    """Of output, log-sum-exp and gradients, given the oracle's merged output and log-sum-exp."""
+    """Errors of output, log-sum-exp and gradients, given the oracle's merged output and log-sum-exp."""
     (q, k, v, dout), visible, bias, mask = problem(tile, dtype, v_dim)
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     want = plain_attention(*wide, visible=visible, bias=bias, scale=0.3)
