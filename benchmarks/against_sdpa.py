@@ -1,4 +1,4 @@
-"""Context-parallel attention on n ranks x 1 thread against plain SDPA in one process x n threads.
+"""Measures context-parallel attention on n ranks x 1 thread against plain SDPA in one process x n threads.
 
     python benchmarks/against_sdpa.py --lengths 4096 8192 --rounds 5
 

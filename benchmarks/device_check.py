@@ -31,8 +31,9 @@ from torch import Tensor
 from hyper_cp.mesh import cp_mesh
 from hyper_cp.mesh.comm import Axis, Pending
 from hyper_cp.ops import engine, kernels
+from hyper_cp.ops.config import OpSettings
 from hyper_cp.ops.exchange import ulysses
-from hyper_cp.schedule import layout as layouts
+from hyper_cp.schedule.lookup import resolve
 
 Band = tuple[int | None, int | None]
 Parts = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
@@ -227,11 +228,10 @@ def share(cp: cp_mesh.CPMesh, mode: dict[str, Any], q: Tensor, k: Tensor, v: Ten
 
     x, y, z, dy = trade([q, k, v, dout], True)
     exchange, balance = mode.get("kv_exchange", "all_gather"), mode.get("load_balance", False)
-    settings = (None, None, None, cp.key, layout, exchange, balance, None, 0, q.shape[3] ** -0.5, 0.0)
-    name = kernels.choose(x, y, z, True)
-    out, lse = engine.attention_op(x, y, z, *settings, name)
-    mark = engine._fingerprint(None, cp.key)
-    grads = engine.attention_backward_op(dy, x, y, z, out, lse, mark, *settings, name)
+    said = OpSettings(layout, exchange, balance, (None, 0), 1, kernels.choose(x, y, z, True), cp.key).text()
+    settings = (None, None, None, q.shape[3] ** -0.5, 0.0, said)
+    out, lse = engine.attention_op(x, y, z, *settings)
+    grads = engine.attention_backward_op(dy, x, y, z, out, lse, engine.fingerprint(None, said), *settings)
     return trade([out, *grads], False)
 
 
@@ -258,8 +258,7 @@ class Simulation:
     def _rank(self, rank: int) -> None:
         try:
             x = self.tensors[0]
-            held = layouts.positions(self.mode.get("layout", "contiguous"), rank, self.n, x.shape[2])
-            mine = torch.tensor(held, device=x.device)
+            mine = resolve(self.mode.get("layout", "contiguous"), self.n, x.shape[2]).positions(rank).to(x.device)
             got = share(self.meshes[rank], self.mode, *(t[:, :, mine] for t in self.tensors))
             self.errors[rank] = max(error(a, b[:, :, mine]) for a, b in zip(got, self.want, strict=True))
         except BaseException as failure:

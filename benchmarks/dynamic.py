@@ -1,4 +1,4 @@
-"""Step time of a degree per micro-batch against one static degree: predicted for a cluster, and measured here.
+"""Compares step times of a degree per micro-batch and of one static degree: predicted for a cluster, measured here.
 
     python benchmarks/dynamic.py                       # the planner's cost model, 64 ranks
     python benchmarks/dynamic.py --measure --ranks 2   # a small Llama on gloo ranks of this machine

@@ -1,4 +1,4 @@
-"""How much communication the schedule hides: real ranks and messages, simulated link and kernels.
+"""Measures how much communication the schedule hides: real ranks and messages, simulated link and kernels.
 
     python benchmarks/overlap.py --ranks 8
 

@@ -1,4 +1,4 @@
-"""Two ways to hide Ulysses' all-to-all, side by side: behind the projections, or behind attention (head groups).
+"""Compares two ways to hide Ulysses' all-to-all: behind the projections, or behind attention (head groups).
 
     python benchmarks/projections.py --ranks 2
 
@@ -28,8 +28,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp.mesh import cp_mesh
 from hyper_cp.ops import attention
-from hyper_cp.ops import head_groups as overlap
+from hyper_cp.ops.config import OpSettings
 from hyper_cp.ops.engine import attention_op
+from hyper_cp.ops.head_groups import Groups
 
 GROUPS = (1, 2, 4, 8)
 
@@ -112,19 +113,21 @@ def named_projections(project: Any, xs: list[Tensor], cp: Any, rotary: bool) -> 
     """Exchange q, k, v while others are projected. ``rotary``: q and k are ready only when all three are projected, as
     in Llama."""
     view = cp_mesh.view(cp, None)
-    new = functools.partial(Exchange, overlap._Groups(view, "contiguous", None, 1, 1))
+    new = functools.partial(
+        Exchange, Groups(OpSettings("contiguous", "all_gather", False, (None, 0), 1, "", view.key), None, 1)
+    )
     exchanges = [new(False) for _ in xs]
     if rotary:
         xs = [project(x) for x in xs]
     started = [Start.apply(x if rotary else project(x), e) for x, e in zip(xs, exchanges, strict=True)]
     q, k, v = (Finish.apply(x, e) for x, e in zip(started, exchanges, strict=True))
-    how = (view.key, "contiguous", "all_gather", False, None, 0, 1.0, 0.0, "simulated")
-    out, _ = attention_op(q, k, v, None, None, None, *how)
+    settings = OpSettings("contiguous", "all_gather", False, (None, 0), 1, "simulated", view.key)
+    out, _ = attention_op(q, k, v, None, None, None, 1.0, 0.0, settings.text())
     return project(new(True)(out))
 
 
 def ways() -> dict[str, Any]:
-    """Return the ways to compare, by name."""
+    """Return the ways to compare and their names."""
     named = {
         "named projections": functools.partial(named_projections, rotary=False),
         "named, with RoPE": functools.partial(named_projections, rotary=True),

@@ -7,7 +7,7 @@ An option that cannot be honoured is refused here with its name, never reinterpr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..ops.attention import Core, Tiles
+from ..ops.attention import Core
 from ..ops.checks import check_enable_gqa
 from ..ops.flex import Flex
 from ..schedule.documents import documents_table
@@ -36,7 +36,8 @@ class AttentionRequest:
     documents: Tensor | None = None
     dropout_p: float = 0.0
     answer: Callable[[Any], Any] = lambda out: out
-    core: Core = field(default_factory=Tiles)
+    core: Core | None = None
+    """None: the engine."""
 
 
 def _sdpa(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..mesh.cp_mesh import CPMesh
-from ..ops.attention import attend
+from ..ops.attention import Tiles, attend
 from ..ops.config import Call, Mode
 from . import attention_calls
 from ._torch.modules import is_running
@@ -121,12 +121,13 @@ def _answer(call: RunningCall, request: AttentionRequest) -> Any:
         request.dropout_p,
         binding.name,
     )
+    core = Tiles() if request.core is None else request.core
     mode, (q, k, v) = _mode(call, request), (request.query, request.key, request.value)
     if exchanged is not None:
-        return attend(q, k, v, exchanged.cp, mode, options, request.core, exchanged=True)
+        return attend(q, k, v, exchanged.cp, mode, options, core, exchanged=True)
     (q, k, v), outputs = binding.local([q, k, v], 2, 1, call.mesh)
     heads = (q.shape[1], k.shape[1]) if q.ndim == 4 and k.ndim == 4 else (1, 1)
-    out = attend(q, k, v, call.mesh.view(*binding.record_heads(*heads)), mode, options, request.core)
+    out = attend(q, k, v, call.mesh.view(*binding.record_heads(*heads)), mode, options, core)
     return outputs.wrap(out) if outputs is not None and isinstance(out, Tensor) else out
 
 

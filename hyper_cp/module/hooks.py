@@ -166,8 +166,8 @@ class AttentionHooks:
             dim = getattr(self.style, argument)
             if k.shape[dim] != v.shape[dim]:
                 raise ValueError(
-                    f"{self.name}: k and v have {k.shape[dim]} and {v.shape[dim]} {noun} in dimension {argument}={dim}. "
-                    f"They must be equal. If these are not {noun}, set {argument}"
+                    f"{self.name}: k and v have {k.shape[dim]} and {v.shape[dim]} {noun} in dimension "
+                    f"{argument}={dim}. They must be equal. If these are not {noun}, set {argument}"
                 )
 
     def _check_shards(self, given: list[Tensor], qkv: list[Tensor], cp: CPMesh, call: RunningCall) -> None:

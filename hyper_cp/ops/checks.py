@@ -159,7 +159,7 @@ def check_halves(mode: Mode, cp: CPMesh, band: Band, lengths: tuple[int, int], *
     if cp.size == 1:
         return
     odd = []
-    if layouts.length_multiple(mode.layout, 1) == 2:
+    if layouts.chunks_per_rank(mode.layout) == 2:
         odd = [n for n in (local[:1] if mode.kv_exchange == "replicated" else local) if n % 2]
     if build.swaps(mode.load_balance, cp.ring.size, band, lengths[0]) and lengths[0] // cp.ring.size % 2:
         odd.append(lengths[0] // cp.ring.size)

@@ -85,15 +85,14 @@ class CheckedCall:
 
     def settings(self, kernel: str) -> str:
         """The :class:`OpSettings` of this call as text."""
-        m, (lower, upper) = self.mode, self.band
-        fields = f"{m.layout} {m.kv_exchange} {int(m.load_balance)} {lower} {upper} {m.head_groups}"
-        return f"{fields}|{kernel}|{self.cp.key}"
+        m = self.mode
+        return OpSettings(m.layout, m.kv_exchange, m.load_balance, self.band, m.head_groups, kernel, self.cp.key).text()
 
 
 @dataclass(frozen=True)
 class OpSettings:
-    """What every op needs beside tensors and numbers. A custom op takes it as one string, which a compiled graph can
-    hold; :func:`op_settings` reads it back."""
+    """Everything that an op needs beside tensors and numbers. A custom op takes it as one string, which a compiled
+    graph can hold; :func:`op_settings` reads it back."""
 
     layout: str
     kv_exchange: str
@@ -105,11 +104,16 @@ class OpSettings:
     mesh: str
     """The key of the mesh, see :func:`hyper_cp.mesh.cp_mesh.by_key`."""
 
+    def text(self) -> str:
+        lower, upper = self.band
+        fields = f"{self.layout} {self.kv_exchange} {int(self.load_balance)} {lower} {upper} {self.head_groups}"
+        return f"{fields}|{self.kernel}|{self.mesh}"
+
 
 @lru_cache(maxsize=1024)
 def op_settings(text: str) -> OpSettings:
-    """The inverse of :meth:`CheckedCall.settings`."""
+    """The settings that :meth:`OpSettings.text` has written."""
     fields, kernel, mesh = text.split("|", 2)
     layout, kv_exchange, load_balance, lower, upper, head_groups = fields.split(" ")
-    band = tuple(None if x == "None" else int(x) for x in (lower, upper))
-    return OpSettings(layout, kv_exchange, load_balance == "1", band, int(head_groups), kernel, mesh)  # type: ignore[arg-type]
+    band = (None if lower == "None" else int(lower), None if upper == "None" else int(upper))
+    return OpSettings(layout, kv_exchange, load_balance == "1", band, int(head_groups), kernel, mesh)

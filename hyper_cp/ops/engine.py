@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..mesh import comm, cp_mesh
-from ..schedule import auto_layout, build, masks
-from ..schedule import documents as packed
+from ..schedule import lookup, masks
 from ..schedule.build import Step
+from ..schedule.documents import read
 from ..schedule.layout import Range
 from ..schedule.tiles import Band, Tile, intersect
 from . import exchange, kernels
@@ -48,24 +48,19 @@ class _Work:
         known = None if mask is None or length != kv_length else masks.recognised(mask, length)
         if known is not None:
             band, mask = intersect(band, known), None
-        borders = masks.documents_of(documents, q.shape[0], length) if length == kv_length else None
-        layout, by_document = auto_layout.resolve(settings.layout, cp.size, length, documents)
-
-        def held(length):
-            ranks = range(cp.ring.size)
-            return tuple(auto_layout.held_ranges(cp, layout, r, length, by_document) for r in ranks)
-
-        replicated = settings.kv_exchange == "replicated"
-        keys = (((0, kv_length),),) * cp.ring.size if replicated else held(kv_length)
-        self.schedule = build.build(
-            held(length),
-            keys,
+        self.schedule = lookup.schedule(
+            settings.layout,
             cp.ring.rank,
+            cp.ring.size,
+            cp.ulysses.size,
             settings.kv_exchange,
             settings.load_balance,
             band,
-            borders,
+            length,
+            kv_length,
             parts=mask is None and seed is None,
+            documents=read(documents),
+            batch=q.shape[0],
         )
         self.mask = None if mask is None else masks.MaskSlices(mask, self.schedule)
         heads_before = cp.ulysses.rank * q.shape[1]
@@ -86,8 +81,12 @@ class _Work:
         )
 
 
-def _index(step, device):
-    return torch.cat([torch.arange(*r) for r in step.take])
+def _positions(step: Step, device: torch.device) -> Tensor:
+    """Positions in its block of the keys that a step uses, as a tensor that is made once."""
+    if device not in step.on_device:
+        step.on_device[device] = torch.cat([torch.arange(*r) for r in step.take]).to(device)
+    found: Tensor = step.on_device[device]
+    return found
 
 
 class _UsedKeys:
@@ -100,7 +99,7 @@ class _UsedKeys:
 
     def __init__(self, step: Step, *block: Tensor) -> None:
         self.ranges = step.take
-        self.index = None if len(self.ranges) == 1 else _index(step, block[0].device)
+        self.index = None if len(self.ranges) == 1 else _positions(step, block[0].device)
         self.k, self.v = (self._used(x) for x in block)
 
     def _used(self, x: Tensor) -> Tensor:
@@ -192,8 +191,8 @@ def attention_backward_op(
     settings: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of this rank's share. ``mark``: the fingerprint of the documents that ``out`` was made with."""
-    _check_recompute(documents, settings, mark)
     said = op_settings(settings)
+    _check_recompute(documents, said.mesh, mark)
     dout, q, k, v = _dense(dout, q, k, v)
     work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, said)
     plan, ring = work.schedule, work.cp.ring
@@ -240,7 +239,8 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, ctx.documents, mask, seed, *ctx.numbers, ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output, fingerprint(ctx.documents, ctx.settings), mask, seed)
+    mark = fingerprint(ctx.documents, op_settings(ctx.settings).mesh)
+    ctx.save_for_backward(q, k, v, *output, mark, mask, seed)
     ctx.mark_non_differentiable(output[1])
 
 
@@ -261,26 +261,26 @@ attention_op.register_autograd(_differentiate, setup_context=_save)
 
 
 @torch.library.custom_op("hyper_cp::fingerprint", mutates_args=())
-def fingerprint(documents: Tensor | None, settings: str) -> Tensor:
-    """``[1]`` int64 on the CPU that stands for these documents and the mesh of these settings."""
-    return torch.tensor([_hash(documents, settings)])
+def fingerprint(documents: Tensor | None, mesh: str) -> Tensor:
+    """``[1]`` int64 on the CPU that stands for these documents and this mesh."""
+    return torch.tensor([_hash(documents, mesh)])
 
 
 @fingerprint.register_fake
-def _(documents: Tensor | None, settings: str) -> Tensor:
+def _(documents: Tensor | None, mesh: str) -> Tensor:
     return torch.empty(1, dtype=torch.int64)
 
 
-def _hash(documents: Tensor | None, settings: str) -> int:
-    return hash((op_settings(settings).mesh, None if documents is None else packed.read(documents).digest))
+def _hash(documents: Tensor | None, mesh: str) -> int:
+    return hash((mesh, None if documents is None else read(documents).digest))
 
 
-def _check_recompute(documents: Tensor | None, settings: str, mark: Tensor) -> None:
-    if _hash(documents, settings) != mark.item():
+def _check_recompute(documents: Tensor | None, mesh: str, mark: Tensor) -> None:
+    if _hash(documents, mesh) != mark.item():
         had = "no packed documents" if documents is None else f"documents={documents.tolist()}"
         raise RuntimeError(
             "activation checkpointing recomputed this attention with other packed documents, or on another cp mesh, "
-            f"than its forward had ({had} on {cp_mesh.by_key(op_settings(settings).mesh)}). The block that gave them "
+            f"than its forward had ({had} on {cp_mesh.by_key(mesh)}). The block that gave them "
             "had ended, or another one was active. Pass documents= to the styled module as a keyword argument (through "
             "the checkpointed function), or run backward inside the block"
         )

@@ -20,8 +20,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
-from ..schedule.auto_layout import held_ranges
 from ..schedule.layout import BY_DOCUMENTS, Range
+from ..schedule.lookup import resolve
 from .config import CheckedCall
 from .exchange.gather_keys import gather_keys, query_positions
 
@@ -184,7 +184,7 @@ def local_blocks(blocks: list[Tensor], mesh: str, layout: str, length: int, rows
     that touches several global rows has the blocks of all of them; one is full if it is full in all.
     """
     cp = cp_mesh.by_key(mesh)
-    ranges = held_ranges(cp, layout, cp.ring.rank, length * cp.ring.size)
+    ranges = resolve(layout, cp.size, length * cp.ring.size).by_ring(cp.ulysses.size).ranges(cp.ring.rank)
     local, touched, needed = _touched(ranges, rows, blocks[0].device)
     seen, *full = (_dense(*pair, columns) for pair in zip(blocks[::2], blocks[1::2], strict=True))
     shape = (*seen.shape[:2], len(needed), columns)

@@ -26,9 +26,10 @@ from torch import Tensor
 
 from ..mesh import comm, cp_mesh
 from ..mesh.cp_mesh import CPMesh
-from ..schedule import auto_layout
 from ..schedule import layout as layouts
+from ..schedule.documents import read
 from ..schedule.layout import Piece
+from ..schedule.lookup import resolve
 from . import kernels
 from .config import CheckedCall, OpSettings, op_settings
 from .engine import attention_backward_op, attention_op, fingerprint
@@ -86,8 +87,7 @@ class Groups:
 
     def pieces(self, length: int) -> tuple[Piece, ...]:
         cp = self.cp
-        name, borders = auto_layout.resolve(self.layout, cp.size, length * cp.ring.size, self.documents)
-        return layouts.ascending_pieces(name, cp.ulysses_peers(), cp.size, length * cp.ring.size, borders)
+        return resolve(self.layout, cp.size, length * cp.ring.size, read(self.documents)).pieces(cp.ulysses_peers())
 
     def to_group(self, x: Tensor, number: int, index: int) -> comm.Pending:
         """Post one group of a rank's ``x``."""
@@ -256,7 +256,7 @@ def _added(total: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, _, _, ctx.documents, mask, ctx.scale, ctx.settings = inputs
-    mark = fingerprint(ctx.documents, ctx.settings)
+    mark = fingerprint(ctx.documents, op_settings(ctx.settings).mesh)
     ctx.save_for_backward(mark, mask, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # zeros for what has no gradient would be as large as all of q, k, v

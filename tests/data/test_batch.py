@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hyper_cp import ContextParallelHandler
 from hyper_cp.data.collectives import roll_plan
 from hyper_cp.mesh import comm
-from hyper_cp.schedule import positions
+from hyper_cp.schedule.lookup import resolve
 from tests.harness.oracle import token_positions
 from tests.harness.ranks import on_ranks
 
@@ -40,14 +40,13 @@ def rolled_whole(x: Tensor, shifts: int, dim: int, borders: list[list[int]] | No
 @given(st.sampled_from(LAYOUTS), st.integers(1, 6), st.integers(1, 4), st.integers(-30, 30))
 def test_a_roll_plan_moves_each_row_to_its_place(layout: str, world: int, unit: int, shifts: int) -> None:
     length = 2 * world * unit
-    ranges = positions.held(layout, world, length)
+    resolved = resolve(layout, world, length)
     whole = torch.arange(1, length + 1)
     local = [whole[torch.tensor(token_positions(layout, r, world, length))] for r in range(world)]
-    plans = [roll_plan(ranges, r, shifts) for r in range(world)]
+    plans = [roll_plan(resolved, r, shifts) for r in range(world)]
     for rank, plan in enumerate(plans):
         sent = [
-            torch.cat([x[a:b] for a, b in borders]) if borders else x[:0]
-            for x, borders in zip(local, plan.borders, strict=True)
+            torch.cat([x[a:b] for a, b in rows]) if rows else x[:0] for x, rows in zip(local, plan.sent, strict=True)
         ]
         assert max(map(len, sent)) == plan.width
         parts = [
@@ -326,7 +325,7 @@ def wrong_batch(what: str) -> None:
         ("labels", "ValueError", "shift_labels=True needs a dict batch with a tensor 'labels'"),
         ("holes", "ValueError", r"attention_mask\[1\] is not a padding mask"),
         ("ids", "ValueError", r"attention_mask\[0\] is not a padding mask"),
-        ("explicit", "ValueError", "pad the batch to 8 positions yourself"),
+        ("explicit", "ValueError", "Pad the batch to 8 positions yourself"),
         ("offsets", "ValueError", "global sequence length 7"),
         ("contradiction", "ValueError", "name different documents"),
         ("pad", "ValueError", r"pad_values names \['input'\]"),

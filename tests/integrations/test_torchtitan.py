@@ -168,7 +168,7 @@ def refused(case: str) -> None:
         ("block mask", "NotImplementedError", "masks of type Tensor.*cu_seq_q"),
         ("score_mod", "NotImplementedError", "called with score_mod"),
         ("both", "ValueError", "inside handler.documents"),
-        ("unequal", "NotImplementedError", "cu_seq_q and cu_seq_k differ"),
+        ("unequal", "NotImplementedError", "cu_seq_q and cu_seq_k that differ"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(ranks: Any, case: str, error: str, words: str) -> None:

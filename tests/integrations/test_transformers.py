@@ -310,7 +310,7 @@ def refused(case: str) -> None:
         ("custom mask", "NotImplementedError", r"chunked or custom \(size 3\)"),
         ("mask of another length", "ValueError", r"\(2, 13\).*\[B, 12\].*\[B, 24\]"),
         ("numbered documents", "ValueError", "up to 2.*documents="),
-        ("two kinds of documents", "ValueError", "cu_seq_lens_q: drop one"),
+        ("two kinds of documents", "ValueError", "'documents', 'cu_seq_lens_q' name different documents"),
         ("local 4-D mask", "ValueError", "attn_mask has shape.*global"),
         ("softcap", "NotImplementedError", "Capped asks for softcap"),
         ("s_aux", "NotImplementedError", "Capped asks for s_aux"),

@@ -104,6 +104,7 @@ def test_inductor(ranks: Any) -> None:
 def opcheck_all(world: int) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     from hyper_cp.mesh import cp_mesh
+    from hyper_cp.ops.config import OpSettings
 
     ops = torch.ops.hyper_cp
     for degree in (1, 2):
@@ -116,7 +117,8 @@ def opcheck_all(world: int) -> None:
             continue
         for kv, layout, balance in (("ring", "head_tail", False), ("all_gather", "contiguous", True)):
             documents, mask = torch.tensor([[0, 5, 16]]), None
-            settings = (documents, mask, None, cp.key, layout, kv, balance, -9, 0, 0.25, 0.0, "cpu flash")
+            said = OpSettings(layout, kv, balance, (-9, 0), 1, "cpu flash", cp.key).text()
+            settings = (documents, mask, None, 0.25, 0.0, said)
             torch.library.opcheck(ops.attention.default, (q, k, v, *settings))
             with torch.no_grad():
                 out, lse = ops.attention(q, k, v, *settings)

@@ -124,4 +124,4 @@ def test_calls_of_the_npu_operator_are_routed(ranks: Any, style: dict[str, Any],
 def test_what_the_npu_operator_can_and_we_cannot_is_refused_by_name(keywords: dict[str, Any], words: str) -> None:
     q = torch.zeros(1, 2, 4, 8)
     with pytest.raises(NotImplementedError, match=words):
-        calls._npu_fusion_attention("module M", q, q, q, 2, "BNSD", **keywords)
+        calls.ROUTED["npu.npu_fusion_attention"]("module M", q, q, q, 2, "BNSD", **keywords)

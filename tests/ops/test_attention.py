@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from hyper_cp.ops.exchange.ulysses import shared_heads
 from hyper_cp.schedule import build as schedule
+from hyper_cp.schedule import lookup
 from tests.harness.attention_case import (
     FP32,
     FP64,
@@ -57,7 +58,7 @@ def run_cases_cut_in_two(cases: list[AttentionCase]) -> Any:
     """As if these lengths were long: the local step in two parts, the second one last."""
     with (
         mock.patch.object(schedule, "_MIN_ROWS", 2),
-        mock.patch.object(schedule, "build", lru_cache(schedule.build.__wrapped__)),
+        mock.patch.object(lookup, "_without_documents", lru_cache(lookup._without_documents.__wrapped__)),
     ):
         return run_cases(cases)
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from hyper_cp import ContextParallel
 from hyper_cp.mesh import comm, cp_mesh
 from hyper_cp.ops import SAVE_LIST, attention
+from hyper_cp.ops.config import OpSettings
 from tests.harness.oracle import plain_attention, relative_error, token_positions, visible_pairs
 from tests.harness.ranks import on_ranks
 
@@ -247,7 +248,7 @@ def opcheck(world: int) -> None:
         q, k, v = (torch.randn(2, h, 8, 16, requires_grad=True) for h in (HEADS, kv_heads, kv_heads))
         documents, mask = torch.tensor([[0, 5, 16]]), torch.ones(1, HEADS // 2, 1, 16, dtype=torch.bool)
         for mask_or_none in (None, mask):
-            settings = (cp.key, "head_tail", "all_gather", False, -9, 0, 0.25, "", 2)
+            settings = (0.25, OpSettings("head_tail", "all_gather", False, (-9, 0), 2, "", cp.key).text())
             ops = torch.ops.hyper_cp
             torch.library.opcheck(ops.ulysses_attention.default, (q, k, v, documents, mask_or_none, *settings))
         with torch.no_grad():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...mesh.comm import Axis
+from ...schedule.build import Visits, register_exchange
 from .all_gather import GatherBackward, GatherForward
 from .ring import RingBackward, RingForward
 
@@ -41,7 +42,7 @@ FORWARD: dict[str, Callable[..., Any]] = {}
 BACKWARD: dict[str, Callable[..., Any]] = {}
 
 
-def register(name: str, forward: type[Forward], backward: type[Backward], visits: Any) -> None:
+def register(name: str, forward: type[Forward], backward: type[Backward], visits: Visits) -> None:
     """Add a way of obtaining keys and values, under a name that ``kv_exchange=`` then takes.
 
     Args:
@@ -50,6 +51,7 @@ def register(name: str, forward: type[Forward], backward: type[Backward], visits
         visits: ``visits(rank, size)`` lists for each step the ranks whose keys are in its block, in the order in which
             they lie there. The first step is the local block.
     """
+    register_exchange(name, visits)
     FORWARD[name], BACKWARD[name] = forward, backward
 
 

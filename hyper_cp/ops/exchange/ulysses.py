@@ -16,9 +16,10 @@ from torch import Tensor
 from ...mesh import comm, cp_mesh
 from ...mesh.comm import Axis, Pending
 from ...mesh.cp_mesh import CPMesh
-from ...schedule import auto_layout
 from ...schedule import layout as layouts
+from ...schedule.documents import read
 from ...schedule.layout import Piece
+from ...schedule.lookup import resolve
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,7 @@ def all_to_all_op(
     with comm.landing():
         for x in xs:
             length = x.shape[seq_dim] * cp.ring.size * (cp.ulysses.size if to_heads else 1)
-            name, borders = auto_layout.resolve(layout, cp.size, length, documents)
-            pieces = layouts.ascending_pieces(name, cp.ulysses_peers(), cp.size, length, borders)
+            pieces = resolve(layout, cp.size, length, read(documents)).pieces(cp.ulysses_peers())
             pending.append(move(cp.ulysses, x, seq_dim, head_dim, pieces))
         return [p.wait() for p in pending]
 
