@@ -98,7 +98,7 @@ class Kernel:
 
 def simulate(link: Link, kernel: Kernel) -> None:
     """Put the simulated link and kernel into the library of this process."""
-    record, init, wait = comm._record, comm.Pending.__init__, comm.Pending.wait
+    record, init, wait = comm.record, comm.Pending.__init__, comm.Pending.wait
     posted = [0.0]
 
     def recording(operation: str, nbytes: int) -> None:
@@ -113,7 +113,7 @@ def simulate(link: Link, kernel: Kernel) -> None:
         link.clock.pass_by(self.arrives_at - link.clock.now())
         return wait(self)
 
-    comm._record, comm.Pending.__init__, comm.Pending.wait = recording, starting, waiting
+    comm.record, comm.Pending.__init__, comm.Pending.wait = recording, starting, waiting
     kernels.get = lambda *_: kernel
 
 
