@@ -1,36 +1,34 @@
-"""A batch on its way to the ranks: lengths, padding, documents, labels and positions, settled before it is sharded."""
+"""One pipeline for batches: read documents and padding, shift labels, pad, split over the ranks, make positions.
+
+:func:`local_batch` is the general way through it; Hugging Face's (``integrations.transformers.prepare_batch``) takes
+the same steps of :class:`WholeBatch` with that library's conventions.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..schedule import layout as layouts
-from ..schedule import masks, positions
+from ..schedule.documents import PackedDocuments, read
 from .collectives import by_rank
+from .packing import runs, take_documents
 from .sharding import Shares
 
-Name = str | int
-"""A key of a mapping, or a place in a list or tuple."""
-
-OFFSETS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv", "cu_seq_lens_q", "cu_seq_lens_k")
-"""Entries that hold cumulative lengths, as Megatron, FlashAttention and Hugging Face call them."""
-LONGEST = ("max_seqlen", "max_seqlen_q", "max_seqlen_kv", "max_length_q", "max_length_k")
-"""Entries that belong to them, and mean nothing for a part of the sequence."""
 TOKENS = ("input_ids", "tokens", "inputs_embeds")
-"""Entries that say best how long the sequence is."""
+"""Entries that determine the length of the sequence, if a batch has them."""
 
 
 class LocalBatch:
-    """This rank's share of a batch, and what is true of the whole one. It is a dict, list or tuple."""
+    """This rank's share of a batch, and the state of the whole one. It is a dict, list or tuple."""
 
     documents: Tensor | None = None
-    """Borders of documents and padding as a CPU table ``[1 or B, m]``, for ``handler.documents(batch)``."""
+    """Boundaries of documents and padding as a CPU table ``[1 or B, m]``, for ``handler.documents(batch)``."""
     length: int = 0
     """Positions of the whole sequence before padding, for ``handler.combine(..., length=batch.length)``."""
     padded_length: int = 0
@@ -60,152 +58,136 @@ def local_batch(
     debug: bool,
 ) -> Any:
     """See :meth:`hyper_cp.ContextParallelHandler.get_batch_on_this_cp_rank`."""
-    if isinstance(batch, Mapping):
-        entries: dict[Name, Any] = dict(batch)
-    elif isinstance(batch, (list, tuple)):
-        entries = dict(enumerate(batch))
-    else:
+    if not isinstance(batch, (Mapping, list, tuple)):
         raise TypeError(f"batch is a {type(batch).__name__}: pass a dict, a list or a tuple of tensors")
-    if debug:
-        same_on_all_ranks(handler, entries)
     named = isinstance(batch, Mapping)
+    entries: dict[Any, Any] = dict(batch) if named else dict(enumerate(batch))
+    if debug:
+        check_same_batch(handler, entries)
     if shift_labels and not (named and isinstance(entries.get("labels"), Tensor) and "shift_labels" not in entries):
         raise ValueError(
             "shift_labels=True needs a dict batch with a tensor 'labels' and without 'shift_labels', but the entries "
             f"are {list(entries)}. Pass the unshifted labels as 'labels', or shift_labels=False for shifted ones"
         )
-    whole = _Whole(handler, entries, seq_dims, named)
-    whole.find_documents()
-    whole.find_padding()
+    documents = take_documents(entries) if named else None
+    whole = WholeBatch(handler, entries, _sequence_dims(entries, seq_dims, named))
+    whole.read_documents(documents)
+    if named:
+        whole.read_padding()
     if shift_labels:
-        whole.shift_labels(ignore_index)
+        dim = whole.dims["shift_labels"] = whole.dims.pop("labels")
+        entries["shift_labels"] = shifted(entries.pop("labels"), dim, ignore_index, whole.boundaries or ())
     unknown = [name for name in pad_values or {} if name not in whole.dims]
     if unknown:
         raise ValueError(f"pad_values names {unknown}, but the entries with a sequence are {list(whole.dims)}")
-    shares = whole.shares({"labels": ignore_index, "shift_labels": ignore_index, **(pad_values or {})})
+    table = whole.table()
+    fill = {"labels": ignore_index, "shift_labels": ignore_index, **(pad_values or {}), "attention_mask": 1}
+    shares = whole.split(table, fill)
+    if named and "position_ids" not in shares:
+        shares["position_ids"] = whole.position_ids(table)
     kind = _Dict if named else _List if isinstance(batch, list) else _Tuple
     found: Any = kind(shares if named else shares.values())
-    found.documents, found.length, found.padded_length = whole.table(), whole.length, whole.padded
+    found.documents, found.length, found.padded_length = table, whole.length, whole.padded
     return found
 
 
-class _Whole:
-    """The global batch: its entries, their sequence dimensions, and the documents in it."""
+class WholeBatch:
+    """A batch before it is split: its entries, the sequence dimension of each that has one, and its documents."""
 
-    def __init__(self, handler: Shares, entries: dict[Name, Any], seq_dims: Any, named: bool) -> None:
-        self.handler, self.entries, self.named = handler, entries, named
-        self.offsets = {k: entries.pop(k) for k in OFFSETS if k in entries} if named else {}
-        for name in LONGEST if self.offsets else ():
-            entries.pop(name, None)
-        self.ids = entries.pop("document_ids", None) if named else None
-        self.dims = _sequence_dims(entries, seq_dims, named)
-        sizes = {name: entries[name].shape[dim] for name, dim in self.dims.items()}
-        if not sizes:
-            raise ValueError(
-                f"no entry of the batch has a sequence dimension: {_shapes(entries)} with seq_dims={seq_dims!r}. Set "
-                "seq_dims to where the sequence is"
-            )
+    def __init__(self, handler: Shares, entries: dict[Any, Any], dims: dict[Any, int]) -> None:
+        self.handler, self.entries, self.dims = handler, entries, dims
+        sizes = {name: entries[name].shape[dim] for name, dim in dims.items()}
         first = next((name for name in sizes if name in TOKENS), next(iter(sizes)))
         self.length = sizes[first]
         for entry, size in sizes.items():
             if size != self.length:
                 raise ValueError(
-                    f"batch entry {entry!r} has {size} positions in dimension {self.dims[entry]}, but {first!r} has "
+                    f"batch entry {entry!r} has {size} positions in dimension {dims[entry]}, but {first!r} has "
                     f"{self.length}. If that is not its sequence, set seq_dims={{{entry!r}: None}} (it passes through "
                     "whole) or the right dimension"
                 )
         self.padded = handler.padded_length(self.length)
-        self.first, self.dim = entries[first], self.dims[first]
+        self.first, self.dim = entries[first], dims[first]
         self.rows = self.first.shape[0] if self.dim else self.first.shape[1] if self.first.ndim > 1 else 1
-        self.packed: list[list[int]] | None = None
-        """Borders of packed documents, by which positions restart."""
-        self.borders: list[list[int]] | None = None
-        """These and the borders of padding."""
+        self.documents: PackedDocuments | None = None
+        """Packed documents, in which positions restart."""
+        self.boundaries: Sequence[Sequence[int]] | None = None
+        """Those of documents and padding, from 0 to S: one row for all of the batch, or one per batch row."""
 
-    def find_documents(self) -> None:
-        """Read document offsets or ids."""
-        tables = {name: masks.documents_table(x) for name, x in self.offsets.items() if x is not None}
-        if self.ids is not None:
-            tables["document_ids"] = masks.documents_table(None, self.ids)
-        rows = {name: [*map(list, masks.borders_of(t) or ())] for name, t in tables.items()}
-        if any(r != next(iter(rows.values())) for r in rows.values()):
-            raise ValueError(
-                f"{', '.join(map(repr, rows))} name different documents: {rows}. Context parallelism of packed "
-                "documents needs queries and keys to be packed alike; pass one of them"
-            )
-        for name, table in tables.items():
-            masks.documents_of(table, self.rows, self.length)
-            self.packed = self.borders = rows[name]
+    def read_documents(self, table: Tensor | None) -> None:
+        """Take over packed documents, or raise ``ValueError`` if they do not fit the batch."""
+        if table is not None:
+            self.documents = read(table)
+            self.documents.check(self.rows, self.length)
+            self.boundaries = self.documents.rows
 
-    def find_padding(self) -> None:
-        """Turn a padding mask ``[B, S]`` into borders; the mask that is left sees everything."""
-        mask = self.entries.get("attention_mask") if self.named else None
-        if not isinstance(mask, Tensor) or "attention_mask" not in self.dims:
+    def read_padding(self) -> None:
+        """Turn a padding mask ``[B, S]`` into boundaries; the mask that is left hides nothing.
+
+        ``ValueError`` for padding between tokens, and for explicit masks of a sequence that must be padded.
+        """
+        mask = self.entries.get("attention_mask")
+        if not isinstance(mask, Tensor):
             return
-        seen, at = mask.detach().movedim(self.dims["attention_mask"], -1).cpu(), torch.arange(self.length)
-        lengths = seen.sum(-1, keepdim=True)
-        right, left = (seen == (at < lengths)).all(-1), (seen == (at >= self.length - lengths)).all(-1)
-        if not bool((right | left).all()):
-            raise ValueError(
-                f"attention_mask[{int((right | left).int().argmin())}] is not a padding mask: it must be 1 on the "
-                "tokens and 0 on padding before or after them. Pass packed documents as document_ids or cu_seqlens, "
-                "and other masks in four dimensions [B, 1, S, S] (they pass through whole)"
-            )
+        if "attention_mask" not in self.dims:
+            if self.padded > self.length:
+                raise ValueError(
+                    f"attention_mask {tuple(mask.shape)} is explicit, but {self.length} positions do not split over "
+                    f"the ranks. Pad the batch to {self.padded} positions yourself, mask included, or pass a padding "
+                    "mask [B, S]"
+                )
+            return
+        _, padding = runs(mask.movedim(self.dims["attention_mask"], -1))
+        for row, found in enumerate(padding):
+            if len(found) > 3:
+                raise ValueError(
+                    f"attention_mask[{row}] is not a padding mask: it must be 1 on the tokens and 0 on padding before "
+                    "or after them. Pass packed documents as document_ids or cu_seqlens, and other masks in four "
+                    "dimensions [B, 1, S, S] (they pass through whole)"
+                )
         self.entries["attention_mask"] = torch.ones_like(mask)
-        found = torch.where(right, lengths[:, 0], self.length - lengths[:, 0]).tolist()
-        if all(border in (0, self.length) for border in found):
-            return
-        rows = self.borders or [[0, self.length]]
-        rows = rows * len(found) if len(rows) == 1 else rows
-        self.borders = [sorted({*row, int(border)}) for row, border in zip(rows, found, strict=True)]
+        if any(len(found) > 2 for found in padding):
+            packed = self.boundaries or [[0]]
+            packed = [*packed] * len(padding) if len(packed) == 1 else packed
+            self.boundaries = [sorted({*row, *found}) for row, found in zip(packed, padding, strict=True)]
 
     def table(self) -> Tensor | None:
-        """Documents and padding, of the padded sequence."""
-        by_document = self.handler.layout in layouts.BY_DOCUMENTS  # then one document is a document too
-        rows = self.borders or ([[0, self.length]] if self.padded > self.length or by_document else None)
-        return None if rows is None else self.handler._with_padding(masks.documents_table(rows))
+        """Documents and padding of the padded sequence; None if there are none."""
+        rows = self.boundaries
+        if rows is None and (self.padded > self.length or self.handler.layout in layouts.BY_DOCUMENTS):
+            rows = [[0, self.length]]  # the whole sequence is a document too
+        return None if rows is None else self.handler.padded_table(rows)
 
-    def shift_labels(self, ignore_index: int) -> None:
-        """Every label becomes that of the position before it; the last of each document has none."""
-        labels, dim = self.entries.pop("labels"), self.dims.pop("labels")
-        shifted = torch.cat([labels.narrow(dim, 1, self.length - 1), labels.narrow(dim, 0, 1)], dim).movedim(dim, -1)
-        shifted = shifted.contiguous()
-        for row, borders in enumerate(self.borders or [[0, self.length]]):
-            last = torch.tensor([b - 1 for b in borders[1:] if b], device=labels.device)
-            (shifted[row] if self.borders and len(self.borders) > 1 else shifted)[..., last] = ignore_index
-        self.entries["shift_labels"], self.dims["shift_labels"] = shifted.movedim(-1, dim), dim
-
-    def shares(self, fill: Mapping[Name, float]) -> dict[Name, Any]:
-        """This rank's share of every entry, position ids included."""
-        table, found = self.table(), {}
-        explicit = "attention_mask" not in self.dims and self.entries.get("attention_mask")
-        if isinstance(explicit, Tensor) and self.padded > self.length:
-            raise ValueError(
-                f"attention_mask {tuple(explicit.shape)} is explicit, but {self.length} positions do not split over "
-                f"the ranks: pad the batch to {self.padded} positions yourself, mask included, or pass a padding "
-                "mask [B, S]"
-            )
-        for name, x in self.entries.items():
-            dim = self.dims.get(name)
-            value = 1 if name == "attention_mask" else fill.get(name, 0)
-            found[name] = x if dim is None else self.handler._share(x, dim, pad_value=value, documents=table)
-        if self.named and "position_ids" not in found:
-            found["position_ids"] = self.position_ids(table)
-        return found
+    def split(self, table: Tensor | None, fill: Mapping[Any, float]) -> dict[Any, Any]:
+        """This rank's share of every entry; ``fill`` has the values (default 0) with which entries are padded."""
+        return {
+            name: self.handler.local_share(x, self.dims[name], table, fill.get(name, 0)) if name in self.dims else x
+            for name, x in self.entries.items()
+        }
 
     def position_ids(self, table: Tensor | None) -> Tensor:
-        """Of the first entry's form: ``[B, S/n]``, or ``[S/n]``; they restart in packed documents."""
-        # Padding counts from 0 again: a table of positions need not be longer than the sequence.
-        rows = self.packed or [[0, self.length]]
-        ranges = self.handler._ranges(self.padded, "padded length", table)
-        at = positions.restarted(positions.positions(ranges), rows).to(self.first.device)
+        """Positions in the form of the tokens, ``[B, S/n]`` or ``[S/n]``; they restart in packed documents.
+
+        Behind the sequence they count from 0 again: a table of positions need not be longer than the sequence.
+        """
+        at = self.handler.resolve(self.padded, table, "padded length").positions(self.handler.cp.rank)
+        at = (self.documents or PackedDocuments([[0, self.length]])).restarted(at).to(self.first.device)
         if self.first.ndim == 1:
             return at[0]
         at = at.expand(self.rows, -1)
         return (at if self.dim else at.T).contiguous()
 
 
-def _sequence_dims(entries: dict[Name, Any], seq_dims: Any, named: bool) -> dict[Name, int]:
+def shifted(labels: Tensor, dim: int, ignore_index: int, boundaries: Sequence[Sequence[int]] = ()) -> Tensor:
+    """Give every position the label of the next one; the last position of each document gets ``ignore_index``."""
+    out = F.pad(labels.movedim(dim, -1), (0, 1), value=ignore_index)[..., 1:]
+    for row, bounds in enumerate(boundaries):
+        last = torch.tensor(bounds[1:], device=labels.device) - 1
+        (out if len(boundaries) == 1 else out[row])[..., last] = ignore_index
+    return out.movedim(-1, dim)
+
+
+def _sequence_dims(entries: dict[Any, Any], seq_dims: Any, named: bool) -> dict[Any, int]:
     """The sequence dimension of every entry that has one."""
     if isinstance(seq_dims, (list, tuple)):
         if named or len(seq_dims) != len(entries):
@@ -233,10 +215,16 @@ def _sequence_dims(entries: dict[Name, Any], seq_dims: Any, named: bool) -> dict
         if not -x.ndim <= dim < x.ndim:
             raise ValueError(f"seq_dims gives {name!r} dimension {dim}, but its shape is {tuple(x.shape)}")
         found[name] = dim % x.ndim
+    if not found:
+        shapes = {k: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for k, x in entries.items()}
+        raise ValueError(
+            f"no entry of the batch has a sequence dimension: {shapes} with seq_dims={seq_dims!r}. Set seq_dims to the "
+            "dimension that the sequence has"
+        )
     return found
 
 
-def _refuse_nested(name: Name, x: Any) -> None:
+def _refuse_nested(name: Any, x: Any) -> None:
     inner = x.values() if isinstance(x, Mapping) else x if isinstance(x, (list, tuple)) else ()
     if any(isinstance(y, Tensor) for y in inner):
         raise TypeError(
@@ -245,14 +233,10 @@ def _refuse_nested(name: Name, x: Any) -> None:
         )
 
 
-def _shapes(entries: Mapping[Name, Any]) -> dict[Name, Any]:
-    return {k: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for k, x in entries.items()}
+# --------------------------------------------------------------------------- comparing the ranks' batches
 
 
-# --------------------------------------------------------------------------- the same batch everywhere
-
-
-def same_on_all_ranks(handler: Shares, entries: Mapping[Name, Any]) -> None:
+def check_same_batch(handler: Shares, entries: Mapping[Any, Any]) -> None:
     """Raise ``ValueError`` on every rank, naming the entry, if the ranks of the cp mesh hold different batches."""
     digests = [_digest(repr(list(entries))), *(_digest(x) for x in entries.values())]
     device = handler.mesh.device_type
@@ -272,15 +256,10 @@ def same_on_all_ranks(handler: Shares, entries: Mapping[Name, Any]) -> None:
 
 
 def _digest(x: Any) -> int:
-    """64 bits of a hash of the contents."""
-    h = hashlib.blake2b(digest_size=8)
+    """Hash the contents of ``x`` to 64 bits."""
     if isinstance(x, Tensor):
-        x = x.detach().cpu().contiguous()
-        h.update(f"{x.dtype} {tuple(x.shape)}".encode())
-        h.update(ctypes.string_at(x.data_ptr(), x.nbytes) if x.nbytes else b"")
+        h = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)}".encode(), digest_size=8)
+        h.update(x.detach().cpu().flatten().view(torch.uint8).numpy().data)
     else:
-        h.update(repr(x).encode())
+        h = hashlib.blake2b(repr(x).encode(), digest_size=8)
     return int.from_bytes(h.digest(), "big", signed=True)
-
-
-__all__: Sequence[str] = ("LocalBatch", "local_batch", "same_on_all_ranks")

@@ -1,6 +1,6 @@
 """The batch side's communication: gathering and rolling a sharded tensor along its sequence, and small sums.
 
-A ``documents`` argument of these ops is the table of the batch (see :func:`masks.documents_table`) or None.
+A ``documents`` argument of these ops is the table of the batch (see :mod:`hyper_cp.schedule.documents`) or None.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,19 +17,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh import cp_mesh
 from ..mesh.comm import Axis, gather_ranks
-from ..schedule import masks, positions
-from ..schedule.layout import Range, merge_ranges
+from ..schedule.documents import read
+from ..schedule.layout import Range, ResolvedLayout, merge_ranges
+from ..schedule.lookup import resolve
 
 # --------------------------------------------------------------------------- whole sequences
 
 
 @torch.library.custom_op("hyper_cp::gather_sequence", mutates_args=())
 def gather_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
-    """``[.. S/n ..] -> [.. S ..]``, ascending, the same on every rank of the mesh."""
+    """Gather ``[.. S/n ..] -> [.. S ..]`` in global order, the same on every rank of the mesh."""
     cp = cp_mesh.by_key(mesh)
-    ranges = positions.held(layout, cp.size, x.shape[seq_dim] * cp.size, documents)
+    resolved = resolve(layout, cp.size, x.shape[seq_dim] * cp.size, read(documents))
     by_rank = gather_ranks(cp.flat, x.movedim(seq_dim, 0))
-    parts = [by_rank[p.rank, p.local : p.local + p.stop - p.start] for p in _owned(ranges)]
+    parts = [by_rank[rank, start:stop] for rank, start, stop in resolved.pieces(range(cp.size))]
     return torch.cat(parts).movedim(0, seq_dim).contiguous()
 
 
@@ -41,9 +43,9 @@ def _(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int)
 
 @torch.library.custom_op("hyper_cp::own_slice", mutates_args=())
 def own_slice(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
-    """``[.. S ..] -> [.. S/n ..]``: this rank's share. An op, so that lengths may be symbolic."""
+    """Take this rank's share, ``[.. S ..] -> [.. S/n ..]``. It is an op, so that lengths may be symbolic."""
     cp = cp_mesh.by_key(mesh)
-    ranges = positions.held(layout, cp.size, x.shape[seq_dim], documents)[cp.rank]
+    ranges = resolve(layout, cp.size, x.shape[seq_dim], read(documents)).ranges(cp.rank)
     return torch.cat([x.narrow(seq_dim, start, stop - start) for start, stop in ranges], seq_dim).contiguous()
 
 
@@ -60,7 +62,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate_gather(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    # Every rank uses the whole in the same way, so its share of the gradient is all there is.
+    # Every rank uses the whole in the same way, so no other rank adds to the gradient of its share.
     return own_slice(grad, *ctx.saved_tensors, *ctx.where), None, None, None, None
 
 
@@ -69,91 +71,80 @@ gather_sequence.register_autograd(_differentiate_gather, setup_context=_save)
 # --------------------------------------------------------------------------- rolling
 
 
-@dataclass(frozen=True)
-class _Owned:
-    """Global positions ``start .. stop``, held by ``rank`` from its position ``local`` on."""
-
-    start: int
-    stop: int
-    rank: int
-    local: int
-
-
-def _owned(ranges: Sequence[Sequence[Range]]) -> list[_Owned]:
-    """What every rank holds, in ascending global order."""
-    found = []
-    for rank, held in enumerate(ranges):
-        local = 0
-        for start, stop in held:
-            found.append(_Owned(start, stop, rank, local))
-            local += stop - start
-    return sorted(found, key=lambda piece: piece.start)
+Source = tuple[int | None, int, int]
+"""``(rank, start, stop)``: local rows of a rank, or so many zeros if the rank is None."""
 
 
 @dataclass(frozen=True)
 class RollPlan:
-    """Which rows move where when a sharded sequence is rolled: the same on every rank but for ``parts``."""
+    """The rows that move when a sharded sequence is rolled; the same on every rank except ``parts``."""
 
-    borders: tuple[tuple[Range, ...], ...]
-    """Per rank: the local ranges that other ranks need."""
+    sent: tuple[tuple[Range, ...], ...]
+    """The local ranges of each rank that other ranks need."""
     width: int
     """The most rows that a rank sends; 0 if nothing has to move."""
-    parts: tuple[tuple[int | None, int, int], ...]
-    """This rank's result in order: local rows of its own, rows of what another rank has sent, or zeros (None)."""
+    parts: tuple[Source, ...]
+    """This rank's result in order: its own local rows, rows among those that another rank has sent, or zeros."""
 
 
-def roll_plan(ranges: Sequence[Sequence[Range]], rank: int, shifts: int) -> RollPlan:
-    """Plan the roll by ``shifts`` (result p is source p - shifts, zero from outside) of what ranks hold."""
-    owned = _owned(ranges)
-    starts, length = [piece.start for piece in owned], owned[-1].stop
+def roll_plan(layout: ResolvedLayout, rank: int, shifts: int) -> RollPlan:
+    """Plan a roll of a sharded sequence by ``shifts``: the row at p - shifts moves to p; rows from outside are zero."""
+    needed: list[list[Range]] = [[] for _ in range(layout.world)]
+    for receiver in range(layout.world):
+        for owner, start, stop in _sources(layout, receiver, shifts):
+            if owner is not None and owner != receiver:
+                needed[owner].append((start, stop))
+    sent = tuple(map(merge_ranges, needed))  # a position goes to one place: nothing overlaps
+    width = max(sum(stop - start for start, stop in rows) for rows in sent)
+    parts = (
+        (owner, start, stop) if owner is None or owner == rank else (owner, *_among(sent[owner], start, stop))
+        for owner, start, stop in _sources(layout, rank, shifts)
+    )
+    return RollPlan(sent, width, tuple(parts))
 
-    def sources(of: int) -> Iterator[tuple[int | None, int, int]]:
-        for start, stop in ranges[of]:
-            at, end = start - shifts, stop - shifts
-            if at < 0:
-                yield None, 0, min(0, end) - at
-                at = min(0, end)
-            while at < min(end, length):
-                piece = owned[bisect_right(starts, at) - 1]
-                upto = min(end, piece.stop)
-                yield piece.rank, piece.local + at - piece.start, piece.local + upto - piece.start
-                at = upto
-            if at < end:
-                yield None, 0, end - at
 
-    asked: list[list[Range]] = [[] for _ in ranges]
-    for of in range(len(ranges)):
-        for owner, start, stop in sources(of):
-            if owner not in (None, of):
-                asked[owner].append((start, stop))
-    borders = tuple(merge_ranges(a) for a in asked)  # a position goes to one place: nothing overlaps
+def _sources(layout: ResolvedLayout, rank: int, shifts: int) -> Iterator[Source]:
+    """The rows that make up the share of ``rank`` of the rolled sequence, in order."""
+    pieces = layout.pieces(range(layout.world))
+    starts = [*accumulate((stop - start for _, start, stop in pieces), initial=0)]  # global, and the length
+    for start, stop in layout.ranges(rank):
+        at, end = start - shifts, stop - shifts
+        if at < 0:
+            yield None, 0, min(0, end) - at
+            at = min(0, end)
+        while at < min(end, layout.length):
+            piece = bisect_right(starts, at) - 1
+            owner, local, _ = pieces[piece]
+            upto = min(end, starts[piece + 1])
+            yield owner, local + at - starts[piece], local + upto - starts[piece]
+            at = upto
+        if at < end:
+            yield None, 0, end - at
 
-    def part(owner: int | None, start: int, stop: int) -> tuple[int | None, int, int]:
-        if owner in (None, rank):
-            return owner, start, stop
-        before = 0
-        for first, last in borders[owner]:
-            if first <= start < last:
-                return owner, before + start - first, before + stop - first
-            before += last - first
-        raise RuntimeError("a row that is needed is not sent")
 
-    width = max(sum(stop - start for start, stop in b) for b in borders)
-    return RollPlan(borders, width, tuple(part(*source) for source in sources(rank)))
+def _among(sent: Sequence[Range], start: int, stop: int) -> Range:
+    """Local rows of a rank by their index among the rows that it has sent."""
+    before = 0
+    for first, last in sent:
+        if first <= start < last:
+            return before + start - first, before + stop - first
+        before += last - first
+    raise RuntimeError(f"rows {start} to {stop} are needed, but not among the rows that are sent: {sent}")
 
 
 @torch.library.custom_op("hyper_cp::roll_sequence", mutates_args=())
 def roll_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int, shifts: int) -> Tensor:
-    """This rank's share ``[.. S/n ..]`` of the sequence rolled by ``shifts``, zero where another document (or the
-    outside) would come in. One all-gather of the rows that cross between ranks."""
+    """This rank's share ``[.. S/n ..]`` of the sequence rolled by ``shifts``; values from another document or from
+    outside the sequence are zero. One all-gather of the rows that cross between ranks."""
     cp = cp_mesh.by_key(mesh)
-    ranges = positions.held(layout, cp.size, x.shape[seq_dim] * cp.size, documents)
-    plan = roll_plan(ranges, cp.rank, shifts)
+    packed = read(documents)
+    resolved = resolve(layout, cp.size, x.shape[seq_dim] * cp.size, packed)
+    plan = roll_plan(resolved, cp.rank, shifts)
     rows = x.movedim(seq_dim, 0)
     received = rows.new_empty(cp.size, 0)
     if plan.width:
         send = rows.new_zeros(plan.width, *rows.shape[1:])
-        mine = [rows[start:stop] for start, stop in plan.borders[cp.rank]]
+        mine = [rows[start:stop] for start, stop in plan.sent[cp.rank]]
         if mine:
             torch.cat(mine, out=send[: sum(len(m) for m in mine)])
         received = gather_ranks(cp.flat, send)
@@ -164,16 +155,16 @@ def roll_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str, s
         for owner, start, stop in plan.parts
     ]
     out = torch.cat(parts).movedim(0, seq_dim).contiguous()
-    if documents is None:
+    if packed is None:
         return out
-    at, borders = positions.positions(ranges[cp.rank]), masks.borders_of(documents)
-    numbers = (positions.document_numbers(p, borders or ()) for p in (at, at - shifts))
-    return out.masked_fill_(over_rows(torch.ne(*numbers).to(x.device), x.ndim, seq_dim), 0)
+    at = resolved.positions(cp.rank)
+    crosses = packed.numbers(at) != packed.numbers(at - shifts)
+    return out.masked_fill_(over_rows(crosses.to(x.device), x.ndim, seq_dim), 0)
 
 
 def over_rows(per_token: Tensor, ndim: int, seq_dim: int) -> Tensor:
-    """``[1 or B, S, *rest]`` with dimensions of size 1 so that it broadcasts over a tensor of ``ndim`` dimensions:
-    the batch is its dimension 0, or 1 if the sequence is dimension 0. The rest stays last."""
+    """Insert dimensions of size 1 into ``[1 or B, S, *rest]``, so that it broadcasts over a tensor of ``ndim``
+    dimensions, whose batch is dimension 0, or 1 if the sequence is dimension 0. The rest remains last."""
     shape = [1] * (ndim - per_token.ndim + 2) + list(per_token.shape[2:])
     shape[seq_dim] = per_token.shape[1]
     if len(per_token) > 1:
@@ -188,7 +179,7 @@ def _(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int,
 
 
 def _differentiate_roll(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    *where, shifts = ctx.where  # rolling back is the transpose, borders of documents included
+    *where, shifts = ctx.where  # rolling back is the transpose, documents included
     return roll_sequence(grad, *ctx.saved_tensors, *where, -shifts), None, None, None, None, None
 
 
@@ -198,6 +189,6 @@ roll_sequence.register_autograd(_differentiate_roll, setup_context=_save)
 
 
 def by_rank(mesh: DeviceMesh, x: Tensor) -> Tensor:
-    """A small ``x`` of every rank of a mesh of any dimensions, ``[n, *x.shape]``: the same on all of them."""
+    """Gather a small ``x`` from every rank of a mesh of any number of dimensions: ``[n, *x.shape]`` on all of them."""
     axes = [Axis.of(mesh.get_group(dim)) for dim in reversed(range(mesh.ndim))]
     return gather_ranks(axes, x)

@@ -1,4 +1,4 @@
-"""A context-parallel degree per micro-batch: who runs which samples of a global batch, planned on the host.
+"""Plan a context-parallel degree per micro-batch: the samples of a global batch that each group of ranks runs.
 
 Pure Python, no tensors, no communication: every rank computes the same plan from the same lengths.
 """
@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from ..mesh.cp_mesh import divisors
 from ..mesh.family import MeshFamily
@@ -25,12 +25,12 @@ class CostModel:
         fixed + (linear * tokens + quadratic * sum(length**2 / 2)) / d + exchange * tokens * (d - 1) / d
 
     Args:
-        linear: per token, everything that is not attention.
+        linear: per token, for everything that is not attention.
         quadratic: per visible pair of a query and a key: a causal sample of S tokens has S**2 / 2 (for full
             attention pass twice the time of a pair).
         exchange: per token received from another rank of the group and not hidden behind computation. Every rank
             receives the keys and values of all other ranks.
-        fixed: per micro-batch: launching its kernels, whatever its size.
+        fixed: per micro-batch, for launching its kernels, whatever its size.
     """
 
     linear: float
@@ -41,27 +41,28 @@ class CostModel:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not 0 <= value < float("inf"):
-                raise ValueError(f"CostModel: {name}={value!r} must be a finite number of seconds, not negative")
+                raise ValueError(f"CostModel: {name}={value!r} must be a finite number of seconds, 0 or more")
         if not self.linear + self.quadratic:
-            raise ValueError("CostModel: linear and quadratic are both 0, so every plan would do: give one of them")
+            raise ValueError("CostModel: linear and quadratic are both 0, so all plans cost the same. Give one of them")
 
     @classmethod
     def of_transformer(
         cls, *, parameters: float, layers: int, hidden: int, flops_per_second: float = 1.0, **more: float
     ) -> CostModel:
-        """From the size of a transformer: 6 FLOPs per parameter and token, and per visible pair and layer 4 * hidden
-        forward and 2.5 times that backward (which computes the logits again).
+        """The costs of a transformer, from its size: 6 FLOPs per parameter and token, and per visible pair and layer
+        4 * hidden forward and 2.5 times that backward (which computes the logits again).
 
         Args:
-            parameters: that every token is multiplied with (without the embedding; of experts the active ones).
+            parameters: number of parameters that every token is multiplied with (without the embedding; of experts
+                the active ones).
             hidden: query heads times head dim.
-            flops_per_second: that a rank reaches; left at 1, all costs are in FLOPs.
+            flops_per_second: speed that a rank reaches; with 1, all costs are in FLOPs.
             more: ``exchange`` and ``fixed``.
         """
         return cls(6 * parameters / flops_per_second, 14 * hidden * layers / flops_per_second, **more)
 
     def shared(self, tokens: int, pairs: float, degree: int) -> float:
-        """Seconds on each rank for ``tokens`` with so many visible pairs, shared by ``degree`` ranks; without
+        """Seconds on each rank for ``tokens`` with that many visible pairs, shared by ``degree`` ranks; without
         ``fixed``."""
         return (self.linear * tokens + self.quadratic * pairs + self.exchange * tokens * (degree - 1)) / degree
 
@@ -88,14 +89,11 @@ class MicroBatch:
 
     @property
     def documents(self) -> tuple[int, ...] | None:
-        """Borders of the packed samples and the padding, for ``handler.documents`` or ``documents=``; None if the
+        """Boundaries of the packed samples and the padding, for ``handler.documents`` or ``documents=``; None if the
         sequence is one sample and nothing else."""
         if self.lengths == (self.length,):
             return None
-        borders = [0]
-        for length in self.lengths:
-            borders.append(borders[-1] + length)
-        return tuple(borders if borders[-1] == self.length else [*borders, self.length])
+        return tuple(dict.fromkeys((*accumulate(self.lengths, initial=0), self.length)))
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class Plan:
     lower_bound: float
 
     def of_rank(self, rank: int) -> list[MicroBatch]:
-        """The work of the rank in this place of the family, in order. It may be empty."""
+        """The micro-batches of a rank, given by its place in the family, in order. There may be none."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank={rank!r} is not a place in this plan for {self.size} ranks: 0 to {self.size - 1}")
         return [m for m in self.micro_batches if rank in m.ranks]
@@ -143,11 +141,11 @@ class _Sample:
 
 
 class DynamicContextParallel:
-    """Plans which samples run together, on how many ranks and where, so that all ranks finish together.
+    """Plans which samples run together, and on which ranks, so that all ranks finish at the same time.
 
     A long sample gets a wide group, short ones run unsharded, packed up to the budget. Among plans that are nearly
-    as fast as the fastest (see ``slack``) the narrowest wins. By the cost model none is slower than what a static
-    degree could do, up to ``slack``::
+    as fast as the fastest (see ``slack``) the narrowest wins. By the cost model no plan is slower than the best static
+    degree, up to ``slack``::
 
         scheduler = DynamicContextParallel(family, 16_384, cost)
         plan = scheduler.plan(lengths)  # of the global batch: the same on every rank
@@ -163,21 +161,21 @@ class DynamicContextParallel:
     the plan.)
 
     **Between the ranks.** Ranks have different numbers of micro-batches, perhaps none, so inside one only its own
-    group may communicate. Sum the gradients after the last one, a rank without work contributing zeros. What
-    communicates over all ranks in every forward or backward waits forever for a rank without that micro-batch: DDP
-    outside ``no_sync``, FSDP that gathers parameters per module.
+    group may communicate. Sum the gradients after the last one; a rank without work contributes zeros. DDP outside
+    ``no_sync``, and FSDP that gathers parameters per module, communicate over all ranks in every forward or backward:
+    they would wait forever for a rank without that micro-batch.
 
     Args:
-        family: the :class:`~hyper_cp.mesh_family.MeshFamily` to plan for, or a number of ranks.
+        family: the :class:`~hyper_cp.MeshFamily` to plan for, or a number of ranks.
         tokens_per_rank: the budget: tokens that a rank can hold in one micro-batch.
-        cost: what samples cost.
+        cost: the cost of samples.
         degrees: allowed degrees, of those of the family (of the divisors of a number). Default: all. A group of degree
             d is d adjacent ranks from a multiple of d. Groups nest if each degree divides the next one, and then
             nobody waits for another rank inside a step; otherwise waiting is part of the plan.
-        layout: of the sequence on the ranks; decides what lengths split evenly. The costs assume that the
+        layout: of the sequence on the ranks; determines which lengths split evenly. The costs assume that the
             ranks of a group have equal work, which under ``"contiguous"`` is true of pure Ulysses only.
-        slack: how much slower than the fastest a plan may be to be preferred for being narrower: for less communication
-            than the cost model may know of.
+        slack: share of the step time by which a plan may be slower than the fastest and still be preferred for being
+            narrower: it communicates less, and the cost model may not include all of that.
 
     Source: Megatron-LM's dynamic context parallelism (hybrid data x context parallelism, PRs #2054 and #2282), where a
     sample's degree is the least power of two that keeps the budget. Here balance may widen it further.
@@ -250,11 +248,11 @@ class DynamicContextParallel:
         return next(plan for plan in plans.values() if plan.makespan <= (1 + self.slack) * fastest)
 
     def _choices(self, lengths: list[int], least: list[int], bound: float) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """What to try, from narrow to wide: the degree at which samples are packed, and that of every sample.
+        """Candidates from narrow to wide: the degree at which samples are packed, and the degree of every sample.
 
-        First packs at the narrowest degree, and samples ever wider: as narrow as the budget allows, then until none
-        takes more than some time, from seconds of the longest one down to a share of the step. Then packs at wider
-        degrees, which are fewer. Every static degree is among the choices.
+        The first ones pack at the narrowest degree and make samples ever wider: as narrow as the budget allows, then
+        wide enough that none takes longer than a cap, which falls from the time of the longest sample to a fraction of
+        the step. The last ones pack at wider degrees. Every static degree is among the candidates.
         """
         narrowest = self.degrees[0]
         table = [
@@ -274,7 +272,7 @@ class DynamicContextParallel:
             yield packed, tuple(max(packed, low) for low in least)
 
     def _evened(self, choice: list[int], lengths: list[int]) -> list[int]:
-        """The same, but as many samples at every degree as its groups can share evenly: the longest of the others go
+        """``choice`` with as many samples at every degree as its groups can share evenly: the longest of the others go
         one degree wider."""
         choice = list(choice)
         for degree, wider in pairwise(self.degrees):
@@ -311,14 +309,14 @@ class DynamicContextParallel:
         return MicroBatch(degree, ranks, tuple(s.index for s in samples), lengths, padded, cost)
 
     def _assign(self, samples: list[_Sample], packed: int) -> list[MicroBatch]:
-        """From the widest degree to the narrowest: the longest sample next, to the group that is free first. Samples
-        of degree ``packed`` share sequences."""
+        """Assign samples from the widest degree to the narrowest: the longest first, to the group that is free first.
+        Samples of degree ``packed`` share sequences."""
         clock, found = [0.0] * self.size, []
         for degree in reversed(self.degrees):
             groups = [slice(first, first + degree) for first in range(0, self.size, degree)]
             capacity = self.capacity(degree)
             queue = sorted((s for s in samples if s.degree == degree), key=lambda s: (-s.weight, s.index))
-            # A micro-batch's fixed cost, on a pack spread over its tokens.
+            # The fixed cost of a micro-batch of packed samples is spread over its tokens.
             seconds = [s.weight + self.cost.fixed * (s.length / capacity if degree == packed else 1.0) for s in queue]
             given = _balance(queue, seconds, [max(clock[group]) for group in groups])
             for number, own in enumerate(given):
@@ -336,7 +334,7 @@ def _narrowest(row: dict[int, float], cap: float) -> int:
 
 
 def _balance(queue: list[_Sample], seconds: list[float], free_at: list[float]) -> list[list[_Sample]]:
-    """Each sample in turn to the group that is free first; the samples of every group."""
+    """Give each sample in turn to the group that is free first; returns the samples of every group."""
     given: list[list[_Sample]] = [[] for _ in free_at]
     free = [(at, group) for group, at in enumerate(free_at)]
     heapq.heapify(free)
@@ -348,7 +346,7 @@ def _balance(queue: list[_Sample], seconds: list[float], free_at: list[float]) -
 
 
 def _pack(samples: list[_Sample], capacity: int) -> list[list[_Sample]]:
-    """First fit decreasing: few sequences of at most ``capacity`` tokens."""
+    """Pack samples into few sequences of at most ``capacity`` tokens: first fit decreasing."""
     packs: list[list[_Sample]] = []
     room: list[int] = []
     for sample in sorted(samples, key=lambda s: (-s.length, s.index)):

@@ -1,4 +1,4 @@
-"""The mean loss of a sharded batch: one value on every rank, and gradients that are right after they are reduced."""
+"""The mean loss of a sharded batch: one value on every rank, and gradients that are right once they are reduced."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def mean_loss(
     """See :meth:`hyper_cp.ContextParallelHandler.mean_loss`."""
     if gradients not in ("mean", "sum"):
         raise ValueError(
-            f'gradients={gradients!r} is unknown: "mean" if gradients are averaged over the ranks afterwards (DDP, '
-            'FSDP), "sum" if they are added up'
+            f'gradients={gradients!r} is unknown. Use "mean" under DDP or FSDP, which average gradients, or "sum" if '
+            "you all-reduce them with SUM"
         )
     total, count = _local(losses, labels, ignore_index, mask)
     exact = torch.promote_types(total.dtype, torch.float32)
     sums = by_rank(mesh, torch.stack([total.detach().to(exact), count.to(exact)])).sum(0)
-    # Nothing to learn from anywhere: a loss of 0 and no gradient, rather than NaN in every parameter.
-    everything = torch.where(sums[1] == 0, 1.0, sums[1])
+    # If no token counts on any rank: a loss of 0 and no gradient, rather than NaN in every parameter.
+    tokens = torch.where(sums[1] == 0, 1.0, sums[1])
     factor = mesh.size() if gradients == "mean" else 1
-    share = total.to(exact) * (factor / everything)
-    return _Reported.apply(share, sums[0] / everything)
+    share = total.to(exact) * (factor / tokens)
+    return _ValueAndGradient.apply(sums[0] / tokens, share)
 
 
 def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """This rank's sum of losses and its number (or weight) of tokens."""
+    """This rank's sum of losses, and the number (or weight) of its tokens."""
     if not isinstance(losses, Tensor) or not losses.is_floating_point():
-        what = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
-        raise TypeError(f"losses is a {what}: pass the losses of tokens (reduction='none'), or logits and labels")
+        kind = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
+        raise TypeError(f"losses is a {kind}: pass the losses of tokens (reduction='none'), or logits and labels")
     if mask is not None and labels is not None and labels.shape != mask.shape:
         raise ValueError(f"mask has shape {tuple(mask.shape)} and labels {tuple(labels.shape)}: they must be equal")
     losses = losses if losses.dtype == torch.float64 else losses.float()
@@ -53,32 +53,32 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
     for name, other in (("labels", labels), ("mask", mask)):
         if other is not None and other.shape != losses.shape:
             raise ValueError(
-                f"losses has shape {tuple(losses.shape)} and {name} {tuple(other.shape)}: pass one loss per token "
-                "(reduction='none') of the same shape, or logits [*labels.shape, classes] with labels"
+                f"losses has shape {tuple(losses.shape)} and {name} {tuple(other.shape)}. Pass one loss per token "
+                "(reduction='none') in the same shape, or logits [*labels.shape, classes] with labels"
             )
     if losses.ndim > 2 and labels is None and mask is None:
         raise ValueError(
-            f"losses has shape {tuple(losses.shape)} and there are no labels: if these are logits, pass labels; if "
+            f"losses has shape {tuple(losses.shape)} and there are no labels. If these are logits, pass labels; if "
             "they are losses of tokens, flatten them to two dimensions, or pass a mask of their shape"
         )
     if losses.ndim == 0:
         raise ValueError(
-            "losses is one number: its number of tokens is unknown. Pass the losses of tokens (reduction='none')"
+            "losses is one number, and its number of tokens is unknown. Pass the losses of tokens (reduction='none')"
         )
     weights = torch.ones_like(losses, dtype=torch.bool) if mask is None else mask
     if labels is not None:
         weights = weights.masked_fill(labels == ignore_index, 0)
-    # Selected before they are weighted: what is not counted may be inf or NaN.
+    # Masked before they are weighted: losses that do not count may be inf or NaN.
     return (losses.masked_fill(weights == 0, 0) * weights).sum(), weights.sum()
 
 
-class _Reported(torch.autograd.Function):
-    """The value of ``reported`` with the gradient of ``share``."""
+class _ValueAndGradient(torch.autograd.Function):
+    """One tensor's value with another's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, share: Tensor, reported: Tensor) -> Tensor:
-        return reported.clone()
+    def forward(ctx: Any, value: Tensor, differentiable: Tensor) -> Tensor:
+        return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad

@@ -14,8 +14,8 @@ def rows_of(table: Tensor, positions: Tensor, seq_dim: int) -> Tensor:
     if table.shape[seq_dim] < longest:
         raise ValueError(
             f"the table has {table.shape[seq_dim]} positions in dimension {seq_dim}, but tokens of this rank are at "
-            f"positions up to {longest - 1}: build it with get_rotary_seq_len(...) positions, over the whole "
-            "sequence and not for the local share"
+            f"positions up to {longest - 1}. Build it with get_rotary_seq_len(...) positions, for the whole sequence "
+            "and not for the local share"
         )
     return table.index_select(seq_dim, positions.flatten().to(table.device))
 
@@ -25,12 +25,12 @@ def rotate(tensor: Tensor, angles: Tensor, seq_dim: int, interleaved: bool, msca
     size = angles.shape[-1]
     if size % 2 or size > tensor.shape[-1]:
         raise ValueError(
-            f"freqs has {size} angles per position: it must be even and at most the {tensor.shape[-1]} of the last "
-            "dimension of tensor (each angle twice: torch.cat((freqs, freqs), -1), or repeated in place if "
-            "interleaved)"
+            f"freqs has {size} angles per position; their number must be even and at most {tensor.shape[-1]}, the last "
+            "dimension of tensor. Give each angle twice: torch.cat((freqs, freqs), -1), or next to each other if "
+            "interleaved"
         )
     angles = over_rows(angles, tensor.ndim, seq_dim)
-    # Cast before multiplying, as Megatron does: the same bits in half precision.
+    # Cast before multiplying, as in Megatron, for the same bits in half precision.
     cos, sin = ((f(angles) * mscale).to(tensor.dtype) for f in (torch.cos, torch.sin))
     turned, rest = tensor[..., :size], tensor[..., size:]
     turned = turned * cos + _quarter_turn(turned, interleaved) * sin
@@ -38,7 +38,7 @@ def rotate(tensor: Tensor, angles: Tensor, seq_dim: int, interleaved: bool, msca
 
 
 def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
-    """(x1, x2) -> (-x2, x1): pairs are (i, i + half), or neighbours if interleaved."""
+    """Map pairs (x1, x2) to (-x2, x1). Pairs are (i, i + half), or neighbours if interleaved."""
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)

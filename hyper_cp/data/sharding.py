@@ -1,4 +1,4 @@
-"""Shares: what a rank holds of a sequence, and the ways from the whole to a share and back."""
+"""Shares: split a sequence over a cp mesh, gather it, roll it, and compute the positions of a rank's tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
 from ..schedule import layout as layouts
-from ..schedule import masks
-from ..schedule import positions as index
+from ..schedule.documents import documents_table, read
+from ..schedule.layout import ResolvedLayout
+from ..schedule.lookup import resolve
 from .collectives import gather_sequence, roll_sequence
 
 
@@ -21,7 +22,7 @@ class Shares:
     """A sequence that is split over a cp mesh in one layout. See :class:`ContextParallelHandler`."""
 
     def __init__(self, mesh: DeviceMesh, layout: str, halves: bool = False) -> None:
-        """``halves``: attention will exchange halves of what a rank holds (``load_balance``)."""
+        """``halves``: attention will exchange halves of each rank's share (``load_balance``)."""
         self.layout, self._halves = layouts.check_layout(layout), halves
         self._mesh, self._cp = mesh, cp_mesh.view(mesh)
 
@@ -32,11 +33,11 @@ class Shares:
 
     @property
     def cp(self) -> CPMesh:
-        """A view of it."""
+        """The cp mesh seen as ring x ulysses."""
         return self._cp
 
     def padded_length(self, length: int) -> int:
-        """``length``, or the next one that splits evenly over the ranks in this layout."""
+        """The least length that splits evenly over the ranks in this layout, and is not below ``length``."""
         multiple = layouts.length_multiple(self.layout, self.cp.size)
         multiple = math.lcm(multiple, 2 * self.cp.size) if self._halves else multiple
         return -(-length // multiple) * multiple
@@ -44,14 +45,14 @@ class Shares:
     def dispatch(self, tensor: Tensor, seq_dim: int = 1, *, pad_value: float | None = None) -> Tensor:
         """This rank's share of a global tensor: ``[.. S ..] -> [.. S/n ..]``. Any dtype.
 
-        No communication. Differentiable: the gradient of the whole is zero but for this rank's share of it.
+        No communication. Differentiable: the gradient of the whole is zero except in this rank's share.
 
         Args:
-            pad_value: fills the end up to :meth:`padded_length` if S does not split evenly (labels:
+            pad_value: pads the end up to :meth:`padded_length` with this value if S does not split evenly (labels:
                 ``ignore_index``); without it such an S raises. Under a causal mask no token sees the padding;
                 otherwise run the forward in :meth:`documents`, which keeps it apart.
         """
-        return self._share(tensor, seq_dim, pad_value, self.cp.facts.documents)
+        return self.local_share(tensor, seq_dim, self.cp.facts.documents, pad_value)
 
     def combine(self, tensor: Tensor, seq_dim: int = 1, *, length: int | None = None, documents: Any = None) -> Tensor:
         """The inverse, on every rank: ``[.. S/n ..] -> [.. S ..]`` in global order.
@@ -61,8 +62,8 @@ class Shares:
 
         Args:
             length: the true global length, if ``dispatch`` has padded: the padding is cut off.
-            documents: those by which layouts ``"per_document"`` and ``"auto"`` have placed the tokens, as for
-                :meth:`documents`; default: those of the enclosing block.
+            documents: the documents by which layouts ``"per_document"`` and ``"auto"`` have placed the tokens, as
+                for :meth:`documents`; by default those of the enclosing block.
         """
         seq_dim = checked_dim(tensor, seq_dim)
         whole = tensor.shape[seq_dim] * self.cp.size
@@ -70,19 +71,19 @@ class Shares:
         if length is not None and self.padded_length(length) != whole:
             raise ValueError(
                 f"length={length} does not pad to the {whole} positions that the ranks hold, but to "
-                f"{self.padded_length(length)}: pass the length that the dispatched tensor had"
+                f"{self.padded_length(length)}. Pass the length that the dispatched tensor had"
             )
-        table = self.cp.facts.documents if documents is None else self._table(documents, whole)
+        table = self.cp.facts.documents if documents is None else self.documents_for(documents, whole)
         gathered = gather_sequence(tensor, table, self.cp.key, self.layout, seq_dim)
         return gathered if length is None else gathered.narrow(seq_dim, 0, length)
 
     def roll_tensor(
         self, tensor: Tensor, shifts: int = -1, dims: int = -1, *, documents: Any = None
     ) -> tuple[Tensor, Tensor]:
-        """Shift the whole sequence of which ``tensor [.. S/n ..]`` is this rank's share: the result at global
-        position p is what was at p - shifts, zero where that is outside the sequence or in another document.
+        """Shift the whole sequence of which ``tensor [.. S/n ..]`` is this rank's share.
 
-        One all-gather of the rows that cross between ranks (shifts=-1: one row per chunk). Differentiable.
+        The value from global position p - shifts moves to p; values from outside the sequence or from another document
+        are zero. One all-gather of the rows that cross between ranks (shifts=-1: one row per chunk). Differentiable.
 
         Args:
             shifts: any number of positions; negative brings later tokens forward, as for multi-token prediction.
@@ -90,17 +91,17 @@ class Shares:
                 if the sequence is 0).
 
         Returns:
-            The share ``[.. S/n ..]`` of the result, and its sum on this rank (0-D; the number of tokens left, if
-            ``tensor`` is a loss mask).
+            This rank's share ``[.. S/n ..]`` of the result, and the sum of the share (0-D; the number of tokens left,
+            if ``tensor`` is a loss mask).
 
         Source: ``roll_tensor`` of Megatron-LM's multi-token prediction; there one position to the left.
         """
         seq_dim = checked_dim(tensor, dims, "dims")
         if not isinstance(shifts, int) or isinstance(shifts, bool):
-            raise TypeError(f"shifts={shifts!r} must be an int: one number of positions along one dimension")
+            raise TypeError(f"shifts={shifts!r} must be an int, a number of positions along the one dimension dims")
         length = tensor.shape[seq_dim] * self.cp.size
         layouts.check_length(self.layout, self.cp.size, length)
-        table = self._table(documents, length, tensor, seq_dim)
+        table = self.documents_for(documents, length, tensor, seq_dim)
         rolled = roll_sequence(tensor, table, self.cp.key, self.layout, seq_dim, shifts)
         return rolled, rolled.sum()
 
@@ -111,55 +112,72 @@ class Shares:
         Args:
             restart: count from 0 in each packed document; ``[B, S/n]`` if documents differ between rows.
         """
-        table = self._table(documents, length)
-        at = index.positions(self._ranges(length, "length", table))
+        table = self.documents_for(documents, length)
+        at = self.resolve(length, table).positions(self.cp.rank)
         if restart:
             if table is None:
-                raise ValueError("restart=True without documents: pass documents=, or call it in a documents() block")
-            rows = index.restarted(at, masks.borders_of(table) or ())
+                raise ValueError(
+                    "restart=True without documents: there is nothing to restart in. Pass documents=, or call it in a "
+                    "documents() block"
+                )
+            rows = read(table).restarted(at)
             at = rows[0] if len(rows) == 1 else rows
         return at.to(device)
 
-    # ------------------------------------------------------------------ what the methods share
+    # ------------------------------------------------------------------ for the rest of the package
 
-    def _share(self, tensor: Tensor, seq_dim: int, pad_value: float | None, documents: Tensor | None) -> Tensor:
+    def local_share(
+        self, tensor: Tensor, seq_dim: int, documents: Tensor | None, pad_value: float | None = None
+    ) -> Tensor:
+        """:meth:`dispatch`, for a sequence with this table of documents."""
         seq_dim = checked_dim(tensor, seq_dim)
         length = tensor.shape[seq_dim]
         if pad_value is not None and self.padded_length(length) > length:
             shape = list(tensor.shape)
             shape[seq_dim] = self.padded_length(length) - length
             tensor = torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=seq_dim)
-        ranges = self._ranges(tensor.shape[seq_dim], f"tensor.shape[{seq_dim}]", documents)
-        parts = [tensor.narrow(seq_dim, start, stop - start) for start, stop in ranges]
-        return torch.cat(parts, dim=seq_dim)
+        resolved = self.resolve(tensor.shape[seq_dim], documents, f"tensor.shape[{seq_dim}]")
+        ranges = resolved.ranges(self.cp.rank)
+        return torch.cat([tensor.narrow(seq_dim, start, stop - start) for start, stop in ranges], dim=seq_dim)
 
-    def _ranges(self, length: int, argument: str, documents: Tensor | None) -> tuple[layouts.Range, ...]:
-        """This rank's positions; ``documents`` is the table of the sequence, on which a layout may depend."""
+    def resolve(self, length: int, documents: Tensor | None, argument: str = "length") -> ResolvedLayout:
+        """The positions of all ranks in a sequence of ``length``. A layout may depend on its table of documents.
+
+        ``ValueError`` if the length, which the error calls ``argument``, does not split evenly.
+        """
         layouts.check_length(self.layout, self.cp.size, length, argument)
-        return index.held(self.layout, self.cp.size, length, documents)[self.cp.rank]
+        return resolve(self.layout, self.cp.size, length, read(documents))
 
-    def _table(self, documents: Any, length: int, tensor: Tensor | None = None, seq_dim: int = 0) -> Tensor | None:
-        """The documents of a call, explicit or in force, checked against its sequence (and the batch of a tensor)."""
-        table = self.cp.facts.documents if documents is None else self._with_padding(masks.documents_table(documents))
+    def documents_for(
+        self, documents: Any, length: int, tensor: Tensor | None = None, seq_dim: int = 0
+    ) -> Tensor | None:
+        """The table of the documents that a call was given, or of the enclosing block.
+
+        ``ValueError`` if it does not fit the sequence of the call, or the batch of a tensor.
+        """
+        table = self.cp.facts.documents if documents is None else self.padded_table(documents)
         if table is not None:
             batch = len(table)
             if tensor is not None and batch > 1:
                 batch = tensor.shape[0 if seq_dim else 1] if tensor.ndim > 1 else 1
-            masks.documents_of(table, batch, length)
+            read(table).check(batch, length)
         return table
 
-    def _with_padding(self, table: Any) -> Tensor:
+    def padded_table(self, documents: Any) -> Tensor:
+        """The table of ``documents``; padding up to :meth:`padded_length` is one more document."""
+        table: Any = documents_table(documents)
         last = table[:, -1:]
         padded = torch.tensor([[self.padded_length(int(length))] for length in last.flatten().tolist()])
         return table if torch.equal(padded, last) else torch.cat([table, padded], dim=1)
 
 
 def checked_dim(tensor: Tensor, seq_dim: int, argument: str = "seq_dim") -> int:
+    """The dimension ``seq_dim`` counted from the left; ``TypeError`` or ``ValueError`` if ``tensor`` has none."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"tensor is a {type(tensor).__name__}, not a torch.Tensor")
     if not isinstance(seq_dim, int) or not -tensor.ndim <= seq_dim < tensor.ndim:
         raise ValueError(
-            f"{argument}={seq_dim} is not a dimension of a tensor of shape {tuple(tensor.shape)}: use "
+            f"{argument}={seq_dim} is not a dimension of a tensor of shape {tuple(tensor.shape)}. Use "
             f"{-tensor.ndim} to {tensor.ndim - 1}"
         )
     return seq_dim % tensor.ndim

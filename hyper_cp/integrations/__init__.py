@@ -1,1 +1,1 @@
-"""Thin bridges to other libraries. Each module imports its library; nothing else in hyper_cp does."""
+"""Thin bridges to other libraries. Each library is imported here only, by the modules that serve it."""

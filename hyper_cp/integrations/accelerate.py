@@ -1,13 +1,13 @@
 """Hugging Face accelerate: ``ParallelismConfig(cp_size=...)`` runs this library's context parallelism.
 
-Accelerate's own replaces the mask of every ``self_attn`` by ``is_causal=True`` without looking at it, refuses models
+Accelerate's own replaces the mask of every ``self_attn`` by ``is_causal=True`` without reading it, refuses models
 with sliding windows, and does not start on CPU. Here::
 
     accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=2))  # or PARALLELISM_CONFIG_CP_SIZE=2
     enable(accelerator, style=ContextParallel(ulysses_degree=1, kv_exchange="ring"))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # DDP or FSDP2, as configured
     with accelerator.maybe_context_parallel(buffers=[ids, mask, shift_labels], buffer_seq_dims=[1, 1, 1]):
-        ...  # or, without it: model(**prepare_batch(handler, batch)); masks, packing and any length are looked at
+        ...  # or, without it, model(**prepare_batch(handler, batch)), which honours masks, packing and any length
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..context_manager import context_parallel
 from ..handler import ContextParallelHandler
-from ..module.hooks import attached
+from ..module.mesh_binding import binding_of
 from ..style import ContextParallel, styled_modules
+from .transformers import prepare_model
 
 
 class ParallelismConfig(accelerate.ParallelismConfig):
-    """Accelerate's, environment variables included, on every device: accelerate's own refuses CPU, on which our
-    context parallelism runs (with DDP)."""
+    """Accelerate's class of this name, environment variables included, that also accepts a CPU (with DDP)."""
 
     def _validate_accelerator(self, accelerator: Any) -> None:
         if accelerator.distributed_type != DistributedType.MULTI_CPU:
@@ -36,24 +36,27 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         elif self.total_size != accelerator.num_processes:
             raise ValueError(
                 f"ParallelismConfig has {self.total_size} ranks (cp_size={self.cp_size} times the other sizes), but "
-                f"{accelerator.num_processes} processes run: make them equal"
+                f"{accelerator.num_processes} processes run. Make the two numbers equal"
             )
 
 
 def enable(accelerator: accelerate.Accelerator, *, style: ContextParallel) -> ContextParallelHandler:
-    """Let ``accelerator.prepare`` and ``accelerator.maybe_context_parallel`` run ``style`` over the cp mesh of its
-    ``parallelism_config``; before ``prepare``.
+    """Make ``accelerator.prepare`` and ``accelerator.maybe_context_parallel`` run ``style`` over the cp mesh of its
+    ``parallelism_config``. Call it before ``prepare``.
 
-    Transformers models are prepared by :func:`hyper_cp.integrations.transformers.prepare_model`; others must have
-    been through ``parallelize_module`` with ``style``. Gradients are averaged over all ranks: multiply this rank's
-    share of the mean loss by their number.
+    ``prepare`` then prepares transformers models by :func:`hyper_cp.integrations.transformers.prepare_model`; other
+    models must have been through ``parallelize_module`` with ``style``. Gradients are averaged over all ranks: multiply
+    this rank's share of the mean loss by their number.
 
     Returns:
-        The handler that splits batches as ``style`` expects. ``ValueError`` without a cp mesh.
+        The handler that splits batches as ``style`` expects.
+
+    Raises:
+        ValueError: if the accelerator has no cp mesh.
     """
     mesh = cp_mesh(accelerator)
     handler = ContextParallelHandler(mesh, style)
-    # The two places that accelerate asks for its own context parallelism; there is no public seam in 1.15.
+    # The two methods with which accelerate runs its own context parallelism; 1.15 has no public way to replace them.
     accelerator._prepare_cp = partial(_prepare, mesh, style)
     accelerator._cp_context = partial(_block, mesh, style)
     return handler
@@ -64,18 +67,17 @@ def cp_mesh(accelerator: accelerate.Accelerator) -> DeviceMesh:
     config = accelerator.parallelism_config
     if config is None or not config.cp_enabled:
         raise ValueError(
-            f"accelerator has parallelism_config={config!r} without context parallelism: pass Accelerator("
+            f"accelerator has parallelism_config={config!r} without context parallelism. Pass Accelerator("
             "parallelism_config=ParallelismConfig(cp_size=n)) or set PARALLELISM_CONFIG_CP_SIZE=n"
         )
     return accelerator.torch_device_mesh["cp"]
 
 
 def _prepare(mesh: DeviceMesh, style: ContextParallel, *args: Any) -> tuple[Any, ...]:
+    """Prepare the models among what ``accelerator.prepare`` was given."""
     for model in args:
         if hasattr(model, "get_decoder"):
-            from .transformers import prepare_model
-
-            if attached(model.get_decoder()) is None:
+            if binding_of(model.get_decoder()) is None:
                 prepare_model(model, mesh, style=style)
         elif isinstance(model, nn.Module):
             styled_modules(model, at_least=1)
@@ -83,7 +85,7 @@ def _prepare(mesh: DeviceMesh, style: ContextParallel, *args: Any) -> tuple[Any,
 
 
 def _block(mesh: DeviceMesh, style: ContextParallel, **buffers: Any) -> context_parallel:
-    """What accelerator.maybe_context_parallel enters."""
+    """The block that ``accelerator.maybe_context_parallel`` enters."""
     mode = style.mode
     return context_parallel(
         mesh,

@@ -1,4 +1,4 @@
-"""get_cp_handler_cls: Megatron-LM's words for context parallelism, as handlers of this engine."""
+"""get_cp_handler_cls: handler classes for Megatron-LM's ``cp_comm_type``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from ..handler import ContextParallelHandler
 from ..style import ContextParallel
 
 BACKENDS = (None, "hyper_cp", "transformer_engine", "local")
-"""Where Megatron would take attention from. Here it is always this engine."""
+"""Megatron's choices of an attention library. They change nothing here: attention always runs in this engine."""
 
 _KV_EXCHANGE = {"p2p": "ring", "all_gather": "all_gather", "a2a": "all_gather", "a2a+p2p": "ring"}
 COMM_TYPES = tuple(_KV_EXCHANGE)
 
 _FORMATS = {"sbhd": (0, 2), "bshd": (1, 2), "bhsd": (2, 1), "thd": (0, 1)}
+"""``qkv_format -> (seq_dim, head_dim)``"""
 
 
 def get_cp_handler_cls(
@@ -27,22 +28,22 @@ def get_cp_handler_cls(
     Its instances are ``cls(mesh, qkv_format="sbhd", hierarchical_context_parallel_sizes=None, **options)``:
 
     * ``mesh``: the cp mesh; from a process group ``DeviceMesh.from_group(group, device_type)``.
-    * ``qkv_format``: ``"sbhd"``, ``"bshd"``, ``"bhsd"`` or ``"thd"``: where sequence and heads are in q, k, v.
+    * ``qkv_format``: ``"sbhd"``, ``"bshd"``, ``"bhsd"`` or ``"thd"``: the order of dimensions in q, k, v.
     * ``hierarchical_context_parallel_sizes``: ``[a2a, p2p]``, for ``"a2a+p2p"`` on a 1-D mesh. The ranks of the
       all-to-all are adjacent.
     * ``options``: of :class:`ContextParallel`; the layout is ``"head_tail"``, as in Megatron, unless one is given.
 
-    ========== ======================================================== =============================
-    word       what travels                                             style
-    ========== ======================================================== =============================
-    p2p        keys and values around a ring                            ``ulysses_degree=1``, ring
-    all_gather keys and values of all ranks at once                     ``ulysses_degree=1``
-    a2a        sequence for heads and back (Ulysses)                    ``ulysses_degree=None``
-    a2a+p2p    both, on the two dimensions of the cp mesh               ``ulysses_degree=a2a``, ring
-    ========== ======================================================== =============================
+    ============ ====================================================== =============================
+    cp_comm_type what travels                                           style
+    ============ ====================================================== =============================
+    p2p          keys and values around a ring                          ``ulysses_degree=1``, ring
+    all_gather   keys and values of all ranks at once                   ``ulysses_degree=1``
+    a2a          sequence for heads and back (Ulysses)                  ``ulysses_degree=None``
+    a2a+p2p      both, on the two dimensions of the cp mesh             ``ulysses_degree=a2a``, ring
+    ============ ====================================================== =============================
 
     Besides what every handler has, an instance has ``styles``: one :class:`ContextParallel` per layer if
-    ``cp_comm_type`` is a list (as in Megatron, one word per layer; all share one layout and batch), else one for
+    ``cp_comm_type`` is a list (as in Megatron, one type per layer; all share one layout and batch), else one for
     all; ``style``, which ``core_attn`` uses, is the first. Put them into a plan::
 
         handler = get_cp_handler_cls(cp_comm_type=["p2p", "a2a"])(mesh)
@@ -55,30 +56,29 @@ def get_cp_handler_cls(
         cp_comm_type: ``"p2p"``, ``"all_gather"``, ``"a2a"`` or ``"a2a+p2p"``; or a list of these, one per layer.
 
     Raises:
-        ValueError: for a word that is unknown; it lists those that are known.
+        ValueError: for an unknown backend or type; it lists the known ones.
 
     Source: Megatron-LM's ``cp_comm_type`` and the factory of its pull request 2749.
     """
     if backend not in BACKENDS:
         raise ValueError(
-            f"backend={backend!r} is unknown; choose one of {', '.join(map(repr, BACKENDS))} (attention is this "
-            "library's in each of them)"
+            f"backend={backend!r} is unknown; choose one of {', '.join(map(repr, BACKENDS))} (each runs this library's "
+            "attention)"
         )
-    words = (cp_comm_type,) if isinstance(cp_comm_type, str) else tuple(cp_comm_type or ())
-    for word in words or (cp_comm_type,):
-        if not isinstance(word, str) or word not in _KV_EXCHANGE:
+    types = (cp_comm_type,) if isinstance(cp_comm_type, str) else tuple(cp_comm_type or ())
+    for comm_type in types or (cp_comm_type,):
+        if not isinstance(comm_type, str) or comm_type not in _KV_EXCHANGE:
             raise ValueError(
-                f"cp_comm_type={word!r} is unknown; choose one of {', '.join(map(repr, COMM_TYPES))}, or a list of "
-                "these with one per layer"
+                f"cp_comm_type={comm_type!r} is unknown; choose one of {', '.join(map(repr, COMM_TYPES))}, or a list "
+                "of these with one per layer"
             )
-    name = "".join(part.title() for part in words[0].replace("+", "_").split("_")) if len(set(words)) == 1 else "Mixed"
-    return type(
-        f"{name}ContextParallelHandler", (_NamedHandler,), {"cp_comm_types": words, "__doc__": _NamedHandler.__doc__}
-    )
+    name = "".join(part.title() for part in types[0].replace("+", "_").split("_")) if len(set(types)) == 1 else "Mixed"
+    members = {"cp_comm_types": types, "__doc__": _MegatronHandler.__doc__}
+    return type(f"{name}ContextParallelHandler", (_MegatronHandler,), members)
 
 
-class _NamedHandler(ContextParallelHandler):
-    """A :class:`ContextParallelHandler` that makes its styles from Megatron's words; see :func:`get_cp_handler_cls`."""
+class _MegatronHandler(ContextParallelHandler):
+    """A handler that makes its styles from Megatron's options; see :func:`get_cp_handler_cls`."""
 
     cp_comm_types: tuple[str, ...] = ()
 
@@ -94,34 +94,36 @@ class _NamedHandler(ContextParallelHandler):
         fixed = [name for name in ("kv_exchange", "ulysses_degree", "seq_dim", "head_dim") if name in options]
         if fixed:
             raise ValueError(
-                f"{fixed[0]} is what cp_comm_type, qkv_format and hierarchical_context_parallel_sizes say: use these, "
-                "or ContextParallelHandler with a ContextParallel style"
+                f"{fixed[0]} is what cp_comm_type, qkv_format and hierarchical_context_parallel_sizes determine. Use "
+                "these, or ContextParallelHandler with a ContextParallel style"
             )
         seq_dim, head_dim = _FORMATS[qkv_format]
-        made: dict[str, ContextParallel] = {}
-        for word in dict.fromkeys(self.cp_comm_types):
-            made[word] = ContextParallel(
+        options = {"layout": "head_tail", **options}
+        styles = {
+            comm_type: ContextParallel(
                 seq_dim,
                 head_dim,
-                _degree(word, mesh, hierarchical_context_parallel_sizes),
-                kv_exchange=_KV_EXCHANGE[word],
-                **{"layout": "head_tail", **options},
+                _degree(comm_type, mesh, hierarchical_context_parallel_sizes),
+                kv_exchange=_KV_EXCHANGE[comm_type],
+                **options,
             )
-        self.styles = tuple(made[word] for word in self.cp_comm_types)
+            for comm_type in dict.fromkeys(self.cp_comm_types)
+        }
+        self.styles = tuple(styles[comm_type] for comm_type in self.cp_comm_types)
         super().__init__(mesh, self.styles[0])
 
 
-def _degree(word: str, mesh: DeviceMesh, sizes: Sequence[int] | None) -> int | None:
-    """The Ulysses degree that a word means on a mesh."""
-    if word == "a2a":
+def _degree(comm_type: str, mesh: DeviceMesh, sizes: Sequence[int] | None) -> int | None:
+    """The Ulysses degree of a ``cp_comm_type`` on a mesh."""
+    if comm_type == "a2a":
         return None if mesh.ndim == 1 else mesh.size()
-    if word != "a2a+p2p":
+    if comm_type != "a2a+p2p":
         return 1
     if sizes is None and mesh.ndim == 2:
         return None
     if sizes is None or len(sizes) != 2 or sizes[0] * sizes[1] != mesh.size():
         raise ValueError(
-            f"hierarchical_context_parallel_sizes={sizes!r} with cp_comm_type='a2a+p2p': give [a2a, p2p] with a "
-            f"product of {mesh.size()}, the ranks of the cp mesh, or a 2-D mesh named ('ring', 'ulysses')"
+            f"hierarchical_context_parallel_sizes={sizes!r} with cp_comm_type='a2a+p2p' is wrong. Give [a2a, p2p] with "
+            f"a product of {mesh.size()}, the ranks of the cp mesh, or a 2-D mesh named ('ring', 'ulysses')"
         )
     return sizes[0]

@@ -6,8 +6,10 @@ from contextlib import nullcontext
 from typing import Any
 
 from accelerate.utils.operations import recursively_apply
+from einops import rearrange
 from torch import Tensor
 
+from ..data.collectives import by_rank
 from ..style import ContextParallel
 from .accelerate import cp_mesh, enable
 from .transformers import prepare_batch, prepare_model
@@ -23,8 +25,8 @@ class ContextParallelTrainer:
         super().__init__(*args, **kwargs)
         if self.label_smoother is not None or self.compute_loss_func is not None:  # type: ignore[attr-defined]
             raise NotImplementedError(
-                "label_smoothing_factor and compute_loss_func see local logits beside unshifted labels, which is "
-                "wrong at the borders of ranks: let the model compute its loss"
+                "label_smoothing_factor and compute_loss_func pair local logits with unshifted labels, which is "
+                "wrong at the ends of each rank's share. Let the model compute its loss"
             )
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -37,11 +39,11 @@ class ContextParallelTrainer:
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         length = inputs["input_ids"].shape[1]
-        if inputs.get("labels") is None:  # then Trainer calls the model without asking for our inputs
+        if inputs.get("labels") is None:  # without labels Trainer does not call _prepare_context_parallel_inputs
             inputs = prepare_batch(self.handler, inputs)
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         if loss is not None:  # the mean over the ranks that share the sequence
-            loss = self.handler.combine(loss.repeat(2), 0).mean()
+            loss = by_rank(self.handler.mesh, loss.detach().reshape(1)).mean()
         whole = recursively_apply(lambda x: self.handler.combine(x, 1, length=length), logits)
         return loss, whole, labels
 
@@ -52,10 +54,10 @@ class ContextParallelTrainer:
 
     @gather_function.setter
     def gather_function(self, _: Any) -> None:
-        """The evaluation loop sets it to what gathers from all ranks."""
+        """Ignore the function that the evaluation loop sets: it gathers from all ranks."""
 
     def _gather(self, x: Tensor) -> Tensor:
         accelerator, state = self.accelerator, self.accelerator.gradient_state  # type: ignore[attr-defined]
-        replicas = accelerator.parallelism_config.data_parallel_size
-        x = accelerator.gather(x).unflatten(0, (replicas, -1, x.shape[0]))[:, 0].flatten(0, 1)
+        sizes = {"dp": accelerator.parallelism_config.data_parallel_size, "row": x.shape[0]}
+        x = rearrange(accelerator.gather(x), "(dp cp row) ... -> cp (dp row) ...", **sizes)[0]
         return x[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else x

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: an attention implementation named "hyper_cp", and the hook that feeds it.
+"""Hugging Face transformers: an attention implementation named "hyper_cp", and the hook that gives it the batch state.
 
 ::
 
@@ -6,32 +6,35 @@
     handler = ContextParallelHandler(mesh, style)
     loss = model(**prepare_batch(handler, batch)).loss  # this rank's share of the mean
 
-What a batch says about attention arrives at the decoder once per forward, is looked at there, and travels to every
-attention call as the keyword ``context_parallel``: activation checkpointing recomputes with what the forward saw.
+The hook reads a batch's documents and padding once per forward, at the decoder, and hands them to every attention
+call as the keyword ``context_parallel``: activation checkpointing recomputes with what the forward had.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from ..data.batch import WholeBatch, shifted
+from ..data.packing import AttentionState, attention_state, take_documents
 from ..handler import ContextParallelHandler
-from ..module._torch import checkpoint as recompute
-from ..module.hooks import attached, describe
-from ..module.mesh_binding import Binding, Style
-from ..ops.attention import Call, cp_attention
+from ..module._torch import checkpoint
+from ..module.mesh_binding import Binding, Style, StyledMesh, binding_of, describe
+from ..ops.attention import cp_attention
+from ..ops.config import Call
 from ..style import ContextParallel, style_of
-from .hf_batch import Seen, documents_of, look, prepare_batch
 
 __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
 
 NAME = "hyper_cp"
-KINDS = {"full_attention", "sliding_attention"}
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+IGNORE = -100
 
 
 def register() -> None:
@@ -41,31 +44,37 @@ def register() -> None:
 
 
 def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextParallel) -> PreTrainedModel:
-    """Let the attention of a causal model run over the sequence that the ranks of ``mesh`` share; in place.
+    """Run the attention of a causal model over the sequence that the ranks of ``mesh`` share; in place.
 
-    Call it before DDP, FSDP or compile. Of ``style`` everything but dimensions and indices counts; sliding windows are
-    the model's own. The forward takes this rank's tokens: see :func:`prepare_batch`. Without it a 2-D
-    ``attention_mask`` (local, or global) or ``position_ids`` are gathered and looked at in every forward.
+    Call it before DDP, FSDP or compile. Dimensions and indices of ``style`` do not count, and sliding windows are the
+    model's own. The forward takes this rank's tokens: see :func:`prepare_batch`. A batch that has not been through it
+    may have a 2-D ``attention_mask`` (local or global) or ``position_ids``, which are then gathered in every forward.
 
     Returns:
-        The model. ``ValueError`` if it is prepared already, or if the style does not fit.
+        The model.
+
+    Raises:
+        ValueError: if the model is prepared already, or if the style does not fit.
+        NotImplementedError: if the model has layers that are not attention over the whole sequence.
     """
     register()
     decoder = model.get_decoder()
     name = type(decoder).__name__
-    if attached(decoder) is not None:
+    if binding_of(decoder) is not None:
         raise ValueError(f"{name} is prepared for context parallelism already: prepare it once")
     if style.mode.window is not None:
-        raise ValueError(f"style has window={style.mode.window}, but the model decides which layers slide: drop it")
-    other = sorted(set(getattr(decoder.config, "layer_types", None) or ()) - KINDS)
+        raise ValueError(
+            f"style has window={style.mode.window}, but the model decides which layers have a sliding window: drop it"
+        )
+    other = sorted(set(getattr(decoder.config, "layer_types", None) or ()) - LAYER_TYPES)
     if other or not getattr(decoder, "_supports_attention_backend", False):
         raise NotImplementedError(
-            f"{name} has {'layers of type ' + ', '.join(other) if other else 'no attention of AttentionInterface'}: "
-            f"what they do along the sequence would stop at the borders of ranks. Supported: {', '.join(sorted(KINDS))}"
+            f"{name} has {'layers of type ' + ', '.join(other) if other else 'no attention of AttentionInterface'}. "
+            "What they compute along the sequence would end at this rank's share. Use a model with layers of type "
+            f"{', '.join(sorted(LAYER_TYPES))}"
         )
     decoder.set_attn_implementation(NAME)
-    looker = Looker(style, mesh, decoder)
-    decoder.register_forward_pre_hook(looker.before, with_kwargs=True, prepend=True)
+    decoder.register_forward_pre_hook(DecoderHook(style, mesh, decoder).before, with_kwargs=True, prepend=True)
     if model is not decoder:
         model.register_forward_pre_hook(_check_labels, with_kwargs=True)
     return model
@@ -74,85 +83,139 @@ def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextPar
 def _check_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise ValueError(
-            f"{type(model).__name__} was given labels without shift_labels: shifted after the sequence is split, they "
-            "would be wrong at the borders of ranks. Use prepare_batch, or shift them over the whole sequence"
+            f"{type(model).__name__} got labels without shift_labels. The model would shift them within this rank's "
+            "share, which is wrong at its ends. Use prepare_batch, or shift them over the whole sequence"
         )
 
 
-class Looker:
-    """Looks at what a decoder is called with, and passes it on to its attention."""
+def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dict[str, Any]:
+    """This rank's share of a global batch, for the forward of a model that ``prepare_model`` has prepared.
+
+    Labels are shifted over the whole sequence (``shift_labels``), ``position_ids`` are made, and padding and packed
+    documents are read here, so that the forward communicates in attention only. ``num_items_in_batch`` counts the
+    labels of the whole batch: the model's loss is this rank's share of the mean, and gradients *summed* over the cp
+    ranks are those of one device.
+
+    Args:
+        batch: ``input_ids`` or ``inputs_embeds`` of any length S, and what the model takes with them. Tensors
+            ``[B, S, ...]`` are split; 4-D attention masks (over global positions) and everything else stay whole.
+            Packed documents have any name that :meth:`ContextParallelHandler.get_batch_on_this_cp_rank` knows.
+    """
+    entries = dict(batch)
+    tokens = next((entries[x] for x in ("input_ids", "inputs_embeds") if entries.get(x) is not None), None)
+    if tokens is None:
+        raise ValueError(
+            f"batch has the entries {list(batch)}, but neither input_ids nor inputs_embeds: name the tokens so"
+        )
+    documents = take_documents(entries)
+    if entries.get("labels") is not None:
+        if entries.get("shift_labels") is None:
+            entries["shift_labels"] = shifted(entries["labels"], 1, IGNORE)
+        entries.setdefault("num_items_in_batch", (entries["shift_labels"] != IGNORE).sum())
+    dims = {name: -1 if name == "position_ids" else 1 for name in entries if name != "attention_mask"}
+    dims = {name: dim for name, dim in dims.items() if _length(entries[name], dim) == tokens.shape[1]}
+    whole = WholeBatch(handler, entries, dims)
+    mask, positions = entries.get("attention_mask"), entries.get("position_ids")
+    documents = None if documents is None else handler.padded_table(documents)
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        mask = F.pad(entries.pop("attention_mask"), (0, whole.padded - whole.length))
+        state = attention_state(handler, documents, mask)
+    else:
+        packed = mask is None and positions is not None and positions.ndim == 2
+        state = attention_state(handler, documents, None, positions if packed else None)
+    placed_by = handler.documents_for(state.documents, whole.padded)
+    local = whole.split(placed_by, {name: IGNORE for name in dims if "labels" in name})
+    if positions is None:
+        local["position_ids"] = handler.position_ids(whole.padded, device=tokens.device, documents=placed_by)[None]
+    return {**local, "context_parallel": state}
+
+
+def _length(x: Any, dim: int) -> int | None:
+    return x.shape[dim] if isinstance(x, Tensor) and x.ndim > 1 else None
+
+
+@dataclass(frozen=True)
+class ForwardState:
+    """The batch state of one forward, and the style and mesh that it runs with."""
+
+    batch: AttentionState
+    style: Style
+    place: StyledMesh
+
+
+class DecoderHook:
+    """The hook before a decoder's forward: it reads the batch state, which the attention of all layers shares."""
 
     def __init__(self, style: ContextParallel, mesh: DeviceMesh, decoder: nn.Module) -> None:
         self.binding = Binding(style, mesh, describe(decoder))
 
-    @property
-    def style(self) -> Style:
-        return self.binding.style
-
-    @property
-    def name(self) -> str:
-        return self.binding.name
-
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Add ``context_parallel`` to the keywords, and masks and positions that suit it."""
         kwargs = dict(kwargs)
-        tokens = args[0] if args else kwargs.get("input_ids")
-        tokens = kwargs["inputs_embeds"] if tokens is None else tokens
         if len(args) > 1:
-            raise TypeError(f"{self.name} got {len(args)} positional arguments: pass all but input_ids by keyword")
+            raise TypeError(
+                f"{self.binding.name} got {len(args)} positional arguments: pass all but input_ids by keyword"
+            )
         if kwargs.get("past_key_values") is not None:
             raise NotImplementedError(
-                f"{self.name} was given past_key_values: context parallelism does not run with a key/value cache, and "
-                "tokens that are generated are not shares of a sequence. Pass use_cache=False, and generate with a "
+                f"{self.binding.name} got past_key_values. Context parallelism does not run with a key/value cache, "
+                "and generated tokens are not shares of a sequence. Pass use_cache=False, and generate with a "
                 "model without prepare_model"
             )
-        documents, place = recompute.settle(self.binding, (self.binding.place.documents, self.binding.place))
+        tokens = args[0] if args else kwargs.get("input_ids")
+        tokens = kwargs["inputs_embeds"] if tokens is None else tokens
+        documents, place = checkpoint.batch_state(self.binding, (self.binding.active.documents, self.binding.active))
         handler = ContextParallelHandler(place.mesh, style_of(self.binding))
-        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        two_d = isinstance(mask, Tensor) and mask.ndim == 2
-        kwargs["context_parallel"] = self._seen(handler, documents, tokens, kwargs, two_d).on(
-            tokens.device, self.style, place
-        )
-        if mask is None or two_d:
+        state = self._batch_state(handler, documents, tokens, kwargs).to(tokens.device)
+        kwargs["context_parallel"] = ForwardState(state, self.binding.style, place)
+        mask = kwargs.get("attention_mask")
+        if mask is None or mask.ndim == 2:
             # Without a mask transformers takes the jumps of local positions for packed sequences.
             kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-        if positions is None:
+        if kwargs.get("position_ids") is None:
             length = tokens.shape[1] * handler.cp.size
             kwargs["position_ids"] = handler.position_ids(length, device=tokens.device)[None]
         if kwargs.get("use_cache") is None:
             kwargs["use_cache"] = False
         return args, kwargs
 
-    def _seen(
-        self, handler: ContextParallelHandler, block: Tensor | None, tokens: Tensor, kwargs: Any, two_d: bool
-    ) -> Seen:
-        """What ``prepare_batch`` has seen, or what is seen now; and the documents of the enclosing block."""
-        seen, given = kwargs.get("context_parallel"), documents_of(kwargs)
-        known = seen is not None and (seen.documents is not None or seen.tokens is not None)
-        if (seen is not None and (two_d or given is not None)) or (block is not None and (known or given is not None)):
+    def _batch_state(
+        self, handler: ContextParallelHandler, block: Tensor | None, tokens: Tensor, kwargs: dict[str, Any]
+    ) -> AttentionState:
+        """The state that ``prepare_batch`` has read, or that is read now, with the documents of the enclosing block."""
+        ready: AttentionState | None = kwargs.get("context_parallel")
+        mask, positions, given = kwargs.get("attention_mask"), kwargs.get("position_ids"), take_documents(kwargs)
+        padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        known = ready is not None and (ready.documents is not None or ready.tokens is not None)
+        if (ready is not None and (padding is not None or given is not None)) or (
+            block is not None and (known or given is not None)
+        ):
             raise ValueError(
-                f"{self.name} is told about documents or padding twice (by prepare_batch, attention_mask, documents or "
-                "handler.documents): say it once, best in the batch given to prepare_batch"
+                f"{self.binding.name} got documents or padding twice (from prepare_batch, attention_mask, documents or "
+                "handler.documents). Only one of them can be right. Give them once, best in the batch for prepare_batch"
             )
         documents = block if given is None else given
-        if seen is not None and seen.layout not in (None, handler.layout):
-            raise ValueError(
-                f"{self.name} runs with layout={handler.layout!r}, but prepare_batch split the batch as {seen.layout!r}"
-                ": make its handler of the style that prepare_model was given"
-            )
-        if seen is not None:
-            return seen if documents is None else replace(seen, documents=documents)
-        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        if two_d:
-            local, length = tokens.shape[1], tokens.shape[1] * handler.cp.size
-            if mask.shape[1] not in (local, length):
+        if ready is not None:
+            if ready.layout not in (None, handler.layout):
                 raise ValueError(
-                    f"attention_mask has shape {tuple(mask.shape)}; it must be [B, {local}] (dispatched like the "
-                    f"{local} local tokens) or [B, {length}] (global)"
+                    f"{self.binding.name} runs with layout={handler.layout!r}, but prepare_batch split the batch as "
+                    f"{ready.layout!r}. Make its handler of the style that prepare_model was given"
                 )
-            return look(handler, documents, mask if mask.shape[1] == length else handler.combine(mask, 1))
+            return ready if documents is None else replace(ready, documents=documents)
+        if padding is not None:
+            return attention_state(handler, documents, self._global_mask(handler, padding, tokens.shape[1]))
         if mask is not None or positions is None or positions.ndim != 2 or documents is not None:
-            return look(handler, documents)
-        return look(handler, None, None, handler.combine(positions, 1))
+            return attention_state(handler, documents)
+        return attention_state(handler, None, None, handler.combine(positions, 1))
+
+    def _global_mask(self, handler: ContextParallelHandler, mask: Tensor, local: int) -> Tensor:
+        length = local * handler.cp.size
+        if mask.shape[1] not in (local, length):
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}; it must be [B, {local}] (dispatched like the {local} "
+                f"local tokens) or [B, {length}] (global)"
+            )
+        return mask if mask.shape[1] == length else handler.combine(mask, 1)
 
 
 def attention_mask(
@@ -164,8 +227,11 @@ def attention_mask(
     config: Any = None,
     **_: Any,
 ) -> None:
-    """No mask: padding and packing were looked at by the decoder's hook, the band of a layer is known to its
-    attention. A mask that is neither causal nor sliding is refused."""
+    """Make no mask: the decoder's hook has read padding and packing, and each layer's attention knows its own window.
+
+    Raises:
+        NotImplementedError: for a mask that is neither causal nor sliding-window, and for a key/value cache.
+    """
     if q_length != kv_length or not isinstance(q_offset, int) or q_offset != 0:
         raise NotImplementedError(
             f"{q_length} queries at offset {q_offset} of {kv_length} keys: context parallelism does not run with a "
@@ -174,9 +240,8 @@ def attention_mask(
     if not allow_is_causal_skip or (local_size is not None and local_size != getattr(config, "sliding_window", None)):
         kind = "custom or bidirectional" if local_size is None else f"chunked or custom (size {local_size})"
         raise NotImplementedError(
-            f"{type(config).__name__} asks for a {kind} attention mask, which context parallelism does not know: only "
-            "causal and sliding-window masks are. Pass it as a 4-D attention_mask over global positions, if all "
-            "layers share one"
+            f"{type(config).__name__} asks for a {kind} attention mask. Context parallelism makes causal and "
+            "sliding-window masks only. Pass it as a 4-D attention_mask over global positions, if all layers share one"
         )
 
 
@@ -190,35 +255,38 @@ def attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
-    context_parallel: Seen | None = None,
+    context_parallel: ForwardState | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: ``[B, H, S/n, D]`` to ``[B, S/n, H, D]``, over the keys of all ranks."""
+    """Attention as transformers calls it: ``[B, H, S/n, D]`` to ``[B, S/n, H, D]``, over the keys of all ranks."""
     name = type(module).__name__
-    seen = context_parallel
-    if seen is None or seen.style is None or seen.place is None:
+    if not isinstance(context_parallel, ForwardState):
         raise RuntimeError(
-            f'{name} runs attn_implementation="hyper_cp" but was not told the cp mesh: call hyper_cp.integrations.'
-            "transformers.prepare_model(model, mesh, style=...) and the model as a whole (its decoder must hand "
+            f'{name} runs attn_implementation="hyper_cp", but does not know the cp mesh. Call hyper_cp.integrations.'
+            "transformers.prepare_model(model, mesh, style=...), and the model as a whole (its decoder must hand "
             "unknown keywords down to attention)"
         )
-    refused = {"dropout": dropout or None, **{k: kwargs.get(k) for k in ("softcap", "s_aux", "position_bias", "cache")}}
-    asked = [k for k, v in refused.items() if v is not None]
-    if asked:
+    unsupported = {
+        "dropout": dropout or None,
+        **{k: kwargs.get(k) for k in ("softcap", "s_aux", "position_bias", "cache")},
+    }
+    wanted = [k for k, v in unsupported.items() if v is not None]
+    if wanted:
         raise NotImplementedError(
-            f"{name} asks for {', '.join(asked)} in attention, which context parallelism does not support yet: "
-            "set attention_dropout=0.0, attn_logit_softcapping=None in the config, or use a model without attention "
+            f"{name} asks for {', '.join(wanted)} in attention, which context parallelism does not support yet. "
+            "Set attention_dropout=0.0, attn_logit_softcapping=None in the config, or use a model without attention "
             "sinks, position biases and paged caches"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and not causal:
         raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
+    batch, style, place = context_parallel.batch, context_parallel.style, context_parallel.place
     mask, window = attention_mask, None
     if mask is None:  # else it is the caller's own for all layers, and nothing is added to it, as in transformers
-        mask, window = seen.keys, (None if sliding_window is None else sliding_window - 1, 0)
-    cp, mode = seen.place.view(query.shape[1], key.shape[1]), replace(seen.style.mode, window=window)
-    # The window says that it is causal, and goes with a mask.
-    out = cp_attention(query, key, value, cp, mode, Call(False, scaling, mask, seen.documents))
-    if seen.tokens is not None:  # what sees nothing gets zeros, as from F.scaled_dot_product_attention
-        out = out.masked_fill(~seen.tokens, 0.0)
+        mask, window = batch.keys, (None if sliding_window is None else sliding_window - 1, 0)
+    cp, mode = place.view(query.shape[1], key.shape[1]), replace(style.mode, window=window)
+    # is_causal=False: the window ends at the query, so it is causal already, and unlike is_causal it goes with a mask.
+    out = cp_attention(query, key, value, cp, mode, Call(False, scaling, mask, batch.documents))
+    if batch.tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention
+        out = out.masked_fill(~batch.tokens, 0.0)
     return out.transpose(1, 2).contiguous(), None

@@ -1,15 +1,15 @@
 """The schedule: which tiles a rank owes, in which order, needing which keys. Pure Python, no tensors.
 
-Modes differ here only in the order in which key blocks are visited (:func:`_visits`); layouts and
+Modes differ here only in the order in which blocks of keys arrive (:func:`register_exchange`); layouts and
 load balance only in which global positions are held; masks only in how a rectangle is cut.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 from .layout import Documents, Range, merge_ranges
 from .tiles import (
@@ -28,32 +28,78 @@ from .tiles import (
     with_offsets,
 )
 
-KV_EXCHANGES = ("all_gather", "ring", "replicated")
-"""How keys and values reach a rank; replicated: every rank holds all of them, nothing travels."""
+# --------------------------------------------------------------------------- how keys and values arrive
+
+Visits = Callable[[int, int], list[tuple[int, ...]]]
+"""``visits(rank, size)``: for each step, the ranks whose keys and values that step's block holds, one after the other.
+The first step is ``(rank,)``, the local block. All ranks have the same number of steps. Keys that an earlier step had
+are not used again."""
+
+_VISITS: dict[str, Visits] = {
+    "all_gather": lambda rank, size: [(rank,), tuple(range(size))],
+    "ring": lambda rank, size: [((rank - hop) % size,) for hop in range(size)],
+    # Every rank holds all keys and values; nothing travels.
+    "replicated": lambda rank, size: [(rank,)],
+}
+
+KV_EXCHANGES = _VISITS.keys()
+"""Names of all ways in which keys and values reach a rank, those registered later included."""
+
+
+def register_exchange(name: str, visits: Visits) -> None:
+    """Add a way in which keys and values arrive. Its transfers go by the same name in ``ops.exchange``."""
+    if _VISITS.get(name, visits) is not visits:
+        raise ValueError(
+            f"kv_exchange={name!r} is registered already, with other visits. Calls find an exchange by its name. "
+            "Choose another name"
+        )
+    _VISITS[name] = visits
+
+
+# --------------------------------------------------------------------------- what a schedule is made of
 
 
 @dataclass(frozen=True)
 class Step:
-    """Tiles over the key block that arrives at this step. ``take``: the ranges of that block they
-    use, concatenated; tiles count keys from the start of that concatenation. ``keys``: the global
-    positions of these keys."""
+    """Tiles over one block of keys and values: the local one, or one that has arrived.
+
+    A tile rarely needs a whole block. With 8 keys in a block, of which tiles use 0 to 2 and 5 to 8::
+
+        take = ((0, 2), (5, 8))            ranges of the block that some tile of this step uses
+        keys = ((64, 66), (101, 104))      the global positions of these keys
+        tiles[i].k = (2, 5)                counts from the start of what was taken: keys 101 to 104
+
+    The engine takes these ranges out of the block side by side (one range is a view, several are one copy), and every
+    tile is then a contiguous slice. Ranges are taken in ascending global order, in which neighbouring tiles join.
+    """
 
     take: tuple[Range, ...]
     keys: tuple[Range, ...]
     tiles: tuple[Tile, ...]
+    on_device: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Whatever the engine makes of this step once per device."""
 
     @property
     def area(self) -> int:
+        """Number of visible (query, key) pairs."""
         return sum(tile.area for tile in self.tiles)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What one ring rank does, a step per block: the local one first, those that arrive, and the
-    local one again. This last step hides transfers that bring results home: of key gradients in
-    ``backward``, of the tails if ``swap`` (the tail half of queries changes places; none of it is
-    in the last step). Where there are none it is empty. ``hops``: how many blocks arrive, equal on
-    all ranks. ``queries``: the global positions this rank attends."""
+    """The work of one ring rank, a step per block: the local one, then those that arrive, then the local one again.
+
+    The tiles of the local block may be cut in two halves (see :func:`_halves`), of which the second is this last step.
+    Its work hides the transfers that bring results home: in ``backward`` those of key gradients, and with ``swap``
+    those of the queries' tails. Where nothing has to be brought home, the last step is empty.
+
+    Attributes:
+        forward, backward: the steps.
+        hops: how many blocks arrive; the same on all ranks.
+        swap: the tail half of queries changes places with another rank's (load balance). None of it is in the last
+            step.
+        queries: the global positions that this rank attends, in the order of the tiles' rows.
+    """
 
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
@@ -63,10 +109,13 @@ class Schedule:
 
     @property
     def area(self) -> int:
+        """Number of visible (query, key) pairs."""
         return sum(step.area for step in self.forward)
 
 
-# --------------------------------------------------------------------------- steps
+_NOTHING = Step((), (), ())
+
+# --------------------------------------------------------------------------- one step
 
 
 def _step(
@@ -74,40 +123,41 @@ def _step(
 ) -> Step:
     """Tiles of the queries at global ``queries`` over the keys in ``blocks``."""
     blocks = sorted(blocks, key=lambda b: b[1])
+    rows = with_offsets(queries)
     tiles = [
         tile
-        for batch, borders in _batch_rows(documents)
-        for q, k in pairs(with_offsets(queries), blocks, borders)
+        for batch, boundaries in _batch_rows(documents)
+        for q, k in pairs(rows, blocks, boundaries)
         for tile in cut_pairs(q, k, band, batch)
     ]
     # Used keys in ascending global order, so that what a query range needs is one prefix of them.
     spans = _spans([t.k for t in tiles], blocks)
     take: list[Range] = []
     keys: list[Range] = []
-    place: list[tuple[int, int]] = []  # (block offset, position among the taken), by block offset
+    places: list[tuple[int, int]] = []  # (block offset, position among the taken), by block offset
     taken = 0
     for (offset, (start, _)), span in zip(blocks, spans, strict=True):
         if span is None:
             continue
         first, last = span
-        place.append((first, taken))
+        places.append((first, taken))
         taken += last - first
         keys.append((start + first - offset, start + last - offset))
         if take and take[-1][1] == first:
             take[-1] = (take[-1][0], last)
         else:
             take.append((first, last))
-    place.sort()
+    places.sort()
 
     def among_taken(t: Tile) -> Tile:
-        first, before = place[bisect_right(place, (t.k[0], taken)) - 1]
+        first, before = places[bisect_right(places, (t.k[0], taken)) - 1]
         return Tile(t.q, (before + t.k[0] - first, before + t.k[1] - first), t.band, t.batch)
 
     return Step(tuple(take), merge_ranges(keys), joined([among_taken(t) for t in tiles]))
 
 
 def _spans(used: list[Range], blocks: list[Placed]) -> list[Range | None]:
-    """Of each block, from the first to the last position that is in one of the ``used`` local ranges."""
+    """For each block, from the first to the last position that is in one of the ``used`` local ranges."""
     order = sorted(range(len(blocks)), key=lambda i: blocks[i][0])
     starts = [blocks[i][0] for i in order]
     spans: list[Range | None] = [None] * len(blocks)
@@ -124,17 +174,10 @@ def _spans(used: list[Range], blocks: list[Placed]) -> list[Range | None]:
 
 
 def _batch_rows(documents: tuple[Documents, ...] | None) -> list[tuple[Range | None, Documents | None]]:
-    """Which batch rows have which documents; rows that share them, together."""
+    """Batch rows and the documents they have; rows that share them, together."""
     if documents is None or len(documents) == 1:
         return [(None, documents[0] if documents else None)]
-    return [((row, row + 1), borders) for row, borders in enumerate(documents)]
-
-
-def _visits(kv_exchange: str, rank: int, size: int) -> list[tuple[int, ...]]:
-    """Which ranks' keys arrive at each step: the only place where ways of exchange differ."""
-    if kv_exchange == "ring":
-        return [((rank - hop) % size,) for hop in range(size)]
-    return [(rank,)] if kv_exchange == "replicated" else [(rank,), tuple(range(size))]
+    return [((row, row + 1), boundaries) for row, boundaries in enumerate(documents)]
 
 
 # Kernels are slower on fewer rows than this (CPU flash halves its block below 768).
@@ -142,25 +185,16 @@ _MIN_ROWS = 1024
 
 
 def _halves(step: Step, rows: int) -> tuple[Step, Step]:
-    """Cut a step in two. The second part has only queries below ``rows``: those behind a border
-    between two tiles if there is one, else the later ones of a long tile; about half of the work
-    of these queries (causal: the rows from 0.7, as 0.7^2 is half), or none of it."""
+    """Cut a step in two: one to run now, and one to run while the last transfer is under way.
+
+    Only queries below ``rows`` may wait (with ``swap`` the others leave with that transfer), so the first part has all
+    tiles that reach beyond. The rest is cut at one query row, the lower side to the first part and the upper side to
+    the second. A boundary between two tiles is best, because no tile is cut: the one with most nearly half of the
+    work below it. A single long tile is cut at half of its rows; under a causal mask at 0.7 of them, since work grows
+    with the square of the rows and 0.7 ** 2 is half. If parts would be too short, the second is empty.
+    """
     movable = [t for t in step.tiles if t.q[1] <= rows]
-    borders = sorted({t.q[1] for t in movable})
-    length = borders[-1] if borders else 0
-    if len(borders) > 1:
-        by_end = sorted(movable, key=lambda t: t.q[1])
-        half, done = sum(t.area for t in movable) / 2, 0
-        off = {}  # how far from half of the work the rows above a border are
-        for tile in by_end:
-            done += tile.area
-            off[tile.q[1]] = abs(done - half)
-        row = min(borders[:-1], key=lambda b: off[b])
-    else:
-        share = 0.7 if any(t.band == CAUSAL for t in movable) else 0.5
-        grain = max(1, _MIN_ROWS // 8)
-        row = min(round(length * share / grain) * grain, length - _MIN_ROWS)
-        row = row if row >= _MIN_ROWS else length
+    row, length = _half_of_work(movable)
     first: list[Tile] = [t for t in step.tiles if t.q[1] > rows]
     second: list[Tile] = []
     for tile in movable:
@@ -175,7 +209,26 @@ def _halves(step: Step, rows: int) -> tuple[Step, Step]:
     )
 
 
-@lru_cache(maxsize=1024)
+def _half_of_work(tiles: list[Tile]) -> tuple[int, int]:
+    """``(row, last row)``: about half of the tiles' work is below ``row``, or all of it."""
+    boundaries = sorted({t.q[1] for t in tiles})
+    length = boundaries[-1] if boundaries else 0
+    if len(boundaries) > 1:
+        half, done = sum(t.area for t in tiles) / 2, 0
+        off = {}  # how far from half of the work a boundary is
+        for tile in sorted(tiles, key=lambda t: t.q[1]):
+            done += tile.area
+            off[tile.q[1]] = abs(done - half)
+        return min(boundaries[:-1], key=lambda b: off[b]), length
+    share = 0.7 if any(t.band == CAUSAL for t in tiles) else 0.5
+    grain = max(1, _MIN_ROWS // 8)
+    row = min(round(length * share / grain) * grain, length - _MIN_ROWS)
+    return (row if row >= _MIN_ROWS else length), length
+
+
+# --------------------------------------------------------------------------- all steps
+
+
 def build(
     held: tuple[tuple[Range, ...], ...],
     held_keys: tuple[tuple[Range, ...], ...],
@@ -187,7 +240,7 @@ def build(
     parts: bool = True,
 ) -> Schedule:
     """The schedule of ring rank ``rank``, where ring rank r holds queries of global positions ``held[r]`` and keys
-    of ``held_keys[r]`` (the same, but for cross-attention).
+    of ``held_keys[r]`` (the same, but for cross-attention). Calls find it through :func:`lookup.schedule`.
 
     ``band``: the mask in global positions (``CAUSAL``, ``FULL`` or a window). ``documents``: one for
     all batch rows, or one per row. ``load_balance`` exchanges the tail half of queries with rank
@@ -196,50 +249,53 @@ def build(
     size = len(held)
     swap = swaps(load_balance, size, band, sum(b - a for ranges in held for a, b in ranges))
     queries = [_swapped(held, r) if swap else held[r] for r in range(size)]
-    steps = [list(_arrivals(held_keys, kv_exchange, r)) for r in range(size)]
+    visits = [_first_visits(_VISITS[kv_exchange](r, size)) for r in range(size)]
 
     def needed(step: int) -> bool:
+        blocks = ((queries[r], _usable(held_keys, visits[r][step])) for r in range(size))
         return any(
-            visible(with_offsets(queries[r]), steps[r][step], band, borders)
-            for r in range(size)
-            for _, borders in _batch_rows(documents)
+            visible(with_offsets(q), k, band, boundaries) for q, k in blocks for _, boundaries in _batch_rows(documents)
         )
 
-    hops = next((step for step in reversed(range(1, len(steps[rank]))) if needed(step)), 0)
-    local, *arriving = (_step(queries[rank], blocks, band, documents) for blocks in steps[rank][: hops + 1])
+    hops = next((step for step in reversed(range(1, len(visits[rank]))) if needed(step)), 0)
+    blocks = [_usable(held_keys, sources) for sources in visits[rank][: hops + 1]]
+    local, *arriving = (_step(queries[rank], block, band, documents) for block in blocks)
     rows = sum(stop - start for start, stop in queries[rank])
-    halved = [*(_halves(local, rows // 2 if swap else rows)), *arriving] if hops else [local, _NOTHING]
-    whole = [local, _NOTHING, *arriving]
+    own = rows // 2 if swap else rows  # queries that are this rank's
+    first, last = _halves(local, own) if hops else (local, _NOTHING)
     if parts:
-        border = rows // 2 if swap else 0
-        halved, whole = (
-            [Step(step.take, step.keys, packed(step.tiles, border)) for step in steps] for steps in (halved, whole)
+        half = own if swap else 0
+        local, first, last, *arriving = (
+            Step(step.take, step.keys, packed(step.tiles, half)) for step in (local, first, last, *arriving)
         )
-    forward, backward = ((first, *rest, last) for first, last, *rest in (halved if swap else whole, halved))
-    return Schedule(forward, backward, hops, swap, queries[rank])
+    halved, whole = (first, *arriving, last), (local, *arriving, _NOTHING)
+    return Schedule(halved if swap else whole, halved, hops, swap, queries[rank])
 
 
-_NOTHING = Step((), (), ())
-
-
-def _arrivals(held_keys: tuple[tuple[Range, ...], ...], kv_exchange: str, rank: int) -> Iterator[list[Placed]]:
-    """What can be used of the block of each step: keys that have not been there before."""
+def _first_visits(visits: list[tuple[int, ...]]) -> list[list[tuple[int, bool]]]:
+    """For each step its sources, each with True if no earlier step has had it."""
     seen: set[int] = set()
-    for sources in _visits(kv_exchange, rank, len(held_keys)):
-        blocks: list[Placed] = []
-        offset = 0
-        for source in sources:
-            ranges = with_offsets(held_keys[source], offset)
-            offset += sum(stop - start for start, stop in held_keys[source])
-            if source not in seen:
-                blocks += ranges
+    found = []
+    for sources in visits:
+        found.append([(source, source not in seen) for source in sources])
         seen.update(sources)
-        yield blocks
+    return found
+
+
+def _usable(held_keys: tuple[tuple[Range, ...], ...], sources: list[tuple[int, bool]]) -> list[Placed]:
+    """The keys of a step's block that no earlier step has had."""
+    blocks: list[Placed] = []
+    offset = 0
+    for source, new in sources:
+        if new:
+            blocks += with_offsets(held_keys[source], offset)
+        offset += sum(stop - start for start, stop in held_keys[source])
+    return blocks
 
 
 def swaps(load_balance: bool, size: int, band: Band, length: int) -> bool:
-    """Whether tails of queries are exchanged: where later queries see more keys than earlier ones, that
-    is, unless the mask is not causal or a window shorter than half of the sequence."""
+    """True if tails of queries are exchanged. That balances work where later queries see more keys than earlier ones:
+    under a causal mask, unless a window is shorter than half of the sequence."""
     lower, upper = band
     return load_balance and size > 1 and upper is not None and (lower is None or -lower >= length // 2)
 

@@ -1,14 +1,17 @@
-"""Sequence layouts: which global token positions each rank of a cp mesh holds, and in which order.
+"""Sequence layouts: the global token positions that each rank of a cp mesh holds, and their order.
 
-A layout belongs to the data. It knows nothing of attention, of process groups or of tensors
-beyond index arithmetic. Everything is derived from one fact per layout: the chunks of a rank.
+A layout belongs to the data. It knows nothing of attention or of process groups. A layout by chunks is one function,
+from a rank to the chunks that it holds; :func:`register` adds one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+
+import torch
+from torch import Tensor
 
 Range = tuple[int, int]
 """A half-open range ``(start, stop)`` of token positions."""
@@ -17,35 +20,86 @@ Piece = tuple[int, int, int]
 """``(rank, start, stop)``: a range of the *local* positions of one rank."""
 
 Documents = tuple[int, ...]
-"""Borders of the documents packed into one sequence: ascending, from 0 to its length. Only
+"""Boundaries of the documents packed into one sequence: ascending, from 0 to its length. Only
 positions of the same document see each other."""
 
-# name -> (chunks per rank, chunks held by rank r of n)
-_CHUNKS = {
-    "contiguous": (1, lambda rank, world: (rank,)),
+# --------------------------------------------------------------------------- the layouts
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The sequence is cut into ``chunks_per_rank * world`` equal chunks; a rank holds ``chunks(rank, world)``."""
+
+    chunks_per_rank: int
+    chunks: Callable[[int, int], Sequence[int]]
+
+
+def _one_each(rank: int, world: int) -> tuple[int, ...]:
+    return (rank,)
+
+
+def _head_and_tail(rank: int, world: int) -> tuple[int, ...]:
+    return (rank, 2 * world - 1 - rank)
+
+
+_LAYOUTS = {
+    "contiguous": _Layout(1, _one_each),
     # Megatron, TransformerEngine and PyTorch call this "dual chunk", "zigzag" or head-tail.
-    "head_tail": (2, lambda rank, world: (rank, 2 * world - 1 - rank)),
-    # Every document by itself head-tail over the ranks: TransformerEngine's layout of packed sequences.
-    "per_document": (1, lambda rank, world: (rank, 2 * world - 1 - rank)),
-    # "head_tail" or "per_document", whichever balances the given documents better: see ``placement``.
-    "auto": (2, lambda rank, world: (rank, 2 * world - 1 - rank)),
+    "head_tail": _Layout(2, _head_and_tail),
+    # Every document by itself head-tail over the ranks: TransformerEngine's layout of packed sequences. Its ranges
+    # come from the documents (see _by_document); one token per rank is the smallest share.
+    "per_document": _Layout(1, _one_each),
+    # "head_tail" or "per_document", whichever balances the given documents better: see auto_layout.
+    "auto": _Layout(2, _head_and_tail),
 }
 
-LAYOUTS = tuple(_CHUNKS)
+LAYOUTS = _LAYOUTS.keys()
+"""Names of all layouts, those registered later included."""
 BY_DOCUMENTS = ("per_document", "auto")
 """Layouts in which what a rank holds depends on the documents."""
 
 
+def register(name: str, chunks: Callable[[int, int], Sequence[int]], chunks_per_rank: int = 1) -> None:
+    """Add a sequence layout, for every mode and for the batch side.
+
+    Args:
+        name: what users write as ``layout=``.
+        chunks: ``chunks(rank, world)`` are the numbers of the chunks that a rank holds, for every ``world``. It holds
+            them in ascending order.
+        chunks_per_rank: how many these are; the sequence has ``chunks_per_rank * world`` chunks of equal length.
+    """
+    layout = _Layout(chunks_per_rank, chunks)
+    if _LAYOUTS.get(name, layout) != layout:
+        raise ValueError(
+            f"layout={name!r} is registered already, with other chunks. Data and attention find a layout by its name. "
+            "Choose another name"
+        )
+    for world in range(1, 9):
+        dealt = [chunks(rank, world) for rank in range(world)]
+        number = chunks_per_rank * world
+        if {len(c) for c in dealt} != {chunks_per_rank} or {i for c in dealt for i in c} != set(range(number)):
+            raise ValueError(
+                f"layout={name!r} deals the chunks {dealt} to {world} ranks. Every rank must hold {chunks_per_rank} of "
+                f"the chunks 0 to {number - 1}, and every chunk must have one rank: change chunks or chunks_per_rank"
+            )
+    _LAYOUTS[name] = layout
+
+
 def check_layout(layout: str) -> str:
     """Return ``layout`` if it is a known layout, else raise ``ValueError``."""
-    if layout not in _CHUNKS:
+    if layout not in _LAYOUTS:
         raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(map(repr, LAYOUTS))}")
     return layout
 
 
+def chunks_per_rank(layout: str) -> int:
+    """The number of chunks that each rank holds: its local length must be a multiple of it."""
+    return _LAYOUTS[check_layout(layout)].chunks_per_rank
+
+
 def length_multiple(layout: str, world: int) -> int:
     """The number that a global sequence length must be a multiple of."""
-    return _CHUNKS[check_layout(layout)][0] * world
+    return chunks_per_rank(layout) * world
 
 
 def check_length(layout: str, world: int, length: int, argument: str = "sequence length") -> None:
@@ -56,9 +110,80 @@ def check_length(layout: str, world: int, length: int, argument: str = "sequence
         nearest = f"{lower} or {upper}" if lower else f"{max(upper, multiple)}"
         raise ValueError(
             f"{argument}={length} cannot be split over {world} ranks with layout={layout!r}: it must "
-            f"be a positive multiple of {multiple} ({_CHUNKS[layout][0]} chunk(s) per rank). Pad or "
+            f"be a positive multiple of {multiple} ({chunks_per_rank(layout)} chunk(s) per rank). Pad or "
             f"cut the sequence to {nearest}"
         )
+
+
+# --------------------------------------------------------------------------- the positions of every rank
+
+
+class ResolvedLayout:
+    """A layout for one number of ranks, one length and, if it depends on them, one set of documents.
+
+    Global positions of every rank, each ascending, adjacent chunks joined. Get it from :func:`lookup.resolve`, which
+    makes each of them once.
+
+    Attributes:
+        name: the layout, never ``"auto"``.
+        held: the ranges of every rank, by rank.
+        length: the global sequence length.
+    """
+
+    def __init__(self, name: str, held: tuple[tuple[Range, ...], ...]) -> None:
+        self.name, self.held = name, held
+        self.length = sum(stop - start for ranges in held for start, stop in ranges)
+        self._pieces: dict[range, tuple[Piece, ...]] = {}
+        self._by_ring: dict[int, ResolvedLayout] = {}
+
+    @classmethod
+    def of(cls, layout: str, world: int, length: int, documents: Documents | None = None) -> ResolvedLayout:
+        """Place the tokens. ``documents`` matters to ``"per_document"`` only, which needs it."""
+        check_length(layout, world, length)
+        if layout == "per_document":
+            return cls(layout, _by_document(documents or (0, length), world))
+        chunk = length // length_multiple(layout, world)
+        dealt = [_LAYOUTS[layout].chunks(rank, world) for rank in range(world)]
+        return cls(layout, tuple(merge_ranges((c * chunk, (c + 1) * chunk) for c in chunks) for chunks in dealt))
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.held)
+
+    def ranges(self, rank: int) -> tuple[Range, ...]:
+        """Global positions that ``rank`` holds, in its local order."""
+        return self.held[rank]
+
+    def union(self, ranks: Iterable[int]) -> tuple[Range, ...]:
+        """Global positions that several ranks hold together, ascending."""
+        return merge_ranges(r for rank in ranks for r in self.held[rank])
+
+    def positions(self, rank: int) -> Tensor:
+        """The global position of every local token of ``rank``: ``[length / world]`` int64 on the CPU."""
+        return torch.cat([torch.arange(start, stop) for start, stop in self.held[rank]])
+
+    def pieces(self, ranks: range) -> tuple[Piece, ...]:
+        """The ranges that several ranks hold, in ascending global order: ``(index into ranks, local start, stop)``."""
+        found = self._pieces.get(ranks)
+        if found is None:
+            by_start: list[tuple[int, Piece]] = []  # (global start, piece)
+            for index, rank in enumerate(ranks):
+                offset = 0
+                for start, stop in self.held[rank]:
+                    by_start.append((start, (index, offset, offset + stop - start)))
+                    offset += stop - start
+            found = self._pieces[ranks] = tuple(piece for _, piece in sorted(by_start))
+        return found
+
+    def by_ring(self, ulysses: int) -> ResolvedLayout:
+        """The same layout as ring ranks see it, each of which holds what ``ulysses`` adjacent cp ranks hold together:
+        ``ranges``, ``pieces`` and ``positions`` are then those of ring ranks."""
+        found = self if ulysses == 1 else self._by_ring.get(ulysses)
+        if found is None:
+            blocks = [range(r, r + ulysses) for r in range(0, self.world, ulysses)]
+            found = self._by_ring[ulysses] = ResolvedLayout(self.name, tuple(map(self.union, blocks)))
+        return found
 
 
 def merge_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:
@@ -72,27 +197,10 @@ def merge_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:
     return tuple(merged)
 
 
-@lru_cache(maxsize=4096)
-def rank_ranges(
-    layout: str, rank: int, world: int, length: int, documents: Documents | None = None
-) -> tuple[Range, ...]:
-    """Global positions held by ``rank`` of ``world``, ascending, adjacent chunks joined.
-
-    ``documents`` matters to ``"per_document"`` only, which needs it (``"auto"`` has been resolved here).
-    """
-    check_length(layout, world, length)
-    if layout == "per_document":
-        return _by_document(documents or (), world)[rank]
-    chunk = length // length_multiple(layout, world)
-    chunks = _CHUNKS[layout][1](rank, world)
-    return merge_ranges((c * chunk, (c + 1) * chunk) for c in chunks)
-
-
-@lru_cache(maxsize=256)
 def _by_document(documents: Documents, world: int) -> tuple[tuple[Range, ...], ...]:
-    """Every document head-tail over the ranks, of any length: what does not divide by ``2 * world`` is dealt out
-    one token a rank, going on in the next document where the last one stopped, so that all ranks hold
-    equally many in the end."""
+    """Deal every document, of any length, head-tail over the ranks. What does not divide by ``2 * world`` is dealt
+    one token a rank, and the next document goes on with the rank after, so that all ranks hold equally many in the
+    end."""
     held: list[list[Range]] = [[] for _ in range(world)]
     dealt = 0
     for start, stop in pairwise(documents):
@@ -107,33 +215,3 @@ def _by_document(documents: Documents, world: int) -> tuple[tuple[Range, ...], .
                 held[min(chunk, 2 * world - 1 - chunk)].append((start, start + size))
             start += size
     return tuple(map(merge_ranges, held))
-
-
-@lru_cache(maxsize=1024)
-def ascending_pieces(
-    layout: str, ranks: range, world: int, length: int, documents: Documents | None = None
-) -> tuple[Piece, ...]:
-    """The chunks held by several ranks, in ascending global order.
-
-    Returns pieces ``(index into ranks, local start, local stop)``.
-    """
-    found: list[tuple[int, Piece]] = []  # (global start, piece)
-    for index, rank in enumerate(ranks):
-        offset = 0
-        for start, stop in rank_ranges(layout, rank, world, length, documents):
-            found.append((start, (index, offset, offset + stop - start)))
-            offset += stop - start
-    return tuple(piece for _, piece in sorted(found))
-
-
-def union_ranges(
-    layout: str, ranks: range, world: int, length: int, documents: Documents | None = None
-) -> tuple[Range, ...]:
-    """Global positions held together by ``ranks``, ascending: what a ring rank has after the
-    all-to-all has brought together the sequences of its Ulysses ranks."""
-    return merge_ranges(r for rank in ranks for r in rank_ranges(layout, rank, world, length, documents))
-
-
-def positions(layout: str, rank: int, world: int, length: int, documents: Documents | None = None) -> list[int]:
-    """Global position of every local token of ``rank``, in local order."""
-    return [p for start, stop in rank_ranges(layout, rank, world, length, documents) for p in range(start, stop)]

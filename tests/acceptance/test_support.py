@@ -17,11 +17,12 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from hyper_cp import ContextParallel
 from hyper_cp.mesh import comm
 from hyper_cp.ops import attention, kernels
-from hyper_cp.schedule import auto_layout as placement
 from hyper_cp.schedule import layout as layouts
-from hyper_cp.schedule import masks
+from hyper_cp.schedule.documents import documents_table, read
+from hyper_cp.schedule.lookup import resolve
 from tests.harness import npu_standin
 from tests.harness.oracle import plain_attention, relative_error, visible_pairs
+from tests.harness.ranks import on_ranks
 from tests.ops.test_attention import FP32, FP64, inputs
 
 README = Path(__file__).parents[2] / "README.md"
@@ -78,9 +79,8 @@ def attend(case: dict[str, Any], mode: dict[str, Any], layout: str, dtype: torch
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def mine(length: int) -> Tensor:
-        table = masks.documents_table(documents)
-        name, borders = placement.resolve(layout, world, length, table) if length == S else (layout, None)
-        return torch.tensor(layouts.positions(name, rank, world, length, borders))
+        packed = read(documents_table(documents)) if length == S else None
+        return resolve(layout, world, length, packed).positions(rank)
 
     at = [mine(S), mine(keys), mine(keys)]
     local = [x[:, :, i].clone().requires_grad_() for x, i in zip((q, k, v), at, strict=True)]
@@ -115,6 +115,7 @@ def styled_flex(mesh: Any, keywords: dict[str, Any], local: list[Tensor]) -> Ten
     return parallelize_module(Flexible(), mesh, {"": style})(*(x.detach() for x in local))
 
 
+@on_ranks
 def cells(on_npu: bool) -> dict[tuple[str, str], str]:
     """What happens in each cell, in every layout that the mode takes."""
     if on_npu:

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from hyper_cp import ContextParallelHandler
 from hyper_cp.data.collectives import roll_plan
 from hyper_cp.mesh import comm
-from hyper_cp.schedule import positions
+from hyper_cp.schedule.lookup import resolve
 from tests.harness.oracle import token_positions
+from tests.harness.ranks import on_ranks
 
 LAYOUTS = ["contiguous", "head_tail"]
 
@@ -39,14 +40,13 @@ def rolled_whole(x: Tensor, shifts: int, dim: int, borders: list[list[int]] | No
 @given(st.sampled_from(LAYOUTS), st.integers(1, 6), st.integers(1, 4), st.integers(-30, 30))
 def test_a_roll_plan_moves_each_row_to_its_place(layout: str, world: int, unit: int, shifts: int) -> None:
     length = 2 * world * unit
-    ranges = positions.held(layout, world, length)
+    resolved = resolve(layout, world, length)
     whole = torch.arange(1, length + 1)
     local = [whole[torch.tensor(token_positions(layout, r, world, length))] for r in range(world)]
-    plans = [roll_plan(ranges, r, shifts) for r in range(world)]
+    plans = [roll_plan(resolved, r, shifts) for r in range(world)]
     for rank, plan in enumerate(plans):
         sent = [
-            torch.cat([x[a:b] for a, b in borders]) if borders else x[:0]
-            for x, borders in zip(local, plan.borders, strict=True)
+            torch.cat([x[a:b] for a, b in rows]) if rows else x[:0] for x, rows in zip(local, plan.sent, strict=True)
         ]
         assert max(map(len, sent)) == plan.width
         parts = [
@@ -63,6 +63,7 @@ ROLLS: list[tuple[int, Any]] = [(s, None) for s in (-1, 1, -2, 3, 0, -7, 11, -24
 ROLLS += [(s, d) for s in (-1, 2, -5) for d in ([0, 5, 6, 17, 24], [[0, 24], [0, 7, 8, 24], [0, 1, 23, 24]])]
 
 
+@on_ranks
 def rolls(layout: str, names: tuple[str, ...]) -> dict[str, int]:
     """Whether each roll and its gradient are those of the whole; and the transfers of each."""
     world = dist.get_world_size()
@@ -108,6 +109,7 @@ def test_rolls_on_a_mesh_of_two_dimensions(ranks: Any) -> None:
     ranks(4, rolls, "head_tail", ("ring", "ulysses"))
 
 
+@on_ranks
 def roll_traffic(layout: str) -> tuple[int, int]:
     handler = ContextParallelHandler(init_device_mesh("cpu", (4,)), layout)
     with comm.record_traffic() as log, handler.documents([0, 9, 64]):
@@ -121,6 +123,7 @@ def test_only_border_rows_travel(ranks: Any, layout: str, rows: int) -> None:
         assert (entries, sent) == (1, 3 * rows * 2 * 5 * 4)
 
 
+@on_ranks
 def wrong_roll(what: str) -> None:
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
     x = torch.zeros(3, 8)
@@ -158,6 +161,7 @@ def shift(labels: Tensor, last: list[list[int]]) -> Tensor:
     return out
 
 
+@on_ranks
 def packed(layout: str) -> None:
     handler = ContextParallelHandler(init_device_mesh("cpu", (dist.get_world_size(),)), layout)
     mine = torch.tensor(token_positions(layout, dist.get_rank(), dist.get_world_size(), 24))
@@ -211,6 +215,7 @@ def test_labels_positions_and_documents(ranks: Any, world: int, layout: str) -> 
     ranks(world, packed, layout)
 
 
+@on_ranks
 def padded(layout: str) -> None:
     """13 positions on 3 ranks, padded right, left, and not at all."""
     handler = ContextParallelHandler(init_device_mesh("cpu", (3,)), layout)
@@ -254,6 +259,7 @@ def test_padding_becomes_documents(ranks: Any, layout: str) -> None:
     ranks(3, padded, layout)
 
 
+@on_ranks
 def containers() -> None:
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "head_tail")
     mine = torch.tensor(token_positions("head_tail", dist.get_rank(), 2, 8))
@@ -282,6 +288,7 @@ def test_containers_and_dimensions(ranks: Any) -> None:
     ranks(2, containers)
 
 
+@on_ranks
 def wrong_batch(what: str) -> None:
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
     get, x = handler.get_batch_on_this_cp_rank, torch.zeros(2, 7, dtype=torch.int64)
@@ -318,7 +325,7 @@ def wrong_batch(what: str) -> None:
         ("labels", "ValueError", "shift_labels=True needs a dict batch with a tensor 'labels'"),
         ("holes", "ValueError", r"attention_mask\[1\] is not a padding mask"),
         ("ids", "ValueError", r"attention_mask\[0\] is not a padding mask"),
-        ("explicit", "ValueError", "pad the batch to 8 positions yourself"),
+        ("explicit", "ValueError", "Pad the batch to 8 positions yourself"),
         ("offsets", "ValueError", "global sequence length 7"),
         ("contradiction", "ValueError", "name different documents"),
         ("pad", "ValueError", r"pad_values names \['input'\]"),
@@ -328,6 +335,7 @@ def test_wrong_batches_are_refused(ranks: Any, what: str, kind: str, words: str)
     ranks.raises(2, kind, words, wrong_batch, what)
 
 
+@on_ranks
 def unequal(what: str, names: tuple[str, ...]) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (world,) if len(names) == 1 else (2, world // 2), mesh_dim_names=names)

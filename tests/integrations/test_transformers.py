@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from tests.harness.hf_models import NAMES, InDouble, make, tokens
+from tests.harness.ranks import on_ranks
 
 pytest.importorskip("transformers")
 
@@ -80,6 +81,7 @@ def batch_of(length: int = 24) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+@on_ranks
 def every_mode(name: str, layout: str) -> dict[str, float]:
     model, batch, found = make(name), batch_of(), {}
     want = unsharded(model, batch)
@@ -126,6 +128,7 @@ def batches() -> dict[str, dict[str, Any]]:
     return found
 
 
+@on_ranks
 def padded_and_packed(name: str, layout: str) -> dict[str, float]:
     from hyper_cp.integrations.transformers import prepare_batch
 
@@ -159,6 +162,7 @@ def test_padded_and_packed_batches(ranks: Any, name: str, layout: str) -> None:
 # --------------------------------------------------------------------------- what must not be lost on the way
 
 
+@on_ranks
 def recomputed() -> dict[str, float]:
     """Activation checkpointing of a copied model sees what the forward saw, also after the block that said it."""
     from hyper_cp.integrations.transformers import prepare_batch
@@ -191,6 +195,7 @@ def test_recompute_sees_what_the_forward_saw(ranks: Any) -> None:
         assert max(found.values()) <= 2e-5, found
 
 
+@on_ranks
 def compiled() -> list[float]:
     """Two batches of the same shape through layers compiled without graph breaks, with other documents each."""
     from hyper_cp.integrations.transformers import prepare_batch
@@ -218,6 +223,7 @@ class Capped(nn.Module):
     is_causal = True
 
 
+@on_ranks
 def refused(case: str) -> None:
     from transformers import AutoModelForCausalLM, Llama4TextConfig, MambaConfig
 
@@ -304,7 +310,7 @@ def refused(case: str) -> None:
         ("custom mask", "NotImplementedError", r"chunked or custom \(size 3\)"),
         ("mask of another length", "ValueError", r"\(2, 13\).*\[B, 12\].*\[B, 24\]"),
         ("numbered documents", "ValueError", "up to 2.*documents="),
-        ("two kinds of documents", "ValueError", "cu_seq_lens_q: drop one"),
+        ("two kinds of documents", "ValueError", "'documents', 'cu_seq_lens_q' name different documents"),
         ("local 4-D mask", "ValueError", "attn_mask has shape.*global"),
         ("softcap", "NotImplementedError", "Capped asks for softcap"),
         ("s_aux", "NotImplementedError", "Capped asks for s_aux"),

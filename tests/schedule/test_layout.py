@@ -9,8 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyper_cp.schedule import auto_layout as placement
-from hyper_cp.schedule import layout as layouts
+from hyper_cp.schedule.auto_layout import balance
+from hyper_cp.schedule.documents import read
+from hyper_cp.schedule.layout import ResolvedLayout, merge_ranges
+from hyper_cp.schedule.lookup import resolve
 from tests.harness.oracle import token_positions
 
 worlds = st.integers(1, 16)
@@ -20,7 +22,7 @@ names = st.sampled_from(["contiguous", "head_tail"])
 @given(names, worlds, st.integers(1, 5))
 def test_ranks_partition_the_sequence(name: str, world: int, chunk: int) -> None:
     length = 2 * world * chunk
-    held = [layouts.positions(name, r, world, length) for r in range(world)]
+    held = [resolve(name, world, length).positions(r).tolist() for r in range(world)]
     assert sorted(p for rank in held for p in rank) == list(range(length))
     assert {len(rank) for rank in held} == {length // world}
     assert all(rank == sorted(rank) for rank in held)
@@ -33,13 +35,14 @@ def test_pieces_of_several_ranks_ascend(name: str, ring: int, ulysses: int, chun
     length = 2 * world * chunk
     block = data.draw(st.integers(0, ring - 1))
     ranks = range(block * ulysses, (block + 1) * ulysses)
+    resolved = resolve(name, world, length)
     found = [
         token_positions(name, ranks[i], world, length)[p]
-        for i, start, stop in layouts.ascending_pieces(name, ranks, world, length)
+        for i, start, stop in resolved.pieces(ranks)
         for p in range(start, stop)
     ]
     assert found == sorted(p for r in ranks for p in token_positions(name, r, world, length))
-    union = [p for start, stop in layouts.union_ranges(name, ranks, world, length) for p in range(start, stop)]
+    union = [p for start, stop in resolved.union(ranks) for p in range(start, stop)]
     assert union == found
 
 
@@ -49,20 +52,21 @@ def packed(draw: st.DrawFn) -> tuple[int, tuple[int, ...]]:
     world = draw(worlds)
     lengths = draw(st.lists(st.integers(0, 5 * world), max_size=12))
     lengths.append(-sum(lengths) % world or world)
-    borders = [0]
+    boundaries = [0]
     for length in lengths:
-        borders.append(borders[-1] + length)
-    return world, tuple(borders)
+        boundaries.append(boundaries[-1] + length)
+    return world, tuple(boundaries)
 
 
 @given(packed())
 def test_each_document_head_tail_over_the_ranks(problem: tuple[int, tuple[int, ...]]) -> None:
-    world, borders = problem
-    held = [layouts.positions("per_document", r, world, borders[-1], borders) for r in range(world)]
-    assert sorted(p for rank in held for p in rank) == list(range(borders[-1]))
-    assert {len(rank) for rank in held} == {borders[-1] // world}
+    world, boundaries = problem
+    resolved = ResolvedLayout.of("per_document", world, boundaries[-1], boundaries)
+    held = [resolved.positions(r).tolist() for r in range(world)]
+    assert sorted(p for rank in held for p in rank) == list(range(boundaries[-1]))
+    assert {len(rank) for rank in held} == {boundaries[-1] // world}
     owner = {p: r for r, rank in enumerate(held) for p in rank}
-    for start, stop in pairwise(borders):
+    for start, stop in pairwise(boundaries):
         owners = [owner[p] for p in range(start, stop)]
         heads = next((i for i, pair in enumerate(pairwise(owners)) if pair[1] < pair[0]), len(owners) - 1) + 1
         assert owners[:heads] == sorted(owners[:heads]), "heads by ascending rank"
@@ -74,36 +78,36 @@ def test_each_document_head_tail_over_the_ranks(problem: tuple[int, tuple[int, .
             assert inside == [token_positions("head_tail", r, world, stop - start) for r in range(world)]
 
 
-def test_balance_says_what_each_layout_gives() -> None:
+def test_balance_of_each_layout() -> None:
     """One long document and many short ones: the long one is what head_tail cannot balance."""
     length = 64 * 1024
     documents = [0, length // 2, *range(length // 2 + 512, length + 1, 512)]
-    found = placement.balance(length, 8, documents)
+    found = balance(length, 8, documents)
     assert set(found) == {"contiguous", "head_tail", "per_document"}
     for name, ratio in (("contiguous", 3.5), ("head_tail", 1.9), ("per_document", 1.0)):
-        held = [layouts.positions(name, r, 8, length, tuple(documents)) for r in range(8)]
+        resolved = ResolvedLayout.of(name, 8, length, tuple(documents))
         starts = torch.tensor(documents)
-        rows = [torch.tensor(p) for p in held]
+        rows = [resolved.positions(r) for r in range(8)]
         pairs = [int((p - starts[torch.searchsorted(starts, p, right=True) - 1] + 1).sum()) for p in rows]
         assert list(found[name].pairs) == pairs
         assert found[name].ratio == pytest.approx(ratio, abs=0.3)
-    assert placement.resolve("auto", 8, length, torch.tensor([documents]))[0] == "per_document"
+    assert resolve("auto", 8, length, read(torch.tensor([documents]))).name == "per_document"
     short = torch.arange(0, length + 1, 64)[None]
-    assert placement.resolve("auto", 8, length, short)[0] == "head_tail", "documents of 64 tokens are not cut in 16"
+    assert resolve("auto", 8, length, read(short)).name == "head_tail", "documents of 64 tokens are not cut in 16"
 
 
 def test_layouts_by_document_need_documents() -> None:
     with pytest.raises(ValueError, match="layout='per_document' places tokens by document, but no documents"):
-        placement.resolve("per_document", 2, 8, None)
-    rows = torch.tensor([[0, 4, 8], [0, 2, 8]])
+        resolve("per_document", 2, 8, None)
+    rows = read(torch.tensor([[0, 4, 8], [0, 2, 8]]))
     with pytest.raises(ValueError, match="needs the same documents in every batch row"):
-        placement.resolve("per_document", 2, 8, rows)
-    assert placement.resolve("auto", 2, 8, rows) == ("head_tail", None)
+        resolve("per_document", 2, 8, rows)
+    assert resolve("auto", 2, 8, rows).name == "head_tail"
 
 
 @given(st.lists(st.integers(0, 30), max_size=12, unique=True))
 def test_merge_ranges_joins_neighbours(points: list[int]) -> None:
-    merged = layouts.merge_ranges((p, p + 1) for p in points)
+    merged = merge_ranges((p, p + 1) for p in points)
     assert [p for start, stop in merged for p in range(start, stop)] == sorted(points)
     assert all(a[1] < b[0] for a, b in pairwise(merged))
 
@@ -118,6 +122,6 @@ def test_merge_ranges_joins_neighbours(points: list[int]) -> None:
         ("zigzag", 2, 8, "layout='zigzag' is unknown; choose one of 'contiguous', 'head_tail'"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_words(name: str, world: int, length: int, words: str) -> None:
+def test_lengths_and_names_that_do_not_fit_are_refused(name: str, world: int, length: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        layouts.rank_ranges(name, 0, world, length)
+        resolve(name, world, length)

@@ -15,21 +15,20 @@ from torch import Tensor
 
 from ...mesh import comm, cp_mesh
 from ...mesh.cp_mesh import CPMesh
-from ...schedule.auto_layout import held_ranges
-from ...schedule.layout import Piece, Range
+from ...schedule.layout import Piece, ResolvedLayout
+from ...schedule.lookup import resolve
 from ..kernels.partials import accumulation_dtype
-from .keys_values import from_wire, to_wire
+from .wire import from_wire, to_wire
 
 
-def _pieces(cp: CPMesh, layout: str, length: int) -> list[Piece]:
+def _on_ring(cp: CPMesh, layout: str, length: int) -> ResolvedLayout:
+    """The positions of every ring rank."""
+    return resolve(layout, cp.size, length).by_ring(cp.ulysses.size)
+
+
+def _pieces(cp: CPMesh, layout: str, length: int) -> tuple[Piece, ...]:
     """``(ring rank, local start, local stop)`` of all ring ranks, in ascending global order."""
-    found: list[tuple[int, Piece]] = []  # (global start, piece)
-    for rank in range(cp.ring.size):
-        offset = 0
-        for start, stop in held_ranges(cp, layout, rank, length):
-            found.append((start, (rank, offset, offset + stop - start)))
-            offset += stop - start
-    return [piece for _, piece in sorted(found)]
+    return _on_ring(cp, layout, length).pieces(range(cp.ring.size))
 
 
 @torch.library.custom_op("hyper_cp::gather_keys", mutates_args=())
@@ -48,7 +47,7 @@ def _whole(x: Tensor, cp: CPMesh) -> int:
     return x.shape[2] * cp.ring.size
 
 
-def _ascending(gathered: Tensor, pieces: list[Piece]) -> Tensor:
+def _ascending(gathered: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
     """Wire format in rank order -> wire format in global order."""
     share = sum(stop - start for rank, start, stop in pieces if rank == 0)
     parts = [gathered[rank * share + start : rank * share + stop] for rank, start, stop in pieces]
@@ -108,12 +107,12 @@ def query_positions(q: Tensor, mesh: str, layout: str) -> Tensor:
     lengths may be symbolic."""
     cp = cp_mesh.by_key(mesh)
     # A clone: a compiled graph may write into what an op has returned.
-    return _positions(held_ranges(cp, layout, cp.ring.rank, _whole(q, cp)), q.device).clone()
+    return _positions(_on_ring(cp, layout, _whole(q, cp)), cp.ring.rank, q.device).clone()
 
 
 @lru_cache(maxsize=64)
-def _positions(ranges: tuple[Range, ...], device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(*r, dtype=torch.int32) for r in ranges]).to(device)
+def _positions(layout: ResolvedLayout, rank: int, device: torch.device) -> Tensor:
+    return layout.positions(rank).to(device, torch.int32)
 
 
 @query_positions.register_fake

@@ -1,0 +1,203 @@
+"""Documents packed into one sequence: the table that travels, and what the host reads from it, once per table.
+
+The table, a CPU int64 tensor ``[1 or B, m]``, is what users' settings become and what ops take. Under
+``torch.compile`` it is an input of the graph, so nothing here reads it while a graph is traced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import struct
+import weakref
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from .layout import Documents
+
+T = TypeVar("T")
+
+# --------------------------------------------------------------------------- from users' forms to a table
+
+
+def documents_table(documents: Any = None, document_ids: Any = None) -> Tensor | None:
+    """Packed documents as a CPU int64 tensor of boundaries, ``[1, m]`` or ``[batch, m]``.
+
+    Args:
+        documents: cumulative lengths from 0 to S as a list or tensor ``[m]`` (for every batch row);
+            or one such list or tensor per row; or ``[batch, m]``, each row filled up with S.
+        document_ids: ``[batch, S]``: the document of every position; a document is contiguous.
+
+    Returns:
+        The table, its width filled up to a power of two (so that another number of documents is
+        seldom another shape), or None without documents.
+    """
+    if document_ids is not None:
+        if documents is not None:
+            raise ValueError("documents and document_ids are both given: pass one of them")
+        documents = _boundaries_of_ids(torch.as_tensor(document_ids))
+    if documents is None:
+        return None
+    if isinstance(documents, Tensor) and documents.ndim == 2 and documents.dtype == torch.int64:
+        return documents  # a table already: not read here, so that a compiled graph takes it as an input
+    if isinstance(documents, Tensor):
+        rows = documents.reshape(1, -1) if documents.ndim == 1 else documents
+        if rows.ndim != 2 or rows.is_floating_point():
+            raise ValueError(
+                f"documents is a {documents.dtype} tensor of shape {tuple(documents.shape)}: pass cumulative "
+                "lengths (integers from 0 to the sequence length) of shape [m] or [batch, m]"
+            )
+        table = rows.detach().to("cpu", torch.int64).tolist()
+    else:
+        listed = list(documents)
+        nested = any(isinstance(x, (list, tuple)) or (isinstance(x, Tensor) and x.ndim) for x in listed)
+        table = [[int(b) for b in row] for row in (listed if nested else [listed])]
+    if not table or any(len(row) < 2 for row in table):
+        raise ValueError(f"documents={documents!r}: cumulative lengths need at least the boundaries 0 and S")
+    width = 1 << (max(len(row) for row in table) - 1).bit_length()
+    return torch.tensor([row + [row[-1]] * (width - len(row)) for row in table], dtype=torch.int64)
+
+
+def _boundaries_of_ids(ids: Tensor) -> list[list[int]]:
+    if ids.ndim != 2 or not ids.numel():
+        raise ValueError(f"document_ids has shape {tuple(ids.shape)}; it must be [batch, sequence]")
+    found = []
+    for row, line in enumerate(ids.cpu()):
+        first = (torch.nonzero(line[1:] != line[:-1]).flatten() + 1).tolist()
+        if len(first) + 1 != len(line.unique()):
+            raise ValueError(
+                f"document_ids[{row}] names a document in two places: a document is contiguous. Give its "
+                "parts different ids"
+            )
+        found.append([0, *first, len(line)])
+    return found
+
+
+# --------------------------------------------------------------------------- from a table to boundaries
+
+
+class PackedDocuments:
+    """The contents of one table. Equal tables are one object, so that it can be compared by identity.
+
+    It owns what is derived from it (see :meth:`derived`), which is therefore found without reading or hashing the
+    boundaries again, and is freed with it.
+
+    Attributes:
+        rows: the boundaries of each batch row, without empty documents; one tuple if all rows agree.
+        digest: 64 bits that stand for ``rows``, the same in every process.
+    """
+
+    _MOST_DERIVED = 512
+
+    def __init__(self, table: list[list[int]]) -> None:
+        distinct = tuple(tuple(dict.fromkeys(row)) for row in table)
+        agree = all(row == distinct[0] for row in distinct)
+        self.rows: tuple[Documents, ...] = distinct[:1] if agree else distinct
+        self.digest = _digest(self.rows)
+        self._table_rows = len(table)
+        self._sound = [row[0] == 0 and all(a <= b for a, b in pairwise(row)) for row in table]
+        ends = {row[-1] for row in table}
+        self._length = ends.pop() if all(self._sound) and len(ends) == 1 else None
+        self._derived: dict[Hashable, Any] = {}
+
+    @property
+    def one_row(self) -> Documents | None:
+        """The boundaries that all batch rows share, or None if rows differ."""
+        return self.rows[0] if len(self.rows) == 1 else None
+
+    def check_length(self, length: int) -> None:
+        """Raise ``ValueError`` unless every row ascends from 0 to the global sequence length."""
+        if length == self._length:
+            return
+        rows = self.rows * self._table_rows if len(self.rows) == 1 else self.rows
+        row = next(row for row, sound in zip(rows, self._sound, strict=True) if not sound or row[-1] != length)
+        raise ValueError(
+            f"documents={list(row)} must be cumulative lengths that ascend from 0 to the "
+            f"global sequence length {length}. Add a last document for padding, if there is any"
+        )
+
+    def check(self, batch: int, length: int) -> None:
+        """Raise ``ValueError`` unless these documents fit ``batch`` rows of ``length`` global positions."""
+        self.check_length(length)
+        if self._table_rows not in (1, batch):
+            raise ValueError(
+                f"documents has {self._table_rows} rows for a batch of {batch}: give one for all, or one each"
+            )
+
+    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value under ``key``, made on first use. At most ``_MOST_DERIVED`` are kept."""
+        found: T | None = self._derived.get(key)
+        if found is None:
+            if len(self._derived) >= self._MOST_DERIVED:
+                self._derived.clear()
+            found = self._derived[key] = make()
+        return found
+
+    def numbers(self, positions: Tensor) -> Tensor:
+        """The number of the document that each position of ``[n]`` is in, per row: ``[rows, n]``. It is 0 before the
+        first position of the sequence, and a number of its own behind the last."""
+        return torch.stack([torch.searchsorted(torch.tensor(row), positions, right=True) for row in self.rows])
+
+    def restarted(self, positions: Tensor) -> Tensor:
+        """Positions counted from 0 in each document: ``[n] -> [rows, n]``."""
+        boundaries = [torch.tensor(row) for row in self.rows]
+        return positions - torch.stack([b[torch.searchsorted(b, positions, right=True) - 1] for b in boundaries])
+
+
+def _digest(rows: tuple[Documents, ...]) -> int:
+    """64 bits of a hash of the boundaries. (Python's own ``hash`` may differ between builds.)"""
+    h = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        h.update(struct.pack(f"<{len(row) + 1}q", len(row), *row))
+    return int.from_bytes(h.digest(), "little", signed=True)
+
+
+_known: dict[int, tuple[weakref.ref[Tensor], int, PackedDocuments]] = {}
+"""``id(table) -> (table, its version, its contents)``, as long as the table lives."""
+
+
+@overload
+def read(table: Tensor) -> PackedDocuments: ...
+@overload
+def read(table: None) -> None: ...
+def read(table: Tensor | None) -> PackedDocuments | None:
+    """The contents of a table, parsed once: until the table is written to, this is a look-up by its identity.
+
+    A tensor of inference mode has no version by which a write would show; its bytes are compared instead.
+    """
+    if table is None:
+        return None
+    known = _known.get(id(table))
+    if known is not None and known[0]() is table and known[1] == table._version:
+        return known[2]
+    if table.device.type != "cpu" or table.ndim != 2:
+        raise ValueError(
+            f"documents is a {table.ndim}-D tensor on {table.device}: pass cumulative lengths [batch or 1, m]"
+            " on the CPU (once per batch: they are needed on the host)"
+        )
+    if not table.numel():
+        raise ValueError(f"documents has shape {tuple(table.shape)}: cumulative lengths need at least 0 and S in a row")
+    dense = table.detach().to(torch.int64).contiguous()
+    found = _parsed(ctypes.string_at(dense.data_ptr(), dense.nbytes), len(dense))
+    if not table.is_inference():
+        key, known_tables = id(table), _known  # bound here: globals may be gone when the last tables die
+        _known[key] = weakref.ref(table, lambda _: known_tables.pop(key, None)), table._version, found
+    return found
+
+
+@lru_cache(maxsize=32)
+def _parsed(content: bytes, rows: int) -> PackedDocuments:
+    numbers = memoryview(content).cast("q").tolist()
+    width = len(numbers) // rows
+    return PackedDocuments([numbers[i * width : (i + 1) * width] for i in range(rows)])
+
+
+def check_documents(table: Tensor | None, length: int) -> None:
+    """Raise ``ValueError``, before any communication, if documents do not fit a global length."""
+    if table is not None and not torch.compiler.is_compiling():
+        read(table).check_length(length)

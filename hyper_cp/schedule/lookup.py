@@ -1,0 +1,125 @@
+"""Layouts and schedules that have been made before, found by cheap keys.
+
+Every attention call comes here. What depends on documents is kept by the documents themselves and found by identity, so
+that finding it costs the same for any number of ranks and documents.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from .auto_layout import better
+from .build import Schedule, build
+from .documents import PackedDocuments
+from .layout import BY_DOCUMENTS, ResolvedLayout
+from .tiles import Band
+
+
+def resolve(layout: str, world: int, length: int, documents: PackedDocuments | None = None) -> ResolvedLayout:
+    """The positions of every rank, with ``"auto"`` decided.
+
+    A pure function of its arguments: data and attention come to the same answer on every rank. ``documents`` matters
+    to the layouts that depend on them only; a single rank holds everything in any layout.
+    """
+    if layout not in BY_DOCUMENTS or world == 1:
+        return _by_length("contiguous" if world == 1 else layout, world, length)
+    if documents is None:
+        raise ValueError(
+            f"layout={layout!r} places tokens by document, but no documents are given: enter handler.documents(...) "
+            "around dispatch, forward and combine, or pass documents= ([0, S] for one document)"
+        )
+    return documents.derived((layout, world, length), lambda: _by_documents(layout, world, length, documents))
+
+
+@lru_cache(maxsize=256)
+def _by_length(layout: str, world: int, length: int) -> ResolvedLayout:
+    return ResolvedLayout.of(layout, world, length)
+
+
+def _by_documents(layout: str, world: int, length: int, documents: PackedDocuments) -> ResolvedLayout:
+    documents.check_length(length)
+    row = documents.one_row
+    if layout == "per_document" and row is None:
+        raise ValueError(
+            f"layout='per_document' needs the same documents in every batch row, but the {len(documents.rows)} rows "
+            "differ: pack one sequence per batch, or use layout='head_tail'"
+        )
+    if row is None or (layout == "auto" and better(length, world, documents) == "head_tail"):
+        return _by_length("head_tail", world, length)
+    return ResolvedLayout.of("per_document", world, length, row)
+
+
+class _Call(NamedTuple):
+    """The arguments of :func:`schedule` on which a schedule depends, but for documents."""
+
+    layout: str
+    rank: int
+    ring: int
+    ulysses: int
+    kv_exchange: str
+    load_balance: bool
+    band: Band
+    q_length: int
+    kv_length: int
+    parts: bool
+
+
+def schedule(
+    layout: str,
+    rank: int,
+    ring: int,
+    ulysses: int,
+    kv_exchange: str,
+    load_balance: bool,
+    band: Band,
+    q_length: int,
+    kv_length: int,
+    parts: bool = True,
+    documents: PackedDocuments | None = None,
+    batch: int = 1,
+) -> Schedule:
+    """The schedule of one ring rank for one kind of attention call. It is built on the first such call.
+
+    Args:
+        layout: as users give it.
+        rank: this rank in the ring dimension, of ``ring`` ranks; ``ulysses``: the size of the other dimension.
+        kv_exchange, load_balance: as users give them.
+        band: the mask, over global positions.
+        q_length, kv_length: global lengths. Where they differ, documents do not restrict keys: an explicit mask does.
+        parts: False if the kernel needs every tile to be one rectangle.
+        documents: those of the ``batch`` rows; ``ValueError`` if they do not fit.
+    """
+    call = layout, rank, ring, ulysses, kv_exchange, load_balance, band, q_length, kv_length, parts
+    if documents is None:
+        return _without_documents(call)
+    return documents.derived((batch, call), lambda: _with_documents(_Call(*call), documents, batch))
+
+
+@lru_cache(maxsize=512)
+def _without_documents(call: tuple) -> Schedule:
+    return _built(_Call(*call), None)
+
+
+def _with_documents(call: _Call, documents: PackedDocuments, batch: int) -> Schedule:
+    if call.q_length == call.kv_length:
+        documents.check(batch, call.q_length)
+    hides = call.q_length == call.kv_length and documents.rows != ((0, call.q_length),)
+    if call.layout not in BY_DOCUMENTS and not hides:
+        return _without_documents(call)
+    return _built(call, documents, hides)
+
+
+def _built(call: _Call, documents: PackedDocuments | None, hides: bool = False) -> Schedule:
+    world = call.ring * call.ulysses
+    queries = resolve(call.layout, world, call.q_length, documents)
+    held = queries.by_ring(call.ulysses).held
+    if call.kv_exchange == "replicated":
+        held_keys: tuple = (((0, call.kv_length),),) * call.ring
+    elif call.kv_length == call.q_length:
+        held_keys = held
+    else:
+        held_keys = resolve(queries.name, world, call.kv_length, documents).by_ring(call.ulysses).held
+    rows = documents.rows if documents is not None and hides else None
+    settings = call.kv_exchange, call.load_balance, call.band
+    return build(held, held_keys, call.rank, *settings, rows, call.parts)
