@@ -3,23 +3,28 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+# Processes that run tests, each with ranks of its own. A rank computes on one thread: as many as there are cores, or two.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-fast lint clean
 
 demo: $(STAMP)
 	$(BIN)/python -m hyper_cp demo
 
+# Everything: compiled models, wide worlds and the examples under torchrun too.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
-# The slow ones too: compiled models, more ranks, the examples under torchrun.
-test-all: $(STAMP)
-	$(BIN)/python -m pytest -m ''
+# Without the tests that are marked slow.
+test-fast: $(STAMP)
+	$(PYTEST) -m 'not slow'
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 # torch is pinned in constraints.txt: a loose one pulls gigabytes of CUDA packages.
 $(STAMP): pyproject.toml constraints.txt

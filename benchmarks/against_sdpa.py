@@ -1,10 +1,10 @@
-"""Context-parallel attention on n ranks x 1 thread against plain SDPA in one process x n threads.
+"""Measures context-parallel attention on n ranks x 1 thread against plain SDPA in one process x n threads.
 
     python benchmarks/against_sdpa.py --lengths 4096 8192 --rounds 5
 
-Causal, B1 H8 D64 fp32, forward + backward on CPU with gloo. Contenders alternate within every
-round, so that they share the machine's drift; medians are reported, and the ratio of plain SDPA's
-time to the mode's: 1.00 is perfect scaling, higher is better than the baseline.
+Attention is causal, B1 H8 D64 fp32, forward + backward, on CPU with gloo. Plain SDPA and the modes alternate within
+every round, so that a slow phase of the machine affects all of them. The script prints medians, and the ratio of plain
+SDPA's time to the mode's: 1.00 is perfect scaling, and more is better than the baseline.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def timed(run: Callable[[], torch.Tensor], inputs: list[torch.Tensor], dout: torch.Tensor) -> float:
+    """Return the seconds that forward and backward take."""
     for x in inputs:
         x.grad = None
     start = time.perf_counter()
@@ -46,7 +47,7 @@ def timed(run: Callable[[], torch.Tensor], inputs: list[torch.Tensor], dout: tor
 
 
 def tensors(length: int, args: argparse.Namespace) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """q, k, v and the output's gradient, [B, H, S, D] in the memory order models give them."""
+    """Make q, k, v and the output's gradient, ``[B, H, S, D]`` in the memory order ``[B, S, H, D]`` of models."""
 
     def one() -> torch.Tensor:
         return torch.randn(1, length, args.heads, args.dim).transpose(1, 2)
@@ -55,6 +56,7 @@ def tensors(length: int, args: argparse.Namespace) -> tuple[list[torch.Tensor], 
 
 
 def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> None:
+    """Measure on one rank. Rank 0 puts ``(length, seconds of every round by mode)`` into the queue."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
@@ -65,7 +67,7 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> No
         times: dict[str, list[float]] = {name: [] for name in ["plain SDPA", *args.modes]}
         for _ in range(args.rounds + 1):  # the first round warms up and is dropped
             dist.barrier()
-            if rank == 0:  # the other ranks wait in the barrier, without using a core
+            if rank == 0:  # the other ranks wait in the next barrier and use no core
                 torch.set_num_threads(args.ranks)
                 times["plain SDPA"].append(
                     timed(lambda q=whole: F.scaled_dot_product_attention(*q, is_causal=True), whole, whole_dout)

@@ -31,6 +31,7 @@ from torch import Tensor
 from hyper_cp.mesh import cp_mesh
 from hyper_cp.mesh.comm import Axis, Pending
 from hyper_cp.ops import engine, kernels
+from hyper_cp.ops.config import OpSettings
 from hyper_cp.ops.exchange import ulysses
 from hyper_cp.schedule.lookup import resolve
 
@@ -108,8 +109,9 @@ def check_kernels(device: str, dtypes: Sequence[torch.dtype]) -> list[tuple[str,
                 )
                 want = gradients(q, k, v, dout, visible_of(rows, cols, band, parts, device), 0.125)
                 try:
-                    out, lse = kernel.forward(q, k, v, band, 0.125, parts=parts)
-                    got = [out, *kernel.backward(dout, q, k, v, want[0].to(dtype), lse, band, 0.125, parts=parts)]
+                    tile = kernels.TileInputs(q, k, v, band, 0.125, parts=parts)
+                    out, lse = kernel.forward(tile)
+                    got = [out, *kernel.backward(tile, dout, want[0].to(dtype), lse)]
                 except RuntimeError as refusal:
                     found.append((f"{what}: {str(refusal)[:90]}", 0.0, 0.0))
                     break
@@ -226,11 +228,10 @@ def share(cp: cp_mesh.CPMesh, mode: dict[str, Any], q: Tensor, k: Tensor, v: Ten
 
     x, y, z, dy = trade([q, k, v, dout], True)
     exchange, balance = mode.get("kv_exchange", "all_gather"), mode.get("load_balance", False)
-    settings = (None, None, None, cp.key, layout, exchange, balance, None, 0, q.shape[3] ** -0.5, 0.0)
-    name = kernels.choose(x, y, z, True)
-    out, lse = engine.attention_op(x, y, z, *settings, name)
-    mark = engine._fingerprint(None, cp.key)
-    grads = engine.attention_backward_op(dy, x, y, z, out, lse, mark, *settings, name)
+    said = OpSettings(layout, exchange, balance, (None, 0), 1, kernels.choose(x, y, z, True), cp.key).text()
+    settings = (None, None, None, q.shape[3] ** -0.5, 0.0, said)
+    out, lse = engine.attention_op(x, y, z, *settings)
+    grads = engine.attention_backward_op(dy, x, y, z, out, lse, engine.fingerprint(None, said), *settings)
     return trade([out, *grads], False)
 
 
@@ -297,11 +298,12 @@ class _NoKernel:
 
     name = "none"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: kernels.TileInputs) -> tuple[Tensor, Tensor]:
+        q, v = tile.q, tile.v
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    def backward(self, tile: kernels.TileInputs, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(tile.q), torch.empty_like(tile.k), torch.empty_like(tile.v)
 
 
 def measure(device: str, dtype: torch.dtype, args: argparse.Namespace) -> None:

@@ -1,20 +1,20 @@
-"""Step time of a degree per micro-batch against one static degree: predicted for a cluster, and measured here.
+"""Compares step times of a degree per micro-batch and of one static degree: predicted for a cluster, measured here.
 
     python benchmarks/dynamic.py                       # the planner's cost model, 64 ranks
     python benchmarks/dynamic.py --measure --ranks 2   # a small Llama on gloo ranks of this machine
 
-Static means what is done without dynamic degrees: one cp degree for the run, the least at which the longest
-sample of the distribution fits into the ranks' memory, with samples packed up to what such a group holds. Its
-sequences are dealt to the groups either in turn, or balanced by the same cost model ("static, balanced", as
-Megatron-LM's dp_balanced scheduler does): the difference between the last two is the degree alone.
+"Static" is training without dynamic degrees. The run has one cp degree, the smallest at which the longest sample of the
+distribution fits into the ranks' memory, and samples are packed up to the capacity of such a group. The sequences are
+dealt to the groups in turn, or balanced by the same cost model ("static, balanced", as Megatron-LM's dp_balanced
+scheduler does). The difference between "static, balanced" and "dynamic" is the degree alone.
 
-Measured are wall time and the processor time of the busiest rank. With more ranks than cores, or on a machine
-with other work, only the second says what one core per rank would take.
+The measurement reports wall time and the processor time of the busiest rank. With more ranks than cores, or on a
+machine with other work, only the processor time shows what one core per rank would take.
 
-The prediction is of the cost model, not of a machine: 2.5 times the forward for the backward of attention, 6
-FLOPs per parameter and token, and the exposed share of the K/V exchange (forward: K/V once; backward: K/V
-again, and their gradients back). It does not know that packed samples are unequal work for the ranks of a
-static group, which favours static.
+The prediction comes from the cost model, not from a machine: backward of attention takes 2.5 times its forward, every
+parameter 6 FLOPs per token, and the K/V exchange its exposed share (forward: K/V once; backward: K/V again, and their
+gradients back). The model leaves out that packed samples are unequal work for the ranks of a static group, which
+favours static.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Draw = Callable[[random.Random, int], list[int]]
 
 
 def log_normal(least: int, longest: int, mean: int, sigma: float) -> Draw:
-    """As Megatron-LM's mock data for hybrid context parallelism draws lengths: clipped, ``mean`` before clipping."""
+    """Draw lengths as Megatron-LM's mock data for hybrid context parallelism does. ``mean`` is that before clipping."""
     mu = math.log(mean) - sigma**2 / 2
     return lambda rng, n: [min(longest, max(least, int(rng.lognormvariate(mu, sigma)))) for _ in range(n)]
 
@@ -60,7 +60,7 @@ def one_long(longest: int, short: int) -> Draw:
     return lambda rng, n: [longest] + [short] * (n - 1)
 
 
-# name: (lengths, the longest that must fit, tokens a rank can hold)
+# name: (lengths, the longest length that must fit, tokens that a rank can hold)
 CLUSTER: dict[str, tuple[Draw, int, int]] = {
     "uniform 1K to 32K": (uniform(K, 32 * K), 32 * K, 8 * K),
     "log-normal, 1K to 16K, mean 8K, sigma 1.1 (Megatron)": (log_normal(K, 16 * K, 8 * K, 1.1), 16 * K, 4 * K),
@@ -75,11 +75,12 @@ HERE: dict[str, tuple[Draw, int]] = {
 
 
 def least_degree(scheduler: DynamicContextParallel, longest: int) -> int:
+    """Return the smallest degree at which a sample of ``longest`` tokens fits."""
     return next(d for d in scheduler.degrees if longest <= scheduler.capacity(d))
 
 
 def in_turn(static: DynamicContextParallel, lengths: list[int]) -> float:
-    """Seconds of a step whose samples are packed in their order and dealt to the groups in turn."""
+    """Return the seconds of a step whose samples are packed in their order and dealt to the groups in turn."""
     degree, cost = static.degrees[0], static.cost
     packs: list[list[int]] = [[]]
     for length in lengths:
@@ -95,7 +96,7 @@ def in_turn(static: DynamicContextParallel, lengths: list[int]) -> float:
 
 
 def predict(args: argparse.Namespace) -> None:
-    """7B parameters, 32 layers, 32 heads of 128 with 8 K/V heads, bf16: Llama-like."""
+    """Print the predicted times of a Llama-like model: 7B parameters, 32 layers, 32 heads of 128, 8 K/V heads, bf16."""
     flops, bandwidth = args.tflops * 1e12, args.bandwidth * 1e9
     exchanged = 3 * 32 * 2 * 8 * 128 * 2  # bytes per token: three transfers of K and V in every layer
     cost = CostModel.of_transformer(
@@ -136,20 +137,20 @@ LAYOUT = "head_tail"
 
 
 class InnerAttention(nn.Module):
-    """Attention on the mesh of the micro-batch that runs now."""
+    """Attention on the cp mesh, and with the documents, of the current micro-batch."""
 
     mesh: Any = None
     documents: Any = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cls = type(self)
-        facts = {"mesh": cls.mesh, "documents": cls.documents, "layout": LAYOUT, "kv_exchange": "ring"}
-        return attention(q, k, v, is_causal=True, enable_gqa=True, **facts)
+        where = {"mesh": cls.mesh, "documents": cls.documents, "layout": LAYOUT, "kv_exchange": "ring"}
+        return attention(q, k, v, is_causal=True, enable_gqa=True, **where)
 
 
 def run(model: nn.Module, family: MeshFamily, plan: Plan, samples: list[Tensor]) -> tuple[float, float]:
-    """Wall seconds of one step of the slowest rank, and processor seconds of the busiest, before the gradients are
-    summed over all ranks."""
+    """Run one step without the sum of gradients over all ranks. Return the wall seconds of the slowest rank and the
+    processor seconds of the busiest."""
     model.zero_grad()
     dist.barrier()
     wall, busy = time.perf_counter(), time.process_time()
@@ -167,8 +168,8 @@ def run(model: nn.Module, family: MeshFamily, plan: Plan, samples: list[Tensor])
 
 
 def calibrate(model: nn.Module, family: MeshFamily) -> CostModel:
-    """The costs of this machine in processor seconds: from three lengths without sharing, and the longest one shared
-    by all ranks."""
+    """Measure the costs of this machine in processor seconds, with samples of three lengths on one rank each, and with
+    the longest one shared by all ranks."""
 
     def seconds(length: int, degree: int) -> float:
         plan = DynamicContextParallel(family, length, CostModel(1.0, 0.0), degrees=[degree]).plan(
@@ -182,12 +183,13 @@ def calibrate(model: nn.Module, family: MeshFamily) -> CostModel:
     system = torch.tensor([[1.0, s, s * s / 2] for s in lengths], dtype=torch.float64)
     found = torch.linalg.solve(system, torch.tensor(times, dtype=torch.float64)).clamp(min=0)
     fixed, linear, quadratic = found.tolist()
-    # n samples shared by all: the work of one alone, and what sharing adds.
+    # n samples, each shared by all n ranks, are the work of one unshared sample plus the cost of sharing.
     exchange = max(0.0, seconds(4 * K, n) - times[-1] - (n - 1) * fixed) / (4 * K * (n - 1))
     return CostModel(linear, quadratic, exchange, fixed)
 
 
 def rank_main(rank: int, args: argparse.Namespace, store: str) -> None:
+    """Measure on one rank; rank 0 prints."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
@@ -199,7 +201,7 @@ def rank_main(rank: int, args: argparse.Namespace, store: str) -> None:
     for layer in model.layers:
         layer.attention.inner = InnerAttention()
     costs: list[Any] = [calibrate(model, family)]
-    dist.broadcast_object_list(costs)  # one plan for all
+    dist.broadcast_object_list(costs)  # all ranks must make the same plan
     show = print if rank == 0 else lambda *_: None
     show(f"{args.ranks} ranks x 1 thread, {os.cpu_count()} cores, torch {torch.__version__}; {args.samples} samples")
     show(f"measured costs: {costs[0]}")
@@ -216,7 +218,7 @@ def rank_main(rank: int, args: argparse.Namespace, store: str) -> None:
             plans = (static.plan(lengths), dynamic.plan(lengths))
             samples = [torch.randint(CONFIG.vocab, (n,)) for n in lengths]
             (wall, busy), (wall_free, busy_free) = (run(model, family, plan, samples) for plan in plans)
-            if step:  # the first one warms up
+            if step:  # step 0 warms up
                 ratios = (wall / wall_free, busy / busy_free, plans[0].makespan / plans[1].makespan)
                 rows.append((wall, busy, wall_free, busy_free, *ratios))
         wall, busy, wall_free, busy_free, faster, lighter, predicted = (
@@ -231,6 +233,7 @@ def rank_main(rank: int, args: argparse.Namespace, store: str) -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
+    """Print the times of a small Llama on gloo ranks of this machine."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(rank_main, (args, os.path.join(folder, "store")), nprocs=args.ranks)
 
@@ -239,12 +242,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="run a small model on gloo ranks of this machine")
     parser.add_argument("--ranks", type=int, help="default 64, or 2 with --measure")
-    parser.add_argument("--samples", type=int, help="per step; default 512, or 32 with --measure")
+    parser.add_argument("--samples", type=int, help="samples per step; default 512, or 32 with --measure")
     parser.add_argument("--steps", type=int, help="default 20, or 5 with --measure")
-    parser.add_argument("--tflops", type=float, default=400.0, help="per rank, reached")
+    parser.add_argument("--tflops", type=float, default=400.0, help="TFLOP/s that a rank reaches")
     parser.add_argument("--bandwidth", type=float, default=50.0, help="GB/s per rank between the ranks of a group")
-    parser.add_argument("--exposed", type=float, default=0.5, help="share of the exchange not hidden")
-    parser.add_argument("--fixed", type=float, default=0.02, help="seconds per micro-batch, whatever its size")
+    parser.add_argument("--exposed", type=float, default=0.5, help="share of the exchange that is not hidden")
+    parser.add_argument("--fixed", type=float, default=0.02, help="seconds per micro-batch, independent of its size")
     args = parser.parse_args()
     defaults = {"ranks": (64, 2), "samples": (512, 32), "steps": (20, 5)}
     for name, choice in defaults.items():

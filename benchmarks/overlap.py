@@ -1,12 +1,12 @@
-"""How much communication the schedule hides: real ranks and messages, simulated link and kernels.
+"""Measures how much communication the schedule hides: real ranks and messages, simulated link and kernels.
 
     python benchmarks/overlap.py --ranks 8
 
-Every transfer takes as long as its bytes need on a link of fixed bandwidth, every kernel as long as
-its tile's area needs (backward 2.5 times forward); both by the clock, while the real messages are
-exchanged, so that the order of posting and waiting is the library's own and n ranks need no n
-devices. The link is as slow as the computation is long: what is hidden perfectly costs nothing, and
-the ratio to the longer of the two would be 1.00. The bar for the balanced ring is 1.15.
+Every transfer takes as long as its bytes need on a link of fixed bandwidth, and every kernel as long as its tile's area
+needs (backward 2.5 times forward). Both wait by the clock while the real messages are exchanged, so the order of
+posting and waiting is the library's own, and n ranks do not need n devices. The link is as slow as the computation is
+long. If all communication were hidden, the ratio to the longer of the two would be 1.00. The bar for the balanced ring
+is 1.15.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class Clock:
-    """Passes by itself, or (``virtual``) only by what is simulated: then the noise of the machine is no part of it,
-    but neither is waiting for ranks that are late. Good for modes in which all ranks do the same."""
+    """A clock of simulated durations, or of real time.
+
+    A ``virtual`` clock advances by simulated durations only. It is free of the machine's noise, but it does not count
+    waiting for late ranks either, so use it for modes in which all ranks do the same.
+    """
 
     def __init__(self, virtual: bool) -> None:
         self.virtual, self.at = virtual, 0.0
@@ -58,7 +61,7 @@ class Clock:
 
 
 class Link:
-    """This rank's link: transfers queue up on it in the order in which they are posted."""
+    """This rank's link. Transfers use it one after another, in the order in which they are posted."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -72,7 +75,7 @@ class Link:
 
 
 class Kernel:
-    """Takes the time of a tile; its results are zeros of the right shapes."""
+    """A kernel that takes the time of a tile and returns zeros of the right shapes."""
 
     name = "simulated"
 
@@ -80,24 +83,23 @@ class Kernel:
         self.clock = clock
         self.pairs_per_second, self.busy = float("inf"), 0.0
 
-    def _run(self, q: Tensor, k: Tensor, band: Any, factor: float) -> None:
-        pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (0.5 if band == (None, 0) else 1.0)
+    def _run(self, tile: kernels.TileInputs, factor: float) -> None:
+        (batch, heads, rows, _), cols = tile.q.shape, tile.k.shape[2]
+        pairs = batch * heads * rows * cols * (0.5 if tile.causal else 1.0)
         self.busy += factor * pairs / self.pairs_per_second
         self.clock.pass_by(factor * pairs / self.pairs_per_second)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Any, scale: float, **told: Any) -> tuple[Tensor, Tensor]:
-        self._run(q, k, band, 1.0)
-        return torch.zeros_like(q), q.new_zeros(q.shape[:3])
+    def forward(self, tile: kernels.TileInputs) -> tuple[Tensor, Tensor]:
+        self._run(tile, 1.0)
+        return torch.zeros_like(tile.q), tile.q.new_zeros(tile.q.shape[:3])
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, band: Any, scale: float, **told: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        self._run(q, k, band, 2.5)
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    def backward(self, tile: kernels.TileInputs, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self._run(tile, 2.5)
+        return torch.zeros_like(tile.q), torch.zeros_like(tile.k), torch.zeros_like(tile.v)
 
 
 def simulate(link: Link, kernel: Kernel) -> None:
-    """Put the simulated link and kernel into the library of this process."""
+    """Replace the library's transfers and kernels in this process by the simulated link and kernel."""
     record, init, wait = comm._record, comm.Pending.__init__, comm.Pending.wait
     posted = [0.0]
 
@@ -132,7 +134,7 @@ def join(rank: int, ranks: int, store: str) -> None:
 
 @contextmanager
 def on_ranks(main: Callable[..., None], args: argparse.Namespace) -> Iterator[Any]:
-    """Run ``main(rank, args, store, queue)`` in ``args.ranks`` processes; the queue on which they report."""
+    """Run ``main(rank, args, store, queue)`` in ``args.ranks`` processes, and yield the queue of their results."""
     context: Any = torch.multiprocessing.get_context("spawn")
     queue = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -146,6 +148,7 @@ def on_ranks(main: Callable[..., None], args: argparse.Namespace) -> Iterator[An
 
 
 def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> None:
+    """Measure the chosen modes on one rank. Rank 0 puts ``(name, seconds, the longer of the two)`` into the queue."""
     join(rank, args.ranks, store)
     mesh = init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("cp",))
     clock = Clock(args.virtual)
@@ -153,7 +156,7 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> No
     simulate(link, kernel)
 
     def step(mode: dict[str, Any]) -> float:
-        # Ulysses: heads for every rank and group; few dims, because n ranks' copies share few cores.
+        # Ulysses needs heads for every rank and group, and few dims, because the copies of n ranks share few cores.
         heads, dims = (2, 16) if "ulysses_degree" not in mode else (8 * args.ranks, 4)
         kv_heads = heads // (args.queries_per_key if heads > 2 else 1)
         tokens = args.tokens if heads == 2 else max(args.tokens // 16, 2)
@@ -166,7 +169,7 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> No
 
     for name, mode in chosen(args):
         link.bandwidth, kernel.pairs_per_second = 1e30, 1e30
-        step(mode)  # counts: in units of one byte and one pair
+        step(mode)  # infinitely fast: it counts the bytes and the visible pairs
         link.bandwidth, kernel.pairs_per_second = (
             link.busy * 1e30 / (args.seconds * args.link),
             kernel.busy * 1e30 / args.seconds,
@@ -181,6 +184,7 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> No
 
 
 def chosen(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+    """Return the modes that ``--only`` selects."""
     return [(name, mode) for name, mode in MODES.items() if args.only in name]
 
 
@@ -188,12 +192,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=4096, help="per rank")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of computation, and of communication")
-    parser.add_argument("--link", type=float, default=1.0, help="communication over computation")
+    parser.add_argument("--seconds", type=float, default=8.0, help="duration of the computation")
+    parser.add_argument("--link", type=float, default=1.0, help="duration of communication / computation")
     parser.add_argument("--queries-per-key", type=int, default=1, help="query heads per key/value head (Ulysses)")
-    parser.add_argument("--virtual", action="store_true", help="a clock that only simulated durations move")
-    parser.add_argument("--runs", type=int, default=1, help="of each mode")
-    parser.add_argument("--only", default="", help="modes whose name contains this")
+    parser.add_argument("--virtual", action="store_true", help="use a clock that only simulated durations advance")
+    parser.add_argument("--runs", type=int, default=1, help="runs of each mode")
+    parser.add_argument("--only", default="", help="run only the modes whose name contains this")
     args = parser.parse_args()
     with on_ranks(rank_main, args) as queue:
         print(

@@ -1,13 +1,17 @@
-"""Two ways to hide Ulysses' all-to-all, side by side: behind the projections, or behind attention (head groups).
+"""Compares two ways to hide Ulysses' all-to-all: behind the projections, or behind attention (head groups).
 
     python benchmarks/projections.py --ranks 2
 
-A block computes q, k, v, attends and projects the output. *Named projections*, which is what a plan that names them
-could do and which the library does not have, posts the exchange of q while k is projected, that of k while v is, and
-in backward those of dv, dk, dq before the first projection's gradient; the exchanges of v, of the output and of its
-gradient have nothing beside them. *Head groups* is the library's ``head_groups``, after all projections. Ranks,
-messages, order of posting and waiting are real; durations of link and computations are simulated as in overlap.py.
-Where RoPE or QK-norm stand between, what attention receives of q and k is there after all projections only.
+A block computes q, k, v, attends, and projects the output. There are two ways to overlap the exchange:
+
+* *Named projections* is what the library could do if a plan named the projections; the library does not have it. It
+  posts the exchange of q while k is projected and that of k while v is projected, and in backward those of dv, dk, dq
+  before the first projection's gradient. The exchanges of v, of the output and of its gradient overlap with nothing.
+  With RoPE or QK-norm between projections and attention, q and k are ready only after all projections.
+* *Head groups* is the library's ``head_groups``. It overlaps after all projections.
+
+Ranks, messages and the order of posting and waiting are real. The durations of link and computation are simulated as in
+overlap.py.
 """
 
 from __future__ import annotations
@@ -24,14 +28,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp.mesh import cp_mesh
 from hyper_cp.ops import attention
-from hyper_cp.ops import head_groups as overlap
+from hyper_cp.ops.config import OpSettings
 from hyper_cp.ops.engine import attention_op
+from hyper_cp.ops.head_groups import Groups
 
 GROUPS = (1, 2, 4, 8)
 
 
 class Project(torch.autograd.Function):
-    """A projection: its time, and what it is given. Backward (of input and weight) takes twice as long."""
+    """A projection that takes time and returns its input. Backward (for input and weight) takes twice as long."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock, seconds: float) -> Tensor:
@@ -46,7 +51,7 @@ class Project(torch.autograd.Function):
 
 
 class Exchange:
-    """One exchange of heads, in flight between ``Start`` and ``Finish``, which autograd runs in the other order."""
+    """One exchange of heads, in flight between ``Start`` and ``Finish``. In backward autograd runs ``Finish`` first."""
 
     def __init__(self, plan: Any, back: bool) -> None:
         self.plan, self.back = plan, back
@@ -65,7 +70,7 @@ class Exchange:
             self.pending = self.plan.to_group(x, 1, 0)
 
     def wait(self) -> Tensor:
-        pending, self.pending = self.pending, None  # it owns the buffers until it is waited for
+        pending, self.pending = self.pending, None  # it owns the buffers until the wait is over
         return pending.wait()
 
     def shape(self, x: Tensor) -> list[int]:
@@ -78,7 +83,7 @@ class Start(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
         exchange.post(x, exchange.back)
-        return x.new_empty(1).expand(exchange.shape(x))  # stands for what is in flight
+        return x.new_empty(1).expand(exchange.shape(x))  # a placeholder for the tensor in flight
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -105,20 +110,24 @@ def head_groups(project: Any, xs: list[Tensor], cp: Any, groups: int) -> Tensor:
 
 
 def named_projections(project: Any, xs: list[Tensor], cp: Any, rotary: bool) -> Tensor:
-    """``rotary``: what attention receives of q and k is there when all three are projected, as in Llama."""
+    """Exchange q, k, v while others are projected. ``rotary``: q and k are ready only when all three are projected, as
+    in Llama."""
     view = cp_mesh.view(cp, None)
-    new = functools.partial(Exchange, overlap._Groups(view, "contiguous", None, 1, 1))
+    new = functools.partial(
+        Exchange, Groups(OpSettings("contiguous", "all_gather", False, (None, 0), 1, "", view.key), None, 1)
+    )
     exchanges = [new(False) for _ in xs]
     if rotary:
         xs = [project(x) for x in xs]
     started = [Start.apply(x if rotary else project(x), e) for x, e in zip(xs, exchanges, strict=True)]
     q, k, v = (Finish.apply(x, e) for x, e in zip(started, exchanges, strict=True))
-    how = (view.key, "contiguous", "all_gather", False, None, 0, 1.0, 0.0, "simulated")
-    out, _ = attention_op(q, k, v, None, None, None, *how)
+    settings = OpSettings("contiguous", "all_gather", False, (None, 0), 1, "simulated", view.key)
+    out, _ = attention_op(q, k, v, None, None, None, 1.0, 0.0, settings.text())
     return project(new(True)(out))
 
 
 def ways() -> dict[str, Any]:
+    """Return the ways to compare and their names."""
     named = {
         "named projections": functools.partial(named_projections, rotary=False),
         "named, with RoPE": functools.partial(named_projections, rotary=True),
@@ -127,6 +136,7 @@ def ways() -> dict[str, Any]:
 
 
 def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> None:
+    """Measure all ways on one rank. Rank 0 puts ``(share of projections, link, name, seconds)`` into the queue."""
     join(rank, args.ranks, store)
     cp = init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("cp",))
     clock = Clock(args.virtual)
@@ -136,7 +146,7 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> No
     kv_heads = heads // args.queries_per_key
 
     def step(way: Any, seconds: float) -> float:
-        def project(x: Tensor) -> Tensor:  # as long as the outputs are many
+        def project(x: Tensor) -> Tensor:  # takes time in proportion to its output
             return Project.apply(x, clock, seconds * x.shape[1] / heads)
 
         xs = [torch.randn(1, h, args.tokens, 4, requires_grad=True) for h in (heads, kv_heads, kv_heads)]
@@ -167,13 +177,13 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=64, help="per rank: messages are real, durations are not")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of computation: projections and attention")
-    parser.add_argument("--projections", type=float, nargs="+", default=[0.25, 1, 4], help="over attention")
-    parser.add_argument("--link", type=float, nargs="+", default=[1.0, 0.5, 0.2], help="communication over computation")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per rank; messages are real, durations are not")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of projections and attention together")
+    parser.add_argument("--projections", type=float, nargs="+", default=[0.25, 1, 4], help="projections / attention")
+    parser.add_argument("--link", type=float, nargs="+", default=[1.0, 0.5, 0.2], help="communication / computation")
     parser.add_argument("--queries-per-key", type=int, default=1, help="query heads per key/value head")
-    parser.add_argument("--virtual", action="store_true", help="a clock that only simulated durations move")
-    parser.add_argument("--runs", type=int, default=1, help="of each, the shortest is shown")
+    parser.add_argument("--virtual", action="store_true", help="use a clock that only simulated durations advance")
+    parser.add_argument("--runs", type=int, default=1, help="runs of each; the script prints the shortest")
     args = parser.parse_args()
     with on_ranks(rank_main, args) as queue:
         print("Step over the longer of computation and communication")

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 examples/eval_at_higher_cp.py [--train 1 --evaluate 4]
 
-By default both ways: train without context parallelism (4 samples at a time) and evaluate with all ranks on one
-sample, as long sequences need; then train at degree 2 and evaluate with context parallelism off. The evaluation loss is
-that of the training degree to 1e-5. Runs on CPU.
+By default the script runs two cases. First it trains without context parallelism (4 samples at a time) and evaluates
+with all ranks on one sample, as long sequences need. Then it trains at degree 2 and evaluates with context parallelism
+off. In both cases the evaluation loss equals that of the training degree to 1e-5. It runs on CPU.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ DATA = torch.frombuffer(bytearray("\n".join(topics[name] for name in sorted(topi
 
 
 def sample(number: int, length: int) -> Tensor:
+    """Return passage ``number`` of Python's own help texts, ``[1, length]``, one token per byte."""
     return DATA[number * length : (number + 1) * length].long().unsqueeze(0)
 
 
 def loss_of(model: Llama, handler: ContextParallelHandler, text: Tensor, everyone: DeviceMesh) -> Tensor:
-    """Mean loss over the samples of all groups; gradients to be averaged over all ranks."""
+    """Return the mean loss over the samples of all groups. Its gradients must be averaged over all ranks."""
     batch = handler.get_batch_on_this_cp_rank({"tokens": text, "labels": text}, shift_labels=True)
     with handler.documents(batch):
         logits = model(batch["tokens"], batch["position_ids"][0])
@@ -39,8 +40,8 @@ def loss_of(model: Llama, handler: ContextParallelHandler, text: Tensor, everyon
 def evaluate(
     model: Llama, handler: ContextParallelHandler, everyone: DeviceMesh, samples: int, length: int
 ) -> tuple[float, int]:
-    """The loss of ``samples`` samples (after those of training), and in how many steps: at a higher degree fewer
-    samples run at a time."""
+    """Return the mean loss of ``samples`` samples (other ones than in training), and the number of steps it took: at a
+    higher degree fewer samples run at a time."""
     at_once = dist.get_world_size() // handler.cp.size
     group = dist.get_rank() // handler.cp.size
     steps = range(0, samples, at_once)
@@ -50,7 +51,7 @@ def evaluate(
 
 
 def run(train_degree: int, other_degree: int, args: argparse.Namespace) -> float:
-    """Train, evaluate at both degrees, and say how far apart the losses are."""
+    """Train, evaluate at both degrees, and return the difference of the two losses."""
     torch.manual_seed(0)
     everyone = init_device_mesh("cpu", (dist.get_world_size(),))
     family = split_cp_mesh(everyone)
@@ -81,11 +82,11 @@ def run(train_degree: int, other_degree: int, args: argparse.Namespace) -> float
 
 def main(argv: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--train", type=int, help="degree of training")
-    parser.add_argument("--evaluate", type=int, help="degree of evaluation")
+    parser.add_argument("--train", type=int, help="cp degree of training")
+    parser.add_argument("--evaluate", type=int, help="cp degree of evaluation")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--length", type=int, default=250, help="any: it is padded to what the ranks can split")
+    parser.add_argument("--length", type=int, default=250, help="tokens per sample; any number, the handler pads")
     args = parser.parse_args(argv)
     if not dist.is_initialized():
         dist.init_process_group("gloo")

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/finetune_llama.py [--mode ring] [--pretrained DIRECTORY]
 
-The modes print the same losses: they differ in what travels between ranks. A small random model by default, on CPU.
+All modes print the same losses; they differ in what travels between ranks. By default the model is small and has random
+weights. It runs on CPU.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.integrations.transformers import prepare_batch, prepare_model
 
 MODES = {
-    "ulysses": {"ulysses_degree": None},  # ranks trade sequence for heads: needs heads divisible by the ranks
-    "colossal": {"ulysses_degree": 1, "layout": "head_tail"},  # keys and values of all ranks at once
-    "ring": {"ulysses_degree": 1, "layout": "head_tail", "kv_exchange": "ring"},  # from neighbour to neighbour
+    "ulysses": {"ulysses_degree": None},  # trades sequence for heads, which must split over the ranks
+    "colossal": {"ulysses_degree": 1, "layout": "head_tail"},  # gathers keys and values of all ranks at once
+    "ring": {"ulysses_degree": 1, "layout": "head_tail", "kv_exchange": "ring"},  # passes them on, rank to rank
 }
 
 TEXT = "\n".join(topics[name] for name in sorted(topics))  # Python's own help texts
@@ -30,7 +31,7 @@ CHARACTERS = {c: i + 1 for i, c in enumerate(sorted(set(TEXT)))}  # 0 is padding
 
 
 def batches(steps: int, rows: int, length: int) -> list[dict[str, Tensor]]:
-    """Passages of the text, a token per character; every second row is shorter and padded."""
+    """Return batches of passages of the text, one token per character. Every second row is shorter and padded."""
     found, start = [], 0
     for _ in range(steps):
         ids, mask = torch.zeros(rows, length, dtype=torch.int64), torch.zeros(rows, length, dtype=torch.int64)
@@ -44,6 +45,7 @@ def batches(steps: int, rows: int, length: int) -> list[dict[str, Tensor]]:
 
 
 def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
+    """Load the pretrained model, or make a small one with the same weights on every rank."""
     torch.manual_seed(0)
     if args.pretrained:
         return AutoModelForCausalLM.from_pretrained(args.pretrained)
@@ -52,18 +54,19 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def train(mode: str, args: argparse.Namespace) -> list[float]:
+    """Train in one mode, and return the loss of every step."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     style = ContextParallel(**MODES[mode])
     handler = ContextParallelHandler(mesh, style)
     model = prepare_model(make_model(args), mesh, style=style).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)  # Adam would hide a wrong scale of gradients
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)  # unlike Adam, SGD shows a wrong scale of gradients
     losses = []
     for batch in batches(args.steps, args.rows, args.length):
         loss = model(**prepare_batch(handler, batch)).loss  # this rank's share of the mean
         loss.backward()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        for p in model.parameters():  # parameters are the same on all ranks; DDP would average: loss * ranks
+        for p in model.parameters():  # replicated on all ranks. (DDP averages: multiply the loss by the ranks there.)
             dist.all_reduce(p.grad)
         optimizer.step()
         optimizer.zero_grad()
@@ -73,11 +76,13 @@ def train(mode: str, args: argparse.Namespace) -> list[float]:
 
 def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mode", choices=MODES, help="one mode (default: all, one after the other)")
-    parser.add_argument("--pretrained", help="a directory or name for from_pretrained (with the same characters)")
+    parser.add_argument("--mode", choices=MODES, help="one mode (default: all, one after another)")
+    parser.add_argument(
+        "--pretrained", help="directory or name for from_pretrained; its vocabulary must fit these tokens"
+    )
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--length", type=int, default=250, help="any: it is padded to what the ranks can split")
+    parser.add_argument("--length", type=int, default=250, help="tokens per row; any number, prepare_batch pads")
     parser.add_argument("--lr", type=float, default=0.2)
     args = parser.parse_args(argv)
     if not dist.is_initialized():

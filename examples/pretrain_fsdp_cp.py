@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/pretrain_fsdp_cp.py --cp 2 [--tp 2]
 
-The remaining ranks are data parallel. Every division of the ranks prints the same losses. Runs on CPU.
+The remaining ranks are data parallel. Every division of the ranks prints the same losses. It runs on CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hyper_cp.cli.demo_model import Llama, LlamaConfig
 
 
 def parallelize(model: Llama, mesh: DeviceMesh, style: ContextParallel) -> None:
-    """Tensor parallelism inside, context parallelism where q, k, v meet, FSDP outside."""
+    """Apply tensor parallelism to the layers, context parallelism to their attention, and FSDP around both."""
     columns = dict.fromkeys(("attention.wq", "attention.wk", "attention.wv", "ffn.w1", "ffn.w3"), ColwiseParallel())
     rows = dict.fromkeys(("attention.wo", "ffn.w2"), RowwiseParallel())
     for layer in model.layers:
@@ -32,11 +32,12 @@ def parallelize(model: Llama, mesh: DeviceMesh, style: ContextParallel) -> None:
         parallelize_module(layer, mesh["cp"], {"attention.inner": style})
     styled_modules(model, at_least=len(model.layers))
     for module in [*model.layers, model]:
-        fully_shard(module, mesh=mesh["dp", "cp"])  # parameters split over cp, replicated over dp
+        fully_shard(module, mesh=mesh["dp", "cp"])  # shards parameters over cp, replicates them over dp
 
 
 def global_batch(step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels ``[rows, length]``: bytes of Python's own help texts, labels shifted on whole sequences."""
+    """Return tokens and labels ``[rows, length]``: Python's own help texts, one token per byte. Labels are shifted
+    here, on whole sequences."""
     data = "\n".join(topics[name] for name in sorted(topics)).encode()
     start = step * rows * length
     window = torch.frombuffer(bytearray(data[start : start + rows * length + 1]), dtype=torch.uint8).long()
@@ -44,11 +45,13 @@ def global_batch(step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def train(args: argparse.Namespace) -> list[float]:
+    """Train, and return the loss of every step."""
     world = dist.get_world_size()
     dp = world // (args.cp * args.tp)
     if dp * args.cp * args.tp != world or args.rows % dp:
         raise SystemExit(
-            f"--cp {args.cp} x --tp {args.tp} must divide {world} ranks, and their rest --rows {args.rows}"
+            f"--cp {args.cp} x --tp {args.tp} must divide the {world} ranks, and the data-parallel ranks that are left "
+            f"must divide --rows {args.rows}. Choose other numbers"
         )
     mesh = init_device_mesh("cpu", (dp, args.cp, args.tp), mesh_dim_names=("dp", "cp", "tp"))
     style = ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=1, kv_exchange="ring", layout="head_tail")
@@ -56,7 +59,7 @@ def train(args: argparse.Namespace) -> list[float]:
     torch.manual_seed(0)
     model = Llama(LlamaConfig())
     parallelize(model, mesh, style)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)  # Adam would hide a wrong scale of gradients
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)  # unlike Adam, SGD shows a wrong scale of gradients
     positions, losses = handler.position_ids(args.length), []
     for step in range(args.steps):
         tokens, labels = global_batch(step, args.rows, args.length)
@@ -65,7 +68,7 @@ def train(args: argparse.Namespace) -> list[float]:
         tokens, labels = (handler.dispatch(x, seq_dim=1) for x in mine)
         logits = model(tokens, positions)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
-        (loss * dp * args.cp).backward()  # FSDP averages over dp and cp; the shares of the mean are to be summed
+        (loss * dp * args.cp).backward()  # FSDP averages over dp and cp, but shares of a mean must be summed
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach() / args.tp  # the ranks of a tp mesh hold the same share

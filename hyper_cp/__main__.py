@@ -1,4 +1,4 @@
-"""``python -m hyper_cp`` is the ``hyper-cp`` command."""
+"""Runs the ``hyper-cp`` command as ``python -m hyper_cp``."""
 
 from .cli.main import main
 

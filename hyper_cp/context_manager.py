@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
 from .handler import ContextParallelHandler
-from .module import attention_calls as calls
-from .module._torch import flex_patch as overridable
-from .module.dispatch_mode import Region, RunningCall, entered, running_call
+from .module import attention_calls
+from .module._torch import checkpoint, flex_patch
+from .module.dispatch_mode import DispatchMode, RunningCall, dispatching, running_call
 from .module.mesh_binding import Binding
 from .style import ContextParallel
 
@@ -35,15 +33,15 @@ class context_parallel:
 
     Every such call (and every other call that a module under :class:`ContextParallel` may make) in the block and
     thread, forward and recomputed in backward, is attention over the whole sequence, except inside an inner block
-    or a styled module, which speak for themselves. Positions that are not in a buffer are for the model to get
-    right: make them a buffer, or use ``handler.position_ids``.
+    or a styled module, which have their own settings. The library does not change positions that are not in a buffer:
+    make them a buffer, or use ``handler.position_ids``.
 
     Args:
         mesh: the cp mesh of n ranks.
         buffers: tensors to shard in place along their sequence: within the block they have 1/n of their length. They
             must not require gradients. All ranks must hold the same values.
         buffer_seq_dims: the sequence dimension of each.
-        no_restore_buffers: those of the buffers that stay sharded after the block.
+        no_restore_buffers: the buffers that remain sharded after the block.
         ulysses_degree, kv_exchange, layout, load_balance, window, head_groups: as in :class:`ContextParallel`, but the
             default is that of PyTorch's context manager: head-tail layout, no Ulysses, all-gather of keys and values.
 
@@ -52,10 +50,10 @@ class context_parallel:
         ``position_ids``, ``mean_loss``.
 
     Note:
-        A buffer that is to be restored keeps its full storage, so that one that nobody has written comes back as it
-        was, without communication. One that was written in place costs one all-gather at the end of the block (all
-        ranks must write it), unless the block ends by an exception: then all buffers are as they were before it, so
-        that no rank waits for another. Buffers in ``no_restore_buffers`` keep nothing but the share.
+        A buffer that is to be restored keeps its full storage. If nobody has written it, it comes back as it was,
+        without communication. If it was written in place, restoring it costs one all-gather at the end of the block
+        (all ranks must write it). If the block ends by an exception, all buffers are as they were before it, so that no
+        rank waits for another. Buffers in ``no_restore_buffers`` keep nothing but the share.
 
         Backward may be inside or outside the block. Outside, a model under ``torch.compile`` that saved a buffer for
         backward raises (run backward inside), and so does activation checkpointing (its recompute would be outside).
@@ -93,8 +91,8 @@ class context_parallel:
             head_groups=head_groups,
         )
         self.handler = ContextParallelHandler(mesh, style)
-        self._owner = Binding(style, mesh, "a model in context_parallel")
-        overridable.install(entered)
+        self._binding = Binding(style, mesh, "a model in context_parallel")
+        flex_patch.install(dispatching)
         self._buffers, self._dims = list(buffers or ()), list(buffer_seq_dims or ())
         self._keep = {id(x) for x in no_restore_buffers or ()}
         self._entered: list[tuple[_Routing, list[_Sharded]]] = []
@@ -114,7 +112,7 @@ class context_parallel:
         self._check()
         for outer in _active.blocks:
             theirs = outer.call.binding.style.mode.layout
-            if outer.shares and theirs != self.handler.layout and outer.call.binding.place.mesh == self.handler.mesh:
+            if outer.shares and theirs != self.handler.layout and outer.call.binding.active.mesh == self.handler.mesh:
                 raise ValueError(
                     f"layout={self.handler.layout!r} inside a context_parallel block that has sharded its buffers as "
                     f"{theirs!r} on the same mesh: attention would take their positions for others. Use one layout"
@@ -123,7 +121,7 @@ class context_parallel:
             _Sharded(x, dim, self.handler, id(x) in self._keep)
             for x, dim in zip(self._buffers, self._dims, strict=True)
         ]
-        routing = _Routing(self._owner, [(s.buffer, s.share) for s in sharded])
+        routing = _Routing(self._binding, [(s.buffer, s.share) for s in sharded])
         for s in sharded:  # nothing fails from here on
             s.begin()
         routing.__enter__()
@@ -175,13 +173,13 @@ _sharded_now: set[int] = set()
 class _Sharded:
     """One buffer in a block."""
 
-    def __init__(self, buffer: Tensor, dim: int, handler: ContextParallelHandler, stays: bool) -> None:
+    def __init__(self, buffer: Tensor, dim: int, handler: ContextParallelHandler, keep_share: bool) -> None:
         self.buffer, self.dim, self.handler, self.written = buffer, dim % buffer.ndim, handler, False
         # Also under inference_mode a normal tensor: it counts its versions.
         with torch.inference_mode(False), torch.no_grad():
             self.share = handler.dispatch(buffer.detach(), self.dim)
             # The old storage, unless the buffer is to give it up.
-            self.whole = None if stays else buffer.detach()
+            self.whole = None if keep_share else buffer.detach()
 
     def begin(self) -> None:
         _sharded_now.add(id(self.buffer))
@@ -196,14 +194,14 @@ class _Sharded:
             self._point_to(self.whole)
 
     def collect(self) -> None:
-        """What all ranks have written."""
+        """Copy what all ranks have written into the whole buffer."""
         if self.written:
             with torch.no_grad():
                 self.buffer.copy_(self.handler.combine(self.share.detach(), self.dim))
 
     def _point_to(self, data: Tensor) -> None:
         self.buffer.data = data
-        increment_version([self.buffer])  # what has saved this tensor for backward must not use it now
+        increment_version([self.buffer])  # a graph that saved this tensor for backward must not use it now
 
     def _versions(self) -> tuple[int, int]:
         return self.share._version, self.buffer._version
@@ -212,27 +210,13 @@ class _Sharded:
 # --------------------------------------------------------------------------- routing
 
 
-class _Model(nn.Module):
-    """Stands for what runs in a block, where a region wants a module."""
-
-    def forward(self) -> None: ...
-
-
-@dataclass
-class _BlockCall(RunningCall):
-    """A whole block in the place of one call of a styled module."""
-
-    def alive(self) -> bool:
-        return True
-
-
-class _Routing(Region):
+class _Routing(DispatchMode):
     """Routes attention calls of a block, and gives functions a share in place of its buffer: an autograd graph must
     not hold the buffer, which will be another tensor when backward runs after the block."""
 
-    def __init__(self, owner: Binding, sharded: list[tuple[Tensor, Tensor]]) -> None:
-        super().__init__(_BlockCall(owner, _Model(), grad_enabled=False))
-        self.learns = torch.is_grad_enabled()
+    def __init__(self, binding: Binding, sharded: list[tuple[Tensor, Tensor]]) -> None:
+        super().__init__(RunningCall(binding, None, binding.active, grad_enabled=False))
+        self.training = torch.is_grad_enabled()
         self.shares = {id(buffer): share for buffer, share in sharded}
         self.buffers = {id(share): buffer for buffer, share in sharded}
 
@@ -244,24 +228,26 @@ class _Routing(Region):
             args, kwargs = tuple(map(self._shared, args)), {name: self._shared(x) for name, x in kwargs.items()}
         if func in _BACKWARD and not torch.compiler.is_compiling():
             return self._differentiate(func, args, kwargs)
-        if not (calls.key_of(func) in calls.ROUTED or func in calls.UNROUTED) or not self._speaks():
-            out = calls.PLAIN.get(func, func)(*args, **kwargs)
-            # Of `x += 1`, after which x must still be the buffer.
+        key = attention_calls.key_of(func)
+        attention = key in attention_calls.ROUTED or func in attention_calls.UNROUTED
+        if not attention or not self._responsible():
+            out = attention_calls.PLAIN.get(func, func)(*args, **kwargs)
+            # The result of `x += 1` is x, which must still be the buffer.
             return out if torch.compiler.is_compiling() else self.buffers.get(id(out), out)
-        if self.learns and not torch.is_grad_enabled() and _in_reentrant_checkpoint():
+        if self.training and not torch.is_grad_enabled() and checkpoint.in_reentrant_forward():
             raise NotImplementedError(
-                "attention in a reentrant activation checkpoint inside context_parallel: its recompute could be after "
-                "the block, and would be local attention unnoticed. Use checkpoint(..., use_reentrant=False)"
+                "attention runs in a reentrant activation checkpoint inside context_parallel. Its recompute could come "
+                "after the block, and would silently be local attention. Use checkpoint(..., use_reentrant=False)"
             )
-        owner = self.call.binding
-        self.call.place, self.call.documents = owner.place, owner.place.documents
-        self.call.required = owner.place.parallel or self.call.engine_only()
+        call, mesh = self.call, self.call.binding.active
+        call.mesh, call.documents = mesh, mesh.documents
+        call.required = mesh.parallel or call.engine_only
         return super().__torch_function__(func, types, args, kwargs)
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Backward in the block. A mode is off while it handles a function, and backward is one: attention that an
         activation checkpoint computes again would be local. Backward from edges of the graph is not handled."""
-        given = {**dict(zip(_BACKWARD[func], args, strict=False)), **kwargs}
+        given = inspect.signature(func).bind(*args, **kwargs).arguments
         given = {_RENAMED.get(name, name) if func is Tensor.backward else name: x for name, x in given.items()}
         ends = [name for name in ("tensors", "outputs", "inputs") if given.get(name) is not None]
         tensors = {name: [given[name]] if isinstance(given[name], Tensor) else list(given[name]) for name in ends}
@@ -285,8 +271,8 @@ class _Routing(Region):
             return type(x)(self.shares.get(id(y), y) for y in x)
         return x
 
-    def _speaks(self) -> bool:
-        """Whether attention called now is this block's: not an inner block's, nor a styled module's."""
+    def _responsible(self) -> bool:
+        """True if attention that is called now belongs to this block, not to an inner block or a styled module."""
         running = running_call()
         return _active.blocks[-1] is self and not (running is not None and running.alive())
 
@@ -299,11 +285,7 @@ class _Routing(Region):
         super().__exit__(*error)
 
 
-_BACKWARD: dict[Any, tuple[str, ...]] = {
-    Tensor.backward: ("self", "gradient", "retain_graph", "create_graph", "inputs"),
-    torch.autograd.backward: ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs"),
-    torch.autograd.grad: ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"),
-}
+_BACKWARD = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _RENAMED = {"self": "tensors", "gradient": "grad_tensors"}
 
 
@@ -313,10 +295,3 @@ class _Active(threading.local):
 
 
 _active = _Active()
-
-
-def _in_reentrant_checkpoint() -> bool:
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
-        frame = frame.f_back
-    return frame is not None

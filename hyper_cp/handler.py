@@ -16,8 +16,7 @@ from .data import loss, rotary
 from .data.batch import LocalBatch, local_batch
 from .data.sharding import Shares, checked_dim
 from .mesh.cp_mesh import CPMesh
-from .module.hooks import bindings
-from .module.mesh_binding import moved
+from .module.mesh_binding import bindings, swapped
 from .schedule import layout as layouts
 from .schedule.documents import documents_table, read
 from .style import ContextParallel, style_of
@@ -56,7 +55,7 @@ class ContextParallelHandler(Shares):
     @property
     def cp(self) -> CPMesh:
         """The mesh seen as ring x ulysses; ``RuntimeError`` while the style's model runs on another mesh."""
-        away = moved.get(self.style) if self.style is not None else None
+        away = swapped.get(self.style) if self.style is not None else None
         if away and away[-1] != self.mesh:
             raise RuntimeError(
                 "the model of this handler's style runs on another cp mesh (context_parallel_mesh). Use the handler "
@@ -328,12 +327,12 @@ class _ModelHandler(ContextParallelHandler):
                 "parallelize_module first, or make the handler of a mesh and a style"
             )
         self._binding = found[0]
-        super().__init__(self._binding.place.mesh, style_of(self._binding))
+        super().__init__(self._binding.active.mesh, style_of(self._binding))
 
     @property
     def mesh(self) -> DeviceMesh:
-        return self._binding.place.mesh
+        return self._binding.active.mesh
 
     @property
     def cp(self) -> CPMesh:
-        return self._binding.place.views[0]
+        return self._binding.active.views[0]

@@ -1,4 +1,4 @@
-"""Another cp mesh for a while: ``context_parallel_mesh``."""
+"""``context_parallel_mesh``: the styled modules of a model run on another cp mesh for the length of a block."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .handler import ContextParallelHandler
 from .mesh import cp_mesh
-from .module.hooks import bindings
-from .module.mesh_binding import Place, Style, moved
-from .ops.attention import check_heads
+from .module.mesh_binding import Style, StyledMesh, bindings, swapped
+from .ops.checks import check_heads
 from .style import style_of
 
 
@@ -27,17 +26,18 @@ def context_parallel_mesh(
         with context_parallel_mesh(model, family.cp(4)) as handler:
             loss = evaluate(model, handler.get_batch_on_this_cp_rank(batch))
 
-    Nested blocks, exceptions: afterwards all is as before. A recompute by activation checkpointing uses the mesh of its
-    forward, also after the block. A compiled model is compiled once for each mesh. Documents are those of the yielded
-    handler's ``documents`` block; one in force on the mesh that was left is an error.
+    Blocks may be nested; after a block, or an exception in it, everything is as before. A recompute by activation
+    checkpointing uses the mesh of its forward, also after the block. A compiled model is compiled once for each mesh.
+    Documents are those of the yielded handler's ``documents`` block; documents in force on the mesh that was left are
+    an error.
 
     Args:
         model: a model with modules under :class:`ContextParallel`.
-        mesh: 1-D, or 2-D ``("ring", "ulysses")``, of any ranks of which this rank is one; every rank that runs the
-            model must enter a block on its mesh. The first block on a mesh may create process groups
+        mesh: 1-D, or 2-D ``("ring", "ulysses")``. This rank must be in it, and every rank that runs the model must
+            enter a block on its mesh. The first block on a mesh may create process groups
             (:func:`split_cp_mesh` makes meshes whose groups are there already).
-        ulysses_degree: on this mesh; by default each style's own where it divides the ranks, else their greatest
-            common divisor (the rest becomes the ring dimension).
+        ulysses_degree: the degree on this mesh. The default is each style's own where it divides the ranks, else their
+            greatest common divisor (the rest becomes the ring dimension).
 
     Yields:
         A :class:`ContextParallelHandler` of that mesh, in the layout of the modules. (:meth:`ContextParallelHandler.of`
@@ -50,35 +50,36 @@ def context_parallel_mesh(
     Source: evaluation-time context parallelism of Megatron-Bridge (pull request 3755); dynamic context parallelism of
     Megatron-LM.
     """
-    owners = bindings(model)
-    if not owners:
+    found = bindings(model)
+    if not found:
         raise ValueError(
-            f"no module of {type(model).__name__} runs under ContextParallel: apply a plan with parallelize_module "
+            f"no module of {type(model).__name__} runs under ContextParallel. Apply a plan with parallelize_module "
             "first, or pass the model that has the styled modules"
         )
     cp_mesh.check_mesh(mesh)
-    made: dict[object, Place] = {}
-    for owner in owners:
-        degree = _degree(owner.style, mesh) if ulysses_degree == "style" else ulysses_degree
-        if owner.style not in made:
-            made[owner.style] = Place(owner.style, mesh, degree)
-        if owner.heads is not None:
-            check_heads(*owner.heads, made[owner.style].view(*owner.heads))
-    for owner in owners:
-        owner.stack.append(made[owner.style])
-    for style in made:
-        moved.setdefault(style, []).append(mesh)  # type: ignore[arg-type]
+    meshes: dict[Style, StyledMesh] = {}
+    for binding in found:
+        style = binding.style
+        degree = _degree(style, mesh) if ulysses_degree == "style" else ulysses_degree
+        if style not in meshes:
+            meshes[style] = StyledMesh(style, mesh, degree)
+        if binding.heads is not None:
+            check_heads(*binding.heads, meshes[style].view(*binding.heads))
+    for binding in found:
+        binding.stack.append(meshes[binding.style])
+    for style in meshes:
+        swapped.setdefault(style, []).append(mesh)
     try:
-        yield ContextParallelHandler(mesh, style_of(owners[0]))
+        yield ContextParallelHandler(mesh, style_of(found[0]))
     finally:
-        for owner in owners:
-            owner.stack.remove(made[owner.style])
-        for style in made:
-            moved[style].pop()  # type: ignore[index]
+        for binding in found:
+            binding.stack.remove(meshes[binding.style])
+        for style in meshes:
+            swapped[style].pop()
 
 
 def _degree(style: Style, mesh: DeviceMesh) -> int | str | None:
-    """The style's Ulysses degree where it fits the mesh, else what is left of it."""
+    """The style's Ulysses degree where it fits the mesh, else its greatest common divisor with the mesh."""
     degree = style.ulysses_degree
     if mesh.ndim == 2:
         return None

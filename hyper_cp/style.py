@@ -9,10 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .module._torch.compile_guard import is_compiled, refuse_compiled
-from .module.hooks import Boundary, attached, describe
-from .module.mesh_binding import Binding
-from .ops.attention import Mode
+from .module._torch.compile_guard import refuse_compiled
+from .module._torch.modules import checkpointed, is_compiled
+from .module.hooks import AttentionHooks
+from .module.mesh_binding import Binding, binding_of, describe
+from .ops.config import Mode
 
 
 class ContextParallel(ParallelStyle):
@@ -20,7 +21,7 @@ class ContextParallel(ParallelStyle):
 
     Put it on the submodules that receive q, k, v (or, with ``qkv_indices=None``, on whole attention
     blocks that compute them) in a ``parallelize_module`` plan. Everything outside these modules
-    works on the local share of the sequence and needs no change.
+    works on the local share of the sequence, so it must treat positions one by one.
 
     Args:
         seq_dim: the sequence dimension of q, k, v and of the output. ``[B, S, H, D]``: 1 (default).
@@ -35,20 +36,23 @@ class ContextParallel(ParallelStyle):
             splits itself (``[B, S, H, Dk + Dv]`` of latent attention); it is exchanged once.
         qkv_kwarg_names: names of q, k, v if the module takes them as keywords only.
         load_balance: under a causal mask, exchange the tail half of the queries with rank n-1-r so
-            that contiguous data is balanced. Nothing happens where work is balanced already.
-        kv_exchange: over the ranks that Ulysses leaves, ``"all_gather"`` or ``"ring"``.
-        layout: which positions each rank holds: ``"contiguous"``, or ``"head_tail"`` (rank r of n
-            holds chunks r and 2n-1-r of 2n, as in Megatron, TransformerEngine and PyTorch).
-        use_local_output: ``True``: outputs are what q was, a plain tensor or a DTensor of the same mesh and
+            that contiguous data is balanced. Nothing is exchanged where work is balanced already.
+        kv_exchange: the way keys and values reach the ranks that Ulysses leaves: ``"all_gather"``, ``"ring"``, or
+            ``"replicated"`` (every rank has all of them: cross-attention).
+        layout: the positions that each rank holds: ``"contiguous"``, or ``"head_tail"`` (rank r of n
+            holds chunks r and 2n-1-r of 2n, as in Megatron, TransformerEngine and PyTorch), ``"per_document"`` (every
+            document head-tail) or ``"auto"`` (the better of the last two for the documents of the batch).
+        use_local_output: ``True``: outputs have the form of q, a plain tensor or a DTensor of the same mesh and
             placements. ``False``: DTensors that are also ``Shard(seq_dim)`` on the cp mesh (contiguous layout
             only); if q was a DTensor on a tp mesh, on the mesh of both.
-        window: ``(left, right)``: sliding-window attention; a query sees at most so many positions
+        window: ``(left, right)``: sliding-window attention. A query sees at most so many positions
             before and after its own (None or -1: no bound), within what is_causal leaves.
-        head_groups: hide Ulysses' all-to-all behind attention: heads are exchanged in so many groups, the next one in
-            flight while one is attended, in backward too. Only with ``qkv_indices=None`` (a module that receives q, k,
-            v in ``[B, H, S, D]`` and hands them to attention will do), and for heads that split into the groups.
+        head_groups: the number of groups in which heads are exchanged. The next group is in flight while one is
+            attended, in backward too, so that attention hides Ulysses' all-to-all. It needs ``qkv_indices=None`` (a
+            module that receives q, k, v in ``[B, H, S, D]`` and hands them to attention will do), and heads that split
+            into the groups.
 
-    A call may have packed documents: inside ``ContextParallelHandler.documents(...)``, or passed to
+    A call may have packed documents: run it inside ``ContextParallelHandler.documents(...)``, or pass them to
     the styled module as the keyword argument ``documents`` (see :func:`hyper_cp.ops.attention`).
 
     q, k, v may be DTensors (tensor parallel with ``use_local_output=False``) on a mesh beside cp, ``Shard(head_dim)``
@@ -62,12 +66,12 @@ class ContextParallel(ParallelStyle):
         ValueError, TypeError: at construction, at ``parallelize_module`` or at the first call, with
             the argument, its value and what would work; always before communication.
         RuntimeError: if the ring dimension has more than one rank and the module returns without
-            having called attention that could be routed; at ``parallelize_module``, if the module or what it is
-            part of is compiled already (the graph would not notice).
+            having made an attention call that could be routed; at ``parallelize_module``, if the module, or a module
+            that contains it, is compiled already (the compiled graph has no hooks).
 
     Note:
-        Attention inside the module must be ``F.scaled_dot_product_attention`` unless the mesh is
-        pure Ulysses and q, k, v are the module's inputs; then any kernel works.
+        Attention inside the module must be ``F.scaled_dot_product_attention`` or ``flex_attention``, unless the mesh
+        is pure Ulysses and q, k, v are the module's inputs; then any kernel works.
 
     Example::
 
@@ -145,19 +149,19 @@ class ContextParallel(ParallelStyle):
         )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if "_checkpoint_wrapped_module" in module._modules:
-            # Of torch's checkpoint_wrapper: a recompute runs the hooks of what is inside it, not its own.
-            self._apply(module._checkpoint_wrapped_module, device_mesh)  # type: ignore[arg-type]
+        inner = checkpointed(module)
+        if inner is not None:  # a recompute runs the hooks of the module inside the wrapper, not those of the wrapper
+            self._apply(inner, device_mesh)
             return module
-        if attached(module) is not None:
+        if binding_of(module) is not None:
             raise ValueError(
-                f"ContextParallel is already applied to {describe(module)}: applying it twice would split "
+                f"ContextParallel is already applied to {describe(module)}. Applying it twice would split "
                 "the sequence twice. Apply the plan once"
             )
         refuse_compiled(module, describe(module))
-        hooks = Boundary(self, device_mesh, module)
+        hooks = AttentionHooks(self, device_mesh, module)
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
-        # Also after an exception: nothing of a call may be left behind.
+        # Runs after an exception too: nothing of a call may be left behind.
         module.register_forward_hook(hooks.after, with_kwargs=True, always_call=True)
         return module
 
@@ -176,7 +180,7 @@ def styled_modules(model: nn.Module, at_least: int = 0) -> dict[str, ContextPara
     """
     found = {}
     for name, module in model.named_modules():
-        binding = attached(module)
+        binding = binding_of(module)
         if binding is not None:
             binding.name = f"module {name!r} ({type(module).__name__})"
             found[name] = style_of(binding)
@@ -200,7 +204,7 @@ def styled_modules(model: nn.Module, at_least: int = 0) -> dict[str, ContextPara
 
 
 def _q_k_v(where: Sequence[object]) -> bool:
-    """Whether these are three places, of which only k and v may be one."""
+    """True for three positions or names, of which only those of k and v may be equal."""
     return len(where) == 3 and where[0] not in where[1:]
 
 

@@ -20,6 +20,7 @@ from hyper_cp.context_manager import _active, _sharded_now
 from hyper_cp.mesh import comm
 from tests.harness import modules
 from tests.harness.oracle import plain_attention, relative_error, token_positions
+from tests.harness.ranks import on_ranks
 
 LENGTH = 24
 
@@ -75,6 +76,7 @@ def reference() -> tuple[Tensor, list[Tensor]]:
     return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
 
 
+@on_ranks
 def step(options: dict[str, Any], where: str, checkpointing: bool | None = None) -> float:
     """Error of a training step, with backward inside or outside the block."""
     model, (ids, weights) = Model(checkpointing=checkpointing), data()
@@ -146,6 +148,7 @@ def test_activation_checkpoints_that_would_be_local_are_refused(ranks: Any) -> N
 # --------------------------------------------------------------------------- restoring
 
 
+@on_ranks
 def written(layout: str) -> None:
     mesh = cp_mesh()
     a, b, c, d = (torch.arange(12.0).view(2, 6).clone() + i for i in range(4))
@@ -171,6 +174,7 @@ def test_what_was_written_comes_back_whole(ranks: Any) -> None:
     ranks(2, written, "contiguous")
 
 
+@on_ranks
 def fails_on_one_rank() -> tuple[str, int]:
     mesh, x, y, told = cp_mesh(), torch.arange(8.0), torch.arange(8.0), ""
     with comm.record_traffic() as log:
@@ -205,6 +209,7 @@ def attend(xs: list[Tensor]) -> Tensor:
     return scaled_dot_product_attention(*xs, is_causal=True)
 
 
+@on_ranks
 def nested() -> None:
     """4 ranks: all of them, pairs of them, each alone. The innermost block speaks."""
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -238,6 +243,7 @@ def test_blocks_nest_and_the_innermost_speaks(ranks: Any) -> None:
     ranks(4, nested)
 
 
+@on_ranks
 def styled_inside() -> None:
     """A styled module in a block runs under its own style, a block's attention under the block's."""
     mesh, whole = cp_mesh(), qkv()
@@ -261,6 +267,7 @@ def test_styled_modules_speak_for_themselves(ranks: Any) -> None:
     ranks(2, styled_inside)
 
 
+@on_ranks
 def threads() -> None:
     """A block is of its thread: another one attends locally meanwhile."""
     found: list[Tensor] = []
@@ -276,6 +283,7 @@ def test_blocks_are_of_their_thread(ranks: Any) -> None:
     ranks(2, threads)
 
 
+@on_ranks
 def documents_and_window() -> None:
     mesh, whole = cp_mesh(), qkv()
     seen = torch.ones(16, 16, dtype=torch.bool).tril().triu(-3)
@@ -293,6 +301,7 @@ def test_documents_and_windows_hold_in_a_block(ranks: Any, world: int) -> None:
     ranks(world, documents_and_window)
 
 
+@on_ranks
 def without_gradients(off: str) -> float:
     """Evaluation with gradients switched off inside the block or around it; writes are noticed there too."""
     model, (ids, _), worst = Model(), data(), 0.0
@@ -318,6 +327,7 @@ def test_evaluation_in_a_block(ranks: Any, off: str) -> None:
     assert max(ranks(2, without_gradients, off)) <= 1e-10
 
 
+@on_ranks
 def compiled() -> float:
     model, (ids, weights) = Model(), data()
     fast = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -342,6 +352,7 @@ def test_compiled_models_in_a_block(ranks: Any) -> None:
 # --------------------------------------------------------------------------- mistakes
 
 
+@on_ranks
 def wrong(what: str) -> None:
     mesh, x = cp_mesh(), torch.zeros(2, 8)
     learned, odd = torch.zeros(2, 8, requires_grad=True), torch.zeros(2, 6)

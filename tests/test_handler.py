@@ -16,6 +16,7 @@ from hyper_cp import ContextParallel, ContextParallelHandler, get_cp_handler_cls
 from hyper_cp.mesh import comm
 from tests.harness import modules
 from tests.harness.oracle import plain_attention, relative_error, token_positions
+from tests.harness.ranks import on_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -31,6 +32,7 @@ def samples(length: int) -> list[tuple[Tensor, int]]:
     return found
 
 
+@on_ranks
 def round_trips(shape: tuple[int, ...], layout: str) -> bool:
     names = ("cp",) if len(shape) == 1 else ("ring", "ulysses")
     handler = ContextParallelHandler(init_device_mesh("cpu", shape, mesh_dim_names=names), layout)
@@ -52,6 +54,7 @@ def test_dispatch_and_combine_are_inverses(ranks: Any, shape: tuple[int, ...], l
     assert all(ranks(world, round_trips, shape, layout))
 
 
+@on_ranks
 def combined_later(layout: str) -> list[bool]:
     """Call ``combine`` after the block, with the documents that have placed the tokens."""
     handler = ContextParallelHandler(init_device_mesh("cpu", (3,)), layout)
@@ -68,6 +71,7 @@ def test_combine_after_the_documents_block(ranks: Any, layout: str) -> None:
     assert ranks(3, combined_later, layout) == [[True, True]] * 3
 
 
+@on_ranks
 def gradients(layout: str) -> bool:
     handler = ContextParallelHandler(init_device_mesh("cpu", (3,)), layout)
     length = 12
@@ -87,6 +91,7 @@ def test_gradients(ranks: Any, layout: str) -> None:
     assert all(ranks(3, gradients, layout))
 
 
+@on_ranks
 def mistakes() -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
     style = ContextParallel(layout="head_tail")
@@ -119,6 +124,7 @@ def test_mistakes_are_named(ranks: Any) -> None:
 # --------------------------------------------------------------------------- any length
 
 
+@on_ranks
 def any_length(layout: str) -> dict[str, float]:
     """Errors of non-causal and causal attention, and of a loss, over lengths that do not split evenly."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
@@ -159,6 +165,7 @@ def test_any_sequence_length(ranks: Any, world: int, layout: str) -> None:
         assert max(found.values()) <= 1e-10, found
 
 
+@on_ranks
 def wrong_length() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     handler = ContextParallelHandler(mesh, "head_tail")
@@ -183,6 +190,7 @@ def rotated(x: Tensor, at: Tensor, thetas: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((pair, rest), -1)
 
 
+@on_ranks
 def rotary(layout: str) -> float:
     world = dist.get_world_size()
     handler = ContextParallelHandler(init_device_mesh("cpu", (world,)), layout)
@@ -227,6 +235,7 @@ def test_rotary_embedding_by_true_positions(ranks: Any, world: int, layout: str)
     assert max(ranks(world, rotary, layout)) <= 1e-12
 
 
+@on_ranks
 def wrong_rotary(what: str) -> None:
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "head_tail")
     x = torch.zeros(2, 4, 1, 4)  # S = 8
@@ -262,6 +271,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = Fals
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True), "note"
 
 
+@on_ranks
 def cores(layout: str, degree: int | None) -> float:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     handler = ContextParallelHandler(mesh, ContextParallel(2, 1, degree, None, layout=layout))
@@ -299,6 +309,7 @@ def test_core_attn_runs_any_callable(ranks: Any, world: int, degree: int | None,
     assert max(ranks(world, cores, layout, degree)) <= 1e-10
 
 
+@on_ranks
 def core_without_style() -> None:
     x = torch.zeros(1, 2, 2, 4)
     ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous").core_attn(attend, x, x, x, 1.0)
@@ -311,6 +322,7 @@ def test_core_attn_needs_a_style(ranks: Any) -> None:
 # --------------------------------------------------------------------------- Megatron's cp_comm_type
 
 
+@on_ranks
 def of_comm_type(word: Any, sizes: list[int] | None, names: tuple[str, ...]) -> tuple[float, list[str]]:
     """The error of causal attention of [S, B, H, D] in Megatron's layout, and the transfers of each layer."""
     world = dist.get_world_size()
@@ -368,6 +380,7 @@ def test_an_unknown_cp_comm_type_lists_the_known(backend: Any, word: Any, words:
         get_cp_handler_cls(backend, word)
 
 
+@on_ranks
 def wrong_options(**options: Any) -> None:
     get_cp_handler_cls(None, "a2a+p2p")(init_device_mesh("cpu", (2,)), **options)
 

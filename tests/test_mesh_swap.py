@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh, styled_modules
 from hyper_cp.cli.demo_model import Llama, LlamaConfig
 from hyper_cp.mesh import comm
+from tests.harness.ranks import on_ranks
 
 S = 32
 CONFIG = LlamaConfig(dim=32, layers=2, heads=8, kv_heads=4, hidden=48)
@@ -76,6 +77,7 @@ def errors(loss: Tensor, model: Llama, reference: Llama, samples: int, run: Any 
     return worst
 
 
+@on_ranks
 def every_degree(style: dict[str, Any], home: int, block: bool) -> dict[str, float]:
     world = dist.get_world_size()
     family = split_cp_mesh(init_device_mesh("cpu", (world,)))
@@ -128,6 +130,7 @@ def test_every_degree_from_every_degree(ranks: Any, style: dict[str, Any]) -> No
             assert max(found.values(), default=0.0) <= 1e-10, (home, found)
 
 
+@on_ranks
 def other_splits() -> dict[str, float]:
     """Meshes of the same ranks whose ring x ulysses split differs."""
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
@@ -163,6 +166,7 @@ def test_other_splits_of_the_same_ranks(ranks: Any) -> None:
         assert max(found.values()) <= 1e-10, found
 
 
+@on_ranks
 def off() -> int:
     """On a mesh of one rank the module makes exactly the user's own call."""
     family = split_cp_mesh(init_device_mesh("cpu", (2,)))
@@ -183,6 +187,7 @@ def test_one_rank_is_off(ranks: Any) -> None:
     assert ranks(2, off) == [0, 0]
 
 
+@on_ranks
 def recomputed(reentrant: bool) -> dict[str, float]:
     """Activation checkpointing per layer; backward inside the block, after it, and in a block on another mesh."""
     family = split_cp_mesh(init_device_mesh("cpu", (4,)))
@@ -210,6 +215,7 @@ def test_a_recompute_uses_the_mesh_of_its_forward(ranks: Any, reentrant: bool) -
         assert max(found.values()) <= 1e-10, found
 
 
+@on_ranks
 def twice_in_one_checkpoint(reentrant: bool) -> float:
     """One module called twice with equal documents, given as lists: its mesh is that of its forward."""
     family = split_cp_mesh(init_device_mesh("cpu", (2,)))
@@ -246,6 +252,7 @@ def test_called_twice_in_one_checkpoint(ranks: Any, reentrant: bool) -> None:
     assert max(ranks(2, twice_in_one_checkpoint, reentrant)) <= 1e-10
 
 
+@on_ranks
 def compiled(block: bool) -> dict[str, float]:
     torch._dynamo.reset()
     family = split_cp_mesh(init_device_mesh("cpu", (4,)))
@@ -269,6 +276,7 @@ def test_compiled_once_for_each_mesh(ranks: Any) -> None:
         assert max(found.values()) <= 1e-10, found
 
 
+@on_ranks
 def fsdp() -> dict[str, float]:
     everyone = init_device_mesh("cpu", (4,))
     family = split_cp_mesh(everyone)
@@ -283,6 +291,7 @@ def fsdp() -> dict[str, float]:
     return found
 
 
+@on_ranks
 def tensor_parallel() -> dict[str, float]:
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     family = split_cp_mesh(root["cp"])
@@ -327,6 +336,7 @@ def test_with_sharded_parameters(ranks: Any, run: Any) -> None:
 # --------------------------------------------------------------------------- words
 
 
+@on_ranks
 def refused(what: str) -> None:
     world = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     family = split_cp_mesh(world)
@@ -381,6 +391,7 @@ def test_wrong_meshes_are_refused(ranks: Any, what: str, error: type[Exception],
     ranks.raises(4, error, words, refused, what)
 
 
+@on_ranks
 def too_few_heads() -> None:
     family = split_cp_mesh(init_device_mesh("cpu", (4,)))
     x = torch.randn(1, 2, 8, 4)

@@ -1,20 +1,28 @@
-"""The package as it is installed: light to import, typed, with a command."""
+"""The package as it is installed and laid out: light to import, typed, small rooms, no private names of others."""
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata, resources
 from pathlib import Path
 
 import pytest
 
+PACKAGE = Path(str(resources.files("hyper_cp")))
 HEAVY = ["torch_npu", "matplotlib", "transformers", "accelerate", "hyper_cp.cli"]
 
 
 def python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def modules() -> list[tuple[str, Path]]:
+    """Every module's path within the package, and its file."""
+    return [(path.relative_to(PACKAGE).as_posix(), path) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
 def test_import_is_light() -> None:
@@ -39,10 +47,9 @@ def test_public_names_resolve() -> None:
 
 
 def test_only_comm_communicates() -> None:
-    package = Path(str(resources.files("hyper_cp")))
     calls = r"dist\.(all_|batch_|broadcast|isend|irecv|send|recv|reduce|gather|scatter|barrier)"
-    for path in package.rglob("*.py"):
-        if path.relative_to(package).as_posix() not in ("mesh/comm.py", "cli/demo.py"):
+    for name, path in modules():
+        if name not in ("mesh/comm.py", "cli/demo.py"):
             assert not re.search(calls, path.read_text()), f"{path} communicates"
 
 
@@ -55,3 +62,78 @@ def test_command_answers_help() -> None:
     bad = subprocess.run([sys.executable, "-m", "hyper_cp", "nonsense"], capture_output=True, text=True)
     assert bad.returncode == 2
     assert "demo" in bad.stderr
+
+
+# --------------------------------------------------------------------------- small rooms
+
+
+def test_folders_and_files_are_small() -> None:
+    """A folder has at most eight modules (besides ``__init__``, ``__main__``) and eight folders, a file 400 lines."""
+    for folder in (PACKAGE, *(path for path in PACKAGE.rglob("*") if path.is_dir() and path.name != "__pycache__")):
+        found = [path.stem for path in folder.glob("*.py") if not path.stem.startswith("__")]
+        folders = [path.name for path in folder.iterdir() if path.is_dir() and path.name != "__pycache__"]
+        assert len(found) <= 8 and len(folders) <= 8, (folder, found, folders)
+    long = {name: len(path.read_text().splitlines()) for name, path in modules()}
+    assert not {name: lines for name, lines in long.items() if lines > 400}
+
+
+# --------------------------------------------------------------------------- names that are private elsewhere
+
+HOME = "module/_torch/"
+"""The room of everything that is private to PyTorch."""
+
+PRIVATE_ELSEWHERE = {
+    ("integrations/transformers.py", "_supports_attention_backend"): "what transformers itself reads of a model class",
+}
+"""``(module, name)``: the reason why a private name may stand there."""
+
+
+def private_names(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """``(line, name, expression)`` of every private name that this module does not define itself.
+
+    Such names are PyTorch's (``torch._C``, ``tensor._version``) or another module's of ours.
+    """
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value] if node.value.isidentifier() else []  # getattr(module, "_modules")
+        text = ast.unparse(node) if names else ""
+        yield from ((getattr(node, "lineno", 0), name, text) for name in names if re.match(r"_[A-Za-z]", name))
+
+
+def defined_names(tree: ast.Module) -> set[str]:
+    """Names that a module gives to its functions, classes, variables, arguments and attributes."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    return found
+
+
+def test_private_names_stay_at_home() -> None:
+    """Private names of PyTorch stand in one room, its operators in the kernels; nobody reaches into a neighbour."""
+    found, used = [], set()
+    for module, path in modules():
+        tree = ast.parse(path.read_text())
+        own = defined_names(tree)
+        for line, name, text in private_names(tree):
+            of_torch = name in ("_torch", "_fields") or module.startswith(HOME)  # our room; a named tuple's fields
+            operator = module.startswith("ops/kernels/") and re.search(r"aten\._|torch\._fused_sdp_choice", text)
+            if (module, name) in PRIVATE_ELSEWHERE:
+                used.add((module, name))
+            elif not (of_torch or operator or name in own):
+                found.append(f"hyper_cp/{module}:{line}: {text}")
+    assert not found, "private names of others:\n" + "\n".join(found)
+    assert used == set(PRIVATE_ELSEWHERE), "reasons for names that are gone"

@@ -25,6 +25,7 @@ from hyper_cp.ops import attention
 from hyper_cp.ops.kernels import cpu
 from tests.harness import modules
 from tests.harness.oracle import plain_attention, relative_error, token_positions
+from tests.harness.ranks import on_ranks
 
 SEQ, HEADS, KV, DIM = 16, 4, 4, 8
 
@@ -60,6 +61,7 @@ BNSD = {"seq_dim": 2, "head_dim": 1}
 # --------------------------------------------------------------------------- ways to call
 
 
+@on_ranks
 def call_every_way() -> dict[str, float]:
     errors = {}
     for mode in MODES:
@@ -97,6 +99,7 @@ def test_every_way_to_pass_qkv_and_to_return(ranks: Any) -> None:
         assert max(errors.values()) <= 1e-10, {k: e for k, e in errors.items() if e > 1e-10}
 
 
+@on_ranks
 def by_hand_under_ulysses() -> float:
     (q, k, v), want = local()
     return relative_error(apply(modules.Silent(), **BNSD)(q, k, v), want)
@@ -106,6 +109,7 @@ def test_pure_ulysses_runs_any_kernel(ranks: Any) -> None:
     assert max(ranks(4, by_hand_under_ulysses)) <= 1e-10
 
 
+@on_ranks
 def on_a_2d_mesh() -> list[float]:
     (q, k, v), want = local()
     found = [apply(modules.BNSD(), shape, **BNSD)(q, k, v) for shape in ((2, 2), (1, 4), (4, 1))]
@@ -118,6 +122,7 @@ def test_2d_mesh_equals_1d_with_a_degree(ranks: Any) -> None:
     assert max(max(errors) for errors in ranks(4, on_a_2d_mesh)) <= 1e-10
 
 
+@on_ranks
 def on_a_slice_of_a_larger_mesh() -> list[float]:
     """cp as a dimension of dp x cp, both hybrid-able halves at work at once."""
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "cp"))["cp"]
@@ -135,6 +140,7 @@ def test_cp_dimension_of_a_larger_mesh(ranks: Any) -> None:
     assert max(max(errors) for errors in ranks(8, on_a_slice_of_a_larger_mesh)) <= 1e-10
 
 
+@on_ranks
 def as_dtensor() -> tuple[bool, float]:
     (q, k, v), _ = local()
     out = apply(modules.BNSD(), **BNSD, use_local_output=False)(q, k, v)
@@ -146,6 +152,7 @@ def test_use_local_output_false_returns_a_sharded_dtensor(ranks: Any) -> None:
     assert all(is_dtensor and error <= 1e-10 for is_dtensor, error in ranks(2, as_dtensor))
 
 
+@on_ranks
 def auto_choice() -> tuple[list[int], list[int]]:
     """Degrees that "auto" chooses for 4/4, 4/2 and 3/1 heads, on one host and on hosts of two."""
     import os
@@ -153,12 +160,12 @@ def auto_choice() -> tuple[list[int], list[int]]:
     chosen = []
     for host in ("4", "2"):
         os.environ["LOCAL_WORLD_SIZE"] = host
-        from hyper_cp.style import attached
+        from hyper_cp.module.mesh_binding import binding_of
 
         module = apply(modules.BNSD(), **BNSD, ulysses_degree="auto")
-        binding = attached(module)
+        binding = binding_of(module)
         assert binding is not None
-        chosen.append([binding.place.view(*heads).ulysses.size for heads in ((4, 4), (4, 2), (3, 1))])
+        chosen.append([binding.active.view(*heads).ulysses.size for heads in ((4, 4), (4, 2), (3, 1))])
     return chosen[0], chosen[1]
 
 
@@ -169,6 +176,7 @@ def test_auto_is_the_widest_degree_of_heads_and_host(ranks: Any) -> None:
 # --------------------------------------------------------------------------- refusals
 
 
+@on_ranks
 def refused(kind: str) -> None:
     """Make the mistake ``kind``; whatever happens, nothing may have been communicated."""
     (q, k, v), _ = local()
@@ -231,12 +239,12 @@ Mistake = tuple[str, str, Callable[..., Any]]
 WRONG: dict[str, Mistake] = {
     "heads": (
         "ValueError",
-        "ulysses_degree=4 cannot split 6 query heads.*that work: 1, 2;",
+        "ulysses_degree=4 cannot split 6 query heads.*that work: 1, 2\\.",
         lambda q, k, v: apply(modules.BNSD(), **BNSD)(q.repeat(1, 2, 1, 1)[:, :6], k[:, :2], v[:, :2]),
     ),
     "heads, own qkv": (
         "ValueError",
-        "cannot split 3 query heads.*that work: 1;",
+        "cannot split 3 query heads.*that work: 1\\.",
         lambda q, k, v: apply(modules.BNSD(), qkv_indices=None, ulysses_degree=2)(q[:, :3], k[:, :3], v[:, :3]),
     ),
     "degree": (
@@ -293,12 +301,12 @@ WRONG: dict[str, Mistake] = {
     ),
     "causal cross-attention": (
         "ValueError",
-        "query has 4 and key 3 local positions .*: cross-attention of different lengths takes no is_causal",
+        "query has 16 and key 12 positions .*Cross-attention of different lengths takes no is_causal",
         lambda q, k, v: apply(modules.BNSD(), **ring1)(q, k[:, :, :3], v[:, :, :3]),
     ),
     "odd": (
         "ValueError",
-        "local sequence length 3 .*odd.*divisible by 8",
+        "local sequence length 3 is odd.*multiple of 8",
         lambda q, k, v: apply(modules.BNSD(), **BNSD, layout="head_tail")(*(x[:, :, :3] for x in (q, k, v))),
     ),
     "odd, balance": (
@@ -321,7 +329,7 @@ WRONG: dict[str, Mistake] = {
     "nothing matched": ("ValueError", "applied to 0 modules of Sequential, expected", nothing_matched),
     "mask": (
         "ValueError",
-        r"attn_mask has shape \(1, 1, 4, 4\); it must be broadcastable to \[1, 4, 16, 16\]",
+        r"attn_mask has shape \(1, 1, 4, 4\). It must be broadcastable to \[1, 4, 16, 16\]",
         lambda q, k, v: apply(Flash(attn_mask=torch.ones(4, 4, dtype=torch.bool)), **ring1)(q, k, v),
     ),
     "dropout": (
@@ -331,7 +339,7 @@ WRONG: dict[str, Mistake] = {
     ),
     "gqa": (
         "ValueError",
-        "query has 4 heads and key 2; pass enable_gqa=True",
+        "query has 4 heads and key 2. Pass enable_gqa=True",
         lambda q, k, v: apply(Flash(), **ring1)(q, k[:, :2], v[:, :2]),
     ),
     "MultiheadAttention": (
@@ -359,6 +367,7 @@ class Transposing(modules.BNSD):
         return super().forward(*qkv).transpose(1, 2)
 
 
+@on_ranks
 def wrong_output() -> None:
     (q, k, v), _ = local()
     apply(Transposing(), **BNSD)(q, k, v)
@@ -408,6 +417,7 @@ def fails(module: nn.Module, *args: Any) -> str:
     return "nothing"
 
 
+@on_ranks
 def exceptions() -> list[Any]:
     (q, k, v), want = local()
     found: list[Any] = []
@@ -448,6 +458,7 @@ class Model(nn.Module):
         return self.inner(self.proj(q), k, v)
 
 
+@on_ranks
 def copies() -> list[bool]:
     (q, k, v), _ = local()
     plain = Model()
@@ -484,6 +495,7 @@ def test_deepcopy_names_and_state_dict(ranks: Any) -> None:
     assert ranks(4, copies) == [[True] * 7] * 4
 
 
+@on_ranks
 def count_groups() -> list[int]:
     """Process groups made for a 24-layer model in several modes, styles and applications."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
@@ -513,6 +525,7 @@ def test_groups_are_made_once_per_mesh(ranks: Any) -> None:
     assert ranks(4, count_groups) == [[2, 2, 2, 2, 2]] * 4  # one ring and one ulysses group per rank
 
 
+@on_ranks
 def amp() -> list[Any]:
     (q, k, v), want = local()
     found: list[Any] = []
@@ -533,6 +546,7 @@ class Dtypes(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+@on_ranks
 def unequal_under_autocast() -> list[Any]:
     found: list[Any] = []
     for mode in MODES[:3]:
@@ -557,6 +571,7 @@ def test_autocast_reaches_attention(ranks: Any) -> None:
     assert ranks(4, amp) == [[(torch.bfloat16, True)] * 3] * 4
 
 
+@on_ranks
 def no_warnings() -> bool:
     (q, k, v), _ = local()
     for mode in MODES:
@@ -581,6 +596,7 @@ class Outer(nn.Module):
         return self.inner(q, k, v)
 
 
+@on_ranks
 def nested() -> None:
     (q, k, v), _ = local()
     mesh = init_device_mesh("cpu", (2,))
@@ -596,6 +612,7 @@ def test_styled_modules_inside_each_other_are_refused(ranks: Any) -> None:
     ranks.raises(2, "RuntimeError", "module BNSD was called inside module Outer", nested)
 
 
+@on_ranks
 def unordered_mesh() -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -606,6 +623,7 @@ def test_a_mesh_out_of_order_is_refused(ranks: Any) -> None:
     ranks.raises(2, "ValueError", r"mesh lists its ranks as \[1, 0\], not ascending", unordered_mesh)
 
 
+@on_ranks
 def corners() -> dict[str, bool]:
     """Calls that are unusual but right."""
     world, found = dist.get_world_size(), {}
@@ -648,6 +666,7 @@ def test_unusual_calls(ranks: Any) -> None:
         assert all(found.values()), [name for name, good in found.items() if not good]
 
 
+@on_ranks
 def meshes_rebuilt(backend_jobs: int) -> list[float]:
     """Process groups destroyed and made again in one process: nothing stale is used."""
     rank, world, errors = dist.get_rank(), dist.get_world_size(), []
@@ -691,6 +710,7 @@ class Rotated(nn.Module):
         return F.scaled_dot_product_attention(q * 2, k * 2, v, is_causal=True)
 
 
+@on_ranks
 def equal_sizes() -> list[float]:
     """As many heads as positions after the exchange, dimensions as they are."""
     world, rank, errors = dist.get_world_size(), dist.get_rank(), []
@@ -738,7 +758,7 @@ FOUND = {
     ),
     "integers": (
         "TypeError",
-        "query has dtype torch.int32; attention takes",
+        "query has dtype torch.int32. Attention takes",
         lambda q, k, v: apply(Flash(), **ring1)(*(x.int() for x in (q, k, v))),
     ),
     "ring without a ring": (
@@ -749,6 +769,7 @@ FOUND = {
 }
 
 
+@on_ranks
 def found_refused(kind: str) -> None:
     (q, k, v), _ = local()
     with comm.record_traffic() as log:
@@ -765,6 +786,7 @@ def test_misuse_that_was_silent(ranks: Any, kind: str) -> None:
     ranks.raises(4, FOUND[kind][0], FOUND[kind][1], found_refused, kind)
 
 
+@on_ranks
 def interrupted() -> dict[str, bool]:
     """Torch runs no hooks after a KeyboardInterrupt: what it leaves must do no harm."""
     (q, k, v), want = local()
@@ -784,6 +806,7 @@ def test_keyboard_interrupt(ranks: Any) -> None:
         assert all(found.values()), found
 
 
+@on_ranks
 def failing_kernel(kv: str) -> float:
     """The kernel fails on every rank while keys are in flight; the process group stays usable."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
@@ -809,6 +832,7 @@ def test_a_failing_kernel_leaves_no_transfer_behind(ranks: Any, kv: str) -> None
     assert max(ranks(2, failing_kernel, kv, timeout=40)) <= 1e-10
 
 
+@on_ranks
 def channels_apart() -> float:
     """Head dims that do not lie side by side in memory."""
     (q, k, v), want = local()
@@ -822,6 +846,7 @@ def test_head_dims_with_a_stride(ranks: Any) -> None:
     assert max(ranks(4, channels_apart)) <= 1e-10
 
 
+@on_ranks
 def nested_records() -> bool:
     (q, k, v), _ = local()
     module = apply(modules.BNSD(), **ring1)
@@ -836,6 +861,7 @@ def test_records_nest(ranks: Any) -> None:
     assert all(ranks(2, nested_records))
 
 
+@on_ranks
 def dtensor_named_tuple() -> bool:
     module = apply(modules.BNSD(packaging="namedtuple"), **ring1, use_local_output=False)
     (q, k, v), _ = local()

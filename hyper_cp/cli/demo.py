@@ -1,7 +1,7 @@
 """Trains a small byte-level Llama on real text in every mode of context parallelism, beside one rank.
 
-Run it as `make demo`, `hyper-cp demo`, or `torchrun --nproc-per-node 4 -m hyper_cp demo`. It exits
-non-zero if any mode's losses differ from those of one rank by more than fp32 rounding.
+Run it as `make demo`, `hyper-cp demo`, or `torchrun --nproc-per-node 4 -m hyper_cp demo`. The exit code is not zero
+if the losses of any mode differ from those of one rank by more than fp32 rounding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from .. import ContextParallel, ContextParallelHandler, styled_modules
 from ..mesh.comm import record_traffic
 from .demo_model import Llama, LlamaConfig
+from .demo_report import ONE_RANK, TOLERANCE, Result, peak_bytes, progress, reset_peak, save_picture, table
 
 MODES: dict[str, dict[str, Any]] = {
     "ulysses": {"ulysses_degree": None},
@@ -38,31 +38,36 @@ MODES: dict[str, dict[str, Any]] = {
     "hybrid": {"ulysses_degree": 2},
     "hybrid ring head-tail": {"ulysses_degree": 2, "kv_exchange": "ring", "layout": "head_tail"},
 }
-ONE_RANK = "one rank"
-
-# Sums of the same fp32 numbers in another order: about 1e-7 relative per step, carried on by the
-# optimizer (5e-7 seen after 12 steps). A real mistake - a position, a mask, a label at a shard's
-# border - changes the loss by 1e-3 and more from the second step on.
-TOLERANCE = 2e-5
 
 
-@dataclass
-class Result:
-    """What one training run measured, over all ranks."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``hyper-cp demo``."""
+    parser.add_argument("--ranks", type=int, default=4, help="processes to start (default 4; torchrun decides itself)")
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps per mode (default 10)")
+    parser.add_argument("--seq-len", type=int, default=4096, help="tokens per sequence (default 4096)")
+    names = ", ".join(f"'{name}'" for name in MODES)
+    parser.add_argument("--modes", nargs="+", choices=MODES, metavar="MODE", help=f"some of {names} (default: all)")
+    parser.add_argument("--out", default="demo_losses.png", help="image file for the loss curves")
 
-    losses: list[float]
-    tokens_per_second: float
-    peak_bytes: int
-    bytes_per_step: int
+
+def run(args: argparse.Namespace) -> int:
+    """Train in the ranks that torchrun has started, or else in ranks started here. Return the exit code."""
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun else args.ranks
+    if not args.modes:
+        args.modes = [name for name, mode in MODES.items() if ranks % (mode["ulysses_degree"] or 1) == 0]
+    return rank_main(args) if under_torchrun else start_ranks(args)
 
 
 # --------------------------------------------------------------------------- data and training
 
 
 def text_batches(length: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and labels ``[1, length]`` of Python's own help texts, as bytes. Labels are shifted
-    here, on the whole sequence: after sharding a shard's last token would have no label."""
-    from pydoc_data.topics import topics
+    """Yield tokens and labels ``[1, length]``: Python's own help texts, one token per byte.
+
+    Labels are shifted here, on the whole sequence: the last token of a shard has its label on another rank.
+    """
+    from pydoc_data.topics import topics  # the text is large, and only training needs it
 
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
@@ -73,7 +78,7 @@ def text_batches(length: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def build(mode: dict[str, Any] | None) -> tuple[Llama, ContextParallelHandler | None]:
-    """The model, the same weights everywhere, and the handler of its batches (None: one rank)."""
+    """Make the model, with the same weights on every rank, and the handler of its batches (None without a mode)."""
     torch.manual_seed(0)
     model = Llama(LlamaConfig())
     if mode is None:
@@ -98,13 +103,11 @@ def train(name: str, mode: dict[str, Any] | None, args: argparse.Namespace) -> R
             if handler is not None:
                 tokens, labels = handler.dispatch(tokens, seq_dim=1), handler.dispatch(labels, seq_dim=1)
             logits = model(tokens, positions)
-            # The mean over the whole sequence: a local sum over the global count.
+            # This rank's share of the mean over the whole sequence: a local sum over the global number of tokens.
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / args.seq_len
             optimizer.zero_grad()
             loss.backward()
-            total = loss.detach()
-            if handler is not None:
-                total = sum_over_ranks(total, model)
+            total = loss.detach() if handler is None else sum_over_ranks(loss.detach(), model)
             optimizer.step()
             losses.append(total.item())
             seconds.append(time.perf_counter() - start)
@@ -114,7 +117,7 @@ def train(name: str, mode: dict[str, Any] | None, args: argparse.Namespace) -> R
 
 
 def sum_over_ranks(loss: Tensor, model: Llama) -> Tensor:
-    """Add up the ranks' gradients (parameters are replicated) and losses; returns the loss."""
+    """Sum gradients (parameters are replicated) and the loss over the ranks. Return the summed loss."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     flat = torch.cat([loss.view(1), *(g.flatten() for g in grads)])
     dist.all_reduce(flat)
@@ -123,77 +126,11 @@ def sum_over_ranks(loss: Tensor, model: Llama) -> Tensor:
     return flat[0]
 
 
-# --------------------------------------------------------------------------- what is shown
-
-
-def peak_bytes() -> int:
-    """Peak resident memory of this process since :func:`reset_peak` (Linux; elsewhere 0)."""
-    try:
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-    except (OSError, StopIteration):
-        return 0
-
-
-def reset_peak() -> None:
-    try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-    except OSError:
-        return  # the peak then covers the whole process
-
-
-def progress(name: str, step: int, steps: int, loss: float) -> None:
-    if dist.get_rank() == 0:
-        done = 24 * step // steps
-        bar = f"{name:22} [{'#' * done}{'.' * (24 - done)}] {step:3}/{steps}  loss {loss:.4f}"
-        if sys.stderr.isatty():
-            print(f"\r{bar}", end="\n" if step == steps else "", file=sys.stderr, flush=True)
-        elif step == steps:
-            print(bar, file=sys.stderr, flush=True)
-
-
-def table(results: dict[str, Result]) -> tuple[list[str], list[str]]:
-    """The lines of the final table, and the names of the modes that are wrong."""
-    reference = results[ONE_RANK].losses
-    lines = [f"{'mode':22} {'final loss':>10} {'max |diff|':>10} {'tokens/s':>9} {'peak MiB':>9} {'sent MiB/step':>14}"]
-    wrong = []
-    for name, r in results.items():
-        differences = [abs(a - b) for a, b in zip(r.losses, reference, strict=True)]
-        if not all(d <= TOLERANCE for d in differences):  # a NaN is wrong too
-            wrong.append(name)
-        lines.append(
-            f"{name:22} {r.losses[-1]:>10.5f} {max(differences):>10.1e} {r.tokens_per_second:>9.0f} "
-            f"{r.peak_bytes / 2**20:>9.0f} {r.bytes_per_step / 2**20:>14.2f}"
-        )
-    return lines, wrong
-
-
-def save_picture(results: dict[str, Result], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    reference = results[ONE_RANK].losses
-    for name, r in results.items():
-        left.plot(r.losses, label=name, linewidth=3 if name == ONE_RANK else 1)
-        if name != ONE_RANK:
-            right.semilogy([abs(a - b) + 1e-9 for a, b in zip(r.losses, reference, strict=True)], label=name)
-    right.axhline(TOLERANCE, color="black", linestyle="--", label="allowed")
-    left.set(title="loss", xlabel="step")
-    right.set(title="|loss - loss on one rank|", xlabel="step")
-    left.legend(fontsize=7)
-    right.legend(fontsize=7)
-    figure.savefig(path, dpi=120)
-
-
 # --------------------------------------------------------------------------- ranks
 
 
 def gather(result: Result) -> Result:
-    """Of all ranks: the same losses, the slowest rate, the largest memory and traffic."""
+    """Combine the results of all ranks: equal losses, the slowest rate, the largest memory and traffic."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, result)
     return Result(
@@ -205,35 +142,38 @@ def gather(result: Result) -> Result:
 
 
 def rank_main(args: argparse.Namespace) -> int:
-    """What every rank does; RANK, WORLD_SIZE and the address are in the environment."""
+    """Train every mode on this rank, with RANK, WORLD_SIZE and the address in the environment. Return the exit code,
+    which is the same on all ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     results: dict[str, Result] = {}
     if rank == 0:
         results[ONE_RANK] = train(ONE_RANK, None, args)
     dist.barrier()
     for name in args.modes:
         results[name] = gather(train(name, MODES[name], args))
-    failed = 0
-    if rank == 0:
-        lines, wrong = table(results)
-        print(f"\n{world} gloo ranks x 1 thread, {os.cpu_count()} cores, sequence length {args.seq_len}, "
-              f"{args.steps} steps, fp32, torch {torch.__version__}")  # fmt: skip
-        print("\n".join(lines))
-        print(
-            "peak MiB: largest resident memory of a rank (torch itself included); sent MiB/step: by "
-            "hyper_cp, per rank,\nwithout the all-reduce of replicated parameters' gradients."
-        )
-        save_picture(results, args.out)
-        print(f"loss curves: {args.out}")
-        if wrong:
-            print(f"WRONG: losses differ from one rank by more than {TOLERANCE}: {', '.join(wrong)}")
-        failed = int(bool(wrong))
-    verdict = torch.tensor([failed])
-    dist.broadcast(verdict, 0)
+    exit_code = torch.tensor([report(results, args) if rank == 0 else 0])
+    dist.broadcast(exit_code, 0)
     dist.destroy_process_group()
-    return int(verdict.item())
+    return int(exit_code.item())
+
+
+def report(results: dict[str, Result], args: argparse.Namespace) -> int:
+    """Print the table and save the picture. Return 1 if the losses of a mode are wrong, else 0."""
+    lines, wrong = table(results)
+    print(f"\n{dist.get_world_size()} gloo ranks x 1 thread, {os.cpu_count()} cores, sequence length {args.seq_len}, "
+          f"{args.steps} steps, fp32, torch {torch.__version__}")  # fmt: skip
+    print("\n".join(lines))
+    print(
+        "peak MiB: largest resident memory of a rank, torch itself included. sent MiB/step: bytes that hyper_cp sends "
+        "per rank,\nwithout the all-reduce of the replicated parameters' gradients."
+    )
+    save_picture(results, args.out)
+    print(f"loss curves: {args.out}")
+    if wrong:
+        print(f"WRONG: losses differ from one rank by more than {TOLERANCE}: {', '.join(wrong)}")
+    return int(bool(wrong))
 
 
 def _spawned(rank: int, args: argparse.Namespace, port: int) -> None:
@@ -248,12 +188,8 @@ def _spawned(rank: int, args: argparse.Namespace, port: int) -> None:
     raise SystemExit(rank_main(args))
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run under torchrun's environment if there is one, else on ranks of our own."""
-    if not args.modes:
-        args.modes = [m for m in MODES if args.ranks % (MODES[m]["ulysses_degree"] or 1) == 0]
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return rank_main(args)
+def start_ranks(args: argparse.Namespace) -> int:
+    """Start ``args.ranks`` processes that train, and wait for them. Return the largest exit code."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -265,25 +201,7 @@ def run(args: argparse.Namespace) -> int:
         time.sleep(0.1)
     for process in ranks:
         process.join(timeout=10)
-        if process.is_alive():  # another rank has failed and this one waits for it
+        if process.is_alive():  # another rank has failed, and this one waits for it in vain
             process.kill()
             process.join()
     return max(abs(p.exitcode or 0) for p in ranks)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, default=4, help="processes to start (default 4)")
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps per mode (default 10)")
-    parser.add_argument("--seq-len", type=int, default=4096, help="tokens per sequence (default 4096)")
-    parser.add_argument("--modes", nargs="+", choices=list(MODES), help="modes to train (default: all)")
-    parser.add_argument("--out", default="demo_losses.png", help="where to save the loss curves")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    return run(parser.parse_args())
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

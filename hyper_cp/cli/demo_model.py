@@ -1,6 +1,6 @@
 """A small byte-level Llama (RMSNorm, RoPE, grouped-query attention, SwiGLU) for demo and tests.
 
-It knows nothing of context parallelism, except that it is told the positions of its tokens.
+It contains nothing about context parallelism, except that its caller passes the positions of the tokens.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class LlamaConfig:
 
 
 def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``[S, head_dim / 2]`` of the tokens' global positions ``[S]``."""
+    """Return cosine and sine ``[S, head_dim / 2]`` of the tokens' global positions ``[S]``."""
     half = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions.float()[:, None] * config.rope_theta ** (-half / config.head_dim)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of ``[B, H, S, D]``, pairs being the two halves of D."""
+    """Rotate ``x [B, H, S, D]`` by RoPE, where channel i and channel i + D/2 are a pair."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
 class InnerAttention(nn.Module):
-    """The attention call alone: the module that goes into a context-parallel plan."""
+    """The attention call alone, as a module that a context-parallel plan can name."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -88,7 +88,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """``forward(tokens [B, S], positions [S]) -> logits [B, S, vocab]``."""
+    """The model: ``forward(tokens [B, S], positions [S]) -> logits [B, S, vocab]``."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

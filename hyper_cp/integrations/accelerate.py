@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..context_manager import context_parallel
 from ..handler import ContextParallelHandler
-from ..module.hooks import attached
+from ..module.mesh_binding import binding_of
 from ..style import ContextParallel, styled_modules
 from .transformers import prepare_model
 
@@ -77,7 +77,7 @@ def _prepare(mesh: DeviceMesh, style: ContextParallel, *args: Any) -> tuple[Any,
     """Prepare the models among what ``accelerator.prepare`` was given."""
     for model in args:
         if hasattr(model, "get_decoder"):
-            if attached(model.get_decoder()) is None:
+            if binding_of(model.get_decoder()) is None:
                 prepare_model(model, mesh, style=style)
         elif isinstance(model, nn.Module):
             styled_modules(model, at_least=1)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..module._torch import checkpoint as recompute
-from ..module.hooks import attached, describe
-from ..module.mesh_binding import Binding
-from ..ops.attention import Call, cp_attention
+from ..module._torch import checkpoint
+from ..module.mesh_binding import Binding, binding_of, describe
+from ..ops.attention import cp_attention
+from ..ops.config import Call
 from ..schedule.documents import documents_table
 from ..style import ContextParallel
 
@@ -45,7 +45,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, style: ContextPar
     if not found:
         raise ValueError(f"pattern={pattern!r} matches no module of {type(model).__name__}. Compare named_modules()")
     for name, module in found.items():
-        if isinstance(module, PackedAttention) or attached(module) is not None:
+        if isinstance(module, PackedAttention) or binding_of(module) is not None:
             raise ValueError(f"{name} is context parallel already: apply it once")
     replaced = {name: PackedAttention(module, mesh, style) for name, module in found.items()}
     for name, module in replaced.items():
@@ -95,16 +95,16 @@ class PackedAttention(nn.Module):
                 "grouped-query attention"
             )
         documents = self._documents(attention_metadata if attention_masks is None else attention_masks)
-        documents, place = recompute.settle(self.binding, (documents, self.binding.place))
+        documents, mesh = checkpoint.batch_state(self.binding, (documents, self.binding.active))
         q, k, v = (x.unsqueeze(0).transpose(1, 2) for x in (q, k, v))
-        cp, mode = place.view(q.shape[1], k.shape[1]), replace(self.binding.style.mode, window=self.window)  # type: ignore[arg-type]
+        cp, mode = mesh.view(q.shape[1], k.shape[1]), replace(self.binding.style.mode, window=self.window)  # type: ignore[arg-type]
         # is_causal=False: the module's window ends at the query, so it is causal already.
         out = cp_attention(q, k, v, cp, mode, Call(False, scale, None, documents))
         return out.transpose(1, 2).squeeze(0)
 
     def _documents(self, metadata: Any) -> Tensor | None:
         """The documents that the metadata of a call names, or those of the enclosing block."""
-        block = self.binding.place.documents
+        block = self.binding.active.documents
         if metadata is None:
             return block
         cu_seq = getattr(metadata, "cu_seq_q", None)

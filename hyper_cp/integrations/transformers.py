@@ -24,10 +24,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ..data.batch import WholeBatch, shifted
 from ..data.packing import AttentionState, attention_state, take_documents
 from ..handler import ContextParallelHandler
-from ..module._torch import checkpoint as recompute
-from ..module.hooks import attached, describe
-from ..module.mesh_binding import Binding, Place, Style
-from ..ops.attention import Call, cp_attention
+from ..module._torch import checkpoint
+from ..module.mesh_binding import Binding, Style, StyledMesh, binding_of, describe
+from ..ops.attention import cp_attention
+from ..ops.config import Call
 from ..style import ContextParallel, style_of
 
 __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
@@ -60,7 +60,7 @@ def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextPar
     register()
     decoder = model.get_decoder()
     name = type(decoder).__name__
-    if attached(decoder) is not None:
+    if binding_of(decoder) is not None:
         raise ValueError(f"{name} is prepared for context parallelism already: prepare it once")
     if style.mode.window is not None:
         raise ValueError(
@@ -140,7 +140,7 @@ class ForwardState:
 
     batch: AttentionState
     style: Style
-    place: Place
+    mesh: StyledMesh
 
 
 class DecoderHook:
@@ -164,10 +164,10 @@ class DecoderHook:
             )
         tokens = args[0] if args else kwargs.get("input_ids")
         tokens = kwargs["inputs_embeds"] if tokens is None else tokens
-        documents, place = recompute.settle(self.binding, (self.binding.place.documents, self.binding.place))
-        handler = ContextParallelHandler(place.mesh, style_of(self.binding))
+        documents, mesh = checkpoint.batch_state(self.binding, (self.binding.active.documents, self.binding.active))
+        handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
         state = self._batch_state(handler, documents, tokens, kwargs).to(tokens.device)
-        kwargs["context_parallel"] = ForwardState(state, self.binding.style, place)
+        kwargs["context_parallel"] = ForwardState(state, self.binding.style, mesh)
         mask = kwargs.get("attention_mask")
         if mask is None or mask.ndim == 2:
             # Without a mask transformers takes the jumps of local positions for packed sequences.
@@ -280,11 +280,11 @@ def attention_forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and not causal:
         raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
-    batch, style, place = context_parallel.batch, context_parallel.style, context_parallel.place
+    batch, style, mesh = context_parallel.batch, context_parallel.style, context_parallel.mesh
     mask, window = attention_mask, None
     if mask is None:  # else it is the caller's own for all layers, and nothing is added to it, as in transformers
         mask, window = batch.keys, (None if sliding_window is None else sliding_window - 1, 0)
-    cp, mode = place.view(query.shape[1], key.shape[1]), replace(style.mode, window=window)
+    cp, mode = mesh.view(query.shape[1], key.shape[1]), replace(style.mode, window=window)
     # is_causal=False: the window ends at the query, so it is causal already, and unlike is_causal it goes with a mask.
     out = cp_attention(query, key, value, cp, mode, Call(False, scaling, mask, batch.documents))
     if batch.tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from ._torch.device_mesh import root_mesh
+
 
 @dataclass(frozen=True)
 class Outputs:
@@ -56,11 +58,10 @@ class CPDims:
         if self.within(like.mesh, what) or (self.names and set(self.names) <= set(names)):
             return like
         placed = {**dict(zip(names, like.placements, strict=False)), **dict.fromkeys(self.names, Shard(seq_dim))}
-        # Both placements need one mesh, and one that equals the user's own. torch has no public way from a
-        # slice back to what it was sliced from.
-        root = like.mesh._get_root_mesh()
+        # Both placements need one mesh, and one that equals the user's own.
+        root = root_mesh(like.mesh)
         both = tuple(name for name in root.mesh_dim_names or () if name in placed)
-        if len(both) != self.mesh.ndim + like.mesh.ndim or root != self.mesh._get_root_mesh():
+        if len(both) != self.mesh.ndim + like.mesh.ndim or root != root_mesh(self.mesh):
             raise ValueError(
                 f"{what} is a DTensor on a mesh {names}, to which use_local_output=False adds {self.names}: slice "
                 "both from one init_device_mesh(..., mesh_dim_names=...), or use use_local_output=True"

@@ -1,4 +1,4 @@
-"""The hooks of one styled module: q, k, v in, region on; region off, output back."""
+"""The hooks of one styled module: they exchange q, k, v before its forward, and its output after it."""
 
 from __future__ import annotations
 
@@ -11,41 +11,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..mesh.cp_mesh import CPMesh
-from ..ops.attention import check_heads, ulysses, ulysses_back
-from ..ops.exchange.ulysses import shared_heads
-from ..schedule.masks import check_documents, documents_table
-from . import dtensor as dtensors
-from ._torch import checkpoint as recompute
-from ._torch import flex_patch as overridable
-from .dispatch_mode import Region, RunningCall, entered, running_call, running_calls
-from .mesh_binding import Binding, Style
+from ..ops.checks import agree, check_halves, check_heads
+from ..ops.config import Call
+from ..ops.exchange.ulysses import Ulysses
+from ..schedule.documents import check_documents, documents_table
+from ..schedule.tiles import FULL
+from . import dtensor
+from ._torch import checkpoint, flex_patch
+from .dispatch_mode import Exchanged, RunningCall, dispatching, running_call, running_calls
+from .mesh_binding import Binding, Style, describe
 
 
-def attached(module: nn.Module) -> Binding | None:
-    """The binding of a styled module, else None."""
-    owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
-    # Modules that are ours (integrations) have it themselves.
-    for found in (*(getattr(owner, "binding", None) for owner in owners), module.__dict__.get("binding")):
-        if isinstance(found, Binding):
-            return found
-    return None
-
-
-def bindings(model: nn.Module) -> list[Binding]:
-    """Those of all styled modules of a model."""
-    return [found for module in model.modules() if (found := attached(module)) is not None]
-
-
-class Boundary:
-    """The hooks of one styled module: q, k, v in, region on; region off, output back."""
+class AttentionHooks:
+    """The forward-pre-hook and the forward hook of one styled module."""
 
     def __init__(self, style: Style, device_mesh: DeviceMesh, module: nn.Module) -> None:
         self.binding = Binding(style, device_mesh, describe(module))
         names = style.qkv_kwarg_names or _parameter_names(module, style.qkv_indices)
-        # Position and name of q, k, v; of q and k only, if v is in the same tensor.
-        self.places = list(dict.fromkeys(zip(style.qkv_indices or (), names, strict=True)))
+        self.arguments = list(dict.fromkeys(zip(style.qkv_indices or (), names, strict=True)))
+        """Position and name of q, k, v among the module's arguments; of q and k only, if v is in the same tensor."""
         self.takes_documents = "documents" in inspect.signature(module.forward).parameters
-        overridable.install(entered)
+        flex_patch.install(dispatching)
 
     @property
     def style(self) -> Style:
@@ -58,42 +44,54 @@ class Boundary:
     # ---- before the module's forward
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Exchange heads of q, k, v, and begin to route attention calls. A module that computes q, k, v itself leaves
+        the exchange to its attention call."""
         self._refuse_nesting()
-        call = RunningCall(self.binding, module)
-        running_calls().append(call)
         kwargs, documents = self._documents(kwargs)
-        call.documents, call.place = recompute.settle(self.binding, (documents, self.binding.place))
+        documents, mesh = checkpoint.batch_state(self.binding, (documents, self.binding.active))
+        call = RunningCall(self.binding, module, mesh, documents)
+        running_calls().append(call)
         if self.style.qkv_indices is None:
             if not self.style.use_local_output:
-                call.outputs = call.place.cp_dims.outputs(None, self.style.seq_dim, self.name)
-            if call.engine_only() or call.place.parallel:
-                self._enter(call)
-            return args, kwargs
+                call.outputs = mesh.cp_dims.outputs(None, self.style.seq_dim, self.name)
+            parallel = mesh.parallel
+        else:
+            args, kwargs = self._exchange(call, args, kwargs)
+            parallel = call.exchanged is not None and call.exchanged.cp.size > 1
+        if parallel or call.engine_only:
+            call.required = call.exchanged is None or call.exchanged.cp.ring.size > 1 or call.engine_only
+            call.enter()
+        return args, kwargs
+
+    def _exchange(
+        self, call: RunningCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with q, k, v unwrapped, checked and exchanged."""
         where = self._find(args, kwargs)
-        qkv = [args[w] if isinstance(w, int) else kwargs[w] for w in where]
-        self._check(qkv)
+        given = [args[w] if isinstance(w, int) else kwargs[w] for w in where]
+        self._check(given)
         style, (seq, head) = self.style, (self.style.seq_dim, self.style.head_dim)
-        given, (qkv, call.outputs) = qkv, self.binding.local(qkv, seq, head, call.place)
+        qkv, call.outputs = self.binding.local(given, seq, head, call.mesh)
         if not style.use_local_output:
-            call.outputs = call.place.cp_dims.outputs(call.outputs, seq, f"{self.name}: q")
-        cp = call.place.view(*self.binding.record_heads(qkv[0].shape[head], qkv[1].shape[head]))
-        cp.check_shapes(*qkv[:2], documents=call.documents)
-        self._check_split(given, qkv, cp, call)
-        qkv = [qkv[0], *(shared_heads(x, cp.ulysses.size, head) for x in qkv[1:])]
-        qkv = ulysses(qkv, cp, style.mode, seq, head, call.documents)
-        call.cp, call.ndim = cp, qkv[0].ndim
-        call.length, call.heads = qkv[0].shape[seq], qkv[0].shape[head]
-        if call.length == call.heads and not torch.compiler.is_compiling():
-            call.handed = tuple(qkv)
-        args, kwargs = list(args), dict(kwargs)  # type: ignore[assignment]
+            call.outputs = call.mesh.cp_dims.outputs(call.outputs, seq, f"{self.name}: q")
+        cp = call.mesh.view(*self.binding.record_heads(qkv[0].shape[head], qkv[1].shape[head]))
+        agree(cp, Call(documents=call.documents, name=self.name), style.mode, *qkv)
+        self._check_shards(given, qkv, cp, call)
+        qkv = self._ulysses(call, cp).to_heads(*qkv)
+        length, heads = qkv[0].shape[seq], qkv[0].shape[head]
+        ambiguous = length == heads and not torch.compiler.is_compiling()
+        call.exchanged = Exchanged(cp, length, heads, qkv[0].ndim, tuple(qkv) if ambiguous else ())
+        positional, keywords = list(args), dict(kwargs)
         for w, x in zip(where, qkv, strict=True):
-            (args if isinstance(w, int) else kwargs)[w] = x  # type: ignore[index]
-        if call.engine_only() or cp.size > 1:
-            self._enter(call)
-        return tuple(args), kwargs
+            (positional if isinstance(w, int) else keywords)[w] = x  # type: ignore[index]
+        return tuple(positional), keywords
+
+    def _ulysses(self, call: RunningCall, cp: CPMesh) -> Ulysses:
+        style = self.style
+        return Ulysses(cp, style.mode.layout, style.seq_dim, style.head_dim, call.documents)
 
     def _documents(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
-        """Packed documents of this call: passed by keyword, or those of the enclosing block. The keyword
+        """Packed documents of this call: those passed by keyword, or those of the enclosing block. The keyword
         is ours unless the module has a parameter of that name."""
         if kwargs.get("documents") is None:
             found = self.binding.documents_in_force()
@@ -113,15 +111,11 @@ class Boundary:
             # A KeyboardInterrupt ended that call: torch runs no hooks then.
             running_calls().pop().leave()
 
-    def _enter(self, call: RunningCall) -> None:
-        call.required = call.cp is None or call.cp.ring.size > 1 or call.engine_only()
-        call.region = Region(call)
-        call.region.__enter__()
-
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
-        """Where q, k, v (q and k, if v is in the same tensor) are in this call: a position or a keyword each."""
+        """Positions or keywords of q, k, v (q and k, if v is in the same tensor) in this call. (By hand, because
+        ``inspect.Signature.bind`` is slow and cannot be traced by torch.compile in all versions.)"""
         where: list[int | str] = []
-        for what, (index, name) in zip("qkv", self.places, strict=False):
+        for what, (index, name) in zip("qkv", self.arguments, strict=False):
             if name in kwargs:
                 where.append(name)
             elif index < len(args):
@@ -137,6 +131,7 @@ class Boundary:
         return where
 
     def _check(self, qkv: list[Any]) -> None:
+        """Raise unless q, k, v are tensors of one kind with the dimensions that the style names."""
         seq, head = self.style.seq_dim, self.style.head_dim
         for what, x in zip("qkv", qkv, strict=False):
             if not isinstance(x, Tensor):
@@ -155,46 +150,46 @@ class Boundary:
                     f"need {max(seq, head) + 2} dimensions (the last one is the size of a head). Set them to "
                     "where sequence and heads are; if the module computes q, k, v itself, set qkv_indices=None"
                 )
-        q, k, v = qkv[0], qkv[1], qkv[-1]
+        self._check_pair(qkv[0], qkv[1], qkv[-1])
+
+    def _check_pair(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Raise unless k and v fit each other, and dtypes are equal."""
         # Under autocast each travels as it is, and all are cast where attention is called, as without us.
         cast = torch.is_autocast_enabled(q.device.type)
         kinds = {"cast" if cast and x.is_floating_point() and x.dtype != torch.float64 else x.dtype for x in (q, k, v)}
         if len(kinds) > 1:
             raise TypeError(
-                f"{self.name}: q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; they must be equal. Cast "
+                f"{self.name}: q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}. They must be equal. Cast "
                 "them to one dtype before the module"
             )
-        if k.shape[seq] != v.shape[seq]:
-            raise ValueError(
-                f"{self.name}: k and v have {k.shape[seq]} and {v.shape[seq]} positions in dimension seq_dim={seq}; "
-                "they must be equal. If these are not sequence lengths, set seq_dim"
-            )
-        if k.shape[head] != v.shape[head]:
-            raise ValueError(
-                f"{self.name}: k has {k.shape[head]} and v {v.shape[head]} heads in dimension head_dim="
-                f"{head}; they must be equal. If these are not heads, set head_dim"
-            )
-
-    def _check_split(self, given: list[Tensor], qkv: list[Tensor], cp: CPMesh, call: RunningCall) -> None:
-        """Raise if what this rank holds (of what was ``given``, maybe DTensors) does not split over ``cp``."""
-        seq, head, layout = self.style.seq_dim, self.style.head_dim, self.style.mode.layout
-        try:
-            check_heads(qkv[0].shape[head], qkv[1].shape[head], cp)
-        except ValueError as error:
-            heads = ", ".join(dtensors.heads_of(what, x, head) for what, x in zip("qk", given, strict=False))
-            raise ValueError(f"{self.name}: {heads}. {error}") from None
-        check_documents(call.documents, qkv[0].shape[seq] * cp.size)
-        sharded = qkv[:1] if self.style.mode.kv_exchange == "replicated" else qkv[:2]
-        for what, x in zip("qk", sharded, strict=False):
-            if layout in ("head_tail", "auto") and cp.size > 1 and x.shape[seq] % 2:
+        for argument, noun in (("seq_dim", "positions"), ("head_dim", "heads")):
+            dim = getattr(self.style, argument)
+            if k.shape[dim] != v.shape[dim]:
                 raise ValueError(
-                    f"{self.name}: the local sequence length {x.shape[seq]} of {what} (dimension {seq}) is odd, but "
-                    f"layout={layout!r} holds two chunks: use global lengths divisible by {2 * cp.size}"
+                    f"{self.name}: k and v have {k.shape[dim]} and {v.shape[dim]} {noun} in dimension "
+                    f"{argument}={dim}. They must be equal. If these are not {noun}, set {argument}"
                 )
+
+    def _check_shards(self, given: list[Tensor], qkv: list[Tensor], cp: CPMesh, call: RunningCall) -> None:
+        """Raise if the shares of this rank (of ``given``, maybe DTensors) do not split over ``cp``."""
+        seq, head, mode = self.style.seq_dim, self.style.head_dim, self.style.mode
+        q, k = qkv[:2]
+        try:
+            check_heads(q.shape[head], k.shape[head], cp)
+        except ValueError as error:
+            heads = ", ".join(dtensor.heads_of(what, x, head) for what, x in zip("qk", given, strict=False))
+            raise ValueError(f"{self.name}: {heads}. {error}") from None
+        check_documents(call.documents, q.shape[seq] * cp.size)
+        local = q.shape[seq], k.shape[seq]
+        try:
+            check_halves(mode, cp, FULL, (local[0] * cp.size, mode.key_length(local[1], cp.size)), *local)
+        except ValueError as error:
+            raise ValueError(f"{self.name} (dimension {seq}): {error}") from None
 
     # ---- after it
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Stop routing, and exchange the output back."""
         call = running_call()
         if call is None or call.binding is not self.binding:
             return None  # an earlier hook, or `before` itself, raised: there is no call to end
@@ -210,33 +205,35 @@ class Boundary:
                 'attn_implementation="sdpa"); without window and documents ulysses_degree=None with q, k, v '
                 "as inputs works with any kernel"
             )
-        if call.cp is None:
+        if call.exchanged is None:
             return self._placed(call, output)
-        return self._back(call, output) if call.cp.ulysses.size > 1 or call.outputs is not None else output
+        if call.exchanged.cp.ulysses.size == 1 and call.outputs is None:
+            return output
+        return self._back(call, call.exchanged, output)
 
-    def _back(self, call: RunningCall, output: Any) -> Any:
+    def _back(self, call: RunningCall, inside: Exchanged, output: Any) -> Any:
         """All-to-all back, and into the placement of q: a tensor, or every fitting tensor of a tuple or list."""
-        cp, mode, (seq, head) = call.cp, self.style.mode, (self.style.seq_dim, self.style.head_dim)
         items = list(output) if isinstance(output, (tuple, list)) else [output]
-        fits = [self._fits(call, x) for x in items]
+        fits = [self._fits(inside, x) for x in items]
         if not items or not fits[0]:
             got = tuple(items[0].shape) if items and isinstance(items[0], Tensor) else type(output).__name__
             raise ValueError(
-                f"{self.name} returned {got}; its (first) output must be a tensor with {call.length} "
-                f"positions in dimension seq_dim={seq} and {call.heads} heads in dimension head_dim={head} "
-                "(or heads and head dim flattened there). Return it in the layout of q"
+                f"{self.name} returned {got}. Its (first) output must be a tensor with {inside.length} "
+                f"positions in dimension seq_dim={self.style.seq_dim} and {inside.heads} heads in dimension "
+                f"head_dim={self.style.head_dim} (or heads and head dim flattened there). Return it in the layout of q"
             )
         fitting = [x for x, f in zip(items, fits, strict=True) if f]
-        moved = iter(ulysses_back(fitting, cp, mode, seq, head, call.documents))  # type: ignore[arg-type]
+        moved = iter(self._ulysses(call, inside.cp).to_sequence(fitting))
         items = [self._placed(call, next(moved)) if f else x for x, f in zip(items, fits, strict=True)]
         return _like(output, items) if isinstance(output, (tuple, list)) else items[0]
 
-    def _fits(self, call: RunningCall, x: Any) -> bool:
+    def _fits(self, inside: Exchanged, x: Any) -> bool:
+        """True for a tensor of the module's output that has its sequence and heads where q had them."""
         seq, head = self.style.seq_dim, self.style.head_dim
-        if not isinstance(x, Tensor) or x.ndim <= max(seq, head) or x.shape[seq] != call.length:
+        if not isinstance(x, Tensor) or x.ndim <= max(seq, head) or x.shape[seq] != inside.length:
             return False
-        flattened = x.ndim == call.ndim - 1 and x.shape[head] % call.heads == 0
-        return x.shape[head] == call.heads or flattened
+        flattened = x.ndim == inside.ndim - 1 and x.shape[head] % inside.heads == 0
+        return x.shape[head] == inside.heads or flattened
 
     def _placed(self, call: RunningCall, output: Any) -> Any:
         if call.outputs is None:
@@ -250,10 +247,6 @@ class Boundary:
 def _like(container: Any, items: list[Any]) -> Any:
     """A tuple, named tuple or list of the type of ``container``."""
     return type(container)(*items) if hasattr(container, "_fields") else type(container)(items)
-
-
-def describe(module: nn.Module) -> str:
-    return f"module {type(module).__name__}"
 
 
 def _parameter_names(module: nn.Module, indices: tuple[int, ...] | None) -> tuple[str, ...]:

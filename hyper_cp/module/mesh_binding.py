@@ -1,4 +1,4 @@
-"""A style bound to one module: the meshes that the module runs on, a stack of which the last one is active."""
+"""A style bound to one module: its name, and the stack of meshes that it runs on, of which the last one is active."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
-from ..ops.attention import Mode, check_degree
-from . import dtensor as dtensors
+from ..ops.checks import check_degree
+from ..ops.config import Mode
+from . import dtensor
+from ._torch.modules import hook_owners
 from .dtensor import CPDims, Outputs
 
 
@@ -29,8 +31,8 @@ class Style(Protocol):
     use_local_output: bool
 
 
-class Place:
-    """A cp mesh for one style. Every mesh that calls can run on exists from here on: they create no process
+class StyledMesh:
+    """A cp mesh as one style uses it. Everything that calls can run on exists from here on: a call creates no process
     groups."""
 
     def __init__(self, style: Style, mesh: DeviceMesh, degree: int | str | None) -> None:
@@ -42,9 +44,8 @@ class Place:
             chosen = None if degree == "auto" else degree
             if chosen is None and style.mode.kv_exchange == "ring" and mesh.ndim == 1 < mesh.size():
                 raise ValueError(
-                    f'kv_exchange="ring" has no effect with ulysses_degree=None on a 1-D mesh of '
-                    f"{mesh.size()} ranks: all of them exchange heads. Set ulysses_degree=1 for a ring, or "
-                    "a divisor of the mesh for a hybrid"
+                    f'kv_exchange="ring" has no effect with ulysses_degree=None on a 1-D mesh of {mesh.size()} ranks: '
+                    "all of them exchange heads. Set ulysses_degree=1 for a ring, or a divisor of the mesh for a hybrid"
                 )
             self.views = [cp_mesh.view(mesh, chosen)]  # type: ignore[arg-type]
         for cp in self.views:
@@ -53,33 +54,36 @@ class Place:
 
     @property
     def documents(self) -> Tensor | None:
-        """Those in force on this mesh."""
+        """The documents in force on this mesh."""
         return self.views[0].facts.documents
 
     @property
     def parallel(self) -> bool:
-        """Whether there is more than one rank."""
+        """True if there is more than one rank."""
         return self.views[0].size > 1
 
     def view(self, q_heads: int, kv_heads: int) -> CPMesh:
-        """The mesh to run on: the only one, or for "auto" the widest that the heads allow."""
+        """The mesh to run on: the only one, or for "auto" the one with the largest degree that the heads allow."""
         for cp in reversed(self.views[1:]):
             if q_heads % cp.ulysses.size == 0 and kv_heads % cp.ulysses.size == 0:
                 return cp
         return self.views[0]
 
 
-moved: WeakKeyDictionary[Style, list[DeviceMesh]] = WeakKeyDictionary()
-"""Where the models of a style run now, while they are away from home."""
+swapped: WeakKeyDictionary[Style, list[DeviceMesh]] = WeakKeyDictionary()
+"""Style -> the meshes of the ``context_parallel_mesh`` blocks that its models are in, innermost last."""
 
 
 class Binding:
-    """A style on one module: the name of the module, its stack of meshes and the head counts of its last call."""
+    """A style on one module: the name of the module, its stack of meshes and the head counts of its last call.
+
+    Hooks, the context manager and the integrations hold one each.
+    """
 
     def __init__(self, style: Style, mesh: DeviceMesh, name: str) -> None:
         self.style, self.name = style, name
-        self.stack = [Place(style, mesh, style.ulysses_degree)]
-        """Meshes that the module runs on; the last one is active."""
+        self.stack = [StyledMesh(style, mesh, style.ulysses_degree)]
+        """Mesh stack; the last one is active."""
         self.heads: tuple[int, int] | None = None
         """Heads of q and k in the last call, before they are split over ranks of the cp mesh."""
 
@@ -96,30 +100,49 @@ class Binding:
         )
 
     @property
-    def place(self) -> Place:
-        """The active mesh."""
+    def active(self) -> StyledMesh:
+        """The mesh that calls run on now."""
         return self.stack[-1]
 
     def record_heads(self, q_heads: int, kv_heads: int) -> tuple[int, int]:
-        """Remember the heads of a call: another mesh is checked against them before it is used."""
+        """Record the heads of a call: another mesh is checked against them before it is used."""
         if not torch.compiler.is_compiling():
             self.heads = q_heads, kv_heads
         return q_heads, kv_heads
 
     def documents_in_force(self) -> Tensor | None:
-        """Documents of the enclosing ``handler.documents`` block on the active mesh."""
-        found = self.place.documents
-        if found is None and any(place.documents is not None for place in self.stack):
+        """The documents of the enclosing ``handler.documents`` block on the active mesh."""
+        found = self.active.documents
+        if found is None and any(mesh.documents is not None for mesh in self.stack):
             raise RuntimeError(
-                f"{self.name} runs on another cp mesh, but documents are in force on the one it has left: "
-                "enter the documents block of the handler that context_parallel_mesh yields, or pass documents="
+                f"{self.name} runs on another cp mesh, but documents are in force on the one it has left. "
+                "Enter the documents block of the handler that context_parallel_mesh yields, or pass documents="
             )
         return found
 
     def local(
-        self, qkv: list[Tensor], seq_dim: int, head_dim: int, place: Place
+        self, qkv: list[Tensor], seq_dim: int, head_dim: int, mesh: StyledMesh
     ) -> tuple[list[Tensor], Outputs | None]:
         """This rank's part of q, k, v, and the placement that outputs return to (None: q is a local tensor)."""
         if not isinstance(qkv[0], DTensor):
             return qkv, None
-        return dtensors.unwrap(self.name, qkv, place.cp_dims, self.style.mode.layout, seq_dim, head_dim)
+        return dtensor.unwrap(self.name, qkv, mesh.cp_dims, self.style.mode.layout, seq_dim, head_dim)
+
+
+def binding_of(module: nn.Module) -> Binding | None:
+    """The binding of a styled module, else None. Its hooks hold it, or (in integrations) the module itself."""
+    owners = hook_owners(module)
+    for found in (*(getattr(owner, "binding", None) for owner in owners), module.__dict__.get("binding")):
+        if isinstance(found, Binding):
+            return found
+    return None
+
+
+def bindings(model: nn.Module) -> list[Binding]:
+    """The bindings of all styled modules of a model."""
+    return [found for module in model.modules() if (found := binding_of(module)) is not None]
+
+
+def describe(module: nn.Module) -> str:
+    """The name of a module in errors, until ``styled_modules`` gives it its qualified name."""
+    return f"module {type(module).__name__}"

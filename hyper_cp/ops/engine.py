@@ -1,4 +1,4 @@
-"""The engine: one custom op that obtains keys and values, runs a kernel per tile, merges partials.
+"""The engine: one custom op that obtains keys and values, runs a kernel per tile, and merges partials.
 
 Every mode is this file: forward and backward walk the rank's schedule. The op saves only local
 q, k, v, its output and the log-sum-exp; keys and values are fetched again in backward.
@@ -12,49 +12,49 @@ import torch
 from torch import Tensor
 
 from ..mesh import comm, cp_mesh
-from ..mesh.cp_mesh import CPMesh
 from ..schedule import lookup, masks
 from ..schedule.build import Step
 from ..schedule.documents import read
 from ..schedule.layout import Range
 from ..schedule.tiles import Band, Tile, intersect
-from . import kernels
-from .exchange import keys_values as exchange
+from . import exchange, kernels
+from .config import OpSettings, op_settings
+from .exchange.tails import SwappedTails
 from .kernels.dropout import Dropout
+from .kernels.inputs import TileInputs
 from .kernels.partials import Partials, RowSum, accumulation_dtype, like_queries, part
 
 
-class _Plan:
-    """The schedule of one call, and its explicit mask if that is not a band."""
+class _Work:
+    """The work of one call on this rank: its schedule, its kernel, and what each tile sees."""
 
     def __init__(
         self,
         q: Tensor,
         k: Tensor,
+        v: Tensor,
         documents: Tensor | None,
         mask: Tensor | None,
-        mesh: CPMesh,
-        layout: str,
-        kv_exchange: str,
-        load_balance: bool,
-        lower: int | None,
-        upper: int | None,
         seed: Tensor | None,
+        scale: float,
         dropout_p: float,
-    ):
-        length = q.shape[2] * mesh.ring.size
-        kv_length = k.shape[2] * (1 if kv_exchange == "replicated" else mesh.ring.size)
-        band: Band = (lower, upper)
+        settings: OpSettings,
+    ) -> None:
+        self.cp = cp = cp_mesh.by_key(settings.mesh)
+        self.scale, self.kernel = scale, kernels.get(settings.kernel, q, k, v)
+        length = q.shape[2] * cp.ring.size
+        kv_length = k.shape[2] * (1 if settings.kv_exchange == "replicated" else cp.ring.size)
+        band: Band = settings.band
         known = None if mask is None or length != kv_length else masks.recognised(mask, length)
         if known is not None:
             band, mask = intersect(band, known), None
         self.schedule = lookup.schedule(
-            layout,
-            mesh.ring.rank,
-            mesh.ring.size,
-            mesh.ulysses.size,
-            kv_exchange,
-            load_balance,
+            settings.layout,
+            cp.ring.rank,
+            cp.ring.size,
+            cp.ulysses.size,
+            settings.kv_exchange,
+            settings.load_balance,
             band,
             length,
             kv_length,
@@ -63,31 +63,67 @@ class _Plan:
             batch=q.shape[0],
         )
         self.mask = None if mask is None else masks.MaskSlices(mask, self.schedule)
-        heads_before = mesh.ulysses.rank * q.shape[1]
+        heads_before = cp.ulysses.rank * q.shape[1]
         queries = self.schedule.queries
         self.dropout = None if seed is None else Dropout(dropout_p, seed, q, heads_before, queries)
 
-    def of(self, step: Step, tile: Tile) -> dict[str, Any]:
-        """What the kernel is told of a tile beside its band and scale."""
-        told: dict[str, Any] = {"mask": None if self.mask is None else self.mask.of(step, tile), "parts": tile.parts}
-        return told if self.dropout is None else {**told, "keep": self.dropout.of(step, tile)}
+    def inputs(self, step: Step, tile: Tile, q_rows: Tensor, k: Tensor, v: Tensor) -> TileInputs:
+        """A tile of queries ``q_rows`` and of the keys that a step uses."""
+        return TileInputs(
+            q_rows,
+            part(k, tile.k, tile.batch),
+            part(v, tile.k, tile.batch),
+            tile.band,
+            self.scale,
+            None if self.mask is None else self.mask.of(step, tile),
+            tile.parts,
+            None if self.dropout is None else self.dropout.of(step, tile),
+        )
 
 
-def _take(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
-    """The ranges of a block [B, H, S, D] that a step uses, side by side; one range is a view."""
-    parts = [part(x, r) for r in ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+def _positions(step: Step, device: torch.device) -> Tensor:
+    """Positions in its block of the keys that a step uses, as a tensor that is made once."""
+    if device not in step.on_device:
+        step.on_device[device] = torch.cat([torch.arange(*r) for r in step.take]).to(device)
+    found: Tensor = step.on_device[device]
+    return found
 
 
-def _add_taken(total: Tensor, ranges: tuple[Range, ...], tile: Tile, x: Tensor) -> None:
-    """Add ``x``, which belongs to the keys of a tile, to where the taken ranges came from."""
-    before = 0
-    for start, stop in ranges:
-        low, high = max(tile.k[0], before), min(tile.k[1], before + stop - start)
-        if low < high:
-            target = part(total, (start + low - before, start + high - before), tile.batch)
-            target.add_(part(x, (low - tile.k[0], high - tile.k[0])))
-        before += stop - start
+class _UsedKeys:
+    """The keys and values of a block that a step uses, side by side, and the sums of their gradients.
+
+    One range of a block is a view of it, and gradients are added to it in place. Several ranges are copied, and the
+    sums of their gradients are added to the block once per step: the number of ranges grows with ranks and documents,
+    and so would the number of operations if each range were a slice.
+    """
+
+    def __init__(self, step: Step, *block: Tensor) -> None:
+        self.ranges = step.take
+        self.index = None if len(self.ranges) == 1 else _positions(step, block[0].device)
+        self.k, self.v = (self._used(x) for x in block)
+
+    def _used(self, x: Tensor) -> Tensor:
+        if self.index is None:
+            return part(x, self.ranges[0])
+        return x.movedim(2, 0).index_select(0, self.index).movedim(0, 2)  # rows as on the wire
+
+    def collect(self, *gradients: Tensor) -> None:
+        """Begin to add to the gradients (of the block) of keys and values."""
+        self.totals = gradients
+        if self.index is None:
+            self.sums = [part(total, self.ranges[0]) for total in gradients]
+        else:
+            self.sums = [torch.zeros_like(x, dtype=t.dtype) for x, t in zip((self.k, self.v), gradients, strict=True)]
+
+    def add(self, rows: Range, batch: Range | None, *gradients: Tensor) -> None:
+        """Add the gradients of a tile's keys and values."""
+        for total, x in zip(self.sums, gradients, strict=True):
+            part(total, rows, batch).add_(x)
+
+    def finish(self) -> None:
+        if self.index is not None:
+            for total, found in zip(self.totals, self.sums, strict=True):
+                total.movedim(2, 0).index_add_(0, self.index, found.movedim(2, 0))
 
 
 def _dense(*tensors: Tensor) -> list[Tensor]:
@@ -103,42 +139,37 @@ def attention_op(
     documents: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
-    mesh: str,
-    layout: str,
-    kv_exchange: str,
-    load_balance: bool,
-    lower: int | None,
-    upper: int | None,
     scale: float,
     dropout_p: float,
-    kernel: str,
+    settings: str,
 ) -> tuple[Tensor, Tensor]:
-    """``(out, log-sum-exp)`` of this rank's queries. ``documents``: table of borders on the CPU.
-    ``lower``, ``upper``: the band of global positions that is visible. ``seed``: of dropout, ``[1]`` on the
-    CPU. ``kernel``: its name, or ""."""
-    cp = cp_mesh.by_key(mesh)
+    """``(out, log-sum-exp)`` of this rank's queries.
+
+    Args:
+        documents: table of cumulative lengths, on the CPU.
+        mask: explicit, of the heads of this rank.
+        seed: of dropout, ``[1]`` on the CPU.
+        settings: everything else, see :class:`~hyper_cp.ops.config.OpSettings`.
+    """
+    said = op_settings(settings)
     q, k, v = _dense(q, k, v)
-    plan = _Plan(q, k, documents, mask, cp, layout, kv_exchange, load_balance, lower, upper, seed, dropout_p)
-    steps, tiles = plan.schedule.forward, kernels.get(kernel, q, k, v)
+    work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, said)
+    plan, ring = work.schedule, work.cp.ring
     with comm.landing():
-        blocks = exchange.FORWARD[kv_exchange](cp.ring, k, v, plan.schedule.hops)
-        queries = exchange.SwappedTails(cp.ring, plan.schedule.swap, q)
+        blocks = exchange.FORWARD[said.kv_exchange](ring, k, v, plan.hops)
+        queries = SwappedTails(ring, plan.swap, q)
         partials = Partials(q, v.shape[3])
-        for step, (k_block, v_block) in zip(steps, blocks, strict=True):
-            if step is steps[-1]:
+        for step, block in zip(plan.forward, blocks, strict=True):
+            if step is plan.forward[-1]:
                 queries.post_results(partials.result)
             if not step.tiles:
                 continue
-            k_block, v_block = _take(k_block, step.take), _take(v_block, step.take)
+            keys = _UsedKeys(step, *block)
             for tile in step.tiles:
                 (q_rows,) = queries.rows(tile.q, tile.batch)
-                k_rows, v_rows = part(k_block, tile.k, tile.batch), part(v_block, tile.k, tile.batch)
-                # Not given a name here: what the kernel returns would outlive its merge.
-                partials.add(
-                    tile.q,
-                    tile.batch,
-                    *tiles.forward(q_rows, k_rows, v_rows, tile.band, scale, **plan.of(step, tile)),
-                )
+                inputs = work.inputs(step, tile, q_rows, keys.k, keys.v)
+                # Not given a name here: the kernel's results would outlive their merge.
+                partials.add(tile.q, tile.batch, *work.kernel.forward(inputs))
         out, lse = queries.results(partials.result)
     return _in_query_order(out), lse.contiguous()
 
@@ -151,61 +182,42 @@ def attention_backward_op(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    fingerprint: Tensor,
+    mark: Tensor,
     documents: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
-    mesh: str,
-    layout: str,
-    kv_exchange: str,
-    load_balance: bool,
-    lower: int | None,
-    upper: int | None,
     scale: float,
     dropout_p: float,
-    kernel: str,
+    settings: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` of this rank's share. ``fingerprint``: of the documents that ``out`` was made with."""
-    cp = cp_mesh.by_key(mesh)
-    _check_recompute(documents, mesh, fingerprint)
+    """``(dq, dk, dv)`` of this rank's share. ``mark``: the fingerprint of the documents that ``out`` was made with."""
+    said = op_settings(settings)
+    _check_recompute(documents, said.mesh, mark)
     dout, q, k, v = _dense(dout, q, k, v)
-    plan = _Plan(q, k, documents, mask, cp, layout, kv_exchange, load_balance, lower, upper, seed, dropout_p)
-    steps, tiles = plan.schedule.backward, kernels.get(kernel, q, k, v)
+    work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, said)
+    plan, ring = work.schedule, work.cp.ring
     with comm.landing():
-        blocks = exchange.BACKWARD[kv_exchange](cp.ring, k, v, plan.schedule.hops, accumulation_dtype(q.dtype))
-        queries = exchange.SwappedTails(cp.ring, plan.schedule.swap, q, dout, out, lse)
+        blocks = exchange.BACKWARD[said.kv_exchange](ring, k, v, plan.hops, accumulation_dtype(q.dtype))
+        queries = SwappedTails(ring, plan.swap, q, dout, out, lse)
         dq = RowSum(q)
-        for step, (k_block, v_block, dk, dv) in zip(steps, blocks, strict=True):
-            if step is steps[-1]:
+        for step, (k_block, v_block, dk, dv) in zip(plan.backward, blocks, strict=True):
+            if step is plan.backward[-1]:
                 queries.post_results(dq.result)
             if not step.tiles:
                 continue
-            k_block, v_block = _take(k_block, step.take), _take(v_block, step.take)
+            keys = _UsedKeys(step, k_block, v_block)
+            keys.collect(dk, dv)
             for tile in step.tiles:
-                q_rows, dout_rows, out_rows, lse_rows = queries.rows(tile.q, tile.batch)
-                k_rows, v_rows = part(k_block, tile.k, tile.batch), part(v_block, tile.k, tile.batch)
-                dq_tile, dk_tile, dv_tile = tiles.backward(
-                    dout_rows,
-                    q_rows,
-                    k_rows,
-                    v_rows,
-                    out_rows,
-                    lse_rows,
-                    tile.band,
-                    scale,
-                    **plan.of(step, tile),
-                )
+                q_rows, *of_rows = queries.rows(tile.q, tile.batch)
+                inputs = work.inputs(step, tile, q_rows, keys.k, keys.v)
+                dq_tile, *gradients = work.kernel.backward(inputs, *of_rows)
                 dq.add(tile.q, tile.batch, dq_tile)
-                _add_taken(dk, step.take, tile, dk_tile)
-                _add_taken(dv, step.take, tile, dv_tile)
-                del dq_tile, dk_tile, dv_tile
+                keys.add(tile.k, tile.batch, *gradients)
+                del inputs, dq_tile, gradients  # freed before the next tile
+            keys.finish()
         (dq_local,) = queries.results(dq.result)
-    dk_home, dv_home = blocks.home
-    return (
-        _in_query_order(dq_local),
-        _in_query_order(dk_home.to(k.dtype)),
-        _in_query_order(dv_home.to(v.dtype)),
-    )
+    dk_home, dv_home = (home.to(x.dtype) for home, x in zip(blocks.home, (k, v), strict=True))
+    return _in_query_order(dq_local), _in_query_order(dk_home), _in_query_order(dv_home)
 
 
 def _in_query_order(x: Tensor) -> Tensor:
@@ -226,16 +238,16 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.documents, mask, seed, *ctx.settings = inputs
-    mark = _fingerprint(ctx.documents, ctx.settings[0])
+    q, k, v, ctx.documents, mask, seed, *ctx.numbers, ctx.settings = inputs
+    mark = fingerprint(ctx.documents, op_settings(ctx.settings).mesh)
     ctx.save_for_backward(q, k, v, *output, mark, mask, seed)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
     *saved, mask, seed = ctx.saved_tensors
-    grads = attention_backward_op(dout, *saved, ctx.documents, mask, seed, *ctx.settings)
-    return (*grads, *(None for _ in range(3 + len(ctx.settings))))
+    grads = attention_backward_op(dout, *saved, ctx.documents, mask, seed, *ctx.numbers, ctx.settings)
+    return *grads, None, None, None, None, None, None
 
 
 attention_op.register_autograd(_differentiate, setup_context=_save)
@@ -243,32 +255,32 @@ attention_op.register_autograd(_differentiate, setup_context=_save)
 
 # --------------------------------------------------------------------------- recompute
 #
-# Saved tensors are those of the recompute, if activation checkpointing made one; attributes of ctx
-# are those of the forward. So documents and mesh are kept as attributes and their fingerprint as a saved
-# tensor: backward always uses what the forward used, and notices if the recompute saw something else.
+# Saved tensors are those of the recompute, if activation checkpointing made one; attributes of ctx are those of the
+# forward. So documents and mesh are kept as attributes and their fingerprint as a saved tensor: backward always uses
+# what the forward used, and detects a recompute that used something else.
 
 
 @torch.library.custom_op("hyper_cp::fingerprint", mutates_args=())
-def _fingerprint(documents: Tensor | None, mesh: str) -> Tensor:
+def fingerprint(documents: Tensor | None, mesh: str) -> Tensor:
     """``[1]`` int64 on the CPU that stands for these documents and this mesh."""
     return torch.tensor([_hash(documents, mesh)])
 
 
-@_fingerprint.register_fake
+@fingerprint.register_fake
 def _(documents: Tensor | None, mesh: str) -> Tensor:
     return torch.empty(1, dtype=torch.int64)
 
 
 def _hash(documents: Tensor | None, mesh: str) -> int:
-    return hash((mesh, None if documents is None else tuple(documents.flatten().tolist())))
+    return hash((mesh, None if documents is None else read(documents).digest))
 
 
-def _check_recompute(documents: Tensor | None, mesh: str, fingerprint: Tensor) -> None:
-    if _hash(documents, mesh) != fingerprint.item():
+def _check_recompute(documents: Tensor | None, mesh: str, mark: Tensor) -> None:
+    if _hash(documents, mesh) != mark.item():
         had = "no packed documents" if documents is None else f"documents={documents.tolist()}"
         raise RuntimeError(
             "activation checkpointing recomputed this attention with other packed documents, or on another cp mesh, "
-            f"than its forward had ({had} on {cp_mesh.by_key(mesh)}): the block that said so had ended, or another one "
-            "was active. Pass documents= to the styled module as a keyword argument (through the checkpointed "
-            "function), or run backward inside the block"
+            f"than its forward had ({had} on {cp_mesh.by_key(mesh)}). The block that gave them "
+            "had ended, or another one was active. Pass documents= to the styled module as a keyword argument (through "
+            "the checkpointed function), or run backward inside the block"
         )

@@ -22,15 +22,14 @@ from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
 from ..schedule.layout import BY_DOCUMENTS, Range
 from ..schedule.lookup import resolve
-from .attention import Call, Mode, _autocast, check_heads, check_qkv, ulysses, ulysses_back
+from .config import CheckedCall
 from .exchange.gather_keys import gather_keys, query_positions
-from .exchange.ulysses import shared_heads
 
 
 @dataclass(frozen=True)
 class Flex:
-    """What a call of ``flex_attention`` asks for beside q, k, v, its other ``options``, and torch's own ``kernel``
-    to answer it."""
+    """A call of ``flex_attention`` as a core of :func:`hyper_cp.ops.attention.attend`: its functions, its other
+    ``options``, and torch's own ``kernel``, which computes it."""
 
     name: str
     score_mod: Callable[..., Tensor] | None
@@ -38,59 +37,39 @@ class Flex:
     options: dict[str, Any]
     kernel: Callable[..., Any]
 
-    def inside(self, q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> Any:
-        """Attention of tensors ``[B, H, S, D]`` that already hold the sequence of a whole ring rank."""
-        q, k, v = _autocast(q, k, v)
-        self._check(q, k, v, cp, mode, call, cp.ring.size, q.shape[1] * cp.ulysses.size)
-        return self._attend(q, k, v, cp, mode)
-
-    def alone(self, q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> Any:
-        """Ulysses, attention and Ulysses back on the local shards ``[B, H, S, D]`` of one cp rank."""
-        q, k, v = _autocast(q, k, v)
-        cp.check_shapes(q, k, documents=call.documents)
-        self._check(q, k, v, cp, mode, call, cp.size, q.shape[1])
-        check_heads(q.shape[1], k.shape[1], cp)
-        k, v = (shared_heads(x, cp.ulysses.size, 1) for x in (k, v))
-        q, k, v = ulysses([q, k, v], cp, mode, seq_dim=2, head_dim=1)
-        result = self._attend(q, k, v, cp, mode)
-        return _put(result, iter(ulysses_back(_tensors(result), cp, mode, seq_dim=2, head_dim=1)))
-
-    def _check(
-        self, q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call, ranks: int, heads: int
-    ) -> None:
-        """Raise, before communication, what cannot be honoured. ``ranks``: over how many the sequence lies;
-        ``heads``: of the whole query."""
-        check_qkv(q, k, v, cp, mode, Call())
+    def check(self, q: Tensor, k: Tensor, call: CheckedCall) -> None:
+        cp, mode = call.cp, call.mode
         if mode.layout in BY_DOCUMENTS:
             raise NotImplementedError(
                 f"{self.name} calls flex_attention with layout={mode.layout!r}, which places tokens by documents that "
-                "are unknown to its masks. Use layout='head_tail' or 'contiguous'"
+                "its masks do not know. Use layout='head_tail' or 'contiguous'"
             )
         if cp.ulysses.size > 1 and mode.head_groups > 1:
             raise NotImplementedError(
-                f"{self.name} calls flex_attention with head_groups={mode.head_groups}: its masks and scores may name "
-                "heads, and are compiled for all heads of a rank at once. Set head_groups=1"
+                f"{self.name} calls flex_attention with head_groups={mode.head_groups}. Its masks and scores may use "
+                "head numbers, and are compiled for all heads of a rank at once. Set head_groups=1"
             )
         if cp.ring.size > 1 and mode.kv_exchange != "all_gather":
             raise NotImplementedError(
-                f"{self.name} calls flex_attention with kv_exchange={mode.kv_exchange!r} over {cp.ring.size} ranks: "
-                'its masks are functions of all keys, which a ring never has at once. Use kv_exchange="all_gather", or '
+                f"{self.name} calls flex_attention with kv_exchange={mode.kv_exchange!r} over {cp.ring.size} ranks. "
+                'Its masks are functions of all keys, which a ring never has at once. Use kv_exchange="all_gather", or '
                 "ulysses_degree=None"
             )
         if cp.ring.size > 1 and mode.load_balance:
             raise NotImplementedError(
                 f"{self.name} calls flex_attention with load_balance=True, which exchanges queries that its masks "
-                'are not asked about. Balance the data instead: layout="head_tail", load_balance=False'
+                'do not cover. Balance the data instead: layout="head_tail", load_balance=False'
             )
         for what, given in (("window", mode.window), ("documents", call.documents)):
             if given is not None:
                 raise NotImplementedError(
-                    f"{self.name} calls flex_attention with {what}={_shown(given)} in force: they would have to change "
-                    "the user's block_mask. Put them into its mask_mod (see and_masks in "
+                    f"{self.name} calls flex_attention with {what}={_shown(given)} in force. That would have to change "
+                    "the user's block_mask. Put it into the mask_mod (see and_masks in "
                     "torch.nn.attention.flex_attention)"
                 )
         if self.block_mask is not None:
-            self._check_mask(self.block_mask, q.shape[0], heads, (q.shape[2] * ranks, k.shape[2] * ranks))
+            heads = q.shape[1] * (cp.ulysses.size if call.exchanged else 1)
+            self._check_mask(self.block_mask, q.shape[0], heads, call.lengths)
 
     def _check_mask(self, mask: BlockMask, batch: int, heads: int, lengths: tuple[int, int]) -> None:
         if tuple(mask.seq_lengths) != lengths:
@@ -100,15 +79,8 @@ class Flex:
                 "the global sequence, not for this rank's share: create_block_mask(mask_mod, B, H, "
                 f"{lengths[0]}, {lengths[1]})"
             )
-        if (
-            mask.kv_indices.ndim != 4
-            or mask.kv_indices.shape[0] not in (1, batch)
-            or mask.kv_indices.shape[1]
-            not in (
-                1,
-                heads,
-            )
-        ):
+        shape = mask.kv_indices.shape
+        if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads):
             raise ValueError(
                 f"{self.name} calls flex_attention with a block_mask of shape {tuple(mask.shape)}; its first two "
                 f"dimensions must be 1 or {batch} (batch) and 1 or {heads} (global query heads)"
@@ -119,7 +91,8 @@ class Flex:
                 "an order of blocks of the whole sequence on one device. Make it without"
             )
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode) -> Any:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Any:
+        cp, mode = call.cp, call.mode
         score_mod, mask, options = self.score_mod, None, dict(self.options)
         if self.block_mask is not None:
             mask = local_mask(self.block_mask, q, k.shape[2] * cp.ring.size, cp, mode.layout)
@@ -261,23 +234,3 @@ def _ordered(dense: Tensor) -> list[Tensor]:
     """Number of blocks per row, and their indices, ascending, before the others."""
     order = dense.int().argsort(dim=-1, descending=True, stable=True)
     return [dense.sum(-1, dtype=torch.int32), order.int()]
-
-
-# --------------------------------------------------------------------------- results
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    """The output and what was asked for beside it (log-sum-exp, largest scores), in order."""
-    if isinstance(result, Tensor):
-        return [result]
-    return [x for part in result for x in _tensors(part)] if isinstance(result, tuple) else []
-
-
-def _put(result: Any, tensors: Any) -> Any:
-    """``result`` with its tensors replaced."""
-    if isinstance(result, Tensor):
-        return next(tensors)
-    if not isinstance(result, tuple):
-        return result
-    parts = [_put(part, tensors) for part in result]
-    return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)

@@ -8,7 +8,7 @@ exchanges and attends group by group; forward, per group g::
 and backward alike with dout in and dq, dk, dv out. What cannot be hidden is the first group's way in and the last
 one's way out: 1/groups of the communication. Bytes are those of Ulysses in one go.
 
-Who owns what: a packed message and the place it arrives in belong to their ``Pending`` until ``wait()``; what is
+Who owns what: a packed message and the buffer it arrives in belong to their ``Pending`` until ``wait()``; what is
 unpacked there is new and belongs to the op, which returns it (backward needs it) or adds it to its result. At most
 two groups are in flight inwards and two outwards.
 
@@ -30,37 +30,55 @@ from ..schedule import layout as layouts
 from ..schedule.documents import read
 from ..schedule.layout import Piece
 from ..schedule.lookup import resolve
-from .engine import attention_backward_op, attention_op
-from .exchange import keys_values as exchange
+from . import kernels
+from .config import CheckedCall, OpSettings, op_settings
+from .engine import attention_backward_op, attention_op, fingerprint
+from .exchange import ulysses
+from .exchange.ulysses import Ulysses, shared_heads, shared_number
 from .kernels.partials import accumulation_dtype, like_queries
 
 
 def check_groups(q_heads: int, kv_heads: int, cp: CPMesh, groups: int) -> None:
-    """Raise ``ValueError`` unless each rank's heads (``kv_heads``: after sharing) split into ``groups``. Several
-    groups may use one key/value head, which is exchanged once, but not round a ring, where it would travel again."""
-    queries, keys = q_heads // cp.ulysses.size, kv_heads // cp.ulysses.size
+    """Raise ``ValueError`` unless each rank's heads split into ``groups``. Several groups may use one key/value head,
+    which is exchanged once, but not round a ring, where it would travel again."""
+    degree = cp.ulysses.size
+    queries, keys = q_heads // degree, shared_number(kv_heads, degree) // degree
 
     def fits(n: int) -> bool:
         return queries % n == 0 and (keys % n == 0 or (n % keys == 0 and cp.ring.size == 1))
 
-    if cp.ulysses.size > 1 and not fits(groups):
+    if degree > 1 and not fits(groups):
         works = ", ".join(str(n) for n in range(1, queries + 1) if fits(n))
         why = " that leave no head of keys to two groups" if cp.ring.size > 1 else ""
         raise ValueError(
             f"head_groups={groups} does not split the {queries} query and {keys} key/value heads that each rank has "
-            f"after the exchange over ulysses_degree={cp.ulysses.size}. Numbers of groups{why}: {works}"
+            f"after the exchange over ulysses_degree={degree}. Numbers of groups{why}: {works}"
         )
 
 
-class _Groups:
+def attend(q: Tensor, k: Tensor, v: Tensor, call: CheckedCall, with_lse: bool) -> Any:
+    """Exchange, attend and exchange back the shards ``[B, H, S, D]`` of one cp rank, in groups of heads. The result is
+    the output, or ``(output, log-sum-exp)``."""
+    degree, groups = call.cp.ulysses.size, call.mode.head_groups
+    k, v = (shared_heads(x, degree, 1) for x in (k, v))
+    settings = call.settings(kernels.choose(q, k, v, call.is_causal))
+    out, *rest = ulysses_attention_op(q, k, v, call.documents, call.mask, call.scale, settings)
+    if not with_lse:
+        return out
+    lse = torch.cat(rest[:groups], 1)  # [B, H/degree, S*degree]: of the heads of this rank
+    return out, Ulysses(call.cp, call.mode.layout, documents=call.documents).to_sequence(lse)
+
+
+class Groups:
     """The groups of one call. Tensors are ``[B, H, S, D]``, of a rank (S local, H all) or of a group (S that of a
     ring rank, H of one group)."""
 
-    def __init__(self, cp: CPMesh, layout: str, documents: Tensor | None, groups: int, kv_heads: int) -> None:
-        self.cp, self.layout, self.number = cp, layout, groups
-        self.documents = documents if layout in layouts.BY_DOCUMENTS else None
-        self.kv_number = min(groups, kv_heads)
-        self.sharing = groups // self.kv_number
+    def __init__(self, settings: OpSettings, documents: Tensor | None, kv_heads: int) -> None:
+        self.cp, self.layout = cp_mesh.by_key(settings.mesh), settings.layout
+        self.documents = documents if settings.layout in layouts.BY_DOCUMENTS else None
+        self.number = settings.head_groups
+        self.kv_number = min(self.number, kv_heads)
+        self.sharing = self.number // self.kv_number
         """Groups that use the same keys and values."""
 
     def heads_of(self, x: Tensor, number: int, index: int) -> Tensor:
@@ -74,12 +92,12 @@ class _Groups:
     def to_group(self, x: Tensor, number: int, index: int) -> comm.Pending:
         """Post one group of a rank's ``x``."""
         pieces = self.pieces(x.shape[2] * self.cp.ulysses.size)
-        return exchange.send_heads(self.cp.ulysses, self.heads_of(x, number, index), 2, 1, pieces)
+        return ulysses.send_heads(self.cp.ulysses, self.heads_of(x, number, index), 2, 1, pieces)
 
     def to_rank(self, x: Tensor, into: Tensor, number: int, index: int) -> comm.Pending:
         """Post a group's ``x`` back; it is put into a rank's tensor when it is waited for."""
         place = self.heads_of(into, number, index)
-        return exchange.collect_heads(self.cp.ulysses, x, 2, 1, self.pieces(x.shape[2])).then(place.copy_)
+        return ulysses.collect_heads(self.cp.ulysses, x, 2, 1, self.pieces(x.shape[2])).then(place.copy_)
 
     def mask(self, mask: Tensor | None, heads: int, index: int) -> Tensor | None:
         """The part of a mask ``[B|1, H|1, ...]`` for the ``heads`` of a group."""
@@ -92,27 +110,14 @@ def _wait(pending: Sequence[comm.Pending]) -> list[Tensor]:
 
 @torch.library.custom_op("hyper_cp::ulysses_attention", mutates_args=())
 def ulysses_attention_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    mask: Tensor | None,
-    mesh: str,
-    layout: str,
-    kv_exchange: str,
-    load_balance: bool,
-    lower: int | None,
-    upper: int | None,
-    scale: float,
-    kernel: str,
-    groups: int,
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, mask: Tensor | None, scale: float, settings: str
 ) -> list[Tensor]:
     """``[out]`` of this rank's ``[B, H, S, D]``, then per group what backward needs: all log-sum-exps, all outputs,
-    all q, all k, all v. Arguments: those of :func:`engine.attention_op`; ``mask``: of this rank's heads after
-    the exchange."""
-    cp = cp_mesh.by_key(mesh)
-    plan = _Groups(cp, layout, documents, groups, k.shape[1] // cp.ulysses.size)
-    settings = (mesh, layout, kv_exchange, load_balance, lower, upper, scale, 0.0, kernel)
+    all q, all k, all v. Arguments: see :func:`engine.attention_op`; ``mask``: of this rank's heads after the
+    exchange."""
+    said = op_settings(settings)
+    plan = Groups(said, documents, k.shape[1] // cp_mesh.by_key(said.mesh).ulysses.size)
+    groups = plan.number
 
     def post(group: int) -> list[comm.Pending]:
         pending = [plan.to_group(q, groups, group)]
@@ -132,7 +137,7 @@ def ulysses_attention_op(
             keys.extend(kv[:1])
             values.extend(kv[1:])
             part = plan.mask(mask, x.shape[1], group)
-            x, lse = attention_op(x, keys[-1], values[-1], documents, part, None, *settings)
+            x, lse = attention_op(x, keys[-1], values[-1], documents, part, None, scale, 0.0, settings)
             outs.append(x)
             lses.append(lse)
             posted = [plan.to_rank(x, out, groups, group)]
@@ -144,10 +149,10 @@ def ulysses_attention_op(
 
 @ulysses_attention_op.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, mask: Tensor | None, mesh: str, *settings: Any
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, mask: Tensor | None, scale: float, settings: str
 ) -> list[Tensor]:
-    groups: int = settings[-1]
-    degree = cp_mesh.by_key(mesh).ulysses.size
+    said = op_settings(settings)
+    groups, degree = said.head_groups, cp_mesh.by_key(said.mesh).ulysses.size
     kv_groups = min(groups, k.shape[1] // degree)
 
     def group_of(x: Tensor, number: int) -> Tensor:
@@ -169,24 +174,19 @@ def _(
 def ulysses_attention_backward_op(
     dout: Tensor,
     saved: list[Tensor],
-    fingerprint: Tensor,
+    mark: Tensor,
     documents: Tensor | None,
     mask: Tensor | None,
-    mesh: str,
-    layout: str,
-    kv_exchange: str,
-    load_balance: bool,
-    lower: int | None,
-    upper: int | None,
     scale: float,
-    kernel: str,
-    groups: int,
+    settings: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` of this rank. ``saved``: what :func:`ulysses_attention_op` returned after ``out``."""
+    """``(dq, dk, dv)`` of this rank. ``saved``: the results of :func:`ulysses_attention_op` after ``out``. ``mark``:
+    the fingerprint of its documents."""
+    said = op_settings(settings)
+    groups = said.head_groups
     lses, outs, queries, keys, values = _sorted(saved, groups)
-    cp = cp_mesh.by_key(mesh)
-    plan = _Groups(cp, layout, documents, groups, keys[0].shape[1] * len(keys))
-    settings = (mesh, layout, kv_exchange, load_balance, lower, upper, scale, 0.0, kernel)
+    plan = Groups(said, documents, keys[0].shape[1] * len(keys))
+    cp = plan.cp
     dq, dk, dv = (_rank_of(xs, cp.ulysses.size) for xs in (queries, keys, values))
     total: list[Tensor] = []  # dk and dv of keys and values that several groups share
     with comm.landing():
@@ -195,19 +195,9 @@ def ulysses_attention_backward_op(
         for group in range(groups):
             ahead = plan.to_group(dout, groups, group + 1) if group + 1 < groups else None
             q, kv = queries[group], group // plan.sharing
-            grad, *kv_grads = attention_backward_op(
-                arriving.wait(),
-                q,
-                keys[kv],
-                values[kv],
-                outs[group],
-                lses[group],
-                fingerprint,
-                documents,
-                plan.mask(mask, q.shape[1], group),
-                None,
-                *settings,
-            )
+            part = plan.mask(mask, q.shape[1], group)
+            local = (arriving.wait(), q, keys[kv], values[kv], outs[group], lses[group], mark)
+            grad, *kv_grads = attention_backward_op(*local, documents, part, None, scale, 0.0, settings)
             posted = [plan.to_rank(grad, dq, groups, group)]
             total = _added(total, kv_grads) if plan.sharing > 1 else kv_grads
             if (group + 1) % plan.sharing == 0:  # no later group adds to these
@@ -226,14 +216,14 @@ def ulysses_attention_backward_op(
 def _(
     dout: Tensor,
     saved: list[Tensor],
-    fingerprint: Tensor,
+    mark: Tensor,
     documents: Tensor | None,
     mask: Tensor | None,
-    mesh: str,
-    *settings: Any,
+    scale: float,
+    settings: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    groups: int = settings[-1]
-    degree = cp_mesh.by_key(mesh).ulysses.size
+    said = op_settings(settings)
+    groups, degree = said.head_groups, cp_mesh.by_key(said.mesh).ulysses.size
     dq, dk, dv = (_rank_of(xs, degree) for xs in _sorted(saved, groups)[2:])
     return dq, dk, dv
 
@@ -265,8 +255,8 @@ def _added(total: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, _, _, ctx.documents, mask, *ctx.settings = inputs
-    mark = torch.ops.hyper_cp.fingerprint(ctx.documents, ctx.settings[0])
+    _, _, _, ctx.documents, mask, ctx.scale, ctx.settings = inputs
+    mark = fingerprint(ctx.documents, op_settings(ctx.settings).mesh)
     ctx.save_for_backward(mark, mask, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # zeros for what has no gradient would be as large as all of q, k, v
@@ -274,17 +264,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     dout, (mark, mask, *saved) = grads[0], ctx.saved_tensors
-    nothing = [None] * (2 + len(ctx.settings))
+    nothing = [None] * 4
     if dout is None:
         return (None, None, None, *nothing)
-    return (*ulysses_attention_backward_op(dout, saved, mark, ctx.documents, mask, *ctx.settings), *nothing)
+    return (
+        *ulysses_attention_backward_op(dout, saved, mark, ctx.documents, mask, ctx.scale, ctx.settings),
+        *nothing,
+    )
 
 
 ulysses_attention_op.register_autograd(_differentiate, setup_context=_save)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, groups: int, *arguments: Any) -> tuple[Tensor, list[Tensor]]:
-    """Output ``[B, H, S, D]`` of this rank's shards, and the groups' log-sum-exps ``[B, H/degree/groups, S*degree]``
-    as they are before an exchange. ``arguments``: those of :func:`ulysses_attention_op` between v and groups."""
-    out, *rest = ulysses_attention_op(q, k, v, *arguments, groups)
-    return out, rest[:groups]

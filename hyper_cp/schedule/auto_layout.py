@@ -18,8 +18,13 @@ _BLOCK = 128
 
 @dataclass(frozen=True)
 class Balance:
-    """How even a layout makes the work of the ranks. ``pairs``: visible (query, key) pairs that each rank
-    computes; ``blocks``: in blocks of 128 x 128, which small tiles fill badly; ``tiles``: how many it runs."""
+    """The work that a layout gives to each rank.
+
+    Attributes:
+        pairs: visible (query, key) pairs that it computes.
+        blocks: these in blocks of 128 x 128, which small tiles fill badly.
+        tiles: the number of tiles that it runs.
+    """
 
     pairs: tuple[int, ...]
     blocks: tuple[int, ...]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from .layout import Documents, Range, merge_ranges
 from .tiles import (
@@ -75,6 +76,8 @@ class Step:
     take: tuple[Range, ...]
     keys: tuple[Range, ...]
     tiles: tuple[Tile, ...]
+    on_device: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Whatever the engine makes of this step once per device."""
 
     @property
     def area(self) -> int:

@@ -1,4 +1,4 @@
-"""Sequence layouts: which global token positions each rank of a cp mesh holds, and in which order.
+"""Sequence layouts: the global token positions that each rank of a cp mesh holds, and their order.
 
 A layout belongs to the data. It knows nothing of attention or of process groups. A layout by chunks is one function,
 from a rank to the chunks that it holds; :func:`register` adds one.
@@ -164,7 +164,7 @@ class ResolvedLayout:
         return torch.cat([torch.arange(start, stop) for start, stop in self.held[rank]])
 
     def pieces(self, ranks: range) -> tuple[Piece, ...]:
-        """What several ranks hold, in ascending global order: ``(index into ranks, local start, local stop)``."""
+        """The ranges that several ranks hold, in ascending global order: ``(index into ranks, local start, stop)``."""
         found = self._pieces.get(ranks)
         if found is None:
             by_start: list[tuple[int, Piece]] = []  # (global start, piece)

@@ -51,7 +51,7 @@ def _by_documents(layout: str, world: int, length: int, documents: PackedDocumen
 
 
 class _Call(NamedTuple):
-    """What a schedule depends on beside documents: see :func:`schedule`."""
+    """The arguments of :func:`schedule` on which a schedule depends, but for documents."""
 
     layout: str
     rank: int

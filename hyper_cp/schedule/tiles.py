@@ -23,10 +23,16 @@ Part = tuple[Range, Range]
 
 @dataclass(frozen=True)
 class Tile:
-    """One product: rows ``q`` of the rank's queries with rows ``k`` of a step's keys, under ``band``
-    (in the coordinates of the tile), of the batch rows ``batch`` (None: all of them). With ``parts`` only these
-    rectangles of it, ascending and disjoint in rows and in columns, each under ``band``, which is then
-    FULL or, of squares, CAUSAL: a kernel takes them as one call with variable lengths."""
+    """One product that a kernel computes: rows ``q`` of the rank's queries with rows ``k`` of a step's keys.
+
+    Attributes:
+        q, k: local rows; ``k`` counts from the start of what the step takes of its block.
+        band: the visible pairs, relative to the tile's corner ``(q[0], k[0])``.
+        batch: batch rows; None: all of them.
+        parts: if given, only these rectangles of the tile are computed. They ascend and are disjoint in rows and in
+            columns. ``band`` holds for each of them and is FULL, or CAUSAL if all are squares: a kernel takes them as
+            one call with variable lengths.
+    """
 
     q: Range
     k: Range
@@ -101,13 +107,14 @@ def cut(q: Range, k: Range, band: Band) -> Iterator[Tile]:
 
 
 def intersect(a: Band, b: Band) -> Band:
-    """The band of what both leave visible."""
+    """The band of the pairs that both bands leave visible."""
     lower = [x for x in (a[0], b[0]) if x is not None]
     upper = [x for x in (a[1], b[1]) if x is not None]
     return max(lower, default=None), min(upper, default=None)
 
 
 def shift(band: Band, by: int) -> Band:
+    """The band relative to a corner that lies ``by`` rows lower."""
     lower, upper = band
     return (None if lower is None else lower + by, None if upper is None else upper + by)
 
@@ -119,7 +126,7 @@ Placed = tuple[int, Range]
 def pairs(
     queries: list[Placed], keys: list[Placed], documents: Documents | None
 ) -> Iterator[tuple[list[Placed], list[Placed]]]:
-    """Queries and keys that may see each other: of one document after the other."""
+    """Queries and keys that may see each other, one document after the other."""
     if documents is None:
         yield queries, keys
         return
@@ -168,12 +175,12 @@ def _adjacent(placed: list[Placed]) -> int:
 
 
 def visible(queries: list[Placed], keys: list[Placed], band: Band, documents: Documents | None) -> bool:
-    """Whether any of the queries sees any of the keys."""
+    """True if any of the queries sees any of the keys."""
     return any(next(cut_pairs(q, k, band, None), None) for q, k in pairs(queries, keys, documents))
 
 
 def joined(tiles: list[Tile]) -> tuple[Tile, ...]:
-    """Join full tiles that are neighbours: fewer, larger kernels and fewer merges."""
+    """The tiles with neighbouring full ones joined: fewer, larger kernels and fewer merges."""
 
     def join(tiles: list[Tile], along: str) -> list[Tile]:
         def key(t: Tile) -> tuple[Range, Range, Range]:
@@ -196,6 +203,7 @@ def joined(tiles: list[Tile]) -> tuple[Tile, ...]:
 
 
 def with_offsets(ranges: tuple[Range, ...], offset: int = 0) -> list[Placed]:
+    """Global ranges that lie side by side from the local ``offset`` on."""
     out: list[Placed] = []
     for start, stop in ranges:
         out.append((offset, (start, stop)))
@@ -203,24 +211,24 @@ def with_offsets(ranges: tuple[Range, ...], offset: int = 0) -> list[Placed]:
     return out
 
 
-_MIN_COVER = 0.5  # of a tile with parts: the least share of its rows and of its columns that are in one
+_MIN_COVER = 0.5  # the least share of the rows, and of the columns, of a tile with parts that its parts cover
 
 
 class _Pack:
-    """Tiles of one kind that follow each other in rows and in columns, none of them across the row ``border``."""
+    """Tiles of one kind that follow each other in rows and in columns. None of them crosses the row ``half``."""
 
     def __init__(self, tile: Tile):
         self.tiles = [tile]
         self.rows, self.cols = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
 
-    def takes(self, tile: Tile, border: int) -> bool:
+    def takes(self, tile: Tile, half: int) -> bool:
         first, last = self.tiles[0], self.tiles[-1]
         rows, cols = self.rows + tile.q[1] - tile.q[0], self.cols + tile.k[1] - tile.k[0]
         fits = (
             (tile.batch, tile.kind) == (last.batch, last.kind)
             and tile.q[0] >= last.q[1]
             and tile.k[0] >= last.k[1]
-            and not first.q[0] < border < tile.q[1]
+            and not first.q[0] < half < tile.q[1]
             and rows >= _MIN_COVER * (tile.q[1] - first.q[0])
             and cols >= _MIN_COVER * (tile.k[1] - first.k[0])
         )
@@ -238,16 +246,17 @@ class _Pack:
         return Tile((q, last.q[1]), (k, last.k[1]), first.band, first.batch, parts)
 
 
-def packed(tiles: tuple[Tile, ...], border: int = 0) -> tuple[Tile, ...]:
-    """The same work in fewer tiles: those of one kind that follow each other become one with parts, but for
-    windowed ones and not across the row ``border``."""
+def packed(tiles: tuple[Tile, ...], half: int = 0) -> tuple[Tile, ...]:
+    """The same work in fewer tiles: those of one kind that follow each other become one tile with parts. Windowed tiles
+    stay as they are, and no tile crosses the row ``half`` (0: no such row)."""
     packs: list[_Pack] = []
     for tile in sorted(tiles, key=by_rows):
         # Few are open at a time: as many as tiles of one kind lie beside each other.
-        if tile.kind == "windowed" or not any(pack.takes(tile, border) for pack in packs[-4:]):
+        if tile.kind == "windowed" or not any(pack.takes(tile, half) for pack in packs[-4:]):
             packs.append(_Pack(tile))
     return tuple(sorted((pack.tile() for pack in packs), key=by_rows))
 
 
 def by_rows(tile: Tile) -> tuple[Range, Range, Range]:
+    """The order in which tiles run: rows of queries first."""
     return tile.batch or (0, 0), tile.q, tile.k

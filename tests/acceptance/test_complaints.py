@@ -16,6 +16,7 @@ from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh import comm
 from hyper_cp.ops import attention
 from tests.harness.oracle import plain_attention, relative_error, token_positions, visible_pairs
+from tests.harness.ranks import on_ranks
 from tests.ops.test_attention import FP64, inputs
 from tests.ops.test_masks import run_cases
 
@@ -50,6 +51,7 @@ def styled(mode: dict[str, Any], causal: bool = True, **more: Any) -> tuple[nn.M
 # ---- 1. Lengths that are not a multiple of 2 * cp: a crash, or silently wrong (TransformerEngine #1929 #1930 #3331).
 
 
+@on_ranks
 def any_length(mode: dict[str, Any], length: int, causal: bool) -> float:
     module, handler = styled(mode, causal)
     whole = [x.requires_grad_() for x in inputs(2, 4, 4, length, 8, 8, torch.float64)[:3]]
@@ -70,6 +72,7 @@ def test_lengths_that_do_not_split(ranks: Any, mode: dict[str, Any]) -> None:
         assert max(ranks(4, any_length, mode, length, causal)) <= FP64
 
 
+@on_ranks
 def unequal(mode: dict[str, Any]) -> None:
     module, _ = styled(mode)
     length = 8 + 4 * (dist.get_rank() == 2)
@@ -82,6 +85,7 @@ def test_unequal_local_lengths_are_refused_on_every_rank(ranks: Any, mode: dict[
     ranks.raises(4, ValueError, words, unequal, mode)
 
 
+@on_ranks
 def other_documents(mode: dict[str, Any]) -> None:
     module, handler = styled(mode)
     with handler.documents([0, 5, 32] if dist.get_rank() else [0, 7, 32]):
@@ -93,6 +97,7 @@ def test_other_documents_on_other_ranks_are_refused(ranks: Any) -> None:
     ranks.raises(4, ValueError, words, other_documents, MODES[3])
 
 
+@on_ranks
 def unequal_and_documents() -> None:
     module, handler = styled(MODES[3])
     length = 8 - dist.get_rank()  # the documents fit rank 0 only, and 7 is odd
@@ -130,6 +135,7 @@ def test_windows_and_masks_are_never_dropped(ranks: Any, world: int) -> None:
 # ---- 6. Head dims of multi-head latent attention (TransformerEngine #1552 #2868).
 
 
+@on_ranks
 def grouped_or_latent(mode: dict[str, Any], kv_heads: int, v_dim: int) -> float:
     module, handler = styled(mode)
     whole = inputs(2, 12, kv_heads, 16, 24, v_dim, torch.float64)
@@ -150,6 +156,7 @@ def test_any_number_of_kv_heads_and_latent_head_dims(ranks: Any, mode: dict[str,
         assert max(ranks(4, grouped_or_latent, mode, kv_heads, v_dim)) <= FP64
 
 
+@on_ranks
 def shared(kv_heads: int, degree: int | None) -> float:
     rank, world = dist.get_rank(), dist.get_world_size()
     whole = inputs(1, 12, kv_heads, 16, 8, 8, torch.float64)
@@ -172,6 +179,7 @@ def test_ulysses_shares_kv_heads(ranks: Any) -> None:
 # ---- 12. A ring that moves K/V heads repeated for grouped queries (torchtitan #1283).
 
 
+@on_ranks
 def ring_bytes(kv_heads: int) -> list[int]:
     q, k, v = (torch.randn(1, h, 8, 4, requires_grad=True) for h in (8, kv_heads, kv_heads))
     sent = []
@@ -191,6 +199,7 @@ def test_repeated_heads_do_not_travel(ranks: Any) -> None:
 # ---- 14. Packed documents ignored: a loss 1.83 times too large (axolotl #3608).
 
 
+@on_ranks
 def documents(mode: dict[str, Any]) -> tuple[float, float]:
     module, handler = styled(mode)
     q, k, v, _ = inputs(1, 4, 4, 32, 8, 8, torch.float64)
@@ -210,6 +219,7 @@ def test_packed_documents_do_not_see_each_other(ranks: Any, mode: dict[str, Any]
 # ---- 15. Stale K/V in the backward of a ring (diffusers #14265).
 
 
+@on_ranks
 def two_forwards(mode: dict[str, Any]) -> float:
     """Backwards of two calls in the order of the forwards, after the inputs of a third have come and gone."""
     module, handler = styled(mode)

@@ -14,6 +14,7 @@ import torch._dynamo.config
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.harness import composition_training as t
+from tests.harness.ranks import on_ranks
 
 FP32 = 1e-5
 RING = ("head_dim=1", "head_dim=1, ulysses_degree=1, kv_exchange='ring', layout='head_tail'")
@@ -21,6 +22,7 @@ HYBRID = ("head_dim=1", "head_dim=1, ulysses_degree=2, kv_exchange='ring'")
 Edits = tuple[tuple[str, str], ...]
 
 
+@on_ranks
 def error_of(title: str, edits: Edits = (), **kwargs: Any) -> float:
     """The worst error of a trained example against one device."""
     return t.train(t.setup(title, *edits)).error(t.one_device(**kwargs))
@@ -50,6 +52,7 @@ CP_FIRST = (
 )
 
 
+@on_ranks
 def tp_error(edits: Edits, local: bool, sequence_parallel: bool, cp_first: bool = False) -> float:
     model = t.llama() if local else t.with_attention(t.DTensorAttention)
     edits = ((PLAN, "tp_plan = variant"), *edits, *((CP_FIRST,) if cp_first else ()))
@@ -78,6 +81,7 @@ def test_tensor_parallel_variants(
         assert error <= FP32, error
 
 
+@on_ranks
 def composed_error(edits: Edits) -> float:
     """q, k, v and the output on the cp x tp mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
@@ -104,6 +108,7 @@ def test_gradients_meant_for_a_sum_are_too_small(ranks: Any) -> None:
         assert abs(factor - 0.25) < 1e-5
 
 
+@on_ranks
 def gradient_factor() -> float:
     names = t.setup(
         "fsdp, 4 ranks",
@@ -121,6 +126,7 @@ def test_fsdp_with_tensor_parallel(ranks: Any) -> None:
         assert error <= FP32, error
 
 
+@on_ranks
 def fsdp_tp_error() -> float:
     names = t.setup("fsdp and tensor parallel, 8 ranks", tp_plan=t.tp_plan(sequence_parallel=True))
     return t.train(names).error(t.one_device())
@@ -137,6 +143,7 @@ def test_the_plan_may_also_come_after_fsdp(ranks: Any) -> None:
     check(ranks, 4, "fsdp, 4 ranks", ((plan, ""), ("handler = Context", late), clip, RING))
 
 
+@on_ranks
 def distributed_checkpoint(path: str, load: bool) -> float:
     """Three steps and save, or load and the other two: beside one device's five."""
     import torch.distributed as dist
@@ -178,6 +185,7 @@ def test_compiled_blocks_with_fsdp(ranks: Any) -> None:
     check(ranks, 2, "compiled blocks and fsdp, 4 ranks", ((r"\(2, 2\)", "(1, 2)"),))
 
 
+@on_ranks
 def checkpointed_error(inside: bool) -> float:
     """Selective checkpointing inside a block's graph, or around it."""
     wrapped = "checkpoint_wrapper({}, context_fn=partial(create_selective_checkpoint_contexts, SAVE_LIST))"
@@ -204,6 +212,7 @@ def test_checkpointed_blocks(ranks: Any, edits: Edits) -> None:
     check(ranks, 4, SELECTIVE, edits)
 
 
+@on_ranks
 def wrapped_before(target: str, key: str) -> tuple[float, int]:
     """``checkpoint_wrapper`` around blocks or styled modules *before* the plan; and all transfers of two steps."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -234,6 +243,7 @@ def test_wrapped_before_the_plan(ranks: Any, target: str, key: str) -> None:
         assert transfers > without, "recomputed without context parallelism"
 
 
+@on_ranks
 def checkpoint_in_forward() -> float:
     """``torch.utils.checkpoint`` called by the model itself."""
     from functools import partial
@@ -257,6 +267,7 @@ def autocast() -> Any:
     return torch.autocast("cpu", torch.bfloat16)
 
 
+@on_ranks
 def autocast_errors() -> list[tuple[float, float]]:
     """Errors against fp32 with context parallelism and on one device, both under autocast."""
     exact, plain = t.one_device(), t.one_device(autocast)
@@ -269,6 +280,7 @@ def test_autocast(ranks: Any) -> None:
             assert 1e-4 < mine <= 2 * plain, (mine, plain)
 
 
+@on_ranks
 def mixed_precision_errors() -> tuple[float, float]:
     """The example, and the same policy on a mesh of one rank with whole batches."""
     mine = t.train(t.setup("fsdp mixed precision, 4 ranks"))
@@ -295,6 +307,7 @@ def test_fsdp_mixed_precision(ranks: Any) -> None:
 # --------------------------------------------------------------------------- pipeline
 
 
+@on_ranks
 def pipeline_error(edits: Edits) -> tuple[float, int]:
     """Error of the stage's gradients (and of the loss, on the last), and how many parameters it has."""
     import torch.distributed as dist

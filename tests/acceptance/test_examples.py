@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness.ranks import on_ranks
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -31,6 +33,7 @@ def printed(text: str) -> dict[str, list[float]]:
     return {name.strip(): [float(x) for x in losses.split()] for name, losses in lines}
 
 
+@on_ranks
 def run_main(script: str, options: list[str]) -> Any:
     spec = importlib.util.spec_from_file_location(Path(script).stem, EXAMPLES / script)
     assert spec is not None and spec.loader is not None

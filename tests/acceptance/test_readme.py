@@ -11,10 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from hyper_cp.cli.demo_model import Llama, LlamaConfig
+from tests.harness.ranks import on_ranks
 
 README = Path(__file__).parents[2] / "README.md"
 
 
+@on_ranks
 def run_example(code: str) -> tuple[float, float, float, int]:
     """Loss on one device, loss of the example, largest relative error of gradients summed over the ranks."""
     torch.manual_seed(0)

@@ -22,6 +22,7 @@ from hyper_cp.schedule.documents import documents_table, read
 from hyper_cp.schedule.lookup import resolve
 from tests.harness import npu_standin
 from tests.harness.oracle import plain_attention, relative_error, visible_pairs
+from tests.harness.ranks import on_ranks
 from tests.ops.test_attention import FP32, FP64, inputs
 
 README = Path(__file__).parents[2] / "README.md"
@@ -114,6 +115,7 @@ def styled_flex(mesh: Any, keywords: dict[str, Any], local: list[Tensor]) -> Ten
     return parallelize_module(Flexible(), mesh, {"": style})(*(x.detach() for x in local))
 
 
+@on_ranks
 def cells(on_npu: bool) -> dict[tuple[str, str], str]:
     """What happens in each cell, in every layout that the mode takes."""
     if on_npu:

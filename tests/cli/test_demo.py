@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hyper_cp.cli import demo
+from tests.harness.ranks import on_ranks
 
 
 def test_every_mode_and_the_picture(tmp_path: Path) -> None:
@@ -68,6 +69,7 @@ def test_wrong_positions_make_it_exit_non_zero(ranks: Any, monkeypatch: pytest.M
     assert ranks(2, with_address, port) == [1, 1]
 
 
+@on_ranks
 def with_address(port: int) -> int:
     import os
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.cli.demo import MODES
 from hyper_cp.cli.demo_model import Llama, LlamaConfig
+from tests.harness.ranks import on_ranks
 
 LENGTH = 32
 CONFIG = LlamaConfig(dim=32, layers=2, heads=8, kv_heads=4, hidden=48)
@@ -68,6 +69,7 @@ def train_once(mode: dict[str, Any], mesh_shape: tuple[int, ...], compiled: bool
     return errors
 
 
+@on_ranks
 def train_all(cases: list[tuple[dict[str, Any], tuple[int, ...], bool, bool]]) -> list[float]:
     return [max(train_once(*case)) for case in cases]
 

@@ -17,6 +17,7 @@ from hyper_cp.data.collectives import roll_plan
 from hyper_cp.mesh import comm
 from hyper_cp.schedule.lookup import resolve
 from tests.harness.oracle import token_positions
+from tests.harness.ranks import on_ranks
 
 LAYOUTS = ["contiguous", "head_tail"]
 
@@ -62,6 +63,7 @@ ROLLS: list[tuple[int, Any]] = [(s, None) for s in (-1, 1, -2, 3, 0, -7, 11, -24
 ROLLS += [(s, d) for s in (-1, 2, -5) for d in ([0, 5, 6, 17, 24], [[0, 24], [0, 7, 8, 24], [0, 1, 23, 24]])]
 
 
+@on_ranks
 def rolls(layout: str, names: tuple[str, ...]) -> dict[str, int]:
     """Compare each roll, its gradient and its number of transfers with a roll of the whole."""
     world = dist.get_world_size()
@@ -107,6 +109,7 @@ def test_rolls_on_a_mesh_of_two_dimensions(ranks: Any) -> None:
     ranks(4, rolls, "head_tail", ("ring", "ulysses"))
 
 
+@on_ranks
 def roll_traffic(layout: str) -> tuple[int, int]:
     handler = ContextParallelHandler(init_device_mesh("cpu", (4,)), layout)
     with comm.record_traffic() as log, handler.documents([0, 9, 64]):
@@ -120,6 +123,7 @@ def test_only_rows_at_the_ends_of_chunks_travel(ranks: Any, layout: str, rows: i
         assert (entries, sent) == (1, 3 * rows * 2 * 5 * 4)
 
 
+@on_ranks
 def wrong_roll(what: str) -> None:
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
     x = torch.zeros(3, 8)
@@ -157,6 +161,7 @@ def shift(labels: Tensor, last: list[list[int]]) -> Tensor:
     return out
 
 
+@on_ranks
 def packed(layout: str) -> None:
     handler = ContextParallelHandler(init_device_mesh("cpu", (dist.get_world_size(),)), layout)
     mine = torch.tensor(token_positions(layout, dist.get_rank(), dist.get_world_size(), 24))
@@ -211,6 +216,7 @@ def test_labels_positions_and_documents(ranks: Any, world: int, layout: str) -> 
     ranks(world, packed, layout)
 
 
+@on_ranks
 def padded(layout: str) -> None:
     """Batches of 13 positions on 3 ranks, padded on the right, on the left, and not at all."""
     handler = ContextParallelHandler(init_device_mesh("cpu", (3,)), layout)
@@ -254,6 +260,7 @@ def test_padding_becomes_documents(ranks: Any, layout: str) -> None:
     ranks(3, padded, layout)
 
 
+@on_ranks
 def containers() -> None:
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "head_tail")
     mine = torch.tensor(token_positions("head_tail", dist.get_rank(), 2, 8))
@@ -282,6 +289,7 @@ def test_containers_and_dimensions(ranks: Any) -> None:
     ranks(2, containers)
 
 
+@on_ranks
 def wrong_batch(what: str) -> None:
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
     get, x = handler.get_batch_on_this_cp_rank, torch.zeros(2, 7, dtype=torch.int64)
@@ -328,6 +336,7 @@ def test_wrong_batches_are_refused(ranks: Any, what: str, kind: str, words: str)
     ranks.raises(2, kind, words, wrong_batch, what)
 
 
+@on_ranks
 def unequal(what: str, names: tuple[str, ...]) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (world,) if len(names) == 1 else (2, world // 2), mesh_dim_names=names)

@@ -17,6 +17,7 @@ from hyper_cp.cli.demo_model import Llama, LlamaConfig
 from hyper_cp.data.dynamic import CostModel, DynamicContextParallel, MicroBatch
 from hyper_cp.mesh.family import split_cp_mesh
 from hyper_cp.ops import attention
+from tests.harness.ranks import on_ranks
 
 CONFIG = LlamaConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
 BUDGET = 48
@@ -77,6 +78,7 @@ def packed(batch: MicroBatch, samples: list[tuple[Tensor, Tensor]], handler: Con
     return [handler.dispatch(x, 0, pad_value=pad) for x, pad in ((tokens, 0), (positions, 0), (labels, -100))]
 
 
+@on_ranks
 def train(layout: str, mode: dict[str, Any]) -> tuple[list[float], list[list[tuple[int, int]]]]:
     """Train a few steps. Returns errors of losses, gradients and weights, and per step this rank's (degree, number of
     samples)."""

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh import comm
 from tests.harness.oracle import plain_attention, relative_error
+from tests.harness.ranks import on_ranks
 
 LENGTH, VOCABULARY, ROWS = 16, 11, 4
 
@@ -90,6 +91,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]  # type: ignore[union-attr,misc]
 
 
+@on_ranks
 def train(wrapper: str, layout: str, form: str) -> tuple[float, float, float]:
     """The reported loss, its error, and the worst error of gradients, on one rank of 2 dp x 2 cp."""
     mesh, handler, model = setup(wrapper, layout)
@@ -135,6 +137,7 @@ def test_gradients_are_those_of_one_device(ranks: Any, wrapper: str, layout: str
         assert loss <= 1e-12 and worst <= 1e-10
 
 
+@on_ranks
 def naive(kind: str) -> tuple[float, float]:
     """Other losses under DDP: the factor of their gradients, and the distance from that multiple of the right ones."""
     _, handler, model = setup("ddp", "contiguous")
@@ -160,6 +163,7 @@ def test_other_losses_have_wrong_gradients(ranks: Any) -> None:
         assert abs(factor - 1) > 0.05 and rest > 0.05  # not even a multiple
 
 
+@on_ranks
 def nothing_counts() -> tuple[float, float, int]:
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
     losses = torch.full((2, 4), torch.inf, requires_grad=True)
@@ -175,6 +179,7 @@ def test_no_token_counts(ranks: Any) -> None:
     assert ranks(2, nothing_counts) == [(0.0, 0.0, 1)] * 2
 
 
+@on_ranks
 def wrong(what: str) -> None:
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     handler, x = ContextParallelHandler(world["cp"], "contiguous"), torch.zeros(2, 4)
@@ -226,6 +231,7 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
 
 
+@on_ranks
 def end_to_end(layout: str, causal: bool, packed: bool) -> float:
     """Train on 13 tokens, padded on the right, on the left or not, or packed. Returns the worst relative error of loss
     and gradients."""

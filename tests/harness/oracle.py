@@ -2,8 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+
+def visible_logits(
+    q: Tensor,
+    k: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    visible: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The logits ``[B, H, S, S]`` of grouped heads, and which pairs of them are visible."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    logits = torch.einsum("bhid,bhjd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    if is_causal:
+        seen = seen.tril()
+    if visible is not None:
+        seen = seen & visible
+    if bias is not None:
+        logits, seen = logits + bias.masked_fill(bias == -torch.inf, 0), seen & (bias > -torch.inf)
+    return logits, seen
 
 
 def plain_attention(
@@ -21,28 +46,22 @@ def plain_attention(
     ``visible``: bool, broadcastable to ``[B, H, S, S]``. ``bias`` is added to the logits. Rows that see
     nothing give zeros.
     """
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    logits = torch.einsum("bhid,bhjd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-    if is_causal:
-        seen = seen.tril()
-    if visible is not None:
-        seen = seen & visible
-    if bias is not None:
-        logits, seen = logits + bias.masked_fill(bias == -torch.inf, 0), seen & (bias > -torch.inf)
+    logits, seen = visible_logits(q, k, is_causal=is_causal, scale=scale, visible=visible, bias=bias)
     logits = logits.masked_fill(~seen, -1e300 if q.dtype == torch.float64 else -1e38)
     weights = logits.softmax(-1) * seen
-    return torch.einsum("bhij,bhjd->bhid", weights, v)
+    return torch.einsum("bhij,bhjd->bhid", weights, v.repeat_interleave(q.shape[1] // v.shape[1], 1))
 
 
 def visible_pairs(
     length: int,
     is_causal: bool,
     window: tuple[int | None, int | None] | None,
-    borders: list[list[int]] | None,
+    documents: Sequence[Sequence[int]] | None,
 ) -> Tensor:
-    """``[B or 1, 1, S, S]``: which pairs a causal mask, a window and documents leave."""
+    """The pairs that a causal mask, a window and documents leave, bool ``[B or 1, 1, S, S]``.
+
+    ``documents``: cumulative lengths, one sequence of them per batch row.
+    """
     i, j = torch.arange(length)[:, None], torch.arange(length)[None]
     seen = torch.ones(length, length, dtype=torch.bool)
     if is_causal:
@@ -50,10 +69,10 @@ def visible_pairs(
     if window is not None:
         left, right = window
         seen = seen & (True if left is None else i - j <= left) & (True if right is None else j - i <= right)
-    if borders is None:
+    if documents is None:
         return seen[None, None]
     rows = []
-    for row in borders:
+    for row in documents:
         number = torch.zeros(length, dtype=torch.int64)
         for start in row[1:-1]:
             number[start:] += 1
@@ -62,14 +81,24 @@ def visible_pairs(
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:
-    """Largest absolute difference over the largest absolute expected value."""
+    """Largest absolute difference over the largest absolute expected value; infinite if there is a NaN."""
     difference = (value.double() - expected.double()).abs().max()
-    return (difference / expected.double().abs().max()).item()
+    return _or_infinite((difference / expected.double().abs().max()).item())
+
+
+def absolute_error(value: Tensor, expected: Tensor) -> float:
+    """Largest absolute difference; infinite if there is a NaN."""
+    return _or_infinite((value.double() - expected.double()).abs().max().item())
 
 
 def rms_error(value: Tensor, expected: Tensor) -> float:
-    """Root mean square of the differences."""
-    return (value.double() - expected.double()).square().mean().sqrt().item()
+    """Root mean square of the differences; infinite if there is a NaN."""
+    return _or_infinite((value.double() - expected.double()).square().mean().sqrt().item())
+
+
+def _or_infinite(error: float) -> float:
+    """Python's ``max`` skips a NaN that is not the first of its arguments, so no error may be one."""
+    return math.inf if math.isnan(error) else error
 
 
 def token_positions(layout: str, rank: int, world: int, length: int) -> list[int]:

@@ -1,8 +1,14 @@
-"""A pool of gloo ranks that lives for the whole test run and is handed test functions.
+"""A pool of gloo ranks that lives for the whole test run and runs functions that are marked with ``@on_ranks``.
 
 Importing torch and starting processes for every test is what makes distributed suites slow. Here
 ranks are forked from a server that has imported torch once (preload.py), and every job gets a fresh default
 process group of exactly the ranks it asks for, so that nothing leaks from one test to the next.
+
+    >>> @on_ranks
+    ... def total(offset: int) -> int: ...
+    >>> def test_total(ranks: Ranks) -> None:
+    ...     assert ranks(2, total, 1) == [3, 3]  # one result per rank, in rank order
+    ...     ranks.raises(2, ValueError, "offset", total, -1)  # on every rank
 """
 
 from __future__ import annotations
@@ -22,17 +28,32 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-# Compiled code is looked up by the graph, in which the source of our ops' autograd does not show.
-os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+# Compiled graphs are looked up by the graph, in which the source of our ops' autograd does not show. (What inductor
+# builds of C++ is looked up by its source, and is shared.)
+os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 # Ranks share few cores: each compiles by itself, without a pool of processes of its own.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 GRACE = 5.0  # seconds the other ranks get after one has failed
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def on_ranks(fn: Function) -> Function:
+    """Mark a function that runs on ranks: as a job of the pool, in processes that have a process group.
+
+    It has to be at the top of its module, since ranks find it by its name; so do its arguments' classes. What it
+    returns, and what it raises, comes back to the test, which does the asserting about more than one rank.
+    """
+    if fn.__qualname__ != fn.__name__:
+        raise TypeError(f"{fn.__qualname__} is inside another object: ranks find functions at the top of a module only")
+    fn.__on_ranks__ = True  # type: ignore[attr-defined]
+    return fn
 
 
 class RankError(AssertionError):
@@ -141,8 +162,8 @@ class _Rank:
 
 
 class Ranks:
-    """``ranks(world, fn, *args)`` runs the module-level ``fn`` on ``world`` ranks and returns their
-    results in rank order. ``prepare``, module-level, runs once in each rank's process."""
+    """``ranks(world, fn, *args)`` runs ``fn``, marked with :func:`on_ranks`, on ``world`` ranks and returns their
+    results in rank order. ``prepare``, at the top of a module, runs once in each rank's process."""
 
     def __init__(self, backend: str = "gloo", prepare: Callable[[], None] | None = None) -> None:
         self._job_of_all = backend, prepare
@@ -161,6 +182,8 @@ class Ranks:
         warnings_as_errors: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
+        if not hasattr(fn, "__on_ranks__"):
+            raise TypeError(f"{fn.__module__}.{fn.__qualname__} is not marked: put @on_ranks above it")
         payload = pickle.dumps((fn, args, kwargs, warnings_as_errors))
         self._ensure(world)
         self._job += 1

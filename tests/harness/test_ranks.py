@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import ranks as pool
-from tests.harness.ranks import RankError, Ranks
+from tests.harness.ranks import RankError, Ranks, on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +23,7 @@ def own_pool() -> Iterator[Ranks]:
     ranks.close()
 
 
+@on_ranks
 def total(offset: int) -> tuple[int, int, int]:
     x = torch.tensor([dist.get_rank() + offset])
     dist.all_reduce(x)
@@ -34,6 +35,7 @@ def test_results_in_rank_order(ranks: Any, world: int) -> None:
     assert ranks(world, total, 1) == [(r, world, world * (world + 1) // 2) for r in range(world)]
 
 
+@on_ranks
 def fail_on(rank: int) -> None:
     if dist.get_rank() == rank:
         raise KeyError("this rank fails")
@@ -50,6 +52,7 @@ def test_one_rank_raises_while_others_wait(own_pool: Ranks, monkeypatch: pytest.
     assert own_pool(2, total, 0)[0] == (0, 2, 1)
 
 
+@on_ranks
 def sleep_forever() -> None:
     if dist.get_rank() == 0:
         time.sleep(1000)
@@ -61,6 +64,7 @@ def test_a_hang_is_reported_with_stacks(own_pool: Ranks) -> None:
     assert own_pool(2, total, 0)[1] == (1, 2, 1)
 
 
+@on_ranks
 def die() -> None:
     if dist.get_rank() == 1:
         os._exit(3)
@@ -73,6 +77,7 @@ def test_a_killed_rank_is_reported(own_pool: Ranks, monkeypatch: pytest.MonkeyPa
     assert own_pool(2, total, 0)[1] == (1, 2, 1)
 
 
+@on_ranks
 def refuse(ranks_that_do: list[int]) -> None:
     if dist.get_rank() in ranks_that_do:
         raise ValueError("no")
@@ -86,11 +91,13 @@ def test_raises_wants_every_rank(ranks: Any) -> None:
         ranks.raises(2, ValueError, "no", refuse, [])
 
 
+@on_ranks
 def leave_something() -> None:
     torch.manual_seed(123)
     torch.distributed.new_group([0])
 
 
+@on_ranks
 def look() -> tuple[float, int]:
     return torch.rand(()).item(), len(dist.distributed_c10d._world.pg_map)
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_cp import ContextParallel
 from tests.harness.hf_models import make, tokens
+from tests.harness.ranks import on_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -54,6 +55,7 @@ def difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     return max(((got[n] - w).abs().max() / w.abs().max().clamp(min=1e-3)).item() for n, w in want.items())
 
 
+@on_ranks
 def accelerated(name: str, layout: str, how: str) -> float:
     """Run a step of dp x cp through ``maybe_context_parallel``, with gradients averaged by DDP or FSDP2."""
     from hyper_cp.integrations.accelerate import enable
@@ -130,6 +132,7 @@ def samples(count: int) -> list[dict[str, Tensor]]:
     return found
 
 
+@on_ranks
 def trained(cp: int, layout: str, directory: str) -> dict[str, float]:
     """Train three steps and evaluate seven sequences, two a rank, so that the last batch is not full."""
     from transformers import Trainer, TrainingArguments
@@ -211,6 +214,7 @@ def test_trainer(ranks: Any, tmp_path: Any, cp: int, layout: str, world: int) ->
 # --------------------------------------------------------------------------- errors
 
 
+@on_ranks
 def refused(case: str) -> None:
     from torch import nn
     from transformers import Trainer, TrainingArguments

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.integrations.torchtitan import apply_context_parallel
 from tests.harness.oracle import plain_attention, relative_error, visible_pairs
+from tests.harness.ranks import on_ranks
 
 
 class VarlenMetadata(NamedTuple):
@@ -98,6 +99,7 @@ def cp_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
+@on_ranks
 def packed(layout: str) -> dict[str, float]:
     tokens = torch.randn(32, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     mesh, oracle, found = cp_mesh(), decoder(), {}
@@ -135,6 +137,7 @@ def test_packed_documents_and_windows(ranks: Any, world: int, layout: str) -> No
         assert len(found) == 3 and max(found.values()) <= 1e-10, found
 
 
+@on_ranks
 def refused(case: str) -> None:
     mesh, model, style = cp_mesh(), decoder(), ContextParallel(ulysses_degree=1)
     x = torch.zeros(16, 16, dtype=torch.float64)

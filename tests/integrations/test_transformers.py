@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from tests.harness.hf_models import NAMES, InDouble, make, tokens
+from tests.harness.ranks import on_ranks
 
 pytest.importorskip("transformers")
 
@@ -80,6 +81,7 @@ def batch_of(length: int = 24) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+@on_ranks
 def every_mode(name: str, layout: str) -> dict[str, float]:
     model, batch, found = make(name), batch_of(), {}
     want = unsharded(model, batch)
@@ -126,6 +128,7 @@ def batches() -> dict[str, dict[str, Any]]:
     return found
 
 
+@on_ranks
 def padded_and_packed(name: str, layout: str) -> dict[str, float]:
     from hyper_cp.integrations.transformers import prepare_batch
 
@@ -156,6 +159,7 @@ def test_padded_and_packed_batches(ranks: Any, name: str, layout: str) -> None:
         assert len(found) == 15 and max(found.values()) <= 1e-10, found
 
 
+@on_ranks
 def documents_of_a_batch(layout: str) -> float:
     """Documents under each of their names place the tokens, and are what attention sees."""
     from hyper_cp.integrations.transformers import prepare_batch
@@ -188,6 +192,7 @@ def test_documents_of_a_batch_place_its_tokens(ranks: Any, layout: str) -> None:
 # --------------------------------------------------------------------------- recompute and compile
 
 
+@on_ranks
 def recomputed() -> dict[str, float]:
     """Errors of a copied model under activation checkpointing, which must recompute with the documents of the forward,
     also after the block that named them."""
@@ -221,6 +226,7 @@ def test_recompute_sees_what_the_forward_saw(ranks: Any) -> None:
         assert max(found.values()) <= 2e-5, found
 
 
+@on_ranks
 def compiled() -> list[float]:
     """Errors of batches of the same shape, with different documents, in layers compiled without graph breaks."""
     from hyper_cp.integrations.transformers import prepare_batch
@@ -248,6 +254,7 @@ class Capped(nn.Module):
     is_causal = True
 
 
+@on_ranks
 def refused(case: str) -> None:
     from transformers import AutoModelForCausalLM, Llama4TextConfig, MambaConfig
 

@@ -15,6 +15,7 @@ from hyper_cp.mesh import cp_mesh
 from hyper_cp.mesh.family import split_cp_mesh
 from hyper_cp.ops import attention
 from tests.harness.oracle import plain_attention, relative_error
+from tests.harness.ranks import on_ranks
 
 
 def groups_in_process() -> int:
@@ -25,6 +26,7 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("cp",) if len(shape) == 1 else ("dp", "cp"))
 
 
+@on_ranks
 def members(shape: tuple[int, ...]) -> dict[int, tuple[list[int], list[int]]]:
     """Global ranks of this rank's cp and dp mesh at every degree, which also carry data."""
     family = split_cp_mesh(mesh_of(shape))
@@ -52,6 +54,7 @@ def test_ranks_of_every_degree(ranks: Any, shape: tuple[int, ...]) -> None:
             assert dp == [r for r in range(world) if r % degree == rank % degree]
 
 
+@on_ranks
 def groups_made(shape: tuple[int, ...]) -> list[int]:
     """Process groups made by: the first family, the same again, one of the flat mesh, views and attention."""
     mesh = mesh_of(shape)
@@ -90,6 +93,7 @@ def test_groups_are_made_once(ranks: Any, shape: tuple[int, ...], made: int) -> 
         assert counts == [made, 0, 0, 0]
 
 
+@on_ranks
 def attention_error(layout: str) -> float:
     """Largest error of output and gradients over all degrees of one family, one after another."""
     family = split_cp_mesh(mesh_of((2, 2)))
@@ -115,6 +119,7 @@ def test_attention_on_every_member(ranks: Any, layout: str) -> None:
     assert max(ranks(4, attention_error, layout)) <= 1e-10
 
 
+@on_ranks
 def evaluate(degree: int) -> tuple[int, float]:
     """Steps and mean of a per-token score over 8 samples at one degree: each step takes one sample per cp group."""
     family = split_cp_mesh(mesh_of((4,)))
@@ -138,6 +143,7 @@ def test_evaluation_at_another_degree(ranks: Any) -> None:
             assert got == pytest.approx(expected, rel=1e-12)
 
 
+@on_ranks
 def inside_a_larger_mesh() -> tuple[list[int], list[int]]:
     """Two tensor-parallel lanes make a family each; lane 1 makes its own later, and not of the same degrees."""
     whole = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
@@ -149,6 +155,7 @@ def test_only_the_ranks_of_the_mesh_take_part(ranks: Any) -> None:
     assert ranks(4, inside_a_larger_mesh) == [([1, 2], [0, 2]), ([1], [1, 3])] * 2
 
 
+@on_ranks
 def absent() -> str:
     mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",))
     try:
@@ -163,10 +170,12 @@ def test_a_rank_outside_the_mesh_is_told(ranks: Any) -> None:
     assert "rank 2 is not part of mesh" in third
 
 
+@on_ranks
 def ask(degrees: Any, degree: Any) -> None:
     split_cp_mesh(mesh_of((2, 2)), degrees).cp(degree)
 
 
+@on_ranks
 def split_wrong(kind: str) -> None:
     wrong = {
         "type": "cp",

@@ -23,6 +23,7 @@ from hyper_cp import ContextParallel
 from hyper_cp.mesh import comm
 from hyper_cp.ops import SAVE_LIST
 from tests.harness.oracle import relative_error
+from tests.harness.ranks import on_ranks
 
 MODES: list[dict[str, Any]] = [
     {"ulysses_degree": None},
@@ -70,6 +71,7 @@ def gradients(run: Any, block: Block, seed: int) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *block.parameters()])]
 
 
+@on_ranks
 def compiled_equals_eager(world: int, modes: list[dict[str, Any]], backend: str) -> float:
     worst = 0.0
     for mode in modes:
@@ -98,9 +100,11 @@ def test_inductor(ranks: Any) -> None:
     assert max(ranks(2, compiled_equals_eager, 2, modes, "inductor", timeout=300)) <= 1e-12
 
 
+@on_ranks
 def opcheck_all(world: int) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     from hyper_cp.mesh import cp_mesh
+    from hyper_cp.ops.config import OpSettings
 
     ops = torch.ops.hyper_cp
     for degree in (1, 2):
@@ -113,7 +117,8 @@ def opcheck_all(world: int) -> None:
             continue
         for kv, layout, balance in (("ring", "head_tail", False), ("all_gather", "contiguous", True)):
             documents, mask = torch.tensor([[0, 5, 16]]), None
-            settings = (documents, mask, None, cp.key, layout, kv, balance, -9, 0, 0.25, 0.0, "cpu flash")
+            said = OpSettings(layout, kv, balance, (-9, 0), 1, "cpu flash", cp.key).text()
+            settings = (documents, mask, None, 0.25, 0.0, said)
             torch.library.opcheck(ops.attention.default, (q, k, v, *settings))
             with torch.no_grad():
                 out, lse = ops.attention(q, k, v, *settings)
@@ -149,6 +154,7 @@ def test_opcheck_of_every_op(ranks: Any) -> None:
     ranks(2, opcheck_all, 2, timeout=300)
 
 
+@on_ranks
 def checkpointed(world: int, modes: list[dict[str, Any]]) -> list[tuple[float, int, int]]:
     """Per mode: worst error, and transfers of a recompute with everything / with our ops saved."""
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler, styled_modules
 from hyper_cp.cli.demo_model import Llama, LlamaConfig
+from tests.harness.ranks import on_ranks
 
 PLAN = "layers.*.attention.inner"
 
@@ -27,6 +28,7 @@ def apply(model: nn.Module, key: str = PLAN) -> nn.Module:
     return parallelize_module(model, mesh, {key: ContextParallel(seq_dim=2, head_dim=1)})
 
 
+@on_ranks
 def wrapped_elsewhere(fullgraph: bool = False) -> None:
     model = llama()
     kept = torch.compile(model, backend="eager", fullgraph=fullgraph)
@@ -34,30 +36,35 @@ def wrapped_elsewhere(fullgraph: bool = False) -> None:
     apply(model)
 
 
+@on_ranks
 def in_place() -> None:
     model = llama()
     model.compile(backend="eager")
     apply(model)
 
 
+@on_ranks
 def block_in_place() -> None:
     model = llama()
     model.layers[2].compile(backend="eager")
     apply(model)
 
 
+@on_ranks
 def block_wrapped() -> None:
     model = llama()
     model.layers[1] = torch.compile(model.layers[1], backend="eager")
     apply(model, "layers.1._orig_mod.attention.inner")
 
 
+@on_ranks
 def the_module_itself() -> None:
     model = llama()
     model.layers[0].attention.inner = torch.compile(model.layers[0].attention.inner, backend="eager")
     apply(model)
 
 
+@on_ranks
 def without_a_plan() -> None:
     model = llama()
     kept = torch.compile(model, backend="eager")
@@ -66,6 +73,7 @@ def without_a_plan() -> None:
     ContextParallel()._apply(kept._orig_mod.layers[0].attention.inner, mesh)
 
 
+@on_ranks
 def in_one_graph() -> None:
     wrapped_elsewhere(fullgraph=True)
 
@@ -83,9 +91,10 @@ LATE: list[Callable[[], None]] = [
 
 @pytest.mark.parametrize("late", LATE)
 def test_a_late_style_is_refused(ranks: Any, late: Callable[[], None]) -> None:
-    ranks.raises(2, "RuntimeError", "compiled already: .* Apply the plan first, then torch.compile", late)
+    ranks.raises(2, "RuntimeError", "compiled already. .* Apply the plan first, then torch.compile", late)
 
 
+@on_ranks
 @pytest.mark.filterwarnings("ignore")
 def names_of_wrappers() -> None:
     model = torch.compile(llama(), backend="eager")
@@ -98,6 +107,7 @@ def test_names_hidden_by_a_wrapper(ranks: Any) -> None:
     ranks.raises(2, "ValueError", words, names_of_wrappers)
 
 
+@on_ranks
 def in_order() -> list[int]:
     """Styles of other models than the compiled ones, and of models whose compiled twin is gone."""
     styled = []
@@ -118,6 +128,7 @@ def test_other_models_may_be_compiled(ranks: Any) -> None:
     assert ranks(2, in_order) == [[3] * 5] * 2
 
 
+@on_ranks
 def traced_afterwards() -> float:
     """A style on what another object compiles when it runs for the first time."""
     model = llama()
@@ -135,6 +146,7 @@ def test_what_is_traced_afterwards_sees_the_style(ranks: Any) -> None:
     assert max(ranks(2, traced_afterwards)) < 1e-5
 
 
+@on_ranks
 def one_search_per_plan() -> list[int]:
     """How often all objects are looked at for a plan of three layers: before anything is compiled, and twice after."""
     counts, original, seen = [], gc.get_objects, []

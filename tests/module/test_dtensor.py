@@ -18,6 +18,7 @@ from hyper_cp.mesh import comm
 from hyper_cp.ops import attention
 from tests.harness import modules
 from tests.harness.oracle import plain_attention, relative_error
+from tests.harness.ranks import on_ranks
 
 BATCH, SEQ, HEADS, DIM = 2, 16, 8, 4
 SEQ_DIM, HEAD_DIM = 2, 1
@@ -121,6 +122,7 @@ CUBES = {
 }
 
 
+@on_ranks
 def errors_of(names: list[str], compiled: bool) -> dict[str, list[float]]:
     found, roots = {}, {}
     for name in names:
@@ -251,7 +253,7 @@ WRONG: dict[str, tuple[str, str, Callable[[], None]]] = {
         lambda: given_on("cp tp", (S, H), layout="head_tail"),
     ),
     "two roots": ("ValueError", r"slice both from one init_device_mesh", two_roots),
-    "functional": ("TypeError", "takes local tensors, not a DTensor", functional),
+    "functional": ("TypeError", "takes local tensors", functional),
 }
 
 
@@ -261,6 +263,7 @@ def three_each() -> None:
     module(*(DTensor.from_local(x[:, :3], root["tp"], [H]) for x in whole()))
 
 
+@on_ranks
 def refused(kind: str) -> None:
     with comm.record_traffic() as log:
         try:
@@ -293,6 +296,7 @@ def full(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
+@on_ranks
 def packed() -> tuple[list[float], list[list[str]]]:
     """Errors of outputs and gradients with kv by position and by keyword, as DTensors; and what Ulysses sent."""
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))

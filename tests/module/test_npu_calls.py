@@ -14,6 +14,7 @@ from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.module import attention_calls as calls
 from tests.harness import npu_standin
 from tests.harness.oracle import plain_attention, relative_error, visible_pairs
+from tests.harness.ranks import on_ranks
 from tests.ops.test_attention import FP32
 
 Layout = tuple[Any, Any]
@@ -72,6 +73,7 @@ def fusion_calls() -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
     }
 
 
+@on_ranks
 def run_fusion(style: dict[str, Any]) -> dict[str, float]:
     npu_standin.install()
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("cp",))
@@ -122,4 +124,4 @@ def test_calls_of_the_npu_operator_are_routed(ranks: Any, style: dict[str, Any],
 def test_what_the_npu_operator_can_and_we_cannot_is_refused_by_name(keywords: dict[str, Any], words: str) -> None:
     q = torch.zeros(1, 2, 4, 8)
     with pytest.raises(NotImplementedError, match=words):
-        calls._npu_fusion_attention("module M", q, q, q, 2, "BNSD", **keywords)
+        calls.ROUTED["npu.npu_fusion_attention"]("module M", q, q, q, 2, "BNSD", **keywords)

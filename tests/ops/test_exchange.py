@@ -18,6 +18,7 @@ from hyper_cp.mesh import comm
 from hyper_cp.ops import attention
 from hyper_cp.ops.kernels import cpu
 from tests.harness.oracle import plain_attention, relative_error, token_positions
+from tests.harness.ranks import on_ranks
 
 B, H, HKV, D, DV = 2, 8, 4, 16, 8
 
@@ -87,6 +88,7 @@ def formula(world: int, degree: int, balance: bool, length: int, size: int, acc:
     return forward, backward
 
 
+@on_ranks
 def count_bytes(world: int, cases: list[tuple[int, str, str, bool, torch.dtype]]) -> list[Any]:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     found = []
@@ -141,6 +143,7 @@ def live_bytes() -> int:
     return sum(seen.values())
 
 
+@on_ranks
 def measure_ring_memory(world: int, layout: str) -> dict[str, int]:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     q, k, v, _ = shares(world, layout, 64 * world, torch.float32, v_dim=D)
@@ -189,6 +192,7 @@ def one_pass(mesh: Any, kw: dict[str, Any], tensors: list[Tensor]) -> list[Tenso
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
+@on_ranks
 def repeat_with_delays(world: int, passes: dict[int, dict[str, Any]]) -> bool:
     """Every pass gives the bits of the first of its kind, whatever rank is late."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
@@ -231,6 +235,7 @@ def test_a_hundred_passes_with_late_ranks_give_the_same_bits(ranks: Any) -> None
     assert all(ranks(4, repeat_with_delays, 4, passes))
 
 
+@on_ranks
 def interleave(world: int) -> float:
     """Two modules' calls interleaved on one mesh, and two backward passes through one graph."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
@@ -257,6 +262,7 @@ def test_interleaved_modules_and_two_backwards_are_exact(ranks: Any, world: int)
     assert max(ranks(world, interleave, world)) <= 1e-10
 
 
+@on_ranks
 def alone(world: int) -> tuple[int, bool]:
     """A ring of one: nothing is communicated."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
@@ -276,6 +282,7 @@ def test_a_mesh_of_one_communicates_nothing(ranks: Any) -> None:
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero", "to")
 
 
+@on_ranks
 def host_reads(world: int, cases: list[dict[str, Any]]) -> list[str]:
     """Calls in forward and backward that would wait for the device: what reads a tensor of attention, or makes
     one whose size depends on values. (Documents are read; they live on the CPU.)"""

@@ -23,6 +23,7 @@ from hyper_cp.ops import flex
 from hyper_cp.ops.exchange import gather_keys as gather
 from tests.harness import npu_standin
 from tests.harness.oracle import relative_error, token_positions
+from tests.harness.ranks import on_ranks
 
 # Made before any module is styled, and shared by modules of all styles.
 compiled_flex = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
@@ -126,6 +127,7 @@ STYLES = [
 # --------------------------------------------------------------------------- forward
 
 
+@on_ranks
 def forward_errors(styles: list[dict[str, Any]], cases: list[str]) -> dict[str, float]:
     torch_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # its math without the half second of tracing
     try:
@@ -155,6 +157,7 @@ def test_every_mask_in_every_mode_and_layout(ranks: Any, world: int) -> None:
         assert max(errors.values()) <= 1e-10, {k: e for k, e in errors.items() if e > 1e-10}
 
 
+@on_ranks
 def compiled_errors(styles: list[dict[str, Any]], cases: list[str]) -> dict[str, float]:
     """torch.compile of the function alone (one compiled function for all styles), and of the whole module."""
     errors = {}
@@ -185,6 +188,7 @@ def test_compiled(ranks: Any) -> None:
         assert max(errors.values()) <= 1e-10, {k: e for k, e in errors.items() if e > 1e-10}
 
 
+@on_ranks
 def asked_beside(style: dict[str, Any]) -> list[float]:
     q, k, v = whole(dims=(D, D, 2 * D))
     mine = own(style["layout"])
@@ -219,6 +223,7 @@ def backward_on_the_cpu() -> Any:
         torch_flex._validate_device = refuse
 
 
+@on_ranks
 def gradient_errors(styles: list[dict[str, Any]], cases: list[str]) -> dict[str, float]:
     errors = {}
     for name in cases:
@@ -246,6 +251,7 @@ def test_gradients(ranks: Any, world: int) -> None:
         assert max(errors.values()) <= 1e-10, {k: e for k, e in errors.items() if e > 1e-10}
 
 
+@on_ranks
 def check_ops(degree: int) -> None:
     cp = cp_mesh.view(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), degree)
     k, v = (torch.randn(2, 3, 8, d, requires_grad=True) for d in (4, 6))
@@ -263,6 +269,7 @@ def test_opcheck(ranks: Any) -> None:
     ranks(2, check_ops, 1)
 
 
+@on_ranks
 def other_backends_collectives(layout: str) -> bool:
     """Gloo's transfers are made of point-to-point ones; the collectives of other backends give the same."""
     cp = cp_mesh.view(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), 1)
@@ -278,6 +285,7 @@ def test_other_collectives_than_gloo(ranks: Any) -> None:
     assert all(ranks(2, other_backends_collectives, "head_tail"))
 
 
+@on_ranks
 def traffic(layout: str) -> list[tuple[str, int]]:
     mine = own(layout)
     local = [x[:, :, mine].detach().requires_grad_() for x in whole()]
@@ -295,6 +303,7 @@ def test_bytes_equal_the_formula(ranks: Any) -> None:
 # --------------------------------------------------------------------------- refusals
 
 
+@on_ranks
 def unequal() -> None:
     length = S // 2 - dist.get_rank()
     styled(Flex(CASES["causal"]), qkv_indices=None)(*(torch.randn(B, H, length, D) for _ in range(3)))
@@ -304,6 +313,7 @@ def test_unequal_lengths_are_refused_on_every_rank(ranks: Any) -> None:
     ranks.raises(2, ValueError, "call attention with different shapes", unequal)
 
 
+@on_ranks
 def refused(what: str) -> Any:
     mine = own("contiguous")
     q, k, v = (x[:, :, mine] for x in whole())
@@ -363,7 +373,7 @@ REFUSED = {
     "local mask, Ulysses": ("ValueError", "for 10 queries and 10 keys, but the global sequence has 40 and 40"),
     "heads of a share": ("ValueError", r"shape \(1, 2, 40, 40\).*1 or 4 \(global query heads\)"),
     "order": ("NotImplementedError", "compute_dq_write_order=True"),
-    "groups": ("ValueError", "query has 4 heads and key 2; pass enable_gqa=True"),
+    "groups": ("ValueError", "query has 4 heads and key 2. Pass enable_gqa=True"),
 }
 
 
@@ -377,6 +387,7 @@ class Npu(nn.Module):
         return torch.ops.npu.npu_fusion_attention(q, k, v, H, "BNSD", scale=1.0, sink=torch.zeros(H))[0]
 
 
+@on_ranks
 def npu_with_sink() -> None:
     npu_standin.install()
     mine = own("contiguous")
@@ -387,6 +398,7 @@ def test_attention_sinks_are_refused_by_name(ranks: Any) -> None:
     ranks.raises(2, NotImplementedError, "calls npu_fusion_attention with sink, which is not supported", npu_with_sink)
 
 
+@on_ranks
 def nothing_left_behind() -> bool:
     """After a styled module, failing or not, flex_attention is plain again."""
     q, k, v = whole((H, H, H))

@@ -18,7 +18,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from hyper_cp import ContextParallel
 from hyper_cp.mesh import comm, cp_mesh
 from hyper_cp.ops import SAVE_LIST, attention
+from hyper_cp.ops.config import OpSettings
 from tests.harness.oracle import plain_attention, relative_error, token_positions, visible_pairs
+from tests.harness.ranks import on_ranks
 
 HEADS = 8
 
@@ -63,6 +65,7 @@ def errors(world: int, case: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+@on_ranks
 def run_cases(world: int, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
     return [errors(world, case) for case in cases]
 
@@ -108,6 +111,7 @@ def exchanged(log: comm.Traffic) -> int:
     return sum(nbytes for operation, nbytes in log.entries if operation == "all_to_all")
 
 
+@on_ranks
 def traffic(world: int, kv_heads: int, groups: int) -> tuple[list[tuple[str, int]], int]:
     """What one forward and backward sends."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
@@ -128,6 +132,7 @@ def test_same_bytes_and_same_sequence_on_every_rank(ranks: Any) -> None:
         assert len(grouped[0][0]) == 4 * 4 + 4 * per_kv
 
 
+@on_ranks
 def order(world: int) -> list[str]:
     """Postings, waits and kernels of forward and backward on this rank."""
     from hyper_cp.ops import kernels
@@ -203,6 +208,7 @@ def gradients(run: Any, block: Projected, step: int) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *block.parameters()])]
 
 
+@on_ranks
 def styled(world: int) -> list[float]:
     """Worst difference from the style without groups: eager, compiled, recomputed (all of it, saved ops)."""
 
@@ -235,13 +241,14 @@ def test_style_compiles_and_recomputes(ranks: Any) -> None:
         assert max(worst) <= 1e-12, worst
 
 
+@on_ranks
 def opcheck(world: int) -> None:
     cp = cp_mesh.view(init_device_mesh("cpu", (world,), mesh_dim_names=("cp",)), None)
     for kv_heads in (4, 2):
         q, k, v = (torch.randn(2, h, 8, 16, requires_grad=True) for h in (HEADS, kv_heads, kv_heads))
         documents, mask = torch.tensor([[0, 5, 16]]), torch.ones(1, HEADS // 2, 1, 16, dtype=torch.bool)
         for mask_or_none in (None, mask):
-            settings = (cp.key, "head_tail", "all_gather", False, -9, 0, 0.25, "", 2)
+            settings = (0.25, OpSettings("head_tail", "all_gather", False, (-9, 0), 2, "", cp.key).text())
             ops = torch.ops.hyper_cp
             torch.library.opcheck(ops.ulysses_attention.default, (q, k, v, documents, mask_or_none, *settings))
         with torch.no_grad():
@@ -255,6 +262,7 @@ def test_opcheck(ranks: Any) -> None:
     ranks(2, opcheck, 2, timeout=300)
 
 
+@on_ranks
 def with_lse_and_dropout(world: int) -> tuple[float, float]:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     torch.manual_seed(torch.distributed.get_rank())
@@ -277,6 +285,7 @@ def test_log_sum_exp_and_dropout_do_not_depend_on_groups(ranks: Any) -> None:
 # --------------------------------------------------------------------------- refusals
 
 
+@on_ranks
 def asked(world: int, kv_heads: int, **how: Any) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     q, k, v = (torch.randn(1, h, 8, 4) for h in (HEADS, kv_heads, kv_heads))
@@ -292,6 +301,7 @@ class FlexModule(torch.nn.Module):
         return flex_attention(q, k, v)
 
 
+@on_ranks
 def flexed(world: int) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     module = parallelize_module(FlexModule(), mesh, ContextParallel(2, 1, qkv_indices=None, head_groups=2))

@@ -21,12 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh import comm
-from hyper_cp.module import hooks as boundary
+from hyper_cp.module._torch import checkpoint as checkpoint_seam
 from hyper_cp.ops import attention
 from hyper_cp.schedule import masks
 from hyper_cp.schedule.documents import documents_table, read
 from hyper_cp.schedule.lookup import resolve
 from tests.harness.oracle import plain_attention, relative_error, token_positions, visible_pairs
+from tests.harness.ranks import on_ranks
 from tests.ops.test_attention import FP64, check, inputs, modes
 
 Case = dict[str, Any]
@@ -111,6 +112,7 @@ def lse_error(lse: Tensor, wide: list[Tensor], visible: Tensor, bias: Tensor | N
     return (lse - want)[seen].abs().max().item() / 10 if seen.any() else 0.0
 
 
+@on_ranks
 def run_cases(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
     return [(case, run_case(case)) for case in cases]
 
@@ -251,6 +253,7 @@ def replicated(case: Case) -> dict[str, float]:
     return {"bytes": float(sent), **{str(i): relative_error(a, b) for i, (a, b) in enumerate(pairs)}}
 
 
+@on_ranks
 def replicated_cases(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
     return [(case, replicated(case)) for case in cases]
 
@@ -266,6 +269,7 @@ def test_cross_attention_to_replicated_keys_sends_nothing(ranks: Any, world: int
     check(ranks(world, replicated_cases, cases), FP64)
 
 
+@on_ranks
 def cross_in_documents(kv: str, layout: str) -> float:
     """Cross-attention inside a block of documents, which are of the queries: a mask says what these see."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -293,6 +297,7 @@ def test_cross_attention_inside_documents(ranks: Any, kv: str, layout: str) -> N
     assert max(ranks(2, cross_in_documents, kv, layout)) <= FP64
 
 
+@on_ranks
 def cross_cases(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
     return [(case, cross(case)) for case in cases]
 
@@ -442,6 +447,7 @@ def wanted(block_input: Tensor, documents: list[int]) -> tuple[Tensor, Tensor]:
     return out.detach(), torch.autograd.grad(out.square().sum(), x)[0]
 
 
+@on_ranks
 def through_the_style(style: Case) -> dict[str, float]:
     found = {}
     q, k, v, _ = inputs(2, 4, 4, SEQ, 8, 8, torch.float64)
@@ -479,6 +485,7 @@ BY_DOCUMENTS: list[Case] = [
 ]
 
 
+@on_ranks
 def by_documents(style: Case) -> dict[str, float]:
     """Data and attention place tokens by the documents in force, eager, recomputed and compiled."""
     found = {}
@@ -513,6 +520,7 @@ def test_layouts_by_document_through_the_style(ranks: Any, style: Case) -> None:
         assert max(found.values()) <= FP64, found
 
 
+@on_ranks
 def without_documents(where: str) -> None:
     block, handler = styled(Block(), {"layout": "per_document", "ulysses_degree": 1, "qkv_indices": None})
     if where == "attention":
@@ -525,6 +533,7 @@ def test_layouts_by_document_without_documents(ranks: Any, where: str) -> None:
     ranks.raises(2, ValueError, "places tokens by document, but no documents are given", without_documents, where)
 
 
+@on_ranks
 def recompute(style: Case, remembered: bool, reentrant: bool = False) -> dict[str, Any]:
     """Activation checkpointing: a recompute sees the documents of its forward; or raises, where torch's frames do not
     tell which forward it belongs to."""
@@ -550,7 +559,7 @@ def recompute(style: Case, remembered: bool, reentrant: bool = False) -> dict[st
             relative_error(handler.combine(x.grad, 1), want_grad),
         )
 
-    with nullcontext() if remembered else mock.patch.object(boundary.recompute, "settle", lambda _, facts: facts):
+    with nullcontext() if remembered else mock.patch.object(checkpoint_seam, "batch_state", lambda _, state: state):
         with handler.documents(FIRST):
             found["inside"] = error(*run(), FIRST)
             late = run()
@@ -595,6 +604,7 @@ def test_a_recompute_that_does_not_know_its_forward_raises(ranks: Any, style: Ca
                 assert "recomputed this attention with other packed documents" in value, (name, value)
 
 
+@on_ranks
 def compiled(style: Case) -> float:
     """New documents do not recompile, and are those used."""
     torch._dynamo.reset()

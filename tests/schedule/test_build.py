@@ -55,9 +55,9 @@ def covered(steps: tuple[schedule.Step, ...], blocks: list[list[int]], queries: 
     return count
 
 
-def in_documents(length: int, borders: tuple[int, ...]) -> np.ndarray:
+def in_documents(length: int, boundaries: tuple[int, ...]) -> np.ndarray:
     number = np.zeros(length, dtype=int)
-    for start in borders[1:-1]:
+    for start in boundaries[1:-1]:
         number[start:] += 1
     return number[:, None] == number[None]
 
@@ -76,21 +76,21 @@ def packed_problems(draw: st.DrawFn) -> tuple:
 
 @given(packed_problems(), st.sampled_from([1, 1024]))
 def test_every_visible_pair_of_packed_documents_exactly_once(problem: tuple, min_rows: int) -> None:
-    ring, ulysses, layout, kv, balance, length, band, borders = problem
+    ring, ulysses, layout, kv, balance, length, band, boundaries = problem
     world = ring * ulysses
-    resolved = ResolvedLayout.of(layout, world, length, borders)
+    resolved = ResolvedLayout.of(layout, world, length, boundaries)
     own = [sorted(p for u in range(ulysses) for p in resolved.positions(r * ulysses + u).tolist()) for r in range(ring)]
     held = tuple(merge_ranges((p, p + 1) for p in mine) for mine in own)
     assert held == resolved.by_ring(ulysses).held
     distance = np.arange(length)[None] - np.arange(length)[:, None]
-    visible = in_documents(length, borders)
+    visible = in_documents(length, boundaries)
     visible &= np.ones_like(visible) if band[0] is None else distance >= band[0]
     visible &= np.ones_like(visible) if band[1] is None else distance <= band[1]
     for steps_name in ("forward", "backward"):
         count = np.zeros((length, length), dtype=int)
         for rank in range(ring):
             with mock.patch.object(schedule, "_MIN_ROWS", min_rows):
-                plan = schedule.build(held, held, rank, kv, balance, band, (borders,))
+                plan = schedule.build(held, held, rank, kv, balance, band, (boundaries,))
             half = length // ring // 2
             queries = own[rank][:half] + own[ring - 1 - rank][half:] if plan.swap else own[rank]
             if kv == "ring":
@@ -108,11 +108,11 @@ def test_every_visible_pair_of_packed_documents_exactly_once(problem: tuple, min
 @pytest.mark.parametrize("kv", ["ring", "all_gather"])
 def test_documents_are_few_tiles(kv: str) -> None:
     """As many as there are kinds of work at a step, not as many as there are documents."""
-    borders = tuple(range(0, 64 * 16 + 1, 16))
+    boundaries = tuple(range(0, 64 * 16 + 1, 16))
     for layout, most in (("contiguous", 1), ("head_tail", 1), ("per_document", 1)):
-        held = ResolvedLayout.of(layout, 4, 1024, borders).held
+        held = ResolvedLayout.of(layout, 4, 1024, boundaries).held
         for rank in range(4):
-            plan = schedule.build(held, held, rank, kv, False, CAUSAL, (borders,))
+            plan = schedule.build(held, held, rank, kv, False, CAUSAL, (boundaries,))
             many = 3 if kv == "all_gather" and layout == "per_document" else most
             assert all(len(step.tiles) <= many for step in plan.forward), (layout, [len(s.tiles) for s in plan.forward])
 
@@ -181,7 +181,7 @@ def test_causal_work_is_balanced(kv: str, layout: str, balance: bool) -> None:
         assert max(areas) == min(areas)
 
 
-def test_contiguous_work_is_not_balanced_and_says_by_how_much() -> None:
+def test_contiguous_work_is_uneven_by_a_known_ratio() -> None:
     """The last rank's share over the mean is 2 - 1/n (+ the diagonal's rounding)."""
     for ring in (2, 4, 8, 64):
         held = held_by("contiguous", ring, 1, ring * 128)
@@ -203,3 +203,16 @@ def test_window_bounds_the_hops() -> None:
     assert schedule.build(held, held, 0, "ring", False, (-129, 0)).hops == 2
     assert schedule.build(held, held, 0, "ring", False, (0, 0)).hops == 0
     assert schedule.build(held, held, 0, "ring", False, CAUSAL).hops == 7
+
+
+def test_an_exchange_from_outside() -> None:
+    """A ring that turns the other way has the same work in another order of blocks."""
+    held = held_by("head_tail", 4, 1, 64)
+    with mock.patch.dict(schedule._VISITS):
+        schedule.register_exchange("ring_backwards", lambda rank, size: [((rank + hop) % size,) for hop in range(size)])
+        assert "ring_backwards" in schedule.KV_EXCHANGES
+        with pytest.raises(ValueError, match="kv_exchange='ring' is registered already"):
+            schedule.register_exchange("ring", lambda rank, size: [(rank,)])
+        for rank in range(4):
+            there, back = (schedule.build(held, held, rank, kv, False, CAUSAL) for kv in ("ring", "ring_backwards"))
+            assert back.forward[1:-1] == there.forward[-2:0:-1] and back.forward[0] == there.forward[0]

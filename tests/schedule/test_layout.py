@@ -52,21 +52,21 @@ def packed(draw: st.DrawFn) -> tuple[int, tuple[int, ...]]:
     world = draw(worlds)
     lengths = draw(st.lists(st.integers(0, 5 * world), max_size=12))
     lengths.append(-sum(lengths) % world or world)
-    borders = [0]
+    boundaries = [0]
     for length in lengths:
-        borders.append(borders[-1] + length)
-    return world, tuple(borders)
+        boundaries.append(boundaries[-1] + length)
+    return world, tuple(boundaries)
 
 
 @given(packed())
 def test_each_document_head_tail_over_the_ranks(problem: tuple[int, tuple[int, ...]]) -> None:
-    world, borders = problem
-    resolved = ResolvedLayout.of("per_document", world, borders[-1], borders)
+    world, boundaries = problem
+    resolved = ResolvedLayout.of("per_document", world, boundaries[-1], boundaries)
     held = [resolved.positions(r).tolist() for r in range(world)]
-    assert sorted(p for rank in held for p in rank) == list(range(borders[-1]))
-    assert {len(rank) for rank in held} == {borders[-1] // world}
+    assert sorted(p for rank in held for p in rank) == list(range(boundaries[-1]))
+    assert {len(rank) for rank in held} == {boundaries[-1] // world}
     owner = {p: r for r, rank in enumerate(held) for p in rank}
-    for start, stop in pairwise(borders):
+    for start, stop in pairwise(boundaries):
         owners = [owner[p] for p in range(start, stop)]
         heads = next((i for i, pair in enumerate(pairwise(owners)) if pair[1] < pair[0]), len(owners) - 1) + 1
         assert owners[:heads] == sorted(owners[:heads]), "heads by ascending rank"
@@ -78,7 +78,7 @@ def test_each_document_head_tail_over_the_ranks(problem: tuple[int, tuple[int, .
             assert inside == [token_positions("head_tail", r, world, stop - start) for r in range(world)]
 
 
-def test_balance_says_what_each_layout_gives() -> None:
+def test_balance_of_each_layout() -> None:
     """One long document and many short ones: the long one is what head_tail cannot balance."""
     length = 64 * 1024
     documents = [0, length // 2, *range(length // 2 + 512, length + 1, 512)]
@@ -122,6 +122,6 @@ def test_merge_ranges_joins_neighbours(points: list[int]) -> None:
         ("zigzag", 2, 8, "layout='zigzag' is unknown; choose one of 'contiguous', 'head_tail'"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_words(name: str, world: int, length: int, words: str) -> None:
+def test_lengths_and_names_that_do_not_fit_are_refused(name: str, world: int, length: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         resolve(name, world, length)

@@ -1,12 +1,13 @@
-"""What a call of a styled module was told, remembered for its recompute by activation checkpointing.
+"""The batch state of a call, recorded for its recompute by activation checkpointing.
 
-A recompute runs in backward: maybe after the block that said which documents or which mesh are in force, maybe in
-another one. So the facts of a call are kept with each checkpoint that it runs in, and a recompute finds them there.
+A recompute runs in backward: perhaps after the block that set the documents or the mesh has ended, perhaps inside
+another one. So the state of a call is recorded with each checkpoint that the call runs in, and a recompute finds it
+there.
 
-torch has no public way to ask which checkpoint is running. Its Python frames are looked at instead (the same in torch
-2.11 and 2.13). Where that finds nothing (checkpoints of other libraries, the composable one, compiled modules), a
-non-reentrant recompute with other facts than its forward had is an error of the engine, and a reentrant one is not
-noticed: there the engine sees the recompute only.
+Needs the Python frames of ``torch.utils.checkpoint``: torch has no public way to ask which checkpoint is running. The
+same in torch 2.11 and 2.13. Where nothing is found (checkpoints of other libraries, the composable one, compiled
+modules), the engine raises in a non-reentrant recompute whose state differs from that of its forward, and cannot detect
+it in a reentrant one: there it sees the recompute only.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ _FILE = _checkpoint.__file__
 _AMBIGUOUS = object()
 
 
-def settle(owner: object, facts: tuple[Any, ...]) -> Any:
-    """The facts that a call of ``owner`` goes by: those it had in forward, if this is a recompute, else the ones
-    given, which are remembered then."""
+def batch_state(owner: object, state: tuple[Any, ...]) -> Any:
+    """The batch state for a call of ``owner``: that of its forward if this is a recompute, else ``state``, which is
+    recorded."""
     if torch.compiler.is_compiling():
-        return facts
-    new: list[_Memory] = []
-    for memory, recomputes in _checkpoints():
+        return state
+    new: list[_Record] = []
+    for record, recomputes in _checkpoints():
         if not recomputes:
-            new.append(memory)
-        elif owner in memory:
-            # Ambiguous: the blocks that say so are inside the checkpoint, and have been entered again.
-            known = zip(facts, memory[owner], strict=True)
-            facts = tuple(now if then is _AMBIGUOUS else then for now, then in known)
+            new.append(record)
+        elif owner in record:
+            # Ambiguous: the blocks that set the state are inside the checkpoint, and have been entered again.
+            pairs = zip(state, record[owner], strict=True)
+            state = tuple(now if then is _AMBIGUOUS else then for now, then in pairs)
             break
-    for memory in new:
-        before = memory.setdefault(owner, facts)
-        # Called again in one checkpoint, with other facts.
-        memory[owner] = tuple(a if _same(a, b) else _AMBIGUOUS for a, b in zip(before, facts, strict=True))
-    return facts
+    for record in new:
+        before = record.setdefault(owner, state)
+        # Called again in one checkpoint, with another state.
+        record[owner] = tuple(a if _same(a, b) else _AMBIGUOUS for a, b in zip(before, state, strict=True))
+    return state
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -50,11 +51,11 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (both and torch.equal(a, b))
 
 
-_Memory = WeakKeyDictionary[object, Any]
+_Record = WeakKeyDictionary[object, Any]
 
 
-def _checkpoints() -> Iterator[tuple[_Memory, bool]]:
-    """The memories of the checkpoints that are on the stack, innermost first, and whether each is recomputing."""
+def _checkpoints() -> Iterator[tuple[_Record, bool]]:
+    """The records of the checkpoints that are on the stack, innermost first, and True for those that recompute."""
     at = inspect.currentframe()
     while at is not None:
         if at.f_code.co_filename == _FILE:
@@ -67,7 +68,7 @@ def _checkpoints() -> Iterator[tuple[_Memory, bool]]:
 
 
 def _key(function: str, names: dict[str, Any]) -> tuple[Any, bool]:
-    """What lives as long as a checkpoint's graph, and is the same object in forward and recompute."""
+    """An object that lives as long as a checkpoint's graph, and is the same in forward and recompute."""
     if function == "checkpoint" and "gen" in names:
         generator = names["gen"].gi_frame
         return (None if generator is None else generator.f_locals.get("new_frame")), False
@@ -76,3 +77,11 @@ def _key(function: str, names: dict[str, Any]) -> tuple[Any, bool]:
     if function in ("forward", "backward") and "ctx" in names:  # reentrant
         return names["ctx"], function == "backward"
     return None, False
+
+
+def in_reentrant_forward() -> bool:
+    """True inside the forward of a reentrant checkpoint of this thread."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _checkpoint.CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None

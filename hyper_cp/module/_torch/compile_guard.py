@@ -1,6 +1,8 @@
-"""The order in which a style and torch.compile are applied: a late style would be silently ignored.
+"""Refuses a style that is applied after torch.compile: it would be silently ignored.
 
-A compiled graph is not guarded on hooks, so the hooks of a style applied after it never run in it.
+A compiled graph is not guarded on hooks, so the hooks of a style applied after it never run in it. Needs the counter
+``torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER`` (without it every object is searched) and the frame of
+``parallelize_module``. The same in torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -13,24 +15,22 @@ from weakref import ref
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is what ``torch.compile(module)`` returns, or was ``module.compile()``d."""
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+from .modules import is_compiled
 
 
 def refuse_compiled(module: nn.Module, name: str) -> None:
     """Raise ``RuntimeError`` if ``module`` is compiled, or part of a module that is, whoever holds that.
 
-    (A compiled *function* that calls the module cannot be seen from here. Before anything has run compiled, compiled
-    modules outside of the plan are no harm: they are traced when they run, hooks included.)
+    (A compiled *function* that calls the module cannot be found from here. Before anything has run compiled, compiled
+    modules outside of the plan do no harm: they are traced when they run, hooks included.)
     """
     for owner in _compiled_modules(module):
         if any(child is module for child in owner.modules()):
             what = "which" if owner is module else f"but the {type(owner).__name__} that contains it"
             raise RuntimeError(
-                f"ContextParallel is applied to {name}, {what} is compiled already: the compiled graph would not "
-                "notice, and attend the local share of the sequence only. Apply the plan first, then torch.compile"
+                f"ContextParallel is applied to {name}, {what} is compiled already. The compiled graph has no "
+                "hooks, so attention would silently cover only this rank's shard. Apply the plan first, then "
+                "torch.compile"
             )
 
 
@@ -43,11 +43,11 @@ def _compiled_modules(module: nn.Module) -> list[nn.Module]:
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
     if dynamo is None:
         return []
-    # Private: how often what was compiled. Where it is not to be had, all objects are looked at.
+    # How often each frame was compiled. Where the counter is missing, all objects are searched.
     frames = sum(getattr(dynamo, "FRAME_COMPILE_COUNTER", {None: 1}).values())
     call, root = _plan_being_applied()
-    # Both look at many objects, so it is done once per plan and not per layer. Addresses are used again; compiled
-    # code that ran in between makes the difference.
+    # The search visits many objects, so it runs once per plan and not per layer. An address may be used again for
+    # another plan; then the counter tells them apart, if anything was compiled in between.
     plan = call and (*call, frames)
     if plan is None or plan != _found[0]:
         modules = list((module if root is None else root).modules())
@@ -58,7 +58,7 @@ def _compiled_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def _plan_being_applied() -> tuple[tuple[int, int] | None, nn.Module | None]:
-    """What tells one call of ``parallelize_module`` from another, and its module (None: there is none on the stack)."""
+    """A key of the running call of ``parallelize_module``, and its module (None if there is none on the stack)."""
     frame, call, root = inspect.currentframe(), None, None
     while frame is not None:
         if frame.f_code is parallelize_module.__code__:

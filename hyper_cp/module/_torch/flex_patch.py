@@ -1,10 +1,13 @@
-"""Makes ``flex_attention`` visible to a running region, in place, once a style has been applied.
+"""Makes ``flex_attention`` visible to a dispatch mode, in place, once a style has been applied.
 
 Most of torch's functions can be overridden by a ``TorchFunctionMode``. ``flex_attention`` cannot (torch
 2.11 to 2.13): only the operator inside can, after it has compared the lengths of queries and mask, which
-on a split sequence never agree. Exchanging the body of the function object, instead of a name
+on a split sequence never agree. Replacing the body of the function object, instead of a name
 somewhere, reaches it however and whenever it was imported, and inside ``torch.compile(flex_attention)``.
-Where no styled module is running, the body is the original one.
+Where no styled module is running, the original body runs.
+
+Needs ``flex_attention`` to be a plain Python function without a closure. Where it is not, it is left alone, and a
+styled module that calls it raises because no attention call was routed.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from torch.overrides import handle_torch_function
 
 
 def _plain() -> Any:
-    """A function that is what ``flex_attention`` was."""
+    """A copy of the original ``flex_attention``."""
     f: Any = flex_attention
     if hasattr(f, "__wrapped__"):  # this file was loaded before
         return f.__wrapped__
@@ -28,7 +31,8 @@ def _plain() -> Any:
 
 
 def _instead(*args: Any, **kwargs: Any) -> Any:
-    from .flex_patch import dispatch
+    # Absolute: the globals of this body are those of torch's file, into whose function it is put.
+    from hyper_cp.module._torch.flex_patch import dispatch
 
     return dispatch(*args, **kwargs)
 
@@ -39,7 +43,7 @@ def _dispatching() -> bool:
 
 
 def dispatch(*args: Any, **kwargs: Any) -> Any:
-    """As torch's own overridable functions begin, but only for the modes of a running region."""
+    """Begins as torch's own overridable functions do, but only while a dispatch mode of ours is entered."""
     if _dispatching():
         return handle_torch_function(flex_attention, [], *args, **kwargs)
     return plain_flex_attention(*args, **kwargs)
@@ -49,8 +53,8 @@ plain_flex_attention = _plain()
 
 
 def install(dispatching: Callable[[], bool]) -> None:
-    """From now on ``flex_attention`` asks ``dispatching()`` whether a styled module is running. Again: nothing. Where
-    torch has made it more than a plain function, it stays, and a styled module that calls it raises."""
+    """Replace the body of ``flex_attention``, once. From then on it calls ``dispatching()``, which is true while a
+    styled module is running."""
     global _dispatching
     _dispatching = dispatching
     f: Any = flex_attention

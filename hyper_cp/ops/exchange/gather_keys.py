@@ -18,7 +18,7 @@ from ...mesh.cp_mesh import CPMesh
 from ...schedule.layout import Piece, ResolvedLayout
 from ...schedule.lookup import resolve
 from ..kernels.partials import accumulation_dtype
-from .keys_values import from_wire, to_wire
+from .wire import from_wire, to_wire
 
 
 def _on_ring(cp: CPMesh, layout: str, length: int) -> ResolvedLayout:

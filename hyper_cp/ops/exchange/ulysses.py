@@ -1,29 +1,103 @@
-"""Ulysses: the differentiable all-to-all that trades a sequence shard for a head shard, and back."""
+"""Ulysses: the differentiable all-to-all that trades a sequence shard for a head shard, and back.
+
+Source: DeepSpeed Ulysses (arXiv 2309.14509).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...mesh import comm, cp_mesh
+from ...mesh.comm import Axis, Pending
+from ...mesh.cp_mesh import CPMesh
+from ...schedule import layout as layouts
 from ...schedule.documents import read
+from ...schedule.layout import Piece
 from ...schedule.lookup import resolve
-from . import keys_values as exchange
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """The exchange of heads around one attention call: sequence to heads before it, back after it.
+
+    ``seq_dim`` and ``head_dim`` are those of the tensors; ``documents`` is the table of the call, on which some layouts
+    depend.
+    """
+
+    cp: CPMesh
+    layout: str
+    seq_dim: int = 2
+    head_dim: int = 1
+    documents: Tensor | None = None
+
+    def to_heads(self, q: Tensor, *kv: Tensor) -> list[Tensor]:
+        """Each ``[.. S .. H ..]`` becomes ``[.. S*degree .. H/degree ..]``, ascending in S. Keys and values whose heads
+        do not split are sent to every rank that uses them."""
+        degree = self.cp.ulysses.size
+        return self._exchange([q, *(shared_heads(x, degree, self.head_dim) for x in kv)], True)
+
+    def to_sequence(self, result: Any) -> Any:
+        """The way back, for a tensor or a tuple or list of tensors (other entries pass through)."""
+        back = iter(self._exchange(list(_tensors(result)), False))
+        return _replaced(result, back)
+
+    def _exchange(self, xs: list[Tensor], to_heads: bool) -> list[Tensor]:
+        if self.cp.ulysses.size == 1:
+            return xs
+        table = self.documents if self.layout in layouts.BY_DOCUMENTS else None
+        return all_to_all_op(xs, table, self.cp.key, self.layout, self.seq_dim, self.head_dim, to_heads)
+
+
+def shared_number(heads: int, degree: int) -> int:
+    """The number of key/value heads after :func:`shared_heads`: the least common multiple with the degree."""
+    return math.lcm(heads, degree)
+
+
+def shared_heads(x: Tensor, degree: int, head_dim: int) -> Tensor:
+    """Repeat heads of keys or values so that their number splits over ``degree`` ranks, each beside the query heads
+    that use it. (Query heads are a multiple of both numbers, so groups stay whole.) Gradients of the copies are
+    summed."""
+    heads = x.shape[head_dim]
+    return x if heads % degree == 0 else x.repeat_interleave(shared_number(heads, degree) // heads, dim=head_dim)
+
+
+def _tensors(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for item in result:
+            yield from _tensors(item)
+
+
+def _replaced(result: Any, tensors: Iterator[Tensor]) -> Any:
+    """``result`` with its tensors replaced, in order."""
+    if isinstance(result, Tensor):
+        return next(tensors)
+    if not isinstance(result, (tuple, list)):
+        return result
+    items = [_replaced(item, tensors) for item in result]
+    return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
+
+
+# --------------------------------------------------------------------------- the op
 
 
 @torch.library.custom_op("hyper_cp::all_to_all", mutates_args=())
 def all_to_all_op(
     xs: list[Tensor], documents: Tensor | None, mesh: str, layout: str, seq_dim: int, head_dim: int, to_heads: bool
 ) -> list[Tensor]:
-    """``documents``: table of boundaries, if the layout depends on them."""
+    """``documents``: the table, if the layout depends on it. All tensors are in flight before the op waits for one."""
     cp = cp_mesh.by_key(mesh)
-    move = exchange.sequence_to_heads if to_heads else exchange.heads_to_sequence
+    move = sequence_to_heads if to_heads else heads_to_sequence
     pending = []
     with comm.landing():
-        for x in xs:  # all are in flight before the first is waited for
+        for x in xs:
             length = x.shape[seq_dim] * cp.ring.size * (cp.ulysses.size if to_heads else 1)
             pieces = resolve(layout, cp.size, length, read(documents)).pieces(cp.ulysses_peers())
             pending.append(move(cp.ulysses, x, seq_dim, head_dim, pieces))
@@ -35,31 +109,64 @@ def _(
     xs: list[Tensor], documents: Tensor | None, mesh: str, layout: str, seq_dim: int, head_dim: int, to_heads: bool
 ) -> list[Tensor]:
     degree = cp_mesh.by_key(mesh).ulysses.size
+    wider, narrower = (seq_dim, head_dim) if to_heads else (head_dim, seq_dim)
     out = []
     for x in xs:
         shape = list(x.shape)
-        grows, shrinks = (seq_dim, head_dim) if to_heads else (head_dim, seq_dim)
-        shape[grows] *= degree
-        shape[shrinks] //= degree
+        shape[wider], shape[narrower] = shape[wider] * degree, shape[narrower] // degree
         out.append(x.new_empty(shape))
     return out
 
 
-def _save_all_to_all(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, ctx.documents, ctx.mesh, ctx.layout, ctx.seq_dim, ctx.head_dim, ctx.to_heads = inputs
 
 
-def _differentiate_all_to_all(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     back = all_to_all_op(grads, ctx.documents, ctx.mesh, ctx.layout, ctx.seq_dim, ctx.head_dim, not ctx.to_heads)
     return (back, None, None, None, None, None, None)
 
 
-all_to_all_op.register_autograd(_differentiate_all_to_all, setup_context=_save_all_to_all)
+all_to_all_op.register_autograd(_differentiate, setup_context=_save)
 
 
-def shared_heads(x: Tensor, degree: int, head_dim: int) -> Tensor:
-    """Keys or values with each head as often as needed so that their number splits over ``degree`` ranks, beside
-    the query heads that use them: the least common multiple of both. (Query heads are a multiple of either, so
-    groups stay whole.) Gradients of the copies sum back."""
-    heads = x.shape[head_dim]
-    return x if heads % degree == 0 else x.repeat_interleave(math.lcm(heads, degree) // heads, dim=head_dim)
+# --------------------------------------------------------------------------- the transfers
+
+
+def sequence_to_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, pieces: Sequence[Piece]) -> Pending:
+    """Trade a sequence shard for a head shard: ``[.. S .. H ..] -> [.. S*n .. H/n ..]``.
+
+    ``pieces`` (rank, local start, local stop) say in which order the ranks' tokens come; putting
+    them in that order is part of the copy that unpacks the message.
+    """
+    return send_heads(axis, x.unflatten(head_dim, (axis.size, -1)), seq_dim, head_dim, pieces)
+
+
+def send_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, pieces: Sequence[Piece]) -> Pending:
+    """:func:`sequence_to_heads` of some heads of each rank's, any strides: ``head_dim`` (and what follows it) is
+    preceded by one more dimension, the rank they go to."""
+    send = x.movedim(head_dim, 0).movedim(seq_dim + 1, 1).contiguous()  # [n, S, ...]
+
+    def unpack(received: Tensor) -> Tensor:
+        parts = [received[rank, start:stop] for rank, start, stop in pieces]
+        return torch.cat([part.movedim(0, seq_dim) for part in parts], dim=seq_dim).contiguous()
+
+    return axis.all_to_all(send).then(unpack)
+
+
+def heads_to_sequence(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, pieces: Sequence[Piece]) -> Pending:
+    """The inverse: ``[.. S*n .. H ..] -> [.. S .. H*n ..]``."""
+    return collect_heads(axis, x, seq_dim, head_dim, pieces).then(
+        lambda by_rank: by_rank.flatten(head_dim, head_dim + 1).contiguous()
+    )
+
+
+def collect_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, pieces: Sequence[Piece]) -> Pending:
+    """The inverse of :func:`send_heads`, a view of the message: ``[.. S*n .. H ..] -> [.. S .. n, H ..]``."""
+    ordered = x.movedim(seq_dim, 0)
+    send = x.new_empty(axis.size, ordered.shape[0] // axis.size, *ordered.shape[1:])
+    offset = 0
+    for rank, start, stop in pieces:
+        send[rank, start:stop].copy_(ordered[offset : offset + stop - start])
+        offset += stop - start
+    return axis.all_to_all(send).then(lambda received: received.movedim(1, seq_dim + 1).movedim(0, head_dim))

@@ -9,64 +9,17 @@ from __future__ import annotations
 
 import importlib
 import logging
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...schedule.tiles import Band
-from .packed import Parts
+from .inputs import Kernel, TileInputs
 from .reference import KERNEL as REFERENCE
 
+__all__ = ["REFERENCE", "Kernel", "TileInputs", "choose", "get"]
+
 logger = logging.getLogger(__name__)
-
-
-class Kernel(Protocol):
-    """Forward and backward of a tile. ``q`` is [B, H, Sq, D], ``k`` [B, Hkv, Sk, D], ``v``
-    [B, Hkv, Sk, Dv] with H a multiple of Hkv; their last dimension is contiguous. ``band``: see
-    ``geometry.Band``. ``mask``: explicit, broadcastable to [B, H, Sq, Sk]; bool (True is visible) or
-    added to logits. A row that sees nothing has out = 0 and lse = -inf, and zero gradients.
-
-    ``parts``: the tile is several rectangles (rows, columns) in the coordinates of its q and k, ascending and
-    disjoint in rows and in columns, each under ``band``, which is FULL or CAUSAL (then every rectangle is
-    square). What is in no rectangle sees nothing and is not seen. ``mask`` is None then.
-
-    Plain math alone also takes ``keep`` [b, H, Sq, Sk], factors of the weights: dropout.
-
-    Outputs and gradients may be in the dtype of the inputs or wider. Tensors returned are new: the
-    caller may write to them.
-    """
-
-    name: str
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        band: Band,
-        scale: float,
-        mask: Tensor | None = None,
-        parts: Parts | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The tile's partial: ``(out, lse)``."""
-        ...
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        band: Band,
-        scale: float,
-        mask: Tensor | None = None,
-        parts: Parts | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tile's share of ``(dq, dk, dv)``, given the *merged* ``out`` and ``lse`` of its rows."""
-        ...
 
 
 # A module per device type, with KERNELS by name and choose(q, k, v, causal) -> name. Other devices

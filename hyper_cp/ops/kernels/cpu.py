@@ -5,40 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .tiles import TileKernel
+from .inputs import TileInputs
+from .operators import OperatorKernel
 
-# What F.scaled_dot_product_attention itself runs on CPU. There is no public spelling that returns
+# The operator that F.scaled_dot_product_attention itself runs on CPU. No public function returns
 # the log-sum-exp; the operator is the same in torch 2.11 and 2.13.
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class _Flash:
-    name, grouped, biased = "cpu flash", True, True
+    name, grouped = "cpu flash", True
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(tile.q, tile.k, tile.v, 0.0, tile.causal, attn_mask=tile.mask, scale=tile.scale)
         return out, lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        bias: Tensor | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+    def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        options = {"attn_mask": tile.mask, "scale": tile.scale}
+        dq, dk, dv = _backward(dout, tile.q, tile.k, tile.v, out, lse, 0.0, tile.causal, **options)
         return dq, dk, dv
 
 
-KERNEL = TileKernel(_Flash(), _Flash())
+KERNEL = OperatorKernel(_Flash(), _Flash())
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:

@@ -14,68 +14,31 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .packed import Parts, gather, packing, scatter
+from .inputs import TileInputs
+from .operators import OperatorKernel, gather, packing, scatter
 from .reference import KERNEL as REFERENCE
-from .tiles import TileKernel
 
 _aten = torch.ops.aten
-
-
-def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Seed and offset of a dropout that is not used: backward operators want tensors."""
-    return (q.new_zeros(2, dtype=torch.uint64), q.new_zeros((), dtype=torch.uint64))
 
 
 class _Flash:
     """FlashAttention-2, or what ``activate_flash_attention_impl`` has put in its place."""
 
-    name, grouped, biased = "cuda flash", True, False
+    name, grouped = "cuda flash", True
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        dim = v.shape[3]
-        q, k, v = (_pad_heads(x) for x in (q, k, v))
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-        return out[..., :dim], lse[:, :, : q.shape[2]]
+    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        q, k, v = (_pad_heads(x) for x in (tile.q, tile.k, tile.v))
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, tile.causal, False, scale=tile.scale)
+        return out[..., : tile.v.shape[3]], lse[:, :, : q.shape[2]]
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        bias: Tensor | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dim = q.shape[3]
-        dout, q, k, v, out = (_pad_heads(x) for x in (dout, q, k, v, out))
+    def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out = (_pad_heads(x) for x in (dout, tile.q, tile.k, tile.v, out))
+        lengths = (None, None, q.shape[2], k.shape[2])  # not packed: no cumulative lengths
         grads = _aten._scaled_dot_product_flash_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            None,  # not packed: no cumulative lengths
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            causal,
-            *_no_dropout(q),
-            scale=scale,
+            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, tile.causal, *_no_dropout(q), scale=tile.scale
         )
-        dq, dk, dv = (x[..., :dim] for x in grads)
+        dq, dk, dv = (x[..., : tile.q.shape[3]] for x in grads)
         return dq, dk, dv
-
-
-def _pad_heads(x: Tensor) -> Tensor:
-    """The operators want head dims that are multiples of 8; zeros change nothing."""
-    return x if x.shape[-1] % 8 == 0 else F.pad(x, (0, -x.shape[-1] % 8))
 
 
 class _PackedFlash:
@@ -83,40 +46,100 @@ class _PackedFlash:
     operators that it calls (FA3 and FA4, activated, take their place) return the log-sum-exp and take the
     merged one back. The same in torch 2.11 and 2.13. Tensors are [tokens, H, D], the log-sum-exp [H, tokens]."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, parts: Parts
-    ) -> tuple[Tensor, Tensor]:
-        how = packing(parts, q.shape[0])
-        x, y, z = (_pad_heads(gather(t, r)) for t, r in ((q, how.rows), (k, how.cols), (v, how.cols)))
-        bounds = _bounds(how.row_ends, q.device), _bounds(how.col_ends, q.device)
-        out, lse, *_ = _aten._flash_attention_forward(x, y, z, *bounds, *how.longest, 0.0, causal, False, scale=scale)
-        return scatter(out[..., : v.shape[3]], how.rows, q), scatter(lse.mT, how.rows, q, -torch.inf)
+    name = "cuda flash"
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-        parts: Parts,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        how, dim = packing(parts, q.shape[0]), q.shape[3]
-        dy, x, o = (_pad_heads(gather(t, how.rows)) for t in (dout, q, out.to(q.dtype)))
-        y, z = (_pad_heads(gather(t, how.cols)) for t in (k, v))
+    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        how = packing(tile.parts or (), tile.q.shape[0])
+        pairs = (tile.q, how.rows), (tile.k, how.cols), (tile.v, how.cols)
+        q, k, v = (_pad_heads(gather(x, ranges)) for x, ranges in pairs)
         bounds = _bounds(how.row_ends, q.device), _bounds(how.col_ends, q.device)
-        statistics = gather(lse, how.rows).mT.contiguous()
-        dq, dk, dv = _aten._flash_attention_backward(
-            dy, x, y, z, o, statistics, *bounds, *how.longest, 0.0, causal, *_no_dropout(q), scale=scale
+        out, lse, *_ = _aten._flash_attention_forward(
+            q, k, v, *bounds, *how.longest, 0.0, tile.causal, False, scale=tile.scale
         )
-        return (
-            scatter(dq[..., :dim], how.rows, q),
-            scatter(dk[..., :dim], how.cols, k),
-            scatter(dv[..., : v.shape[3]], how.cols, v),
+        out = scatter(out[..., : tile.v.shape[3]], how.rows, tile.q)
+        return out, scatter(lse.mT, how.rows, tile.q, -torch.inf)
+
+    def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        how = packing(tile.parts or (), tile.q.shape[0])
+        dout, q, out = (_pad_heads(gather(x, how.rows)) for x in (dout, tile.q, out.to(tile.q.dtype)))
+        k, v = (_pad_heads(gather(x, how.cols)) for x in (tile.k, tile.v))
+        bounds = _bounds(how.row_ends, q.device), _bounds(how.col_ends, q.device)
+        lse = gather(lse, how.rows).mT.contiguous()
+        grads = _aten._flash_attention_backward(
+            dout, q, k, v, out, lse, *bounds, *how.longest, 0.0, tile.causal, *_no_dropout(q), scale=tile.scale
         )
+        targets = (how.rows, tile.q), (how.cols, tile.k), (how.cols, tile.v)
+        dq, dk, dv = (
+            scatter(grad[..., : x.shape[3]], ranges, x) for grad, (ranges, x) in zip(grads, targets, strict=True)
+        )
+        return dq, dk, dv
+
+
+class _Efficient:
+    """The memory-efficient operator: also fp32, other head dims for v, and an additive mask."""
+
+    name, grouped = "cuda memory-efficient", False
+
+    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        q, k, v = (_pad_heads(x) for x in (tile.q, tile.k, tile.v))
+        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+            q, k, v, _aligned_mask(tile), True, 0.0, tile.causal, scale=tile.scale
+        )
+        return out[..., : tile.v.shape[3]], lse[:, :, : q.shape[2]]  # its rows are padded to a multiple of 32
+
+    def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dim, v_dim = tile.q.shape[3], tile.v.shape[3]
+        dout, q, k, v, out = (_pad_heads(x) for x in (dout, tile.q, tile.k, tile.v, out))
+        lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()
+        wanted = [True, True, True, False]
+        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            dout, q, k, v, _aligned_mask(tile), out, lse, *_no_seed(q), 0.0, wanted, tile.causal, scale=tile.scale
+        )
+        return dq[..., :dim], dk[..., :dim], dv[..., :v_dim]
+
+
+class _CuDNN:
+    name, grouped = "cuda cudnn", False
+
+    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+            tile.q, tile.k, tile.v, None, True, 0.0, tile.causal, False, scale=tile.scale
+        )
+        return out, lse.reshape(tile.q.shape[:3])  # [B, H, Sq, 1]
+
+    def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, lse = tile.q, tile.k, tile.v, lse.contiguous().unsqueeze(-1)
+        lengths = (None, None, q.shape[2], k.shape[2])  # not packed: no cumulative lengths
+        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse, *_no_seed(q), None, *lengths, 0.0, tile.causal, scale=tile.scale
+        )
+        return dq, dk, dv
+
+
+# --------------------------------------------------------------------------- the operators' arguments
+
+
+def _pad_heads(x: Tensor) -> Tensor:
+    """Pad head dims to a multiple of 8, which the operators want; zeros change nothing."""
+    return x if x.shape[-1] % 8 == 0 else F.pad(x, (0, -x.shape[-1] % 8))
+
+
+def _aligned_mask(tile: TileInputs) -> Tensor | None:
+    """The operator reads a mask expanded to [B, H, Sq, Sk], its rows a multiple of 16 elements apart in memory."""
+    if tile.mask is None:
+        return None
+    (batch, heads, rows, _), cols = tile.q.shape, tile.k.shape[2]
+    return F.pad(tile.mask, (0, -cols % 16))[..., :cols].expand(batch, heads, rows, cols)
+
+
+def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Seed and offset of a dropout that is not used: FlashAttention's backward wants tensors."""
+    return q.new_zeros(2, dtype=torch.uint64), q.new_zeros((), dtype=torch.uint64)
+
+
+def _no_seed(q: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for the other two operators, which want int64."""
+    return q.new_zeros((), dtype=torch.int64), q.new_zeros((), dtype=torch.int64)
 
 
 @lru_cache(maxsize=256)
@@ -130,108 +153,13 @@ def _bounds(ends: tuple[int, ...], device: torch.device) -> Tensor:
     return _host_bounds(ends, device.type == "cuda").to(device, non_blocking=True)
 
 
-class _Efficient:
-    """The memory-efficient operator: also fp32, other head dims for v, and a bias."""
-
-    name, grouped, biased = "cuda memory-efficient", False, True
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        dim, bias = v.shape[3], _aligned(q, k, bias)
-        q, k, v = (_pad_heads(x) for x in (q, k, v))
-        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
-        return out[..., :dim], lse[:, :, : q.shape[2]]  # its rows are padded to a multiple of 32
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        bias: Tensor | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dim, v_dim = q.shape[3], v.shape[3]
-        dout, q, k, v, out = (_pad_heads(x) for x in (dout, q, k, v, out))
-        lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()
-        seed, offset = q.new_zeros((), dtype=torch.int64), q.new_zeros((), dtype=torch.int64)
-        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            _aligned(q, k, bias),
-            out,
-            lse,
-            seed,
-            offset,
-            0.0,
-            [True, True, True, False],
-            causal,
-            scale=scale,
-        )
-        return dq[..., :dim], dk[..., :dim], dv[..., :v_dim]
-
-
-def _aligned(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The operator reads a bias expanded to [B, H, Sq, Sk], its rows 16 elements apart in memory."""
-    if bias is None:
-        return None
-    cols = k.shape[2]
-    return F.pad(bias, (0, -cols % 16))[..., :cols].expand(q.shape[0], q.shape[1], q.shape[2], cols)
-
-
-class _CuDNN:
-    name, grouped, biased = "cuda cudnn", False, False
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
-        return out, lse.reshape(q.shape[:3])  # [B, H, Sq, 1]
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        bias: Tensor | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        seed, offset = q.new_zeros((), dtype=torch.int64), q.new_zeros((), dtype=torch.int64)
-        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous().unsqueeze(-1),
-            seed,
-            offset,
-            None,
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            causal,
-            scale=scale,
-        )
-        return dq, dk, dv
+# --------------------------------------------------------------------------- the choice
 
 
 KERNELS = {
-    _Flash.name: TileKernel(_Flash(), _Efficient(), _PackedFlash()),
-    _Efficient.name: TileKernel(_Efficient(), _Efficient()),
-    _CuDNN.name: TileKernel(_CuDNN(), _Efficient()),
+    _Flash.name: OperatorKernel(_Flash(), _Efficient(), _PackedFlash()),
+    _Efficient.name: OperatorKernel(_Efficient(), _Efficient()),
+    _CuDNN.name: OperatorKernel(_CuDNN(), _Efficient()),
 }
 
 _BY_BACKEND = {

@@ -5,14 +5,15 @@ Not executed on hardware: the tests drive it against a stand-in for the operator
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache, partial
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ...schedule.tiles import CAUSAL, FULL, Band
-from .packed import Packing, Parts, backward_each, forward_each, gather, packing, scatter
+from ...schedule.tiles import FULL
+from .inputs import TileInputs, backward_each, forward_each
+from .operators import Packing, gather, packing, scatter
 from .reference import KERNEL as REFERENCE
 from .reference import band_mask
 
@@ -25,72 +26,55 @@ _LOWEST = torch.finfo(torch.float32).min
 class NPUKernel:
     name = "npu fusion attention"
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        band: Band,
-        scale: float,
-        mask: Tensor | None = None,
-        parts: Parts | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if parts is not None:
-            if _fits(q, k, parts):
-                return _packed_forward(q, k, v, band, scale, parts)
-            return forward_each(partial(self.forward, band=band, scale=scale), q, k, v, parts)
-        if mask is not None and mask.dtype != torch.bool:
-            return REFERENCE.forward(q, k, v, band, scale, mask)  # its pse is added before the scale
-        layout, (x, y, z) = _layout(q, k, v)
+    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        if tile.parts is not None:
+            return _packed_forward(tile) if _fits_one_call(tile) else forward_each(self, tile)
+        if _is_additive(tile):
+            return REFERENCE.forward(tile)
+        layout, (q, k, v) = _layout(tile.q, tile.k, tile.v)
         out, largest, total, *_ = torch.ops.npu.npu_fusion_attention(
-            x, y, z, q.shape[1], layout, scale=scale, **_visible(q, k, band, mask)
+            q, k, v, tile.q.shape[1], layout, scale=tile.scale, **_visible(tile)
         )
         return out if layout == "BNSD" else out.transpose(1, 2), _log_sum_exp(largest, total)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        band: Band,
-        scale: float,
-        mask: Tensor | None = None,
-        parts: Parts | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if parts is not None:
-            if _fits(q, k, parts):
-                return _packed_backward(dout, q, k, v, out, lse, band, scale, parts)
-            return backward_each(partial(self.backward, band=band, scale=scale), (dout, q, out, lse), k, v, parts)
-        if mask is not None and mask.dtype != torch.bool:
-            return REFERENCE.backward(dout, q, k, v, out, lse, band, scale, mask)
-        layout, (x, y, z, dy, o) = _layout(q, k, v, dout, out.to(q.dtype))
-        largest, total = _statistics(lse)
-        dq, dk, dv, *_ = torch.ops.npu.npu_fusion_attention_grad(
-            x,
-            y,
-            z,
-            dy,
-            q.shape[1],
-            layout,
-            softmax_max=largest,
-            softmax_sum=total,
-            attention_in=o,
-            scale_value=scale,
-            **_visible(q, k, band, mask),
-        )
+    def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if tile.parts is not None:
+            if _fits_one_call(tile):
+                return _packed_backward(tile, dout, out, lse)
+            return backward_each(self, tile, dout, out, lse)
+        if _is_additive(tile):
+            return REFERENCE.backward(tile, dout, out, lse)
+        layout, tensors = _layout(tile.q, tile.k, tile.v, dout, out.to(tile.q.dtype))
+        dq, dk, dv = _gradients(tile, layout, tensors, lse, _visible(tile))
         return (dq, dk, dv) if layout == "BNSD" else (dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2))
 
 
+def _is_additive(tile: TileInputs) -> bool:
+    """True if the tile's mask is added to the logits: the operator would add it before the scale."""
+    return tile.mask is not None and tile.mask.dtype != torch.bool
+
+
+def _gradients(
+    tile: TileInputs, layout: str, tensors: Sequence[Tensor], lse: Tensor, options: dict[str, object]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Call the operator's gradient on q, k, v, dout and out, all in the given layout."""
+    q, k, v, dout, out = tensors
+    largest, total = _statistics(lse)
+    statistics = {"softmax_max": largest, "softmax_sum": total, "attention_in": out}
+    dq, dk, dv, *_ = torch.ops.npu.npu_fusion_attention_grad(
+        q, k, v, dout, tile.q.shape[1], layout, scale_value=tile.scale, **statistics, **options
+    )
+    return dq, dk, dv
+
+
 def _log_sum_exp(largest: Tensor, total: Tensor) -> Tensor:
-    """From the operator's lanes. Of a row that sees nothing it says (out, max, sum) = (0, lowest, highest number)."""
+    """The log-sum-exp from the operator's lanes. A row that sees nothing has (out, max, sum) = (0, lowest number,
+    highest number)."""
     return torch.where(largest[..., 0] == _LOWEST, -torch.inf, largest[..., 0] + total[..., 0].log())
 
 
 def _statistics(lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The operator's (max, sum) of a log-sum-exp: any pair does; a row that sees nothing gets weights of zero."""
+    """The operator's (max, sum) for a log-sum-exp: any pair does; a row that sees nothing gets weights of zero."""
     largest = lse.float().masked_fill(lse == -torch.inf, -_LOWEST)
     largest = largest.unsqueeze(-1).expand(*lse.shape, _LANES).contiguous()
     return largest, torch.ones_like(largest)
@@ -99,108 +83,92 @@ def _statistics(lse: Tensor) -> tuple[Tensor, Tensor]:
 # --------------------------------------------------------------------------- packed tiles
 
 
-def _fits(q: Tensor, k: Tensor, parts: Parts) -> bool:
-    """Whether a packed tile is worth, and within the limits of, variable-length calls."""
-    return len(parts) > 1 and q.shape[3] <= _PACKED_DIM and q.shape[0] * max(q.shape[2], k.shape[2]) <= _TOKENS
+def _fits_one_call(tile: TileInputs) -> bool:
+    """True if a packed tile is worth, and within the limits of, variable-length calls."""
+    q, parts = tile.q, tile.parts or ()
+    tokens = q.shape[0] * max(q.shape[2], tile.k.shape[2])
+    return len(parts) > 1 and q.shape[3] <= _PACKED_DIM and tokens <= _TOKENS
 
 
-def _packed_forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, parts: Parts) -> tuple[Tensor, Tensor]:
-    """Layout TND: tensors are [tokens, N, D], statistics [tokens, N, 8]. So are the statistics in memory only if
-    ``softmax_layout`` says so, in forward and backward (CANN 8.3.RC1 or newer; older ones refuse the word)."""
-    how = packing(parts, q.shape[0])
-    x, y, z = gather(q, how.rows), gather(k, how.cols), gather(v, how.cols)
+def _packed_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
+    """Layout TND: tensors are [tokens, N, D], statistics [tokens, N, 8]. The statistics lie so in memory only if
+    ``softmax_layout`` says so, in forward and backward (CANN 8.3.RC1 or newer; older ones refuse the argument)."""
+    how = packing(tile.parts or (), tile.q.shape[0])
+    q, k, v = gather(tile.q, how.rows), gather(tile.k, how.cols), gather(tile.v, how.cols)
     outs, lses = [], []
-    for rows, cols, words in _sequences(how):
+    for rows, cols, options in _sequences(how, tile):
         out, largest, total, *_ = torch.ops.npu.npu_fusion_attention(
-            x[rows], y[cols], z[cols], q.shape[1], "TND", scale=scale, **words, **_square(band, q.device)
+            q[rows], k[cols], v[cols], tile.q.shape[1], "TND", scale=tile.scale, **options
         )
         outs.append(out)
         lses.append(_log_sum_exp(largest, total))
-    return scatter(_cat(outs), how.rows, q), scatter(_cat(lses), how.rows, q, -torch.inf)
+    return scatter(_cat(outs), how.rows, tile.q), scatter(_cat(lses), how.rows, tile.q, -torch.inf)
 
 
-def _packed_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float, parts: Parts
-) -> tuple[Tensor, Tensor, Tensor]:
-    how = packing(parts, q.shape[0])
-    dy, x, o, sums = (gather(t, how.rows) for t in (dout, q, out.to(q.dtype), lse))
-    y, z = gather(k, how.cols), gather(v, how.cols)
-    grads = []
-    for rows, cols, words in _sequences(how):
-        largest, total = _statistics(sums[rows])
-        grads.append(
-            torch.ops.npu.npu_fusion_attention_grad(
-                x[rows],
-                y[cols],
-                z[cols],
-                dy[rows],
-                q.shape[1],
-                "TND",
-                softmax_max=largest,
-                softmax_sum=total,
-                attention_in=o[rows],
-                scale_value=scale,
-                **words,
-                **_square(band, q.device),
-            )[:3]
-        )
-    dq, dk, dv = (_cat(list(pieces)) for pieces in zip(*grads, strict=True))
-    return scatter(dq, how.rows, q), scatter(dk, how.cols, k), scatter(dv, how.cols, v)
+def _packed_backward(tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    how = packing(tile.parts or (), tile.q.shape[0])
+    q, dout, out, lse = (gather(x, how.rows) for x in (tile.q, dout, out.to(tile.q.dtype), lse))
+    k, v = gather(tile.k, how.cols), gather(tile.v, how.cols)
+    grads = [
+        _gradients(tile, "TND", (q[rows], k[cols], v[cols], dout[rows], out[rows]), lse[rows], options)
+        for rows, cols, options in _sequences(how, tile)
+    ]
+    dq, dk, dv = (_cat(pieces) for pieces in zip(*grads, strict=True))
+    return scatter(dq, how.rows, tile.q), scatter(dk, how.cols, tile.k), scatter(dv, how.cols, tile.v)
 
 
-def _sequences(how: Packing) -> Iterator[tuple[slice, slice, dict[str, object]]]:
-    """Groups of sequences that one call takes: their rows, their columns, and the operator's words for them.
+def _sequences(how: Packing, tile: TileInputs) -> Iterator[tuple[slice, slice, dict[str, object]]]:
+    """Groups of sequences that one call takes: their rows, their columns, and the operator's options.
     Cumulative lengths are without the leading 0 and stay on the host."""
     for first in range(0, len(how.row_ends), _SEQUENCES):
         row, col = (how.row_ends[first - 1], how.col_ends[first - 1]) if first else (0, 0)
         rows, cols = how.row_ends[first : first + _SEQUENCES], how.col_ends[first : first + _SEQUENCES]
-        words: dict[str, object] = {
+        options: dict[str, object] = {
             "actual_seq_qlen": [end - row for end in rows],
             "actual_seq_kvlen": [end - col for end in cols],
             "softmax_layout": "TND",
         }
-        yield slice(row, rows[-1]), slice(col, cols[-1]), words
+        yield slice(row, rows[-1]), slice(col, cols[-1]), {**options, **_square(tile)}
 
 
-def _cat(xs: list[Tensor]) -> Tensor:
-    return xs[0] if len(xs) == 1 else torch.cat(xs)
+def _cat(xs: Sequence[Tensor]) -> Tensor:
+    return xs[0] if len(xs) == 1 else torch.cat(list(xs))
 
 
-# --------------------------------------------------------------------------- the operator's words
+# --------------------------------------------------------------------------- the operator's options
 
 
 def _layout(*tensors: Tensor) -> tuple[str, list[Tensor]]:
-    """The operator takes contiguous tensors: [B, S, N, D] where all of them are, else [B, N, S, D]."""
+    """The operator takes contiguous tensors: [B, S, N, D] if all of them are, else [B, N, S, D]."""
     if all(x.transpose(1, 2).is_contiguous() for x in tensors):
         return "BSND", [x.transpose(1, 2) for x in tensors]
     return "BNSD", [x.contiguous() for x in tensors]
 
 
-def _visible(q: Tensor, k: Tensor, band: Band, mask: Tensor | None) -> dict[str, object]:
-    """The operator's words for a band and a boolean mask. Its masks are True where *hidden*; without one
+def _visible(tile: TileInputs) -> dict[str, object]:
+    """The operator's options for a band and a boolean mask. Its masks are True where *hidden*; without one
     it ignores sparse_mode and tokens."""
-    rows, cols = q.shape[2], k.shape[2]
-    if mask is not None:
-        seen = mask.expand(mask.shape[0] if mask.shape[1] == 1 else q.shape[0], mask.shape[1], rows, cols)
-        inside = band_mask(rows, cols, band, q.device)
+    rows, cols = tile.q.shape[2], tile.k.shape[2]
+    if tile.mask is not None:
+        batch, heads = tile.mask.shape[:2]
+        seen = tile.mask.expand(batch if heads == 1 else tile.q.shape[0], heads, rows, cols)
+        inside = band_mask(rows, cols, tile.band, tile.q.device)
         return {"atten_mask": ~(seen if inside is None else seen & inside), "sparse_mode": 1}
-    if band == FULL:
-        return {}
-    if band == CAUSAL and rows == cols:
-        return _square(band, q.device)
-    lower, upper = band
+    if tile.band == FULL or (tile.causal and rows == cols):
+        return _square(tile)
+    lower, upper = tile.band
     shift = cols - rows  # tokens count from the diagonal that ends at the bottom right
     return {
-        "atten_mask": _triangle(q.device),
+        "atten_mask": _triangle(tile.q.device),
         "sparse_mode": 4,
         "pre_tockens": cols + rows if lower is None else shift - lower,
         "next_tockens": cols + rows if upper is None else upper - shift,
     }
 
 
-def _square(band: Band, device: torch.device) -> dict[str, object]:
-    """Of a causal square (where the diagonals from top left and bottom right are one), or of a full rectangle."""
-    return {"atten_mask": _triangle(device), "sparse_mode": 2} if band == CAUSAL else {}
+def _square(tile: TileInputs) -> dict[str, object]:
+    """The options for causal squares (the diagonals from top left and bottom right are one) or full rectangles."""
+    return {"atten_mask": _triangle(tile.q.device), "sparse_mode": 2} if tile.causal else {}
 
 
 @lru_cache(maxsize=16)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from ...schedule.tiles import FULL, Band
-from .packed import Parts, backward_each, forward_each
+from .inputs import TileInputs, backward_each, forward_each, repeat_heads, sum_heads
 from .partials import accumulation_dtype
 
 
 def band_mask(rows: int, cols: int, band: Band, device: torch.device) -> Tensor | None:
-    """Boolean ``[rows, cols]``, True where visible; None where all is."""
+    """Boolean ``[rows, cols]``, True where visible; None if everything is."""
     if band == FULL:
         return None
     lower, upper = band
@@ -41,72 +39,45 @@ class ReferenceKernel:
 
     name = "reference"
 
-    def _logits(self, q: Tensor, k: Tensor, band: Band, scale: float, mask: Tensor | None) -> Tensor:
-        logits = q @ k.mT * scale
-        if band == FULL and mask is None:
-            return logits
-        return logits + additive_mask(q.shape[2], k.shape[2], band, mask, q)
-
-    @staticmethod
-    def _wide(q: Tensor, *rest: Tensor) -> list[Tensor]:
-        """All in the accumulation dtype, K/V heads repeated to those of q."""
-        dtype = accumulation_dtype(q.dtype)
-        heads = q.shape[1]
-        return [x.to(dtype).repeat_interleave(heads // x.shape[1], dim=1) for x in (q, *rest)]
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        band: Band,
-        scale: float,
-        mask: Tensor | None = None,
-        parts: Parts | None = None,
-        keep: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if parts is not None:
-            return forward_each(partial(self.forward, band=band, scale=scale), q, k, v, parts)
-        q, k, v = self._wide(q, k, v)
-        logits = self._logits(q, k, band, scale, mask)
+    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        if tile.parts is not None:
+            return forward_each(self, tile)
+        q, k, v = _wide(tile.q.shape[1], tile.q, tile.k, tile.v)
+        logits = _logits(q, k, tile)
         lse = torch.logsumexp(logits, dim=-1)
-        # A row that sees nothing has lse = -inf: weight zero, not NaN.
-        weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
-        return (weights if keep is None else weights * keep) @ v, lse
+        weights = _weights(logits, lse)
+        return (weights if tile.keep is None else weights * tile.keep) @ v, lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        band: Band,
-        scale: float,
-        mask: Tensor | None = None,
-        parts: Parts | None = None,
-        keep: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if parts is not None:
-            return backward_each(partial(self.backward, band=band, scale=scale), (dout, q, out, lse), k, v, parts)
-        kv_heads = k.shape[1]
-        q, k, v, out, dout = self._wide(q, k, v, out, dout)
-        logits = self._logits(q, k, band, scale, mask)
-        weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0).to(q.dtype).unsqueeze(-1))
+    def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if tile.parts is not None:
+            return backward_each(self, tile, dout, out, lse)
+        q, k, v, out, dout = _wide(tile.q.shape[1], tile.q, tile.k, tile.v, out, dout)
+        kept = weights = _weights(_logits(q, k, tile), lse.to(q.dtype))
         delta = (dout * out).sum(-1, keepdim=True)
         dweights = dout @ v.mT
-        if keep is not None:  # the softmax is over all weights, the output from those kept
-            dweights, kept = dweights * keep, weights * keep
-        else:
-            kept = weights
-        dlogits = weights * (dweights - delta) * scale
-        dq, dk, dv = dlogits @ k, dlogits.mT @ q, kept.mT @ dout
+        if tile.keep is not None:  # the softmax is over all weights, the output from those kept
+            dweights, kept = dweights * tile.keep, weights * tile.keep
+        dlogits = weights * (dweights - delta) * tile.scale
+        kv_heads = tile.k.shape[1]
+        return dlogits @ k, sum_heads(dlogits.mT @ q, kv_heads), sum_heads(kept.mT @ dout, kv_heads)
 
-        def per_kv_head(x: Tensor) -> Tensor:
-            return x.unflatten(1, (kv_heads, -1)).sum(2)
 
-        return dq, per_kv_head(dk), per_kv_head(dv)
+def _wide(heads: int, *tensors: Tensor) -> list[Tensor]:
+    """All in the accumulation dtype, with key/value heads repeated to ``heads``."""
+    dtype = accumulation_dtype(tensors[0].dtype)
+    return [repeat_heads(x.to(dtype), heads) for x in tensors]
+
+
+def _logits(q: Tensor, k: Tensor, tile: TileInputs) -> Tensor:
+    logits = q @ k.mT * tile.scale
+    if tile.band == FULL and tile.mask is None:
+        return logits
+    return logits + additive_mask(q.shape[2], k.shape[2], tile.band, tile.mask, q)
+
+
+def _weights(logits: Tensor, lse: Tensor) -> Tensor:
+    """A row that sees nothing has lse = -inf: its weights are zero, not NaN."""
+    return torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
 
 
 KERNEL = ReferenceKernel()

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from hyper_cp import ContextParallel
 from hyper_cp.ops import attention
 from tests.harness.oracle import relative_error, token_positions
+from tests.harness.ranks import on_ranks
 from tests.ops.test_attention import FP64, inputs, modes
 
 P = 0.3
@@ -28,6 +29,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
     return (logits.softmax(-1) * kept / (1 - P)) @ v
 
 
+@on_ranks
 def pattern_and_errors(cases: list[dict[str, Any]]) -> list[tuple[Tensor, float]]:
     """Per case: which weights this rank's queries kept (seen through values that are the identity), and the error
     of the output and gradients of other values under that pattern."""
@@ -80,6 +82,7 @@ class Dropping(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=P if self.training else 0.0)
 
 
+@on_ranks
 def through_the_style(style: dict[str, Any]) -> tuple[Tensor, float]:
     """The pattern as above, of a module's own call, and the error of the module in evaluation."""
     world = dist.get_world_size()
@@ -107,6 +110,7 @@ def test_dropout_of_a_module(ranks: Any) -> None:
     assert all(torch.equal(p, patterns[0]) for p in patterns) and 0 < patterns[0].mean() < 0.5
 
 
+@on_ranks
 def refused(p: float) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     x = torch.randn(1, 2, 4, 8)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from hyper_cp.ops import kernels
-from hyper_cp.ops.kernels import cpu, cuda, npu, reference
+from hyper_cp.ops.kernels import TileInputs, cpu, cuda, npu, reference
 from tests.harness.oracle import plain_attention, relative_error
 
 BANDS = [(None, None), (None, 0), (-5, 0), (-3, 4), (2, 9), (None, 3), (-700, 0)]
@@ -60,9 +60,10 @@ def errors(kernel: Any, tile: Tile, dtype: torch.dtype, v_dim: int = 8) -> dict[
     want_grads = torch.autograd.grad(want, wide, dout.double())
     logits = wide[0] @ wide[1].repeat_interleave(2, 1).mT * 0.3 + bias
     want_lse = logits.masked_fill(~visible, -torch.inf).logsumexp(-1).detach()
-    out, lse = kernel.forward(q, k, v, tile[2], 0.3, mask)
+    given = TileInputs(q, k, v, tile[2], 0.3, mask)
+    out, lse = kernel.forward(given)
     assert bool(((lse == -torch.inf) == (want_lse == -torch.inf)).all()), "rows that see nothing"
-    grads = kernel.backward(dout, q, k, v, want.detach().to(dtype), lse, tile[2], 0.3, mask)
+    grads = kernel.backward(given, dout, want.detach().to(dtype), lse)
     alive = want_lse > -torch.inf
     found = {"out": relative_error(out, want.detach()), "lse": relative_error(lse[alive], want_lse[alive])}
     for name, grad, expected in zip(("dq", "dk", "dv"), grads, want_grads, strict=True):
@@ -101,9 +102,10 @@ def test_cuda_operators_are_called_as_their_schemas_say(name: str, band: Any, ma
 
     q, k, v = made(8, dims[0]), made(2, dims[1]), made(2, dims[2])
     mask = torch.empty(1, 1, 100, 100, dtype=torch.bool, device="meta") if masked else None
-    out, lse = kernel.forward(q, k, v, band, 0.1, mask)
+    given = TileInputs(q, k, v, band, 0.1, mask)
+    out, lse = kernel.forward(given)
     assert out.shape == (2, 8, 100, dims[2]) and lse.shape == (2, 8, 100) and lse.dtype == torch.float32
-    grads = kernel.backward(torch.empty_like(out), q, k, v, out, lse, band, 0.1, mask)
+    grads = kernel.backward(given, torch.empty_like(out), out, lse)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
@@ -144,7 +146,7 @@ def test_npu_masks_are_compressed_and_full_tiles_have_none(standin: Any) -> None
         assert standin.calls == [want]
     q = torch.randn(2, 6, 4, 8).transpose(1, 2)  # [B, S, H, D] in memory: no copy
     standin.calls.clear()
-    npu.KERNEL.forward(q, q, q, (None, None), 0.3)
+    npu.KERNEL.forward(TileInputs(q, q, q, (None, None), 0.3))
     assert standin.calls[0]["layout"] == "BSND"
 
 

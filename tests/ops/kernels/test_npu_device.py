@@ -17,10 +17,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.ops import attention
-from hyper_cp.ops.kernels import npu
+from hyper_cp.ops.kernels import TileInputs, npu
 from tests.harness import npu_device, npu_standin
 from tests.harness.oracle import plain_attention, relative_error, token_positions, visible_pairs
-from tests.harness.ranks import Ranks
+from tests.harness.ranks import Ranks, on_ranks
 from tests.ops.test_attention import FP32, check, inputs, modes
 from tests.ops.test_masks import explicit_mask
 
@@ -82,6 +82,7 @@ def run_case(case: Case) -> dict[str, float]:
     return found
 
 
+@on_ranks
 def run_cases(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
     return [(case, run_case(case)) for case in cases]
 
@@ -115,11 +116,13 @@ def test_windows_documents_and_masks(npus: Ranks, world: int) -> None:
 # --------------------------------------------------------------------------- nothing waits for the device
 
 
+@on_ranks
 def traced(case: Case, break_it: str = "") -> list[str]:
     """What one step, forward and backward, waited for."""
     forward = npu.NPUKernel.forward
 
-    def reading(self: Any, q: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def reading(self: Any, tile: TileInputs) -> Any:
+        q = tile.q
         {
             "item": lambda: q.flatten()[0].item(),
             "if": lambda: bool((q > 0).any()),
@@ -129,7 +132,7 @@ def traced(case: Case, break_it: str = "") -> list[str]:
             "upload": lambda: torch.ones(2).to(q.device),
             "synchronize": torch.npu.synchronize,  # type: ignore[attr-defined]
         }[break_it]()
-        return forward(self, q, *args, **kwargs)
+        return forward(self, tile)
 
     with mock.patch.object(npu.NPUKernel, "forward", reading) if break_it else nullcontext():
         try:
@@ -162,10 +165,12 @@ def test_operands_on_two_devices_are_refused(npus: Ranks) -> None:
         npus.raises(1, RuntimeError, "expected all tensors to be on the same device", mix)
 
 
+@on_ranks
 def add_across_devices() -> None:
     torch.ones(2, device="npu") + torch.ones(2)
 
 
+@on_ranks
 def attend_across_devices() -> None:
     q, mask = torch.ones(1, 1, 4, 8, device="npu"), torch.zeros(4, 4, dtype=torch.bool)
     torch.ops.npu.npu_fusion_attention(q, q, q, 1, "BNSD", atten_mask=mask)
@@ -190,6 +195,7 @@ class Attention(nn.Module):
         return operator(q, k, v, q.shape[1], "BNSD", **words)[0]
 
 
+@on_ranks
 def run_modules(style: dict[str, Any]) -> dict[str, float]:
     mesh = init_device_mesh("npu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     found = {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hyper_cp.ops.kernels import cpu, cuda, npu, reference, tiles
+from hyper_cp.ops.kernels import TileInputs, cpu, cuda, npu, operators, reference
 from tests.harness.oracle import plain_attention, relative_error
 from tests.ops.kernels.test_kernels import problem
 
@@ -41,7 +41,8 @@ def packed_errors(kernel: Any, band: Any, tile: Any, dtype: torch.dtype, v_dim: 
     for (top, bottom), (left, right) in parts:
         seen = torch.ones(bottom - top, right - left, dtype=torch.bool)
         visible[top:bottom, left:right] = seen.tril() if band == (None, 0) else seen
-    out, lse = kernel.forward(q, k, v, band, 0.3, parts=parts)
+    given = TileInputs(q, k, v, band, 0.3, parts=parts)
+    out, lse = kernel.forward(given)
     wide = [x.double() for x in (q, k, v)]
     want = plain_attention(*wide, visible=visible, scale=0.3)
     logits = wide[0] @ wide[1].repeat_interleave(2, 1).mT * 0.3
@@ -60,7 +61,7 @@ def packed_errors(kernel: Any, band: Any, tile: Any, dtype: torch.dtype, v_dim: 
     expected = dlogits @ wide[1].repeat_interleave(2, 1), dlogits.mT @ wide[0], weights.mT @ dout.double()
     expected = expected[0], *(x.unflatten(1, (2, 2)).sum(2) for x in expected[1:])
     statistics = merged_out.to(dtype), merged.logsumexp(-1).to(lse.dtype)
-    grads = kernel.backward(dout, q, k, v, *statistics, band, 0.3, parts=parts)
+    grads = kernel.backward(given, dout, *statistics)
     for name, grad, right in zip(("dq", "dk", "dv"), grads, expected, strict=True):
         assert grad.shape == right.shape
         assert bool((grad[right == 0] == 0).all()), f"{name} outside of the rectangles"
@@ -89,17 +90,19 @@ def test_packed_tiles_make_no_mask_of_the_whole_tile() -> None:
 
     with Sizes():
         for kernel in (cpu.KERNEL, reference.KERNEL):
-            out, lse = kernel.forward(q, q, q, (None, 0), 0.3, parts=parts)
-            kernel.backward(q, q, q, q, out, lse, (None, 0), 0.3, parts=parts)
+            given = TileInputs(q, q, q, (None, 0), 0.3, parts=parts)
+            out, lse = kernel.forward(given)
+            kernel.backward(given, q, out, lse)
     assert largest[0] == q.numel()
 
 
 def test_a_tile_of_no_rectangles_sees_nothing() -> None:
     q = torch.randn(1, 2, 3, 8)
     for kernel in (cpu.KERNEL, reference.KERNEL, npu.KERNEL, *cuda.KERNELS.values()):
-        out, lse = kernel.forward(q, q, q, (None, None), 0.3, parts=())
+        given = TileInputs(q, q, q, (None, None), 0.3, parts=())
+        out, lse = kernel.forward(given)
         assert bool((out == 0).all()) and bool((lse == -torch.inf).all())
-        grads = kernel.backward(q, q, q, q, out, lse, (None, None), 0.3, parts=())
+        grads = kernel.backward(given, q, out, lse)
         assert all(bool((x == 0).all()) for x in grads)
 
 
@@ -108,9 +111,10 @@ def test_a_tile_of_no_rectangles_sees_nothing() -> None:
 def test_cuda_packed_tiles_on_the_meta_device(name: str, band: Any, tile: Any) -> None:
     rows, cols, parts = tile
     q, k, v = (torch.empty(2, h, n, 60, dtype=torch.bfloat16, device="meta") for h, n in ((4, rows), *[(2, cols)] * 2))
-    out, lse = cuda.KERNELS[name].forward(q, k, v, band, 0.1, parts=parts)
+    given = TileInputs(q, k, v, band, 0.1, parts=parts)
+    out, lse = cuda.KERNELS[name].forward(given)
     assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
-    grads = cuda.KERNELS[name].backward(torch.empty_like(out), q, k, v, out, lse, band, 0.1, parts=parts)
+    grads = cuda.KERNELS[name].backward(given, torch.empty_like(out), out, lse)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
@@ -173,9 +177,9 @@ class _VarlenFlash:
 def test_cuda_packs_tiles_for_the_variable_length_operator(band: Any, tile: Any, dim: int) -> None:
     """Packing and unpacking, with the operators' contract in their place."""
     flash = _VarlenFlash()
-    operators = mock.Mock(_flash_attention_forward=flash.forward, _flash_attention_backward=flash.backward)
-    kernel = tiles.TileKernel(cpu.KERNEL.operator, cpu.KERNEL.operator, cuda.KERNELS["cuda flash"].packed)
-    with mock.patch.object(cuda, "_aten", operators):
+    aten = mock.Mock(_flash_attention_forward=flash.forward, _flash_attention_backward=flash.backward)
+    kernel = operators.OperatorKernel(cpu.KERNEL.operator, cpu.KERNEL.operator, cuda.KERNELS["cuda flash"].packed)
+    with mock.patch.object(cuda, "_aten", aten):
         found = packed_errors(kernel, band, tile, torch.float32, dim, dim)
     assert max(found.values()) <= 5e-6 and flash.calls == (2 if len(tile[2]) > 1 else 0)
 

@@ -1,0 +1,40 @@
+"""Private parts of ``nn.Module``: hooks of a module, calls that are on the stack, wrappers around it.
+
+Needs ``_forward_pre_hooks``, ``_call_impl``, ``_compiled_call_impl``, and the child names of ``torch.compile``
+(``_orig_mod``) and of ``checkpoint_wrapper`` (``_checkpoint_wrapped_module``). The same in torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+# The frame of a module's call, which tells a call that is over from one that is running.
+_CALL = nn.Module._call_impl.__code__
+
+
+def hook_owners(module: nn.Module) -> list[Any]:
+    """The objects whose methods are forward-pre-hooks of a module."""
+    return [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+
+
+def is_running(module: nn.Module) -> bool:
+    """True if a call of the module is on the stack of this thread."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _CALL and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True for the result of ``torch.compile(module)``, and for a module that was ``module.compile()``d."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def checkpointed(module: nn.Module) -> nn.Module | None:
+    """The module inside torch's ``checkpoint_wrapper``, else None."""
+    return module._modules.get("_checkpoint_wrapped_module")

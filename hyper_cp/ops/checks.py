@@ -1,0 +1,228 @@
+"""The checks of an attention call, each written once, all before any communication.
+
+:func:`check` is the entrance of every call: it casts, compares the ranks, checks and returns one
+:class:`~hyper_cp.ops.config.CheckedCall`. The hooks of a module that is given q, k, v exchange heads before its
+attention call is known; they use :func:`check_shards` by themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..mesh import cp_mesh
+from ..mesh.cp_mesh import CPMesh
+from ..schedule import build, documents, masks
+from ..schedule import layout as layouts
+from ..schedule.tiles import Band
+from .config import Call, CheckedCall, Mode
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, cp: CPMesh, mode: Mode, *, exchanged: bool
+) -> tuple[Tensor, Tensor, Tensor, CheckedCall]:
+    """Cast q, k, v ``[B, H, S, D]`` as autocast wants them, and check everything about their attention call.
+
+    Args:
+        exchanged: the Ulysses all-to-all was done already: tensors hold the sequence of a whole ring rank.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: before any communication, if the call cannot be honoured.
+    """
+    q, k, v = autocast(q, k, v)
+    agree(cp, call, mode, q, k, v)
+    check_tensors(q, k, v)
+    if exchanged:
+        check_grouped(q.shape[1], k.shape[1])
+    else:
+        check_heads(q.shape[1], k.shape[1], cp)
+        documents.check_documents(call.documents, q.shape[2] * cp.size)
+    ranks = cp.ring.size if exchanged else cp.size
+    lengths = q.shape[2] * ranks, mode.key_length(k.shape[2], ranks)
+    check_visible(call, mode, cp, lengths)
+    band = masks.band_of(call.is_causal, mode.window)
+    check_halves(mode, cp, band, lengths, *(() if exchanged else (q.shape[2], k.shape[2])))
+    scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
+    mask = None if call.mask is None else _check_mask(call, q, cp, lengths, exchanged)
+    return (
+        q,
+        k,
+        v,
+        CheckedCall(
+            call.name, cp, mode, band, call.is_causal, scale, mask, call.documents, call.dropout_p, exchanged, lengths
+        ),
+    )
+
+
+def autocast(*tensors: Tensor) -> list[Tensor]:
+    """Cast tensors to what ``F.scaled_dot_product_attention`` would receive under the current autocast state."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
+
+
+def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
+    """Raise ``ValueError`` on every rank if the ranks of ``cp`` make different calls. Compares only what is new."""
+    cp.check_shapes(*tensors[:2], documents=call.documents)
+
+
+# --------------------------------------------------------------------------- tensors
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q, k, v are local tensors ``[B, H, S, D]`` of one floating dtype that fit each other."""
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if isinstance(x, DTensor):
+            raise TypeError(
+                f"{name} is a DTensor placed {x.placements}. Attention of this rank's share takes local tensors. "
+                "Pass x.to_local() and wrap the output with DTensor.from_local, or put ContextParallel on a "
+                "module that receives q, k, v: it does both"
+            )
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}. Context-parallel attention takes [batch, heads, "
+                "sequence, head_dim]. Add the missing dimension or transpose"
+            )
+    if q.dtype not in DTYPES:
+        raise TypeError(
+            f"query has dtype {q.dtype}. Attention takes float16, bfloat16, float32 or float64. "
+            "Convert query, key and value"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"query, key and value have dtypes {q.dtype}, {k.dtype} and {v.dtype}. They must be equal. "
+            "Cast them to one dtype, or run under torch.autocast"
+        )
+    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"query {tuple(q.shape)}, key {tuple(k.shape)} and value {tuple(v.shape)} do not fit: batch, "
+            "the sequence and heads of key and value, and the head dim of query and key must be equal"
+        )
+
+
+# --------------------------------------------------------------------------- heads
+
+
+def check_enable_gqa(name: str, q_heads: int, kv_heads: int, enable_gqa: bool) -> None:
+    """Raise ``ValueError`` for grouped heads that were not asked for, as ``F.scaled_dot_product_attention`` does."""
+    if q_heads != kv_heads and not enable_gqa:
+        raise ValueError(
+            f"{name}: query has {q_heads} heads and key {kv_heads}. Pass enable_gqa=True for grouped-query "
+            "attention, as with F.scaled_dot_product_attention"
+        )
+
+
+def check_grouped(q_heads: int, kv_heads: int) -> None:
+    """Raise ``ValueError`` unless every key/value head serves equally many query heads."""
+    if q_heads % kv_heads:
+        raise ValueError(
+            f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads, which grouped-query attention "
+            "needs. Repeat the key/value heads or change their number"
+        )
+
+
+def check_heads(q_heads: int, kv_heads: int, cp: CPMesh) -> None:
+    """Raise ``ValueError`` unless the query heads split over the Ulysses degree. (Key/value heads that do not split are
+    shared by ranks; an uneven split of query heads would leave ranks waiting for the fullest one.)"""
+    check_grouped(q_heads, kv_heads)
+    degree = cp.ulysses.size
+    if q_heads % degree:
+        works = [d for d in cp_mesh.divisors(cp.size) if q_heads % d == 0]
+        raise ValueError(
+            f"ulysses_degree={degree} cannot split {q_heads} query heads: they must be a multiple of the degree (None "
+            f"means all ranks of the mesh). Degrees of this cp mesh of {cp.size} ranks that work: "
+            f"{', '.join(map(str, works))}. Set ulysses_degree to one of them (the rest of the mesh becomes the ring "
+            'dimension) or to "auto"'
+        )
+
+
+def check_degree(mode: Mode, cp: CPMesh) -> None:
+    """Raise ``ValueError`` if this way of getting keys makes no sense with the Ulysses degree."""
+    if mode.kv_exchange == "replicated" and cp.ulysses.size > 1:
+        raise ValueError(
+            f"kv_exchange='replicated' with ulysses_degree={cp.ulysses.size}: every rank has all keys, so there is "
+            "nothing to trade for heads. Set ulysses_degree=1"
+        )
+
+
+# --------------------------------------------------------------------------- lengths
+
+
+def check_halves(mode: Mode, cp: CPMesh, band: Band, lengths: tuple[int, int], *local: int) -> None:
+    """Raise ``ValueError`` if something that is cut in two has an odd length: the share of a rank in layouts with two
+    chunks (``local`` lengths of queries and keys), the queries of a ring rank if their tails are exchanged."""
+    if cp.size == 1:
+        return
+    odd = []
+    if layouts.chunks_per_rank(mode.layout) == 2:
+        odd = [n for n in (local[:1] if mode.kv_exchange == "replicated" else local) if n % 2]
+    if build.swaps(mode.load_balance, cp.ring.size, band, lengths[0]) and lengths[0] // cp.ring.size % 2:
+        odd.append(lengths[0] // cp.ring.size)
+    if odd:
+        raise ValueError(
+            f"local sequence length {odd[0]} is odd, but layout={mode.layout!r} with load_balance="
+            f"{mode.load_balance} cuts it into two halves. Use global lengths that are a multiple of {2 * cp.size}"
+        )
+
+
+def check_visible(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) -> None:
+    """Raise ``ValueError`` if the options of a call contradict each other or its ``lengths`` (queries, keys)."""
+    if not 0.0 <= call.dropout_p < 1.0:
+        raise ValueError(f"dropout_p={call.dropout_p} must be a probability below 1. Pass 0.0 in evaluation")
+    if lengths[0] == lengths[1]:
+        return
+    if call.is_causal or mode.window is not None or (call.documents is not None and call.mask is None):
+        raise ValueError(
+            f"query has {lengths[0]} and key {lengths[1]} positions (kv_exchange={mode.kv_exchange!r}). "
+            "Cross-attention of different lengths takes no is_causal, window or documents: document boundaries "
+            "describe queries only. Pass an explicit attn_mask, which says which keys each query sees"
+        )
+    if mode.layout in layouts.BY_DOCUMENTS and mode.kv_exchange != "replicated" and cp.size > 1:
+        raise ValueError(
+            f"layout={mode.layout!r} places queries by their documents, which say nothing about keys of another "
+            "length. Pass all keys on every rank with kv_exchange='replicated'"
+        )
+
+
+# --------------------------------------------------------------------------- explicit masks
+
+
+def _check_mask(call: Call, q: Tensor, cp: CPMesh, lengths: tuple[int, int], exchanged: bool) -> Tensor:
+    """The explicit mask in four dimensions, with the heads that this rank attends; raises if it does not fit."""
+    mask, degree = call.mask, cp.ulysses.size
+    if mask is None:
+        raise RuntimeError("there is no mask to check")
+    if call.is_causal:
+        raise ValueError("attn_mask and is_causal=True are both given. Pass one of them")
+    if mask.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"attn_mask of shape {tuple(mask.shape)} requires a gradient, which context-parallel attention "
+            "does not compute. Detach it, or leave this module out of the plan"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"attn_mask has dtype {mask.dtype}. It must be bool (True is visible) or floating")
+    mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape)) if mask.ndim < 4 else mask
+    all_heads = q.shape[1] * (degree if exchanged else 1)
+    own_heads, rows = all_heads // degree, lengths[0] // cp.ring.size
+    fits = (
+        mask.ndim == 4
+        and mask.shape[0] in (1, q.shape[0])
+        and mask.shape[1] in (1, own_heads, all_heads)
+        and mask.shape[2] in (1, rows, lengths[0])
+        and mask.shape[3] in (1, lengths[1])
+    )
+    if not fits:
+        raise ValueError(
+            f"attn_mask has shape {tuple(mask.shape)}. It must be broadcastable to [{q.shape[0]}, "
+            f"{all_heads}, {lengths[0]}, {lengths[1]}] (batch, heads, global queries, global keys), "
+            f"or have this rank's {rows} queries in the third place. Build it for the whole sequence, "
+            "not for the local share"
+        )
+    if mask.shape[1] == all_heads and degree > 1:
+        mask = mask.narrow(1, cp.ulysses.rank * own_heads, own_heads)
+    return mask

@@ -1,0 +1,119 @@
+"""The description of one attention call: what the style says, what the call asks for, and both once checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+
+from ..mesh.cp_mesh import CPMesh
+from ..schedule import build, masks
+from ..schedule import layout as layouts
+from ..schedule.tiles import Band
+
+
+@dataclass(frozen=True)
+class Mode:
+    """The settings that all modules of one style share: how keys are obtained, how the sequence lies on the ranks,
+    and how far a query sees."""
+
+    kv_exchange: str = "all_gather"
+    layout: str = "contiguous"
+    load_balance: bool = False
+    window: tuple[int | None, int | None] | None = None
+    head_groups: int = 1
+
+    def key_length(self, keys: int, ranks: int) -> int:
+        """The global number of keys, of which ``ranks`` ranks have ``keys`` each."""
+        return keys if self.kv_exchange == "replicated" else keys * ranks
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "window", masks.check_window(self.window))
+        if self.kv_exchange not in build.KV_EXCHANGES:
+            raise ValueError(
+                f"kv_exchange={self.kv_exchange!r} is unknown; choose one of {', '.join(map(repr, build.KV_EXCHANGES))}"
+            )
+        layouts.check_layout(self.layout)
+        if not isinstance(self.head_groups, int) or isinstance(self.head_groups, bool) or self.head_groups < 1:
+            raise ValueError(f"head_groups={self.head_groups!r} must be a positive int; 1 exchanges all heads at once")
+        if not isinstance(self.load_balance, bool):
+            raise TypeError(f"load_balance={self.load_balance!r} must be True or False")
+        if self.load_balance and self.layout != "contiguous":
+            raise ValueError(
+                f"load_balance=True exchanges queries of contiguous data, but layout={self.layout!r} is "
+                "balanced already: use load_balance=False, or layout='contiguous'"
+            )
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one attention call beside q, k, v, as its caller gave them."""
+
+    is_causal: bool = False
+    scale: float | None = None
+    mask: Tensor | None = None
+    """Explicit, broadcastable to ``[B, H, Sq, Skv]``, global (the query dimension may be local)."""
+    documents: Tensor | None = None
+    """Table of cumulative lengths, see :func:`hyper_cp.schedule.documents.documents_table`."""
+    dropout_p: float = 0.0
+    name: str = "attention"
+    """The module that calls, for errors and for the comparison between ranks."""
+
+
+@dataclass(frozen=True)
+class CheckedCall:
+    """One attention call with everything checked and decided. Nothing below checks or parses it again.
+
+    ``exchanged`` is True if the Ulysses all-to-all was done before the call: its tensors then hold the sequence of a
+    whole ring rank and 1/ulysses of the heads.
+    """
+
+    name: str
+    cp: CPMesh
+    mode: Mode
+    band: Band
+    is_causal: bool
+    scale: float
+    mask: Tensor | None
+    """``[B|1, H|1, Sq|1, Skv|1]``, with the heads that this rank attends."""
+    documents: Tensor | None
+    dropout_p: float
+    exchanged: bool
+    lengths: tuple[int, int]
+    """Global numbers of queries and keys."""
+
+    def settings(self, kernel: str) -> str:
+        """The :class:`OpSettings` of this call as text."""
+        m = self.mode
+        return OpSettings(m.layout, m.kv_exchange, m.load_balance, self.band, m.head_groups, kernel, self.cp.key).text()
+
+
+@dataclass(frozen=True)
+class OpSettings:
+    """Everything that an op needs beside tensors and numbers. A custom op takes it as one string, which a compiled
+    graph can hold; :func:`op_settings` reads it back."""
+
+    layout: str
+    kv_exchange: str
+    load_balance: bool
+    band: Band
+    head_groups: int
+    kernel: str
+    """The name of the kernel, or "" if it is chosen when the op runs."""
+    mesh: str
+    """The key of the mesh, see :func:`hyper_cp.mesh.cp_mesh.by_key`."""
+
+    def text(self) -> str:
+        lower, upper = self.band
+        fields = f"{self.layout} {self.kv_exchange} {int(self.load_balance)} {lower} {upper} {self.head_groups}"
+        return f"{fields}|{self.kernel}|{self.mesh}"
+
+
+@lru_cache(maxsize=1024)
+def op_settings(text: str) -> OpSettings:
+    """The settings that :meth:`OpSettings.text` has written."""
+    fields, kernel, mesh = text.split("|", 2)
+    layout, kv_exchange, load_balance, lower, upper, head_groups = fields.split(" ")
+    band = (None if lower == "None" else int(lower), None if upper == "None" else int(upper))
+    return OpSettings(layout, kv_exchange, load_balance == "1", band, int(head_groups), kernel, mesh)

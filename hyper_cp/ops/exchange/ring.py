@@ -1,0 +1,100 @@
+"""Ring: keys and values travel point to point around the ring dimension (arXiv 2310.01889).
+
+Who owns what: a buffer in flight belongs to its :class:`~hyper_cp.mesh.comm.Pending` until ``wait()``. The caller may
+read a yielded block until it asks for the next one. Every rank posts the same sequence of transfers, whatever tiles it
+has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...mesh.comm import Axis, Pending
+from .wire import Message, Pair, gradient_zeros
+
+
+class RingForward:
+    """Keys and values travel point to point: iterating yields this rank's block, then those of
+    ranks -1, -2, ... (mod size), then this rank's again. The transfer of the next block is posted
+    before the current one is yielded. Beyond the inputs two blocks are alive: one being sent, one
+    being received.
+    """
+
+    def __init__(self, axis: Axis, k: Tensor, v: Tensor, hops: int):
+        self.axis, self.k, self.v, self.hops = axis, k, v, hops
+        if hops:
+            self.message = Message(k, v)
+            self.block = self.message.pack(k, v)
+            self.spare = torch.empty_like(self.block)
+            self.pending = self._shift()
+
+    def _shift(self) -> Pending:
+        axis = self.axis
+        to, source = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+        return axis.send_recv([self.block], to, [self.spare], source)
+
+    def __iter__(self) -> Iterator[Pair]:
+        yield self.k, self.v
+        for hop in range(1, self.hops + 1):
+            self.pending.wait()  # both directions: the old block has left and may be overwritten
+            self.block, self.spare = self.spare, self.block
+            if hop < self.hops:
+                self.pending = self._shift()
+            yield self.message.unpack(self.block)
+        yield self.k, self.v
+
+
+class RingBackward:
+    """Keys and values go round again; the gradients of a block travel with it, one hop behind.
+
+    Iterating yields ``(k, v, dk, dv)``; the caller adds to dk and dv (in the accumulation dtype)
+    before it asks for the next. The local block comes first and once more last, so that the final
+    hop, which brings this rank's gradients home, is hidden behind local work.
+    """
+
+    def __init__(self, axis: Axis, k: Tensor, v: Tensor, hops: int, dtype: torch.dtype):
+        self.axis, self.k, self.v, self.hops, self.dtype = axis, k, v, hops, dtype
+        self.home = gradient_zeros(k, dtype), gradient_zeros(v, dtype)
+        if hops:
+            self.message = Message(k, v)
+            self.block = self.message.pack(k, v)
+            self.spare = torch.empty_like(self.block)
+            self.pending = self._post([self.block], [self.spare], 1)
+
+    def _post(self, sends: list[Tensor], recvs: list[Tensor], distance: int) -> Pending:
+        rank, size = self.axis.rank, self.axis.size
+        return self.axis.send_recv(sends, (rank + distance) % size, recvs, (rank - distance) % size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        yield self.k, self.v, *self.home
+        if not self.hops:
+            yield self.k, self.v, *self.home
+            return
+        # Three gradient buffers: the sum that leaves, the sum that arrives, what this rank adds to it.
+        # At hop 1 no sum has come along with the block: this rank begins it.
+        leaving = self.message.zeros(self.k, self.dtype)
+        arriving = torch.empty_like(leaving)
+        adding = torch.zeros_like(leaving) if self.hops > 1 else leaving
+        self.pending.wait()
+        for hop in range(1, self.hops + 1):
+            self.block, self.spare = self.spare, self.block
+            sends, recvs = ([self.block], [self.spare]) if hop < self.hops else ([], [])
+            if hop > 1:
+                sends, recvs = [*sends, leaving], [*recvs, arriving]
+            pending = self._post(sends, recvs, 1) if sends else None
+            yield *self.message.unpack(self.block), *self.message.unpack(adding if hop > 1 else leaving)
+            if pending is not None:
+                pending.wait()
+            if hop > 1:
+                arriving += adding
+                adding.zero_()
+                leaving, arriving = arriving, leaving
+        # Each block's sum stops here, `hops` ranks after its owner: straight home with it.
+        pending = self._post([leaving], [arriving], -self.hops)
+        yield self.k, self.v, *self.home
+        pending.wait()
+        for home, total in zip(self.home, self.message.unpack(arriving), strict=True):
+            home += total

@@ -1,0 +1,74 @@
+"""Load balance of contiguous data: ranks exchange the tail halves of their queries, and the results come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...mesh.comm import Axis, Pending
+from ...schedule.layout import Range
+from ..kernels.partials import part
+from .wire import from_wire, to_wire
+
+
+class SwappedTails:
+    """Queries (and what belongs to them) whose tail half is attended by rank ``size-1-rank``.
+
+    Tensors are ``[B, H, S, ...]``. The head half is usable at once; asking for rows of the tail
+    waits for the partner's. What was computed of the tail goes back with :meth:`post_results`, as
+    soon as no tile of it is left, so that the transfer is hidden behind the rest. With
+    ``swap=False``, or on the rank that is its own partner, everything is used as it is.
+    """
+
+    def __init__(self, axis: Axis, swap: bool, *tensors: Tensor):
+        self.axis, self.partner = axis, axis.size - 1 - axis.rank
+        self.swapped = swap and self.partner != axis.rank
+        self.tensors: Sequence[Tensor] = tensors
+        self.tails: Sequence[Tensor] | None = None
+        self.length = tensors[0].shape[2]
+        self.half = self.length // 2
+        if self.swapped:
+            self.pending = self._swap([x[:, :, self.half :] for x in tensors])
+
+    def _swap(self, tails: Sequence[Tensor]) -> Pending:
+        sends = [to_wire(x) for x in tails]
+        recvs = [torch.empty_like(x) for x in sends]
+        pending = self.axis.send_recv(sends, self.partner, recvs, self.partner)
+        return pending.then(lambda received: [from_wire(x) for x in received])
+
+    def rows(self, rows: Range, batch: Range | None = None) -> Sequence[Tensor]:
+        """The tensors restricted to a range of queries (and of batch rows)."""
+        start, stop = rows
+        if not self.swapped or stop <= self.half:
+            return [part(x, rows, batch) for x in self.tensors]
+        if self.tails is None:
+            self.tails = self.pending.wait()
+        if start >= self.half:
+            return [part(x, (start - self.half, stop - self.half), batch) for x in self.tails]
+        # A tile across the border needs both halves side by side.
+        head, tail = (start, self.half), (0, stop - self.half)
+        both = zip(self.tensors, self.tails, strict=True)
+        return [torch.cat([part(x, head, batch), part(t, tail, batch)], 2) for x, t in both]
+
+    def post_results(self, of: Callable[[Range], Sequence[Tensor]]) -> None:
+        """Send what was computed of the tail rows, ``of(rows)``, to the rank they came from."""
+        if self.swapped:
+            if self.tails is None:
+                self.tails = self.pending.wait()
+            self.pending = self._swap(of((self.half, self.length)))
+
+    def results(self, of: Callable[[Range], Sequence[Tensor]]) -> Sequence[Tensor]:
+        """What was computed of this rank's own rows, head and tail, in memory order [B, S, H, ...]."""
+        if not self.swapped:
+            return of((0, self.length))
+        heads = of((0, self.half))
+        return [self._joined(head, tail) for head, tail in zip(heads, self.pending.wait(), strict=True)]
+
+    def _joined(self, head: Tensor, tail: Tensor) -> Tensor:
+        b, h, _, *rest = head.shape
+        joined = head.new_empty(b, self.length, h, *rest).transpose(1, 2)
+        joined[:, :, : self.half].copy_(head)
+        joined[:, :, self.half :].copy_(tail)
+        return joined

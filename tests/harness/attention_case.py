@@ -1,0 +1,279 @@
+"""One attention case: whole tensors, what one device makes of them, a rank's shard, and the comparison of both.
+
+A test lists cases and hands them to :func:`run_cases` on ranks:
+
+    >>> cases = [AttentionCase(24, is_causal=True, **mode) for mode in modes(world=2)]
+    >>> check(ranks(2, run_cases, cases), FP64)
+
+Where a test makes the call itself (a styled module, a functional form), it takes ``case.shard()`` and returns
+``shard.errors(out, grads)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hyper_cp import ContextParallelHandler
+from hyper_cp.ops import attention
+from tests.harness.oracle import (
+    absolute_error,
+    plain_attention,
+    relative_error,
+    token_positions,
+    visible_logits,
+    visible_pairs,
+)
+from tests.harness.ranks import on_ranks
+
+FP64, FP32 = 1e-10, 5e-6
+"""The design's exactness bars, relative."""
+
+Errors = dict[str, float]
+
+
+def cp_mesh(device: str = "cpu") -> DeviceMesh:
+    """The cp mesh of all ranks of this job."""
+    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+def modes(world: int) -> list[dict[str, Any]]:
+    """Every Ulysses degree x exchange x layout or load balance of a world, as keywords of ``attention``."""
+    found = []
+    for degree in (d for d in (1, 2, 4, 8) if world % d == 0 or d == 1):
+        for exchange in ("all_gather", "ring"):
+            if exchange == "ring" and degree == world > 1:
+                continue  # no ring dimension: the same as all_gather
+            for layout, balance in (("contiguous", False), ("head_tail", False), ("contiguous", True)):
+                mode = {"ulysses_degree": degree, "kv_exchange": exchange, "layout": layout, "load_balance": balance}
+                found.append(mode)
+    return found
+
+
+# --------------------------------------------------------------------------- one device
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Attention of whole tensors, by ``attention``'s own names; ``mask`` is a kind of :func:`explicit_mask`."""
+
+    length: int
+    is_causal: bool = False
+    keys: int | None = None
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 4
+    dim: int = 8
+    v_dim: int = 8
+    dtype: torch.dtype = torch.float64
+    scale: float | None = None
+    window: tuple[int | None, int | None] | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
+    mask: str | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Random q, k, v and gradient of the output, the same on every rank."""
+        return inputs(self.batch, self.heads, self.kv_heads, self.length, self.dim, self.v_dim, self.dtype, self.keys)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one device computes in fp64: ``lse`` and the gradients of q, k and v too."""
+
+    out: Tensor
+    lse: Tensor
+    grads: tuple[Tensor, Tensor, Tensor]
+
+
+def inputs(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    length: int,
+    dim: int,
+    v_dim: int,
+    dtype: torch.dtype,
+    keys: int | None = None,
+) -> list[Tensor]:
+    """Global q, k, v and the output's gradient, the same on every rank."""
+    g = torch.Generator().manual_seed(length + heads)
+    keys = length if keys is None else keys
+    shapes = [(batch, heads, length, dim), (batch, kv_heads, keys, dim), (batch, kv_heads, keys, v_dim)]
+    shapes.append((batch, heads, length, v_dim))
+    return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def explicit_mask(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
+    """``(visible, bias)`` of a random mask of a kind, the same on every rank; one of them is None."""
+    length, keys = problem.length, problem.length if problem.keys is None else problem.keys
+    shape = {
+        "bool": (problem.batch, 1, length, keys),
+        "heads": (1, problem.heads, length, keys),
+        "rows and heads": (problem.batch, problem.heads, length, keys),
+        "padding": (problem.batch, 1, 1, keys),
+        "2d": (length, keys),
+        "float": (problem.batch, problem.heads, length, keys),
+        "local rows": (1, problem.heads, length, keys),
+        "causal": (1, 1, length, keys),
+    }[str(problem.mask)]
+    g = torch.Generator().manual_seed(length)
+    visible = torch.rand(shape, generator=g) < 0.6
+    if problem.mask == "causal":
+        visible = (visible | True).tril()
+    elif problem.mask != "padding":
+        visible[..., length // 3, :] = False  # a query that sees nothing
+    if problem.mask == "float":
+        return None, torch.randn(shape, generator=g, dtype=torch.float64).masked_fill(~visible, -torch.inf)
+    return visible, None
+
+
+@lru_cache(maxsize=32)
+def one_device(problem: Problem) -> Answer:
+    """The oracle's answer, computed once per problem in a process: modes and ranks share it."""
+    *qkv, dout = (x.double() for x in problem.tensors())
+    q, k, v = (x.requires_grad_() for x in qkv)
+    visible, bias = explicit_mask(problem) if problem.mask else (None, None)
+    if problem.keys is None:
+        pairs = visible_pairs(problem.length, problem.is_causal, problem.window, problem.documents)
+        visible = pairs if visible is None else pairs & visible
+    out = plain_attention(q, k, v, scale=problem.scale, visible=visible, bias=bias)
+    logits, seen = visible_logits(q, k, scale=problem.scale, visible=visible, bias=bias)
+    lse = logits.masked_fill(~seen, -torch.inf).logsumexp(-1).detach()
+    return Answer(out.detach(), lse, torch.autograd.grad(out, (q, k, v), dout))  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------- ranks
+
+
+@dataclass(frozen=True)
+class AttentionCase(Problem):
+    """A problem and the mode in which ranks solve it, by ``attention``'s own names.
+
+    ``strided``: q, k and v lie as ``[B, S, H, D]`` in memory.
+    """
+
+    ulysses_degree: int | None = 1
+    kv_exchange: str = "all_gather"
+    layout: str = "contiguous"
+    load_balance: bool = False
+    head_groups: int = 1
+    return_lse: bool = False
+    strided: bool = False
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(**{f.name: getattr(self, f.name) for f in fields(Problem)})
+
+    def positions(self, length: int) -> Tensor:
+        """Global positions of this rank's tokens."""
+        if self.layout in ("contiguous", "head_tail"):
+            return torch.tensor(token_positions(self.layout, dist.get_rank(), dist.get_world_size(), length))
+        handler = ContextParallelHandler(cp_mesh(), self.layout)  # tests/schedule compares it with definitions
+        with handler.documents(self.rows):
+            return handler.position_ids(length)
+
+    @property
+    def rows(self) -> list[list[int]] | None:
+        return None if self.documents is None else [list(row) for row in self.documents]
+
+    def shard(self, device: str = "cpu") -> Shard:
+        """This rank's q, k, v (leaves), gradient of the output and mask."""
+        q, k, v, dout = self.tensors()
+        at = self.positions(self.length)
+        keys_at = slice(None) if self.kv_exchange == "replicated" else at
+        if self.keys is not None and self.kv_exchange != "replicated":
+            keys_at = self.positions(self.keys)
+        local = [q[:, :, at], k[:, :, keys_at], v[:, :, keys_at]]
+        if self.strided:
+            local = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in local]
+        mask = None
+        if self.mask is not None:
+            visible, bias = explicit_mask(self)
+            mask = bias.to(self.dtype) if visible is None else visible  # type: ignore[union-attr]
+            mask = mask[:, :, at] if self.mask == "local rows" else mask
+        leaves = [x.clone().to(device).requires_grad_() for x in local]
+        return Shard(self, at, keys_at, leaves, dout[:, :, at].to(device), None if mask is None else mask.to(device))
+
+    def attention_keywords(self) -> dict[str, Any]:
+        """Keywords of ``attention`` but for the mesh and the mask, which :class:`Shard` holds."""
+        names = ("is_causal", "scale", "window", "ulysses_degree", "kv_exchange", "layout", "load_balance")
+        asked = {name: getattr(self, name) for name in (*names, "head_groups", "return_lse")}
+        return {**asked, "documents": self.rows, "enable_gqa": True}
+
+
+@dataclass
+class Shard:
+    """The part of a case that this rank holds, and its comparison with one device."""
+
+    case: AttentionCase
+    at: Tensor
+    keys_at: Tensor | slice
+    qkv: list[Tensor]
+    dout: Tensor
+    mask: Tensor | None
+
+    def attend(self, mesh: DeviceMesh) -> Any:
+        """Call ``attention`` as the case says."""
+        return attention(*self.qkv, mesh=mesh, attn_mask=self.mask, **self.case.attention_keywords())
+
+    def errors(
+        self,
+        out: Tensor,
+        grads: Sequence[Tensor],
+        lse: Tensor | None = None,
+        error: Callable[[Tensor, Tensor], float] | None = None,
+    ) -> Errors:
+        """Errors of the output and of the gradients of q, k, v, each relative to its largest expected value."""
+        want, error = one_device(self.case.problem), error or self._error
+        if self.case.kv_exchange == "replicated":  # each rank has the share that its queries give
+            grads = [x.clone() for x in grads]
+            for share in grads[1:]:
+                dist.all_reduce(share)
+        found = {"out": error(out.detach().cpu(), want.out[:, :, self.at])}
+        for name, grad, expected, at in zip(
+            ("dq", "dk", "dv"), grads, want.grads, (self.at, self.keys_at, self.keys_at), strict=True
+        ):
+            found[name] = error(grad.cpu(), expected[:, :, at])
+        if lse is not None:
+            found["lse"] = self._lse_error(lse.cpu(), want.lse[:, :, self.at])
+        return found
+
+    @staticmethod
+    def _error(value: Tensor, expected: Tensor) -> float:
+        """The relative error, or the absolute one if all that is expected is rounding (queries that see one key)."""
+        return (absolute_error if expected.abs().max() < 1e-6 else relative_error)(value, expected)
+
+    @staticmethod
+    def _lse_error(lse: Tensor, expected: Tensor) -> float:
+        seen = expected > -torch.inf
+        if not torch.equal(lse > -torch.inf, seen):
+            return float("inf")
+        return absolute_error(lse[seen], expected[seen]) / 10 if seen.any() else 0.0
+
+
+def run_case(
+    case: AttentionCase, device: str = "cpu", error: Callable[[Tensor, Tensor], float] | None = None
+) -> Errors:
+    """One forward and backward of ``attention`` on this rank, compared with one device."""
+    shard = case.shard(device)
+    result = shard.attend(cp_mesh(device))
+    out, lse = result if case.return_lse else (result, None)
+    return shard.errors(out, torch.autograd.grad(out, shard.qkv, shard.dout), lse, error)
+
+
+@on_ranks
+def run_cases(cases: Sequence[AttentionCase], device: str = "cpu") -> list[tuple[AttentionCase, Errors]]:
+    return [(case, run_case(case, device)) for case in cases]
+
+
+def check(results: Sequence[Sequence[tuple[Any, Errors]]], bar: float) -> None:
+    """Every error of every case on every rank is within the bar."""
+    bad = [(case, errors) for rank in results for case, errors in rank if not all(e <= bar for e in errors.values())]
+    assert not bad, f"{len(bad)} cases over {bar}; first: {bad[0]}"

@@ -1,0 +1,174 @@
+"""The table of documents: what is read from it, when, and how often."""
+
+from __future__ import annotations
+
+import gc
+from hashlib import blake2b
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp.mesh.cp_mesh import view
+from hyper_cp.ops import attention
+from hyper_cp.schedule import documents
+from hyper_cp.schedule.documents import documents_table, read
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
+    """A global length, and rows of boundaries with empty documents, filled up to any width."""
+    length = draw(st.integers(1, 30))
+    cuts = [draw(st.lists(st.integers(0, length), max_size=6).map(sorted)) for _ in range(draw(st.integers(1, 3)))]
+    width = max(map(len, cuts)) + draw(st.integers(2, 5))
+    return length, [[0, *c] + [length] * (width - 1 - len(c)) for c in cuts]
+
+
+def numbers_one_by_one(row: list[int], length: int) -> list[int]:
+    """The document of each position, counted from 1, empty documents left out."""
+    found, number = [], 0
+    for position in range(length):
+        number += position in row
+        found.append(number)
+    return found
+
+
+@given(tables())
+def test_what_is_read_of_a_table(problem: tuple[int, list[list[int]]]) -> None:
+    length, rows = problem
+    packed = read(torch.tensor(rows))
+    distinct = [sorted(set(row)) for row in rows]
+    distinct = distinct[:1] if all(row == distinct[0] for row in distinct) else distinct
+    assert [list(row) for row in packed.rows] == distinct
+    assert packed.one_row == (tuple(distinct[0]) if len(distinct) == 1 else None)
+    expected = [numbers_one_by_one(row, length) for row in distinct]
+    assert packed.numbers(torch.arange(length)).tolist() == expected
+    restarted = [[p - max(b for b in row if b <= p) for p in range(length)] for row in distinct]
+    assert packed.restarted(torch.arange(length)).tolist() == restarted
+
+
+@given(tables(), tables())
+def test_digests_stand_for_the_boundaries(one: tuple[int, list[list[int]]], two: tuple[int, list[list[int]]]) -> None:
+    a, b = (read(torch.tensor(rows)) for _, rows in (one, two))
+    assert (a.digest == b.digest) == (a.rows == b.rows)
+    wider = read(torch.tensor([[*row, row[-1]] for row in one[1]]))
+    assert wider.digest == a.digest
+
+
+def test_a_digest_is_the_same_in_every_process() -> None:
+    content = b"".join(n.to_bytes(8, "little") for n in (3, 0, 3, 8, 2, 0, 8))  # each row after its length
+    digest = int.from_bytes(blake2b(content, digest_size=8).digest(), "little", signed=True)
+    assert read(torch.tensor([[0, 3, 3, 8], [0, 8, 8, 8]])).digest == digest == -1685459204910877574
+
+
+@given(tables(), st.data())
+def test_tables_that_do_not_fit_are_refused(problem: tuple[int, list[list[int]]], data: st.DataObject) -> None:
+    length, rows = problem
+    row, column = data.draw(st.integers(0, len(rows) - 1)), data.draw(st.integers(0, len(rows[0]) - 1))
+    rows[row][column] = data.draw(st.integers(-2, 32))
+    wanted, batch = data.draw(st.sampled_from([length, length + 1])), data.draw(st.integers(1, 3))
+    fits = all(r[0] == 0 and r == sorted(r) and r[-1] == wanted for r in rows)
+    packed = read(torch.tensor(rows))
+    if not fits:
+        with pytest.raises(ValueError, match=f"ascend from 0 to the global sequence length {wanted}"):
+            packed.check(batch, wanted)
+    elif len(rows) not in (1, batch):
+        packed.check_length(wanted)
+        with pytest.raises(ValueError, match=f"documents has {len(rows)} rows for a batch of {batch}"):
+            packed.check(batch, wanted)
+    else:
+        packed.check(batch, wanted)
+
+
+def test_the_first_row_that_does_not_fit_is_named() -> None:
+    with pytest.raises(ValueError, match=r"documents=\[0, 5, 3, 8\] must be"):
+        read(torch.tensor([[0, 5, 8, 8], [0, 5, 3, 8]])).check(2, 8)
+    with pytest.raises(ValueError, match=r"documents=\[0, 8\] must be .* length 9"):
+        read(torch.tensor([[0, 9], [0, 8]])).check(2, 9)
+
+
+@pytest.mark.parametrize(
+    "table, words",
+    [
+        (torch.tensor([0, 8]), "documents is a 1-D tensor on cpu"),
+        (torch.empty(1, 2, dtype=torch.int64, device="meta"), "documents is a 2-D tensor on meta"),
+        (torch.empty(0, 2, dtype=torch.int64), r"documents has shape \(0, 2\)"),
+    ],
+)
+def test_tensors_that_are_no_tables(table: torch.Tensor, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read(table)
+
+
+# --------------------------------------------------------------------------- how often it is read
+
+
+def test_a_table_is_parsed_once_until_it_is_written_to() -> None:
+    table = documents_table([0, 3, 8])
+    assert table is not None
+    with mock.patch.object(documents, "_parsed", wraps=documents._parsed) as parsed:
+        first = read(table)
+        assert all(read(table) is first for _ in range(5))
+        assert parsed.call_count == 1
+        table[0, 1] = 4
+        assert read(table).rows == ((0, 4, 8),)
+        assert parsed.call_count == 2
+
+
+def attend_in_three_layers(compiled: bool) -> int:
+    """How often the table is parsed on this rank, forward and backward."""
+    mesh = view(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), ulysses_degree=1)
+    mode = {"mesh": mesh, "layout": "per_document", "kv_exchange": "ring"}
+    table, x = torch.tensor([[0, 5, 7, 16]]), torch.randn(1, 2, 8, 4, requires_grad=True)
+
+    def layers(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = attention(x, x, x, is_causal=True, documents=table, **mode)
+        return x
+
+    with mock.patch.object(documents, "_parsed", wraps=documents._parsed) as parsed:
+        run = torch.compile(layers, backend="aot_eager", fullgraph=True) if compiled else layers
+        run(x, table).sum().backward()
+        return parsed.call_count
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_batch_is_parsed_once_in_all_layers(ranks: Any, compiled: bool) -> None:
+    assert ranks(2, attend_in_three_layers, compiled) == [1, 1]
+
+
+def test_equal_tables_are_one_object() -> None:
+    one, two = (read(documents_table([0, 3, 7, 8])) for _ in range(2))
+    assert one is two
+    assert read(documents_table([[0, 3, 7, 8]] * 2)) is not one, "two rows do not fit every batch"
+    with torch.inference_mode():
+        table = documents_table([0, 3, 7, 8])
+        assert table is not None and table.is_inference() and read(table) is one
+        table[0, 1] = 4  # a tensor of inference mode has no version
+        assert read(table).rows == ((0, 4, 7, 8),)
+
+
+def test_nothing_is_kept_of_tables_that_are_gone() -> None:
+    gc.collect()
+    before = len(documents._known)
+    tables = [torch.tensor([[0, n, 50]]) for n in range(1, 50)]
+    contents = [read(table) for table in tables]
+    assert len({id(c) for c in contents}) == 49 and len(documents._known) == before + 49
+    del tables
+    assert len(documents._known) == before
+
+
+def test_what_is_derived_is_made_once_and_bounded() -> None:
+    packed = read(torch.tensor([[0, 1, 9]]))
+    made = []
+    for _ in range(3):
+        assert packed.derived("key", lambda: made.append(1) or "value") == "value"
+    assert len(made) == 1
+    for n in range(2000):
+        packed.derived(n, lambda: "value")
+    assert len(packed._derived) <= packed._MOST_DERIVED
