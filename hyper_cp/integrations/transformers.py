@@ -98,7 +98,7 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
 
     Args:
         batch: ``input_ids`` or ``inputs_embeds`` of any length S, and what the model takes with them. Tensors
-            ``[B, S, ...]`` are split; 4-D attention masks (over global positions) and everything else stay whole.
+            ``[B, S, ...]`` are split; 4-D attention masks (over global positions) and everything else remain whole.
             Packed documents have any name that :meth:`ContextParallelHandler.get_batch_on_this_cp_rank` knows.
     """
     entries = dict(batch)
@@ -245,6 +245,17 @@ def attention_mask(
         )
 
 
+def _refuse_unsupported(name: str, **kwargs: Any) -> None:
+    unsupported = ("dropout", "softcap", "s_aux", "position_bias", "cache")
+    wanted = [key for key in unsupported if kwargs.get(key) is not None]
+    if wanted:
+        raise NotImplementedError(
+            f"{name} asks for {', '.join(wanted)} in attention, which context parallelism does not support yet. "
+            "Set attention_dropout=0.0, attn_logit_softcapping=None in the config, or use a model without attention "
+            "sinks, position biases and paged caches"
+        )
+
+
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -266,17 +277,7 @@ def attention_forward(
             "transformers.prepare_model(model, mesh, style=...), and the model as a whole (its decoder must hand "
             "unknown keywords down to attention)"
         )
-    unsupported = {
-        "dropout": dropout or None,
-        **{k: kwargs.get(k) for k in ("softcap", "s_aux", "position_bias", "cache")},
-    }
-    wanted = [k for k, v in unsupported.items() if v is not None]
-    if wanted:
-        raise NotImplementedError(
-            f"{name} asks for {', '.join(wanted)} in attention, which context parallelism does not support yet. "
-            "Set attention_dropout=0.0, attn_logit_softcapping=None in the config, or use a model without attention "
-            "sinks, position biases and paged caches"
-        )
+    _refuse_unsupported(name, dropout=dropout or None, **kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and not causal:
         raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
@@ -285,7 +286,7 @@ def attention_forward(
     if mask is None:  # else it is the caller's own for all layers, and nothing is added to it, as in transformers
         mask, window = batch.keys, (None if sliding_window is None else sliding_window - 1, 0)
     cp, mode = mesh.view(query.shape[1], key.shape[1]), replace(style.mode, window=window)
-    # is_causal=False: the window ends at the query, so it is causal already, and unlike is_causal it goes with a mask.
+    # is_causal=False: the window ends at the query, so it is causal already; and unlike is_causal it allows a mask.
     out = cp_attention(query, key, value, cp, mode, Call(False, scaling, mask, batch.documents))
     if batch.tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention
         out = out.masked_fill(~batch.tokens, 0.0)
