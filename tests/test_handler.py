@@ -338,7 +338,7 @@ def of_comm_type(word: Any, sizes: list[int] | None, names: tuple[str, ...]) -> 
         parallelize_module(module, mesh, style)
         with comm.record_traffic() as log:
             out = module(*local)
-        travels.append("+".join(sorted({name for name, _ in log.entries if name != "numbers"})))
+        travels.append("+".join(sorted({name for name, _ in log.entries if name != "agreement"})))
         worst = max(worst, relative_error(handler.combine(tensor=out, seq_dim=0), want))
     worst = max(worst, relative_error(handler.combine(handler.core_attn(SBHD(), *local), 0), want))
     return worst, travels

@@ -197,10 +197,10 @@ def packed(layout: str) -> None:
         assert torch.equal(found["shift_labels"], shift(whole["labels"], [[4, 5, 16]])[:, mine])
         assert torch.equal(found["position_ids"], restarted[mine].expand(3, -1))
         with handler.documents(found) as table:
-            assert sorted(set(table[0].tolist())) == [0, 5, 6, 17, 24] and handler.cp.facts.documents is table
+            assert sorted(set(table[0].tolist())) == [0, 5, 6, 17, 24] and handler.cp.batch.documents is table
             assert torch.equal(handler.position_ids(24, restart=True), restarted[mine])
             assert torch.equal(handler.position_ids(24), mine)
-        assert handler.cp.facts.documents is None
+        assert handler.cp.batch.documents is None
 
     rows = [[0, 24], [0, 7, 8, 24], [0, 1, 23, 24]]
     found = handler.get_batch_on_this_cp_rank({**batch, "cu_seqlens": rows}, shift_labels=True)

@@ -249,7 +249,7 @@ def replicated(case: Case) -> dict[str, float]:
     for share in shares:
         dist.all_reduce(share)
     pairs = [(out, want[:, :, mine]), (dq, want_grads[0][:, :, mine]), *zip(shares, want_grads[1:], strict=True)]
-    sent = sum(n for operation, n in traffic.entries if operation != "numbers")
+    sent = sum(n for operation, n in traffic.entries if operation != "agreement")
     return {"bytes": float(sent), **{str(i): relative_error(a, b) for i, (a, b) in enumerate(pairs)}}
 
 
