@@ -108,7 +108,7 @@ def run_replicated(cases: list[AttentionCase]) -> list[tuple[AttentionCase, Erro
         shards = [case.shard() for case in cases]
         outs = [shard.attend(cp_mesh()) for shard in shards]
         grads = [torch.autograd.grad(out, shard.qkv, shard.dout) for out, shard in zip(outs, shards, strict=True)]
-    assert not [entry for entry in traffic.entries if entry[0] != "numbers"]
+    assert not [entry for entry in traffic.entries if entry[0] != "agreement"]
     return [(s.case, s.errors(out, some)) for s, out, some in zip(shards, outs, grads, strict=True)]
 
 

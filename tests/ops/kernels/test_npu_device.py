@@ -1,4 +1,4 @@
-"""The whole library on tensors of a device named "npu", with real gloo ranks, in every mode of the engine."""
+"""The whole library on tensors of a device named "npu", with real gloo ranks, in every mode."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def npus() -> Iterator[Ranks]:
 
 
 def run_case(case: AttentionCase, mesh: DeviceMesh) -> Errors:
-    """Forward and backward on this rank; errors of its share against the oracle, and nothing waited for."""
+    """Run forward and backward on this rank: errors of its share against the oracle, and no wait for the device."""
     shard = case.shard("npu")
     npu_standin.calls.clear(), npu_device.calls.clear(), npu_device.waits.clear()
     out = shard.attend(mesh)
@@ -44,7 +44,7 @@ def run_case(case: AttentionCase, mesh: DeviceMesh) -> Errors:
     waits, transfers = list(npu_device.waits), [x for x in npu_device.calls if x.startswith("c10d.")]
     assert all(x.device.type == "npu" for x in (out, *grads)) and transfers
     assert npu_standin.calls or case.mask == "float", "the NPU's operators were not called"
-    if case.mask is None:  # what a mask is, is read once per tensor
+    if case.mask is None:  # a mask is read once per tensor
         assert not waits, f"a step waited for the device: {waits}"
     return shard.errors(out, grads)
 
@@ -114,8 +114,8 @@ def traced(case: AttentionCase, break_it: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("kv", ["ring", "all_gather"])
-def test_a_read_in_a_kernel_is_noticed(npus: Ranks, kv: str) -> None:
-    """That steps wait for nothing is asserted in every case above; here is what that assertion would see."""
+def test_a_read_in_a_kernel_is_detected(npus: Ranks, kv: str) -> None:
+    """Every case above asserts that a step waits for nothing. This test breaks a kernel to see that assertion fail."""
     for break_it, found in {
         "item": "_local_scalar_dense",
         "if": "_local_scalar_dense",
@@ -148,7 +148,7 @@ def attend_across_devices() -> None:
 
 
 class Attention(nn.Module):
-    """A user's attention: SDPA, or an NPU operator of some version, causal."""
+    """Causal attention of a user: SDPA, or some version of the NPU's operator."""
 
     def __init__(self, version: str | None) -> None:
         super().__init__()
@@ -159,8 +159,8 @@ class Attention(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
         triangle = torch.ones(2048, 2048, dtype=torch.bool, device="npu").triu(1)
         operator = getattr(torch.ops.npu, f"npu_fusion_attention{self.version}")
-        words = {"atten_mask": triangle, "sparse_mode": 3, "scale": 0.3}
-        return operator(q, k, v, q.shape[1], "BNSD", **words)[0]
+        options = {"atten_mask": triangle, "sparse_mode": 3, "scale": 0.3}
+        return operator(q, k, v, q.shape[1], "BNSD", **options)[0]
 
 
 @on_ranks
