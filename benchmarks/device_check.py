@@ -32,7 +32,7 @@ from hyper_cp.mesh import cp_mesh
 from hyper_cp.mesh.comm import Axis, Pending
 from hyper_cp.ops import engine, kernels
 from hyper_cp.ops.config import OpSettings
-from hyper_cp.ops.exchange import ulysses
+from hyper_cp.ops.exchange.ulysses import Ulysses
 from hyper_cp.schedule.lookup import resolve
 
 Band = tuple[int | None, int | None]
@@ -97,9 +97,8 @@ def visible_of(rows: int, cols: int, band: Band, parts: Parts | None, device: st
 
 def check_kernels(device: str, dtypes: Sequence[torch.dtype]) -> list[tuple[str, float, float]]:
     """``(what, error, bar)`` per kernel, dtype and tile. A kernel that refuses a dtype says so and is left out."""
-    module = kernels._module(torch.device(device))
     found = []
-    for name, kernel in {**module.KERNELS, "reference": kernels.REFERENCE}.items():
+    for name, kernel in kernels.available(torch.device(device).type).items():
         for dtype in dtypes:
             for rows, cols, band, parts in TILES:
                 what = f"{name} {dtype} {rows}x{cols} {band}" + (f" packed, {len(parts)} parts" if parts else "")
@@ -221,18 +220,16 @@ def mesh_of(line: Axis, by_heads: bool) -> cp_mesh.CPMesh:
 def share(cp: cp_mesh.CPMesh, mode: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
     """One rank's output and gradients, by the library's ops (its autograd would put the backward of all
     threads on one thread)."""
-    layout, by_heads = mode.get("layout", "contiguous"), cp.ulysses.size > 1
-
-    def trade(xs: list[Tensor], to_heads: bool) -> list[Tensor]:
-        return ulysses.all_to_all_op(xs, None, cp.key, layout, 2, 1, to_heads) if by_heads else xs
-
-    x, y, z, dy = trade([q, k, v, dout], True)
-    exchange, balance = mode.get("kv_exchange", "all_gather"), mode.get("load_balance", False)
-    said = OpSettings(layout, exchange, balance, (None, 0), 1, kernels.choose(x, y, z, True), cp.key).text()
-    settings = (None, None, None, q.shape[3] ** -0.5, 0.0, said)
-    out, lse = engine.attention_op(x, y, z, *settings)
-    grads = engine.attention_backward_op(dy, x, y, z, out, lse, engine.fingerprint(None, said), *settings)
-    return trade([out, *grads], False)
+    layout, exchange = mode.get("layout", "contiguous"), mode.get("kv_exchange", "all_gather")
+    heads = Ulysses(cp, layout)
+    q, k, v, dout = heads.to_heads(q, k, v, dout)
+    kernel = kernels.choose(q, k, v, True)
+    settings = OpSettings(layout, exchange, mode.get("load_balance", False), (None, 0), 1, kernel, cp.key).text()
+    rest = (None, None, None, q.shape[3] ** -0.5, 0.0, settings)
+    out, lse = engine.attention_op(q, k, v, *rest)
+    mark = engine.fingerprint(None, settings)
+    grads = engine.attention_backward_op(dout, q, k, v, out, lse, mark, *rest)
+    return list(heads.to_sequence([out, *grads]))
 
 
 class Simulation:
@@ -332,11 +329,8 @@ def measure(device: str, dtype: torch.dtype, args: argparse.Namespace) -> None:
                 cp = mesh_of(SilentAxis(n - 1, n), bool(mode.get("ulysses")))
                 run = lambda cp=cp, mode=mode, part=part: share(cp, mode, *part)  # noqa: E731
                 taken = seconds(run, device, args.rounds)
-                kept, kernels.get = kernels.get, lambda *_: _NoKernel()
-                try:
+                with kernels.register(_NoKernel(), torch.device(device).type):
                     merging = seconds(run, device, args.rounds)
-                finally:
-                    kernels.get = kept
                 print(
                     f"{length:>7} {n:>3} {name:24} {taken * 1e3:9.2f} ms  {taken / (base / n):6.3f}  "
                     f"merging {merging / (base / n):6.3f}",

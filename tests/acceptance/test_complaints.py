@@ -186,7 +186,7 @@ def ring_bytes(kv_heads: int) -> list[int]:
     for kv_exchange in ("ring", "all_gather"):
         with comm.record_traffic() as traffic:
             attention(q, k, v, mesh=mesh_of_all(), is_causal=True, enable_gqa=True, kv_exchange=kv_exchange)
-        sent.append(sum(n for operation, n in traffic.entries if operation != "numbers"))
+        sent.append(sum(n for operation, n in traffic.entries if operation != "agreement"))
     return sent
 
 

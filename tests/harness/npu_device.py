@@ -2,9 +2,9 @@
 
 :func:`install` is for good and for the whole process: call it in ranks that do nothing else. Operators run on
 the CPU tensors inside; the NPU's attention operators are those of the stand-in; transfers go through gloo.
-What a real device refuses (operands on different devices) is refused, and what makes the host wait for it is
-recorded in :data:`waits`. It says nothing of streams and of HCCL. One thing cannot be had: ``torch.tensor(...,
-device="npu")``, where PyTorch looks past the tensors that are made in Python.
+Operands on different devices are refused, as by a real device, and everything that makes the host wait for the device
+is recorded in :data:`waits`. It shows nothing of streams and of HCCL. One call does not work: ``torch.tensor(...,
+device="npu")``, where PyTorch bypasses tensors that are made in Python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BACKEND = "cpu:gloo,npu:gloo"
 calls: list[str] = []
 """Operators that ran on the device since the list was cleared."""
 waits: list[str] = []
-"""Of these, what makes the host wait for the device: reads of its values, copies that are not asynchronous."""
+"""Those that make the host wait for the device: reads of its values, copies that are not asynchronous."""
 
 _library: Any = None  # lives as long as the process
 _NPU = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
@@ -36,7 +36,7 @@ _READS |= {"unique_consecutive", "unique_dim_consecutive", "bincount", "repeat_i
 
 
 class Module:
-    """What ``torch.npu`` is to the rest of PyTorch."""
+    """The functions of ``torch.npu`` that the rest of PyTorch calls."""
 
     @staticmethod
     def is_available() -> bool:
@@ -101,11 +101,11 @@ def install() -> None:
 
 
 def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """One operator on the CPU tensors inside; its results are on the device if it was asked for there."""
+    """Run one operator on the CPU tensors inside; its results are on the device if an operand or ``device=`` is."""
     if func.namespace == "hyper_cp":  # the library's own operators run on tensors of the device
         return func.redispatch(_NPU, *args, **kwargs)
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-        return func.decompose(*args, **kwargs)  # what it is made of is looked at
+        return func.decompose(*args, **kwargs)  # its parts come back here
     operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     here = any(isinstance(x, OnNPU) for x in operands)
     target = kwargs.get("device")
@@ -119,7 +119,7 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     result = func(*tree_map(_inside, args), **tree_map(_inside, kwargs))
     if not here:
         return result
-    # What was written in place comes back as the tensor it went in as.
+    # A tensor that was written in place comes back as the object that was passed.
     known = {id(x.inside): x for x in operands if isinstance(x, OnNPU)}
     return tree_map(lambda x: known.get(id(x), OnNPU(x)) if isinstance(x, Tensor) else x, result)
 
@@ -129,7 +129,7 @@ def _inside(x: Any) -> Any:
 
 
 def _check(func: Any, name: str, operands: list[Tensor], args: Any, kwargs: Any) -> None:
-    """Record what waits for the device, and refuse what it refuses."""
+    """Record waits for the device, and refuse operands on two devices."""
     kinds = [x.device.type for x in operands]
     if name in ("copy_", "_to_copy"):
         source = args[1] if name == "copy_" else args[0]

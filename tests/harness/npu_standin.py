@@ -1,8 +1,8 @@
 """A stand-in for the public contract of the Ascend NPU's attention operators, in plain math on the CPU.
 
 Never shipped, never used where the real torch_npu is installed (registering a schema twice ends the
-process). It says nothing of the hardware: no speed, no memory, no streams, no HCCL. What the contract
-leaves undefined is refused, or NaN; what it has and the stand-in has not raises NotImplementedError.
+process). It shows nothing of the hardware: no speed, no memory, no streams, no HCCL. A use that the contract
+leaves undefined is refused, or gives NaN; a use that the stand-in does not cover raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LANES, COMPRESSED, MOST_TOKENS = 8, 2048, 1 << 20
 LOWEST, HIGHEST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
 _library: Any = None
 calls: list[dict[str, Any]] = []
-"""What was asked of the forward operators since the list was cleared: layout, sparse mode, whether masked."""
+"""Calls of the forward operators since the list was cleared: layout, sparse mode, True if there was a mask."""
 
 
 def install() -> None:
@@ -55,26 +55,26 @@ def _compressed(prefix: bool) -> Tensor:
 
 @dataclass
 class Call:
-    """One call of any version, its words spelled as in v2 (v1 and v3 say "tockens", gradients "scale_value")."""
+    """One call of any version, its options spelled as in v2 (v1 and v3 write "tockens", gradients "scale_value")."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    words: dict[str, Any]
+    options: dict[str, Any]
 
     @staticmethod
     def of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         schema = getattr(torch.ops.npu, name).default._schema
-        words = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-        words.update(zip((a.name for a in schema.arguments), args, strict=False))
-        words.update(kwargs)
-        words = {k.replace("tockens", "tokens").replace("scale_value", "scale"): v for k, v in words.items()}
-        call = Call(words.pop("query"), words.pop("key"), words.pop("value"), {"pse_type": 1, **words})
+        options = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+        options.update(zip((a.name for a in schema.arguments), args, strict=False))
+        options.update(kwargs)
+        options = {k.replace("tockens", "tokens").replace("scale_value", "scale"): v for k, v in options.items()}
+        call = Call(options.pop("query"), options.pop("key"), options.pop("value"), {"pse_type": 1, **options})
         call.check()
         return call
 
     def __getattr__(self, word: str) -> Any:
-        return self.words[word]
+        return self.options[word]
 
     @cached_property
     def layout(self) -> str:
@@ -88,8 +88,8 @@ class Call:
 
     @cached_property
     def ends(self) -> tuple[list[int], list[int]]:
-        """Where sequences end among the tokens of query and of key; trailing zeros take no part."""
-        both = [[int(x) for x in self.words[f"actual_seq_{x}len"]] for x in ("q", "kv")]
+        """The ends of the sequences among the tokens of query and of key; trailing zeros take no part."""
+        both = [[int(x) for x in self.options[f"actual_seq_{x}len"]] for x in ("q", "kv")]
         while both[0] and both[0][-1] == both[1][-1] == 0:
             both = [ends[:-1] for ends in both]
         return both[0], both[1]
@@ -147,7 +147,7 @@ class Call:
             return [b.view(-1, self.head_num, LANES).transpose(0, 1)[..., :1] for b in blocks]
         return [b.view(self.head_num, -1, LANES)[..., :1] for b in blocks]
 
-    # ----------------------------------------------------------------------- what is hidden
+    # ----------------------------------------------------------------------- hidden pairs
 
     def hidden(self, index: int, rows: int, cols: int) -> Tensor:
         """True where masked out, ``[N or 1, rows, cols]`` of one batch row or sequence: the documented table."""
@@ -192,11 +192,11 @@ class Call:
                 logits = self.scale * product
             yield q, k, v, logits.masked_fill(self.hidden(index, q.shape[1], k.shape[1]), -torch.inf)
 
-    # ----------------------------------------------------------------------- what is refused
+    # ----------------------------------------------------------------------- refusals
 
     def check(self) -> None:
         tensors = {"query": self.query, "key": self.key, "value": self.value, "pse": self.pse}
-        tensors |= {"dy": self.words.get("dy"), "attention_in": self.words.get("attention_in")}
+        tensors |= {"dy": self.options.get("dy"), "attention_in": self.options.get("attention_in")}
         for name, x in tensors.items():
             if x is not None:
                 refuse(x.is_contiguous(), f"{name} must be contiguous")
@@ -211,7 +211,7 @@ class Call:
         refuse(self.softmax_layout in ("", "TND"), "only softmax_layout TND is supported")
         refuse(self.softmax_layout == "" or self.layout == "TND", "softmax_layout TND takes input_layout TND")
         for word in ("query_rope", "key_rope", "sink", "dropout_mask"):
-            if self.words.get(word) is not None:
+            if self.options.get(word) is not None:
                 raise NotImplementedError(f"{word} is not in the stand-in")
         if self.keep_prob != 1 or self.pse_type > 1 or (self.pse is not None and self.layout == "TND"):
             raise NotImplementedError("dropout, pse_type 2 and 3 and pse of TND are not in the stand-in")
@@ -220,7 +220,7 @@ class Call:
 
     def check_shapes(self) -> None:
         tnd = self.layout == "TND"
-        lengths = self.words["actual_seq_qlen"], self.words["actual_seq_kvlen"]
+        lengths = self.options["actual_seq_qlen"], self.options["actual_seq_kvlen"]
         if tnd:
             refuse(all(x is not None and len(x) for x in lengths), "TND takes actual_seq_qlen and actual_seq_kvlen")
             refuse(len(lengths[0]) == len(lengths[1]) <= 1024, "actual_seq_* must be equally many, at most 1024")
@@ -229,7 +229,7 @@ class Call:
                 refuse(ascending and (not ends or ends[-1] <= x.shape[0]), f"actual_seq_{name}len {ends} is wrong")
             refuse(max(self.query.shape[0], self.key.shape[0]) <= MOST_TOKENS, "more than 1M tokens")
         else:
-            refuse(lengths == (None, None), "actual_seq_* are of input_layout TND")
+            refuse(lengths == (None, None), "actual_seq_* belong to input_layout TND")
         for x in lengths:
             if isinstance(x, Tensor):
                 refuse(x.device.type == "cpu" and x.ndim == 1, "actual_seq_* must be 1-D on the CPU")
@@ -240,7 +240,7 @@ class Call:
             refuse(k.shape[:2] == v.shape[:2], "key and value differ in heads or length")
             refuse(q.shape[0] % k.shape[0] == 0, "heads of query must be a multiple of those of key")
             refuse(q.shape[2] == k.shape[2] >= v.shape[2], "head dims must be those of query = key >= value")
-            refuse(q.shape[2] <= (512 if tnd and "dy" in self.words else 768), f"head dim {q.shape[2]} is too large")
+            refuse(q.shape[2] <= (512 if tnd and "dy" in self.options else 768), f"head dim {q.shape[2]} is too large")
             refuse(max(q.shape[1], k.shape[1]) <= MOST_TOKENS, "more than 1M positions")
 
     def check_mask(self) -> None:
@@ -319,21 +319,21 @@ def _grad(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Differentiable(torch.autograd.Function):
-    """What autograd does of a forward operator: it calls the gradient operator with the same words."""
+    """The autograd of a forward operator: it calls the gradient operator with the same options."""
 
     @staticmethod
     def call(name: str, *args: Any, **kwargs: Any) -> Any:
         arguments = getattr(torch.ops.npu, name).default._schema.arguments
         given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
         tensors = {k: v for k, v in given.items() if isinstance(v, Tensor)}
-        words = {k: v for k, v in given.items() if k not in tensors and v is not None}
-        return _Differentiable.apply(name, words, list(tensors), *tensors.values())
+        options = {k: v for k, v in given.items() if k not in tensors and v is not None}
+        return _Differentiable.apply(name, options, list(tensors), *tensors.values())
 
     @staticmethod
-    def forward(ctx: Any, name: str, words: dict[str, Any], names: list[str], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, name: str, options: dict[str, Any], names: list[str], *tensors: Tensor) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            outputs = getattr(torch.ops.npu, name)(**words, **dict(zip(names, tensors, strict=True)))
-        ctx.name, ctx.words, ctx.names = name, dict(words), names
+            outputs = getattr(torch.ops.npu, name)(**options, **dict(zip(names, tensors, strict=True)))
+        ctx.name, ctx.options, ctx.names = name, dict(options), names
         ctx.save_for_backward(*tensors, *outputs[:3])
         ctx.mark_non_differentiable(*(x for x in outputs[1:] if isinstance(x, Tensor)))
         return outputs
@@ -341,8 +341,8 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
         saved = dict(zip([*ctx.names, "attention_in", "softmax_max", "softmax_sum"], ctx.saved_tensors, strict=True))
-        words = {**ctx.words, **saved, "dy": dout.contiguous()}
-        if "scale" in words:
-            words["scale_value"] = words.pop("scale")
-        grads = getattr(torch.ops.npu, ctx.name.replace("attention", "attention_grad"))(**words)
+        options = {**ctx.options, **saved, "dy": dout.contiguous()}
+        if "scale" in options:
+            options["scale_value"] = options.pop("scale")
+        grads = getattr(torch.ops.npu, ctx.name.replace("attention", "attention_grad"))(**options)
         return None, None, None, *grads[:3], *[None] * (len(ctx.names) - 3)

@@ -291,7 +291,7 @@ def traffic(layout: str) -> list[tuple[str, int]]:
     local = [x[:, :, mine].detach().requires_grad_() for x in whole()]
     with backward_on_the_cpu(), comm.record_traffic() as log:
         styled(Flex(CASES["causal"]), ulysses_degree=1, layout=layout)(*local).sum().backward()
-    return [entry for entry in log.entries if entry[0] != "numbers"]
+    return [entry for entry in log.entries if entry[0] != "agreement"]
 
 
 def test_bytes_equal_the_formula(ranks: Any) -> None:
@@ -353,7 +353,7 @@ def refused(what: str) -> Any:
                 mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
                 parallelize_module(Groups(), mesh, style)(q, k, v)
         finally:
-            sent = [op for op, _ in log.entries if op not in ("all_to_all", "numbers")]
+            sent = [op for op, _ in log.entries if op not in ("all_to_all", "agreement")]
             assert not sent, sent
 
 

@@ -293,7 +293,7 @@ def asked(world: int, kv_heads: int, **how: Any) -> None:
         try:
             attention(q, k, v, mesh=mesh, enable_gqa=True, **how)
         finally:
-            assert all(operation == "numbers" for operation, _ in log.entries), log.entries
+            assert all(operation == "agreement" for operation, _ in log.entries), log.entries
 
 
 class FlexModule(torch.nn.Module):

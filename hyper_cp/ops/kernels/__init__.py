@@ -1,67 +1,146 @@
-"""Attention of one tile on one device: a small protocol and the choice of the kernel.
+"""Attention of one tile on one device: the registered kernels, and the choice between them.
 
 Kernels know nothing of processes, layouts or modes. Inside the library a tile's partial is
 (output ``[B, H, Sq, Dv]``, log-sum-exp ``[B, H, Sq]`` in fp32, or fp64 for fp64 inputs, natural
-logarithm of scaled logits); whatever a device's operator returns is converted at its door.
+logarithm of scaled logits); a kernel converts whatever its device's operator returns.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
+from . import cpu, cuda, npu
 from .inputs import Kernel, TileInputs
 from .reference import KERNEL as REFERENCE
 
-__all__ = ["REFERENCE", "Kernel", "TileInputs", "choose", "get"]
+__all__ = ["REFERENCE", "Kernel", "TileInputs", "available", "choose", "get", "register"]
 
 logger = logging.getLogger(__name__)
 
-
-# A module per device type, with KERNELS by name and choose(q, k, v, causal) -> name. Other devices
-# get plain math.
-_MODULES = {"cpu": "cpu", "cuda": "cuda", "npu": "npu"}
+Accepts = Callable[[Tensor, Tensor, Tensor, bool], bool]
+"""``accepts(q, k, v, is_causal)``: True if a kernel is to run the tiles of a call with these tensors."""
 
 
-def _module(device: torch.device) -> Any:
-    name = _MODULES.get(device.type)
-    return None if name is None else importlib.import_module(f".{name}", __name__)
+@dataclass(frozen=True)
+class _Entry:
+    kernel: Kernel
+    accepts: Accepts
+    plain_with_dropout: bool
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout_p: float = 0.0) -> str:
-    """The name of the kernel that this call's tiles run on, in forward and backward. Raises if the
-    user's settings leave none. Under torch.compile the choice is left to the run ("")."""
-    if dropout_p:  # only plain math can be told which weights to drop
-        return _with_dropout(q, k, v, causal)
+_by_device: dict[str, OrderedDict[int, _Entry]] = {}
+
+
+def register(
+    kernel: Kernel, device_type: str, accepts: Accepts | None = None, *, plain_with_dropout: bool = False
+) -> RemovableHandle:
+    """Add a kernel for tensors of a device type. A vendor's package does so when it is imported; a test does so in a
+    ``with`` statement.
+
+    Each attention call chooses its kernel once. The last registered kernel that accepts the call runs it, so an added
+    kernel precedes the library's own. If no kernel accepts it, plain math (the reference kernel) does.
+
+    Args:
+        kernel: an object with ``name``, ``forward`` and ``backward`` as :class:`Kernel` describes them. The name must
+            be unique on the device type: backward finds the kernel of its forward by it.
+        device_type: ``"cpu"``, ``"cuda"``, ``"npu"``, ``"xpu"`` ...
+        accepts: ``accepts(q, k, v, is_causal)``, with the call's tensors [B, H, S, D]; default: every call. It must
+            only read shapes, dtypes and settings, so that the host does not wait for the device. It may raise if the
+            user's settings forbid every kernel.
+        plain_with_dropout: with dropout, run accepted calls by plain math, which needs memory for whole tiles of
+            logits. By default they are refused: only the reference kernel takes a given dropout pattern.
+
+    Returns:
+        A handle: ``handle.remove()``, or the end of ``with register(...):``, removes the kernel again.
+
+    Example::
+
+        class Mine:
+            name = "mine"
+
+            def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]: ...
+            def backward(self, tile, dout, out, lse) -> tuple[Tensor, Tensor, Tensor]: ...
+
+        kernels.register(Mine(), "xpu", accepts=lambda q, k, v, is_causal: q.dtype == torch.bfloat16)
+    """
+    if not kernel.name or "|" in kernel.name:
+        raise ValueError(
+            f"kernel.name={kernel.name!r} must be a non-empty string without '|'. An op finds its kernel by this name, in a "
+            "text of settings that '|' separates. Give kernel.name another value"
+        )
+    if kernel.name in available(device_type):
+        raise ValueError(
+            f"a kernel with the name {kernel.name!r} is registered already for the device type {device_type!r}. "
+            "Backward finds the kernel of its forward by this name. Give kernel.name another value, or remove() the "
+            "other kernel first"
+        )
+    entries = _by_device.setdefault(device_type, OrderedDict())
+    handle = RemovableHandle(entries)
+    entries[handle.id] = _Entry(kernel, accepts or _always, plain_with_dropout)
+    return handle
+
+
+def _always(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
+    return True
+
+
+def available(device_type: str) -> dict[str, Kernel]:
+    """All kernels for tensors of a device type, and the reference kernel; their names are the keys."""
+    return {REFERENCE.name: REFERENCE, **{entry.kernel.name: entry.kernel for entry in _entries(device_type)}}
+
+
+def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout_p: float = 0.0) -> str:
+    """The name of the kernel that runs this call's tiles, in forward and backward. Under torch.compile it is "": the
+    choice is left to the run. Raises if the user's settings leave no kernel."""
+    if dropout_p:  # only plain math takes a given dropout pattern
+        _check_plain(_accepting(q, k, v, is_causal), q.device.type)
+        return REFERENCE.name
     if torch.compiler.is_compiling():
         return ""
-    module = _module(q.device)
-    name: str = REFERENCE.name if module is None else module.choose(q, k, v, causal)
+    entry = _accepting(q, k, v, is_causal)
+    name = REFERENCE.name if entry is None else entry.kernel.name
     logger.debug("attention of %s on %s: %s", tuple(q.shape), q.device, name)
     return name
 
 
-def _with_dropout(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
-    module = _module(q.device)
-    plain = module is None or getattr(module, "PLAIN_WITH_DROPOUT", False)
-    name: str = REFERENCE.name if plain else module.choose(q, k, v, causal)
-    if name != REFERENCE.name:
+def _accepting(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> _Entry | None:
+    return next((entry for entry in _entries(q.device.type)[::-1] if entry.accepts(q, k, v, is_causal)), None)
+
+
+def _entries(device_type: str) -> list[_Entry]:
+    entries = _by_device.get(device_type)
+    return [] if entries is None else list(entries.values())
+
+
+def _check_plain(entry: _Entry | None, device_type: str) -> None:
+    if entry is not None and not entry.plain_with_dropout:
         raise NotImplementedError(
-            f"dropout_p > 0 on {q.device.type}, where attention runs on the kernel {name!r}: it draws its own numbers "
-            "for each tile and cannot be told which weights to drop. Set dropout to 0.0, or allow plain math only: "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+            f"dropout_p > 0 is not possible on {device_type}, where attention runs on the kernel "
+            f"{entry.kernel.name!r}. It draws its own random numbers for each tile and takes no dropout pattern. "
+            "Set dropout to 0.0, or allow plain math only: torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
         )
-    return name
 
 
 def get(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
-    """The kernel chosen by name, or ("") chosen now."""
-    module = _module(q.device)
-    if not name:
-        name = REFERENCE.name if module is None else module.choose(q, k, v, False)
-    kernel: Kernel = REFERENCE if name == REFERENCE.name else module.KERNELS[name]
+    """The kernel of this name for the device of q; with "", choose one now."""
+    kernel = available(q.device.type).get(name or choose(q, k, v, False))
+    if kernel is None:
+        raise LookupError(
+            f"no kernel with the name {name!r} is registered for the device type {q.device.type!r}. The forward ran on "
+            "it, so backward needs it too. Keep the kernel registered until backward has run"
+        )
     return kernel
+
+
+register(cpu.KERNEL, "cpu", cpu.accepts, plain_with_dropout=True)  # as F.scaled_dot_product_attention on CPU
+register(npu.KERNEL, "npu", npu.accepts)
+for _kernel in cuda.KERNELS.values():
+    register(_kernel, "cuda", partial(cuda.accepts, _kernel))

@@ -30,10 +30,6 @@ class _Flash:
 KERNEL = OperatorKernel(_Flash(), _Flash())
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
-    """The name of the kernel for these tensors."""
-    return KERNEL.name if q.shape[3] == k.shape[3] == v.shape[3] else "reference"
-
-
-KERNELS = {KERNEL.name: KERNEL}
-PLAIN_WITH_DROPOUT = True  # as in F.scaled_dot_product_attention, whose flash attention has no dropout here
+def accepts(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
+    """True if head dims are equal: the operator takes no others."""
+    return q.shape[3] == k.shape[3] == v.shape[3]

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .inputs import TileInputs
+from .inputs import Kernel, TileInputs
 from .operators import OperatorKernel, gather, packing, scatter
-from .reference import KERNEL as REFERENCE
 
 _aten = torch.ops.aten
 
@@ -156,40 +155,39 @@ def _bounds(ends: tuple[int, ...], device: torch.device) -> Tensor:
 # --------------------------------------------------------------------------- the choice
 
 
-KERNELS = {
-    _Flash.name: OperatorKernel(_Flash(), _Efficient(), _PackedFlash()),
-    _Efficient.name: OperatorKernel(_Efficient(), _Efficient()),
-    _CuDNN.name: OperatorKernel(_CuDNN(), _Efficient()),
-}
+_FLASH = OperatorKernel(_Flash(), _Efficient(), _PackedFlash())
+_EFFICIENT = OperatorKernel(_Efficient(), _Efficient())
+_CUDNN = OperatorKernel(_CuDNN(), _Efficient())
+KERNELS = {kernel.name: kernel for kernel in (_FLASH, _EFFICIENT, _CUDNN)}
 
 _BY_BACKEND = {
-    int(SDPBackend.FLASH_ATTENTION.value): _Flash.name,
-    int(SDPBackend.EFFICIENT_ATTENTION.value): _Efficient.name,
-    int(SDPBackend.CUDNN_ATTENTION.value): _CuDNN.name,
-    int(SDPBackend.MATH.value): REFERENCE.name,
+    int(SDPBackend.FLASH_ATTENTION.value): _FLASH,
+    int(SDPBackend.EFFICIENT_ATTENTION.value): _EFFICIENT,
+    int(SDPBackend.CUDNN_ATTENTION.value): _CUDNN,
+    int(SDPBackend.MATH.value): None,
 }
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
-    """The kernel of the backend that plain SDPA would run, ``sdpa_kernel(...)`` blocks included."""
+def accepts(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
+    """True if plain SDPA would run the backend of ``kernel``, ``sdpa_kernel(...)`` blocks included."""
     grouped = q.shape[1] != k.shape[1]
     # Private: no public function says what SDPA chooses, priorities included. The same in torch 2.11
-    # and 2.13. It looks at shapes and settings only: no device synchronisation.
-    choice = torch._fused_sdp_choice(q, k, v, is_causal=causal, enable_gqa=grouped)
+    # and 2.13. It reads shapes and settings only: no device synchronisation.
+    choice = torch._fused_sdp_choice(q, k, v, is_causal=is_causal, enable_gqa=grouped)
     if choice in _BY_BACKEND:
-        return _BY_BACKEND[choice]
+        return _BY_BACKEND[choice] is kernel
     raise RuntimeError(
         f"no attention backend takes query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)} of "
-        f"dtype {q.dtype} on {q.device}: {_refusals(q, k, v, causal, grouped)}. Allow another backend in "
+        f"dtype {q.dtype} on {q.device}: {_refusals(q, k, v, is_causal, grouped)}. Allow another backend in "
         "torch.nn.attention.sdpa_kernel"
     )
 
 
-def _refusals(q: Tensor, k: Tensor, v: Tensor, causal: bool, grouped: bool) -> str:
-    """Why each backend was refused, in PyTorch's words."""
+def _refusals(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, grouped: bool) -> str:
+    """PyTorch's reasons for refusing each backend."""
     cuda = torch.backends.cuda
-    params = cuda.SDPAParams(q, k, v, None, 0.0, causal, grouped)
-    words = []
+    params = cuda.SDPAParams(q, k, v, None, 0.0, is_causal, grouped)
+    reasons = []
     for name, enabled, can_use in (
         ("flash", cuda.flash_sdp_enabled(), cuda.can_use_flash_attention),
         ("memory-efficient", cuda.mem_efficient_sdp_enabled(), cuda.can_use_efficient_attention),
@@ -198,6 +196,6 @@ def _refusals(q: Tensor, k: Tensor, v: Tensor, causal: bool, grouped: bool) -> s
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             can_use(params, debug=True)
-        reasons = "; ".join(str(w.message).split(" (Triggered")[0] for w in caught)
-        words.append(f"{name}: {reasons if enabled else 'switched off'}")
-    return ", ".join([*words, f"math: {'unknown' if cuda.math_sdp_enabled() else 'switched off'}"])
+        reason = "; ".join(str(w.message).split(" (Triggered")[0] for w in caught)
+        reasons.append(f"{name}: {reason if enabled else 'switched off'}")
+    return ", ".join([*reasons, f"math: {'unknown' if cuda.math_sdp_enabled() else 'switched off'}"])

@@ -24,19 +24,19 @@ def draw_seed() -> Tensor:
 
 
 class Dropout:
-    """Factors of attention weights: ``1 / (1 - p)`` where kept, 0 where dropped."""
+    """Factors of attention weights: ``1 / (1 - p)`` if a weight is kept, 0 if it is dropped."""
 
     def __init__(self, p: float, seed: Tensor, like: Tensor, heads_before: int, queries: tuple[Range, ...]):
         self.p, self.device, self.dtype = p, like.device, accumulation_dtype(like.dtype)
         batch, heads = like.shape[:2]
         rows = _positions(queries, like.device)
-        # By batch row, head and query: [B, H, rows].
+        # One number per batch row, head and query: [B, H, rows].
         key = _mix(int(seed.item()) ^ torch.arange(batch, device=like.device).view(-1, 1, 1))
         key = _mix(key ^ (heads_before + torch.arange(heads, device=like.device)).view(1, -1, 1))
         self.rows = _mix(key ^ rows.view(1, 1, -1))
 
     def of(self, step: Step, tile: Tile) -> Tensor:
-        """``[b, H, rows, cols]`` of a tile, in the accumulation dtype."""
+        """The factors ``[b, H, rows, cols]`` of a tile, in the accumulation dtype."""
         batch = slice(None) if tile.batch is None else slice(*tile.batch)
         cols = _mix(_positions(step.keys, self.device)[tile.k[0] : tile.k[1]] + 1)
         number = _mix(self.rows[batch, :, tile.q[0] : tile.q[1]].unsqueeze(-1) ^ cols)

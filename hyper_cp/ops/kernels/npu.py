@@ -1,6 +1,6 @@
 """Ascend NPU: ``torch_npu.npu_fusion_attention`` and its gradient.
 
-Not executed on hardware: the tests drive it against a stand-in for the operators' public contract.
+Not executed on hardware: the tests run it against a stand-in for the operators' public contract.
 """
 
 from __future__ import annotations
@@ -177,15 +177,13 @@ def _triangle(device: torch.device) -> Tensor:
 
 
 KERNEL = NPUKernel()
-KERNELS = {KERNEL.name: KERNEL}
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
-    """The fused operator where it takes these tensors, else plain math."""
-    fits = (
+def accepts(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
+    """True within the limits of the operator on dtype, heads, head dims and lengths."""
+    return (
         q.dtype in (torch.float16, torch.bfloat16, torch.float32)
         and q.shape[1] <= 256
         and v.shape[3] <= q.shape[3] <= 768
         and max(q.shape[2], k.shape[2]) <= 1 << 20
     )
-    return KERNEL.name if fits else REFERENCE.name

@@ -29,7 +29,7 @@ TILES: list[Tile] = [
 
 
 def problem(tile: Tile, dtype: torch.dtype, v_dim: int, dim: int = 8) -> tuple[list[Tensor], Tensor, Tensor, Any]:
-    """q, k, v, dout; which pairs are visible; the mask as passed."""
+    """Make q, k, v, dout, the visible pairs, the bias and the mask as it is passed."""
     rows, cols, (lower, upper), kind = tile
     g = torch.Generator().manual_seed(rows)
     shapes = [(2, 4, rows, dim), (2, 2, cols, dim), (2, 2, cols, v_dim), (2, 4, rows, v_dim)]
@@ -53,7 +53,7 @@ def problem(tile: Tile, dtype: torch.dtype, v_dim: int, dim: int = 8) -> tuple[l
 
 
 def errors(kernel: Any, tile: Tile, dtype: torch.dtype, v_dim: int = 8) -> dict[str, float]:
-    """Of output, log-sum-exp and gradients, given the oracle's merged output and log-sum-exp."""
+    """Errors of output, log-sum-exp and gradients, given the oracle's merged output and log-sum-exp."""
     (q, k, v, dout), visible, bias, mask = problem(tile, dtype, v_dim)
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     want = plain_attention(*wide, visible=visible, bias=bias, scale=0.3)
@@ -115,15 +115,17 @@ def test_cuda_runs_what_plain_sdpa_would() -> None:
         (SDPBackend.FLASH_ATTENTION, "cuda flash"),
         (SDPBackend.EFFICIENT_ATTENTION, "cuda memory-efficient"),
         (SDPBackend.CUDNN_ATTENTION, "cuda cudnn"),
-        (SDPBackend.MATH, "reference"),
+        (SDPBackend.MATH, None),  # no kernel accepts, so the reference kernel runs
     ):
         with mock.patch.object(torch, "_fused_sdp_choice", return_value=int(backend.value)):
-            assert cuda.choose(q, q, q, True) == name
+            accepting = [x.name for x in cuda.KERNELS.values() if cuda.accepts(x, q, q, q, True)]
+            assert accepting == ([] if name is None else [name])
     with (
         mock.patch.object(torch, "_fused_sdp_choice", return_value=int(SDPBackend.ERROR.value)),
         pytest.raises(RuntimeError, match=r"no attention backend takes query \(1, 2, 4, 8\).*flash: .*cudnn: "),
     ):
-        cuda.choose(q, q, q, True)
+        cuda.accepts(cuda.KERNELS["cuda flash"], q, q, q, True)
+    assert set(kernels.available("cuda")) == {"reference", *cuda.KERNELS}
 
 
 # --------------------------------------------------------------------------- NPU, against the stand-in

@@ -1,4 +1,4 @@
-"""The whole library on tensors of a device named "npu", with real gloo ranks, in every mode of the engine."""
+"""The whole library on tensors of a device named "npu", with real gloo ranks, in every mode."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def npus() -> Iterator[Ranks]:
 
 
 def run_case(case: Case) -> dict[str, float]:
-    """Forward and backward on this rank; errors of its share against the oracle, and nothing waited for."""
+    """Run forward and backward on this rank: errors of its share against the oracle, and no wait for the device."""
     rank, world, length = dist.get_rank(), dist.get_world_size(), case["length"]
     mesh = init_device_mesh("npu", (world,), mesh_dim_names=("cp",))
     q, k, v, dout = inputs(2, 8, 4, length, 8, case.get("v_dim", 8), torch.float32)
@@ -73,7 +73,7 @@ def run_case(case: Case) -> dict[str, float]:
     waits, transfers = list(npu_device.waits), [x for x in npu_device.calls if x.startswith("c10d.")]
     assert all(x.device.type == "npu" for x in (out, *grads)) and transfers
     assert npu_standin.calls or case.get("mask") == "float", "the NPU's operators were not called"
-    if "mask" not in case:  # what a mask is, is read once per tensor
+    if "mask" not in case:  # a mask is read once per tensor
         assert not waits, f"a step waited for the device: {waits}"
     found = {"out": relative_error(out.cpu(), want[:, :, mine])}
     for name, grad, right in zip(("dq", "dk", "dv"), grads, want_grads, strict=True):
@@ -97,7 +97,7 @@ def test_every_mode(npus: Ranks, world: int) -> None:
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_windows_documents_and_masks(npus: Ranks, world: int) -> None:
     length = 12 * world
-    facts: list[Case] = [
+    visibilities: list[Case] = [
         {"window": (3, 2)},
         {"window": (length // 2, 0), "causal": True},
         {"documents": [[0, 1, 7, length - 2, length]], "causal": True},
@@ -107,9 +107,9 @@ def test_windows_documents_and_masks(npus: Ranks, world: int) -> None:
         {"mask": "padding"},
         {"mask": "float"},
     ]
-    # Each mode has three of the facts, another mode the next three: in both worlds together each fact has many modes.
-    drawn = [(mode, facts[(i + n) % 8]) for i, mode in enumerate(modes(world)) for n in (0, 3, 6)]
-    cases = [{"causal": False, **mode, **fact, "length": length} for mode, fact in drawn]
+    # Each mode has three of the visibilities, the next mode the next three: together each visibility has many modes.
+    drawn = [(mode, visibilities[(i + n) % 8]) for i, mode in enumerate(modes(world)) for n in (0, 3, 6)]
+    cases = [{"causal": False, **mode, **visible, "length": length} for mode, visible in drawn]
     check(npus(world, run_cases, cases), FP32)
 
 
@@ -118,7 +118,7 @@ def test_windows_documents_and_masks(npus: Ranks, world: int) -> None:
 
 @on_ranks
 def traced(case: Case, break_it: str = "") -> list[str]:
-    """What one step, forward and backward, waited for."""
+    """Run one step, forward and backward, and return its first wait for the device."""
     forward = npu.NPUKernel.forward
 
     def reading(self: Any, tile: TileInputs) -> Any:
@@ -146,8 +146,8 @@ STEP = {"degree": 1, "layout": "contiguous", "balance": False, "causal": True, "
 
 
 @pytest.mark.parametrize("kv", ["ring", "all_gather"])
-def test_a_read_in_a_kernel_is_noticed(npus: Ranks, kv: str) -> None:
-    """That steps wait for nothing is asserted in every case above; here is what that assertion would see."""
+def test_a_read_in_a_kernel_is_detected(npus: Ranks, kv: str) -> None:
+    """Every case above asserts that a step waits for nothing. This test breaks a kernel to see that assertion fail."""
     for break_it, found in {
         "item": "_local_scalar_dense",
         "if": "_local_scalar_dense",
@@ -180,7 +180,7 @@ def attend_across_devices() -> None:
 
 
 class Attention(nn.Module):
-    """A user's attention: SDPA, or an NPU operator of some version, causal."""
+    """Causal attention of a user: SDPA, or some version of the NPU's operator."""
 
     def __init__(self, version: str | None) -> None:
         super().__init__()
@@ -191,8 +191,8 @@ class Attention(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
         triangle = torch.ones(2048, 2048, dtype=torch.bool, device="npu").triu(1)
         operator = getattr(torch.ops.npu, f"npu_fusion_attention{self.version}")
-        words = {"atten_mask": triangle, "sparse_mode": 3, "scale": 0.3}
-        return operator(q, k, v, q.shape[1], "BNSD", **words)[0]
+        options = {"atten_mask": triangle, "sparse_mode": 3, "scale": 0.3}
+        return operator(q, k, v, q.shape[1], "BNSD", **options)[0]
 
 
 @on_ranks

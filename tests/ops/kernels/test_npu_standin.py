@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("standin")
 
 
 def sees(mode: int, i: int, j: int, rows: int, cols: int, at: str, prefix: int, own: Tensor) -> bool:
-    """Whether query i sees key j, from the vendor's description of the mode. ``at``: the place of the sequence
+    """True if query i sees key j, by the vendor's description of the mode. ``at``: the place of the sequence
     in the call, "first", "last", "only" or ""."""
     top_left, bottom_right = j - i, (j - cols) - (i - rows)  # from the diagonal through that corner
     band = -PRE <= bottom_right <= NEXT
@@ -42,7 +42,7 @@ def sees(mode: int, i: int, j: int, rows: int, cols: int, at: str, prefix: int, 
 
 @dataclass
 class Problem:
-    """Sequences ``[1, N, S, D]`` (batch rows, or those of TND) and the words of a call over them."""
+    """Sequences ``[1, N, S, D]`` (batch rows, or those of TND) and the options of a call on them."""
 
     layout: str
     mode: int
@@ -65,17 +65,17 @@ class Problem:
             prefix = prefixes[index] if index < len(prefixes) else 0
             seen = [[sees(self.mode, i, j, r, c, at, prefix, own) for j in range(c)] for i in range(r)]
             self.visible.append(torch.tensor(seen, dtype=torch.bool).view(r, c))
-        self.words: dict[str, Any] = {"scale": SCALE, "sparse_mode": self.mode, "pse": self.pse}
-        self.words["atten_mask"] = own if self.mode < 2 else TRIANGLE if self.mode != 6 else PREFIX_TRIANGLE
+        self.options: dict[str, Any] = {"scale": SCALE, "sparse_mode": self.mode, "pse": self.pse}
+        self.options["atten_mask"] = own if self.mode < 2 else TRIANGLE if self.mode != 6 else PREFIX_TRIANGLE
         if self.mode == 5:
-            self.words["atten_mask"] = torch.stack([~x for x in self.visible])[:, None]
+            self.options["atten_mask"] = torch.stack([~x for x in self.visible])[:, None]
         if self.mode in (5, 6):
-            self.words["prefix"] = prefixes
+            self.options["prefix"] = prefixes
         if self.mode in (0, 4, 7, 8):
-            self.words |= {"pre_tokens": PRE, "next_tokens": NEXT}
+            self.options |= {"pre_tokens": PRE, "next_tokens": NEXT}
         if self.layout == "TND":
             for of, name in enumerate(("q", "kv")):
-                self.words[f"actual_seq_{name}len"] = list(itertools.accumulate(s[of] for s in self.lengths))
+                self.options[f"actual_seq_{name}len"] = list(itertools.accumulate(s[of] for s in self.lengths))
 
     def arranged(self, xs: list[Tensor]) -> Tensor:
         """Sequences in the layout of the call."""
@@ -102,23 +102,23 @@ class Problem:
             outs.append(out.detach())
         return outs, sums, grads
 
-    def spelled(self, version: str, words: dict[str, Any]) -> dict[str, Any]:
-        """The words as that version of the operator wants them."""
+    def spelled(self, version: str, options: dict[str, Any]) -> dict[str, Any]:
+        """The options as that version of the operator spells them."""
         if version != "_v2":
-            words = {k.replace("_tokens", "_tockens"): v for k, v in words.items()}
+            options = {k.replace("_tokens", "_tockens"): v for k, v in options.items()}
         if version == "_v3":
-            words = {k: torch.tensor(v) if k.startswith("actual") else v for k, v in words.items()}
-        return words
+            options = {k: torch.tensor(v) if k.startswith("actual") else v for k, v in options.items()}
+        return options
 
 
 def check(problem: Problem, version: str, softmax_layout: str = "") -> None:
-    """Outputs, statistics in their memory order, and gradients from statistics that only agree in the sum."""
-    words = problem.spelled(version, problem.words)
+    """Compare outputs, statistics in their memory order, and gradients from statistics that agree only in the sum."""
+    options = problem.spelled(version, problem.options)
     if softmax_layout:
-        words["softmax_layout"] = softmax_layout
+        options["softmax_layout"] = softmax_layout
     q, k, v, dout = (problem.arranged(x) for x in problem.tensors)
     operator = getattr(torch.ops.npu, f"npu_fusion_attention{version}")
-    out, largest, total, *rest = operator(q, k, v, HEADS, problem.layout, **words)
+    out, largest, total, *rest = operator(q, k, v, HEADS, problem.layout, **options)
     assert [type(x) for x in rest] == [Tensor] + ([Tensor] * 2 if version == "_v3" else [int] * 3)
     outs, sums, grads = problem.wanted()
     assert relative_error(out, problem.arranged(outs)) < 1e-5
@@ -132,12 +132,12 @@ def check(problem: Problem, version: str, softmax_layout: str = "") -> None:
         assert relative_error(found[~dead], want[~dead]) < 1e-5
         assert bool((flat[0][dead, lane] == LOWEST).all()) and bool((flat[1][dead, lane] == HIGHEST).all())
     assert bool((problem.arranged(outs) == 0).all(-1).any()) == bool(dead.any())
-    scale = words.pop("scale")
+    scale = options.pop("scale")
     lse = largest + total.log()
     for pair in ((largest, total), (lse, torch.ones_like(lse)), (lse - 1, torch.full_like(lse, torch.e))):
         gradient = getattr(torch.ops.npu, f"npu_fusion_attention_grad{version}")
         statistics = {"softmax_max": pair[0], "softmax_sum": pair[1], "attention_in": out, "scale_value": scale}
-        got = gradient(q, k, v, dout, HEADS, problem.layout, **statistics, **words)
+        got = gradient(q, k, v, dout, HEADS, problem.layout, **statistics, **options)
         assert len(got) == (7 if version == "_v2" else 5)
         for grad, expected in zip(got, (problem.arranged(list(x)) for x in zip(*grads, strict=True)), strict=False):
             assert relative_error(grad, expected) < 1e-5
@@ -168,11 +168,11 @@ def test_rows_that_see_nothing(mode: int) -> None:
     check(Problem("TND", mode, [(9, 4), (3, 2), (2, 5)]), "", "TND")
 
 
-def test_statistics_of_sequences_lie_in_blocks_unless_told() -> None:
+def test_statistics_of_sequences_lie_in_blocks_without_softmax_layout() -> None:
     problem = Problem("TND", 3, [(2, 2), (3, 3)])
     q, k, v, _ = (problem.arranged(x) for x in problem.tensors)
     blocks, straight = (
-        torch.ops.npu.npu_fusion_attention(q, k, v, HEADS, "TND", **problem.spelled("", problem.words), **more)[1]
+        torch.ops.npu.npu_fusion_attention(q, k, v, HEADS, "TND", **problem.spelled("", problem.options), **more)[1]
         for more in ({}, {"softmax_layout": "TND"})
     )
     assert blocks.shape == straight.shape == (5, HEADS, 8) and not torch.equal(blocks, straight)
@@ -195,10 +195,10 @@ def test_pse_is_added_before_the_scale_and_has_a_gradient() -> None:
             check(Problem("BNSD", 2, [(6, 6)] * 2, pse), "_v2")
     problem = Problem("BNSD", 2, [(6, 6)], torch.randn(1, HEADS, 6, 6))
     q, k, v, dout = (problem.arranged(x) for x in problem.tensors)
-    out, top, total, *_ = torch.ops.npu.npu_fusion_attention(q, k, v, HEADS, "BNSD", **problem.words)
-    words = {"softmax_max": top, "softmax_sum": total, "attention_in": out, "scale_value": SCALE, **problem.words}
-    del words["scale"]
-    found = torch.ops.npu.npu_fusion_attention_grad(q, k, v, dout, HEADS, "BNSD", **words)[3]
+    out, top, total, *_ = torch.ops.npu.npu_fusion_attention(q, k, v, HEADS, "BNSD", **problem.options)
+    options = {"softmax_max": top, "softmax_sum": total, "attention_in": out, "scale_value": SCALE, **problem.options}
+    del options["scale"]
+    found = torch.ops.npu.npu_fusion_attention_grad(q, k, v, dout, HEADS, "BNSD", **options)[3]
     wide = problem.pse.double().requires_grad_()  # type: ignore[union-attr]
     want = plain_attention(*(x.double() for x in (q, k, v)), is_causal=True, bias=wide * SCALE, scale=SCALE)
     assert relative_error(found, torch.autograd.grad(want, wide, dout.double())[0]) < 1e-5
@@ -210,15 +210,15 @@ def test_outputs_are_differentiable(version: str) -> None:
     q, k, v, dout = (problem.arranged(x) for x in problem.tensors)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     operator = getattr(torch.ops.npu, f"npu_fusion_attention{version}")
-    out, *_ = operator(*leaves, HEADS, "TND", **problem.spelled(version, problem.words))
+    out, *_ = operator(*leaves, HEADS, "TND", **problem.spelled(version, problem.options))
     for grad, want in zip(torch.autograd.grad(out, leaves, dout), zip(*problem.wanted()[2], strict=True), strict=True):
         assert relative_error(grad, problem.arranged(list(want))) < 1e-5
 
 
 def test_without_a_mask_modes_and_tokens_are_ignored() -> None:
     q = torch.randn(1, 2, 6, 8)
-    for words in ({"sparse_mode": 2}, {"sparse_mode": 4, "pre_tockens": 0, "next_tockens": 0}):
-        full, *_ = torch.ops.npu.npu_fusion_attention(q, q, q, 2, "BNSD", scale=0.3, **words)
+    for options in ({"sparse_mode": 2}, {"sparse_mode": 4, "pre_tockens": 0, "next_tockens": 0}):
+        full, *_ = torch.ops.npu.npu_fusion_attention(q, q, q, 2, "BNSD", scale=0.3, **options)
         assert relative_error(full, plain_attention(q.double(), q.double(), q.double(), scale=0.3)) < 1e-5
 
 
@@ -258,29 +258,29 @@ REFUSED: dict[str, dict[str, Any]] = {
     "at most 1024": {**ENDS, "actual_seq_qlen": [6] * 1025, "actual_seq_kvlen": [6] * 1025},
     "actual_seq_qlen .5, 3. is wrong": {**ENDS, "actual_seq_qlen": [5, 3], "actual_seq_kvlen": [3, 5]},
     "actual_seq_kvlen .7. is wrong": {**ENDS, "actual_seq_kvlen": [7]},
-    "are of input_layout TND": {"actual_seq_qlen": [6], "actual_seq_kvlen": [6]},
+    "belong to input_layout TND": {"actual_seq_qlen": [6], "actual_seq_kvlen": [6]},
     "hides whole rows": {**ENDS, "atten_mask": torch.ones(6, 6, dtype=torch.bool), "sparse_mode": 1},
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_the_operator_refuses_is_refused(words: str) -> None:
+@pytest.mark.parametrize("message", REFUSED)
+def test_calls_that_the_vendor_refuses_are_refused(message: str) -> None:
     right: dict[str, Any] = {"query": Q, "key": Q, "value": Q, "head_num": 2, "input_layout": "BNSD"}
     torch.ops.npu.npu_fusion_attention(**right)
-    with pytest.raises(RuntimeError, match=words):
-        torch.ops.npu.npu_fusion_attention(**{**right, **REFUSED[words]})
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.npu.npu_fusion_attention(**{**right, **REFUSED[message]})
 
 
 def test_gradients_refuse_statistics_of_another_form() -> None:
     out, top, total, *_ = torch.ops.npu.npu_fusion_attention(Q, Q, Q, 2, "BNSD")
-    words = {"softmax_max": top, "softmax_sum": total, "attention_in": out}
-    torch.ops.npu.npu_fusion_attention_grad(Q, Q, Q, Q, 2, "BNSD", **words)
+    options = {"softmax_max": top, "softmax_sum": total, "attention_in": out}
+    torch.ops.npu.npu_fusion_attention_grad(Q, Q, Q, Q, 2, "BNSD", **options)
     for bad in ({"softmax_max": top[..., 0]}, {"softmax_sum": total.double()}, {"attention_in": None}):
         with pytest.raises(RuntimeError, match=next(iter(bad))):
-            torch.ops.npu.npu_fusion_attention_grad(Q, Q, Q, Q, 2, "BNSD", **{**words, **bad})
+            torch.ops.npu.npu_fusion_attention_grad(Q, Q, Q, Q, 2, "BNSD", **{**options, **bad})
     wide = torch.randn(6, 2, 520)
     ends = {"actual_seq_qlen": [6], "actual_seq_kvlen": [6]}
     out, top, total, *_ = torch.ops.npu.npu_fusion_attention(wide, wide, wide, 2, "TND", **ends)
-    words = {"softmax_max": top, "softmax_sum": total, "attention_in": out, **ends}
+    options = {"softmax_max": top, "softmax_sum": total, "attention_in": out, **ends}
     with pytest.raises(RuntimeError, match="head dim 520 is too large"):
-        torch.ops.npu.npu_fusion_attention_grad(wide, wide, wide, wide, 2, "TND", **words)
+        torch.ops.npu.npu_fusion_attention_grad(wide, wide, wide, wide, 2, "TND", **options)

@@ -34,7 +34,7 @@ PACKED_IDS = [f"full, {x}" for x in RECTANGLES] + [f"causal, {x}" for x in SQUAR
 
 
 def packed_errors(kernel: Any, band: Any, tile: Any, dtype: torch.dtype, v_dim: int, dim: int = 8) -> dict[str, float]:
-    """Of a packed tile, whose rows have seen other keys too: the oracle's rectangles and one more partial."""
+    """Errors of a packed tile whose rows have seen other keys too: the oracle's rectangles and one more partial."""
     rows, cols, parts = tile
     (q, k, v, dout), *_ = problem((rows, cols, (None, None), ""), dtype, v_dim, dim)
     visible = torch.zeros(rows, cols, dtype=torch.bool)
@@ -51,7 +51,7 @@ def packed_errors(kernel: Any, band: Any, tile: Any, dtype: torch.dtype, v_dim: 
     assert bool(((lse > -torch.inf) == alive).all()) and bool((out.movedim(3, 0)[:, ~alive] == 0).all())
     assert out.shape == want.shape and lse.dtype in (torch.float32, torch.float64)
     found = {"out": relative_error(out, want), "lse": relative_error(lse[alive], want_lse[alive])}
-    # Keys of another tile (all of them again): the merged statistics are of both, the gradients of this one.
+    # Another tile has all keys once more: the merged statistics cover both tiles, the gradients only this one.
     merged = torch.cat([logits.masked_fill(~visible, -torch.inf), logits], -1)
     weights = merged.softmax(-1)
     merged_out = weights @ torch.cat([wide[2]] * 2, 2).repeat_interleave(2, 1)
@@ -119,8 +119,9 @@ def test_cuda_packed_tiles_on_the_meta_device(name: str, band: Any, tile: Any) -
 
 
 class _VarlenFlash:
-    """What FlashAttention's variable-length operators document, in plain math: [tokens, H, D], cumulative lengths
-    with a leading 0, causal from the bottom right, the log-sum-exp [H, tokens], head dims in eights."""
+    """The documented contract of FlashAttention's variable-length operators, in plain math: [tokens, H, D],
+    cumulative lengths with a leading 0, causal from the bottom right, the log-sum-exp [H, tokens], head dims in
+    multiples of 8."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -1,0 +1,112 @@
+"""A kernel that is added from outside the package runs an attention call, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp.ops import attention, kernels
+from hyper_cp.ops.kernels import Kernel, TileInputs
+from tests.harness.oracle import plain_attention, relative_error, token_positions
+
+
+class Einsum:
+    """Attention without a mask tensor or parts, written with einsum: enough for causal calls without documents."""
+
+    name = "einsum"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def _logits(self, tile: TileInputs) -> Tensor:
+        logits = torch.einsum("bhid,bhjd->bhij", tile.q, tile.k) * tile.scale
+        return logits + torch.full_like(logits, -torch.inf).triu(1) if tile.causal else logits
+
+    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        self.calls.append("forward")
+        logits = self._logits(tile)
+        return torch.einsum("bhij,bhjd->bhid", logits.softmax(-1), tile.v), logits.logsumexp(-1)
+
+    def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self.calls.append("backward")
+        weights = (self._logits(tile) - lse[..., None]).exp()
+        dweights = torch.einsum("bhid,bhjd->bhij", dout, tile.v) - (dout * out).sum(-1, keepdim=True)
+        dlogits = weights * dweights * tile.scale
+        return dlogits @ tile.k, dlogits.mT @ tile.q, weights.mT @ dout
+
+
+def run(world: int) -> tuple[float, set[str]]:
+    """The error of one causal call on this rank, and which methods of the kernel ran."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    q, k, v, dout = torch.randn(4, 2, 4, 24, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mine = torch.tensor(token_positions("head_tail", mesh.get_rank(), world, 24))
+    local, whole = ([x.clone().requires_grad_() for x in xs] for xs in ([y[:, :, mine] for y in (q, k, v)], (q, k, v)))
+    kernel = Einsum()
+    with kernels.register(kernel, "cpu", accepts=lambda q, k, v, is_causal: is_causal):
+        out = attention(*local, mesh=mesh, is_causal=True, kv_exchange="ring", layout="head_tail")
+        got = [out, *torch.autograd.grad(out, local, dout[:, :, mine])]
+    expected = plain_attention(*whole, is_causal=True)
+    want = [expected, *torch.autograd.grad(expected, whole, dout)]
+    return max(relative_error(a, b[:, :, mine]) for a, b in zip(got, want, strict=True)), set(kernel.calls)
+
+
+def test_a_kernel_from_outside_is_exact(ranks: Any) -> None:
+    for error, calls in ranks(2, run, 2):
+        assert error <= 1e-10 and calls == {"forward", "backward"}
+
+
+# --------------------------------------------------------------------------- the rules of register
+
+
+def chosen(**options: Any) -> str:
+    x = torch.randn(1, 2, 4, 8)
+    return kernels.choose(x, x, x, options.pop("is_causal", True), **options)
+
+
+def test_the_kernel_registered_last_is_asked_first() -> None:
+    first, second = Einsum(), Einsum()
+    second.name = "second"
+    with kernels.register(first, "cpu"):
+        with kernels.register(second, "cpu", lambda q, k, v, is_causal: is_causal):
+            assert (chosen(), chosen(is_causal=False)) == ("second", "einsum")
+            assert set(kernels.available("cpu")) == {"reference", "cpu flash", "einsum", "second"}
+        assert chosen() == "einsum" and "second" not in kernels.available("cpu")
+    assert chosen() == "cpu flash"
+
+
+def test_a_device_without_kernels_gets_one() -> None:
+    x = torch.empty(1, 2, 4, 8, device="meta")
+    handle = kernels.register(Einsum(), "meta")
+    assert kernels.choose(x, x, x, True) == "einsum"
+    handle.remove()
+    assert kernels.choose(x, x, x, True) == "reference"
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu flash"])
+def test_names_of_kernels_are_unique(name: str) -> None:
+    kernel: Kernel = Einsum()
+    kernel.name = name
+    with pytest.raises(ValueError, match=f"a kernel with the name '{name}' is registered already for .*'cpu'"):
+        kernels.register(kernel, "cpu")
+
+
+def test_a_kernel_that_backward_needs_must_stay_registered() -> None:
+    with kernels.register(Einsum(), "cpu"):
+        name = chosen()
+    with pytest.raises(LookupError, match=r"no kernel with the name 'einsum' is registered .* until backward has run"):
+        kernels.get(name, *(torch.randn(1, 2, 4, 8) for _ in range(3)))
+
+
+def test_dropout_is_refused_or_left_to_plain_math() -> None:
+    assert chosen(dropout_p=0.1) == "reference"
+    with (
+        kernels.register(Einsum(), "cpu"),
+        pytest.raises(NotImplementedError, match=r"dropout_p > 0 is not possible on cpu.*'einsum'.*Set dropout to 0"),
+    ):
+        chosen(dropout_p=0.1)
+    with kernels.register(Einsum(), "cpu", plain_with_dropout=True):
+        assert chosen(dropout_p=0.1) == "reference" and chosen() == "einsum"
