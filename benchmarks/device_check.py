@@ -214,7 +214,7 @@ def mesh_of(line: Axis, by_heads: bool) -> cp_mesh.CPMesh:
     alone = Axis.alone()
     ring, heads = (alone, line) if by_heads else (line, alone)
     key = f"{type(line).__name__}/{line.rank}/{ring.size}x{heads.size}"
-    return cp_mesh.register(cp_mesh.CPMesh(key, ring, heads, (line,), cp_mesh.Facts()))
+    return cp_mesh.register(cp_mesh.CPMesh(key, ring, heads, (line,), cp_mesh.BatchState()))
 
 
 def share(cp: cp_mesh.CPMesh, mode: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:

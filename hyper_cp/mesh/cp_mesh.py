@@ -6,7 +6,6 @@ take strings, so a mesh is known to them by its ``key``.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass
 
@@ -29,9 +28,6 @@ class BatchState:
     documents: Tensor | None = None
 
 
-Facts = BatchState  # the name until callers have moved
-
-
 @dataclass(frozen=True, eq=False)
 class CPMesh:
     """A cp mesh of ``ring.size * ulysses.size`` ranks; cp rank = ring rank * ulysses size +
@@ -45,11 +41,6 @@ class CPMesh:
     batch: BatchState
     agreement: Agreement | None = None
     """The signatures that the ranks have agreed on; all views of the mesh share it. None: nothing is compared."""
-
-    @property
-    def facts(self) -> BatchState:
-        """The name of ``batch`` until callers have moved."""
-        return self.batch
 
     @property
     def size(self) -> int:
@@ -83,19 +74,6 @@ class CPMesh:
         """
         if self.agreement is not None and not torch.compiler.is_compiling():
             self.agreement.reach(kind, signature, self, caller)
-
-    def check_shapes(self, *tensors: Tensor, documents: Tensor | None = None) -> None:
-        """:meth:`agree` on the shapes and dtypes of tensors, then on a table of documents."""
-        if self.agreement is None or torch.compiler.is_compiling():
-            return
-        shapes, dtypes = (tuple(getattr(x, field) for x in tensors) for field in ("shape", "dtype"))
-        degree = self.ulysses.size
-        self.agree("call", (("shapes", shapes), ("dtypes", dtypes), ("ulysses_degree", degree)))
-        digest = None
-        if documents is not None:
-            text = f"{tuple(documents.shape)} {documents.flatten().tolist()}"
-            digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        self.agree("documents", (("documents", digest),))
 
     def __str__(self) -> str:
         return f"cp mesh of {self.size} ranks (ring {self.ring.size} x ulysses {self.ulysses.size})"

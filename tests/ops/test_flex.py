@@ -274,7 +274,7 @@ def other_backends_collectives(layout: str) -> bool:
     """Gloo's transfers are made of point-to-point ones; the collectives of other backends give the same."""
     cp = cp_mesh.view(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), 1)
     plain = Axis(cp.ring.rank, cp.ring.size, cp.ring.group)
-    other = cp_mesh.register(cp_mesh.CPMesh("plain " + cp.key, plain, cp.ulysses, cp.flat, cp.facts))
+    other = cp_mesh.register(cp_mesh.CPMesh("plain " + cp.key, plain, cp.ulysses, cp.flat, cp.batch))
     x = torch.randn(1, 2, 8, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
     (a,), (b,) = (gather.gather_keys([x], m.key, layout) for m in (cp, other))
     (c,), (d,) = (gather.scatter_keys([a * (1 + dist.get_rank())], m.key, layout) for m in (cp, other))
