@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hyper_cp.mesh import agreement, comm, cp_mesh
 from hyper_cp.mesh.agreement import Agreement, Signature
 from hyper_cp.ops import attention
+from tests.harness.ranks import on_ranks
 
 BASE: Signature = (
     ("module", "layers.0"),
@@ -57,6 +58,7 @@ def raised(call: Callable[[], Any]) -> str:
 # --------------------------------------------------------------------------- what is compared, and how often
 
 
+@on_ranks
 def calls_of_attention(world: int) -> list[int]:
     """Comparisons of: two equal calls each of three modes, then of another shape, of documents, of the first again."""
     mesh, q = mesh_of(world), torch.randn(1, 4, 8, 8)
@@ -80,11 +82,13 @@ def test_what_has_been_compared_is_not_compared_again(ranks: Any) -> None:
     assert ranks(1, calls_of_attention_alone) == [0]
 
 
+@on_ranks
 def calls_of_attention_alone() -> int:
     q = torch.randn(1, 4, 8, 8)
     return compared(lambda: attention(q, q, q, mesh=mesh_of(1)))
 
 
+@on_ranks
 def batches(steps: int, layers: int) -> list[int]:
     mesh, q = mesh_of(2), torch.randn(1, 4, 8, 8)
     attention(q, q, q, mesh=mesh, is_causal=True)
@@ -100,6 +104,7 @@ def test_documents_are_compared_once_a_batch_not_once_a_layer(ranks: Any) -> Non
     assert ranks(2, batches, 3, 3) == [[1, 0, 0] * 3] * 2
 
 
+@on_ranks
 def microseconds_of_an_old_signature() -> float:
     cp = cp_mesh.view(mesh_of(2), 1)
     cp.agree("call", BASE)
@@ -119,6 +124,7 @@ def test_an_old_signature_costs_a_lookup(ranks: Any) -> None:
 # --------------------------------------------------------------------------- disagreement
 
 
+@on_ranks
 def disagree(field: str, value: Any) -> tuple[str, str, int, int]:
     """The error where rank 1 brings another value; then a correct call, and how often that is compared."""
     cp = cp_mesh.view(mesh_of(3), 1)
@@ -146,6 +152,7 @@ def test_every_rank_raises_with_a_table_and_the_next_call_works(ranks: Any, fiel
         assert counts == [1, 0]
 
 
+@on_ranks
 def several_fields() -> str:
     cp = cp_mesh.view(mesh_of(2), 1)
     mine = tuple(
@@ -159,6 +166,7 @@ def test_all_fields_that_differ_are_in_the_table(ranks: Any) -> None:
         assert "different module and causal: rank 0: module=layers.00, causal=True0; rank 1: module=" in error
 
 
+@on_ranks
 def other_documents() -> list[str]:
     mesh, rank, q = mesh_of(3), dist.get_rank(), torch.randn(1, 4, 8, 8)
     found = [[0, 7, 24], [0, 5, 24], [0, 5, 24]][rank], [None, [0, 9, 24], None][rank]
@@ -174,6 +182,7 @@ def test_other_documents_on_other_ranks(ranks: Any) -> None:
         assert third == ""
 
 
+@on_ranks
 def other_kinds() -> list[str]:
     cp, rank = cp_mesh.view(mesh_of(2), 1), dist.get_rank()
     return [
@@ -189,6 +198,7 @@ def test_ranks_that_compare_different_things(ranks: Any) -> None:
         assert after == ""
 
 
+@on_ranks
 def other_views() -> str:
     """Ranks that see the mesh differently."""
     views = [cp_mesh.view(mesh_of(4), degree) for degree in (1, 2)]
@@ -205,6 +215,7 @@ def test_ranks_with_another_ulysses_degree(ranks: Any) -> None:
 # --------------------------------------------------------------------------- waiting alone
 
 
+@on_ranks
 def some_do_not_come() -> list[str]:
     """Rank 2 of 3 does not come to the first comparison. Then all come, twice."""
     cp, rank = cp_mesh.view(mesh_of(3), 1), dist.get_rank()
@@ -297,6 +308,7 @@ def test_entries_do_not_pile_up_in_the_store() -> None:
 # --------------------------------------------------------------------------- meshes
 
 
+@on_ranks
 def interleaved() -> list[int]:
     """Two cp groups of two ranks with signatures of their own, the mesh of all, seen twice, and a 2-D one in turns."""
     whole, rows = mesh_of(4), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -321,6 +333,7 @@ def test_several_meshes_in_turns(ranks: Any) -> None:
     assert ranks(4, interleaved) == [[1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0, 1]] * 4
 
 
+@on_ranks
 def without_a_cpu_backend() -> tuple[str, str, str, int]:
     group = dist.new_group(backend="cuda:gloo")  # the kind of group that init_process_group("nccl") makes
     cp = cp_mesh.view(DeviceMesh.from_group(group, "cpu"), 1)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hyper_cp.ops import attention, kernels
 from hyper_cp.ops.kernels import Kernel, TileInputs
 from tests.harness.oracle import plain_attention, relative_error, token_positions
+from tests.harness.ranks import on_ranks
 
 
 class Einsum:
@@ -39,6 +40,7 @@ class Einsum:
         return dlogits @ tile.k, dlogits.mT @ tile.q, weights.mT @ dout
 
 
+@on_ranks
 def run(world: int) -> tuple[float, set[str]]:
     """The error of one causal call on this rank, and which methods of the kernel ran."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
