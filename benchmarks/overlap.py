@@ -100,7 +100,7 @@ class Kernel:
 
 def simulate(link: Link, kernel: Kernel) -> None:
     """Replace the library's transfers and kernels in this process by the simulated link and kernel."""
-    record, init, wait = comm._record, comm.Pending.__init__, comm.Pending.wait
+    record, init, wait = comm.record, comm.Pending.__init__, comm.Pending.wait
     posted = [0.0]
 
     def recording(operation: str, nbytes: int) -> None:
@@ -115,7 +115,7 @@ def simulate(link: Link, kernel: Kernel) -> None:
         link.clock.pass_by(self.arrives_at - link.clock.now())
         return wait(self)
 
-    comm._record, comm.Pending.__init__, comm.Pending.wait = recording, starting, waiting
+    comm.record, comm.Pending.__init__, comm.Pending.wait = recording, starting, waiting
     kernels.register(kernel, "cpu")
 
 

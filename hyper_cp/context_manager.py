@@ -159,7 +159,7 @@ class context_parallel:
                 raise ValueError(
                     f"buffer_seq_dims[{i}]={dim!r} is not a dimension of {name}, whose shape is {tuple(x.shape)}"
                 )
-            self.handler.resolve(x.shape[dim], self.handler.cp.facts.documents, f"{name}.shape[{dim}]")
+            self.handler.resolve(x.shape[dim], self.handler.cp.batch.documents, f"{name}.shape[{dim}]")
             if id(x) in seen or id(x) in _sharded_now:
                 where = "twice in buffers" if id(x) in seen else "sharded by an enclosing block already"
                 raise ValueError(f"{name} of shape {tuple(x.shape)} is {where}: it can be sharded once")

@@ -155,7 +155,7 @@ class ContextParallelHandler(Shares):
             emb: for example rotary angles ``[L, 1, 1, R]``, as Megatron makes them, or cosines ``[L, R]``.
         """
         seq_dim = checked_dim(emb, seq_dim)
-        given = self.cp.facts.documents if documents is None else self.padded_table(documents)
+        given = self.cp.batch.documents if documents is None else self.padded_table(documents)
         if given is None:
             return self.dispatch(emb, seq_dim)
         at = self.position_ids(int(given[0, -1]), restart=True, documents=given)
@@ -236,12 +236,12 @@ class ContextParallelHandler(Shares):
         else:
             table = documents_table(cu_seqlens, document_ids)  # None: a sequence without documents
             table = None if table is None else self.padded_table(table)
-        facts, before = self.cp.facts, self.cp.facts.documents
-        facts.documents = table
+        state, before = self.cp.batch, self.cp.batch.documents
+        state.documents = table
         try:
             yield table
         finally:
-            facts.documents = before
+            state.documents = before
 
     def core_attn(self, attn: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run an attention function or module on this rank's q, k, v under the handler's style, without a plan.

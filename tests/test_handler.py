@@ -56,7 +56,7 @@ def test_dispatch_and_combine_are_inverses(ranks: Any, shape: tuple[int, ...], l
 
 @on_ranks
 def combined_later(layout: str) -> list[bool]:
-    """``combine`` behind the block, told the documents that have placed the tokens."""
+    """Call ``combine`` after the block, with the documents that have placed the tokens."""
     handler = ContextParallelHandler(init_device_mesh("cpu", (3,)), layout)
     whole = torch.rand(2, 29)
     with handler.documents([0, 7, 8, 29]) as table:
@@ -67,7 +67,7 @@ def combined_later(layout: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("layout", ["per_document", "auto"])
-def test_combine_behind_the_documents_block(ranks: Any, layout: str) -> None:
+def test_combine_after_the_documents_block(ranks: Any, layout: str) -> None:
     assert ranks(3, combined_later, layout) == [[True, True]] * 3
 
 
@@ -126,7 +126,7 @@ def test_mistakes_are_named(ranks: Any) -> None:
 
 @on_ranks
 def any_length(layout: str) -> dict[str, float]:
-    """Non-causal and causal attention, and a loss, over lengths that do not split evenly."""
+    """Errors of non-causal and causal attention, and of a loss, over lengths that do not split evenly."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     style = ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=1, kv_exchange="ring", layout=layout)
     handler, found = ContextParallelHandler(mesh, style), {}
@@ -179,8 +179,8 @@ def test_combining_to_another_length_is_refused(ranks: Any) -> None:
 # --------------------------------------------------------------------------- rotary embedding
 
 
-def turned(x: Tensor, at: Tensor, thetas: Tensor, interleaved: bool) -> Tensor:
-    """The oracle: pairs of the last dimension of ``[B, S, H, D]`` as complex numbers, turned by position x theta."""
+def rotated(x: Tensor, at: Tensor, thetas: Tensor, interleaved: bool) -> Tensor:
+    """The oracle: pairs of the last dimension of ``[B, S, H, D]`` as complex numbers, rotated by position x theta."""
     half = len(thetas)
     head, rest = x[..., : 2 * half], x[..., 2 * half :]
     first, second = (head[..., ::2], head[..., 1::2]) if interleaved else (head[..., :half], head[..., half:])
@@ -208,7 +208,7 @@ def rotary(layout: str) -> float:
         for interleaved in (False, True):
             single = torch.arange(longest, dtype=torch.float64)[:, None] * thetas
             table = single.repeat_interleave(2, -1) if interleaved else torch.cat((single, single), -1)
-            want = turned(x, at, thetas, interleaved)[:, mine]
+            want = rotated(x, at, thetas, interleaved)[:, mine]
             calls = [
                 handler.apply_rotary_pos_emb(local, table, interleaved=interleaved, documents=documents),
                 handler.apply_rotary_pos_emb(
@@ -278,7 +278,7 @@ def cores(layout: str, degree: int | None) -> float:
     g = torch.Generator().manual_seed(7)
     q, k, v = (torch.randn(2, h, 24, 8, dtype=torch.float64, generator=g) for h in (4, 2, 2))
     local = [handler.dispatch(x, 2) for x in (q, k, v)]
-    other = [x.transpose(1, 2) for x in local]  # [B, S, H, D] for a module that wants it
+    other = [x.transpose(1, 2) for x in local]  # [B, S, H, D] for a module that takes it
     documents = [0, 7, 24]
     seen = torch.ones(24, 24, dtype=torch.bool).tril()
     seen[7:, :7] = False
@@ -319,12 +319,12 @@ def test_core_attn_needs_a_style(ranks: Any) -> None:
     ranks.raises(2, "ValueError", "pass it a ContextParallel style", core_without_style)
 
 
-# --------------------------------------------------------------------------- Megatron's words
+# --------------------------------------------------------------------------- Megatron's cp_comm_type
 
 
 @on_ranks
-def worded(word: Any, sizes: list[int] | None, names: tuple[str, ...]) -> tuple[float, list[str]]:
-    """Error of causal attention of [S, B, H, D] in Megatron's layout, and what travels, per layer."""
+def of_comm_type(word: Any, sizes: list[int] | None, names: tuple[str, ...]) -> tuple[float, list[str]]:
+    """The error of causal attention of [S, B, H, D] in Megatron's layout, and the transfers of each layer."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,) if len(names) == 1 else (2, world // 2), mesh_dim_names=names)
     handler = get_cp_handler_cls("transformer_engine", word)(mesh, hierarchical_context_parallel_sizes=sizes)
@@ -338,7 +338,7 @@ def worded(word: Any, sizes: list[int] | None, names: tuple[str, ...]) -> tuple[
         parallelize_module(module, mesh, style)
         with comm.record_traffic() as log:
             out = module(*local)
-        travels.append("+".join(sorted({name for name, _ in log.entries if name != "numbers"})))
+        travels.append("+".join(sorted({name for name, _ in log.entries if name != "agreement"})))
         worst = max(worst, relative_error(handler.combine(tensor=out, seq_dim=0), want))
     worst = max(worst, relative_error(handler.combine(handler.core_attn(SBHD(), *local), 0), want))
     return worst, travels
@@ -361,8 +361,8 @@ class SBHD(torch.nn.Module):
         (["a2a", "p2p", "a2a"], None, ("cp",), ["all_to_all", "send_recv", "all_to_all"]),
     ],
 )
-def test_megatrons_words(ranks: Any, word: Any, sizes: Any, names: Any, travels: list[str]) -> None:
-    for worst, found in ranks(4, worded, word, sizes, names):
+def test_every_cp_comm_type(ranks: Any, word: Any, sizes: Any, names: Any, travels: list[str]) -> None:
+    for worst, found in ranks(4, of_comm_type, word, sizes, names):
         assert worst <= 1e-10 and found == travels
 
 
@@ -375,19 +375,19 @@ def test_megatrons_words(ranks: Any, word: Any, sizes: Any, names: Any, travels:
         (None, [], r"cp_comm_type=\[\] is unknown"),
     ],
 )
-def test_unknown_words_list_the_known(backend: Any, word: Any, words: str) -> None:
+def test_an_unknown_cp_comm_type_lists_the_known(backend: Any, word: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         get_cp_handler_cls(backend, word)
 
 
 @on_ranks
-def wrong_words(**options: Any) -> None:
+def wrong_options(**options: Any) -> None:
     get_cp_handler_cls(None, "a2a+p2p")(init_device_mesh("cpu", (2,)), **options)
 
 
 def test_wrong_options_of_a_handler_class(ranks: Any) -> None:
-    ranks.raises(2, "ValueError", r"sizes=None with cp_comm_type='a2a\+p2p'.*product of 2", wrong_words)
+    ranks.raises(2, "ValueError", r"sizes=None with cp_comm_type='a2a\+p2p'.*product of 2", wrong_options)
     sizes = [2, 2]
-    ranks.raises(2, "ValueError", r"sizes=\[2, 2\]", wrong_words, hierarchical_context_parallel_sizes=sizes)
-    ranks.raises(2, "ValueError", "qkv_format='bsh'.*'sbhd'", wrong_words, qkv_format="bsh")
-    ranks.raises(2, "ValueError", "kv_exchange is what cp_comm_type", wrong_words, kv_exchange="ring")
+    ranks.raises(2, "ValueError", r"sizes=\[2, 2\]", wrong_options, hierarchical_context_parallel_sizes=sizes)
+    ranks.raises(2, "ValueError", "qkv_format='bsh'.*'sbhd'", wrong_options, qkv_format="bsh")
+    ranks.raises(2, "ValueError", "kv_exchange is what cp_comm_type", wrong_options, kv_exchange="ring")

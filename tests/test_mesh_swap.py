@@ -147,7 +147,7 @@ def other_splits() -> dict[str, float]:
         with block() as handler, comm.record_traffic() as traffic:
             loss = share_of_loss(model, handler, 1)
             loss.backward()
-        kinds = {operation for operation, _ in traffic.entries} - {"numbers"}
+        kinds = {operation for operation, _ in traffic.entries} - {"agreement"}
         assert (
             kinds
             == {
@@ -372,7 +372,7 @@ def refused(what: str) -> None:
                 with handler.documents([0, 5, S]), context_parallel_mesh(model, family.cp(4)) as other:
                     share_of_loss(model, other, 1)
         finally:
-            assert not [op for op, _ in traffic.entries if op != "numbers"], "communicated before refusing"
+            assert not [op for op, _ in traffic.entries if op != "agreement"], "communicated before refusing"
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def refused(kind: str) -> None:
         try:
             WRONG[kind][2](q, k, v)
         finally:
-            if any(operation != "numbers" for operation, _ in log.entries):
+            if any(operation != "agreement" for operation, _ in log.entries):
                 raise SystemError(f"communicated before refusing: {log.entries}")
 
 
@@ -776,7 +776,7 @@ def found_refused(kind: str) -> None:
         try:
             FOUND[kind][2](q, k, v)
         finally:
-            sent = [operation for operation, _ in log.entries if operation != "numbers"]
+            sent = [operation for operation, _ in log.entries if operation != "agreement"]
             if kind in ("flattened heads", "integers", "ring without a ring") and sent:
                 raise SystemError("communicated before refusing")
 

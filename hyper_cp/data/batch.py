@@ -85,8 +85,7 @@ def local_batch(
     shares = whole.split(table, fill)
     if named and "position_ids" not in shares:
         shares["position_ids"] = whole.position_ids(table)
-    kind = _Dict if named else _List if isinstance(batch, list) else _Tuple
-    found: Any = kind(shares if named else shares.values())
+    found: Any = _Dict(shares) if named else (_List if isinstance(batch, list) else _Tuple)(shares.values())
     found.documents, found.length, found.padded_length = table, whole.length, whole.padded
     return found
 

@@ -40,7 +40,7 @@ def take_documents(entries: dict[Any, Any]) -> Tensor | None:
 
 
 def runs(mask: Tensor) -> tuple[Tensor, list[list[int]]]:
-    """Return a padding mask ``[B, S]`` as booleans on the CPU, and where its tokens and padding begin and end.
+    """Return a padding mask ``[B, S]`` as booleans on the CPU, and the boundaries of its runs of tokens and padding.
 
     Raises:
         ValueError: if the mask has values other than 0 (padding) and 1 (a token).

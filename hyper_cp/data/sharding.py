@@ -52,7 +52,7 @@ class Shares:
                 ``ignore_index``); without it such an S raises. Under a causal mask no token sees the padding;
                 otherwise run the forward in :meth:`documents`, which keeps it apart.
         """
-        return self.local_share(tensor, seq_dim, self.cp.facts.documents, pad_value)
+        return self.local_share(tensor, seq_dim, self.cp.batch.documents, pad_value)
 
     def combine(self, tensor: Tensor, seq_dim: int = 1, *, length: int | None = None, documents: Any = None) -> Tensor:
         """The inverse, on every rank: ``[.. S/n ..] -> [.. S ..]`` in global order.
@@ -73,7 +73,7 @@ class Shares:
                 f"length={length} does not pad to the {whole} positions that the ranks hold, but to "
                 f"{self.padded_length(length)}. Pass the length that the dispatched tensor had"
             )
-        table = self.cp.facts.documents if documents is None else self.documents_for(documents, whole)
+        table = self.cp.batch.documents if documents is None else self.documents_for(documents, whole)
         gathered = gather_sequence(tensor, table, self.cp.key, self.layout, seq_dim)
         return gathered if length is None else gathered.narrow(seq_dim, 0, length)
 
@@ -146,7 +146,8 @@ class Shares:
         ``ValueError`` if the length, which the error calls ``argument``, does not split evenly.
         """
         layouts.check_length(self.layout, self.cp.size, length, argument)
-        return resolve(self.layout, self.cp.size, length, read(documents))
+        by_documents = self.layout in layouts.BY_DOCUMENTS  # else the table is not read: a compiled graph may run this
+        return resolve(self.layout, self.cp.size, length, read(documents) if by_documents else None)
 
     def documents_for(
         self, documents: Any, length: int, tensor: Tensor | None = None, seq_dim: int = 0
@@ -155,7 +156,7 @@ class Shares:
 
         ``ValueError`` if it does not fit the sequence of the call, or the batch of a tensor.
         """
-        table = self.cp.facts.documents if documents is None else self.padded_table(documents)
+        table = self.cp.batch.documents if documents is None else self.padded_table(documents)
         if table is not None:
             batch = len(table)
             if tensor is not None and batch > 1:

@@ -95,9 +95,9 @@ class PackedAttention(nn.Module):
                 "grouped-query attention"
             )
         documents = self._documents(attention_metadata if attention_masks is None else attention_masks)
-        documents, place = checkpoint.batch_state(self.binding, (documents, self.binding.active))
+        documents, mesh = checkpoint.batch_state(self.binding, (documents, self.binding.active))
         q, k, v = (x.unsqueeze(0).transpose(1, 2) for x in (q, k, v))
-        cp, mode = place.view(q.shape[1], k.shape[1]), replace(self.binding.style.mode, window=self.window)  # type: ignore[arg-type]
+        cp, mode = mesh.view(q.shape[1], k.shape[1]), replace(self.binding.style.mode, window=self.window)  # type: ignore[arg-type]
         # is_causal=False: the module's window ends at the query, so it is causal already.
         out = cp_attention(q, k, v, cp, mode, Call(False, scale, None, documents))
         return out.transpose(1, 2).squeeze(0)

@@ -98,7 +98,7 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
 
     Args:
         batch: ``input_ids`` or ``inputs_embeds`` of any length S, and what the model takes with them. Tensors
-            ``[B, S, ...]`` are split; 4-D attention masks (over global positions) and everything else stay whole.
+            ``[B, S, ...]`` are split; 4-D attention masks (over global positions) and everything else remain whole.
             Packed documents have any name that :meth:`ContextParallelHandler.get_batch_on_this_cp_rank` knows.
     """
     entries = dict(batch)
@@ -140,7 +140,7 @@ class ForwardState:
 
     batch: AttentionState
     style: Style
-    place: StyledMesh
+    mesh: StyledMesh
 
 
 class DecoderHook:
@@ -164,12 +164,12 @@ class DecoderHook:
             )
         tokens = args[0] if args else kwargs.get("input_ids")
         tokens = kwargs["inputs_embeds"] if tokens is None else tokens
-        documents, place = checkpoint.batch_state(self.binding, (self.binding.active.documents, self.binding.active))
-        handler = ContextParallelHandler(place.mesh, style_of(self.binding))
+        documents, mesh = checkpoint.batch_state(self.binding, (self.binding.active.documents, self.binding.active))
+        handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
         state = self._batch_state(handler, documents, tokens, kwargs).to(tokens.device)
-        kwargs["context_parallel"] = ForwardState(state, self.binding.style, place)
+        kwargs["context_parallel"] = ForwardState(state, self.binding.style, mesh)
         mask = kwargs.get("attention_mask")
-        if mask is None or mask.ndim == 2:
+        if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
             # Without a mask transformers takes the jumps of local positions for packed sequences.
             kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         if kwargs.get("position_ids") is None:
@@ -245,6 +245,17 @@ def attention_mask(
         )
 
 
+def _refuse_unsupported(name: str, **kwargs: Any) -> None:
+    unsupported = ("dropout", "softcap", "s_aux", "position_bias", "cache")
+    wanted = [key for key in unsupported if kwargs.get(key) is not None]
+    if wanted:
+        raise NotImplementedError(
+            f"{name} asks for {', '.join(wanted)} in attention, which context parallelism does not support yet. "
+            "Set attention_dropout=0.0, attn_logit_softcapping=None in the config, or use a model without attention "
+            "sinks, position biases and paged caches"
+        )
+
+
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -266,26 +277,16 @@ def attention_forward(
             "transformers.prepare_model(model, mesh, style=...), and the model as a whole (its decoder must hand "
             "unknown keywords down to attention)"
         )
-    unsupported = {
-        "dropout": dropout or None,
-        **{k: kwargs.get(k) for k in ("softcap", "s_aux", "position_bias", "cache")},
-    }
-    wanted = [k for k, v in unsupported.items() if v is not None]
-    if wanted:
-        raise NotImplementedError(
-            f"{name} asks for {', '.join(wanted)} in attention, which context parallelism does not support yet. "
-            "Set attention_dropout=0.0, attn_logit_softcapping=None in the config, or use a model without attention "
-            "sinks, position biases and paged caches"
-        )
+    _refuse_unsupported(name, dropout=dropout or None, **kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and not causal:
         raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
-    batch, style, place = context_parallel.batch, context_parallel.style, context_parallel.place
+    batch, style, mesh = context_parallel.batch, context_parallel.style, context_parallel.mesh
     mask, window = attention_mask, None
     if mask is None:  # else it is the caller's own for all layers, and nothing is added to it, as in transformers
         mask, window = batch.keys, (None if sliding_window is None else sliding_window - 1, 0)
-    cp, mode = place.view(query.shape[1], key.shape[1]), replace(style.mode, window=window)
-    # is_causal=False: the window ends at the query, so it is causal already, and unlike is_causal it goes with a mask.
+    cp, mode = mesh.view(query.shape[1], key.shape[1]), replace(style.mode, window=window)
+    # is_causal=False: the window ends at the query, so it is causal already; and unlike is_causal it allows a mask.
     out = cp_attention(query, key, value, cp, mode, Call(False, scaling, mask, batch.documents))
     if batch.tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention
         out = out.masked_fill(~batch.tokens, 0.0)

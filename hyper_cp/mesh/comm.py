@@ -59,7 +59,8 @@ def record_traffic() -> Iterator[Traffic]:
         _recording.remove(log)
 
 
-def _record(operation: str, nbytes: int) -> None:
+def record(operation: str, nbytes: int) -> None:
+    """Add a transfer to the records that are open."""
     for log in _recording:
         log.entries.append((operation, nbytes))
 
@@ -144,7 +145,7 @@ class Axis:
 
     def all_to_all(self, send: Tensor) -> Pending:
         """``send[i]`` goes to rank i; ``result[i]`` came from rank i."""
-        _record("all_to_all", send.nbytes // self.size * (self.size - 1))
+        record("all_to_all", send.nbytes // self.size * (self.size - 1))
         result = torch.empty_like(send)
         work = dist.all_to_all_single(result, send, group=self.group, async_op=True)
         return Pending([work], result, send)
@@ -152,7 +153,7 @@ class Axis:
     def all_gather(self, send: Tensor, own: bool = True) -> Pending:
         """Result: the ranks' tensors concatenated along dimension 0. With ``own=False`` the caller
         will not read this rank's own part, which may then be uninitialised."""
-        _record("all_gather", send.nbytes * (self.size - 1))
+        record("all_gather", send.nbytes * (self.size - 1))
         result = send.new_empty(self.size * send.shape[0], *send.shape[1:])
         work = _all_gather(result, send, group=self.group, async_op=True)
         return Pending([work], result, send)
@@ -160,14 +161,14 @@ class Axis:
     def reduce_scatter(self, send: Tensor) -> Pending:
         """Result: this rank's part (along dimension 0) of the sum over the *other* ranks. The own
         part of ``send`` must be zero."""
-        _record("reduce_scatter", send.nbytes // self.size * (self.size - 1))
+        record("reduce_scatter", send.nbytes // self.size * (self.size - 1))
         result = send.new_empty(send.shape[0] // self.size, *send.shape[1:])
         work = _reduce_scatter(result, send, group=self.group, async_op=True)
         return Pending([work], result, send)
 
     def send_recv(self, sends: Sequence[Tensor], to: int, recvs: Sequence[Tensor], source: int) -> Pending:
         """Send to one rank and receive from one rank, in one batch; result: ``recvs``."""
-        _record("send_recv", sum(t.nbytes for t in sends))
+        record("send_recv", sum(t.nbytes for t in sends))
         works = self._batch([(t, to) for t in sends], [(t, source) for t in recvs])
         return Pending(works, list(recvs), list(sends))
 
@@ -184,7 +185,7 @@ class GlooAxis(Axis):
     """
 
     def all_gather(self, send: Tensor, own: bool = True) -> Pending:
-        _record("all_gather", send.nbytes * (self.size - 1))
+        record("all_gather", send.nbytes * (self.size - 1))
         result = send.new_empty(self.size, *send.shape)
         peers = self._peers()
         works = self._batch([(send, p) for p in peers], [(result[p], p) for p in reversed(peers)])
@@ -193,7 +194,7 @@ class GlooAxis(Axis):
         return Pending(works, result.flatten(0, 1), send)
 
     def reduce_scatter(self, send: Tensor) -> Pending:
-        _record("reduce_scatter", send.nbytes // self.size * (self.size - 1))
+        record("reduce_scatter", send.nbytes // self.size * (self.size - 1))
         parts = send.unflatten(0, (self.size, -1))
         peers = self._peers()
         received = {p: torch.empty_like(parts[p]) for p in sorted(peers)}
@@ -223,19 +224,3 @@ def gather_ranks(axes: Sequence[Axis], x: Tensor) -> Tensor:
         if axis.size > 1:
             wire = axis.all_gather(wire).wait()
     return wire.view(x.dtype).view(-1, *x.shape)
-
-
-def gather_numbers(axes: Sequence[Axis], numbers: Sequence[int]) -> list[list[int]] | None:
-    """Numbers of every rank of a mesh, in rank order, without any device: over the backend that the process group
-    has for the CPU. None if it has none (as after ``init_process_group("nccl")``)."""
-    if any(axis.size > 1 and "cpu" not in dist.get_backend_config(axis.group) for axis in axes):
-        return None
-    found = torch.tensor([numbers], dtype=torch.int64)
-    for axis in axes:
-        if axis.size > 1:
-            _record("numbers", found.nbytes * (axis.size - 1))
-            wider = found.new_empty(axis.size * len(found), len(numbers))
-            _all_gather(wider, found, group=axis.group)
-            found = wider
-    rows: list[list[int]] = found.tolist()
-    return rows

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .comm import Axis, gather_numbers
+from .agreement import Agreement, Signature
+from .comm import Axis
 
 MESH_NAMES = ("ring", "ulysses")
-_DIMS = 5  # that shapes are filled up to when they are compared
 
 
 @dataclass(eq=False)
-class Facts:
-    """What is true of the batch that a cp mesh works on now; all views of the mesh share it. It belongs
-    to the mesh and not to a thread, since backward recomputes in threads of its own."""
+class BatchState:
+    """The state of the batch that a cp mesh works on now; all views of the mesh share it. It belongs to the mesh and
+    not to a thread, since backward recomputes in threads of its own."""
 
     documents: Tensor | None = None
 
@@ -38,7 +38,9 @@ class CPMesh:
     ulysses: Axis
     flat: tuple[Axis, ...]
     """Axes that together span the whole mesh, innermost first (for gathering along all of it)."""
-    facts: Facts
+    batch: BatchState
+    agreement: Agreement | None = None
+    """The signatures that the ranks have agreed on; all views of the mesh share it. None: nothing is compared."""
 
     @property
     def size(self) -> int:
@@ -53,32 +55,25 @@ class CPMesh:
         first = (self.ring.rank if ring_rank is None else ring_rank) * self.ulysses.size
         return range(first, first + self.ulysses.size)
 
-    def check_shapes(self, *tensors: Tensor, documents: Tensor | None = None) -> None:
-        """Raise ``ValueError``, on every rank, if the ranks bring tensors of different shapes or different documents:
-        transfers would hang or mix up positions. A few bytes between hosts; nothing under torch.compile, whose graphs
-        fix shapes, and nothing where the process group has no backend for the CPU."""
-        if self.size == 1 or torch.compiler.is_compiling():
-            return
-        mine = [n for x in tensors for n in (*x.shape, *[-1] * (_DIMS - x.ndim))[:_DIMS]]
-        digest = 0 if documents is None else hash(tuple(documents.flatten().tolist()))
-        everyone = gather_numbers(self.flat, [*mine, digest])
-        if everyone is None or all(theirs == everyone[0] for theirs in everyone):
-            return
-        if all(theirs[:-1] == mine for theirs in everyone):
-            odd = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
-            raise ValueError(
-                f"the ranks of the {self} call attention with different packed documents: ranks {odd} have others (or "
-                "none) than rank 0. Enter the same documents block on every rank, with global cumulative lengths"
-            )
-        shapes = [
-            [tuple(n for n in row[i : i + _DIMS] if n >= 0) for i in range(0, len(mine), _DIMS)] for row in everyone
-        ]
-        raise ValueError(
-            f"the ranks of the {self} call attention with different shapes: "
-            + "; ".join(f"rank {r}: {', '.join(map(str, found))}" for r, found in enumerate(shapes))
-            + ". Every rank holds an equal share of one sequence: shard the batch with ContextParallelHandler."
-            "dispatch, which pads (pad_value=) lengths that do not split evenly"
-        )
+    def agree(self, kind: str, signature: Signature, caller: str = "attention") -> None:
+        """Compare ``signature`` with those of the other ranks if it is new on this mesh; else do nothing.
+
+        All ranks of the mesh make this call, in the same order, before anything travels. Nothing is compared under
+        torch.compile, whose graphs fix shapes, on one rank, and on a fake process group.
+
+        Args:
+            kind: ``"call"`` for what one attention call brings, ``"documents"`` for a table of documents. Signatures of
+                different kinds are compared and recorded apart, so that documents count once a batch, not once a layer.
+            signature: pairs of a field's name and its value. Values are hashable, and their text is the same in every
+                process. An error names the fields that differ.
+            caller: names the call in errors, usually its module.
+
+        Raises:
+            ValueError: on every rank, if the signatures differ. Nothing is recorded then.
+            RuntimeError: if other ranks do not come to compare theirs within a time limit (see :mod:`.agreement`).
+        """
+        if self.agreement is not None and not torch.compiler.is_compiling():
+            self.agreement.reach(kind, signature, self, caller)
 
     def __str__(self) -> str:
         return f"cp mesh of {self.size} ranks (ring {self.ring.size} x ulysses {self.ulysses.size})"
@@ -172,7 +167,7 @@ def view(mesh: DeviceMesh, ulysses_degree: int | None = None) -> CPMesh:
         block, lane = divmod(whole.rank, degree)
         ulysses = Axis.of(_subgroup(ranks[block * degree : (block + 1) * degree]))
         ring = Axis.of(_subgroup(ranks[lane::degree]))
-    return register(CPMesh(key, ring, ulysses, (whole,), _facts_of(whole)))
+    return register(CPMesh(key, ring, ulysses, (whole,), *_shared_state(ranks, whole)))
 
 
 def _view_2d(mesh: DeviceMesh, ulysses_degree: int | None) -> CPMesh:
@@ -186,14 +181,17 @@ def _view_2d(mesh: DeviceMesh, ulysses_degree: int | None) -> CPMesh:
     cached = _BY_KEY.get(key)
     if cached is not None and [a.group for a in cached.flat] == [ulysses.group, ring.group]:
         return cached
-    return register(CPMesh(key, ring, ulysses, (ulysses, ring), _facts_of(ulysses, ring)))
+    ranks = mesh.mesh.flatten().tolist()
+    return register(CPMesh(key, ring, ulysses, (ulysses, ring), *_shared_state(ranks, ulysses, ring)))
 
 
-def _facts_of(*axes: Axis) -> Facts:
-    """The facts of the mesh that these axes span: those of its other views, if there are any."""
+def _shared_state(ranks: list[int], *axes: Axis) -> tuple[BatchState, Agreement | None]:
+    """The state of the mesh of these global ranks that these axes span: that of its other views, if there are any."""
     groups = [axis.group for axis in axes]
-    same = (m.facts for m in _BY_KEY.values() if [axis.group for axis in m.flat] == groups)
-    return next(same, Facts())
+    for other in _BY_KEY.values():
+        if [axis.group for axis in other.flat] == groups:
+            return other.batch, other.agreement
+    return BatchState(), Agreement.between(ranks, groups)
 
 
 def _subgroup(ranks: list[int]) -> dist.ProcessGroup:

@@ -55,7 +55,7 @@ class StyledMesh:
     @property
     def documents(self) -> Tensor | None:
         """The documents in force on this mesh."""
-        return self.views[0].facts.documents
+        return self.views[0].batch.documents
 
     @property
     def parallel(self) -> bool:

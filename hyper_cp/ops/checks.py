@@ -67,8 +67,27 @@ def autocast(*tensors: Tensor) -> list[Tensor]:
 
 
 def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
-    """Raise ``ValueError`` on every rank if the ranks of ``cp`` make different calls. Compares only what is new."""
-    cp.check_shapes(*tensors[:2], documents=call.documents)
+    """Raise ``ValueError`` on every rank if the ranks of ``cp`` make different calls or bring different documents.
+
+    Only a signature that is new on this rank is compared: the shapes, dtypes and options of a call, or a table of
+    documents.
+    """
+    if cp.agreement is None or torch.compiler.is_compiling():
+        return
+    signature = (
+        ("module", call.name),
+        ("shapes", tuple(x.shape for x in tensors)),
+        ("dtypes", tuple(x.dtype for x in tensors)),
+        ("ulysses_degree", cp.ulysses.size),
+        *mode.signature,
+        ("is_causal", call.is_causal),
+        ("scale", call.scale),
+        ("attn_mask", call.mask is not None),
+        ("dropout_p", call.dropout_p),
+    )
+    cp.agree("call", signature, call.name)
+    table = documents.read(call.documents)
+    cp.agree("documents", (("documents", None if table is None else table.digest),), call.name)
 
 
 # --------------------------------------------------------------------------- tensors

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Hashable
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 
 from torch import Tensor
 
@@ -23,6 +24,11 @@ class Mode:
     load_balance: bool = False
     window: tuple[int | None, int | None] | None = None
     head_groups: int = 1
+
+    @cached_property
+    def signature(self) -> tuple[tuple[str, Hashable], ...]:
+        """These settings as pairs of a name and a value, which ranks compare."""
+        return tuple((field.name, getattr(self, field.name)) for field in fields(self))
 
     def key_length(self, keys: int, ranks: int) -> int:
         """The global number of keys, of which ``ranks`` ranks have ``keys`` each."""
@@ -106,14 +112,14 @@ class OpSettings:
 
     def text(self) -> str:
         lower, upper = self.band
-        fields = f"{self.layout} {self.kv_exchange} {int(self.load_balance)} {lower} {upper} {self.head_groups}"
-        return f"{fields}|{self.kernel}|{self.mesh}"
+        words = f"{self.layout} {self.kv_exchange} {int(self.load_balance)} {lower} {upper} {self.head_groups}"
+        return f"{words}|{self.kernel}|{self.mesh}"
 
 
 @lru_cache(maxsize=1024)
 def op_settings(text: str) -> OpSettings:
     """The settings that :meth:`OpSettings.text` has written."""
-    fields, kernel, mesh = text.split("|", 2)
-    layout, kv_exchange, load_balance, lower, upper, head_groups = fields.split(" ")
+    words, kernel, mesh = text.split("|", 2)
+    layout, kv_exchange, load_balance, lower, upper, head_groups = words.split(" ")
     band = (None if lower == "None" else int(lower), None if upper == "None" else int(upper))
     return OpSettings(layout, kv_exchange, load_balance == "1", band, int(head_groups), kernel, mesh)

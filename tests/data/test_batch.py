@@ -1,4 +1,4 @@
-"""Rolling a sharded sequence, and get_batch_on_this_cp_rank: against the same done on whole tensors."""
+"""roll_tensor and get_batch_on_this_cp_rank, compared with the same operations on whole tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.harness.ranks import on_ranks
 LAYOUTS = ["contiguous", "head_tail"]
 
 
-def rolled_whole(x: Tensor, shifts: int, dim: int, borders: list[list[int]] | None) -> Tensor:
+def rolled_whole(x: Tensor, shifts: int, dim: int, boundaries: list[list[int]] | None) -> Tensor:
     """The oracle: every position looks up its source."""
     x = x.movedim(dim, 0)
     out = torch.zeros_like(x)
@@ -31,9 +31,9 @@ def rolled_whole(x: Tensor, shifts: int, dim: int, borders: list[list[int]] | No
         if not 0 <= source < len(x):
             continue
         out[p] = x[source]
-        for row, borders_of_row in enumerate(borders or []):
-            if any(min(p, source) < b <= max(p, source) for b in borders_of_row):
-                (out[p] if len(borders) == 1 else out[p][row]).zero_()  # type: ignore[arg-type]
+        for row, bounds in enumerate(boundaries or []):
+            if any(min(p, source) < b <= max(p, source) for b in bounds):
+                (out[p] if len(boundaries) == 1 else out[p][row]).zero_()  # type: ignore[arg-type]
     return out.movedim(0, dim)
 
 
@@ -65,13 +65,13 @@ ROLLS += [(s, d) for s in (-1, 2, -5) for d in ([0, 5, 6, 17, 24], [[0, 24], [0,
 
 @on_ranks
 def rolls(layout: str, names: tuple[str, ...]) -> dict[str, int]:
-    """Whether each roll and its gradient are those of the whole; and the transfers of each."""
+    """Compare each roll, its gradient and its number of transfers with a roll of the whole."""
     world = dist.get_world_size()
     shape = (world,) if len(names) == 1 else (2, world // 2)
     handler = ContextParallelHandler(init_device_mesh("cpu", shape, mesh_dim_names=names), layout)
     mine, g = torch.tensor(token_positions(layout, dist.get_rank(), world, 24)), torch.Generator().manual_seed(1)
     for shifts, documents in ROLLS:
-        borders = documents if documents is None or isinstance(documents[0], list) else [documents]
+        boundaries = documents if documents is None or isinstance(documents[0], list) else [documents]
         for x, dim in (
             (torch.randn(3, 24, dtype=torch.float64, generator=g), -1),
             (torch.randn(24, 3, 2, dtype=torch.float64, generator=g), 0),
@@ -84,7 +84,7 @@ def rolls(layout: str, names: tuple[str, ...]) -> dict[str, int]:
             with comm.record_traffic() as log:
                 got, total = handler.roll_tensor(local, shifts, dim, documents=documents)
             where = f"{shifts} {documents} {tuple(x.shape)}"
-            want = rolled_whole(x, shifts, dim, borders).index_select(dim, mine)
+            want = rolled_whole(x, shifts, dim, boundaries).index_select(dim, mine)
             assert torch.equal(got, want), where
             assert got.dtype == x.dtype and torch.equal(total, want.sum()), where
             assert len(log.entries) <= len(names), where
@@ -92,7 +92,7 @@ def rolls(layout: str, names: tuple[str, ...]) -> dict[str, int]:
                 weight = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(2))
                 wide = x.clone().requires_grad_()
                 (full,) = torch.autograd.grad(
-                    (rolled_whole(wide * 1, shifts, dim, borders) * weight).sum() + 0 * wide.sum(), wide
+                    (rolled_whole(wide * 1, shifts, dim, boundaries) * weight).sum() + 0 * wide.sum(), wide
                 )
                 (grad,) = torch.autograd.grad((got * weight.index_select(dim, mine)).sum(), local)
                 assert torch.equal(grad, full.index_select(dim, mine)), where
@@ -101,7 +101,7 @@ def rolls(layout: str, names: tuple[str, ...]) -> dict[str, int]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_rolls(ranks: Any, world: int, layout: str) -> None:
+def test_a_roll_is_that_of_the_whole_sequence(ranks: Any, world: int, layout: str) -> None:
     ranks(world, rolls, layout, ("cp",))
 
 
@@ -118,7 +118,7 @@ def roll_traffic(layout: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("layout,rows", [("contiguous", 1), ("head_tail", 2)])
-def test_only_border_rows_travel(ranks: Any, layout: str, rows: int) -> None:
+def test_only_rows_at_the_ends_of_chunks_travel(ranks: Any, layout: str, rows: int) -> None:
     for entries, sent in ranks(4, roll_traffic, layout):
         assert (entries, sent) == (1, 3 * rows * 2 * 5 * 4)
 
@@ -152,7 +152,7 @@ def tokens(batch: int = 3, length: int = 24) -> dict[str, Tensor]:
 
 
 def shift(labels: Tensor, last: list[list[int]]) -> Tensor:
-    """Next tokens of ``[B, S]``; no label where a row's document ends (positions ``last``)."""
+    """Next tokens of ``[B, S]``; positions ``last``, where a row's documents end, have no label."""
     out = torch.full_like(labels, -100)
     for b in range(len(labels)):
         for p in range(labels.shape[1] - 1):
@@ -180,6 +180,7 @@ def packed(layout: str) -> None:
     restarted = torch.tensor([*range(5), *range(1), *range(11), *range(7)])
     for offsets in (
         {"cu_seqlens": [0, 5, 6, 17, 24]},
+        {"documents": [0, 5, 6, 17, 24], "cu_seqlens_q": torch.tensor([[0, 5, 6, 17, 24]])},
         {
             "cu_seq_lens_q": torch.tensor([0, 5, 6, 17, 24], dtype=torch.int32),
             "cu_seq_lens_k": [0, 5, 6, 17, 24],
@@ -196,10 +197,10 @@ def packed(layout: str) -> None:
         assert torch.equal(found["shift_labels"], shift(whole["labels"], [[4, 5, 16]])[:, mine])
         assert torch.equal(found["position_ids"], restarted[mine].expand(3, -1))
         with handler.documents(found) as table:
-            assert sorted(set(table[0].tolist())) == [0, 5, 6, 17, 24] and handler.cp.facts.documents is table
+            assert sorted(set(table[0].tolist())) == [0, 5, 6, 17, 24] and handler.cp.batch.documents is table
             assert torch.equal(handler.position_ids(24, restart=True), restarted[mine])
             assert torch.equal(handler.position_ids(24), mine)
-        assert handler.cp.facts.documents is None
+        assert handler.cp.batch.documents is None
 
     rows = [[0, 24], [0, 7, 8, 24], [0, 1, 23, 24]]
     found = handler.get_batch_on_this_cp_rank({**batch, "cu_seqlens": rows}, shift_labels=True)
@@ -217,7 +218,7 @@ def test_labels_positions_and_documents(ranks: Any, world: int, layout: str) -> 
 
 @on_ranks
 def padded(layout: str) -> None:
-    """13 positions on 3 ranks, padded right, left, and not at all."""
+    """Batches of 13 positions on 3 ranks, padded on the right, on the left, and not at all."""
     handler = ContextParallelHandler(init_device_mesh("cpu", (3,)), layout)
     width = 15 if layout == "contiguous" else 18
     mine = token_positions(layout, dist.get_rank(), 3, width)
@@ -240,7 +241,7 @@ def padded(layout: str) -> None:
     assert [list(dict.fromkeys(row)) for row in found.documents.tolist()] == want
     assert torch.equal(handler.combine(found["input_ids"], length=found.length), batch["input_ids"])
 
-    batch["attention_mask"][:] = 1  # then only the padding of the layout is left
+    batch["attention_mask"][:] = 1  # only the padding up to the padded length remains
     found = handler.get_batch_on_this_cp_rank(batch)
     assert [list(dict.fromkeys(row)) for row in found.documents.tolist()] == [[0, 13, width]]
     assert torch.equal(found["labels"], local(batch["labels"], -100))
@@ -269,7 +270,7 @@ def containers() -> None:
     assert torch.equal(found[0], x[:, mine]) and torch.equal(found[1], y[mine]) and torch.equal(found[2], image)
     found = handler.get_batch_on_this_cp_rank([x, 3])
     assert isinstance(found, list) and torch.equal(found[0], x[:, mine]) and found[1] == 3
-    # sequence first; [S] alone; an image whose dimension 1 is something else; an explicit mask
+    # The sequence as dimension 0; [S] alone; an image whose dimension 1 is something else; an explicit mask.
     found = handler.get_batch_on_this_cp_rank({"tokens": x.T, "labels": x.T}, 0, shift_labels=True)
     assert torch.equal(found["shift_labels"], shift(x, [[]]).T[mine]) and torch.equal(
         found["position_ids"], torch.stack([mine, mine], 1)
@@ -341,6 +342,7 @@ def unequal(what: str, names: tuple[str, ...]) -> None:
     mesh = init_device_mesh("cpu", (world,) if len(names) == 1 else (2, world // 2), mesh_dim_names=names)
     handler, batch = ContextParallelHandler(mesh, "contiguous"), tokens(2, 8)
     batch["note"] = "epoch 1"  # type: ignore[assignment]
+    batch |= {"scale": torch.tensor(0.5), "empty": torch.zeros(0, 8), "columns": torch.ones(8, 2).T}
     if rank == 1 and what == "value":
         batch["labels"][1, 3] += 1
     if rank == 1 and what == "shape":

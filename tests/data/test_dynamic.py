@@ -1,4 +1,4 @@
-"""The planner of dynamic degrees: what every plan keeps, how close to the lower bound, and what it refuses."""
+"""The planner of dynamic degrees: the rules that every plan keeps, its distance from the lower bound, its errors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CHUNKS = {"contiguous": 1, "head_tail": 2}
 
 
 def seconds(cost: CostModel, tokens: int, lengths: list[int] | tuple[int, ...], degree: int) -> float:
-    """The documented cost of a micro-batch, written once more."""
+    """The documented cost of a micro-batch, computed independently."""
     work = cost.linear * tokens + cost.quadratic * sum(n * n / 2 for n in lengths)
     return cost.fixed + work / degree + cost.exchange * tokens * (degree - 1) / degree
 
 
 def simulate(plan: Plan) -> tuple[float, list[float]]:
-    """Every rank walks its own list; a micro-batch starts when all its ranks have come to it. The end, and each
-    rank's time spent waiting. Fails if they wait for each other."""
+    """Simulate a step: every rank works through its own list; a micro-batch starts when all its ranks have come to it.
+    Returns the end, and each rank's time spent waiting. Fails if ranks wait for each other."""
     lists = [plan.of_rank(rank) for rank in range(plan.size)]
     clock, busy, at = [0.0] * plan.size, [0.0] * plan.size, [0] * plan.size
     while any(at[r] < len(lists[r]) for r in range(plan.size)):
@@ -40,7 +40,7 @@ def simulate(plan: Plan) -> tuple[float, list[float]]:
 
 
 def lower_bound(cost: CostModel, lengths: list[int], size: int) -> float:
-    """Of a cost model without communication: mean work, or the longest sample on all ranks."""
+    """The lower bound of a cost model without communication: mean work, or the longest sample on all ranks."""
     alone = [cost.linear * n + cost.quadratic * n * n / 2 for n in lengths]
     return max(sum(alone) / size, max(alone) / size)
 
@@ -95,7 +95,7 @@ def test_every_plan_is_a_valid_one(problem: tuple[DynamicContextParallel, list[i
     scheduler, lengths = problem
     plan = scheduler.plan(lengths)
     check(plan, scheduler, lengths)
-    assert scheduler.plan(tuple(lengths)) == plan  # no chance in it: all ranks get the same
+    assert scheduler.plan(tuple(lengths)) == plan  # deterministic: all ranks get the same plan
 
 
 @given(problems())
@@ -135,7 +135,7 @@ def test_within_ten_percent_of_the_lower_bound(lengths_of: object, size: int, co
     assert plan.makespan <= 1.10 * lower_bound(COST, lengths, size)
 
 
-def test_the_long_one_is_shared_and_the_short_ones_are_not() -> None:
+def test_a_long_sample_is_shared_and_short_ones_are_not() -> None:
     plan = DynamicContextParallel(8, 16_384, COST).plan([4096] * 127 + [131_072])
     wide, *rest = plan.micro_batches
     assert (wide.degree, wide.samples) == (8, (127,))
@@ -143,14 +143,14 @@ def test_the_long_one_is_shared_and_the_short_ones_are_not() -> None:
     assert len(rest) <= 5 * 8  # packed: 127 samples are at least 32 sequences
 
 
-def test_only_as_many_as_balance_needs_are_shared() -> None:
-    """999 equal samples on 64 ranks: 39 are left over after 15 rounds."""
+def test_no_more_samples_are_shared_than_balance_needs() -> None:
+    """Plan 999 equal samples on 64 ranks: 39 are left over after 15 rounds."""
     plan = DynamicContextParallel(64, 16_384, COST).plan([131_072] + [4096] * 999)
     assert sum(len(m.samples) for m in plan.micro_batches if m.degree == 1) >= 900
     assert plan.makespan <= 1.02 * plan.lower_bound
 
 
-def test_narrow_unless_balance_needs_it() -> None:
+def test_groups_are_narrow_unless_balance_needs_wide_ones() -> None:
     scheduler = DynamicContextParallel(4, 1000, CostModel(1.0, 0.0))
     assert [m.degree for m in scheduler.plan([100] * 8).micro_batches] == [1] * 4
     assert [m.degree for m in scheduler.plan([800]).micro_batches] == [4]  # one sample would leave three ranks idle
@@ -160,7 +160,7 @@ def test_narrow_unless_balance_needs_it() -> None:
 
 @pytest.mark.parametrize("microseconds", [0, 1, 10, 30, 100])
 def test_a_slow_link_makes_groups_narrower(microseconds: int) -> None:
-    """One long sample shared by d ranks, the short ones alone where there is room: near the best of all d."""
+    """Plan one long sample shared by d ranks, the short ones unsharded: the plan is near the best of all d."""
     cost = CostModel(COST.linear, COST.quadratic, exchange=microseconds * 1e-6)
     plan = DynamicContextParallel(64, 16_384, cost).plan([4096] * 511 + [131_072])
     short = 511 * seconds(cost, 4096, [4096], 1)
@@ -170,7 +170,9 @@ def test_a_slow_link_makes_groups_narrower(microseconds: int) -> None:
 
 def test_a_thousand_samples_on_64_ranks_take_less_than_a_second() -> None:
     rng = random.Random(0)
-    slow = CostModel(COST.linear, COST.quadratic, exchange=1e-4, fixed=0.1)  # far from the bound: everything is tried
+    slow = CostModel(
+        COST.linear, COST.quadratic, exchange=1e-4, fixed=0.1
+    )  # far from the bound: all candidates are tried
     for cost, lengths in ((COST, log_normal(rng, 1000)), (slow, one_long(rng, 1000))):
         scheduler = DynamicContextParallel(64, 16_384, cost)
         start = time.process_time()
@@ -178,7 +180,7 @@ def test_a_thousand_samples_on_64_ranks_take_less_than_a_second() -> None:
         assert time.process_time() - start < 1.0
 
 
-def test_a_sample_that_does_not_fit() -> None:
+def test_a_sample_that_does_not_fit_is_an_error_with_ways_out() -> None:
     lengths = [10, 100_001]
     with pytest.raises(ValueError, match=r"lengths\[1\]=100001 does not fit: the widest degree is 4, and 4 ranks") as e:
         DynamicContextParallel(8, 1000, COST, degrees=[1, 4]).plan(lengths)
@@ -186,7 +188,9 @@ def test_a_sample_that_does_not_fit() -> None:
         int(re.search(pattern, str(e.value))[1])  # type: ignore[index]
         for pattern in (r"hold (\d+) tokens", r"tokens_per_rank to (\d+)", r"degree of at least (\d+)")
     )
-    DynamicContextParallel(8, 1000, COST, degrees=[1, 4]).plan([10, cut])  # each way out is one, and the nearest
+    DynamicContextParallel(8, 1000, COST, degrees=[1, 4]).plan(
+        [10, cut]
+    )  # each way out that the error names works, and nothing less does
     DynamicContextParallel(8, budget, COST, degrees=[1, 4]).plan(lengths)
     DynamicContextParallel(degree, 1000, COST).plan(lengths)
     for scheduler, wrong in (
@@ -203,19 +207,19 @@ def test_an_empty_batch_is_an_empty_plan() -> None:
     assert (plan.micro_batches, plan.makespan, plan.of_rank(3)) == ((), 0.0, [])
 
 
-def test_words() -> None:
-    def refuses(match: str, *args: object, error: type[Exception] = ValueError, **kwargs: object) -> None:
+def test_wrong_arguments_are_named() -> None:
+    def raises(match: str, *args: object, error: type[Exception] = ValueError, **kwargs: object) -> None:
         with pytest.raises(error, match=match):
             DynamicContextParallel(*args, **kwargs)  # type: ignore[arg-type]
 
-    refuses(r"family=0 must be a positive int", 0, 1000, COST)
-    refuses(r"tokens_per_rank=1.5 must be a positive int", 4, 1.5, COST)
-    refuses(r"tokens_per_rank=1 is less than 2", 4, 1, COST)
-    refuses(r"degrees=\[1, 3\] must be among .* 4 ranks: 1, 2, 4; 3 is not", 4, 1000, COST, degrees=[1, 3])
-    refuses(r"degrees=\[\] must be among", 4, 1000, COST, degrees=[])
-    refuses(r"layout='zigzag' is unknown", 4, 1000, COST, layout="zigzag")
-    refuses(r"slack=-1 must be a share of", 4, 1000, COST, slack=-1)
-    refuses(r"cost is a float; pass a CostModel", 4, 1000, 1.0, error=TypeError)
+    raises(r"family=0 must be a positive int", 0, 1000, COST)
+    raises(r"tokens_per_rank=1.5 must be a positive int", 4, 1.5, COST)
+    raises(r"tokens_per_rank=1 is less than 2", 4, 1, COST)
+    raises(r"degrees=\[1, 3\] must be among .* 4 ranks: 1, 2, 4; 3 is not", 4, 1000, COST, degrees=[1, 3])
+    raises(r"degrees=\[\] must be among", 4, 1000, COST, degrees=[])
+    raises(r"layout='zigzag' is unknown", 4, 1000, COST, layout="zigzag")
+    raises(r"slack=-1 must be a share of", 4, 1000, COST, slack=-1)
+    raises(r"cost is a float; pass a CostModel", 4, 1000, 1.0, error=TypeError)
     with pytest.raises(ValueError, match=r"linear=-1 must be a finite number"):
         CostModel(-1, 0)
     with pytest.raises(ValueError, match="linear and quadratic are both 0"):

@@ -36,7 +36,7 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass
 class Running:
-    """What the attention of the whole model needs to know of the micro-batch that runs now."""
+    """The state of the running micro-batch that the attention of the whole model needs."""
 
     mode: dict[str, Any]
     mesh: DeviceMesh | None = None
@@ -80,7 +80,8 @@ def packed(batch: MicroBatch, samples: list[tuple[Tensor, Tensor]], handler: Con
 
 @on_ranks
 def train(layout: str, mode: dict[str, Any]) -> tuple[list[float], list[list[tuple[int, int]]]]:
-    """Errors of losses, gradients and weights; and per step this rank's (degree, number of samples)."""
+    """Train a few steps. Returns errors of losses, gradients and weights, and per step this rank's (degree, number of
+    samples)."""
     family = split_cp_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")))
     everyone = family.dp(1).get_group()
     scheduler = DynamicContextParallel(family, BUDGET, COST, layout=layout)

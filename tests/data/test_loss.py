@@ -51,7 +51,7 @@ def small() -> Small:
 
 
 def data() -> tuple[Tensor, Tensor]:
-    """Rows of very different numbers of valid labels, unevenly over the sequence too."""
+    """Rows with very different numbers of valid labels, unevenly over the sequence too."""
     g = torch.Generator().manual_seed(2)
     ids = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=g)
     labels = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=g)
@@ -61,7 +61,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def reference(weights: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-    """One device, the whole batch."""
+    """The loss and gradients of one device, for the whole batch."""
     model, (ids, labels) = small(), data()
     model.inner = Plain()  # type: ignore[assignment]
     logits = model(ids).flatten(0, 1)
@@ -139,7 +139,7 @@ def test_gradients_are_those_of_one_device(ranks: Any, wrapper: str, layout: str
 
 @on_ranks
 def naive(kind: str) -> tuple[float, float]:
-    """What DDP makes of other losses: the factor of the gradients, and their distance from any multiple."""
+    """Other losses under DDP: the factor of their gradients, and the distance from that multiple of the right ones."""
     _, handler, model = setup("ddp", "contiguous")
     ids, labels = (x.chunk(2)[dist.get_rank() // 2] for x in data())
     ids, labels = handler.dispatch(ids), handler.dispatch(labels)
@@ -156,9 +156,9 @@ def naive(kind: str) -> tuple[float, float]:
     return factor.item(), relative_error(found, factor * want)
 
 
-def test_without_it_the_factor_is_wrong(ranks: Any) -> None:
+def test_other_losses_have_wrong_gradients(ranks: Any) -> None:
     for factor, rest in ranks(4, naive, "sum"):
-        assert abs(factor - 0.25) <= 1e-10 and rest <= 1e-10  # averaged over 2 x 2 ranks once more
+        assert abs(factor - 0.25) <= 1e-10 and rest <= 1e-10  # DDP has divided by 2 x 2 ranks
     for factor, rest in ranks(4, naive, "mean of means"):
         assert abs(factor - 1) > 0.05 and rest > 0.05  # not even a multiple
 
@@ -175,7 +175,7 @@ def nothing_counts() -> tuple[float, float, int]:
     return loss.item(), losses.grad.abs().max().item(), len(log.entries)  # type: ignore[union-attr]
 
 
-def test_nothing_that_counts(ranks: Any) -> None:
+def test_no_token_counts(ranks: Any) -> None:
     assert ranks(2, nothing_counts) == [(0.0, 0.0, 1)] * 2
 
 
@@ -211,15 +211,15 @@ def test_wrong_losses_are_refused(ranks: Any, what: str, kind: str, words: str) 
 # --------------------------------------------------------------------------- a batch from end to end
 
 
-class Seen(nn.Module):
+class WithinDocuments(nn.Module):
     """The oracle's attention: causal or not, among positions of one document."""
 
     def __init__(self, causal: bool, number: Tensor) -> None:
         super().__init__()
-        self.causal, self.seen = causal, (number[:, :, None] == number[:, None])[:, None]
+        self.causal, self.visible = causal, (number[:, :, None] == number[:, None])[:, None]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return plain_attention(q, k, v, is_causal=self.causal, visible=self.seen)
+        return plain_attention(q, k, v, is_causal=self.causal, visible=self.visible)
 
 
 class Attention(nn.Module):
@@ -233,14 +233,15 @@ class Attention(nn.Module):
 
 @on_ranks
 def end_to_end(layout: str, causal: bool, packed: bool) -> float:
-    """13 tokens, padded on the right, on the left or not, or packed: loss and gradients of one device."""
+    """Train on 13 tokens, padded on the right, on the left or not, or packed. Returns the worst relative error of loss
+    and gradients."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     style = ContextParallel(2, 1, 1, kv_exchange="ring", layout=layout)
     handler, model, g = ContextParallelHandler(mesh, style), small(), torch.Generator().manual_seed(3)
     model.inner = Attention(causal)  # type: ignore[assignment]
     parallelize_module(model.inner, mesh, style)
     ids = torch.randint(VOCABULARY, (3, 13), generator=g)
-    number = torch.zeros(3, 13)  # of the document that each position is in; padding is one
+    number = torch.zeros(3, 13)  # the document of each position; padding is one
     batch = {"input_ids": ids, "labels": ids.clone()}
     if packed:
         number[:, 4:] += 1
@@ -259,7 +260,7 @@ def end_to_end(layout: str, causal: bool, packed: bool) -> float:
     for grad in found:
         dist.all_reduce(grad)
     model = small()
-    model.inner = Seen(causal, number)  # type: ignore[assignment]
+    model.inner = WithinDocuments(causal, number)  # type: ignore[assignment]
     target = torch.full_like(ids, -100)
     target[:, :-1] = torch.where(number[:, 1:] == number[:, :-1], batch["labels"][:, 1:], -100)
     want = F.cross_entropy(model(ids).flatten(0, 1), target.flatten())

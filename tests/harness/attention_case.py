@@ -85,8 +85,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one device computes in fp64: ``lse`` and the gradients of q, k and v too."""
+    """The whole tensors of a problem, and what one device computes of them in fp64."""
 
+    tensors: tuple[Tensor, ...]
     out: Tensor
     lse: Tensor
     grads: tuple[Tensor, Tensor, Tensor]
@@ -137,8 +138,8 @@ def explicit_mask(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
 @lru_cache(maxsize=32)
 def one_device(problem: Problem) -> Answer:
     """The oracle's answer, computed once per problem in a process: modes and ranks share it."""
-    *qkv, dout = (x.double() for x in problem.tensors())
-    q, k, v = (x.requires_grad_() for x in qkv)
+    tensors = tuple(problem.tensors())
+    q, k, v = (x.double().detach().requires_grad_() for x in tensors[:3])
     visible, bias = explicit_mask(problem) if problem.mask else (None, None)
     if problem.keys is None:
         pairs = visible_pairs(problem.length, problem.is_causal, problem.window, problem.documents)
@@ -146,7 +147,7 @@ def one_device(problem: Problem) -> Answer:
     out = plain_attention(q, k, v, scale=problem.scale, visible=visible, bias=bias)
     logits, seen = visible_logits(q, k, scale=problem.scale, visible=visible, bias=bias)
     lse = logits.masked_fill(~seen, -torch.inf).logsumexp(-1).detach()
-    return Answer(out.detach(), lse, torch.autograd.grad(out, (q, k, v), dout))  # type: ignore[arg-type]
+    return Answer(tensors, out.detach(), lse, torch.autograd.grad(out, (q, k, v), tensors[3].double()))  # type: ignore[arg-type]
 
 
 # --------------------------------------------------------------------------- ranks
@@ -185,7 +186,7 @@ class AttentionCase(Problem):
 
     def shard(self, device: str = "cpu") -> Shard:
         """This rank's q, k, v (leaves), gradient of the output and mask."""
-        q, k, v, dout = self.tensors()
+        q, k, v, dout = one_device(self.problem).tensors
         at = self.positions(self.length)
         keys_at = slice(None) if self.kv_exchange == "replicated" else at
         if self.keys is not None and self.kv_exchange != "replicated":
@@ -258,19 +259,18 @@ class Shard:
         return absolute_error(lse[seen], expected[seen]) / 10 if seen.any() else 0.0
 
 
-def run_case(
-    case: AttentionCase, device: str = "cpu", error: Callable[[Tensor, Tensor], float] | None = None
-) -> Errors:
+def run_case(case: AttentionCase, mesh: DeviceMesh, error: Callable[[Tensor, Tensor], float] | None = None) -> Errors:
     """One forward and backward of ``attention`` on this rank, compared with one device."""
-    shard = case.shard(device)
-    result = shard.attend(cp_mesh(device))
+    shard = case.shard(mesh.device_type)
+    result = shard.attend(mesh)
     out, lse = result if case.return_lse else (result, None)
     return shard.errors(out, torch.autograd.grad(out, shard.qkv, shard.dout), lse, error)
 
 
 @on_ranks
 def run_cases(cases: Sequence[AttentionCase], device: str = "cpu") -> list[tuple[AttentionCase, Errors]]:
-    return [(case, run_case(case, device)) for case in cases]
+    mesh = cp_mesh(device)
+    return [(case, run_case(case, mesh)) for case in cases]
 
 
 def check(results: Sequence[Sequence[tuple[Any, Errors]]], bar: float) -> None:

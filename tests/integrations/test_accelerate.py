@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 
 
 def accelerator_of(**sizes: int) -> Any:
-    """An accelerator on the ranks of this job; with no sizes the environment says them."""
+    """An accelerator on the ranks of this job; without sizes they come from the environment."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
@@ -57,7 +57,7 @@ def difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
 
 @on_ranks
 def accelerated(name: str, layout: str, how: str) -> float:
-    """A step of dp x cp through ``maybe_context_parallel``, the ranks' loss averaged by DDP or FSDP2."""
+    """Run a step of dp x cp through ``maybe_context_parallel``, with gradients averaged by DDP or FSDP2."""
     from hyper_cp.integrations.accelerate import enable
 
     world = dist.get_world_size()
@@ -72,7 +72,7 @@ def accelerated(name: str, layout: str, how: str) -> float:
     batches = rows(world // 2, padded=True)
     count = sum(int((b["shift_labels"] != -100).sum()) for b in batches)
     want = one_device(model, batches, count)
-    if how == "fsdp":  # accelerate takes FSDP for devices only; its FSDP2 code itself runs anywhere
+    if how == "fsdp":  # accelerate allows FSDP on accelerators only; its FSDP2 code itself runs anywhere
         from accelerate.utils import FullyShardedDataParallelPlugin
 
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
@@ -87,7 +87,7 @@ def accelerated(name: str, layout: str, how: str) -> float:
     (batch,) = list(loader)
     before = {key: x.clone() for key, x in batch.items()}
     kept = {batch["labels"]}
-    with accelerator.maybe_context_parallel():  # nothing to split is nothing wrong
+    with accelerator.maybe_context_parallel():  # a block without buffers is allowed
         pass
     with accelerator.maybe_context_parallel(
         buffers=list(batch.values()), buffer_seq_dims=[1] * 4, no_restore_buffers=kept
@@ -134,7 +134,7 @@ def samples(count: int) -> list[dict[str, Tensor]]:
 
 @on_ranks
 def trained(cp: int, layout: str, directory: str) -> dict[str, float]:
-    """Three steps and an evaluation of seven sequences, two a rank: the last batch is not full."""
+    """Train three steps and evaluate seven sequences, two a rank, so that the last batch is not full."""
     from transformers import Trainer, TrainingArguments
 
     from hyper_cp.integrations.accelerate import ParallelismConfig
@@ -194,7 +194,7 @@ def trained(cp: int, layout: str, directory: str) -> dict[str, float]:
     with torch.no_grad():
         whole = torch.utils.data.default_collate(evaluation)
         logits = oracle(**whole, use_cache=False).logits
-        if dp == 1:  # one device takes the mean over sequences of the means of its batches, too
+        if dp == 1:  # one device, too, weights the means of its batches by their sequences
             chunks = [torch.utils.data.default_collate(evaluation[i : i + 2]) for i in range(0, 7, 2)]
             means = [oracle(**chunk, use_cache=False).loss.item() for chunk in chunks]
             found["evaluation"] = abs(metric - (2 * sum(means[:3]) + means[3]) / 7)
@@ -211,7 +211,7 @@ def test_trainer(ranks: Any, tmp_path: Any, cp: int, layout: str, world: int) ->
         assert max(found.values()) <= 2e-5, found
 
 
-# --------------------------------------------------------------------------- words
+# --------------------------------------------------------------------------- errors
 
 
 @on_ranks

@@ -1,4 +1,4 @@
-"""Inner attention with torchtitan's call, on packed tokens: outputs and gradients of one device, or words."""
+"""Inner attention with torchtitan's call, on packed tokens: outputs and gradients of one device, or errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness.ranks import on_ranks
 
 
 class VarlenMetadata(NamedTuple):
-    """As torchtitan's: cumulative lengths and the longest document."""
+    """The same as torchtitan's: cumulative lengths and the longest document."""
 
     cu_seq_q: Tensor
     cu_seq_k: Tensor
@@ -27,7 +27,7 @@ class VarlenMetadata(NamedTuple):
 
 
 class VarlenInnerAttention(nn.Module):
-    """Stands for torchtitan's module of this name: its signature, and what its kernel computes in plain math."""
+    """A double of torchtitan's module of this name: its signature, with the kernel's result in plain math."""
 
     def __init__(self, window_size: tuple[int, int]) -> None:
         super().__init__()
@@ -46,10 +46,10 @@ class VarlenInnerAttention(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         assert enable_gqa == (q.shape[1] != k.shape[1]) and out_transform is None
-        borders, left = [attention_masks.cu_seq_q.tolist()], self.window_size[0]
-        seen = visible_pairs(q.shape[0], True, (None if left == -1 else left, 0), borders)
+        boundaries, left = [attention_masks.cu_seq_q.tolist()], self.window_size[0]
+        visible = visible_pairs(q.shape[0], True, (None if left == -1 else left, 0), boundaries)
         qkv = [x.transpose(0, 1)[None] for x in (q, k, v)]
-        return plain_attention(*qkv, visible=seen, scale=scale)[0].transpose(0, 1)
+        return plain_attention(*qkv, visible=visible, scale=scale)[0].transpose(0, 1)
 
 
 class Attention(nn.Module):
@@ -82,12 +82,12 @@ class Decoder(nn.Module):
         return x
 
 
-BORDERS = [0, 5, 6, 19, 32, 32]  # as torchtitan fills up cumulative lengths
+BOUNDARIES = [0, 5, 6, 19, 32, 32]  # torchtitan pads cumulative lengths like this
 
 
 def metadata() -> VarlenMetadata:
-    borders = torch.tensor(BORDERS, dtype=torch.int32)
-    return VarlenMetadata(borders, borders, 13, 13)
+    cu_seq = torch.tensor(BOUNDARIES, dtype=torch.int32)
+    return VarlenMetadata(cu_seq, cu_seq, 13, 13)
 
 
 def decoder(spelling: str = "attention_masks") -> Decoder:
@@ -118,7 +118,7 @@ def packed(layout: str) -> dict[str, float]:
         model = copy.deepcopy(model)
         local = handler.dispatch(tokens, 0)
         if name == "all":
-            with handler.documents(BORDERS):
+            with handler.documents(BOUNDARIES):
                 out = model(local, None)
         else:
             out = model(local, metadata())
@@ -153,7 +153,7 @@ def refused(case: str) -> None:
     elif case == "score_mod":
         model(x, metadata(), score_mod=lambda *args: 0)
     elif case == "both":
-        with ContextParallelHandler(mesh, style).documents(BORDERS):
+        with ContextParallelHandler(mesh, style).documents(BOUNDARIES):
             model(x, metadata())
     else:
         model(x, VarlenMetadata(torch.tensor([0, 5, 32]), torch.tensor([0, 7, 32]), 27, 25))

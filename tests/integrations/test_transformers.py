@@ -1,4 +1,4 @@
-"""Real transformers models under context parallelism: losses and gradients of the unsharded model, or words."""
+"""Real transformers models under context parallelism: losses and gradients of the unsharded model, or errors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def unsharded(model: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tens
 
 
 def errors(model: Any, batch: dict[str, Any], want: tuple[Tensor, dict[str, Tensor]], **mode: Any) -> float:
-    """Largest difference in the loss and in any parameter's gradient, relative to the largest gradient of it."""
+    """The largest difference in the loss and in any parameter's gradient, relative to its largest gradient."""
     from hyper_cp.integrations.transformers import prepare_batch
 
     model, handler = prepared(model, **mode)
@@ -100,11 +100,11 @@ def test_losses_and_gradients_are_those_of_one_device(ranks: Any, name: str, wor
         assert len(found) >= 3 and max(found.values()) <= 1e-10, found
 
 
-# --------------------------------------------------------------------------- what a batch says about attention
+# --------------------------------------------------------------------------- padded and packed batches
 
 
 def batches() -> dict[str, dict[str, Any]]:
-    """Global batches of two rows: padded at the right, at the left, in between; packed in three dialects."""
+    """Global batches of two rows: padded on the right, on the left, in between; packed, by three names."""
     plain, found = batch_of(), {}
     ends = {
         "right": [(17, 24), (24, 24)],
@@ -120,8 +120,8 @@ def batches() -> dict[str, dict[str, Any]]:
     restart = torch.cat([torch.arange(n) for n in (5, 9, 10)])[None].expand(2, -1)
     found["positions"] = {**plain, "position_ids": restart}
     one = {name: x[:1] for name, x in plain.items()}
-    borders = torch.tensor([0, 5, 14, 24])
-    found["flash"] = {**one, "position_ids": restart[:1], "cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+    boundaries = torch.tensor([0, 5, 14, 24])
+    found["flash"] = {**one, "position_ids": restart[:1], "cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
     found["any length"] = {name: x[:, :21] for name, x in found["both"].items()}
     seen = torch.ones(24, 24, dtype=torch.bool).tril() & (torch.arange(24) % 3 != 1) | torch.eye(24, dtype=torch.bool)
     found["4-D"] = {**plain, "attention_mask": seen[None, None].expand(2, 1, -1, -1)}
@@ -135,13 +135,13 @@ def padded_and_packed(name: str, layout: str) -> dict[str, float]:
     model, found = make(name), {}
     for case, batch in batches().items():
         oracle = dict(batch)
-        if case == "flash":  # flash attention is not at hand to be told borders: these positions say the same
+        if case == "flash":  # the oracle has no flash attention: its positions name the same documents
             del oracle["cu_seq_lens_q"], oracle["cu_seq_lens_k"]
         want = unsharded(model, oracle)
         found[case] = errors(model, batch, want, layout=layout, ulysses_degree=1, kv_exchange="ring")
         if case == "any length":
             continue
-        # The same, said to the model directly: local masks and positions are gathered and looked at.
+        # The same, given to the model directly, which gathers and reads local masks and positions.
         direct, handler = prepared(model, layout=layout, ulysses_degree=None)
         local = {**prepare_batch(handler, {k: batch[k] for k in ("input_ids", "labels")})}
         del local["context_parallel"], local["position_ids"]
@@ -159,12 +159,43 @@ def test_padded_and_packed_batches(ranks: Any, name: str, layout: str) -> None:
         assert len(found) == 15 and max(found.values()) <= 1e-10, found
 
 
-# --------------------------------------------------------------------------- what must not be lost on the way
+@on_ranks
+def documents_of_a_batch(layout: str) -> float:
+    """Documents under each of their names place the tokens, and are what attention sees."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    settings = {"layout": layout, "ulysses_degree": 1, "kv_exchange": "ring"}
+    model, boundaries = make("llama"), torch.tensor([0, 5, 14, 24])
+    ids = tokens(24)[:1]
+    restart = torch.cat([torch.arange(n) for n in (5, 9, 10)])[None]
+    _, handler = prepared(model, **settings)
+    for given in (
+        {"documents": [0, 5, 14, 24]},
+        {"cu_seqlens": boundaries},
+        {"cu_seqlens_q": boundaries, "cu_seqlens_kv": boundaries.int(), "max_seqlen_q": 10},
+        {"cu_seq_lens_k": boundaries, "max_length_k": 10},
+        {"document_ids": torch.repeat_interleave(torch.tensor([4, 1, 7]), torch.tensor([5, 9, 10]))[None]},
+    ):
+        local = prepare_batch(handler, {"input_ids": ids, **given})
+        assert set(local) == {"input_ids", "position_ids", "context_parallel"}, list(given)
+        assert sorted(set(local["context_parallel"].documents[0].tolist())) == [0, 5, 14, 24], list(given)
+        assert torch.equal(local["input_ids"], ids[:, local["position_ids"][0]]), list(given)
+    batch = {"input_ids": ids, "labels": ids.clone(), "position_ids": restart}
+    return errors(model, {**batch, "cu_seqlens": boundaries}, unsharded(model, batch), **settings)
+
+
+@pytest.mark.parametrize("layout", ["head_tail", "per_document"])
+def test_documents_of_a_batch_place_its_tokens(ranks: Any, layout: str) -> None:
+    assert max(ranks(2, documents_of_a_batch, layout)) <= 1e-10
+
+
+# --------------------------------------------------------------------------- recompute and compile
 
 
 @on_ranks
 def recomputed() -> dict[str, float]:
-    """Activation checkpointing of a copied model sees what the forward saw, also after the block that said it."""
+    """Errors of a copied model under activation checkpointing, which must recompute with the documents of the forward,
+    also after the block that named them."""
     from hyper_cp.integrations.transformers import prepare_batch
 
     model, cases, found = make("llama").float(), batches(), {}
@@ -197,7 +228,7 @@ def test_recompute_sees_what_the_forward_saw(ranks: Any) -> None:
 
 @on_ranks
 def compiled() -> list[float]:
-    """Two batches of the same shape through layers compiled without graph breaks, with other documents each."""
+    """Errors of batches of the same shape, with different documents, in layers compiled without graph breaks."""
     from hyper_cp.integrations.transformers import prepare_batch
 
     model, cases, found = make("llama").float(), batches(), []
@@ -262,7 +293,7 @@ def refused(case: str) -> None:
     elif case == "recurrent":
         config = MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=0)
         prepared(AutoModelForCausalLM.from_config(config))
-    elif case == "told twice":
+    elif case == "twice the same":
         model, handler = prepared(make("llama"))
         model(**prepare_batch(handler, local), attention_mask=torch.ones(2, 12))
     elif case == "block and batch":
@@ -305,7 +336,7 @@ def refused(case: str) -> None:
         ("not causal", "NotImplementedError", "bidirectional attention mask.*4-D"),
         ("chunked", "NotImplementedError", "layers of type chunked_attention"),
         ("recurrent", "NotImplementedError", "MambaModel has layers of type linear_attention"),
-        ("told twice", "ValueError", "documents or padding twice"),
+        ("twice the same", "ValueError", "documents or padding twice"),
         ("block and batch", "ValueError", "documents or padding twice"),
         ("custom mask", "NotImplementedError", r"chunked or custom \(size 3\)"),
         ("mask of another length", "ValueError", r"\(2, 13\).*\[B, 12\].*\[B, 24\]"),

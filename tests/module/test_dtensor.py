@@ -269,7 +269,7 @@ def refused(kind: str) -> None:
         try:
             WRONG[kind][2]()
         finally:
-            if any(operation != "numbers" for operation, _ in log.entries):
+            if any(operation != "agreement" for operation, _ in log.entries):
                 raise SystemError(f"communicated before refusing: {log.entries}")
 
 
@@ -319,7 +319,7 @@ def packed() -> tuple[list[float], list[list[str]]]:
             with comm.record_traffic() as log:
                 out = module(q=mine[0], kv=mine[1]) if keywords else module(*mine)
             if not mode:
-                sent.append([name for name, _ in log.entries if name != "numbers"])
+                sent.append([name for name, _ in log.entries if name != "agreement"])
             found = (out, *torch.autograd.grad(full(out).square().sum(), mine))
             errors += [relative_error(full(a), b[:, here]) for a, b in zip(found, (want, *grads), strict=True)]
     return errors, sent

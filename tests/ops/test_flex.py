@@ -274,7 +274,7 @@ def other_backends_collectives(layout: str) -> bool:
     """Gloo's transfers are made of point-to-point ones; the collectives of other backends give the same."""
     cp = cp_mesh.view(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), 1)
     plain = Axis(cp.ring.rank, cp.ring.size, cp.ring.group)
-    other = cp_mesh.register(cp_mesh.CPMesh("plain " + cp.key, plain, cp.ulysses, cp.flat, cp.facts))
+    other = cp_mesh.register(cp_mesh.CPMesh("plain " + cp.key, plain, cp.ulysses, cp.flat, cp.batch))
     x = torch.randn(1, 2, 8, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
     (a,), (b,) = (gather.gather_keys([x], m.key, layout) for m in (cp, other))
     (c,), (d,) = (gather.scatter_keys([a * (1 + dist.get_rank())], m.key, layout) for m in (cp, other))
@@ -291,7 +291,7 @@ def traffic(layout: str) -> list[tuple[str, int]]:
     local = [x[:, :, mine].detach().requires_grad_() for x in whole()]
     with backward_on_the_cpu(), comm.record_traffic() as log:
         styled(Flex(CASES["causal"]), ulysses_degree=1, layout=layout)(*local).sum().backward()
-    return [entry for entry in log.entries if entry[0] != "numbers"]
+    return [entry for entry in log.entries if entry[0] != "agreement"]
 
 
 def test_bytes_equal_the_formula(ranks: Any) -> None:
@@ -353,7 +353,7 @@ def refused(what: str) -> Any:
                 mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
                 parallelize_module(Groups(), mesh, style)(q, k, v)
         finally:
-            sent = [op for op, _ in log.entries if op not in ("all_to_all", "numbers")]
+            sent = [op for op, _ in log.entries if op not in ("all_to_all", "agreement")]
             assert not sent, sent
 
 

@@ -23,7 +23,7 @@ def fake_mesh(ring: int, ulysses: int, rank: int) -> cp_mesh.CPMesh:
     """A rank's view of a mesh, without processes."""
     ring_rank, lane = divmod(rank, ulysses)
     axes = Axis(ring_rank, ring, None), Axis(lane, ulysses, None)
-    return cp_mesh.register(cp_mesh.CPMesh(f"fake {ring} {ulysses} {rank}", *axes, (), cp_mesh.Facts()))
+    return cp_mesh.register(cp_mesh.CPMesh(f"fake {ring} {ulysses} {rank}", *axes, (), cp_mesh.BatchState()))
 
 
 def listed(mask: BlockMask, number: str, indices: str) -> Tensor:

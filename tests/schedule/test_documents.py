@@ -18,6 +18,7 @@ from hyper_cp.mesh.cp_mesh import view
 from hyper_cp.ops import attention
 from hyper_cp.schedule import documents
 from hyper_cp.schedule.documents import documents_table, read
+from tests.harness.ranks import on_ranks
 
 
 @st.composite
@@ -120,6 +121,7 @@ def test_a_table_is_parsed_once_until_it_is_written_to() -> None:
         assert parsed.call_count == 2
 
 
+@on_ranks
 def attend_in_three_layers(compiled: bool) -> int:
     """How often the table is parsed on this rank, forward and backward."""
     mesh = view(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), ulysses_degree=1)

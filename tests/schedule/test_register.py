@@ -13,6 +13,7 @@ from hyper_cp import ContextParallelHandler
 from hyper_cp.ops import attention
 from hyper_cp.schedule import layout as layouts
 from tests.harness.oracle import plain_attention, relative_error
+from tests.harness.ranks import on_ranks
 
 
 def every_other_chunk(rank: int, world: int) -> tuple[int, int]:
@@ -20,6 +21,7 @@ def every_other_chunk(rank: int, world: int) -> tuple[int, int]:
     return rank, world + rank
 
 
+@on_ranks
 def attend_in_the_new_layout(degree: int, kv_exchange: str) -> list[float]:
     layouts.register("cards", every_other_chunk, chunks_per_rank=2)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))

@@ -73,8 +73,8 @@ def register(
     """
     if not kernel.name or "|" in kernel.name:
         raise ValueError(
-            f"kernel.name={kernel.name!r} must be a non-empty string without '|'. An op finds its kernel by it, in a "
-            "text of settings that '|' separates. Give kernel.name another value"
+            f"kernel.name={kernel.name!r} must be a non-empty string without '|'. An op finds its kernel by this name, "
+            "in a text of settings that '|' separates. Give kernel.name another value"
         )
     if kernel.name in available(device_type):
         raise ValueError(

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler
@@ -34,9 +35,9 @@ def npus() -> Iterator[Ranks]:
     pool.close()
 
 
-def run_on_npu(case: AttentionCase) -> Errors:
+def run_case(case: AttentionCase, mesh: DeviceMesh) -> Errors:
     """Run forward and backward on this rank: errors of its share against the oracle, and no wait for the device."""
-    shard, mesh = case.shard("npu"), cp_mesh("npu")
+    shard = case.shard("npu")
     npu_standin.calls.clear(), npu_device.calls.clear(), npu_device.waits.clear()
     out = shard.attend(mesh)
     grads = torch.autograd.grad(out, shard.qkv, shard.dout)
@@ -50,24 +51,24 @@ def run_on_npu(case: AttentionCase) -> Errors:
 
 @on_ranks
 def run_cases(cases: list[AttentionCase]) -> list[tuple[AttentionCase, Errors]]:
-    return [(case, run_on_npu(case)) for case in cases]
+    mesh = cp_mesh("npu")
+    return [(case, run_case(case, mesh)) for case in cases]
 
 
-def npu_case(length: int, is_causal: bool = False, **options: Any) -> AttentionCase:
-    return AttentionCase(length, is_causal, heads=8, kv_heads=4, dtype=torch.float32, **options)
+FLOAT = {"heads": 8, "dtype": torch.float32}
 
 
 @pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_mode(npus: Ranks, world: int) -> None:
-    cases = [npu_case(12 * world, causal, **mode) for mode in modes(world) for causal in (True, False)]
-    cases += [npu_case(12 * world, True, v_dim=5, **mode) for mode in modes(world)[:4]]
+    cases = [AttentionCase(12 * world, causal, **FLOAT, **mode) for mode in modes(world) for causal in (True, False)]
+    cases += [AttentionCase(12 * world, True, v_dim=5, **FLOAT, **mode) for mode in modes(world)[:4]]
     check(npus(world, run_cases, cases), FP32)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_windows_documents_and_masks(npus: Ranks, world: int) -> None:
     length = 12 * world
-    visibilities: list[dict[str, Any]] = [
+    settings: list[dict[str, Any]] = [
         {"window": (3, 2)},
         {"window": (length // 2, 0), "is_causal": True},
         {"documents": ((0, 1, 7, length - 2, length),), "is_causal": True},
@@ -77,9 +78,10 @@ def test_windows_documents_and_masks(npus: Ranks, world: int) -> None:
         {"mask": "padding"},
         {"mask": "float"},
     ]
-    # Each mode has three of the visibilities, the next mode the next three: together each visibility has many modes.
-    drawn = [(mode, visibilities[(i + n) % 8]) for i, mode in enumerate(modes(world)) for n in (0, 3, 6)]
-    check(npus(world, run_cases, [npu_case(length, **mode, **visible) for mode, visible in drawn]), FP32)
+    # Each mode has three of the settings, another mode the next three: in both worlds together each has many modes.
+    drawn = [(mode, settings[(i + n) % 8]) for i, mode in enumerate(modes(world)) for n in (0, 3, 6)]
+    cases = [AttentionCase(length, **FLOAT, **mode, **some) for mode, some in drawn]
+    check(npus(world, run_cases, cases), FP32)
 
 
 # --------------------------------------------------------------------------- nothing waits for the device
@@ -105,7 +107,7 @@ def traced(case: AttentionCase, break_it: str = "") -> list[str]:
 
     with mock.patch.object(npu.NPUKernel, "forward", reading) if break_it else nullcontext():
         try:
-            run_on_npu(case)
+            run_case(case, cp_mesh("npu"))
         except AssertionError:
             assert npu_device.waits
     return npu_device.waits[:1]
@@ -123,7 +125,7 @@ def test_a_read_in_a_kernel_is_detected(npus: Ranks, kv: str) -> None:
         "upload": "copy from cpu to npu",
         "synchronize": "synchronize",
     }.items():
-        assert npus(2, traced, npu_case(16, True, kv_exchange=kv), break_it) == [[found]] * 2
+        assert npus(2, traced, AttentionCase(16, True, kv_exchange=kv, **FLOAT), break_it) == [[found]] * 2
 
 
 def test_operands_on_two_devices_are_refused(npus: Ranks) -> None:

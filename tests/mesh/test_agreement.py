@@ -1,0 +1,358 @@
+"""The comparison of what ranks bring: what is new is compared once, and then never again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hyper_cp.mesh import agreement, comm, cp_mesh
+from hyper_cp.mesh.agreement import Agreement, Signature
+from hyper_cp.ops import attention
+from tests.harness.ranks import on_ranks
+
+BASE: Signature = (
+    ("module", "layers.0"),
+    ("shapes", (torch.Size([1, 4, 8, 8]), torch.Size([1, 2, 8, 8]))),
+    ("dtypes", (torch.float32, torch.float32)),
+    ("kv_exchange", "ring"),
+    ("causal", True),
+    ("scale", None),
+)
+
+
+def changed(field: str, value: Any) -> Signature:
+    return tuple((name, value if name == field else old) for name, old in BASE)
+
+
+def compared(call: Callable[[], Any]) -> int:
+    """Comparisons between ranks that a call makes."""
+    with comm.record_traffic() as log:
+        call()
+    return sum(operation == "agreement" for operation, _ in log.entries)
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("cp",) if len(shape) == 1 else ("ring", "ulysses"))
+
+
+def raised(call: Callable[[], Any]) -> str:
+    """Type and text of the error of a call; empty if there is none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# --------------------------------------------------------------------------- what is compared, and how often
+
+
+@on_ranks
+def calls_of_attention(world: int) -> list[int]:
+    """Comparisons of: two equal calls each of three modes, then of another shape, of documents, of the first again."""
+    mesh, q = mesh_of(world), torch.randn(1, 4, 8, 8)
+    modes: list[dict[str, Any]] = [{}, {"ulysses_degree": None}, {"ulysses_degree": 2, "kv_exchange": "ring"}]
+    counts = []
+    for mode in modes:
+        for _ in range(2):
+            counts.append(compared(lambda: attention(q, q, q, mesh=mesh, is_causal=True, **mode)))
+    longer = torch.randn(1, 4, 16, 8)
+    counts.append(compared(lambda: attention(longer, longer, longer, mesh=mesh)))
+    documents = [0, 5, 8 * world]
+    counts.append(compared(lambda: attention(q, q, q, mesh=mesh, is_causal=True, documents=documents)))
+    counts.append(compared(lambda: attention(q, q, q, mesh=mesh, is_causal=True, documents=documents)))
+    counts.append(compared(lambda: attention(q, q, q, mesh=mesh, is_causal=True)))
+    return counts
+
+
+def test_what_has_been_compared_is_not_compared_again(ranks: Any) -> None:
+    # The first call compares itself and that there are no documents; later ones what is new in them.
+    assert ranks(4, calls_of_attention, 4) == [[2, 0, 1, 0, 1, 0, 1, 1, 0, 0]] * 4
+    assert ranks(1, calls_of_attention_alone) == [0]
+
+
+@on_ranks
+def calls_of_attention_alone() -> int:
+    q = torch.randn(1, 4, 8, 8)
+    return compared(lambda: attention(q, q, q, mesh=mesh_of(1)))
+
+
+@on_ranks
+def batches(steps: int, layers: int) -> list[int]:
+    mesh, q = mesh_of(2), torch.randn(1, 4, 8, 8)
+    attention(q, q, q, mesh=mesh, is_causal=True)
+    counts = []
+    for step in range(steps):
+        table = torch.tensor([[0, 3 + step, 16]])
+        calls = [lambda table=table: attention(q, q, q, mesh=mesh, is_causal=True, documents=table)] * layers
+        counts += [compared(call) for call in calls]
+    return counts
+
+
+def test_documents_are_compared_once_a_batch_not_once_a_layer(ranks: Any) -> None:
+    assert ranks(2, batches, 3, 3) == [[1, 0, 0] * 3] * 2
+
+
+@on_ranks
+def microseconds_of_an_old_signature() -> float:
+    cp = cp_mesh.view(mesh_of(2), 1)
+    cp.agree("call", BASE)
+    times = []
+    for _ in range(20):
+        start = time.thread_time()
+        for _ in range(200):
+            cp.agree("call", BASE)
+        times.append((time.thread_time() - start) / 200 * 1e6)
+    return min(times)
+
+
+def test_an_old_signature_costs_a_lookup(ranks: Any) -> None:
+    assert max(ranks(2, microseconds_of_an_old_signature)) < 5.0
+
+
+# --------------------------------------------------------------------------- disagreement
+
+
+@on_ranks
+def disagree(field: str, value: Any) -> tuple[str, str, int, int]:
+    """The error where rank 1 brings another value; then a correct call, and how often that is compared."""
+    cp = cp_mesh.view(mesh_of(3), 1)
+    mine = changed(field, value) if dist.get_rank() == 1 else BASE
+    error = raised(lambda: cp.agree("call", mine, "layers.0"))
+    # Nothing is recorded: not what ranks 0 and 2 brought either.
+    return error, raised(lambda: cp.agree("call", mine)), *(compared(lambda: cp.agree("call", BASE)) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    "field, value, words",
+    [
+        ("shapes", (torch.Size([1, 4, 6, 8]), torch.Size([1, 2, 8, 8])), "rank 1: (1, 4, 6, 8), (1, 2, 8, 8); rank 2:"),
+        ("dtypes", (torch.bfloat16, torch.float32), "rank 1: (torch.bfloat16, torch.float32); rank 2:"),
+        ("kv_exchange", "all_gather", "rank 0: ring; rank 1: all_gather; rank 2: ring"),
+        ("causal", False, "rank 0: True; rank 1: False; rank 2: True"),
+        ("module", "layers.1", "rank 0: layers.0; rank 1: layers.1; rank 2: layers.0"),
+    ],
+)
+def test_every_rank_raises_with_a_table_and_the_next_call_works(ranks: Any, field: str, value: Any, words: str) -> None:
+    for first, second, *counts in ranks(3, disagree, field, value):
+        assert first.startswith("ValueError: layers.0: the ranks of the cp mesh of 3 ranks (ring 3 x ulysses 1) call")
+        assert f"different {field}: rank 0: " in first and words in first
+        assert second.startswith("ValueError")
+        assert counts == [1, 0]
+
+
+@on_ranks
+def several_fields() -> str:
+    cp = cp_mesh.view(mesh_of(2), 1)
+    mine = tuple(
+        (name, f"{value}{dist.get_rank()}") if name in ("module", "causal") else (name, value) for name, value in BASE
+    )
+    return raised(lambda: cp.agree("call", mine))
+
+
+def test_all_fields_that_differ_are_in_the_table(ranks: Any) -> None:
+    for error in ranks(2, several_fields):
+        assert "different module and causal: rank 0: module=layers.00, causal=True0; rank 1: module=" in error
+
+
+@on_ranks
+def other_documents() -> list[str]:
+    mesh, rank, q = mesh_of(3), dist.get_rank(), torch.randn(1, 4, 8, 8)
+    found = [[0, 7, 24], [0, 5, 24], [0, 5, 24]][rank], [None, [0, 9, 24], None][rank]
+    errors = [raised(lambda documents=d: attention(q, q, q, mesh=mesh, documents=documents)) for d in found]
+    return [*errors, raised(lambda: attention(q, q, q, mesh=mesh, documents=[0, 5, 24]))]
+
+
+def test_other_documents_on_other_ranks(ranks: Any) -> None:
+    for first, second, third in ranks(3, other_documents):
+        assert first.startswith("ValueError") and "different packed documents: ranks [1, 2] have others" in first
+        assert "Enter the same documents block on every rank" in first
+        assert second.startswith("ValueError") and "different packed documents: ranks [1] have others" in second
+        assert third == ""
+
+
+@on_ranks
+def other_kinds() -> list[str]:
+    cp, rank = cp_mesh.view(mesh_of(2), 1), dist.get_rank()
+    return [
+        raised(lambda: cp.agree(("call", "documents")[rank], BASE if rank == 0 else (("documents", "ab"),), "layer")),
+        raised(lambda: cp.agree("call", BASE)),
+    ]
+
+
+def test_ranks_that_compare_different_things(ranks: Any) -> None:
+    for error, after in ranks(2, other_kinds):
+        words = "make different calls: rank 0 compares its attention call; rank 1 compares its packed documents."
+        assert error.startswith("ValueError") and words in error
+        assert after == ""
+
+
+@on_ranks
+def other_views() -> str:
+    """Ranks that see the mesh differently."""
+    views = [cp_mesh.view(mesh_of(4), degree) for degree in (1, 2)]
+    q = torch.randn(1, 4, 8, 8)
+    return raised(lambda: attention(q, q, q, mesh=views[dist.get_rank() == 3]))
+
+
+def test_ranks_with_another_ulysses_degree(ranks: Any) -> None:
+    for error in ranks(4, other_views):
+        assert error.startswith("ValueError")
+        assert "different ulysses_degree: rank 0: 1; rank 1: 1; rank 2: 1; rank 3: 2" in error
+
+
+# --------------------------------------------------------------------------- waiting alone
+
+
+@on_ranks
+def some_do_not_come() -> list[str]:
+    """Rank 2 of 3 does not come to the first comparison. Then all come, twice."""
+    cp, rank = cp_mesh.view(mesh_of(3), 1), dist.get_rank()
+    os.environ["HYPER_CP_AGREE_TIMEOUT"] = "0.3"
+    errors = ["" if rank == 2 else raised(lambda: cp.agree("call", BASE, "layers.0"))]
+    del os.environ["HYPER_CP_AGREE_TIMEOUT"]
+    dist.barrier()
+    time.sleep(0.3 * (rank < 2))  # rank 2 comes first, and must not read what the others brought before
+    return [*errors, *(raised(lambda c=c: cp.agree("call", changed("causal", c))) for c in (False, True))]
+
+
+def test_a_rank_that_waits_alone_raises_and_a_later_call_works(ranks: Any) -> None:
+    outcomes = ranks(3, some_do_not_come)
+    for rank, (alone, *later) in enumerate(outcomes):
+        assert later == ["", ""]
+        if rank == 2:
+            continue
+        assert alone.startswith(f"RuntimeError: layers.0: rank {rank} of the cp mesh of 3 ranks (ring 3 x ulysses 1)")
+        assert "compares its attention call, but ranks " in alone and "2]) have not come" in alone
+        assert "hangs, has raised an error, or they make other calls" in alone and "HYPER_CP_AGREE_TIMEOUT" in alone
+
+
+def on_threads(calls: list[Callable[[], Any]]) -> list[str]:
+    found = [""] * len(calls)
+
+    def run(rank: int) -> None:
+        found[rank] = raised(calls[rank])
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def all_reach(team: list[Agreement], kind: str = "call", signature: Signature = BASE) -> list[str]:
+    return on_threads([lambda a=a: a.reach(kind, signature, "cp mesh", "layer") for a in team])
+
+
+def test_a_long_wait_warns_before_it_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(agreement, "PATIENCE", 0.05)
+    monkeypatch.setattr(agreement, "TIMEOUT", 0.2)
+    one = Agreement(dist.HashStore(), [3, 7], 0)
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] \(global ranks \[7\]\)"):
+        one.reach("call", BASE, "cp mesh", "layer")
+    (record,) = caplog.records
+    assert "ranks [1] (global ranks [7]) have not come" in record.getMessage()
+
+
+# --------------------------------------------------------------------------- the record
+
+
+def test_the_record_is_bounded_and_the_same_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "RECORDED", 2)
+    store = dist.HashStore()
+    team = [Agreement(store, [0, 1], rank) for rank in range(2)]
+    counts = []
+    for kind, scale in [("call", 1), ("call", 2), ("documents", 1), ("call", 1), ("call", 3), ("call", 2), ("call", 1)]:
+        with comm.record_traffic() as log:
+            assert all_reach(team, kind, changed("scale", scale)) == ["", ""]
+        counts.append(len(log.entries) // 2)
+    # 3 drops 1, the oldest, although it has just been used: ranks need not agree on what was used last.
+    assert counts == [1, 1, 1, 0, 1, 0, 1]
+
+
+def test_a_mesh_made_again_does_not_read_the_entries_of_the_first() -> None:
+    store = dist.HashStore()
+    first = [Agreement(store, [0, 1], rank) for rank in range(2)]
+    assert all_reach(first) == ["", ""]
+    again = [Agreement(store, [0, 1], rank) for rank in range(2)]
+    assert all_reach(again, signature=changed("scale", 2.0)) == ["", ""]
+    os.environ["HYPER_CP_AGREE_TIMEOUT"] = "0.1"
+    try:  # alone: no entry of rank 1 from before is taken for its answer
+        assert "ranks [1]" in raised(lambda: again[0].reach("call", BASE, "cp mesh", "layer"))
+    finally:
+        del os.environ["HYPER_CP_AGREE_TIMEOUT"]
+
+
+def test_entries_do_not_pile_up_in_the_store() -> None:
+    store = dist.HashStore()
+    team = [Agreement(store, [0, 1], rank) for rank in range(2)]
+    counts = []
+    for step in range(6):
+        assert all_reach(team, "documents", (("documents", step),)) == ["", ""]
+        counts.append(store.num_keys())
+    assert counts[1:] == [counts[1]] * 5
+
+
+# --------------------------------------------------------------------------- meshes
+
+
+@on_ranks
+def interleaved() -> list[int]:
+    """Two cp groups of two ranks with signatures of their own, the mesh of all, seen twice, and a 2-D one in turns."""
+    whole, rows = mesh_of(4), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    flat, hybrid, own = cp_mesh.view(whole, 1), cp_mesh.view(whole, 2), cp_mesh.view(rows["cp"], 1)
+    plane = cp_mesh.view(mesh_of(2, 2))
+    assert flat.agreement is hybrid.agreement and len({id(m.agreement) for m in (flat, own, plane)}) == 3
+    counts = []
+    for step in range(2):
+        for cp, signature in (
+            (flat, BASE),
+            (own, changed("scale", dist.get_rank() // 2)),
+            (plane, BASE),
+            (hybrid, BASE),  # agreed on through the other view
+            (own, changed("scale", 2 + dist.get_rank() // 2)),
+            (hybrid, changed("scale", step)),
+        ):
+            counts.append(compared(lambda cp=cp, signature=signature: cp.agree("call", signature)))
+    return counts
+
+
+def test_several_meshes_in_turns(ranks: Any) -> None:
+    assert ranks(4, interleaved) == [[1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0, 1]] * 4
+
+
+@on_ranks
+def without_a_cpu_backend() -> tuple[str, str, str, int]:
+    group = dist.new_group(backend="cuda:gloo")  # the kind of group that init_process_group("nccl") makes
+    cp = cp_mesh.view(DeviceMesh.from_group(group, "cpu"), 1)
+    on_the_cpu = raised(lambda: dist.all_reduce(torch.zeros(1), group=group))
+    different = raised(lambda: cp.agree("call", changed("scale", dist.get_rank())))
+    return on_the_cpu, different, raised(lambda: cp.agree("call", BASE)), compared(lambda: cp.agree("call", BASE))
+
+
+def test_process_groups_without_a_backend_for_the_cpu(ranks: Any) -> None:
+    for on_the_cpu, different, same, again in ranks(2, without_a_cpu_backend):
+        assert "No backend type associated with device type cpu" in on_the_cpu
+        assert different.startswith("ValueError") and "rank 0: 0; rank 1: 1" in different
+        assert same == "" and again == 0
+
+
+def test_a_fake_process_group_compares_nothing() -> None:
+    """The benchmark of host time runs on one: its other ranks do not exist."""
+    script = Path(__file__).parents[2] / "benchmarks" / "host_time.py"
+    options = ["--ranks", "4", "--calls", "2", "--only", "hybrid", "head_tail"]
+    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "| hybrid, 2 x ring | head_tail, 32 documents, second layer | 4 |" in done.stdout

@@ -1,0 +1,243 @@
+"""Documents and windows of styled modules: in blocks and by keyword, recomputed, compiled, in every layout."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo.config
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp.module._torch import checkpoint as checkpoint_seam
+from tests.harness.attention_case import FP64, cp_mesh, inputs
+from tests.harness.oracle import plain_attention, relative_error, visible_pairs
+from tests.harness.ranks import on_ranks
+
+Style = dict[str, Any]
+SEQ = 24
+FIRST, SECOND = [0, 5, 6, 24], [0, 11, 20, 24]
+STYLES: list[dict[str, Any]] = [
+    {"ulysses_degree": None},
+    {"ulysses_degree": 1, "layout": "head_tail"},
+    {"ulysses_degree": 1, "kv_exchange": "ring", "load_balance": True},
+    {"ulysses_degree": 2, "kv_exchange": "ring", "layout": "head_tail"},
+]
+
+
+class Attending(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q * 1.5, k, v, is_causal=True)
+
+
+class Block(nn.Module):
+    """Computes q, k, v itself; the whole is what gets checkpointed and styled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads * 1.5, heads, heads, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def styled(module: nn.Module, style: Style) -> tuple[Any, ContextParallelHandler]:
+    mesh = cp_mesh()
+    made = ContextParallel(seq_dim=2, head_dim=1, **style)
+    parallelize_module(module, mesh, {"": made})
+    return module, ContextParallelHandler(mesh, made)
+
+
+def wanted(block_input: Tensor, documents: list[int]) -> tuple[Tensor, Tensor]:
+    """Output and gradient of its square sum, of the Block on one device."""
+    x = block_input.clone().requires_grad_()
+    heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
+    visible = visible_pairs(SEQ, True, None, [documents])
+    out = plain_attention(heads * 1.5, heads, heads, visible=visible).transpose(1, 2).flatten(2)
+    return out.detach(), torch.autograd.grad(out.square().sum(), x)[0]
+
+
+@on_ranks
+def through_the_style(style: Style) -> dict[str, float]:
+    found = {}
+    q, k, v, _ = inputs(2, 4, 4, SEQ, 8, 8, torch.float64)
+    module, handler = styled(Attending(), style)
+    local = [handler.dispatch(x, 2) for x in (q, k, v)]
+
+    def error(out: Tensor, rows: Any) -> float:
+        visible = visible_pairs(SEQ, True, None, rows)
+        return relative_error(handler.combine(out, 2), plain_attention(q * 1.5, k, v, visible=visible))
+
+    with handler.documents(FIRST):
+        found["block"] = error(module(*local), [FIRST])
+        with handler.documents(document_ids=torch.tensor([[0] * 11 + [1] * 9 + [2] * 4] * 2)):
+            found["nested, ids"] = error(module(*local), [SECOND])
+        found["back"] = error(module(*local), [FIRST])
+        found["keyword wins"] = error(module(*local, documents=[FIRST, SECOND]), [FIRST, SECOND])
+    found["after the block"] = error(module(*local), None)
+    found["a window"] = relative_error(
+        handler.combine(styled(Attending(), {**style, "window": (3, None)})[0](*local), 2),
+        plain_attention(q * 1.5, k, v, visible=visible_pairs(SEQ, True, (3, None), None)),
+    )
+    return found
+
+
+@pytest.mark.parametrize("style", STYLES, ids=str)
+def test_documents_and_windows_through_the_style(ranks: Any, style: Style) -> None:
+    for found in ranks(4, through_the_style, style):
+        assert max(found.values()) <= FP64, found
+
+
+BY_DOCUMENTS: list[Style] = [
+    {"ulysses_degree": None, "layout": "per_document"},
+    {"ulysses_degree": 1, "layout": "auto"},
+    {"ulysses_degree": 2, "kv_exchange": "ring", "layout": "per_document"},
+]
+
+
+@on_ranks
+def by_documents(style: Style) -> dict[str, float]:
+    """Data and attention place tokens by the documents in force, eager, recomputed and compiled."""
+    found = {}
+    block, handler = styled(Block(), {**style, "qkv_indices": None})
+    whole = torch.randn(2, SEQ, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    torch._dynamo.reset()
+    fast = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for turn, documents in enumerate((FIRST, SECOND, [0, 4, 8, 24])):
+        want, want_grad = wanted(whole, documents)
+        for name, run in (
+            ("eager", block),
+            ("compiled", fast),
+            ("recomputed", lambda x: checkpoint(block, x, use_reentrant=False)),
+        ):
+            with handler.documents(documents):
+                x = handler.dispatch(whole, 1).requires_grad_()
+                at = handler.position_ids(SEQ)
+                with torch._dynamo.config.patch(error_on_recompile=turn > 0):
+                    out = run(x)
+                assert torch.equal(whole[:, at], x.detach())
+            out.square().sum().backward()
+            assert x.grad is not None
+            with handler.documents(documents):
+                found[f"{name} {turn}"] = relative_error(handler.combine(out.detach(), 1), want)
+                found[f"{name} {turn}, gradient"] = relative_error(handler.combine(x.grad, 1), want_grad)
+    return found
+
+
+@pytest.mark.parametrize("style", BY_DOCUMENTS, ids=str)
+def test_layouts_by_document_through_the_style(ranks: Any, style: Style) -> None:
+    for found in ranks(4, by_documents, style):
+        assert max(found.values()) <= FP64, found
+
+
+@on_ranks
+def without_documents(where: str) -> None:
+    block, handler = styled(Block(), {"layout": "per_document", "ulysses_degree": 1, "qkv_indices": None})
+    if where == "attention":
+        block(torch.randn(2, 6, 32))
+    handler.dispatch(torch.randn(2, SEQ, 32), 1)
+
+
+@pytest.mark.parametrize("where", ["attention", "dispatch"])
+def test_layouts_by_document_without_documents(ranks: Any, where: str) -> None:
+    ranks.raises(2, ValueError, "places tokens by document, but no documents are given", without_documents, where)
+
+
+@on_ranks
+def recompute(style: Style, remembered: bool, reentrant: bool = False) -> dict[str, Any]:
+    """Activation checkpointing: a recompute sees the documents of its forward; or raises, where torch's frames do not
+    tell which forward it belongs to."""
+    block, handler = styled(Block(), {**style, "qkv_indices": None})
+    whole = torch.randn(2, SEQ, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    found: dict[str, Any] = {}
+
+    def run(**keywords: Any) -> tuple[Tensor, Tensor]:
+        x = handler.dispatch(whole, 1).requires_grad_()
+        if reentrant:
+            return x, checkpoint(lambda y: block(y, **keywords), x, use_reentrant=True)
+        return x, checkpoint(block, x, use_reentrant=False, **keywords)
+
+    def error(x: Tensor, out: Tensor, documents: list[int]) -> Any:
+        try:
+            out.square().sum().backward()
+        except RuntimeError as failure:
+            return str(failure)
+        want, want_grad = wanted(whole, documents or [0, SEQ])
+        assert x.grad is not None
+        return max(
+            relative_error(handler.combine(out.detach(), 1), want),
+            relative_error(handler.combine(x.grad, 1), want_grad),
+        )
+
+    with nullcontext() if remembered else mock.patch.object(checkpoint_seam, "batch_state", lambda _, state: state):
+        with handler.documents(FIRST):
+            found["inside"] = error(*run(), FIRST)
+            late = run()
+        for name, other in (("ended", None), ("another batch", SECOND), ("other shape", [0, 1, 2, 3, 4, 24])):
+            with handler.documents(other) if other else nullcontext():
+                found[name] = error(*late, FIRST)
+            with handler.documents(FIRST):
+                late = run()
+        plain = run()
+        with handler.documents(FIRST):
+            found["documents only later"] = error(*plain, [0, SEQ])
+        found["explicit"] = error(*run(documents=SECOND), SECOND)
+        x = handler.dispatch(whole, 1).requires_grad_()
+        found["blocks inside the checkpoint"] = error(x, checkpoint(twice, block, handler, x, use_reentrant=False), [])
+    return found
+
+
+def twice(block: nn.Module, handler: ContextParallelHandler, x: Tensor) -> Tensor:
+    """Two calls with other documents; the second is what counts."""
+    with handler.documents(SECOND):
+        ignored = block(x.detach() * 2)
+    with handler.documents([0, SEQ]):
+        return block(x) + 0 * ignored
+
+
+@pytest.mark.parametrize("style", STYLES, ids=str)
+def test_a_recompute_sees_the_documents_of_its_forward(ranks: Any, style: Style) -> None:
+    for reentrant in (False, True):
+        for found in ranks(4, recompute, style, True, reentrant):
+            for name, value in found.items():
+                assert isinstance(value, float) and value <= FP64, (name, value)
+
+
+@pytest.mark.parametrize("style", STYLES[1:3], ids=str)
+def test_a_recompute_that_does_not_know_its_forward_raises(ranks: Any, style: Style) -> None:
+    fine = ("inside", "explicit", "blocks inside the checkpoint")
+    for found in ranks(4, recompute, style, False):
+        for name, value in found.items():
+            if name in fine:
+                assert value <= FP64, (name, value)
+            else:
+                assert "recomputed this attention with other packed documents" in value, (name, value)
+
+
+@on_ranks
+def compiled(style: Style) -> float:
+    """New documents do not recompile, and are those used."""
+    torch._dynamo.reset()
+    module, handler = styled(Attending(), style)
+    fast = torch.compile(module, fullgraph=True, backend="aot_eager")
+    q, k, v, _ = inputs(2, 4, 4, SEQ, 8, 8, torch.float64)
+    worst = 0.0
+    for step, documents in enumerate((FIRST, SECOND, [0, 1, 2, SEQ])):
+        local = [handler.dispatch(x, 2).requires_grad_() for x in (q, k, v)]
+        with torch._dynamo.config.patch(error_on_recompile=step > 0), handler.documents(documents):
+            out = fast(*local)
+            grads = torch.autograd.grad(out.square().sum(), local)
+        wide = [x.clone().requires_grad_() for x in (q, k, v)]
+        want = plain_attention(wide[0] * 1.5, *wide[1:], visible=visible_pairs(SEQ, True, None, [documents]))
+        want_grads = torch.autograd.grad(want.square().sum(), wide)
+        for a, b in zip((out, *grads), (want, *want_grads), strict=True):
+            worst = max(worst, relative_error(handler.combine(a.detach(), 2), b))
+    return worst
+
+
+@pytest.mark.parametrize("style", STYLES, ids=str)
+def test_new_documents_do_not_recompile(ranks: Any, style: Style) -> None:
+    assert max(ranks(4, compiled, style, timeout=300)) <= FP64
