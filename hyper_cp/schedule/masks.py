@@ -14,10 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .build import Schedule, Step
-from .documents import check_documents as check_documents
-from .documents import documents_table as documents_table
-from .documents import read
-from .layout import Documents, Range
+from .layout import Range
 from .tiles import CAUSAL, FULL, Band, Tile
 
 # --------------------------------------------------------------------------- windows
@@ -42,23 +39,6 @@ def band_of(is_causal: bool, window: tuple[int | None, int | None] | None) -> Ba
     """The band of global positions that causality and a window leave visible."""
     left, right = window or (None, None)
     return (None if left is None else -left, 0 if is_causal else right)
-
-
-# --------------------------------------------------------------------------- documents (names of before)
-
-
-def documents_of(table: Tensor | None, batch: int, length: int) -> tuple[Documents, ...] | None:
-    """Use ``documents.read(table).check(batch, length)`` and ``.rows``."""
-    if table is None:
-        return None
-    found = read(table)
-    found.check(batch, length)
-    return None if found.rows == ((0, length),) else found.rows
-
-
-def borders_of(table: Tensor | None) -> tuple[Documents, ...] | None:
-    """Use ``documents.read(table).rows``."""
-    return None if table is None else read(table).rows
 
 
 # --------------------------------------------------------------------------- explicit masks

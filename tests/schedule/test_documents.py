@@ -17,8 +17,43 @@ from torch.distributed.device_mesh import init_device_mesh
 from hyper_cp.mesh.cp_mesh import view
 from hyper_cp.ops import attention
 from hyper_cp.schedule import documents
-from hyper_cp.schedule.documents import documents_table, read
+from hyper_cp.schedule.documents import PackedDocuments, documents_table, read
 from tests.harness.ranks import on_ranks
+
+
+def contents(given: Any = None, ids: Any = None) -> PackedDocuments:
+    table = documents_table(given, ids)
+    assert table is not None
+    return read(table)
+
+
+def test_forms_of_documents() -> None:
+    table = documents_table([0, 3, 8])
+    assert table is not None and table.tolist() == [[0, 3, 8, 8]]
+    assert documents_table() is None and documents_table(table) is table
+    ids = torch.tensor([[7, 7, 1, 1, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 5]])
+    assert contents(ids=ids).rows == ((0, 2, 5, 8), (0, 7, 8))
+    assert contents(torch.tensor([0, 8], dtype=torch.int32)).rows == ((0, 8),)
+    assert contents([[0, 4, 4, 8], torch.tensor([0, 4, 8])]).rows == ((0, 4, 8),), "equal rows share their tiles"
+
+
+@pytest.mark.parametrize(
+    "documents, batch, words",
+    [
+        ([0, 5], 1, "ascend from 0 to the global sequence length 8"),
+        ([1, 8], 1, "ascend from 0"),
+        ([0, 5, 3, 8], 1, "ascend from 0"),
+        ([[0, 8], [0, 8], [0, 8]], 2, "3 rows for a batch of 2"),
+    ],
+)
+def test_documents_that_do_not_fit(documents: Any, batch: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        contents(documents).check(batch, 8)
+
+
+def test_a_document_in_two_places_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"document_ids\[0\] names a document in two places"):
+        documents_table(None, torch.tensor([[1, 2, 1]]))
 
 
 @st.composite
