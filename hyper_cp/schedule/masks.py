@@ -43,7 +43,7 @@ def band_of(is_causal: bool, window: tuple[int | None, int | None] | None) -> Ba
 
 # --------------------------------------------------------------------------- explicit masks
 
-_seen: Any = WeakTensorKeyDictionary()  # mask -> (version, what it is)
+_known: Any = WeakTensorKeyDictionary()  # mask -> {view: (version, band)}
 
 
 def recognised(mask: Tensor, length: int) -> Band | None:
@@ -57,7 +57,7 @@ def recognised(mask: Tensor, length: int) -> Band | None:
     if mask.is_inference():  # has no version by which a change would show
         return _recognise(mask)
     owner = mask if mask._base is None else mask._base  # views are made anew for every call
-    known = _seen.setdefault(owner, {})
+    known = _known.setdefault(owner, {})
     view = (tuple(mask.shape), mask.stride(), mask.storage_offset())
     if view not in known or known[view][0] != mask._version:
         known[view] = mask._version, _recognise(mask)

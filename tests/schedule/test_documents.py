@@ -17,14 +17,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from hyper_cp.mesh.cp_mesh import view
 from hyper_cp.ops import attention
 from hyper_cp.schedule import documents
-from hyper_cp.schedule.documents import PackedDocuments, documents_table, read
+from hyper_cp.schedule.documents import documents_table, read
 from tests.harness.ranks import on_ranks
 
 
-def contents(given: Any = None, ids: Any = None) -> PackedDocuments:
-    table = documents_table(given, ids)
+def rows(table: torch.Tensor | None, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
+    """The boundaries of a table that fits a batch."""
     assert table is not None
-    return read(table)
+    packed = read(table)
+    packed.check(batch, length)
+    return packed.rows
 
 
 def test_forms_of_documents() -> None:
@@ -32,9 +34,10 @@ def test_forms_of_documents() -> None:
     assert table is not None and table.tolist() == [[0, 3, 8, 8]]
     assert documents_table() is None and documents_table(table) is table
     ids = torch.tensor([[7, 7, 1, 1, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 5]])
-    assert contents(ids=ids).rows == ((0, 2, 5, 8), (0, 7, 8))
-    assert contents(torch.tensor([0, 8], dtype=torch.int32)).rows == ((0, 8),)
-    assert contents([[0, 4, 4, 8], torch.tensor([0, 4, 8])]).rows == ((0, 4, 8),), "equal rows share their tiles"
+    assert rows(documents_table(None, ids), 2, 8) == ((0, 2, 5, 8), (0, 7, 8))
+    assert rows(documents_table(torch.tensor([0, 8], dtype=torch.int32)), 4, 8) == ((0, 8),)
+    same = documents_table([[0, 4, 4, 8], torch.tensor([0, 4, 8])])
+    assert rows(same, 2, 8) == ((0, 4, 8),), "equal rows share their tiles"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,7 @@ def test_forms_of_documents() -> None:
 )
 def test_documents_that_do_not_fit(documents: Any, batch: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        contents(documents).check(batch, 8)
+        rows(documents_table(documents), batch, 8)
 
 
 def test_a_document_in_two_places_is_refused() -> None:
