@@ -169,7 +169,7 @@ class DecoderHook:
         state = self._batch_state(handler, documents, tokens, kwargs).to(tokens.device)
         kwargs["context_parallel"] = ForwardState(state, self.binding.style, mesh)
         mask = kwargs.get("attention_mask")
-        if mask is None or mask.ndim == 2:
+        if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
             # Without a mask transformers takes the jumps of local positions for packed sequences.
             kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         if kwargs.get("position_ids") is None:

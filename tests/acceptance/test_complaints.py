@@ -9,16 +9,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh import comm
 from hyper_cp.ops import attention
-from tests.harness.oracle import plain_attention, relative_error, token_positions, visible_pairs
+from tests.harness.attention_case import FP64, AttentionCase, check, cp_mesh, inputs, run_cases
+from tests.harness.oracle import plain_attention, relative_error, visible_pairs
 from tests.harness.ranks import on_ranks
-from tests.ops.test_attention import FP64, inputs
-from tests.ops.test_masks import run_cases
 
 MODES: list[dict[str, Any]] = [
     {"ulysses_degree": None},
@@ -27,10 +25,6 @@ MODES: list[dict[str, Any]] = [
     {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
     {"ulysses_degree": 2, "kv_exchange": "ring"},
 ]
-
-
-def mesh_of_all() -> Any:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
 class Attention(nn.Module):
@@ -43,7 +37,7 @@ class Attention(nn.Module):
 
 
 def styled(mode: dict[str, Any], causal: bool = True, **more: Any) -> tuple[nn.Module, ContextParallelHandler]:
-    mesh, style = mesh_of_all(), ContextParallel(seq_dim=2, head_dim=1, **mode, **more)
+    mesh, style = cp_mesh(), ContextParallel(seq_dim=2, head_dim=1, **mode, **more)
     module = parallelize_module(Attention(causal), mesh, {"": style})
     return module, ContextParallelHandler(mesh, style)
 
@@ -52,7 +46,11 @@ def styled(mode: dict[str, Any], causal: bool = True, **more: Any) -> tuple[nn.M
 
 
 @on_ranks
-def any_length(mode: dict[str, Any], length: int, causal: bool) -> float:
+def any_length(mode: dict[str, Any], lengths: list[tuple[int, bool]]) -> float:
+    return max(error_of_length(mode, length, causal) for length, causal in lengths)
+
+
+def error_of_length(mode: dict[str, Any], length: int, causal: bool) -> float:
     module, handler = styled(mode, causal)
     whole = [x.requires_grad_() for x in inputs(2, 4, 4, length, 8, 8, torch.float64)[:3]]
     with handler.documents([0, length]):
@@ -68,8 +66,7 @@ def any_length(mode: dict[str, Any], length: int, causal: bool) -> float:
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_lengths_that_do_not_split(ranks: Any, mode: dict[str, Any]) -> None:
-    for length, causal in ((13, True), (3, True), (27, False)):
-        assert max(ranks(4, any_length, mode, length, causal)) <= FP64
+    assert max(ranks(4, any_length, mode, [(13, True), (3, True), (27, False)])) <= FP64
 
 
 @on_ranks
@@ -114,21 +111,19 @@ def test_no_check_of_one_rank_comes_before_that_of_shapes(ranks: Any) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_windows_and_masks_are_never_dropped(ranks: Any, world: int) -> None:
-    modes = [
-        {"degree": d, "kv": kv, "layout": layout, "balance": balance, "length": 16 * world}
-        for d in (1, 2)
-        for kv, layout, balance in (
+    chosen = [
+        {"ulysses_degree": degree, "kv_exchange": exchange, "layout": layout, "load_balance": balance}
+        for degree in (1, 2)
+        for exchange, layout, balance in (
             ("ring", "head_tail", False),
             ("all_gather", "contiguous", True),
             ("all_gather", "head_tail", False),
         )
-        if not (kv == "ring" and d == world)
+        if not (exchange == "ring" and degree == world)
     ]
-    cases = [{**m, "window": (5, None), "causal": True} for m in modes]
-    cases += [{**m, "mask": kind, "causal": False} for m in modes for kind in ("padding", "float")]
-    for found in ranks(world, run_cases, cases):
-        for case, errors in found:
-            assert max(errors.values()) <= FP64, (case, errors)
+    cases = [AttentionCase(16 * world, True, window=(5, None), **mode) for mode in chosen]
+    cases += [AttentionCase(16 * world, mask=kind, **mode) for mode in chosen for kind in ("padding", "float")]
+    check(ranks(world, run_cases, cases), FP64)
 
 
 # ---- 3. Ulysses wants K/V heads divisible by the degree (prime-rl #3042, LlamaFactory #10794, DeepSpeed #6392).
@@ -156,24 +151,13 @@ def test_any_number_of_kv_heads_and_latent_head_dims(ranks: Any, mode: dict[str,
         assert max(ranks(4, grouped_or_latent, mode, kv_heads, v_dim)) <= FP64
 
 
-@on_ranks
-def shared(kv_heads: int, degree: int | None) -> float:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    whole = inputs(1, 12, kv_heads, 16, 8, 8, torch.float64)
-    mine = torch.tensor(token_positions("contiguous", rank, world, 16))
-    local = [x[:, :, mine].clone().requires_grad_() for x in whole[:3]]
-    out = attention(*local, mesh=mesh_of_all(), is_causal=True, enable_gqa=True, ulysses_degree=degree)
-    wide = [x.requires_grad_() for x in whole[:3]]
-    want = plain_attention(*wide, is_causal=True)
-    got = torch.autograd.grad(out, local, whole[3][:, :, mine])
-    expected = torch.autograd.grad(want, wide, whole[3])
-    return max(relative_error(a, b[:, :, mine]) for a, b in zip((out, *got), (want, *expected), strict=True))
-
-
 def test_ulysses_shares_kv_heads(ranks: Any) -> None:
-    for kv_heads in (1, 2, 3, 6):
-        for degree in (2, None):
-            assert max(ranks(4, shared, kv_heads, degree)) <= FP64, (kv_heads, degree)
+    cases = [
+        AttentionCase(16, True, batch=1, heads=12, kv_heads=kv_heads, ulysses_degree=degree)
+        for kv_heads in (1, 2, 3, 6)
+        for degree in (2, None)
+    ]
+    check(ranks(4, run_cases, cases), FP64)
 
 
 # ---- 12. A ring that moves K/V heads repeated for grouped queries (torchtitan #1283).
@@ -185,7 +169,7 @@ def ring_bytes(kv_heads: int) -> list[int]:
     sent = []
     for kv_exchange in ("ring", "all_gather"):
         with comm.record_traffic() as traffic:
-            attention(q, k, v, mesh=mesh_of_all(), is_causal=True, enable_gqa=True, kv_exchange=kv_exchange)
+            attention(q, k, v, mesh=cp_mesh(), is_causal=True, enable_gqa=True, kv_exchange=kv_exchange)
         sent.append(sum(n for operation, n in traffic.entries if operation != "agreement"))
     return sent
 

@@ -22,9 +22,9 @@ from hyper_cp.schedule import layout as layouts
 from hyper_cp.schedule.documents import documents_table, read
 from hyper_cp.schedule.lookup import resolve
 from tests.harness import npu_standin
+from tests.harness.attention_case import FP32, FP64, inputs
 from tests.harness.oracle import plain_attention, relative_error, visible_pairs
 from tests.harness.ranks import on_ranks
-from tests.ops.test_attention import FP32, FP64, inputs
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = (

@@ -259,19 +259,18 @@ class Shard:
         return absolute_error(lse[seen], expected[seen]) / 10 if seen.any() else 0.0
 
 
-def run_case(
-    case: AttentionCase, device: str = "cpu", error: Callable[[Tensor, Tensor], float] | None = None
-) -> Errors:
+def run_case(case: AttentionCase, mesh: DeviceMesh, error: Callable[[Tensor, Tensor], float] | None = None) -> Errors:
     """One forward and backward of ``attention`` on this rank, compared with one device."""
-    shard = case.shard(device)
-    result = shard.attend(cp_mesh(device))
+    shard = case.shard(mesh.device_type)
+    result = shard.attend(mesh)
     out, lse = result if case.return_lse else (result, None)
     return shard.errors(out, torch.autograd.grad(out, shard.qkv, shard.dout), lse, error)
 
 
 @on_ranks
 def run_cases(cases: Sequence[AttentionCase], device: str = "cpu") -> list[tuple[AttentionCase, Errors]]:
-    return [(case, run_case(case, device)) for case in cases]
+    mesh = cp_mesh(device)
+    return [(case, run_case(case, mesh)) for case in cases]
 
 
 def check(results: Sequence[Sequence[tuple[Any, Errors]]], bar: float) -> None:

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.module import attention_calls as calls
 from tests.harness import npu_standin
+from tests.harness.attention_case import FP32, cp_mesh
 from tests.harness.oracle import plain_attention, relative_error, visible_pairs
 from tests.harness.ranks import on_ranks
-from tests.ops.test_attention import FP32
 
 Layout = tuple[Any, Any]
 LAYOUTS: dict[str, Layout] = {
@@ -76,7 +75,7 @@ def fusion_calls() -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
 @on_ranks
 def run_fusion(style: dict[str, Any]) -> dict[str, float]:
     npu_standin.install()
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = cp_mesh()
     found = {}
     for name, (layout, keywords, seen) in fusion_calls().items():
         made = ContextParallel(seq_dim=2, head_dim=1, **style)

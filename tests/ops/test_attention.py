@@ -23,6 +23,7 @@ from tests.harness.attention_case import (
     AttentionCase,
     Errors,
     check,
+    cp_mesh,
     modes,
     one_device,
     run_case,
@@ -126,7 +127,8 @@ def one_device_errors(case: AttentionCase) -> Errors:
 
 @on_ranks
 def run_drawn(cases: list[AttentionCase]) -> list[Errors]:
-    return [run_case(case, error=None if case.dtype in BARS else rms_error) for case in cases]
+    mesh = cp_mesh()
+    return [run_case(case, mesh, None if case.dtype in BARS else rms_error) for case in cases]
 
 
 @settings(max_examples=20)

@@ -19,91 +19,44 @@ from hyper_cp import ContextParallel
 from hyper_cp.mesh import comm, cp_mesh
 from hyper_cp.ops import SAVE_LIST, attention
 from hyper_cp.ops.config import OpSettings
-from tests.harness.oracle import plain_attention, relative_error, token_positions, visible_pairs
+from tests.harness.attention_case import FP64, AttentionCase, check, run_cases
+from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks
 
 HEADS = 8
 
 
-def inputs(kv_heads: int, length: int, batch: int = 2) -> list[Tensor]:
-    """Global q, k, v and the output's gradient, the same on every rank; v has its own head dim."""
-    g = torch.Generator().manual_seed(kv_heads)
-    shapes = [(HEADS, 8), (kv_heads, 8), (kv_heads, 6), (HEADS, 6)]
-    return [torch.randn(batch, h, length, d, generator=g, dtype=torch.float64) for h, d in shapes]
-
-
-def held(layout: str, rank: int, world: int, length: int, documents: Any) -> list[int]:
-    """Global positions of a rank's tokens. (``per_document``: each document as ``head_tail`` would hold it.)"""
-    if layout != "per_document":
-        return token_positions(layout, rank, world, length)
-    borders = zip(documents[0], documents[0][1:], strict=False)
-    return [a + p for a, b in borders for p in token_positions("head_tail", rank, world, b - a)]
-
-
-def errors(world: int, case: dict[str, Any]) -> dict[str, float]:
-    """Of this rank's output and gradients against the oracle."""
-    case = dict(case)
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
-    length, layout = 24 * world, case.get("layout", "contiguous")
-    q, k, v, dout = inputs(case.pop("kv_heads"), length)
-    causal, window, documents = case.get("is_causal", False), case.get("window"), case.get("documents")
-    visible, mask = visible_pairs(length, causal, window, documents), case.pop("mask", None)
-    if mask is not None:
-        heads = HEADS if mask == "per head" else 1
-        keep = torch.rand(2, heads, length, length, generator=torch.Generator().manual_seed(3)) > 0.3
-        case["attn_mask"], visible = keep, visible & keep
-    wide = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = plain_attention(*wide, visible=visible)
-    wanted = torch.autograd.grad(expected, wide, dout)
-    mine = torch.tensor(held(layout, torch.distributed.get_rank(), world, length, documents))
-    local = [x[:, :, mine].transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    out = attention(*local, mesh=mesh, enable_gqa=True, **case)
-    grads = torch.autograd.grad(out, local, dout[:, :, mine])
-    found = {"out": relative_error(out, expected[:, :, mine])}
-    for name, grad, want in zip(("dq", "dk", "dv"), grads, wanted, strict=True):
-        found[name] = relative_error(grad, want[:, :, mine])
-    return found
-
-
-@on_ranks
-def run_cases(world: int, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
-    return [errors(world, case) for case in cases]
-
-
-def cases_of(world: int) -> list[dict[str, Any]]:
+def cases_of(world: int) -> list[AttentionCase]:
     length = 24 * world
-    packed = [[0, 5, 17, length], [0, length // 2 + 3, length - 1, length]]
-    even = [[0, 8 * world, length]]  # of which every rank holds two chunks each
-    whole = {"ulysses_degree": None}
-    keyed = [
-        {**whole, "kv_heads": kv, "head_groups": n, "is_causal": True, "layout": layout}
-        for kv, n, layout in itertools.product((8, 4, 2, 1), (2, 4), ("contiguous", "head_tail"))
-        if HEADS // world % n == 0
+    packed = (0, 5, 17, length), (0, length // 2 + 3, length - 1, length)
+    even = ((0, 8 * world, length),)  # every rank holds two chunks of each
+    whole = partial(AttentionCase, length, heads=HEADS, v_dim=6, strided=True, ulysses_degree=None)
+    cases = [
+        whole(True, kv_heads=kv_heads, head_groups=groups, layout=layout)
+        for kv_heads, groups, layout in itertools.product((8, 4, 2, 1), (2, 4), ("contiguous", "head_tail"))
+        if HEADS // world % groups == 0
     ]
-    asked = [
+    settings: list[dict[str, Any]] = [
         {"documents": packed, "is_causal": True},
         {"documents": even, "is_causal": True, "layout": "per_document"},
         {"window": (9, 4)},
-        {"mask": "per head"},
-        {"mask": "one"},
-        {"scale": 0.3, "is_causal": True, "window": (7, 0), "documents": packed, "layout": "head_tail"},
+        {"mask": "rows and heads"},
+        {"mask": "bool"},
     ]
-    cases = keyed + [{**whole, "kv_heads": 4, "head_groups": HEADS // world, **a} for a in asked if "scale" not in a]
-    cases += [{**whole, "kv_heads": 2, "head_groups": 2, **a} for a in asked if "scale" not in a]
+    cases += [whole(head_groups=HEADS // world, **s) for s in settings]
+    all_of_them = {"scale": 0.3, "is_causal": True, "window": (7, 0), "documents": packed, "layout": "head_tail"}
+    cases += [whole(kv_heads=2, head_groups=2, **s) for s in (*settings, all_of_them)]
     if world == 4:
-        for kv, exchange in itertools.product((8, 4), ("ring", "all_gather")):
-            hybrid = {"kv_heads": kv, "ulysses_degree": 2, "head_groups": kv // 2, "kv_exchange": exchange}
-            cases += [{**hybrid, "is_causal": True}, {**hybrid, "is_causal": True, "load_balance": True}]
-            cases += [{**hybrid, **a} for a in asked[:4]]
+        for kv_heads, exchange in itertools.product((8, 4), ("ring", "all_gather")):
+            hybrid = {"ulysses_degree": 2, "kv_heads": kv_heads, "head_groups": kv_heads // 2, "kv_exchange": exchange}
+            cases += [whole(True, load_balance=balance, **hybrid) for balance in (False, True)]
+            cases += [whole(**{**hybrid, **s}) for s in settings[:4]]
     return cases
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_exact_in_fp64(ranks: Any, world: int) -> None:
-    cases = cases_of(world)
-    for found in ranks(world, run_cases, world, cases):
-        for case, worst in zip(cases, found, strict=True):
-            assert max(worst.values()) <= 1e-10, (case, worst)
+    check(ranks(world, run_cases, cases_of(world)), FP64)
 
 
 def exchanged(log: comm.Traffic) -> int:

@@ -49,9 +49,13 @@ class Backward(Forward):
                 home += x
 
 
+def visits(rank: int, size: int) -> list[tuple[int, ...]]:
+    return [((rank + hop) % size,) for hop in range(size)]
+
+
 @on_ranks
 def run(world: int, layout: str) -> float:
-    exchange.register("backward_ring", Forward, Backward, lambda rank, n: [((rank + hop) % n,) for hop in range(n)])
+    exchange.register("backward_ring", Forward, Backward, visits)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     q, k, v, dout = torch.randn(4, 2, 4, 48, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     mine = torch.tensor(token_positions(layout, mesh.get_rank(), world, 48))

@@ -9,15 +9,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel
 from hyper_cp.ops import attention
+from tests.harness.attention_case import FP64, cp_mesh, inputs, modes
 from tests.harness.oracle import relative_error, token_positions
 from tests.harness.ranks import on_ranks
-from tests.ops.test_attention import FP64, inputs, modes
 
 P = 0.3
 B, H, S = 2, 8, 48
@@ -33,23 +32,21 @@ def plain(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
 def pattern_and_errors(cases: list[dict[str, Any]]) -> list[tuple[Tensor, float]]:
     """Per case: which weights this rank's queries kept (seen through values that are the identity), and the error
     of the output and gradients of other values under that pattern."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    rank, world, mesh = dist.get_rank(), dist.get_world_size(), cp_mesh()
     found = []
     q, k, v, dout = inputs(B, H, H, S, 16, 16, torch.float64)
     eye = torch.eye(S, dtype=torch.float64).expand(B, H, S, S)
     for case in cases:
         mine = torch.tensor(token_positions(case["layout"], rank, world, S))
-        keywords = {"ulysses_degree": case["degree"], "kv_exchange": case["kv"], "layout": case["layout"]}
 
-        def attend(*qkv: Tensor, keywords: dict[str, Any] = keywords, case: dict[str, Any] = case) -> Any:
-            return attention(*qkv, mesh=mesh, is_causal=True, load_balance=case["balance"], dropout_p=P, **keywords)
+        def attend(*qkv: Tensor, case: dict[str, Any] = case) -> Any:
+            return attention(*qkv, mesh=mesh, is_causal=True, dropout_p=P, **case)
 
         local = [x[:, :, mine].clone().requires_grad_() for x in (q, k, v)]
         torch.manual_seed(5)
         weights = attend(local[0], local[1], eye[:, :, mine])
         torch.manual_seed(5)
-        out = checkpoint(attend, *local, use_reentrant=False) if case["kv"] == "ring" else attend(*local)
+        out = checkpoint(attend, *local, use_reentrant=False) if case["kv_exchange"] == "ring" else attend(*local)
         grads = torch.autograd.grad(out, local, dout[:, :, mine])
         whole = torch.zeros(B, H, S, S, dtype=torch.float64)
         whole[:, :, mine] = (weights.detach() > 0).double()
@@ -71,7 +68,7 @@ def test_the_same_pairs_are_dropped_in_every_mode(ranks: Any) -> None:
     correlation = torch.corrcoef(rows) - torch.eye(len(rows))
     assert correlation.abs().max() < 6 / (S // 2) ** 0.5 and abs(correlation.mean().item()) < 0.005
     for world in (2, 3, 4):
-        cases = [m for m in modes(world) if H % m["degree"] == 0]
+        cases = [m for m in modes(world) if H % m["ulysses_degree"] == 0]
         for found in ranks(world, pattern_and_errors, cases):
             for (pattern, error), case in zip(found, cases, strict=True):
                 assert torch.equal(pattern, reference) and error <= FP64, case
@@ -85,8 +82,7 @@ class Dropping(nn.Module):
 @on_ranks
 def through_the_style(style: dict[str, Any]) -> tuple[Tensor, float]:
     """The pattern as above, of a module's own call, and the error of the module in evaluation."""
-    world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    world, mesh = dist.get_world_size(), cp_mesh()
     module = parallelize_module(Dropping(), mesh, ContextParallel(2, 1, **style))
     q, k, v, _ = inputs(B, H, H, S, 16, 16, torch.float64)
     mine = torch.tensor(token_positions("contiguous", dist.get_rank(), world, S))
@@ -112,7 +108,7 @@ def test_dropout_of_a_module(ranks: Any) -> None:
 
 @on_ranks
 def refused(p: float) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = cp_mesh()
     x = torch.randn(1, 2, 4, 8)
     attention(x, x, x, mesh=mesh, dropout_p=p)
 

@@ -9,22 +9,17 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler
-from hyper_cp.ops import attention
 from hyper_cp.ops.kernels import TileInputs, npu
 from tests.harness import npu_device, npu_standin
-from tests.harness.oracle import plain_attention, relative_error, token_positions, visible_pairs
+from tests.harness.attention_case import FP32, AttentionCase, Errors, check, cp_mesh, inputs, modes
+from tests.harness.oracle import plain_attention, relative_error
 from tests.harness.ranks import Ranks, on_ranks
-from tests.ops.test_attention import FP32, check, inputs, modes
-from tests.ops.test_masks import explicit_mask
-
-Case = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -40,76 +35,52 @@ def npus() -> Iterator[Ranks]:
     pool.close()
 
 
-def run_case(case: Case) -> dict[str, float]:
+def run_case(case: AttentionCase, mesh: DeviceMesh) -> Errors:
     """Run forward and backward on this rank: errors of its share against the oracle, and no wait for the device."""
-    rank, world, length = dist.get_rank(), dist.get_world_size(), case["length"]
-    mesh = init_device_mesh("npu", (world,), mesh_dim_names=("cp",))
-    q, k, v, dout = inputs(2, 8, 4, length, 8, case.get("v_dim", 8), torch.float32)
-    mine = torch.tensor(token_positions(case["layout"], rank, world, length))
-    visible, bias = visible_pairs(length, case["causal"], case.get("window"), case.get("documents")), None
-    keywords = {name: case.get(name) for name in ("window", "documents")}
-    if "mask" in case:
-        passed, seen, bias = explicit_mask(case["mask"], 2, 8, length, mine)
-        visible = visible if seen is None else visible & seen
-        keywords["attn_mask"] = (passed.float() if passed.is_floating_point() else passed).to("npu")
-    wide = [x.double().requires_grad_() for x in (q, k, v)]
-    want = plain_attention(*wide, visible=visible, bias=bias)
-    want_grads = torch.autograd.grad(want, wide, dout.double())
-    local = [x[:, :, mine].to("npu").requires_grad_() for x in (q, k, v)]
-    local_dout = dout[:, :, mine].to("npu")
+    shard = case.shard("npu")
     npu_standin.calls.clear(), npu_device.calls.clear(), npu_device.waits.clear()
-    out = attention(
-        *local,
-        mesh=mesh,
-        is_causal=case["causal"],
-        enable_gqa=True,
-        ulysses_degree=case["degree"],
-        kv_exchange=case["kv"],
-        layout=case["layout"],
-        load_balance=case["balance"],
-        **keywords,
-    )
-    grads = torch.autograd.grad(out, local, local_dout)
+    out = shard.attend(mesh)
+    grads = torch.autograd.grad(out, shard.qkv, shard.dout)
     waits, transfers = list(npu_device.waits), [x for x in npu_device.calls if x.startswith("c10d.")]
     assert all(x.device.type == "npu" for x in (out, *grads)) and transfers
-    assert npu_standin.calls or case.get("mask") == "float", "the NPU's operators were not called"
-    if "mask" not in case:  # a mask is read once per tensor
+    assert npu_standin.calls or case.mask == "float", "the NPU's operators were not called"
+    if case.mask is None:  # a mask is read once per tensor
         assert not waits, f"a step waited for the device: {waits}"
-    found = {"out": relative_error(out.cpu(), want[:, :, mine])}
-    for name, grad, right in zip(("dq", "dk", "dv"), grads, want_grads, strict=True):
-        scale = right.abs().max().clamp(min=1.0)  # documents of one token have no gradient of q and k
-        found[name] = ((grad.cpu() - right[:, :, mine]).abs().max() / scale).item()
-    return found
+    return shard.errors(out, grads)
 
 
 @on_ranks
-def run_cases(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
-    return [(case, run_case(case)) for case in cases]
+def run_cases(cases: list[AttentionCase]) -> list[tuple[AttentionCase, Errors]]:
+    mesh = cp_mesh("npu")
+    return [(case, run_case(case, mesh)) for case in cases]
+
+
+FLOAT = {"heads": 8, "dtype": torch.float32}
 
 
 @pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_mode(npus: Ranks, world: int) -> None:
-    cases = [{**mode, "causal": causal, "length": 12 * world} for mode in modes(world) for causal in (True, False)]
-    cases += [{**mode, "causal": True, "length": 12 * world, "v_dim": 5} for mode in modes(world)[:4]]
+    cases = [AttentionCase(12 * world, causal, **FLOAT, **mode) for mode in modes(world) for causal in (True, False)]
+    cases += [AttentionCase(12 * world, True, v_dim=5, **FLOAT, **mode) for mode in modes(world)[:4]]
     check(npus(world, run_cases, cases), FP32)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_windows_documents_and_masks(npus: Ranks, world: int) -> None:
     length = 12 * world
-    visibilities: list[Case] = [
+    settings: list[dict[str, Any]] = [
         {"window": (3, 2)},
-        {"window": (length // 2, 0), "causal": True},
-        {"documents": [[0, 1, 7, length - 2, length]], "causal": True},
-        {"documents": [[0, 5, 6, length - 3, length]]},
-        {"documents": [[0, 5, length], [0, length - 1, length]], "window": (4, 1)},
+        {"window": (length // 2, 0), "is_causal": True},
+        {"documents": ((0, 1, 7, length - 2, length),), "is_causal": True},
+        {"documents": ((0, 5, 6, length - 3, length),)},
+        {"documents": ((0, 5, length), (0, length - 1, length)), "window": (4, 1)},
         {"mask": "bool"},
         {"mask": "padding"},
         {"mask": "float"},
     ]
-    # Each mode has three of the visibilities, the next mode the next three: together each visibility has many modes.
-    drawn = [(mode, visibilities[(i + n) % 8]) for i, mode in enumerate(modes(world)) for n in (0, 3, 6)]
-    cases = [{"causal": False, **mode, **visible, "length": length} for mode, visible in drawn]
+    # Each mode has three of the settings, another mode the next three: in both worlds together each has many modes.
+    drawn = [(mode, settings[(i + n) % 8]) for i, mode in enumerate(modes(world)) for n in (0, 3, 6)]
+    cases = [AttentionCase(length, **FLOAT, **mode, **some) for mode, some in drawn]
     check(npus(world, run_cases, cases), FP32)
 
 
@@ -117,8 +88,8 @@ def test_windows_documents_and_masks(npus: Ranks, world: int) -> None:
 
 
 @on_ranks
-def traced(case: Case, break_it: str = "") -> list[str]:
-    """Run one step, forward and backward, and return its first wait for the device."""
+def traced(case: AttentionCase, break_it: str = "") -> list[str]:
+    """What one step, forward and backward, waited for."""
     forward = npu.NPUKernel.forward
 
     def reading(self: Any, tile: TileInputs) -> Any:
@@ -136,13 +107,10 @@ def traced(case: Case, break_it: str = "") -> list[str]:
 
     with mock.patch.object(npu.NPUKernel, "forward", reading) if break_it else nullcontext():
         try:
-            run_case(case)
+            run_case(case, cp_mesh("npu"))
         except AssertionError:
             assert npu_device.waits
     return npu_device.waits[:1]
-
-
-STEP = {"degree": 1, "layout": "contiguous", "balance": False, "causal": True, "length": 16}
 
 
 @pytest.mark.parametrize("kv", ["ring", "all_gather"])
@@ -157,7 +125,7 @@ def test_a_read_in_a_kernel_is_detected(npus: Ranks, kv: str) -> None:
         "upload": "copy from cpu to npu",
         "synchronize": "synchronize",
     }.items():
-        assert npus(2, traced, {**STEP, "kv": kv}, break_it) == [[found]] * 2
+        assert npus(2, traced, AttentionCase(16, True, kv_exchange=kv, **FLOAT), break_it) == [[found]] * 2
 
 
 def test_operands_on_two_devices_are_refused(npus: Ranks) -> None:
@@ -197,7 +165,7 @@ class Attention(nn.Module):
 
 @on_ranks
 def run_modules(style: dict[str, Any]) -> dict[str, float]:
-    mesh = init_device_mesh("npu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = cp_mesh("npu")
     found = {}
     for version in (None, "", "_v2", "_v3"):
         made = ContextParallel(seq_dim=2, head_dim=1, **style)
