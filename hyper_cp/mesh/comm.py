@@ -32,7 +32,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(eq=False)
 class Traffic:
-    """What one rank sent: entries ``(operation, bytes)`` in order."""
+    """The transfers that one rank made: entries ``(operation, bytes)`` in order."""
 
     entries: list[tuple[str, int]] = field(default_factory=list)
 
@@ -137,7 +137,7 @@ class Axis:
         return Axis(0, 1, None)
 
     def alive(self) -> bool:
-        """Whether the process group still exists."""
+        """True if the process group still exists."""
         try:
             return self.group is None or bool(dist.get_process_group_ranks(self.group))
         except (KeyError, RuntimeError, ValueError):
