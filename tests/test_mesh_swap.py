@@ -60,7 +60,7 @@ def share_of_loss(model: Any, handler: ContextParallelHandler, samples: int) -> 
 
 
 def errors(loss: Tensor, model: Llama, reference: Llama, samples: int, run: Any = None) -> float:
-    """Of the loss and all gradients, summed over ranks, beside one device."""
+    """The worst error of the loss and of all gradients, summed over ranks, beside one device."""
     want = sum(
         loss_of(reference, sample(i)[:, :-1], sample(i)[:, 1:], torch.arange(S), S * samples) for i in range(samples)
     )
@@ -312,7 +312,7 @@ def tensor_parallel() -> dict[str, float]:
 
 
 def sharded_errors(model: Llama, reference: Llama, samples: int) -> float:
-    """Of gradients that have been reduced already."""
+    """The worst error of gradients that have been reduced already."""
     want = sum(
         loss_of(reference, sample(i)[:, :-1], sample(i)[:, 1:], torch.arange(S), S * samples) for i in range(samples)
     )

@@ -161,7 +161,7 @@ def test_a_table_is_parsed_once_until_it_is_written_to() -> None:
 
 @on_ranks
 def attend_in_three_layers(compiled: bool) -> int:
-    """How often the table is parsed on this rank, forward and backward."""
+    """Count how often the table is parsed on this rank, forward and backward."""
     mesh = view(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), ulysses_degree=1)
     mode = {"mesh": mesh, "layout": "per_document", "kv_exchange": "ring"}
     table, x = torch.tensor([[0, 5, 7, 16]]), torch.randn(1, 2, 8, 4, requires_grad=True)
