@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from hyper_cp.ops.kernels import TileInputs, cpu, cuda, npu, operators, reference
 from tests.harness.oracle import plain_attention, relative_error
-from tests.ops.kernels.test_kernels import problem
+from tests.harness.tile_case import problem
 
 Parts = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
 SQUARES: dict[str, tuple[int, int, Parts]] = {
