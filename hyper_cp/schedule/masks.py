@@ -14,10 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .build import Schedule, Step
-from .documents import check_documents as check_documents
-from .documents import documents_table as documents_table
-from .documents import read
-from .layout import Documents, Range
+from .layout import Range
 from .tiles import CAUSAL, FULL, Band, Tile
 
 # --------------------------------------------------------------------------- windows
@@ -44,26 +41,9 @@ def band_of(is_causal: bool, window: tuple[int | None, int | None] | None) -> Ba
     return (None if left is None else -left, 0 if is_causal else right)
 
 
-# --------------------------------------------------------------------------- documents (names of before)
-
-
-def documents_of(table: Tensor | None, batch: int, length: int) -> tuple[Documents, ...] | None:
-    """Use ``documents.read(table).check(batch, length)`` and ``.rows``."""
-    if table is None:
-        return None
-    found = read(table)
-    found.check(batch, length)
-    return None if found.rows == ((0, length),) else found.rows
-
-
-def borders_of(table: Tensor | None) -> tuple[Documents, ...] | None:
-    """Use ``documents.read(table).rows``."""
-    return None if table is None else read(table).rows
-
-
 # --------------------------------------------------------------------------- explicit masks
 
-_seen: Any = WeakTensorKeyDictionary()  # mask -> (version, what it is)
+_known: Any = WeakTensorKeyDictionary()  # mask -> {view: (version, band)}
 
 
 def recognised(mask: Tensor, length: int) -> Band | None:
@@ -77,7 +57,7 @@ def recognised(mask: Tensor, length: int) -> Band | None:
     if mask.is_inference():  # has no version by which a change would show
         return _recognise(mask)
     owner = mask if mask._base is None else mask._base  # views are made anew for every call
-    known = _seen.setdefault(owner, {})
+    known = _known.setdefault(owner, {})
     view = (tuple(mask.shape), mask.stride(), mask.storage_offset())
     if view not in known or known[view][0] != mask._version:
         known[view] = mask._version, _recognise(mask)
