@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from tests.harness import npu_standin
 from tests.harness.ranks import Ranks
+
+torch.set_num_threads(1)  # as each rank does: threads of several processes would wait for each other
+os.environ["OMP_NUM_THREADS"] = "1"  # and scripts that tests start
 
 settings.register_profile(
     "hyper_cp",

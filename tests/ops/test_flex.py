@@ -14,7 +14,7 @@ import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh import comm, cp_mesh
@@ -22,57 +22,12 @@ from hyper_cp.mesh.comm import Axis
 from hyper_cp.ops import flex
 from hyper_cp.ops.exchange import gather_keys as gather
 from tests.harness import npu_standin
+from tests.harness.flex_masks import CASES, KV, B, Case, D, H, S, blocks_of, causal
 from tests.harness.oracle import relative_error, token_positions
 from tests.harness.ranks import on_ranks
 
 # Made before any module is styled, and shared by modules of all styles.
 compiled_flex = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
-
-B, H, KV, S, D = 2, 4, 2, 40, 8  # 40: no multiple of 16; 10 or 20 to a rank
-DOCUMENT = torch.tensor([0] * 7 + [1] * 11 + [2] + [3] * 18 + [4] * 3)
-LENGTH = torch.tensor([40, 29])
-SLOPE = 2.0 ** -torch.arange(1, H + 1, dtype=torch.float64)
-
-
-def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return j <= i
-
-
-def window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return (j <= i) & (i - j < 9)
-
-
-def documents(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """Packed documents; in row 1 the padding sees nothing and is not seen."""
-    return (DOCUMENT[i] == DOCUMENT[j]) & (j <= i) & (i < LENGTH[b])
-
-
-def strided_heads(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return (j <= i) & ((i - j) % (h + 1) == 0)
-
-
-def alibi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return score - SLOPE[h] * (i - j).abs() * (b + 1)
-
-
-def softcap(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return 2 * torch.tanh(score / 2)
-
-
-# name: (mask_mod, (B, H) of its blocks, BLOCK_SIZE, score_mod)
-Case = tuple[Any, tuple[int | None, int | None], Any, Any]
-CASES: dict[str, Case] = {
-    "causal": (causal, (None, None), 16, None),
-    "window, alibi": (window, (None, None), 128, alibi),
-    "documents": (documents, (B, None), (16, 8), softcap),
-    "heads": (strided_heads, (None, H), 16, None),
-    "alibi": (None, (None, None), 16, alibi),
-}
-
-
-def blocks_of(case: Case) -> BlockMask | None:
-    mask_mod, (b, h), size, _ = case
-    return mask_mod and create_block_mask(mask_mod, b, h, S, S, device="cpu", BLOCK_SIZE=size)
 
 
 def whole(heads: tuple[int, ...] = (H, KV, KV), dims: tuple[int, ...] = (D, D, D)) -> list[Tensor]:

@@ -15,8 +15,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from hyper_cp.mesh import cp_mesh
 from hyper_cp.mesh.comm import Axis
 from hyper_cp.ops import flex
+from tests.harness.flex_masks import CASES, H, S, blocks_of, window
 from tests.harness.oracle import token_positions
-from tests.ops.test_flex import CASES, H, S, blocks_of, window
 
 
 def fake_mesh(ring: int, ulysses: int, rank: int) -> cp_mesh.CPMesh:
