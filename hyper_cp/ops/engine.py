@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..mesh import comm, cp_mesh
@@ -18,11 +19,37 @@ from ..schedule.documents import read
 from ..schedule.layout import Range
 from ..schedule.tiles import Band, Tile, intersect
 from . import exchange, kernels
-from .config import OpSettings, op_settings
+from .config import CheckedCall, OpSettings, op_settings
 from .exchange.tails import SwappedTails
-from .kernels.dropout import Dropout
+from .kernels.dropout import Dropout, draw_seed
 from .kernels.inputs import TileInputs
 from .kernels.partials import Partials, RowSum, accumulation_dtype, like_queries, part
+
+
+class Tiles:
+    """The engine as a core of :func:`hyper_cp.ops.attention.attend`. The result is the output, or ``(output,
+    log-sum-exp)``."""
+
+    def __init__(self, with_lse: bool = False) -> None:
+        self.with_lse = with_lse
+
+    def check(self, q: Tensor, k: Tensor, call: CheckedCall) -> None:
+        """There is nothing to check beside the call itself."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Any:
+        if call.cp.size == 1 and call.documents is None and call.mode.window is None and not self.with_lse:
+            return self._alone(q, k, v, call)
+        seed = draw_seed() if call.dropout_p else None
+        settings = call.settings(kernels.choose(q, k, v, call.is_causal, call.dropout_p))
+        found = attention_op(q, k, v, call.documents, call.mask, seed, call.scale, call.dropout_p, settings)
+        return found if self.with_lse else found[0]
+
+    def _alone(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Tensor:
+        """On one rank exactly the user's own call."""
+        gqa = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, call.mask, call.dropout_p, call.is_causal, scale=call.scale, enable_gqa=gqa
+        )
 
 
 class _Work:
@@ -151,12 +178,12 @@ def attention_op(
         seed: of dropout, ``[1]`` on the CPU.
         settings: everything else, see :class:`~hyper_cp.ops.config.OpSettings`.
     """
-    said = op_settings(settings)
+    options = op_settings(settings)
     q, k, v = _dense(q, k, v)
-    work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, said)
+    work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
     with comm.landing():
-        blocks = exchange.FORWARD[said.kv_exchange](ring, k, v, plan.hops)
+        blocks = exchange.FORWARD[options.kv_exchange](ring, k, v, plan.hops)
         queries = SwappedTails(ring, plan.swap, q)
         partials = Partials(q, v.shape[3])
         for step, block in zip(plan.forward, blocks, strict=True):
@@ -191,13 +218,13 @@ def attention_backward_op(
     settings: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of this rank's share. ``mark``: the fingerprint of the documents that ``out`` was made with."""
-    said = op_settings(settings)
-    _check_recompute(documents, said.mesh, mark)
+    options = op_settings(settings)
+    _check_recompute(documents, options.mesh, mark)
     dout, q, k, v = _dense(dout, q, k, v)
-    work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, said)
+    work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
     with comm.landing():
-        blocks = exchange.BACKWARD[said.kv_exchange](ring, k, v, plan.hops, accumulation_dtype(q.dtype))
+        blocks = exchange.BACKWARD[options.kv_exchange](ring, k, v, plan.hops, accumulation_dtype(q.dtype))
         queries = SwappedTails(ring, plan.swap, q, dout, out, lse)
         dq = RowSum(q)
         for step, (k_block, v_block, dk, dv) in zip(plan.backward, blocks, strict=True):

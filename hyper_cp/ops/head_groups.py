@@ -115,8 +115,8 @@ def ulysses_attention_op(
     """``[out]`` of this rank's ``[B, H, S, D]``, then per group what backward needs: all log-sum-exps, all outputs,
     all q, all k, all v. Arguments: see :func:`engine.attention_op`; ``mask``: of this rank's heads after the
     exchange."""
-    said = op_settings(settings)
-    plan = Groups(said, documents, k.shape[1] // cp_mesh.by_key(said.mesh).ulysses.size)
+    options = op_settings(settings)
+    plan = Groups(options, documents, k.shape[1] // cp_mesh.by_key(options.mesh).ulysses.size)
     groups = plan.number
 
     def post(group: int) -> list[comm.Pending]:
@@ -151,8 +151,8 @@ def ulysses_attention_op(
 def _(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, mask: Tensor | None, scale: float, settings: str
 ) -> list[Tensor]:
-    said = op_settings(settings)
-    groups, degree = said.head_groups, cp_mesh.by_key(said.mesh).ulysses.size
+    options = op_settings(settings)
+    groups, degree = options.head_groups, cp_mesh.by_key(options.mesh).ulysses.size
     kv_groups = min(groups, k.shape[1] // degree)
 
     def group_of(x: Tensor, number: int) -> Tensor:
@@ -182,10 +182,10 @@ def ulysses_attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of this rank. ``saved``: the results of :func:`ulysses_attention_op` after ``out``. ``mark``:
     the fingerprint of its documents."""
-    said = op_settings(settings)
-    groups = said.head_groups
+    options = op_settings(settings)
+    groups = options.head_groups
     lses, outs, queries, keys, values = _sorted(saved, groups)
-    plan = Groups(said, documents, keys[0].shape[1] * len(keys))
+    plan = Groups(options, documents, keys[0].shape[1] * len(keys))
     cp = plan.cp
     dq, dk, dv = (_rank_of(xs, cp.ulysses.size) for xs in (queries, keys, values))
     total: list[Tensor] = []  # dk and dv of keys and values that several groups share
@@ -222,8 +222,8 @@ def _(
     scale: float,
     settings: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    said = op_settings(settings)
-    groups, degree = said.head_groups, cp_mesh.by_key(said.mesh).ulysses.size
+    options = op_settings(settings)
+    groups, degree = options.head_groups, cp_mesh.by_key(options.mesh).ulysses.size
     dq, dk, dv = (_rank_of(xs, degree) for xs in _sorted(saved, groups)[2:])
     return dq, dk, dv
 
