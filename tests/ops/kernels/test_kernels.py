@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import TileInputs, cpu, cuda, npu, reference
+from tests.harness.attention_case import inputs
 from tests.harness.oracle import plain_attention, relative_error
 
 BANDS = [(None, None), (None, 0), (-5, 0), (-3, 4), (2, 9), (None, 3), (-700, 0)]
@@ -28,12 +29,11 @@ TILES: list[Tile] = [
 ]
 
 
-def problem(tile: Tile, dtype: torch.dtype, v_dim: int, dim: int = 8) -> tuple[list[Tensor], Tensor, Tensor, Any]:
+def problem(tile: Tile, dtype: torch.dtype, v_dim: int) -> tuple[list[Tensor], Tensor, Tensor, Any]:
     """Make q, k, v, dout, the visible pairs, the bias and the mask as it is passed."""
     rows, cols, (lower, upper), kind = tile
     g = torch.Generator().manual_seed(rows)
-    shapes = [(2, 4, rows, dim), (2, 2, cols, dim), (2, 2, cols, v_dim), (2, 4, rows, v_dim)]
-    tensors = [torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
+    tensors = inputs(2, 4, 2, rows, 8, v_dim, dtype, cols)
     distance = torch.arange(cols)[None] - torch.arange(rows)[:, None]
     visible = torch.ones(1, 1, rows, cols, dtype=torch.bool)
     if lower is not None:
