@@ -111,7 +111,7 @@ class _Work:
 def _positions(step: Step, device: torch.device) -> Tensor:
     """Positions in its block of the keys that a step uses, as a tensor that is made once."""
     if device not in step.on_device:
-        step.on_device[device] = torch.cat([torch.arange(*r) for r in step.take]).to(device)
+        step.on_device[device] = torch.cat([torch.arange(*r, device=device) for r in step.take])
     found: Tensor = step.on_device[device]
     return found
 
