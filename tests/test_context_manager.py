@@ -303,7 +303,7 @@ def test_documents_and_windows_hold_in_a_block(ranks: Any, world: int) -> None:
 
 @on_ranks
 def without_gradients(off: str) -> float:
-    """Evaluation with gradients switched off inside the block or around it; writes are noticed there too."""
+    """Evaluation with gradients switched off inside the block or around it; writes are detected there too."""
     model, (ids, _), worst = Model(), data(), 0.0
     count, views = torch.zeros(LENGTH), torch.arange(2.0 * LENGTH)[:LENGTH]
     block = context_parallel(

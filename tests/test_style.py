@@ -704,7 +704,7 @@ class Interrupted(nn.Module):
 
 
 class Rotated(nn.Module):
-    """Of q, k, v only v reaches attention as it came."""
+    """Only v reaches attention as it came; q and k are changed."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q * 2, k * 2, v, is_causal=True)

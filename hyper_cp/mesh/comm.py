@@ -1,13 +1,13 @@
-"""Transfers along one dimension of a cp mesh. The only file that communicates.
+"""Transfers of tensors along one dimension of a cp mesh. No other file sends tensors.
 
-Rules kept here, on which the rest relies:
+The rest of the library relies on these rules:
 
 * every rank of an axis issues the same sequence of calls, whatever its own tiles are;
-* a buffer in flight is owned by its :class:`Pending` until ``wait()``; on accelerators ``wait()``
-  orders the current stream after the transfer and never blocks the host;
-* a transfer starts after the work already queued on the current stream, so a buffer may be
-  received into again as soon as the kernels that read it have been *queued*;
-* on an axis the first transfer involves all its ranks (some backends create communicators then).
+* a buffer in flight belongs to its :class:`Pending` until ``wait()``; on accelerators ``wait()`` orders the current
+  stream after the transfer and never blocks the host;
+* a transfer starts after the work already queued on the current stream, so a buffer may be received into again as soon
+  as the kernels that read it have been *queued*;
+* the first transfer on an axis involves all its ranks (some backends create communicators then).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(eq=False)
 class Traffic:
-    """What one rank sent: entries ``(operation, bytes)`` in order."""
+    """Record of what one rank sent: entries ``(operation, bytes)`` in order."""
 
     entries: list[tuple[str, int]] = field(default_factory=list)
 
@@ -48,8 +48,8 @@ _recording: list[Traffic] = []
 def record_traffic() -> Iterator[Traffic]:
     """Record every transfer this process makes through ``hyper_cp`` inside the block.
 
-    Bytes are those this rank must send: ``(n-1)/n`` of an all-to-all's or reduce-scatter's input,
-    ``n-1`` times an all-gather's input, the message of a point-to-point transfer.
+    Bytes are those this rank must send: ``(n-1)/n`` of an all-to-all's or reduce-scatter's input, ``n-1`` times an
+    all-gather's input, the message of a point-to-point transfer, and the entry that ``"agreement"`` puts in the store.
     """
     log = Traffic()
     _recording.append(log)
@@ -69,8 +69,8 @@ def record(operation: str, nbytes: int) -> None:
 
 
 class Pending:
-    """A transfer in flight. Owns its buffers; ``wait()`` returns the result, through ``finish``
-    (an unpacking copy, say) if there is one. Called once."""
+    """A transfer in flight, which owns its buffers. ``wait()``, called once, returns the result after ``finish`` (an
+    unpacking copy, say) has been applied to it."""
 
     def __init__(
         self, works: Sequence[Any], result: Any, sent: Any, finish: Callable[[Any], Any] = lambda r: r
@@ -91,7 +91,7 @@ class Pending:
         self._works = ()
 
     def then(self, finish: Callable[[Any], Any]) -> Pending:
-        """The same transfer, with one more step after it has arrived."""
+        """Add one more step after the transfer has arrived; returns the same object."""
         before = self._finish
         self._finish = lambda r: finish(before(r))
         return self
@@ -107,8 +107,8 @@ _in_flight = _InFlight()
 
 @contextmanager
 def landing() -> Iterator[None]:
-    """If the block raises, wait for the transfers it has posted: their buffers must outlive them, and a
-    process group with transfers that nobody waits for is of no use afterwards."""
+    """Wait for the transfers that the block has posted if it raises: their buffers must outlive them, and a process
+    group with transfers that nobody waits for is of no use afterwards."""
     before = dict(_in_flight.pending)
     try:
         yield
@@ -120,7 +120,7 @@ def landing() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One dimension of a cp mesh: this rank's place in it and its process group."""
+    """One dimension of a cp mesh: this rank's place in it, its size and its process group."""
 
     rank: int
     size: int
@@ -137,7 +137,7 @@ class Axis:
         return Axis(0, 1, None)
 
     def alive(self) -> bool:
-        """Whether the process group still exists."""
+        """True while the process group exists."""
         try:
             return self.group is None or bool(dist.get_process_group_ranks(self.group))
         except (KeyError, RuntimeError, ValueError):
@@ -151,23 +151,22 @@ class Axis:
         return Pending([work], result, send)
 
     def all_gather(self, send: Tensor, own: bool = True) -> Pending:
-        """Result: the ranks' tensors concatenated along dimension 0. With ``own=False`` the caller
-        will not read this rank's own part, which may then be uninitialised."""
+        """Gather the ranks' tensors, concatenated along dimension 0. With ``own=False`` the caller does not read this
+        rank's own part, which may then be uninitialised."""
         record("all_gather", send.nbytes * (self.size - 1))
         result = send.new_empty(self.size * send.shape[0], *send.shape[1:])
         work = _all_gather(result, send, group=self.group, async_op=True)
         return Pending([work], result, send)
 
     def reduce_scatter(self, send: Tensor) -> Pending:
-        """Result: this rank's part (along dimension 0) of the sum over the *other* ranks. The own
-        part of ``send`` must be zero."""
+        """Sum this rank's part (along dimension 0) over the *other* ranks. The own part of ``send`` must be zero."""
         record("reduce_scatter", send.nbytes // self.size * (self.size - 1))
         result = send.new_empty(send.shape[0] // self.size, *send.shape[1:])
         work = _reduce_scatter(result, send, group=self.group, async_op=True)
         return Pending([work], result, send)
 
     def send_recv(self, sends: Sequence[Tensor], to: int, recvs: Sequence[Tensor], source: int) -> Pending:
-        """Send to one rank and receive from one rank, in one batch; result: ``recvs``."""
+        """Send to one rank and receive from one rank, in one batch; the result is ``recvs``."""
         record("send_recv", sum(t.nbytes for t in sends))
         works = self._batch([(t, to) for t in sends], [(t, source) for t in recvs])
         return Pending(works, list(recvs), list(sends))
@@ -179,9 +178,11 @@ class Axis:
 
 
 class GlooAxis(Axis):
-    """Gloo's all-gather and reduce-scatter take three to four times as long as its point-to-point
-    transfers of the same bytes (16 MiB, 2 ranks: 20 and 25 ms against 6 ms), so here they are made
-    of those. NCCL and HCCL choose a route through the machine's topology: there Axis is right.
+    """An axis on gloo, with collectives made of point-to-point transfers.
+
+    Gloo's own all-gather and reduce-scatter take three to four times as long as its point-to-point transfers of the
+    same bytes (16 MiB, 2 ranks: 20 and 25 ms against 6 ms). NCCL and HCCL choose a route through the machine's
+    topology: :class:`Axis` is right for them.
     """
 
     def all_gather(self, send: Tensor, own: bool = True) -> Pending:
@@ -207,7 +208,7 @@ class GlooAxis(Axis):
 
 
 def _sum_in_place(parts: list[Tensor]) -> Tensor:
-    """The sum in the order of the list, whatever arrived first: the same bits every time."""
+    """Sum in the order of the list, whatever arrived first: the same bits every time."""
     for part in parts[1:]:
         parts[0].add_(part)
     return parts[0]
@@ -217,7 +218,7 @@ def _sum_in_place(parts: list[Tensor]) -> Tensor:
 
 
 def gather_ranks(axes: Sequence[Axis], x: Tensor) -> Tensor:
-    """``x`` of every rank of a mesh, ``[n, *x.shape]`` in rank order; ``axes`` innermost first."""
+    """Gather ``x`` of every rank of a mesh: ``[n, *x.shape]`` in rank order; ``axes`` innermost first."""
     # Some backends have no bool: bytes travel as bytes.
     wire = x.contiguous().view(torch.uint8) if x.dtype == torch.bool else x.contiguous()
     for axis in axes:

@@ -1,12 +1,13 @@
 """One cp mesh seen as ring x ulysses: ranks, sizes and process groups of both dimensions.
 
-A :class:`CPMesh` is built once per cp mesh and degree, however many modules use it. Custom ops
-take strings, so a mesh is known to them by its ``key``.
+A :class:`CPMesh` is built once per cp mesh and degree, however many modules use it. Custom ops take strings, so they
+find a mesh by its ``key``.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +31,8 @@ class BatchState:
 
 @dataclass(frozen=True, eq=False)
 class CPMesh:
-    """A cp mesh of ``ring.size * ulysses.size`` ranks; cp rank = ring rank * ulysses size +
-    ulysses rank (Ulysses innermost: adjacent ranks, the fastest links)."""
+    """A cp mesh of ``ring.size * ulysses.size`` ranks; cp rank = ring rank * ulysses size + ulysses rank (Ulysses is
+    innermost: adjacent ranks have the fastest links)."""
 
     key: str
     ring: Axis
@@ -51,9 +52,13 @@ class CPMesh:
         return self.ring.rank * self.ulysses.size + self.ulysses.rank
 
     def ulysses_peers(self, ring_rank: int | None = None) -> range:
-        """cp ranks that share the sequence of one ring rank (default: of this one)."""
+        """The cp ranks that share the sequence of one ring rank (default: this one)."""
         first = (self.ring.rank if ring_rank is None else ring_rank) * self.ulysses.size
         return range(first, first + self.ulysses.size)
+
+    def alive(self) -> bool:
+        """True while the process groups exist."""
+        return self.ring.alive() and self.ulysses.alive()
 
     def agree(self, kind: str, signature: Signature, caller: str = "attention") -> None:
         """Compare ``signature`` with those of the other ranks if it is new on this mesh; else do nothing.
@@ -84,11 +89,16 @@ class CPMesh:
 
 _BY_KEY: dict[str, CPMesh] = {}
 
+_VIEWS: dict[tuple[int, int | None], tuple[weakref.ref[DeviceMesh], CPMesh]] = {}
+"""Views by the identity of their mesh and their degree, since a call takes its mesh and checking one is slow."""
+_MOST_VIEWS = 256
+
 
 def register(mesh: CPMesh) -> CPMesh:
     """Make ``mesh`` known to the custom ops under its key; drop meshes whose groups are gone."""
-    for key in [k for k, m in _BY_KEY.items() if not all(a.alive() for a in (m.ring, m.ulysses))]:
+    for key in [k for k, m in _BY_KEY.items() if not m.alive()]:
         del _BY_KEY[key]
+    _VIEWS.clear()
     _BY_KEY[mesh.key] = mesh
     return mesh
 
@@ -134,12 +144,26 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 
 def view(mesh: DeviceMesh, ulysses_degree: int | None = None) -> CPMesh:
-    """See ``mesh`` as ring x ulysses with this Ulysses degree (``None``: all of a 1-D mesh, the
-    ``ulysses`` dimension of a 2-D one).
+    """View ``mesh`` as ring x ulysses with this Ulysses degree (``None``: all of a 1-D mesh, the ``ulysses`` dimension
+    of a 2-D one).
 
-    Process groups are made only for a true hybrid on a 1-D mesh, once per mesh and degree; all
-    ranks of the mesh must make this call, in the same order, as for every collective.
+    Process groups are made only for a true hybrid on a 1-D mesh, once per mesh and degree; all ranks of the mesh must
+    make this call, in the same order, as for every collective.
     """
+    if torch.compiler.is_compiling():  # a graph cannot depend on the identity of an object
+        return _view(mesh, ulysses_degree)
+    if ulysses_degree is None or type(ulysses_degree) is int:
+        known = _VIEWS.get((id(mesh), ulysses_degree))
+        if known is not None and known[0]() is mesh and known[1].alive():
+            return known[1]
+    cp = _view(mesh, ulysses_degree)
+    if len(_VIEWS) >= _MOST_VIEWS:
+        _VIEWS.clear()
+    _VIEWS[id(mesh), ulysses_degree] = weakref.ref(mesh), cp
+    return cp
+
+
+def _view(mesh: DeviceMesh, ulysses_degree: int | None) -> CPMesh:
     check_mesh(mesh)
     if mesh.ndim == 2:
         return _view_2d(mesh, ulysses_degree)
@@ -200,7 +224,7 @@ def _subgroup(ranks: list[int]) -> dist.ProcessGroup:
 
 
 def degrees_within_host(mesh: DeviceMesh) -> list[int]:
-    """Ulysses degrees whose blocks of adjacent ranks stay on one host.
+    """The Ulysses degrees whose blocks of adjacent ranks lie on one host.
 
     The host size is ``LOCAL_WORLD_SIZE`` (set by torchrun); without it, one host is assumed.
     """

@@ -67,7 +67,7 @@ def split_cp_mesh(mesh: DeviceMesh, degrees: Sequence[int] | None = None) -> Mes
     """Build the meshes of every context-parallel degree over the ranks of ``mesh``.
 
     For evaluation at another degree than training, and for a degree per micro-batch
-    (:class:`~hyper_cp.dynamic.DynamicContextParallel`)::
+    (:class:`~hyper_cp.DynamicContextParallel`)::
 
         family = split_cp_mesh(init_device_mesh("cuda", (dp, cp), mesh_dim_names=("dp", "cp")))
         family.cp(4), family.dp(4)  # 4 ranks per sequence, size / 4 samples at a time
@@ -84,7 +84,7 @@ def split_cp_mesh(mesh: DeviceMesh, degrees: Sequence[int] | None = None) -> Mes
 
     Process groups of one set of ranks exist once: those of ``mesh`` are used, those of an earlier call are used
     again, and a group that is the cp group of one degree and the dp group of another is one. On n = 2^k ranks
-    that are 2k groups per rank, one of them of this rank alone.
+    every rank is in 2k groups, one of which holds this rank alone.
 
     Raises:
         ValueError, TypeError: on meshes and degrees that do not fit, before any communication.

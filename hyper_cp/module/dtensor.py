@@ -20,7 +20,7 @@ from ._torch.device_mesh import root_mesh
 
 @dataclass(frozen=True)
 class Outputs:
-    """How outputs leave a styled module: as DTensors placed like this."""
+    """The mesh and placements of the DTensors that a styled module returns."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -40,7 +40,7 @@ class CPDims:
         self.spellings = ([self.ranks], own)
 
     def within(self, mesh: DeviceMesh, what: str) -> list[int]:
-        """Which dimensions of ``mesh`` share the sequence; ``ValueError`` if one mixes cp ranks with others."""
+        """The dimensions of ``mesh`` that share the sequence; ``ValueError`` if one mixes cp ranks with others."""
         dims = [i for i in range(mesh.ndim) if len(set(_ranks_along(mesh, i)) & set(self.ranks)) > 1]
         if dims and [_ranks_along(mesh, i) for i in dims] not in self.spellings:
             raise ValueError(

@@ -137,7 +137,7 @@ def attention(
             None (or -1): no bound.
         documents: cumulative lengths ``[0, ..., S]`` of documents packed into the sequence, global, on
             the CPU (a list or tensor, or one per batch row): only positions of one document see each
-            other. Any lengths, borders anywhere.
+            other. They may have any length and begin anywhere.
         dropout_p: probability that a weight is dropped (never the same pairs on two ranks, the same ones in a
             recompute). Only where plain SDPA would compute in plain math, as on the CPU; the seed comes from
             the default CPU generator.

@@ -211,7 +211,7 @@ def _touched(ranges: tuple[Range, ...], rows: int, device: torch.device) -> tupl
     pairs: dict[tuple[int, int], None] = {}
     at = 0
     for start, stop in ranges:
-        while start < stop:  # up to the next border of a local or a global block
+        while start < stop:  # up to the next boundary of a local or a global block
             end = min(stop, start + rows - at % rows, start + rows - start % rows)
             pairs[at // rows, start // rows] = None
             at, start = at + end - start, end

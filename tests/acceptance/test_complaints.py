@@ -1,4 +1,4 @@
-"""What users of other context-parallel libraries report, as tests of this one: each names the complaint it answers."""
+"""Complaints about other context-parallel libraries, as tests of this one: each test names the complaint it answers."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_fsdp(ranks: Any) -> None:
 
 
 def test_gradients_meant_for_a_sum_are_too_small(ranks: Any) -> None:
-    """What the mean loss must know: FSDP averages over its four ranks."""
+    """FSDP averages over its four ranks, so gradients of a sum come out a quarter as large."""
     for factor in ranks(4, gradient_factor):
         assert abs(factor - 0.25) < 1e-5
 

@@ -1,4 +1,4 @@
-"""The support matrix of the README, found by running every cell: exact against the oracle, or refused by name."""
+"""The support matrix of the README, found by running every cell: exact against the oracle, or an error."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def styled_flex(mesh: Any, keywords: dict[str, Any], local: list[Tensor]) -> Ten
 
 @on_ranks
 def cells(on_npu: bool) -> dict[tuple[str, str], str]:
-    """What happens in each cell, in every layout that the mode takes."""
+    """The outcome of each cell, in every layout that the mode takes."""
     if on_npu:
         npu_standin.install()
     found = {}

@@ -1,4 +1,4 @@
-"""What the tests of composition share: training beside one device, and models for tensor parallelism."""
+"""Shared by the tests of composition: training beside one device, and models for tensor parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank starts with: imported once, in the server that ranks are forked from."""
+"""Imports that every rank starts with, made once, in the server that ranks are forked from."""
 
 import gc
 import importlib
@@ -25,6 +25,6 @@ for name in (
     with suppress(ImportError):
         importlib.import_module(name)
 
-# These objects stay: the collector of a rank need not look at them, nor copy their pages.
+# These objects remain alive: the collector of a rank need not visit them, nor copy their pages.
 gc.collect()
 gc.freeze()

@@ -79,7 +79,7 @@ def sum_over_ranks(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def _serve(
     conn: Connection, rank: int, port: int, stacks: str, backend: str, prepare: Callable[[], None] | None
 ) -> None:
-    """What a rank process does until the pool closes its pipe."""
+    """Run jobs in a rank process until the pool closes its pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stack_file = open(stacks, "w")  # noqa: SIM115 (faulthandler needs it open for good)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
@@ -133,7 +133,7 @@ def _run(store: dist.Store, backend: str, job: int, rank: int, world: int, paylo
         if "torch._dynamo" in sys.modules:
             sys.modules["torch._dynamo"].reset()
         if "torch.distributed.tensor" in sys.modules:
-            # It remembers what an operator returned, mesh included, and a mesh of the next job may look the same.
+            # It caches what an operator returned, mesh included, and a mesh of the next job may be equal to that one.
             from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
             _clear_sharding_prop_cache()

@@ -1,4 +1,4 @@
-"""The pool of ranks itself: results, failures with words, hangs and deaths that do not spread."""
+"""The pool of ranks itself: results, failures with their messages, hangs and deaths that do not spread."""
 
 from __future__ import annotations
 

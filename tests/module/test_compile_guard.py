@@ -1,4 +1,4 @@
-"""A style applied to what is compiled already: refused, since the compiled graph would not notice."""
+"""A style applied to a compiled module raises, since the compiled graph has no hooks."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_what_is_traced_afterwards_sees_the_style(ranks: Any) -> None:
 
 @on_ranks
 def one_search_per_plan() -> list[int]:
-    """How often all objects are looked at for a plan of three layers: before anything is compiled, and twice after."""
+    """Count the searches of all objects for a plan of three layers: before anything is compiled, and twice after."""
     counts, original, seen = [], gc.get_objects, []
 
     def counting(*args: Any) -> Any:

@@ -88,7 +88,7 @@ class Case:
 
     @staticmethod
     def part(x: Tensor, root: DeviceMesh, cp: DeviceMesh, names: list[str]) -> Tensor:
-        """What a DTensor on the mesh of these names is the whole of: the cp share, unless cp is among them."""
+        """The whole tensor of a DTensor on the mesh of these names: the cp share, unless cp is among them."""
         if "cp" in names or "ring" in names:
             return x.clone()
         return x.chunk(cp.size(), SEQ_DIM)[(cp.mesh == dist.get_rank()).flatten().nonzero().item()].clone()

@@ -1,4 +1,4 @@
-"""User modules that call torch_npu.npu_fusion_attention: routed, or refused by name."""
+"""User modules that call torch_npu.npu_fusion_attention: routed, or an error that names the option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine communicates and keeps: bytes, memory, order. Real gloo ranks."""
+"""Communication and memory of the engine: bytes, buffers, order. Real gloo ranks."""
 
 from __future__ import annotations
 

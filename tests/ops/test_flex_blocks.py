@@ -54,7 +54,7 @@ def by_block(pairs: Tensor, size: tuple[int, int], fill: bool) -> Tensor:
 def test_local_blocks(
     shape: tuple[int, int], layout: str, chunk: int, size: tuple[int, int], name: str, separate: bool
 ) -> None:
-    """What is visible is in a listed block; a full block is visible wherever there are positions; aligned chunks
+    """Every visible pair is in a listed block; a full block is visible wherever there are positions; aligned chunks
     give exactly the blocks that torch finds by evaluating the mask."""
     world = shape[0] * shape[1]
     length = 2 * world * chunk

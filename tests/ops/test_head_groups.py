@@ -66,7 +66,7 @@ def exchanged(log: comm.Traffic) -> int:
 
 @on_ranks
 def traffic(world: int, kv_heads: int, groups: int) -> tuple[list[tuple[str, int]], int]:
-    """What one forward and backward sends."""
+    """The transfers of one forward and backward."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     q, k, v = (torch.randn(1, h, 8, 4, requires_grad=True) for h in (HEADS, kv_heads, kv_heads))
     how: dict[str, Any] = {"mesh": mesh, "ulysses_degree": None, "enable_gqa": True, "head_groups": groups}

@@ -35,7 +35,7 @@ def query_positions(layout: str, balance: bool, rank: int, ring: int, ulysses: i
 
 
 def covered(steps: tuple[schedule.Step, ...], blocks: list[list[int]], queries: list[int], length: int) -> np.ndarray:
-    """How often each (query, key) pair of global positions is computed by these steps."""
+    """Count for each (query, key) pair of global positions how often these steps compute it."""
     count = np.zeros((length, length), dtype=int)
     rows = np.array(queries)
     for step, block in zip(steps, blocks, strict=True):

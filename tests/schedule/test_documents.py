@@ -21,6 +21,44 @@ from hyper_cp.schedule.documents import documents_table, read
 from tests.harness.ranks import on_ranks
 
 
+def rows(table: torch.Tensor | None, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
+    """The boundaries of a table that fits a batch."""
+    assert table is not None
+    packed = read(table)
+    packed.check(batch, length)
+    return packed.rows
+
+
+def test_forms_of_documents() -> None:
+    table = documents_table([0, 3, 8])
+    assert table is not None and table.tolist() == [[0, 3, 8, 8]]
+    assert documents_table() is None and documents_table(table) is table
+    ids = torch.tensor([[7, 7, 1, 1, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 5]])
+    assert rows(documents_table(None, ids), 2, 8) == ((0, 2, 5, 8), (0, 7, 8))
+    assert rows(documents_table(torch.tensor([0, 8], dtype=torch.int32)), 4, 8) == ((0, 8),)
+    same = documents_table([[0, 4, 4, 8], torch.tensor([0, 4, 8])])
+    assert rows(same, 2, 8) == ((0, 4, 8),), "equal rows share their tiles"
+
+
+@pytest.mark.parametrize(
+    "documents, batch, words",
+    [
+        ([0, 5], 1, "ascend from 0 to the global sequence length 8"),
+        ([1, 8], 1, "ascend from 0"),
+        ([0, 5, 3, 8], 1, "ascend from 0"),
+        ([[0, 8], [0, 8], [0, 8]], 2, "3 rows for a batch of 2"),
+    ],
+)
+def test_documents_that_do_not_fit(documents: Any, batch: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        rows(documents_table(documents), batch, 8)
+
+
+def test_a_document_in_two_places_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"document_ids\[0\] names a document in two places"):
+        documents_table(None, torch.tensor([[1, 2, 1]]))
+
+
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
     """A global length, and rows of boundaries with empty documents, filled up to any width."""
@@ -123,7 +161,7 @@ def test_a_table_is_parsed_once_until_it_is_written_to() -> None:
 
 @on_ranks
 def attend_in_three_layers(compiled: bool) -> int:
-    """How often the table is parsed on this rank, forward and backward."""
+    """Count how often the table is parsed on this rank, forward and backward."""
     mesh = view(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), ulysses_degree=1)
     mode = {"mesh": mesh, "layout": "per_document", "kv_exchange": "ring"}
     table, x = torch.tensor([[0, 5, 7, 16]]), torch.randn(1, 2, 8, 4, requires_grad=True)

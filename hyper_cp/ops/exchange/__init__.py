@@ -1,4 +1,4 @@
-"""How keys, values, queries and heads travel. A way of obtaining keys and values is one entry of a table here.
+"""Transfers of keys, values, queries and heads. A way of obtaining keys and values is one entry of a table here.
 
 :func:`register` adds one from outside the package: its two transfer classes, and the ranks whose keys arrive at each
 step, from which the schedule is built.

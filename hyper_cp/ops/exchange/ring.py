@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...mesh.comm import Axis, Pending
-from .wire import Message, Pair, gradient_zeros
+from .wire import Buffer, Pair, gradient_zeros
 
 
 class RingForward:
@@ -26,15 +26,14 @@ class RingForward:
     def __init__(self, axis: Axis, k: Tensor, v: Tensor, hops: int):
         self.axis, self.k, self.v, self.hops = axis, k, v, hops
         if hops:
-            self.message = Message(k, v)
-            self.block = self.message.pack(k, v)
-            self.spare = torch.empty_like(self.block)
+            self.block = Buffer.of(k, v)
+            self.spare = self.block.empty()
             self.pending = self._shift()
 
     def _shift(self) -> Pending:
         axis = self.axis
         to, source = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-        return axis.send_recv([self.block], to, [self.spare], source)
+        return axis.send_recv([self.block.flat], to, [self.spare.flat], source)
 
     def __iter__(self) -> Iterator[Pair]:
         yield self.k, self.v
@@ -43,7 +42,7 @@ class RingForward:
             self.block, self.spare = self.spare, self.block
             if hop < self.hops:
                 self.pending = self._shift()
-            yield self.message.unpack(self.block)
+            yield self.block.pair
         yield self.k, self.v
 
 
@@ -59,14 +58,13 @@ class RingBackward:
         self.axis, self.k, self.v, self.hops, self.dtype = axis, k, v, hops, dtype
         self.home = gradient_zeros(k, dtype), gradient_zeros(v, dtype)
         if hops:
-            self.message = Message(k, v)
-            self.block = self.message.pack(k, v)
-            self.spare = torch.empty_like(self.block)
+            self.block = Buffer.of(k, v)
+            self.spare = self.block.empty()
             self.pending = self._post([self.block], [self.spare], 1)
 
-    def _post(self, sends: list[Tensor], recvs: list[Tensor], distance: int) -> Pending:
-        rank, size = self.axis.rank, self.axis.size
-        return self.axis.send_recv(sends, (rank + distance) % size, recvs, (rank - distance) % size)
+    def _post(self, sends: list[Buffer], recvs: list[Buffer], distance: int) -> Pending:
+        to, source = ((self.axis.rank + step) % self.axis.size for step in (distance, -distance))
+        return self.axis.send_recv([x.flat for x in sends], to, [x.flat for x in recvs], source)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         yield self.k, self.v, *self.home
@@ -75,9 +73,9 @@ class RingBackward:
             return
         # Three gradient buffers: the sum that leaves, the sum that arrives, what this rank adds to it.
         # At hop 1 no sum has come along with the block: this rank begins it.
-        leaving = self.message.zeros(self.k, self.dtype)
-        arriving = torch.empty_like(leaving)
-        adding = torch.zeros_like(leaving) if self.hops > 1 else leaving
+        leaving = self.block.zeros(self.dtype)
+        arriving = leaving.empty()
+        adding = self.block.zeros(self.dtype) if self.hops > 1 else leaving
         self.pending.wait()
         for hop in range(1, self.hops + 1):
             self.block, self.spare = self.spare, self.block
@@ -85,16 +83,16 @@ class RingBackward:
             if hop > 1:
                 sends, recvs = [*sends, leaving], [*recvs, arriving]
             pending = self._post(sends, recvs, 1) if sends else None
-            yield *self.message.unpack(self.block), *self.message.unpack(adding if hop > 1 else leaving)
+            yield *self.block.pair, *(adding if hop > 1 else leaving).pair
             if pending is not None:
                 pending.wait()
             if hop > 1:
-                arriving += adding
-                adding.zero_()
+                arriving.flat.add_(adding.flat)
+                adding.flat.zero_()
                 leaving, arriving = arriving, leaving
         # Each block's sum stops here, `hops` ranks after its owner: straight home with it.
         pending = self._post([leaving], [arriving], -self.hops)
         yield self.k, self.v, *self.home
         pending.wait()
-        for home, total in zip(self.home, self.message.unpack(arriving), strict=True):
+        for home, total in zip(self.home, arriving.pair, strict=True):
             home += total

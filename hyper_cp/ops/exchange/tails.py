@@ -47,7 +47,7 @@ class SwappedTails:
             self.tails = self.pending.wait()
         if start >= self.half:
             return [part(x, (start - self.half, stop - self.half), batch) for x in self.tails]
-        # A tile across the border needs both halves side by side.
+        # A tile that crosses from one half to the other needs both side by side.
         head, tail = (start, self.half), (0, stop - self.half)
         both = zip(self.tensors, self.tails, strict=True)
         return [torch.cat([part(x, head, batch), part(t, tail, batch)], 2) for x, t in both]
@@ -60,7 +60,7 @@ class SwappedTails:
             self.pending = self._swap(of((self.half, self.length)))
 
     def results(self, of: Callable[[Range], Sequence[Tensor]]) -> Sequence[Tensor]:
-        """What was computed of this rank's own rows, head and tail, in memory order [B, S, H, ...]."""
+        """The results for this rank's own rows, head and tail, in memory order [B, S, H, ...]."""
         if not self.swapped:
             return of((0, self.length))
         heads = of((0, self.half))

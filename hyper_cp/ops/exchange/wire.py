@@ -25,21 +25,27 @@ def from_wire(x: Tensor) -> Tensor:
     return x.movedim(0, 2)
 
 
-class Message:
-    """Packs K and V, of any head dims, into one flat buffer."""
+class Buffer:
+    """Room for K and V of any head dims: ``flat`` is what travels, ``pair`` its views ``[B, H, S, D]``, made once."""
 
-    def __init__(self, k: Tensor, v: Tensor):
-        self.shapes = [(x.shape[2], x.shape[0], x.shape[1], x.shape[3]) for x in (k, v)]
+    def __init__(self, flat: Tensor, shapes: list[tuple[int, ...]]) -> None:
+        self.flat, self.shapes = flat, shapes
+        k, v = flat.split_with_sizes([math.prod(shape) for shape in shapes])
+        self.pair: Pair = from_wire(k.view(shapes[0])), from_wire(v.view(shapes[1]))
 
-    def pack(self, k: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([x.movedim(2, 0).reshape(-1) for x in (k, v)])
+    @staticmethod
+    def of(k: Tensor, v: Tensor) -> Buffer:
+        """A buffer with copies of K and V."""
+        flat = torch.cat([x.movedim(2, 0).reshape(-1) for x in (k, v)])
+        return Buffer(flat, [(x.shape[2], x.shape[0], x.shape[1], x.shape[3]) for x in (k, v)])
 
-    def zeros(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        return like.new_zeros(sum(map(math.prod, self.shapes)), dtype=dtype)
+    def empty(self) -> Buffer:
+        """Another one, uninitialised."""
+        return Buffer(torch.empty_like(self.flat), self.shapes)
 
-    def unpack(self, flat: Tensor) -> Pair:
-        k, v = flat.split([math.prod(shape) for shape in self.shapes])
-        return from_wire(k.view(self.shapes[0])), from_wire(v.view(self.shapes[1]))
+    def zeros(self, dtype: torch.dtype) -> Buffer:
+        """Another one of this dtype, zero."""
+        return Buffer(torch.zeros_like(self.flat, dtype=dtype), self.shapes)
 
 
 def gradient_zeros(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from .inputs import Kernel, TileInputs
-from .operators import OperatorKernel, gather, packing, scatter
+from .operators import OperatorKernel, Packing, gather, packing, scatter
 
 _aten = torch.ops.aten
 
@@ -48,10 +48,10 @@ class _PackedFlash:
     name = "cuda flash"
 
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
-        how = packing(tile.parts or (), tile.q.shape[0])
+        how = packing(tile)
         pairs = (tile.q, how.rows), (tile.k, how.cols), (tile.v, how.cols)
         q, k, v = (_pad_heads(gather(x, ranges)) for x, ranges in pairs)
-        bounds = _bounds(how.row_ends, q.device), _bounds(how.col_ends, q.device)
+        bounds = _bounds(how, q.device)
         out, lse, *_ = _aten._flash_attention_forward(
             q, k, v, *bounds, *how.longest, 0.0, tile.causal, False, scale=tile.scale
         )
@@ -59,10 +59,10 @@ class _PackedFlash:
         return out, scatter(lse.mT, how.rows, tile.q, -torch.inf)
 
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        how = packing(tile.parts or (), tile.q.shape[0])
+        how = packing(tile)
         dout, q, out = (_pad_heads(gather(x, how.rows)) for x in (dout, tile.q, out.to(tile.q.dtype)))
         k, v = (_pad_heads(gather(x, how.cols)) for x in (tile.k, tile.v))
-        bounds = _bounds(how.row_ends, q.device), _bounds(how.col_ends, q.device)
+        bounds = _bounds(how, q.device)
         lse = gather(lse, how.rows).mT.contiguous()
         grads = _aten._flash_attention_backward(
             dout, q, k, v, out, lse, *bounds, *how.longest, 0.0, tile.causal, *_no_dropout(q), scale=tile.scale
@@ -141,15 +141,16 @@ def _no_seed(q: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_zeros((), dtype=torch.int64), q.new_zeros((), dtype=torch.int64)
 
 
-@lru_cache(maxsize=256)
-def _host_bounds(ends: tuple[int, ...], pinned: bool) -> Tensor:
-    return torch.tensor([0, *ends], dtype=torch.int32, pin_memory=pinned)
+@lru_cache(maxsize=1024)
+def _host_bounds(how: Packing, pinned: bool) -> list[Tensor]:
+    return [torch.tensor([0, *x], dtype=torch.int32, pin_memory=pinned) for x in (how.row_ends, how.col_ends)]
 
 
-def _bounds(ends: tuple[int, ...], device: torch.device) -> Tensor:
-    """Cumulative lengths with the leading 0 on the device. From pinned memory, so that the host does not wait;
-    copied for each call, on its own stream, so that no other stream can see a copy that is not finished."""
-    return _host_bounds(ends, device.type == "cuda").to(device, non_blocking=True)
+def _bounds(how: Packing, device: torch.device) -> list[Tensor]:
+    """Cumulative lengths of queries and of keys with the leading 0, on the device. From pinned memory, so that the
+    host does not wait; copied for each call, on its own stream, so that no other stream can see a copy that is not
+    finished."""
+    return [x.to(device, non_blocking=True) for x in _host_bounds(how, device.type == "cuda")]
 
 
 # --------------------------------------------------------------------------- the choice

@@ -5,7 +5,7 @@ Not executed on hardware: the tests run it against a stand-in for the operators'
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -19,7 +19,7 @@ from .reference import band_mask
 
 _COMPRESSED = 2048  # side of the triangle that stands for every causal or banded mask
 _LANES = 8  # identical copies in which the operator keeps its softmax statistics
-_SEQUENCES, _TOKENS, _PACKED_DIM = 1024, 1 << 20, 512  # what one variable-length call takes at most
+_SEQUENCES, _TOKENS, _PACKED_DIM = 1024, 1 << 20, 512  # the limits of one variable-length call
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -93,12 +93,12 @@ def _fits_one_call(tile: TileInputs) -> bool:
 def _packed_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
     """Layout TND: tensors are [tokens, N, D], statistics [tokens, N, 8]. The statistics lie so in memory only if
     ``softmax_layout`` says so, in forward and backward (CANN 8.3.RC1 or newer; older ones refuse the argument)."""
-    how = packing(tile.parts or (), tile.q.shape[0])
+    how = packing(tile)
     q, k, v = gather(tile.q, how.rows), gather(tile.k, how.cols), gather(tile.v, how.cols)
     outs, lses = [], []
-    for rows, cols, options in _sequences(how, tile):
+    for rows, cols, options in _groups(how):
         out, largest, total, *_ = torch.ops.npu.npu_fusion_attention(
-            q[rows], k[cols], v[cols], tile.q.shape[1], "TND", scale=tile.scale, **options
+            q[rows], k[cols], v[cols], tile.q.shape[1], "TND", scale=tile.scale, **options, **_square(tile)
         )
         outs.append(out)
         lses.append(_log_sum_exp(largest, total))
@@ -106,20 +106,22 @@ def _packed_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
 
 
 def _packed_backward(tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    how = packing(tile.parts or (), tile.q.shape[0])
+    how = packing(tile)
     q, dout, out, lse = (gather(x, how.rows) for x in (tile.q, dout, out.to(tile.q.dtype), lse))
     k, v = gather(tile.k, how.cols), gather(tile.v, how.cols)
-    grads = [
-        _gradients(tile, "TND", (q[rows], k[cols], v[cols], dout[rows], out[rows]), lse[rows], options)
-        for rows, cols, options in _sequences(how, tile)
-    ]
+    grads = []
+    for rows, cols, options in _groups(how):
+        tensors = q[rows], k[cols], v[cols], dout[rows], out[rows]
+        grads.append(_gradients(tile, "TND", tensors, lse[rows], {**options, **_square(tile)}))
     dq, dk, dv = (_cat(pieces) for pieces in zip(*grads, strict=True))
     return scatter(dq, how.rows, tile.q), scatter(dk, how.cols, tile.k), scatter(dv, how.cols, tile.v)
 
 
-def _sequences(how: Packing, tile: TileInputs) -> Iterator[tuple[slice, slice, dict[str, object]]]:
+@lru_cache(maxsize=1024)
+def _groups(how: Packing) -> list[tuple[slice, slice, dict[str, object]]]:
     """Groups of sequences that one call takes: their rows, their columns, and the operator's options.
-    Cumulative lengths are without the leading 0 and stay on the host."""
+    Cumulative lengths are without the leading 0 and on the host."""
+    groups = []
     for first in range(0, len(how.row_ends), _SEQUENCES):
         row, col = (how.row_ends[first - 1], how.col_ends[first - 1]) if first else (0, 0)
         rows, cols = how.row_ends[first : first + _SEQUENCES], how.col_ends[first : first + _SEQUENCES]
@@ -128,7 +130,8 @@ def _sequences(how: Packing, tile: TileInputs) -> Iterator[tuple[slice, slice, d
             "actual_seq_kvlen": [end - col for end in cols],
             "softmax_layout": "TND",
         }
-        yield slice(row, rows[-1]), slice(col, cols[-1]), {**options, **_square(tile)}
+        groups.append((slice(row, rows[-1]), slice(col, cols[-1]), options))
+    return groups
 
 
 def _cat(xs: Sequence[Tensor]) -> Tensor:

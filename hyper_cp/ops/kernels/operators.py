@@ -8,9 +8,9 @@ in the diagonal tile of packed documents, there is no copy either.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -123,7 +123,7 @@ def _with_heads(operator: Operator, tile: TileInputs) -> TileInputs:
 # --------------------------------------------------------------------------- parts as sequences of one call
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Packing:
     """The parts of a tile as sequences: batch row 0's rectangles, then batch row 1's, and so on."""
 
@@ -137,9 +137,24 @@ class Packing:
     """The most rows and the most columns of a rectangle."""
 
 
-@lru_cache(maxsize=256)
-def packing(parts: Parts, batch: int) -> Packing:
-    """Lay out the parts of a tile as sequences (cached: all layers of a training step have the same parts)."""
+# By identity, since a hash of many parts takes longer than a launch: all layers of a training step share one schedule,
+# so their tiles have the same object as parts. An entry keeps its parts alive, and with them their id.
+_packings: OrderedDict[tuple[int, int], tuple[Parts, Packing]] = OrderedDict()
+_MOST_PACKINGS = 1024
+
+
+def packing(tile: TileInputs) -> Packing:
+    """Lay out the parts of a tile as sequences."""
+    parts, batch = tile.parts or (), tile.q.shape[0]
+    found = _packings.get((id(parts), batch))
+    if found is None:
+        found = _packings[id(parts), batch] = parts, _packed(parts, batch)
+        if len(_packings) > _MOST_PACKINGS:
+            _packings.popitem(last=False)
+    return found[1]
+
+
+def _packed(parts: Parts, batch: int) -> Packing:
     row_lengths, col_lengths = ([stop - start for start, stop in ranges] for ranges in zip(*parts, strict=True))
 
     def ends(lengths: list[int]) -> tuple[int, ...]:

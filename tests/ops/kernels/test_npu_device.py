@@ -89,7 +89,7 @@ def test_windows_documents_and_masks(npus: Ranks, world: int) -> None:
 
 @on_ranks
 def traced(case: AttentionCase, break_it: str = "") -> list[str]:
-    """What one step, forward and backward, waited for."""
+    """Run one step, forward and backward, and return its first wait for the device."""
     forward = npu.NPUKernel.forward
 
     def reading(self: Any, tile: TileInputs) -> Any:

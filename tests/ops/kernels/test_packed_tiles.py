@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hyper_cp.ops.kernels import TileInputs, cpu, cuda, npu, operators, reference
+from tests.harness.attention_case import inputs
 from tests.harness.oracle import plain_attention, relative_error
-from tests.harness.tile_case import problem
 
 Parts = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
 SQUARES: dict[str, tuple[int, int, Parts]] = {
@@ -36,7 +36,7 @@ PACKED_IDS = [f"full, {x}" for x in RECTANGLES] + [f"causal, {x}" for x in SQUAR
 def packed_errors(kernel: Any, band: Any, tile: Any, dtype: torch.dtype, v_dim: int, dim: int = 8) -> dict[str, float]:
     """Errors of a packed tile whose rows have seen other keys too: the oracle's rectangles and one more partial."""
     rows, cols, parts = tile
-    (q, k, v, dout), *_ = problem((rows, cols, (None, None), ""), dtype, v_dim, dim)
+    q, k, v, dout = inputs(2, 4, 2, rows, dim, v_dim, dtype, cols)
     visible = torch.zeros(rows, cols, dtype=torch.bool)
     for (top, bottom), (left, right) in parts:
         seen = torch.ones(bottom - top, right - left, dtype=torch.bool)
@@ -104,6 +104,16 @@ def test_a_tile_of_no_rectangles_sees_nothing() -> None:
         assert bool((out == 0).all()) and bool((lse == -torch.inf).all())
         grads = kernel.backward(given, q, out, lse)
         assert all(bool((x == 0).all()) for x in grads)
+
+
+def test_the_packing_of_the_same_parts_is_found_by_identity() -> None:
+    """All layers of a step share one schedule: the host neither lays out nor hashes its parts again."""
+    parts = SQUARES["gaps"][2]
+    tiles = [TileInputs(*[torch.empty(2, 1, 14, 8)] * 3, (None, 0), 0.3, parts=x) for x in (parts, parts, (*parts,))]
+    first, again, equal = (operators.packing(tile) for tile in tiles)
+    assert first is again and first is not equal
+    assert (first.row_ends, first.col_ends, first.longest) == (equal.row_ends, equal.col_ends, equal.longest)
+    assert first.row_ends == (3, 4, 9, 12, 13, 18)
 
 
 @pytest.mark.parametrize("name", cuda.KERNELS)

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
-from hyper_cp.ops import attention, kernels
+from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import Kernel, TileInputs
-from tests.harness.oracle import plain_attention, relative_error, token_positions
+from tests.harness.attention_case import FP64, AttentionCase, Errors, run_case
 from tests.harness.ranks import on_ranks
 
 
@@ -41,24 +40,17 @@ class Einsum:
 
 
 @on_ranks
-def run(world: int) -> tuple[float, set[str]]:
-    """The error of one causal call on this rank, and which methods of the kernel ran."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
-    q, k, v, dout = torch.randn(4, 2, 4, 24, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    mine = torch.tensor(token_positions("head_tail", mesh.get_rank(), world, 24))
-    local, whole = ([x.clone().requires_grad_() for x in xs] for xs in ([y[:, :, mine] for y in (q, k, v)], (q, k, v)))
+def run(case: AttentionCase) -> tuple[Errors, set[str]]:
+    """Errors of a causal call on this rank, and the methods of the kernel that ran."""
     kernel = Einsum()
     with kernels.register(kernel, "cpu", accepts=lambda q, k, v, is_causal: is_causal):
-        out = attention(*local, mesh=mesh, is_causal=True, kv_exchange="ring", layout="head_tail")
-        got = [out, *torch.autograd.grad(out, local, dout[:, :, mine])]
-    expected = plain_attention(*whole, is_causal=True)
-    want = [expected, *torch.autograd.grad(expected, whole, dout)]
-    return max(relative_error(a, b[:, :, mine]) for a, b in zip(got, want, strict=True)), set(kernel.calls)
+        return run_case(case), set(kernel.calls)
 
 
 def test_a_kernel_from_outside_is_exact(ranks: Any) -> None:
-    for error, calls in ranks(2, run, 2):
-        assert error <= 1e-10 and calls == {"forward", "backward"}
+    case = AttentionCase(24, is_causal=True, kv_exchange="ring", layout="head_tail")
+    for errors, methods in ranks(2, run, case):
+        assert max(errors.values()) <= FP64 and methods == {"forward", "backward"}
 
 
 # --------------------------------------------------------------------------- the rules of register
