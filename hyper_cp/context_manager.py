@@ -116,7 +116,7 @@ class context_parallel:
             if outer.shares and theirs != self.handler.layout and outer.call.binding.active.mesh == self.handler.mesh:
                 raise ValueError(
                     f"layout={self.handler.layout!r} inside a context_parallel block that has sharded its buffers as "
-                    f"{theirs!r} on the same mesh: attention would take their positions for others. Use one layout"
+                    f"{theirs!r} on the same mesh. Attention would assign wrong positions to tokens. Use one layout"
                 )
         sharded = [
             _Sharded(x, dim, self.handler, id(x) in self._keep)
@@ -246,8 +246,9 @@ class _Routing(DispatchMode):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Backward in the block. A mode is off while it handles a function, and backward is one: attention that an
-        activation checkpoint computes again would be local. Backward from edges of the graph is not handled."""
+        """Run backward in the block with this mode entered again. A mode is inactive while it handles a function, and
+        backward is such a function: attention that an activation checkpoint recomputes in it would be local. The mode
+        does not handle backward from edges of the graph, so tensors are replaced by their edges."""
         given = inspect.signature(func).bind(*args, **kwargs).arguments
         given = {_RENAMED.get(name, name) if func is Tensor.backward else name: x for name, x in given.items()}
         ends = [name for name in ("tensors", "outputs", "inputs") if given.get(name) is not None]

@@ -377,8 +377,8 @@ def refused(what: str) -> None:
         ("absent", ValueError, "is not part of mesh"),
         ("no mesh", TypeError, "mesh must be a torch.distributed.DeviceMesh"),
         ("degree", ValueError, "ulysses_degree=3 does not divide"),
-        ("documents", RuntimeError, "documents are in force on the one it has left"),
-        ("documents between", RuntimeError, "documents are in force on the one it has left"),
+        ("documents", RuntimeError, "a documents block is active on the one it has left"),
+        ("documents between", RuntimeError, "a documents block is active on the one it has left"),
         ("handler", RuntimeError, "this handler's style runs on another cp mesh"),
     ],
 )

@@ -181,7 +181,7 @@ def attention_op(
             for tile in step.tiles:
                 (q_rows,) = queries.rows(tile.q, tile.batch)
                 inputs = work.inputs(step, tile, q_rows, keys.k, keys.v)
-                # Not given a name here: the kernel's results would outlive their merge.
+                # Without a local name for the kernel's results: it would keep them alive beyond their merge.
                 partials.add(tile.q, tile.batch, *work.kernel.forward(inputs))
         out, lse = queries.results(partials.result)
     return _in_query_order(out), lse.contiguous()

@@ -5,8 +5,8 @@ exchanges and attends group by group; forward, per group g::
 
     post q, k, v of g+1  ->  wait for q, k, v of g  ->  attend g  ->  post the output of g  ->  wait for that of g-1
 
-and backward alike with dout in and dq, dk, dv out. What cannot be hidden is the first group's way in and the last
-one's way out: 1/groups of the communication. Bytes are those of Ulysses in one go.
+Backward does the same with dout on the way in and dq, dk, dv on the way out. Attention cannot hide the exchange of
+the first group's inputs and of the last group's outputs: 1/groups of the communication. Bytes are those of Ulysses in one go.
 
 Who owns what: a packed message and the buffer it arrives in belong to their ``Pending`` until ``wait()``; what is
 unpacked there is new and belongs to the op, which returns it (backward needs it) or adds it to its result. At most
@@ -239,7 +239,7 @@ def _sorted(saved: list[Tensor], groups: int) -> list[list[Tensor]]:
 
 
 def _rank_of(xs: list[Tensor], degree: int) -> Tensor:
-    """Uninitialised, like the tensor of a rank of which these are the groups."""
+    """An uninitialised tensor ``[B, H, S, D]`` of a rank, given all its groups ``[B, H/degree/n, S*degree, D]``."""
     b, h, s, d = xs[0].shape
     return xs[0].new_empty(b, s // degree, h * len(xs) * degree, d).transpose(1, 2)
 

@@ -134,7 +134,7 @@ def _step(
         for q, k in pairs(rows, blocks, boundaries)
         for tile in cut_pairs(q, k, band, batch)
     ]
-    # Used keys in ascending global order, so that what a query range needs is one prefix of them.
+    # Used keys in ascending global order: the keys that a causal query sees are then the first ones.
     spans = _spans([t.k for t in tiles], blocks)
     take: list[Range] = []
     keys: list[Range] = []

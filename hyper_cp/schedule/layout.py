@@ -198,9 +198,9 @@ def merge_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def _by_document(documents: Documents, world: int) -> tuple[tuple[Range, ...], ...]:
-    """Deal every document, of any length, head-tail over the ranks. What does not divide by ``2 * world`` is dealt
-    one token a rank, and the next document goes on with the rank after, so that all ranks hold equally many in the
-    end."""
+    """Deal every document, of any length, head-tail over the ranks. The tokens that
+    remain after a division by ``2 * world`` are dealt one to a rank. The next document continues with the following
+    rank, so that in the end all ranks hold equally many tokens."""
     held: list[list[Range]] = [[] for _ in range(world)]
     dealt = 0
     for start, stop in pairwise(documents):
