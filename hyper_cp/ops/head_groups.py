@@ -5,8 +5,9 @@ exchanges and attends group by group; forward, per group g::
 
     post q, k, v of g+1  ->  wait for q, k, v of g  ->  attend g  ->  post the output of g  ->  wait for that of g-1
 
-Backward does the same with dout on the way in and dq, dk, dv on the way out. Attention cannot hide the exchange of
-the first group's inputs and of the last group's outputs: 1/groups of the communication. Bytes are those of Ulysses in one go.
+Backward does the same with dout on the way in and dq, dk, dv on the way out. Attention cannot hide the exchange of the
+first group's inputs and of the last group's outputs: 1/groups of the communication. Bytes are those of Ulysses in one
+go.
 
 Who owns what: a packed message and the buffer it arrives in belong to their ``Pending`` until ``wait()``; what is
 unpacked there is new and belongs to the op, which returns it (backward needs it) or adds it to its result. At most
