@@ -108,37 +108,22 @@ class _Work:
         )
 
 
-def _positions(step: Step, device: torch.device) -> Tensor:
-    """Positions in its block of the keys that a step uses, as a tensor that is made once."""
-    if device not in step.on_device:
-        step.on_device[device] = torch.cat([torch.arange(*r, device=device) for r in step.take])
-    found: Tensor = step.on_device[device]
-    return found
-
-
 class _UsedKeys:
     """The keys and values of a block that a step uses, side by side, and the sums of their gradients.
 
-    One range of a block is a view of it, and gradients are added to it in place. Several ranges are copied, and the
-    sums of their gradients are added to the block once per step: the number of ranges grows with ranks and documents,
-    and so would the number of operations if each range were a slice.
+    If they are one range of the block, they are a view of it, and gradients are added to it in place. If they are
+    several ranges, they are a copy, and the sums of their gradients are added to the block once per step.
     """
 
     def __init__(self, step: Step, *block: Tensor) -> None:
-        self.ranges = step.take
-        self.index = None if len(self.ranges) == 1 else _positions(step, block[0].device)
-        self.k, self.v = (self._used(x) for x in block)
-
-    def _used(self, x: Tensor) -> Tensor:
-        if self.index is None:
-            return part(x, self.ranges[0])
-        return x.movedim(2, 0).index_select(0, self.index).movedim(0, 2)  # rows as on the wire
+        self.rows = step.used
+        self.k, self.v = (self.rows.take(x.movedim(2, 0), 0).movedim(0, 2) for x in block)  # rows as on the wire
 
     def collect(self, *gradients: Tensor) -> None:
         """Begin to add to the gradients (of the block) of keys and values."""
-        self.totals = gradients
-        if self.index is None:
-            self.sums = [part(total, self.ranges[0]) for total in gradients]
+        self.totals = [x.movedim(2, 0) for x in gradients]
+        if self.rows.is_range:
+            self.sums = [self.rows.take(total, 0).movedim(0, 2) for total in self.totals]
         else:
             self.sums = [torch.zeros_like(x, dtype=t.dtype) for x, t in zip((self.k, self.v), gradients, strict=True)]
 
@@ -148,9 +133,10 @@ class _UsedKeys:
             part(total, rows, batch).add_(x)
 
     def finish(self) -> None:
-        if self.index is not None:
+        """Bring the sums to where the keys came from."""
+        if not self.rows.is_range:
             for total, found in zip(self.totals, self.sums, strict=True):
-                total.movedim(2, 0).index_add_(0, self.index, found.movedim(2, 0))
+                self.rows.add(total, found.movedim(2, 0), 0)
 
 
 def _dense(*tensors: Tensor) -> list[Tensor]:

@@ -28,8 +28,7 @@ from ..mesh import comm, cp_mesh
 from ..mesh.cp_mesh import CPMesh
 from ..schedule import layout as layouts
 from ..schedule.documents import read
-from ..schedule.layout import Piece
-from ..schedule.lookup import resolve
+from ..schedule.lookup import ascending, resolve
 from . import kernels
 from .config import CheckedCall, OpSettings, op_settings
 from .engine import attention_backward_op, attention_op, fingerprint
@@ -85,19 +84,20 @@ class Groups:
         """``[B, n, h, S, D]``, a view: the heads of ``x`` that are in one of ``number`` groups, by rank."""
         return x.unflatten(1, (self.cp.ulysses.size, number, -1))[:, :, index]
 
-    def pieces(self, length: int) -> tuple[Piece, ...]:
+    def order(self, length: int) -> ulysses.Order:
+        """The order of a ring rank's ``length`` tokens in messages and in sequence."""
         cp = self.cp
-        return resolve(self.layout, cp.size, length * cp.ring.size, read(self.documents)).pieces(cp.ulysses_peers())
+        return ascending(resolve(self.layout, cp.size, length * cp.ring.size, read(self.documents)), cp.ulysses_peers())
 
     def to_group(self, x: Tensor, number: int, index: int) -> comm.Pending:
         """Post one group of a rank's ``x``."""
-        pieces = self.pieces(x.shape[2] * self.cp.ulysses.size)
-        return ulysses.send_heads(self.cp.ulysses, self.heads_of(x, number, index), 2, 1, pieces)
+        order = self.order(x.shape[2] * self.cp.ulysses.size)
+        return ulysses.send_heads(self.cp.ulysses, self.heads_of(x, number, index), 2, 1, order)
 
     def to_rank(self, x: Tensor, into: Tensor, number: int, index: int) -> comm.Pending:
         """Post a group's ``x`` back; it is put into a rank's tensor when it is waited for."""
         place = self.heads_of(into, number, index)
-        return ulysses.collect_heads(self.cp.ulysses, x, 2, 1, self.pieces(x.shape[2])).then(place.copy_)
+        return ulysses.collect_heads(self.cp.ulysses, x, 2, 1, self.order(x.shape[2])).then(place.copy_)
 
     def mask(self, mask: Tensor | None, heads: int, index: int) -> Tensor | None:
         """The part of a mask ``[B|1, H|1, ...]`` for the ``heads`` of a group."""

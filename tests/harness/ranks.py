@@ -68,6 +68,14 @@ class RankError(AssertionError):
 # --------------------------------------------------------------------------- in a rank
 
 
+def sum_over_ranks(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The sums of tensors of one dtype over all ranks of the job, in one transfer."""
+    total = torch.cat([x.detach().flatten() for x in tensors])
+    dist.all_reduce(total)
+    parts = total.split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+
+
 def _serve(
     conn: Connection, rank: int, port: int, stacks: str, backend: str, prepare: Callable[[], None] | None
 ) -> None:
