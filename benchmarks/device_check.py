@@ -354,8 +354,8 @@ def main() -> int:
     name = device if device == "cpu" else torch.get_device_module(device).get_device_name()
     print(f"torch {torch.__version__} on {name}")
     torch.manual_seed(0)
-    results = check_kernels(device, [dtype, torch.float32])
-    results += check_engine(device, dtype, [2, 4, 8], 1024)
+    results = check_kernels(device, list(dict.fromkeys([dtype, torch.float32])))
+    results += check_engine(device, dtype, [2, 4, 8], min([1024, *args.lengths]))
     for what, found, limit in results:
         print(f"{'left out' if limit == 0.0 else 'ok' if found <= limit else 'WRONG':8} {found:9.2e}  {what}")
     measure(device, dtype, args)

@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 from .handler import ContextParallelHandler
 from .module import attention_calls
 from .module._torch import checkpoint, flex_patch
-from .module.dispatch_mode import DispatchMode, RunningCall, dispatching, running_call
+from .module.dispatch_mode import DispatchMode, dispatching, running_call
 from .module.mesh_binding import Binding
+from .module.running_call import RunningCall
 from .style import ContextParallel
 
 

@@ -19,7 +19,7 @@ from ..mesh import cp_mesh
 from ..mesh.comm import Axis, gather_ranks
 from ..schedule.documents import read
 from ..schedule.layout import Range, ResolvedLayout, merge_ranges
-from ..schedule.lookup import resolve
+from ..schedule.lookup import ascending, resolve
 
 # --------------------------------------------------------------------------- whole sequences
 
@@ -30,8 +30,10 @@ def gather_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str,
     cp = cp_mesh.by_key(mesh)
     resolved = resolve(layout, cp.size, x.shape[seq_dim] * cp.size, read(documents))
     by_rank = gather_ranks(cp.flat, x.movedim(seq_dim, 0))
-    parts = [by_rank[rank, start:stop] for rank, start, stop in resolved.pieces(range(cp.size))]
-    return torch.cat(parts).movedim(0, seq_dim).contiguous()
+    if cp.size == 1:
+        return x.clone(memory_format=torch.contiguous_format)  # an op must not return its input
+    to_ascending, _ = ascending(resolved, range(cp.size))
+    return to_ascending.take(by_rank.flatten(0, 1), 0).movedim(0, seq_dim).contiguous()
 
 
 @gather_sequence.register_fake

@@ -3,74 +3,12 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..mesh.cp_mesh import CPMesh
-from ..ops.attention import Tiles, attend
-from ..ops.config import Call, Mode
 from . import attention_calls
-from ._torch.modules import is_running
-from .attention_calls import AttentionRequest
-from .dtensor import Outputs
-from .mesh_binding import Binding, StyledMesh
-
-
-@dataclass
-class Exchanged:
-    """Tensors of a module after the Ulysses all-to-all at its entrance."""
-
-    cp: CPMesh
-    length: int
-    """Positions of the sequence inside the module."""
-    heads: int
-    """Query heads inside the module."""
-    ndim: int
-    tensors: tuple[Tensor, ...] = ()
-    """q, k, v as the module gets them, where their shapes do not tell sequence from heads."""
-
-
-@dataclass
-class RunningCall:
-    """One running call of a styled module: the target of its attention call, and what its end must undo. A
-    ``context_parallel`` block is one too, without a module."""
-
-    binding: Binding
-    module: nn.Module | None
-    mesh: StyledMesh
-    documents: Tensor | None = None
-    exchanged: Exchanged | None = None
-    """Set if the Ulysses all-to-all was done at the entrance of the module; else the attention call does it."""
-    required: bool = False
-    """True if a local attention kernel would give wrong results."""
-    outputs: Outputs | None = None
-    """The DTensor placement with which outputs leave the module (None: local tensors)."""
-    dispatch: DispatchMode | None = None
-    routed: int = 0
-    """Attention calls that were routed so far."""
-    grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
-
-    @property
-    def engine_only(self) -> bool:
-        """True if the call has documents or a window, which other attention kernels would ignore."""
-        return self.documents is not None or self.binding.style.mode.window is not None
-
-    def alive(self) -> bool:
-        """True if the module's call is still on the stack of this thread, or the block has not ended."""
-        return self.module is None or torch.compiler.is_compiling() or is_running(self.module)
-
-    def enter(self) -> None:
-        """Begin to route attention calls."""
-        self.dispatch = DispatchMode(self)
-        self.dispatch.__enter__()
-
-    def leave(self) -> None:
-        if self.dispatch is not None:
-            self.dispatch.__exit__(None, None, None)
+from .running_call import RunningCall, answer
 
 
 class DispatchMode(TorchFunctionMode):
@@ -99,7 +37,7 @@ class DispatchMode(TorchFunctionMode):
         if read is not None and call.alive():  # else a KeyboardInterrupt ended the call without its hooks
             call.routed += 1
             request = read(call.binding.name, *args, **kwargs)
-            return request.answer(_answer(call, request))
+            return request.answer(answer(call, request))
         if call.required and func in attention_calls.UNROUTED:
             raise NotImplementedError(
                 f"{call.binding.name} calls {attention_calls.UNROUTED[func]}, which cannot be routed to "
@@ -109,72 +47,11 @@ class DispatchMode(TorchFunctionMode):
         return attention_calls.PLAIN.get(func, func)(*args, **kwargs)
 
 
-def _answer(call: RunningCall, request: AttentionRequest) -> Any:
-    """Attention over the whole sequence, as a module's attention call requests it."""
-    binding, exchanged = call.binding, call.exchanged
-    _check_request(call, request)
-    options = Call(
-        request.is_causal,
-        request.scale,
-        request.mask,
-        call.documents if request.documents is None else request.documents,
-        request.dropout_p,
-        binding.name,
-    )
-    core = Tiles() if request.core is None else request.core
-    mode, (q, k, v) = _mode(call, request), (request.query, request.key, request.value)
-    if exchanged is not None:
-        return attend(q, k, v, exchanged.cp, mode, options, core, exchanged=True)
-    (q, k, v), outputs = binding.local([q, k, v], 2, 1, call.mesh)
-    heads = (q.shape[1], k.shape[1]) if q.ndim == 4 and k.ndim == 4 else (1, 1)
-    out = attend(q, k, v, call.mesh.view(*binding.record_heads(*heads)), mode, options, core)
-    return outputs.wrap(out) if outputs is not None and isinstance(out, Tensor) else out
-
-
-def _mode(call: RunningCall, request: AttentionRequest) -> Mode:
-    """The settings of the style, with the window that the call requests."""
-    mode = call.binding.style.mode
-    if request.window is None:
-        return mode
-    if mode.window is not None:
-        raise ValueError(
-            f"{call.binding.name} asks for window={request.window}, its style for {mode.window}. Drop one of them"
-        )
-    return replace(mode, window=request.window)
-
-
-def _check_request(call: RunningCall, request: AttentionRequest) -> None:
-    name, q, exchanged = call.binding.name, request.query, call.exchanged
-    if call.grad_enabled and not torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{name} calls attention with gradients switched off inside the module. A reentrant "
-            "activation checkpoint there would recompute it as local attention. Checkpoint the whole module "
-            "(use_reentrant=False); for inference put torch.no_grad() around the module"
-        )
-    if request.documents is not None and call.documents is not None:
-        raise ValueError(f"{name} passes packed documents, and so does the caller. Drop one of them")
-    if exchanged is None or q.ndim != 4:
-        return
-    if tuple(q.shape[1:3]) != (exchanged.heads, exchanged.length) or _swapped(call, exchanged, request):
-        raise ValueError(
-            f"{name} calls attention with a query of shape {tuple(q.shape)}; after the exchange of "
-            f"sequence and heads it should be [batch, {exchanged.heads} heads, {exchanged.length} positions, "
-            "head size]. Check seq_dim and head_dim of ContextParallel: [B, S, H, D] inputs have 1 and 2, "
-            "[B, H, S, D] inputs 2 and 1"
-        )
-
-
-def _swapped(call: RunningCall, exchanged: Exchanged, request: AttentionRequest) -> bool:
-    """True if the style's sequence dimension is where attention has its heads. The strides show it, of tensors that
-    reach attention as the module got them, or as views."""
-    style = call.binding.style
-    for x in (request.query, request.key, request.value):
-        for y in exchanged.tensors:
-            same = x is y or (x._base is not None and x._base is (y if y._base is None else y._base))
-            strides = y.stride(style.seq_dim), y.stride(style.head_dim)
-            if same and x.ndim == 4 and (x.stride(1), x.stride(2)) == strides and strides[0] != strides[1]:
-                return True
-    return False
+def begin(call: RunningCall) -> None:
+    """Route the attention calls of a running call, until it leaves."""
+    mode = DispatchMode(call)
+    mode.__enter__()
+    call.stop = lambda: mode.__exit__(None, None, None)
 
 
 class _Thread(threading.local):

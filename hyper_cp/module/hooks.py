@@ -11,15 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..mesh.cp_mesh import CPMesh
-from ..ops.checks import agree, check_halves, check_heads
+from ..ops.checks import agree, check_shards
 from ..ops.config import Call
 from ..ops.exchange.ulysses import Ulysses
-from ..schedule.documents import check_documents, documents_table
-from ..schedule.tiles import FULL
+from ..schedule.documents import documents_table
 from . import dtensor
 from ._torch import checkpoint, flex_patch
-from .dispatch_mode import Exchanged, RunningCall, dispatching, running_call, running_calls
+from .dispatch_mode import begin, dispatching, running_call, running_calls
 from .mesh_binding import Binding, Style, describe
+from .running_call import Exchanged, RunningCall
 
 
 class AttentionHooks:
@@ -60,7 +60,7 @@ class AttentionHooks:
             parallel = call.exchanged is not None and call.exchanged.cp.size > 1
         if parallel or call.engine_only:
             call.required = call.exchanged is None or call.exchanged.cp.ring.size > 1 or call.engine_only
-            call.enter()
+            begin(call)
         return args, kwargs
 
     def _exchange(
@@ -76,7 +76,12 @@ class AttentionHooks:
             call.outputs = call.mesh.cp_dims.outputs(call.outputs, seq, f"{self.name}: q")
         cp = call.mesh.view(*self.binding.record_heads(qkv[0].shape[head], qkv[1].shape[head]))
         agree(cp, Call(documents=call.documents, name=self.name), style.mode, *qkv)
-        self._check_shards(given, qkv, cp, call)
+        try:
+            q, k = ((x.shape[head], x.shape[seq]) for x in qkv[:2])
+            check_shards(q, k, cp, style.mode, call.documents)
+        except ValueError as error:
+            counts = ", ".join(dtensor.heads_of(what, x, head) for what, x in zip("qk", given, strict=False))
+            raise ValueError(f"{self.name} (sequence in dimension {seq}): {counts}. {error}") from None
         qkv = self._ulysses(call, cp).to_heads(*qkv)
         length, heads = qkv[0].shape[seq], qkv[0].shape[head]
         ambiguous = length == heads and not torch.compiler.is_compiling()
@@ -169,22 +174,6 @@ class AttentionHooks:
                     f"{self.name}: k and v have {k.shape[dim]} and {v.shape[dim]} {noun} in dimension "
                     f"{argument}={dim}. They must be equal. If these are not {noun}, set {argument}"
                 )
-
-    def _check_shards(self, given: list[Tensor], qkv: list[Tensor], cp: CPMesh, call: RunningCall) -> None:
-        """Raise if the shares of this rank (of ``given``, maybe DTensors) do not split over ``cp``."""
-        seq, head, mode = self.style.seq_dim, self.style.head_dim, self.style.mode
-        q, k = qkv[:2]
-        try:
-            check_heads(q.shape[head], k.shape[head], cp)
-        except ValueError as error:
-            heads = ", ".join(dtensor.heads_of(what, x, head) for what, x in zip("qk", given, strict=False))
-            raise ValueError(f"{self.name}: {heads}. {error}") from None
-        check_documents(call.documents, q.shape[seq] * cp.size)
-        local = q.shape[seq], k.shape[seq]
-        try:
-            check_halves(mode, cp, FULL, (local[0] * cp.size, mode.key_length(local[1], cp.size)), *local)
-        except ValueError as error:
-            raise ValueError(f"{self.name} (dimension {seq}): {error}") from None
 
     # ---- after it
 

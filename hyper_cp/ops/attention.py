@@ -10,19 +10,17 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
 from ..schedule.documents import documents_table
-from . import head_groups, kernels
+from . import head_groups
 from .checks import check, check_degree, check_enable_gqa
 from .config import Call, CheckedCall, Mode
-from .engine import attention_op
+from .engine import Tiles
 from .exchange.ulysses import Ulysses
-from .kernels.dropout import draw_seed
 
 _ops = torch.ops.hyper_cp
 SAVE_LIST: list[Any] = [_ops.attention.default, _ops.all_to_all.default, _ops.ulysses_attention.default]
@@ -51,38 +49,13 @@ def attend(
     core.check(q, k, checked)
     if exchanged or cp.ulysses.size == 1:
         return core(q, k, v, checked)
+    head_groups.check_groups(q.shape[1], k.shape[1], cp, mode.head_groups)
     if isinstance(core, Tiles) and mode.head_groups > 1 and not call.dropout_p:
         # (With dropout at once: a pair is dropped by the number of its head among those of the rank.)
         return head_groups.attend(q, k, v, checked, core.with_lse)
     ulysses = Ulysses(cp, mode.layout, documents=call.documents)
     q, k, v = ulysses.to_heads(q, k, v)
     return ulysses.to_sequence(core(q, k, v, checked))
-
-
-class Tiles:
-    """The engine as a core of :func:`attend`; the result is the output, or ``(output, log-sum-exp)``."""
-
-    def __init__(self, with_lse: bool = False) -> None:
-        self.with_lse = with_lse
-
-    def check(self, q: Tensor, k: Tensor, call: CheckedCall) -> None:
-        if not call.exchanged:
-            head_groups.check_groups(q.shape[1], k.shape[1], call.cp, call.mode.head_groups)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Any:
-        if call.cp.size == 1 and call.documents is None and call.mode.window is None and not self.with_lse:
-            return self._alone(q, k, v, call)
-        seed = draw_seed() if call.dropout_p else None
-        settings = call.settings(kernels.choose(q, k, v, call.is_causal, call.dropout_p))
-        found = attention_op(q, k, v, call.documents, call.mask, seed, call.scale, call.dropout_p, settings)
-        return found if self.with_lse else found[0]
-
-    def _alone(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Tensor:
-        """On one rank exactly the user's own call."""
-        gqa = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(
-            q, k, v, call.mask, call.dropout_p, call.is_causal, scale=call.scale, enable_gqa=gqa
-        )
 
 
 def cp_attention(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> Tensor:

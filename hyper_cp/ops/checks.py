@@ -38,13 +38,12 @@ def check(
     if exchanged:
         check_grouped(q.shape[1], k.shape[1])
     else:
-        check_heads(q.shape[1], k.shape[1], cp)
-        documents.check_documents(call.documents, q.shape[2] * cp.size)
+        check_shards((q.shape[1], q.shape[2]), (k.shape[1], k.shape[2]), cp, mode, call.documents)
     ranks = cp.ring.size if exchanged else cp.size
     lengths = q.shape[2] * ranks, mode.key_length(k.shape[2], ranks)
     check_visible(call, mode, cp, lengths)
     band = masks.band_of(call.is_causal, mode.window)
-    check_halves(mode, cp, band, lengths, *(() if exchanged else (q.shape[2], k.shape[2])))
+    check_tails(mode, cp, band, lengths[0])
     scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
     mask = None if call.mask is None else _check_mask(call, q, cp, lengths, exchanged)
     return (
@@ -88,6 +87,39 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
     cp.agree("call", signature, call.name)
     table = documents.read(call.documents)
     cp.agree("documents", (("documents", None if table is None else table.digest),), call.name)
+
+
+# --------------------------------------------------------------------------- shares of the sequence
+
+
+def check_shards(
+    q: tuple[int, int], k: tuple[int, int], cp: CPMesh, mode: Mode, documents_table: Tensor | None
+) -> None:
+    """Raise ``ValueError`` unless the shares of this rank split over ``cp``.
+
+    Args:
+        q, k: heads and positions of this rank's queries and keys, before heads are exchanged.
+    """
+    check_heads(q[0], k[0], cp)
+    documents.check_documents(documents_table, q[1] * cp.size)
+    if layouts.chunks_per_rank(mode.layout) == 2 and cp.size > 1:
+        odd = [n for n in ((q[1],) if mode.kv_exchange == "replicated" else (q[1], k[1])) if n % 2]
+        if odd:
+            raise ValueError(_odd(odd[0], mode, cp))
+
+
+def check_tails(mode: Mode, cp: CPMesh, band: Band, length: int) -> None:
+    """Raise ``ValueError`` if tails of queries are exchanged, but a ring rank has an odd number of queries."""
+    queries = length // cp.ring.size
+    if queries % 2 and build.swaps(mode.load_balance, cp.ring.size, band, length):
+        raise ValueError(_odd(queries, mode, cp))
+
+
+def _odd(length: int, mode: Mode, cp: CPMesh) -> str:
+    return (
+        f"local sequence length {length} is odd, but layout={mode.layout!r} with load_balance="
+        f"{mode.load_balance} cuts it into two halves. Use global lengths that are a multiple of {2 * cp.size}"
+    )
 
 
 # --------------------------------------------------------------------------- tensors
@@ -170,23 +202,6 @@ def check_degree(mode: Mode, cp: CPMesh) -> None:
 
 
 # --------------------------------------------------------------------------- lengths
-
-
-def check_halves(mode: Mode, cp: CPMesh, band: Band, lengths: tuple[int, int], *local: int) -> None:
-    """Raise ``ValueError`` if something that is cut in two has an odd length: the share of a rank in layouts with two
-    chunks (``local`` lengths of queries and keys), the queries of a ring rank if their tails are exchanged."""
-    if cp.size == 1:
-        return
-    odd = []
-    if layouts.chunks_per_rank(mode.layout) == 2:
-        odd = [n for n in (local[:1] if mode.kv_exchange == "replicated" else local) if n % 2]
-    if build.swaps(mode.load_balance, cp.ring.size, band, lengths[0]) and lengths[0] // cp.ring.size % 2:
-        odd.append(lengths[0] // cp.ring.size)
-    if odd:
-        raise ValueError(
-            f"local sequence length {odd[0]} is odd, but layout={mode.layout!r} with load_balance="
-            f"{mode.load_balance} cuts it into two halves. Use global lengths that are a multiple of {2 * cp.size}"
-        )
 
 
 def check_visible(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..mesh import comm, cp_mesh
@@ -18,11 +19,37 @@ from ..schedule.documents import read
 from ..schedule.layout import Range
 from ..schedule.tiles import Band, Tile, intersect
 from . import exchange, kernels
-from .config import OpSettings, op_settings
+from .config import CheckedCall, OpSettings, op_settings
 from .exchange.tails import SwappedTails
-from .kernels.dropout import Dropout
+from .kernels.dropout import Dropout, draw_seed
 from .kernels.inputs import TileInputs
 from .kernels.partials import Partials, RowSum, accumulation_dtype, like_queries, part
+
+
+class Tiles:
+    """The engine as a core of :func:`hyper_cp.ops.attention.attend`. The result is the output, or ``(output,
+    log-sum-exp)``."""
+
+    def __init__(self, with_lse: bool = False) -> None:
+        self.with_lse = with_lse
+
+    def check(self, q: Tensor, k: Tensor, call: CheckedCall) -> None:
+        """There is nothing to check beside the call itself."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Any:
+        if call.cp.size == 1 and call.documents is None and call.mode.window is None and not self.with_lse:
+            return self._alone(q, k, v, call)
+        seed = draw_seed() if call.dropout_p else None
+        settings = call.settings(kernels.choose(q, k, v, call.is_causal, call.dropout_p))
+        found = attention_op(q, k, v, call.documents, call.mask, seed, call.scale, call.dropout_p, settings)
+        return found if self.with_lse else found[0]
+
+    def _alone(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Tensor:
+        """On one rank exactly the user's own call."""
+        gqa = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, call.mask, call.dropout_p, call.is_causal, scale=call.scale, enable_gqa=gqa
+        )
 
 
 class _Work:
@@ -81,37 +108,22 @@ class _Work:
         )
 
 
-def _positions(step: Step, device: torch.device) -> Tensor:
-    """Positions in its block of the keys that a step uses, as a tensor that is made once."""
-    if device not in step.on_device:
-        step.on_device[device] = torch.cat([torch.arange(*r) for r in step.take]).to(device)
-    found: Tensor = step.on_device[device]
-    return found
-
-
 class _UsedKeys:
     """The keys and values of a block that a step uses, side by side, and the sums of their gradients.
 
-    One range of a block is a view of it, and gradients are added to it in place. Several ranges are copied, and the
-    sums of their gradients are added to the block once per step: the number of ranges grows with ranks and documents,
-    and so would the number of operations if each range were a slice.
+    If they are one range of the block, they are a view of it, and gradients are added to it in place. If they are
+    several ranges, they are a copy, and the sums of their gradients are added to the block once per step.
     """
 
     def __init__(self, step: Step, *block: Tensor) -> None:
-        self.ranges = step.take
-        self.index = None if len(self.ranges) == 1 else _positions(step, block[0].device)
-        self.k, self.v = (self._used(x) for x in block)
-
-    def _used(self, x: Tensor) -> Tensor:
-        if self.index is None:
-            return part(x, self.ranges[0])
-        return x.movedim(2, 0).index_select(0, self.index).movedim(0, 2)  # rows as on the wire
+        self.rows = step.used
+        self.k, self.v = (self.rows.take(x.movedim(2, 0), 0).movedim(0, 2) for x in block)  # rows as on the wire
 
     def collect(self, *gradients: Tensor) -> None:
         """Begin to add to the gradients (of the block) of keys and values."""
-        self.totals = gradients
-        if self.index is None:
-            self.sums = [part(total, self.ranges[0]) for total in gradients]
+        self.totals = [x.movedim(2, 0) for x in gradients]
+        if self.rows.is_range:
+            self.sums = [self.rows.take(total, 0).movedim(0, 2) for total in self.totals]
         else:
             self.sums = [torch.zeros_like(x, dtype=t.dtype) for x, t in zip((self.k, self.v), gradients, strict=True)]
 
@@ -121,9 +133,10 @@ class _UsedKeys:
             part(total, rows, batch).add_(x)
 
     def finish(self) -> None:
-        if self.index is not None:
+        """Bring the sums to where the keys came from."""
+        if not self.rows.is_range:
             for total, found in zip(self.totals, self.sums, strict=True):
-                total.movedim(2, 0).index_add_(0, self.index, found.movedim(2, 0))
+                self.rows.add(total, found.movedim(2, 0), 0)
 
 
 def _dense(*tensors: Tensor) -> list[Tensor]:
@@ -151,12 +164,12 @@ def attention_op(
         seed: of dropout, ``[1]`` on the CPU.
         settings: everything else, see :class:`~hyper_cp.ops.config.OpSettings`.
     """
-    said = op_settings(settings)
+    options = op_settings(settings)
     q, k, v = _dense(q, k, v)
-    work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, said)
+    work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
     with comm.landing():
-        blocks = exchange.FORWARD[said.kv_exchange](ring, k, v, plan.hops)
+        blocks = exchange.FORWARD[options.kv_exchange](ring, k, v, plan.hops)
         queries = SwappedTails(ring, plan.swap, q)
         partials = Partials(q, v.shape[3])
         for step, block in zip(plan.forward, blocks, strict=True):
@@ -191,13 +204,13 @@ def attention_backward_op(
     settings: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of this rank's share. ``mark``: the fingerprint of the documents that ``out`` was made with."""
-    said = op_settings(settings)
-    _check_recompute(documents, said.mesh, mark)
+    options = op_settings(settings)
+    _check_recompute(documents, options.mesh, mark)
     dout, q, k, v = _dense(dout, q, k, v)
-    work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, said)
+    work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
     with comm.landing():
-        blocks = exchange.BACKWARD[said.kv_exchange](ring, k, v, plan.hops, accumulation_dtype(q.dtype))
+        blocks = exchange.BACKWARD[options.kv_exchange](ring, k, v, plan.hops, accumulation_dtype(q.dtype))
         queries = SwappedTails(ring, plan.swap, q, dout, out, lse)
         dq = RowSum(q)
         for step, (k_block, v_block, dk, dv) in zip(plan.backward, blocks, strict=True):

@@ -28,8 +28,7 @@ from ..mesh import comm, cp_mesh
 from ..mesh.cp_mesh import CPMesh
 from ..schedule import layout as layouts
 from ..schedule.documents import read
-from ..schedule.layout import Piece
-from ..schedule.lookup import resolve
+from ..schedule.lookup import ascending, resolve
 from . import kernels
 from .config import CheckedCall, OpSettings, op_settings
 from .engine import attention_backward_op, attention_op, fingerprint
@@ -85,19 +84,20 @@ class Groups:
         """``[B, n, h, S, D]``, a view: the heads of ``x`` that are in one of ``number`` groups, by rank."""
         return x.unflatten(1, (self.cp.ulysses.size, number, -1))[:, :, index]
 
-    def pieces(self, length: int) -> tuple[Piece, ...]:
+    def order(self, length: int) -> ulysses.Order:
+        """The order of a ring rank's ``length`` tokens in messages and in sequence."""
         cp = self.cp
-        return resolve(self.layout, cp.size, length * cp.ring.size, read(self.documents)).pieces(cp.ulysses_peers())
+        return ascending(resolve(self.layout, cp.size, length * cp.ring.size, read(self.documents)), cp.ulysses_peers())
 
     def to_group(self, x: Tensor, number: int, index: int) -> comm.Pending:
         """Post one group of a rank's ``x``."""
-        pieces = self.pieces(x.shape[2] * self.cp.ulysses.size)
-        return ulysses.send_heads(self.cp.ulysses, self.heads_of(x, number, index), 2, 1, pieces)
+        order = self.order(x.shape[2] * self.cp.ulysses.size)
+        return ulysses.send_heads(self.cp.ulysses, self.heads_of(x, number, index), 2, 1, order)
 
     def to_rank(self, x: Tensor, into: Tensor, number: int, index: int) -> comm.Pending:
         """Post a group's ``x`` back; it is put into a rank's tensor when it is waited for."""
         place = self.heads_of(into, number, index)
-        return ulysses.collect_heads(self.cp.ulysses, x, 2, 1, self.pieces(x.shape[2])).then(place.copy_)
+        return ulysses.collect_heads(self.cp.ulysses, x, 2, 1, self.order(x.shape[2])).then(place.copy_)
 
     def mask(self, mask: Tensor | None, heads: int, index: int) -> Tensor | None:
         """The part of a mask ``[B|1, H|1, ...]`` for the ``heads`` of a group."""
@@ -115,8 +115,8 @@ def ulysses_attention_op(
     """``[out]`` of this rank's ``[B, H, S, D]``, then per group what backward needs: all log-sum-exps, all outputs,
     all q, all k, all v. Arguments: see :func:`engine.attention_op`; ``mask``: of this rank's heads after the
     exchange."""
-    said = op_settings(settings)
-    plan = Groups(said, documents, k.shape[1] // cp_mesh.by_key(said.mesh).ulysses.size)
+    options = op_settings(settings)
+    plan = Groups(options, documents, k.shape[1] // cp_mesh.by_key(options.mesh).ulysses.size)
     groups = plan.number
 
     def post(group: int) -> list[comm.Pending]:
@@ -151,8 +151,8 @@ def ulysses_attention_op(
 def _(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, mask: Tensor | None, scale: float, settings: str
 ) -> list[Tensor]:
-    said = op_settings(settings)
-    groups, degree = said.head_groups, cp_mesh.by_key(said.mesh).ulysses.size
+    options = op_settings(settings)
+    groups, degree = options.head_groups, cp_mesh.by_key(options.mesh).ulysses.size
     kv_groups = min(groups, k.shape[1] // degree)
 
     def group_of(x: Tensor, number: int) -> Tensor:
@@ -182,10 +182,10 @@ def ulysses_attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of this rank. ``saved``: the results of :func:`ulysses_attention_op` after ``out``. ``mark``:
     the fingerprint of its documents."""
-    said = op_settings(settings)
-    groups = said.head_groups
+    options = op_settings(settings)
+    groups = options.head_groups
     lses, outs, queries, keys, values = _sorted(saved, groups)
-    plan = Groups(said, documents, keys[0].shape[1] * len(keys))
+    plan = Groups(options, documents, keys[0].shape[1] * len(keys))
     cp = plan.cp
     dq, dk, dv = (_rank_of(xs, cp.ulysses.size) for xs in (queries, keys, values))
     total: list[Tensor] = []  # dk and dv of keys and values that several groups share
@@ -222,8 +222,8 @@ def _(
     scale: float,
     settings: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    said = op_settings(settings)
-    groups, degree = said.head_groups, cp_mesh.by_key(said.mesh).ulysses.size
+    options = op_settings(settings)
+    groups, degree = options.head_groups, cp_mesh.by_key(options.mesh).ulysses.size
     dq, dk, dv = (_rank_of(xs, degree) for xs in _sorted(saved, groups)[2:])
     return dq, dk, dv
 

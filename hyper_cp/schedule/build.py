@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
 
 from .layout import Documents, Range, merge_ranges
+from .rows import Rows
 from .tiles import (
     CAUSAL,
     Band,
@@ -76,8 +77,11 @@ class Step:
     take: tuple[Range, ...]
     keys: tuple[Range, ...]
     tiles: tuple[Tile, ...]
-    on_device: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Whatever the engine makes of this step once per device."""
+
+    @cached_property
+    def used(self) -> Rows:
+        """``take`` as rows of the block."""
+        return Rows(self.take)
 
     @property
     def area(self) -> int:

@@ -13,6 +13,7 @@ from .auto_layout import better
 from .build import Schedule, build
 from .documents import PackedDocuments
 from .layout import BY_DOCUMENTS, ResolvedLayout
+from .rows import Rows
 from .tiles import Band
 
 
@@ -48,6 +49,15 @@ def _by_documents(layout: str, world: int, length: int, documents: PackedDocumen
     if row is None or (layout == "auto" and better(length, world, documents) == "head_tail"):
         return _by_length("head_tail", world, length)
     return ResolvedLayout.of("per_document", world, length, row)
+
+
+@lru_cache(maxsize=256)
+def ascending(layout: ResolvedLayout, ranks: range) -> tuple[Rows, Rows]:
+    """The order of the tokens of several ranks, whose shares lie one after the other: rows that put them into ascending
+    global order, and rows that bring them back."""
+    share = layout.length // layout.world
+    rows = Rows((index * share + start, index * share + stop) for index, start, stop in layout.pieces(ranks))
+    return rows, rows.inverse()
 
 
 class _Call(NamedTuple):

@@ -211,7 +211,9 @@ def with_offsets(ranges: tuple[Range, ...], offset: int = 0) -> list[Placed]:
     return out
 
 
-_MIN_COVER = 0.5  # the least share of the rows, and of the columns, of a tile with parts that its parts cover
+# The least share of the rows, and of the columns, of a tile with parts that the parts cover. Tails of documents are
+# half of a rank's rows, a little less where documents do not split evenly.
+_MIN_COVER = 0.4
 
 
 class _Pack:

@@ -7,7 +7,6 @@ needs all keys at once. The engine itself never gathers what it does not need.
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from ...mesh import comm, cp_mesh
 from ...mesh.cp_mesh import CPMesh
-from ...schedule.layout import Piece, ResolvedLayout
-from ...schedule.lookup import resolve
+from ...schedule.layout import ResolvedLayout
+from ...schedule.lookup import ascending, resolve
+from ...schedule.rows import Rows
 from ..kernels.partials import accumulation_dtype
 from .wire import from_wire, to_wire
 
@@ -26,9 +26,9 @@ def _on_ring(cp: CPMesh, layout: str, length: int) -> ResolvedLayout:
     return resolve(layout, cp.size, length).by_ring(cp.ulysses.size)
 
 
-def _pieces(cp: CPMesh, layout: str, length: int) -> tuple[Piece, ...]:
-    """``(ring rank, local start, local stop)`` of all ring ranks, in ascending global order."""
-    return _on_ring(cp, layout, length).pieces(range(cp.ring.size))
+def _order(cp: CPMesh, layout: str, length: int) -> tuple[Rows, Rows]:
+    """Rows that put the keys of all ring ranks, as they are gathered, into ascending order; and their inverse."""
+    return ascending(_on_ring(cp, layout, length), range(cp.ring.size))
 
 
 @torch.library.custom_op("hyper_cp::gather_keys", mutates_args=())
@@ -39,20 +39,13 @@ def gather_keys(xs: list[Tensor], mesh: str, layout: str) -> list[Tensor]:
         pending = [cp.ring.all_gather(to_wire(x)) for x in xs]  # all in flight before the first is waited for
         found = []
         for x, p in zip(xs, pending, strict=True):
-            found.append(from_wire(_ascending(p.wait(), _pieces(cp, layout, _whole(x, cp)))))
+            to_ascending, _ = _order(cp, layout, _whole(x, cp))
+            found.append(from_wire(to_ascending.take(p.wait(), 0)))
         return found
 
 
 def _whole(x: Tensor, cp: CPMesh) -> int:
     return x.shape[2] * cp.ring.size
-
-
-def _ascending(gathered: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
-    """Wire format in rank order -> wire format in global order."""
-    share = sum(stop - start for rank, start, stop in pieces if rank == 0)
-    parts = [gathered[rank * share + start : rank * share + stop] for rank, start, stop in pieces]
-    in_order = all(a[:2] <= b[:2] for a, b in pairwise(pieces))
-    return gathered if in_order else torch.cat(parts)
 
 
 @gather_keys.register_fake
@@ -69,13 +62,11 @@ def scatter_keys(grads: list[Tensor], mesh: str, layout: str) -> list[Tensor]:
     pending, own = [], []
     with comm.landing():
         for grad in grads:
-            b, h, length, d = grad.shape
+            length = grad.shape[2]
             share = length // cp.ring.size
-            by_rank = grad.new_empty(length, b, h, d, dtype=accumulation_dtype(grad.dtype))
-            wire, offset = grad.movedim(2, 0), 0
-            for rank, start, stop in _pieces(cp, layout, length):
-                by_rank[rank * share + start : rank * share + stop].copy_(wire[offset : offset + stop - start])
-                offset += stop - start
+            _, to_ranks = _order(cp, layout, length)
+            wide = grad.movedim(2, 0).to(accumulation_dtype(grad.dtype))
+            by_rank = to_ranks.take(wide, 0).clone(memory_format=torch.contiguous_format)
             mine = by_rank[cp.ring.rank * share : (cp.ring.rank + 1) * share]
             own.append(mine.clone())
             mine.zero_()

@@ -6,7 +6,7 @@ Source: DeepSpeed Ulysses (arXiv 2309.14509).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ from ...mesh.comm import Axis, Pending
 from ...mesh.cp_mesh import CPMesh
 from ...schedule import layout as layouts
 from ...schedule.documents import read
-from ...schedule.layout import Piece
-from ...schedule.lookup import resolve
+from ...schedule.lookup import ascending, resolve
+from ...schedule.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ def all_to_all_op(
     with comm.landing():
         for x in xs:
             length = x.shape[seq_dim] * cp.ring.size * (cp.ulysses.size if to_heads else 1)
-            pieces = resolve(layout, cp.size, length, read(documents)).pieces(cp.ulysses_peers())
-            pending.append(move(cp.ulysses, x, seq_dim, head_dim, pieces))
+            order = ascending(resolve(layout, cp.size, length, read(documents)), cp.ulysses_peers())
+            pending.append(move(cp.ulysses, x, seq_dim, head_dim, order))
         return [p.wait() for p in pending]
 
 
@@ -132,41 +132,35 @@ all_to_all_op.register_autograd(_differentiate, setup_context=_save)
 
 # --------------------------------------------------------------------------- the transfers
 
-
-def sequence_to_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, pieces: Sequence[Piece]) -> Pending:
-    """Trade a sequence shard for a head shard: ``[.. S .. H ..] -> [.. S*n .. H/n ..]``.
-
-    ``pieces`` (rank, local start, local stop) say in which order the ranks' tokens come; putting
-    them in that order is part of the copy that unpacks the message.
-    """
-    return send_heads(axis, x.unflatten(head_dim, (axis.size, -1)), seq_dim, head_dim, pieces)
+Order = tuple[Rows, Rows]
+"""Rows that put the tokens of the Ulysses ranks, as they lie rank by rank, into ascending order; and their inverse.
+Reordering is part of the copy that packs or unpacks a message."""
 
 
-def send_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, pieces: Sequence[Piece]) -> Pending:
-    """:func:`sequence_to_heads` of some heads of each rank's, any strides: ``head_dim`` (and what follows it) is
-    preceded by one more dimension, the rank they go to."""
+def sequence_to_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, order: Order) -> Pending:
+    """Trade a sequence shard for a head shard: ``[.. S .. H ..] -> [.. S*n .. H/n ..]``."""
+    return send_heads(axis, x.unflatten(head_dim, (axis.size, -1)), seq_dim, head_dim, order)
+
+
+def send_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, order: Order) -> Pending:
+    """:func:`sequence_to_heads` for ``[.. S .. n, H ..]``: ``head_dim`` is the rank that heads go to, the heads follow.
+    They may be a part of each rank's heads, with any strides."""
     send = x.movedim(head_dim, 0).movedim(seq_dim + 1, 1).contiguous()  # [n, S, ...]
-
-    def unpack(received: Tensor) -> Tensor:
-        parts = [received[rank, start:stop] for rank, start, stop in pieces]
-        return torch.cat([part.movedim(0, seq_dim) for part in parts], dim=seq_dim).contiguous()
-
-    return axis.all_to_all(send).then(unpack)
+    to_ascending, _ = order
+    return axis.all_to_all(send).then(
+        lambda received: to_ascending.take(received.flatten(0, 1).movedim(0, seq_dim), seq_dim).contiguous()
+    )
 
 
-def heads_to_sequence(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, pieces: Sequence[Piece]) -> Pending:
+def heads_to_sequence(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, order: Order) -> Pending:
     """The inverse: ``[.. S*n .. H ..] -> [.. S .. H*n ..]``."""
-    return collect_heads(axis, x, seq_dim, head_dim, pieces).then(
+    return collect_heads(axis, x, seq_dim, head_dim, order).then(
         lambda by_rank: by_rank.flatten(head_dim, head_dim + 1).contiguous()
     )
 
 
-def collect_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, pieces: Sequence[Piece]) -> Pending:
+def collect_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, order: Order) -> Pending:
     """The inverse of :func:`send_heads`, a view of the message: ``[.. S*n .. H ..] -> [.. S .. n, H ..]``."""
-    ordered = x.movedim(seq_dim, 0)
-    send = x.new_empty(axis.size, ordered.shape[0] // axis.size, *ordered.shape[1:])
-    offset = 0
-    for rank, start, stop in pieces:
-        send[rank, start:stop].copy_(ordered[offset : offset + stop - start])
-        offset += stop - start
+    _, to_ranks = order
+    send = to_ranks.take(x.movedim(seq_dim, 0), 0).contiguous().unflatten(0, (axis.size, -1))
     return axis.all_to_all(send).then(lambda received: received.movedim(1, seq_dim + 1).movedim(0, head_dim))

@@ -17,11 +17,10 @@ from torch.nn.attention import SDPBackend
 
 from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import TileInputs, cpu, cuda, npu, reference
-from tests.harness.attention_case import inputs
-from tests.harness.oracle import plain_attention, relative_error
+from tests.harness.oracle import relative_error
+from tests.harness.tile_case import Tile, plain_math
 
 BANDS = [(None, None), (None, 0), (-5, 0), (-3, 4), (2, 9), (None, 3), (-700, 0)]
-Tile = tuple[int, int, tuple[int | None, int | None], str]
 TILES: list[Tile] = [
     (rows, cols, band, mask)
     for (rows, cols), band, mask in itertools.product([(12, 12), (7, 16), (600, 530)], BANDS, ["", "bool", "float"])
@@ -29,44 +28,17 @@ TILES: list[Tile] = [
 ]
 
 
-def problem(tile: Tile, dtype: torch.dtype, v_dim: int) -> tuple[list[Tensor], Tensor, Tensor, Any]:
-    """Make q, k, v, dout, the visible pairs, the bias and the mask as it is passed."""
-    rows, cols, (lower, upper), kind = tile
-    g = torch.Generator().manual_seed(rows)
-    tensors = inputs(2, 4, 2, rows, 8, v_dim, dtype, cols)
-    distance = torch.arange(cols)[None] - torch.arange(rows)[:, None]
-    visible = torch.ones(1, 1, rows, cols, dtype=torch.bool)
-    if lower is not None:
-        visible = visible & (distance >= lower)
-    if upper is not None:
-        visible = visible & (distance <= upper)
-    bias = torch.zeros(1, 1, rows, cols, dtype=torch.float64)
-    passed = None
-    if kind == "bool":
-        passed = torch.rand(2, 1, rows, cols, generator=g) < 0.7
-        passed[:, :, rows // 2] = False  # a row that sees nothing
-        visible = visible & passed
-    if kind == "float":
-        bias = torch.randn(1, 4, rows, cols, generator=g, dtype=torch.float64)
-        passed = bias.to(dtype)
-    return tensors, visible, bias, passed
-
-
 def errors(kernel: Any, tile: Tile, dtype: torch.dtype, v_dim: int = 8) -> dict[str, float]:
     """Errors of output, log-sum-exp and gradients, given the oracle's merged output and log-sum-exp."""
-    (q, k, v, dout), visible, bias, mask = problem(tile, dtype, v_dim)
-    wide = [x.double().requires_grad_() for x in (q, k, v)]
-    want = plain_attention(*wide, visible=visible, bias=bias, scale=0.3)
-    want_grads = torch.autograd.grad(want, wide, dout.double())
-    logits = wide[0] @ wide[1].repeat_interleave(2, 1).mT * 0.3 + bias
-    want_lse = logits.masked_fill(~visible, -torch.inf).logsumexp(-1).detach()
-    given = TileInputs(q, k, v, tile[2], 0.3, mask)
+    want = plain_math(tile, dtype, v_dim, 0.3)
+    q, k, v, dout = want.tensors
+    given = TileInputs(q, k, v, tile[2], 0.3, want.mask)
     out, lse = kernel.forward(given)
-    assert bool(((lse == -torch.inf) == (want_lse == -torch.inf)).all()), "rows that see nothing"
-    grads = kernel.backward(given, dout, want.detach().to(dtype), lse)
-    alive = want_lse > -torch.inf
-    found = {"out": relative_error(out, want.detach()), "lse": relative_error(lse[alive], want_lse[alive])}
-    for name, grad, expected in zip(("dq", "dk", "dv"), grads, want_grads, strict=True):
+    alive = want.lse > -torch.inf
+    assert bool(((lse > -torch.inf) == alive).all()), "rows that see nothing"
+    grads = kernel.backward(given, dout, want.out.to(dtype), lse)
+    found = {"out": relative_error(out, want.out), "lse": relative_error(lse[alive], want.lse[alive])}
+    for name, grad, expected in zip(("dq", "dk", "dv"), grads, want.grads, strict=True):
         found[name] = relative_error(grad, expected)
     return found
 
