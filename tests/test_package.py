@@ -67,6 +67,8 @@ PRIVATE_ELSEWHERE = {
     ("integrations/transformers.py", "_supports_attention_backend"): "what transformers itself reads of a model class",
 }
 """``(module, name)``: the reason why a private name may stand there."""
+TENSOR = {"_version", "_base"}
+"""Attributes of tensors that PyTorch's documentation describes (in-place checks of autograd, views)."""
 
 
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
@@ -110,7 +112,7 @@ def test_private_names_stay_at_home() -> None:
         tree = ast.parse(path.read_text())
         own = defined_names(tree)
         for line, name, text in private_names(tree):
-            of_torch = name in ("_torch", "_fields") or module.startswith(HOME)  # our room; a named tuple's fields
+            of_torch = name in {"_torch", "_fields"} | TENSOR or module.startswith(HOME)  # our room; a named tuple's fields
             operator = module.startswith("ops/kernels/") and re.search(r"aten\._|torch\._fused_sdp_choice", text)
             if (module, name) in PRIVATE_ELSEWHERE:
                 used.add((module, name))
