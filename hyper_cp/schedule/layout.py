@@ -90,8 +90,8 @@ def check_name(argument: str, name: str) -> None:
     """Raise ``ValueError`` unless ``name`` may be registered: ops receive names inside a text."""
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(
-            f"{argument}={name!r} cannot be registered. Ops receive the name inside a text, so it must be an identifier: "
-            "use letters, digits and underscores"
+            f"{argument}={name!r} cannot be registered. Ops receive the name inside a text, so it must be an "
+            "identifier. Use letters, digits and underscores"
         )
 
 
