@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from .handler import ContextParallelHandler
 from .module import attention_calls
 from .module._torch import checkpoint, flex_patch
-from .module.dispatch_mode import DispatchMode, dispatching, running_call
+from .module.dispatch_mode import DispatchMode, current_call, dispatching
 from .module.mesh_binding import Binding
 from .module.running_call import RunningCall
 from .style import ContextParallel
@@ -242,7 +242,7 @@ class _Routing(DispatchMode):
             )
         call, mesh = self.call, self.call.binding.active
         call.mesh, call.documents = mesh, mesh.documents
-        call.required = mesh.parallel or call.engine_only
+        call.must_route = mesh.parallel or call.engine_only
         return super().__torch_function__(func, types, args, kwargs)
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -275,7 +275,7 @@ class _Routing(DispatchMode):
 
     def _responsible(self) -> bool:
         """True if attention that is called now belongs to this block, not to an inner block or a styled module."""
-        running = running_call()
+        running = current_call()
         return _active.blocks[-1] is self and not (running is not None and running.alive())
 
     def __enter__(self) -> Any:

@@ -177,7 +177,7 @@ def off() -> int:
     text = sample(0)[:, :-1]
     with (
         mock.patch.object(
-            sys.modules["hyper_cp.ops.attention"], "attention_op", side_effect=AssertionError("the engine ran")
+            sys.modules["hyper_cp.ops.engine"], "attention_op", side_effect=AssertionError("the engine ran")
         ),
         comm.record_traffic() as traffic,
         context_parallel_mesh(model, family.cp(1)),

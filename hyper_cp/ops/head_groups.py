@@ -34,7 +34,7 @@ from . import kernels
 from .config import CheckedCall, OpSettings, op_settings
 from .engine import attention_backward_op, attention_op, fingerprint
 from .exchange import ulysses
-from .exchange.ulysses import Ulysses, shared_heads, shared_number
+from .exchange.ulysses import Ulysses, heads_after_sharing, shared_heads
 from .kernels.partials import accumulation_dtype, like_queries
 
 
@@ -42,7 +42,7 @@ def check_groups(q_heads: int, kv_heads: int, cp: CPMesh, groups: int) -> None:
     """Raise ``ValueError`` unless each rank's heads split into ``groups``. Several groups may use one key/value head,
     which is exchanged once, but not round a ring, where it would travel again."""
     degree = cp.ulysses.size
-    queries, keys = q_heads // degree, shared_number(kv_heads, degree) // degree
+    queries, keys = q_heads // degree, heads_after_sharing(kv_heads, degree) // degree
 
     def fits(n: int) -> bool:
         return queries % n == 0 and (keys % n == 0 or (n % keys == 0 and cp.ring.size == 1))
@@ -128,7 +128,7 @@ def ulysses_attention_op(
 
     out = like_queries(q, v.shape[3], q.dtype)
     lses, outs, queries, keys, values = [], [], [], [], []
-    with comm.landing():
+    with comm.wait_on_error():
         arriving = post(0)
         leaving: list[comm.Pending] = []
         for group in range(groups):
@@ -190,7 +190,7 @@ def ulysses_attention_backward_op(
     cp = plan.cp
     dq, dk, dv = (_rank_of(xs, cp.ulysses.size) for xs in (queries, keys, values))
     total: list[Tensor] = []  # dk and dv of keys and values that several groups share
-    with comm.landing():
+    with comm.wait_on_error():
         arriving = plan.to_group(dout, groups, 0)
         leaving: list[comm.Pending] = []
         for group in range(groups):

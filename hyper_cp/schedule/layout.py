@@ -68,6 +68,7 @@ def register(name: str, chunks: Callable[[int, int], Sequence[int]], chunks_per_
             them in ascending order.
         chunks_per_rank: how many these are; the sequence has ``chunks_per_rank * world`` chunks of equal length.
     """
+    check_name("layout", name)
     layout = _Layout(chunks_per_rank, chunks)
     if _LAYOUTS.get(name, layout) != layout:
         raise ValueError(
@@ -83,6 +84,15 @@ def register(name: str, chunks: Callable[[int, int], Sequence[int]], chunks_per_
                 f"the chunks 0 to {number - 1}, and every chunk must have one rank: change chunks or chunks_per_rank"
             )
     _LAYOUTS[name] = layout
+
+
+def check_name(argument: str, name: str) -> None:
+    """Raise ``ValueError`` unless ``name`` may be registered: ops receive names inside a text."""
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(
+            f"{argument}={name!r} cannot be registered. Ops receive the name inside a text, so it must be an "
+            "identifier. Use letters, digits and underscores"
+        )
 
 
 def check_layout(layout: str) -> str:
