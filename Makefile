@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-# Processes that run tests, each with ranks of its own. A rank computes on one thread: as many as there are cores, or two.
+# Processes that run tests, each with ranks of its own, which compute on one thread each.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
