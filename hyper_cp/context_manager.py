@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from .handler import ContextParallelHandler
 from .module import attention_calls
 from .module._torch import checkpoint, flex_patch
-from .module.dispatch_mode import DispatchMode, dispatching, running_call
+from .module.dispatch_mode import DispatchMode, current_call, dispatching
 from .module.mesh_binding import Binding
 from .module.running_call import RunningCall
 from .style import ContextParallel
@@ -116,7 +116,7 @@ class context_parallel:
             if outer.shares and theirs != self.handler.layout and outer.call.binding.active.mesh == self.handler.mesh:
                 raise ValueError(
                     f"layout={self.handler.layout!r} inside a context_parallel block that has sharded its buffers as "
-                    f"{theirs!r} on the same mesh: attention would take their positions for others. Use one layout"
+                    f"{theirs!r} on the same mesh. Attention would assign wrong positions to tokens. Use one layout"
                 )
         sharded = [
             _Sharded(x, dim, self.handler, id(x) in self._keep)
@@ -242,12 +242,13 @@ class _Routing(DispatchMode):
             )
         call, mesh = self.call, self.call.binding.active
         call.mesh, call.documents = mesh, mesh.documents
-        call.required = mesh.parallel or call.engine_only
+        call.must_route = mesh.parallel or call.engine_only
         return super().__torch_function__(func, types, args, kwargs)
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Backward in the block. A mode is off while it handles a function, and backward is one: attention that an
-        activation checkpoint computes again would be local. Backward from edges of the graph is not handled."""
+        """Run backward in the block with this mode entered again. A mode is inactive while it handles a function, and
+        backward is such a function: attention that an activation checkpoint recomputes in it would be local. The mode
+        does not handle backward from edges of the graph, so tensors are replaced by their edges."""
         given = inspect.signature(func).bind(*args, **kwargs).arguments
         given = {_RENAMED.get(name, name) if func is Tensor.backward else name: x for name, x in given.items()}
         ends = [name for name in ("tensors", "outputs", "inputs") if given.get(name) is not None]
@@ -274,7 +275,7 @@ class _Routing(DispatchMode):
 
     def _responsible(self) -> bool:
         """True if attention that is called now belongs to this block, not to an inner block or a styled module."""
-        running = running_call()
+        running = current_call()
         return _active.blocks[-1] is self and not (running is not None and running.alive())
 
     def __enter__(self) -> Any:

@@ -35,8 +35,8 @@ class ContextParallelHandler(Shares):
     ranks, S/n the local length. Methods that depend on packed documents use those of the enclosing
     :meth:`documents` block, or their argument ``documents`` (cumulative lengths over global positions).
 
-    Source: the interface of Megatron-LM's context-parallel handler (its pull request 2749), over this engine; by
-    keyword its ``dispatch(seq_dim=, tensor=)`` and ``combine`` are calls of these.
+    Source: the interface of Megatron-LM's context-parallel handler (its pull request 2749), over this engine. Calls
+    with Megatron's keywords, such as ``dispatch(seq_dim=, tensor=)``, work unchanged.
     """
 
     def __init__(self, mesh: DeviceMesh, style: ContextParallel | str) -> None:

@@ -177,7 +177,7 @@ def off() -> int:
     text = sample(0)[:, :-1]
     with (
         mock.patch.object(
-            sys.modules["hyper_cp.ops.attention"], "attention_op", side_effect=AssertionError("the engine ran")
+            sys.modules["hyper_cp.ops.engine"], "attention_op", side_effect=AssertionError("the engine ran")
         ),
         comm.record_traffic() as traffic,
         context_parallel_mesh(model, family.cp(1)),
@@ -377,8 +377,8 @@ def refused(what: str) -> None:
         ("absent", ValueError, "is not part of mesh"),
         ("no mesh", TypeError, "mesh must be a torch.distributed.DeviceMesh"),
         ("degree", ValueError, "ulysses_degree=3 does not divide"),
-        ("documents", RuntimeError, "documents are in force on the one it has left"),
-        ("documents between", RuntimeError, "documents are in force on the one it has left"),
+        ("documents", RuntimeError, "a documents block is active on the one it has left"),
+        ("documents between", RuntimeError, "a documents block is active on the one it has left"),
         ("handler", RuntimeError, "this handler's style runs on another cp mesh"),
     ],
 )

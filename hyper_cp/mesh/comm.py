@@ -106,9 +106,9 @@ _in_flight = _InFlight()
 
 
 @contextmanager
-def landing() -> Iterator[None]:
-    """Wait for the transfers that the block has posted if it raises: their buffers must outlive them, and a process
-    group with transfers that nobody waits for is of no use afterwards."""
+def wait_on_error() -> Iterator[None]:
+    """If the block raises, wait for the transfers that it has posted. Their buffers must outlive them, and a process
+    group with transfers that nobody waits for cannot be used again."""
     before = dict(_in_flight.pending)
     try:
         yield

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..ops.attention import Core
+from ..ops.attention import AttentionBackend
 from ..ops.checks import check_enable_gqa
 from ..ops.flex import Flex
 from ..schedule.documents import documents_table
@@ -36,7 +36,7 @@ class AttentionRequest:
     documents: Tensor | None = None
     dropout_p: float = 0.0
     answer: Callable[[Any], Any] = lambda out: out
-    core: Core | None = None
+    core: AttentionBackend | None = None
     """None: the engine."""
 
 

@@ -32,13 +32,13 @@ class DispatchMode(TorchFunctionMode):
     ) -> Any:
         kwargs, call = kwargs or {}, self.call
         read = attention_calls.ROUTED.get(attention_calls.key_of(func))
-        if read is not None and not call.required and func not in attention_calls.WHOLE_TOO:
+        if read is not None and not call.must_route and func not in attention_calls.WHOLE_TOO:
             read = None  # whole sequences: the user's own kernel is right
         if read is not None and call.alive():  # else a KeyboardInterrupt ended the call without its hooks
             call.routed += 1
             request = read(call.binding.name, *args, **kwargs)
             return request.answer(answer(call, request))
-        if call.required and func in attention_calls.UNROUTED:
+        if call.must_route and func in attention_calls.UNROUTED:
             raise NotImplementedError(
                 f"{call.binding.name} calls {attention_calls.UNROUTED[func]}, which cannot be routed to "
                 "context-parallel attention yet. Call F.scaled_dot_product_attention or flex_attention, or use "
@@ -71,11 +71,11 @@ def dispatching() -> bool:
     return bool(_thread.modes)
 
 
-def running_calls() -> list[RunningCall]:
+def call_stack() -> list[RunningCall]:
     """The stack of running calls of this thread."""
     return _thread.calls
 
 
-def running_call() -> RunningCall | None:
+def current_call() -> RunningCall | None:
     """The innermost running call of this thread."""
     return _thread.calls[-1] if _thread.calls else None

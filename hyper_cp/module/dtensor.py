@@ -1,8 +1,8 @@
 """q, k, v that are DTensors: the local tensors a rank attends with, and outputs placed as q was.
 
 On the cp dimension of its mesh a DTensor must be ``Shard(seq_dim)``. On every other dimension (tensor, data
-parallel) it may shard heads or batch, which attention treats one by one, or nothing. Whatever else a placement
-can say would need a communication that nobody asked for: it is refused.
+parallel) it may shard heads or batch, which attention treats one by one, or nothing. Any other placement would need a
+communication that the user did not request, and is refused.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from ..ops.exchange.ulysses import Ulysses
 from ..schedule.documents import documents_table
 from . import dtensor
 from ._torch import checkpoint, flex_patch
-from .dispatch_mode import begin, dispatching, running_call, running_calls
+from .dispatch_mode import begin, call_stack, current_call, dispatching
 from .mesh_binding import Binding, Style, describe
 from .running_call import Exchanged, RunningCall
 
@@ -50,7 +50,7 @@ class AttentionHooks:
         kwargs, documents = self._documents(kwargs)
         documents, mesh = checkpoint.batch_state(self.binding, (documents, self.binding.active))
         call = RunningCall(self.binding, module, mesh, documents)
-        running_calls().append(call)
+        call_stack().append(call)
         if self.style.qkv_indices is None:
             if not self.style.use_local_output:
                 call.outputs = mesh.cp_dims.outputs(None, self.style.seq_dim, self.name)
@@ -59,7 +59,7 @@ class AttentionHooks:
             args, kwargs = self._exchange(call, args, kwargs)
             parallel = call.exchanged is not None and call.exchanged.cp.size > 1
         if parallel or call.engine_only:
-            call.required = call.exchanged is None or call.exchanged.cp.ring.size > 1 or call.engine_only
+            call.must_route = call.exchanged is None or call.exchanged.cp.ring.size > 1 or call.engine_only
             begin(call)
         return args, kwargs
 
@@ -107,14 +107,14 @@ class AttentionHooks:
         return kwargs, found
 
     def _refuse_nesting(self) -> None:
-        while (outer := running_call()) is not None:
+        while (outer := current_call()) is not None:
             if outer.alive():
                 raise RuntimeError(
                     f"{self.name} was called inside {outer.binding.name}, and ContextParallel is applied to both: "
                     "the sequence would be exchanged twice. Apply it to one of them"
                 )
             # A KeyboardInterrupt ended that call: torch runs no hooks then.
-            running_calls().pop().leave()
+            call_stack().pop().leave()
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
         """Positions or keywords of q, k, v (q and k, if v is in the same tensor) in this call. (By hand, because
@@ -126,7 +126,11 @@ class AttentionHooks:
             elif index < len(args):
                 where.append(index)
             else:
-                keyword = f"nor as keyword {name!r}" if name else "nor under a name (the module's forward has no such)"
+                keyword = (
+                    f"nor as keyword {name!r}"
+                    if name
+                    else "nor under a name (the module's forward has no parameter there)"
+                )
                 raise ValueError(
                     f"{self.name} was called with {len(args)} positional arguments and keywords "
                     f"{sorted(kwargs)}: {what} was found neither at position {index} {keyword}. Set qkv_indices or "
@@ -159,7 +163,7 @@ class AttentionHooks:
 
     def _check_pair(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raise unless k and v fit each other, and dtypes are equal."""
-        # Under autocast each travels as it is, and all are cast where attention is called, as without us.
+        # Under autocast each travels in its own dtype, and the attention call casts all of them, as PyTorch does.
         cast = torch.is_autocast_enabled(q.device.type)
         kinds = {"cast" if cast and x.is_floating_point() and x.dtype != torch.float64 else x.dtype for x in (q, k, v)}
         if len(kinds) > 1:
@@ -179,14 +183,14 @@ class AttentionHooks:
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Stop routing, and exchange the output back."""
-        call = running_call()
+        call = current_call()
         if call is None or call.binding is not self.binding:
             return None  # an earlier hook, or `before` itself, raised: there is no call to end
-        running_calls().pop()
+        call_stack().pop()
         call.leave()
         if output is None:  # an exception is on its way, or the module has nothing to give back
             return None
-        if call.required and call.routed == 0:
+        if call.must_route and call.routed == 0:
             raise RuntimeError(
                 f"{self.name} returned without calling F.scaled_dot_product_attention or flex_attention, so its "
                 "attention covered only the local share of the sequence (or ignored the window or the documents). "

@@ -54,7 +54,7 @@ class StyledMesh:
 
     @property
     def documents(self) -> Tensor | None:
-        """The documents in force on this mesh."""
+        """The documents of the active ``handler.documents`` block on this mesh."""
         return self.views[0].batch.documents
 
     @property
@@ -115,7 +115,7 @@ class Binding:
         found = self.active.documents
         if found is None and any(mesh.documents is not None for mesh in self.stack):
             raise RuntimeError(
-                f"{self.name} runs on another cp mesh, but documents are in force on the one it has left. "
+                f"{self.name} runs on another cp mesh, but a documents block is active on the one it has left. "
                 "Enter the documents block of the handler that context_parallel_mesh yields, or pass documents="
             )
         return found

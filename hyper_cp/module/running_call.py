@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..mesh.cp_mesh import CPMesh
 from ..ops.attention import attend
 from ..ops.config import Call, Mode
-from ..ops.engine import Tiles
+from ..ops.engine import TileEngine
 from ._torch.modules import is_running
 from .attention_calls import AttentionRequest
 from .dtensor import Outputs
@@ -44,7 +44,7 @@ class RunningCall:
     documents: Tensor | None = None
     exchanged: Exchanged | None = None
     """Set if the Ulysses all-to-all was done at the entrance of the module; else the attention call does it."""
-    required: bool = False
+    must_route: bool = False
     """True if a local attention kernel would give wrong results."""
     outputs: Outputs | None = None
     """The DTensor placement with which outputs leave the module (None: local tensors)."""
@@ -81,7 +81,7 @@ def answer(call: RunningCall, request: AttentionRequest) -> Any:
         request.dropout_p,
         binding.name,
     )
-    core = Tiles() if request.core is None else request.core
+    core = TileEngine() if request.core is None else request.core
     mode, (q, k, v) = _mode(call, request), (request.query, request.key, request.value)
     if exchanged is not None:
         return attend(q, k, v, exchanged.cp, mode, options, core, exchanged=True)

@@ -1,4 +1,4 @@
-"""Context-parallel attention as a function, and the one way that every attention call takes.
+"""Context-parallel attention as a function, and the single code path of every attention call.
 
 :func:`attend` = check, Ulysses, attention of a ring rank, Ulysses back. The hooks of a styled module do the first and
 the last exchange themselves when the module is given q, k, v, and call it with ``exchanged=True``.
@@ -19,7 +19,7 @@ from ..schedule.documents import documents_table
 from . import head_groups
 from .checks import check, check_degree, check_enable_gqa
 from .config import Call, CheckedCall, Mode
-from .engine import Tiles
+from .engine import TileEngine
 from .exchange.ulysses import Ulysses
 
 _ops = torch.ops.hyper_cp
@@ -28,7 +28,7 @@ SAVE_LIST: list[Any] = [_ops.attention.default, _ops.all_to_all.default, _ops.ul
 computed or communicated again in a recompute."""
 
 
-class Core(Protocol):
+class AttentionBackend(Protocol):
     """A way to compute attention of tensors ``[B, H, S, D]`` that hold the sequence of a whole ring rank."""
 
     def check(self, q: Tensor, k: Tensor, call: CheckedCall) -> None:
@@ -38,7 +38,15 @@ class Core(Protocol):
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call, core: Core, *, exchanged: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cp: CPMesh,
+    mode: Mode,
+    call: Call,
+    core: AttentionBackend,
+    *,
+    exchanged: bool = False,
 ) -> Any:
     """Check a call, exchange heads, attend with ``core``, and exchange back. The only place that does.
 
@@ -50,8 +58,8 @@ def attend(
     if exchanged or cp.ulysses.size == 1:
         return core(q, k, v, checked)
     head_groups.check_groups(q.shape[1], k.shape[1], cp, mode.head_groups)
-    if isinstance(core, Tiles) and mode.head_groups > 1 and not call.dropout_p:
-        # (With dropout at once: a pair is dropped by the number of its head among those of the rank.)
+    if isinstance(core, TileEngine) and mode.head_groups > 1 and not call.dropout_p:
+        # Dropout needs all heads in one call: its pattern depends on the number of a head on its rank.
         return head_groups.attend(q, k, v, checked, core.with_lse)
     ulysses = Ulysses(cp, mode.layout, documents=call.documents)
     q, k, v = ulysses.to_heads(q, k, v)
@@ -60,7 +68,7 @@ def attend(
 
 def cp_attention(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> Tensor:
     """Attention of the local shards ``[B, H, S, D]`` of one cp rank."""
-    out: Tensor = attend(q, k, v, cp, mode, call, Tiles())
+    out: Tensor = attend(q, k, v, cp, mode, call, TileEngine())
     return out
 
 
@@ -115,7 +123,7 @@ def attention(
             recompute). Only where plain SDPA would compute in plain math, as on the CPU; the seed comes from
             the default CPU generator.
         return_lse: also return the log-sum-exp of the scaled logits.
-        head_groups: exchange heads (``ulysses_degree`` > 1) in so many groups, the next one in flight while one is
+        head_groups: exchange heads (``ulysses_degree`` > 1) in this many groups, the next one in flight while one is
             attended, in backward too. Each rank's heads must split into them. Not with dropout (then all at once).
 
     Returns:
@@ -132,5 +140,5 @@ def attention(
     mode = Mode(kv_exchange, layout, load_balance, window, head_groups)  # type: ignore[arg-type]
     check_degree(mode, cp)
     call = Call(is_causal, scale, attn_mask, documents_table(documents), dropout_p)
-    found: Tensor | tuple[Tensor, Tensor] = attend(q, k, v, cp, mode, call, Tiles(return_lse))
+    found: Tensor | tuple[Tensor, Tensor] = attend(q, k, v, cp, mode, call, TileEngine(return_lse))
     return found

@@ -32,7 +32,7 @@ def check(
     Raises:
         ValueError, TypeError, NotImplementedError: before any communication, if the call cannot be honoured.
     """
-    q, k, v = autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     agree(cp, call, mode, q, k, v)
     check_tensors(q, k, v)
     if exchanged:
@@ -41,7 +41,7 @@ def check(
         check_shards((q.shape[1], q.shape[2]), (k.shape[1], k.shape[2]), cp, mode, call.documents)
     ranks = cp.ring.size if exchanged else cp.size
     lengths = q.shape[2] * ranks, mode.key_length(k.shape[2], ranks)
-    check_visible(call, mode, cp, lengths)
+    check_options(call, mode, cp, lengths)
     band = masks.band_of(call.is_causal, mode.window)
     check_tails(mode, cp, band, lengths[0])
     scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
@@ -56,7 +56,7 @@ def check(
     )
 
 
-def autocast(*tensors: Tensor) -> list[Tensor]:
+def cast_for_autocast(*tensors: Tensor) -> list[Tensor]:
     """Cast tensors to what ``F.scaled_dot_product_attention`` would receive under the current autocast state."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
@@ -105,20 +105,20 @@ def check_shards(
     if layouts.chunks_per_rank(mode.layout) == 2 and cp.size > 1:
         odd = [n for n in ((q[1],) if mode.kv_exchange == "replicated" else (q[1], k[1])) if n % 2]
         if odd:
-            raise ValueError(_odd(odd[0], mode, cp))
+            raise ValueError(_odd(odd[0], f"layout={mode.layout!r}", cp))
 
 
 def check_tails(mode: Mode, cp: CPMesh, band: Band, length: int) -> None:
     """Raise ``ValueError`` if tails of queries are exchanged, but a ring rank has an odd number of queries."""
     queries = length // cp.ring.size
     if queries % 2 and build.swaps(mode.load_balance, cp.ring.size, band, length):
-        raise ValueError(_odd(queries, mode, cp))
+        raise ValueError(_odd(queries, "load_balance=True", cp))
 
 
-def _odd(length: int, mode: Mode, cp: CPMesh) -> str:
+def _odd(length: int, cut: str, cp: CPMesh) -> str:
     return (
-        f"local sequence length {length} is odd, but layout={mode.layout!r} with load_balance="
-        f"{mode.load_balance} cuts it into two halves. Use global lengths that are a multiple of {2 * cp.size}"
+        f"local sequence length {length} is odd, but {cut} cuts it into two halves. Use global lengths that are a "
+        f"multiple of {2 * cp.size}"
     )
 
 
@@ -130,7 +130,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("query", q), ("key", k), ("value", v)):
         if isinstance(x, DTensor):
             raise TypeError(
-                f"{name} is a DTensor placed {x.placements}. Attention of this rank's share takes local tensors. "
+                f"{name} is a DTensor placed {x.placements}. This function takes local tensors. "
                 "Pass x.to_local() and wrap the output with DTensor.from_local, or put ContextParallel on a "
                 "module that receives q, k, v: it does both"
             )
@@ -204,7 +204,7 @@ def check_degree(mode: Mode, cp: CPMesh) -> None:
 # --------------------------------------------------------------------------- lengths
 
 
-def check_visible(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) -> None:
+def check_options(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) -> None:
     """Raise ``ValueError`` if the options of a call contradict each other or its ``lengths`` (queries, keys)."""
     if not 0.0 <= call.dropout_p < 1.0:
         raise ValueError(f"dropout_p={call.dropout_p} must be a probability below 1. Pass 0.0 in evaluation")
@@ -254,7 +254,7 @@ def _check_mask(call: Call, q: Tensor, cp: CPMesh, lengths: tuple[int, int], exc
         raise ValueError(
             f"attn_mask has shape {tuple(mask.shape)}. It must be broadcastable to [{q.shape[0]}, "
             f"{all_heads}, {lengths[0]}, {lengths[1]}] (batch, heads, global queries, global keys), "
-            f"or have this rank's {rows} queries in the third place. Build it for the whole sequence, "
+            f"or have this rank's {rows} queries in dimension 2. Build it for the whole sequence, "
             "not for the local share"
         )
     if mask.shape[1] == all_heads and degree > 1:

@@ -112,14 +112,13 @@ class OpSettings:
 
     def text(self) -> str:
         lower, upper = self.band
-        words = f"{self.layout} {self.kv_exchange} {int(self.load_balance)} {lower} {upper} {self.head_groups}"
-        return f"{words}|{self.kernel}|{self.mesh}"
+        names = f"{self.layout}|{self.kv_exchange}|{self.kernel}"  # registered names contain no "|"
+        return f"{names}|{int(self.load_balance)}|{lower}|{upper}|{self.head_groups}|{self.mesh}"
 
 
 @lru_cache(maxsize=1024)
 def op_settings(text: str) -> OpSettings:
     """The settings that :meth:`OpSettings.text` has written."""
-    words, kernel, mesh = text.split("|", 2)
-    layout, kv_exchange, load_balance, lower, upper, head_groups = words.split(" ")
+    layout, kv_exchange, kernel, load_balance, lower, upper, head_groups, mesh = text.split("|", 7)
     band = (None if lower == "None" else int(lower), None if upper == "None" else int(upper))
     return OpSettings(layout, kv_exchange, load_balance == "1", band, int(head_groups), kernel, mesh)

@@ -1,6 +1,6 @@
 """The engine: one custom op that obtains keys and values, runs a kernel per tile, and merges partials.
 
-Every mode is this file: forward and backward walk the rank's schedule. The op saves only local
+All modes run this code: forward and backward walk the rank's schedule. The op saves only local
 q, k, v, its output and the log-sum-exp; keys and values are fetched again in backward.
 """
 
@@ -26,7 +26,7 @@ from .kernels.inputs import TileInputs
 from .kernels.partials import Partials, RowSum, accumulation_dtype, like_queries, part
 
 
-class Tiles:
+class TileEngine:
     """The engine as a core of :func:`hyper_cp.ops.attention.attend`. The result is the output, or ``(output,
     log-sum-exp)``."""
 
@@ -117,7 +117,9 @@ class _UsedKeys:
 
     def __init__(self, step: Step, *block: Tensor) -> None:
         self.rows = step.used
-        self.k, self.v = (self.rows.take(x.movedim(2, 0), 0).movedim(0, 2) for x in block)  # rows as on the wire
+        self.k, self.v = (
+            self.rows.take(x.movedim(2, 0), 0).movedim(0, 2) for x in block
+        )  # in the memory order of messages
 
     def collect(self, *gradients: Tensor) -> None:
         """Begin to add to the gradients (of the block) of keys and values."""
@@ -139,8 +141,8 @@ class _UsedKeys:
                 self.rows.add(total, found.movedim(2, 0), 0)
 
 
-def _dense(*tensors: Tensor) -> list[Tensor]:
-    """Operators that take a log-sum-exp read head dims as contiguous without checking."""
+def _last_dim_contiguous(*tensors: Tensor) -> list[Tensor]:
+    """Copy tensors whose head dim is not contiguous: operators that take a log-sum-exp read it so, unchecked."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
@@ -165,10 +167,10 @@ def attention_op(
         settings: everything else, see :class:`~hyper_cp.ops.config.OpSettings`.
     """
     options = op_settings(settings)
-    q, k, v = _dense(q, k, v)
+    q, k, v = _last_dim_contiguous(q, k, v)
     work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
-    with comm.landing():
+    with comm.wait_on_error():
         blocks = exchange.FORWARD[options.kv_exchange](ring, k, v, plan.hops)
         queries = SwappedTails(ring, plan.swap, q)
         partials = Partials(q, v.shape[3])
@@ -181,10 +183,10 @@ def attention_op(
             for tile in step.tiles:
                 (q_rows,) = queries.rows(tile.q, tile.batch)
                 inputs = work.inputs(step, tile, q_rows, keys.k, keys.v)
-                # Not given a name here: the kernel's results would outlive their merge.
+                # Without a local name for the kernel's results: it would keep them alive beyond their merge.
                 partials.add(tile.q, tile.batch, *work.kernel.forward(inputs))
         out, lse = queries.results(partials.result)
-    return _in_query_order(out), lse.contiguous()
+    return _bshd_in_memory(out), lse.contiguous()
 
 
 @torch.library.custom_op("hyper_cp::attention_backward", mutates_args=())
@@ -206,10 +208,10 @@ def attention_backward_op(
     """``(dq, dk, dv)`` of this rank's share. ``mark``: the fingerprint of the documents that ``out`` was made with."""
     options = op_settings(settings)
     _check_recompute(documents, options.mesh, mark)
-    dout, q, k, v = _dense(dout, q, k, v)
+    dout, q, k, v = _last_dim_contiguous(dout, q, k, v)
     work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
-    with comm.landing():
+    with comm.wait_on_error():
         blocks = exchange.BACKWARD[options.kv_exchange](ring, k, v, plan.hops, accumulation_dtype(q.dtype))
         queries = SwappedTails(ring, plan.swap, q, dout, out, lse)
         dq = RowSum(q)
@@ -230,10 +232,10 @@ def attention_backward_op(
             keys.finish()
         (dq_local,) = queries.results(dq.result)
     dk_home, dv_home = (home.to(x.dtype) for home, x in zip(blocks.home, (k, v), strict=True))
-    return _in_query_order(dq_local), _in_query_order(dk_home), _in_query_order(dv_home)
+    return _bshd_in_memory(dq_local), _bshd_in_memory(dk_home), _bshd_in_memory(dv_home)
 
 
-def _in_query_order(x: Tensor) -> Tensor:
+def _bshd_in_memory(x: Tensor) -> Tensor:
     """[B, H, S, D] in memory order [B, S, H, D]: one fixed layout, which the fakes can promise."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 

@@ -63,7 +63,7 @@ class Flex:
         for what, given in (("window", mode.window), ("documents", call.documents)):
             if given is not None:
                 raise NotImplementedError(
-                    f"{self.name} calls flex_attention with {what}={_shown(given)} in force. That would have to change "
+                    f"{self.name} calls flex_attention with {what}={_shown(given)} active. That would have to change "
                     "the user's block_mask. Put it into the mask_mod (see and_masks in "
                     "torch.nn.attention.flex_attention)"
                 )
@@ -100,7 +100,9 @@ class Flex:
             score_mod = _global_score(score_mod, q, cp, mode.layout)
         if cp.ring.size > 1:
             k, v = gather_keys([k, v], cp.key, mode.layout)
-            if (options.get("kernel_options") or {}).get("BLOCKS_ARE_CONTIGUOUS"):  # those of two rows need not be
+            if (options.get("kernel_options") or {}).get(
+                "BLOCKS_ARE_CONTIGUOUS"
+            ):  # the blocks of two global rows need not be
                 options["kernel_options"] = {**options["kernel_options"], "BLOCKS_ARE_CONTIGUOUS": False}
         return self.kernel(q, k, v, score_mod=score_mod, block_mask=mask, **options)
 

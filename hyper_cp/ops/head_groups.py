@@ -5,8 +5,9 @@ exchanges and attends group by group; forward, per group g::
 
     post q, k, v of g+1  ->  wait for q, k, v of g  ->  attend g  ->  post the output of g  ->  wait for that of g-1
 
-and backward alike with dout in and dq, dk, dv out. What cannot be hidden is the first group's way in and the last
-one's way out: 1/groups of the communication. Bytes are those of Ulysses in one go.
+Backward does the same with dout on the way in and dq, dk, dv on the way out. Attention cannot hide the exchange of the
+first group's inputs and of the last group's outputs: 1/groups of the communication. Bytes are those of Ulysses in one
+go.
 
 Who owns what: a packed message and the buffer it arrives in belong to their ``Pending`` until ``wait()``; what is
 unpacked there is new and belongs to the op, which returns it (backward needs it) or adds it to its result. At most
@@ -33,7 +34,7 @@ from . import kernels
 from .config import CheckedCall, OpSettings, op_settings
 from .engine import attention_backward_op, attention_op, fingerprint
 from .exchange import ulysses
-from .exchange.ulysses import Ulysses, shared_heads, shared_number
+from .exchange.ulysses import Ulysses, heads_after_sharing, shared_heads
 from .kernels.partials import accumulation_dtype, like_queries
 
 
@@ -41,7 +42,7 @@ def check_groups(q_heads: int, kv_heads: int, cp: CPMesh, groups: int) -> None:
     """Raise ``ValueError`` unless each rank's heads split into ``groups``. Several groups may use one key/value head,
     which is exchanged once, but not round a ring, where it would travel again."""
     degree = cp.ulysses.size
-    queries, keys = q_heads // degree, shared_number(kv_heads, degree) // degree
+    queries, keys = q_heads // degree, heads_after_sharing(kv_heads, degree) // degree
 
     def fits(n: int) -> bool:
         return queries % n == 0 and (keys % n == 0 or (n % keys == 0 and cp.ring.size == 1))
@@ -127,7 +128,7 @@ def ulysses_attention_op(
 
     out = like_queries(q, v.shape[3], q.dtype)
     lses, outs, queries, keys, values = [], [], [], [], []
-    with comm.landing():
+    with comm.wait_on_error():
         arriving = post(0)
         leaving: list[comm.Pending] = []
         for group in range(groups):
@@ -189,7 +190,7 @@ def ulysses_attention_backward_op(
     cp = plan.cp
     dq, dk, dv = (_rank_of(xs, cp.ulysses.size) for xs in (queries, keys, values))
     total: list[Tensor] = []  # dk and dv of keys and values that several groups share
-    with comm.landing():
+    with comm.wait_on_error():
         arriving = plan.to_group(dout, groups, 0)
         leaving: list[comm.Pending] = []
         for group in range(groups):
@@ -239,7 +240,7 @@ def _sorted(saved: list[Tensor], groups: int) -> list[list[Tensor]]:
 
 
 def _rank_of(xs: list[Tensor], degree: int) -> Tensor:
-    """Uninitialised, like the tensor of a rank of which these are the groups."""
+    """An uninitialised tensor ``[B, H, S, D]`` of a rank, given all its groups ``[B, H/degree/n, S*degree, D]``."""
     b, h, s, d = xs[0].shape
     return xs[0].new_empty(b, s // degree, h * len(xs) * degree, d).transpose(1, 2)
 

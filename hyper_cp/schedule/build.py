@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from .layout import Documents, Range, merge_ranges
+from .layout import Documents, Range, check_name, merge_ranges
 from .rows import Rows
 from .tiles import (
     CAUSAL,
@@ -49,6 +49,7 @@ KV_EXCHANGES = _VISITS.keys()
 
 def register_exchange(name: str, visits: Visits) -> None:
     """Add a way in which keys and values arrive. Its transfers go by the same name in ``ops.exchange``."""
+    check_name("kv_exchange", name)
     if _VISITS.get(name, visits) is not visits:
         raise ValueError(
             f"kv_exchange={name!r} is registered already, with other visits. Calls find an exchange by its name. "
@@ -134,7 +135,7 @@ def _step(
         for q, k in pairs(rows, blocks, boundaries)
         for tile in cut_pairs(q, k, band, batch)
     ]
-    # Used keys in ascending global order, so that what a query range needs is one prefix of them.
+    # Used keys in ascending global order: the keys that a causal query sees are then the first ones.
     spans = _spans([t.k for t in tiles], blocks)
     take: list[Range] = []
     keys: list[Range] = []

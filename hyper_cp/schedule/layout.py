@@ -68,6 +68,7 @@ def register(name: str, chunks: Callable[[int, int], Sequence[int]], chunks_per_
             them in ascending order.
         chunks_per_rank: how many these are; the sequence has ``chunks_per_rank * world`` chunks of equal length.
     """
+    check_name("layout", name)
     layout = _Layout(chunks_per_rank, chunks)
     if _LAYOUTS.get(name, layout) != layout:
         raise ValueError(
@@ -83,6 +84,15 @@ def register(name: str, chunks: Callable[[int, int], Sequence[int]], chunks_per_
                 f"the chunks 0 to {number - 1}, and every chunk must have one rank: change chunks or chunks_per_rank"
             )
     _LAYOUTS[name] = layout
+
+
+def check_name(argument: str, name: str) -> None:
+    """Raise ``ValueError`` unless ``name`` may be registered: ops receive names inside a text."""
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(
+            f"{argument}={name!r} cannot be registered. Ops receive the name inside a text, so it must be an "
+            "identifier. Use letters, digits and underscores"
+        )
 
 
 def check_layout(layout: str) -> str:
@@ -198,9 +208,9 @@ def merge_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def _by_document(documents: Documents, world: int) -> tuple[tuple[Range, ...], ...]:
-    """Deal every document, of any length, head-tail over the ranks. What does not divide by ``2 * world`` is dealt
-    one token a rank, and the next document goes on with the rank after, so that all ranks hold equally many in the
-    end."""
+    """Deal every document, of any length, head-tail over the ranks. The tokens that
+    remain after a division by ``2 * world`` are dealt one to a rank. The next document continues with the following
+    rank, so that in the end all ranks hold equally many tokens."""
     held: list[list[Range]] = [[] for _ in range(world)]
     dealt = 0
     for start, stop in pairwise(documents):

@@ -96,7 +96,8 @@ def schedule(
         rank: this rank in the ring dimension, of ``ring`` ranks; ``ulysses``: the size of the other dimension.
         kv_exchange, load_balance: as users give them.
         band: the mask, over global positions.
-        q_length, kv_length: global lengths. Where they differ, documents do not restrict keys: an explicit mask does.
+        q_length, kv_length: global lengths. Where they differ (cross-attention), documents hide nothing; an explicit
+            mask may.
         parts: False if the kernel needs every tile to be one rectangle.
         documents: those of the ``batch`` rows; ``ValueError`` if they do not fit.
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .layout import Range
 
-FEW = 8
+MAX_SLICES = 8
 """The most ranges that are taken one by one. More are taken through an index, in one operation: their number grows with
 ranks and documents, and the host's time must not. (Few long ranges are copied a little faster one by one.)"""
 
@@ -51,7 +51,7 @@ class Rows:
         if self.is_range:
             ((start, stop),) = self.ranges
             return x if stop - start == x.shape[dim] else x.narrow(dim, start, stop - start)
-        if len(self.ranges) <= FEW:
+        if len(self.ranges) <= MAX_SLICES:
             return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.ranges], dim)
         return x.index_select(dim, self.index(x.device))
 
@@ -60,7 +60,7 @@ class Rows:
         total.index_add_(dim, self.index(total.device), x)
 
     def inverse(self) -> Rows:
-        """The selection that undoes this one, if it is a permutation."""
+        """The selection that undoes this one, which must be a permutation (this is not checked)."""
         placed, before = [], 0
         for start, stop in self.ranges:
             placed.append((start, (before, before + stop - start)))

@@ -253,7 +253,8 @@ def packed(tiles: tuple[Tile, ...], half: int = 0) -> tuple[Tile, ...]:
     stay as they are, and no tile crosses the row ``half`` (0: no such row)."""
     packs: list[_Pack] = []
     for tile in sorted(tiles, key=by_rows):
-        # Few are open at a time: as many as tiles of one kind lie beside each other.
+        # Only the last few packs can take a tile: at most four tiles (of two kinds, in two batch rows or halves) lie
+        # side by side in the same rows.
         if tile.kind == "windowed" or not any(pack.takes(tile, half) for pack in packs[-4:]):
             packs.append(_Pack(tile))
     return tuple(sorted((pack.tile() for pack in packs), key=by_rows))

@@ -37,6 +37,11 @@ def install() -> None:
                 _library.impl(name, partial(_Differentiable.call, name), "Autograd")
 
 
+def installed() -> bool:
+    """True if the operators are the stand-in's, not those of a real torch_npu."""
+    return _library is not None
+
+
 def refuse(unless: bool, why: str) -> None:
     if not unless:
         raise RuntimeError(why)

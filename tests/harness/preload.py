@@ -4,6 +4,8 @@ import gc
 import importlib
 from contextlib import suppress
 
+import torch
+
 for name in (
     "numpy",
     "torch._dynamo",
@@ -11,6 +13,7 @@ for name in (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
+    "torch.distributed.tensor.experimental",
     "torch.distributed.tensor.parallel",
     "torch.nn.attention.flex_attention",
     "torch.utils.checkpoint",
@@ -24,6 +27,11 @@ for name in (
 ):
     with suppress(ImportError):
         importlib.import_module(name)
+
+# The first compilation imports more, and fills tables. (Without a backward: autograd does not survive a fork.)
+with torch.no_grad():
+    torch.compile(lambda x: x.sin(), backend="aot_eager")(torch.ones(2))
+torch._dynamo.reset()
 
 # These objects remain alive: the collector of a rank need not visit them, nor copy their pages.
 gc.collect()

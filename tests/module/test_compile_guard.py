@@ -19,8 +19,8 @@ from tests.harness.ranks import on_ranks
 PLAN = "layers.*.attention.inner"
 
 
-def llama() -> Llama:
-    return Llama(LlamaConfig(dim=16, layers=3, heads=2, kv_heads=2, hidden=16))
+def llama(layers: int = 3) -> Llama:
+    return Llama(LlamaConfig(dim=16, layers=layers, heads=2, kv_heads=2, hidden=16))
 
 
 def apply(model: nn.Module, key: str = PLAN) -> nn.Module:
@@ -30,7 +30,7 @@ def apply(model: nn.Module, key: str = PLAN) -> nn.Module:
 
 @on_ranks
 def wrapped_elsewhere(fullgraph: bool = False) -> None:
-    model = llama()
+    model = llama(layers=1)
     kept = torch.compile(model, backend="eager", fullgraph=fullgraph)
     kept(torch.zeros(1, 8, dtype=torch.int64), torch.arange(8))
     apply(model)
@@ -66,7 +66,7 @@ def the_module_itself() -> None:
 
 @on_ranks
 def without_a_plan() -> None:
-    model = llama()
+    model = llama(layers=1)
     kept = torch.compile(model, backend="eager")
     kept(torch.zeros(1, 8, dtype=torch.int64), torch.arange(8))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
@@ -131,7 +131,7 @@ def test_other_models_may_be_compiled(ranks: Any) -> None:
 @on_ranks
 def traced_afterwards() -> float:
     """A style on what another object compiles when it runs for the first time."""
-    model = llama()
+    model = llama(layers=1)
     tokens, positions = torch.arange(8)[None], torch.arange(8)
     want = model(tokens, positions)
     kept = torch.compile(model, fullgraph=True, backend="eager")

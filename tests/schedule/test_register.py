@@ -51,3 +51,9 @@ def test_layouts_that_cannot_be_registered() -> None:
     with pytest.raises(ValueError, match=r"layout='twice' deals the chunks .* to 2 ranks"):
         layouts.register("twice", lambda rank, world: (0,))
     assert "twice" not in layouts.LAYOUTS
+
+
+@pytest.mark.parametrize("name", ["two words", "a|b", ""])
+def test_names_that_no_op_could_receive_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="cannot be registered"):
+        layouts.register(name, every_other_chunk, chunks_per_rank=2)

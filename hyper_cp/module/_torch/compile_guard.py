@@ -19,7 +19,7 @@ from .modules import is_compiled
 
 
 def refuse_compiled(module: nn.Module, name: str) -> None:
-    """Raise ``RuntimeError`` if ``module`` is compiled, or part of a module that is, whoever holds that.
+    """Raise ``RuntimeError`` if ``module`` is compiled, or part of a compiled module anywhere in the process.
 
     (A compiled *function* that calls the module cannot be found from here. Before anything has run compiled, compiled
     modules outside of the plan do no harm: they are traced when they run, hooks included.)

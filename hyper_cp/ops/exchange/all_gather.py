@@ -16,9 +16,11 @@ from .wire import Pair, from_wire, gradient_zeros, to_wire
 
 
 class GatherForward:
-    """Keys and values of all ranks at once: yields the local block, then (while that was computed
-    on, the gather was in flight) the blocks of all ranks in rank order, of which the local one is
-    not to be read, then the local block again."""
+    """Gathers keys and values of all ranks at once.
+
+    It yields the local block, during whose attention the gather is in flight; then the blocks of all ranks in rank
+    order, of which the local one must not be read; then the local block again.
+    """
 
     def __init__(self, axis: Axis, k: Tensor, v: Tensor, hops: int):
         self.local = k, v
@@ -50,7 +52,7 @@ class GatherBackward:
         pending = []
         if self.hops:
             k, v = next(blocks)
-            # Gathered tensors are views of the wire format, which the zeros take over.
+            # Gathered tensors are views of the wire format; their gradients have it too.
             dk, dv = (torch.zeros_like(x.movedim(2, 0), dtype=self.dtype) for x in (k, v))
             yield k, v, from_wire(dk), from_wire(dv)
             pending = [self.axis.reduce_scatter(total) for total in (dk, dv)]

@@ -35,7 +35,7 @@ def _order(cp: CPMesh, layout: str, length: int) -> tuple[Rows, Rows]:
 def gather_keys(xs: list[Tensor], mesh: str, layout: str) -> list[Tensor]:
     """Each ``[B, H, S/ring, D] -> [B, H, S, D]``, ascending, the same on every ring rank."""
     cp = cp_mesh.by_key(mesh)
-    with comm.landing():
+    with comm.wait_on_error():
         pending = [cp.ring.all_gather(to_wire(x)) for x in xs]  # all in flight before the first is waited for
         found = []
         for x, p in zip(xs, pending, strict=True):
@@ -60,7 +60,7 @@ def scatter_keys(grads: list[Tensor], mesh: str, layout: str) -> list[Tensor]:
     in the accumulation dtype."""
     cp = cp_mesh.by_key(mesh)
     pending, own = [], []
-    with comm.landing():
+    with comm.wait_on_error():
         for grad in grads:
             length = grad.shape[2]
             share = length // cp.ring.size

@@ -90,7 +90,7 @@ class RingBackward:
                 arriving.flat.add_(adding.flat)
                 adding.flat.zero_()
                 leaving, arriving = arriving, leaving
-        # Each block's sum stops here, `hops` ranks after its owner: straight home with it.
+        # Each block's sum is complete here, `hops` ranks after its owner: send it back in one transfer.
         pending = self._post([leaving], [arriving], -self.hops)
         yield self.k, self.v, *self.home
         pending.wait()

@@ -17,7 +17,7 @@ class SwappedTails:
     """Queries (and what belongs to them) whose tail half is attended by rank ``size-1-rank``.
 
     Tensors are ``[B, H, S, ...]``. The head half is usable at once; asking for rows of the tail
-    waits for the partner's. What was computed of the tail goes back with :meth:`post_results`, as
+    waits for the partner's. The results of the tail go back with :meth:`post_results`, as
     soon as no tile of it is left, so that the transfer is hidden behind the rest. With
     ``swap=False``, or on the rank that is its own partner, everything is used as it is.
     """

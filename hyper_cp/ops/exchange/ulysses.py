@@ -54,7 +54,7 @@ class Ulysses:
         return all_to_all_op(xs, table, self.cp.key, self.layout, self.seq_dim, self.head_dim, to_heads)
 
 
-def shared_number(heads: int, degree: int) -> int:
+def heads_after_sharing(heads: int, degree: int) -> int:
     """The number of key/value heads after :func:`shared_heads`: the least common multiple with the degree."""
     return math.lcm(heads, degree)
 
@@ -64,7 +64,7 @@ def shared_heads(x: Tensor, degree: int, head_dim: int) -> Tensor:
     that use it. (Query heads are a multiple of both numbers, so groups stay whole.) Gradients of the copies are
     summed."""
     heads = x.shape[head_dim]
-    return x if heads % degree == 0 else x.repeat_interleave(shared_number(heads, degree) // heads, dim=head_dim)
+    return x if heads % degree == 0 else x.repeat_interleave(heads_after_sharing(heads, degree) // heads, dim=head_dim)
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
@@ -96,7 +96,7 @@ def all_to_all_op(
     cp = cp_mesh.by_key(mesh)
     move = sequence_to_heads if to_heads else heads_to_sequence
     pending = []
-    with comm.landing():
+    with comm.wait_on_error():
         for x in xs:
             length = x.shape[seq_dim] * cp.ring.size * (cp.ulysses.size if to_heads else 1)
             order = ascending(resolve(layout, cp.size, length, read(documents)), cp.ulysses_peers())
@@ -143,8 +143,8 @@ def sequence_to_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, order:
 
 
 def send_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, order: Order) -> Pending:
-    """:func:`sequence_to_heads` for ``[.. S .. n, H ..]``: ``head_dim`` is the rank that heads go to, the heads follow.
-    They may be a part of each rank's heads, with any strides."""
+    """:func:`sequence_to_heads` for ``[.. S .. n, H ..]``: ``head_dim`` numbers the destination ranks, and the heads
+    are the next dimension. They may be a part of each rank's heads, with any strides."""
     send = x.movedim(head_dim, 0).movedim(seq_dim + 1, 1).contiguous()  # [n, S, ...]
     to_ascending, _ = order
     return axis.all_to_all(send).then(

@@ -1,9 +1,9 @@
 """Kernels out of vendors' operators: any tile by an operator for rectangles, parts as sequences of one call.
 
-An operator with variable lengths gets only the covered rows and columns, side by side. Sequences without keys in
-the gaps would spare this copy where there are gaps, but operators disagree on what they return of them
-(FlashAttention-2 a log-sum-exp of +inf, the NPU's operator its lowest number), and where there are none, as
-in the diagonal tile of packed documents, there is no copy either.
+An operator with variable lengths gets only the covered rows and columns, copied side by side if there are gaps between
+them. Sequences without keys in place of the gaps would need no copy, but operators disagree on what they return for
+such sequences (FlashAttention-2 a log-sum-exp of +inf, the NPU's operator its lowest number). Without gaps, as in the
+diagonal tile of packed documents, there is no copy.
 """
 
 from __future__ import annotations

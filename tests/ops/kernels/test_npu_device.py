@@ -28,7 +28,7 @@ def npus() -> Iterator[Ranks]:
     if npu_device.SETUP is None:
         pytest.skip(npu_device.WHY_NOT)
     npu_standin.install()
-    if npu_standin._library is None:
+    if not npu_standin.installed():
         pytest.skip("the real torch_npu is installed")
     pool = Ranks(npu_device.BACKEND, npu_device.install)
     yield pool

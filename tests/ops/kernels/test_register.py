@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import Kernel, TileInputs
-from tests.harness.attention_case import FP64, AttentionCase, Errors, run_case
+from tests.harness.attention_case import FP64, AttentionCase, Errors, cp_mesh, run_case
 from tests.harness.ranks import on_ranks
 
 
@@ -44,7 +44,7 @@ def run(case: AttentionCase) -> tuple[Errors, set[str]]:
     """Errors of a causal call on this rank, and the methods of the kernel that ran."""
     kernel = Einsum()
     with kernels.register(kernel, "cpu", accepts=lambda q, k, v, is_causal: is_causal):
-        return run_case(case), set(kernel.calls)
+        return run_case(case, cp_mesh()), set(kernel.calls)
 
 
 def test_a_kernel_from_outside_is_exact(ranks: Any) -> None:
