@@ -12,7 +12,7 @@ there. torch has no public way to ask which checkpoint is running. Two private o
 
 Run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0. Where nothing is found (checkpoints of other libraries, compiled
 modules), the engine raises in a non-reentrant recompute whose state differs from that of its forward, and cannot detect
-it in a reentrant one: there it sees the recompute only.
+it in a reentrant one: there it sees the recompute only. Where the names are missing, the import raises.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ from torch import Tensor
 from torch._C import _autograd
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
+from .version import moved
+
 _FORWARD, _BACKWARD = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
+if "ctx" not in _FORWARD.co_varnames or not {"ctx", "detached_inputs", "outputs"} <= {*_BACKWARD.co_varnames}:
+    raise moved("variables ctx, detached_inputs and outputs in CheckpointFunction")
 _AMBIGUOUS = object()
 _Record = WeakKeyDictionary[object, tuple[Any, ...]]
 
