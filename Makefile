@@ -7,7 +7,7 @@ VENV := $(ENVS)/.venv$(if $(TORCH),-$(TORCH))
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-# Processes that run tests, each with ranks of its own. A rank computes on one thread: as many as there are cores, or two.
+# Processes that run tests, each with ranks of its own, which compute on one thread each.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 

@@ -200,13 +200,13 @@ def report(columns: list[Times]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 64])
-    parser.add_argument("--calls", type=int, default=40, help="of each case")
+    parser.add_argument("--calls", type=int, default=15, help="of each case")
     parser.add_argument("--tokens", type=int, default=64, help="per rank")
     parser.add_argument("--heads", type=int, default=2, help="at least; Ulysses has one per rank")
     parser.add_argument("--dim", type=int, default=4, help="of a head")
     parser.add_argument("--only", nargs="*", default=[], help="cases whose name contains all these words")
     parser.add_argument("--against", help="another checkout, for times before and after")
-    parser.add_argument("--rounds", type=int, default=5, help="of each checkout, with --against")
+    parser.add_argument("--rounds", type=int, default=3, help="of each checkout, with --against")
     parser.add_argument("--json", action="store_true", help="print the times as JSON, not as a table")
     args = parser.parse_args()
     if args.json:

@@ -25,6 +25,16 @@ settings.register_profile(
 settings.load_profile("hyper_cp")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under ``pytest -n``: tests that share a pool of a module's own stay in one process; the slow ones come first."""
+    if not hasattr(config, "workerinput"):
+        return
+    for item in items:
+        for pool in {"npus", "own_pool"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(pool))
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     pool = Ranks()
