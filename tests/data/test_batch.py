@@ -364,3 +364,14 @@ def test_unequal_batches_are_named(ranks: Any) -> None:
     ):
         ranks.raises(3, "ValueError", words, unequal, what, ("cp",))
     ranks.raises(4, "ValueError", "entry 'labels'", unequal, "value", ("ring", "ulysses"))
+
+
+@on_ranks
+def texts_under_the_name_of_documents() -> list[str]:
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "head_tail")
+    batch = handler.get_batch_on_this_cp_rank({"tokens": torch.zeros(1, 8), "documents": ["raw", "text"]})
+    return batch["documents"]
+
+
+def test_texts_under_the_name_of_documents_pass_through(ranks: Any) -> None:
+    assert ranks(2, texts_under_the_name_of_documents) == [["raw", "text"]] * 2

@@ -14,8 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
+from hyper_cp import ContextParallel, styled_modules
 from hyper_cp.mesh import agreement, comm, cp_mesh
 from hyper_cp.mesh.agreement import Agreement, Signature
 from hyper_cp.ops import attention
@@ -356,3 +360,44 @@ def test_a_fake_process_group_compares_nothing() -> None:
     done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "| hybrid, 2 x ring | head_tail, 32 documents, second layer | 4 |" in done.stdout
+
+
+# --------------------------------------------------------------------------- ranks that differ without harm
+
+
+class Attention(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@on_ranks
+def named_on_one_rank() -> float:
+    """Only rank 0 gives its modules their qualified names, before and after the first step."""
+    model = nn.ModuleDict({"inner": Attention()})
+    parallelize_module(model, mesh_of(2), {"inner": ContextParallel(2, 1, ulysses_degree=1, kv_exchange="ring")})
+    x = torch.ones(1, 2, 4, 8)
+    for _ in range(2):
+        if dist.get_rank() == 0:
+            styled_modules(model, at_least=1)
+        out = model["inner"](x, x, x)
+    return out.mean().item()
+
+
+def test_names_given_on_one_rank_only_do_no_harm(ranks: Any) -> None:
+    assert ranks(2, named_on_one_rank) == [1.0, 1.0]
+
+
+@on_ranks
+def meshes_in_different_orders() -> list[float]:
+    """Ranks view two meshes of the same ranks in different orders before they attend on both."""
+    meshes = [mesh_of(2), init_device_mesh("cpu", (2, 1), mesh_dim_names=("ring", "ulysses"))]
+    for mesh in meshes if dist.get_rank() else meshes[::-1]:
+        cp_mesh.view(mesh, 1 if mesh.ndim == 1 else None)
+    x = torch.ones(1, 2, 4, 8)
+    return [
+        attention(x, x, x, mesh=mesh, ulysses_degree=1 if mesh.ndim == 1 else None).mean().item() for mesh in meshes
+    ]
+
+
+def test_meshes_may_be_viewed_in_any_order(ranks: Any) -> None:
+    assert ranks(2, meshes_in_different_orders) == [[1.0, 1.0]] * 2

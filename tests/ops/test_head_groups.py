@@ -221,7 +221,10 @@ def with_lse_and_dropout(world: int) -> tuple[float, float]:
     torch.manual_seed(torch.distributed.get_rank())
     q, k, v = (torch.randn(2, 8, 12, 4, dtype=torch.float64) for _ in range(3))
     how: dict[str, Any] = {"mesh": mesh, "ulysses_degree": None, "is_causal": True}
-    lses = [attention(q, k, v, head_groups=n, return_lse=True, **how)[1] for n in (1, 4)]
+    lses = [attention(q.requires_grad_(), k, v, head_groups=n, return_lse=True, **how)[1] for n in (1, 4)]
+    if any(lse.requires_grad for lse in lses):
+        raise AssertionError("the log-sum-exp has no gradient")
+    q = q.detach()
     dropped = []
     for n in (1, 4):
         torch.manual_seed(5)

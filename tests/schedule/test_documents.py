@@ -7,6 +7,7 @@ from hashlib import blake2b
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -212,3 +213,11 @@ def test_what_is_derived_is_made_once_and_bounded() -> None:
     for n in range(2000):
         packed.derived(n, lambda: "value")
     assert len(packed._derived) <= packed._MOST_DERIVED
+
+
+def test_a_table_in_memory_that_others_write() -> None:
+    memory = numpy.array([[0, 3, 8, 8]])
+    table = torch.from_numpy(memory)
+    assert read(table).rows == ((0, 3, 8),)
+    memory[0, 1] = 5  # no version of the tensor counts this
+    assert read(table).rows == ((0, 5, 8),)
