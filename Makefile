@@ -1,6 +1,10 @@
 # Two commands on a machine with only Python (>= 3.10) and make: `make demo` and `make test`.
 PYTHON ?= python3
-VENV := .venv
+# Where environments lie, and the torch in them: the pinned one, or `make test TORCH=2.15.0` for another, in its own.
+ENVS ?= .
+TORCH ?=
+VENV := $(ENVS)/.venv$(if $(TORCH),-$(TORCH))
+PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 # Processes that run tests, each with ranks of its own, which compute on one thread each.
@@ -26,11 +30,12 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# torch is pinned in constraints.txt: a loose one pulls gigabytes of CUDA packages.
+# torch is pinned in constraints.txt: a loose one pulls gigabytes of CUDA packages, and so does TORCH=.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,viz,dev,hf]'
+	$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(PINS))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e '.[test,viz,dev,hf]'
 	touch $@
 
 clean:

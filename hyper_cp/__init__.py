@@ -1,5 +1,10 @@
 """hyper_cp: context parallelism for PyTorch models, as one ParallelStyle."""
 
+from .module._torch.version import warn_if_unsupported
+
+warn_if_unsupported()  # before imports that may fail in such a version
+
+# isort: split
 from .context_manager import context_parallel
 from .data.dynamic import CostModel, DynamicContextParallel
 from .handler import ContextParallelHandler

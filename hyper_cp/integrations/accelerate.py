@@ -57,6 +57,11 @@ def enable(accelerator: accelerate.Accelerator, *, style: ContextParallel) -> Co
     mesh = cp_mesh(accelerator)
     handler = ContextParallelHandler(mesh, style)
     # The two methods with which accelerate runs its own context parallelism; 1.15 has no public way to replace them.
+    if not hasattr(accelerator, "_prepare_cp"):
+        raise RuntimeError(
+            f"accelerate {accelerate.__version__} has no Accelerator._prepare_cp, so its own context parallelism would "
+            "run in place of this one. Install an accelerate version that hyper_cp supports"
+        )
     accelerator._prepare_cp = partial(_prepare, mesh, style)
     accelerator._cp_context = partial(_block, mesh, style)
     return handler

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import transformers
 from accelerate.utils.operations import recursively_apply
 from einops import rearrange
 from torch import Tensor
@@ -22,6 +23,12 @@ class ContextParallelTrainer:
 
     def __init__(self, *args: Any, style: ContextParallel, **kwargs: Any) -> None:
         self.style = style
+        if not hasattr(super(), "_prepare_context_parallel_inputs"):
+            raise RuntimeError(
+                f"transformers {transformers.__version__} has no Trainer._prepare_context_parallel_inputs, so batches "
+                "would not be split. Install a transformers version that hyper_cp supports, and put "
+                "ContextParallelTrainer before Trainer among the base classes"
+            )
         super().__init__(*args, **kwargs)
         if self.label_smoother is not None or self.compute_loss_func is not None:  # type: ignore[attr-defined]
             raise NotImplementedError(

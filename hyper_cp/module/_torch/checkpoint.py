@@ -2,27 +2,39 @@
 
 A recompute runs in backward: perhaps after the block that set the documents or the mesh has ended, perhaps inside
 another one. So the state of a call is recorded with each checkpoint that the call runs in, and a recompute finds it
-there.
+there. torch has no public way to ask which checkpoint is running. Two private ones serve:
 
-Needs the Python frames of ``torch.utils.checkpoint``: torch has no public way to ask which checkpoint is running. The
-same in torch 2.11 and 2.13. Where nothing is found (checkpoints of other libraries, the composable one, compiled
+- A non-reentrant checkpoint is on the stack of saved-tensor hooks: in its forward the pack hook closes over a
+  ``_CheckpointFrame``, in its recompute over a weak reference to the same one. That covers nested checkpoints, hooks
+  of others above them, and the composable checkpoint.
+- A reentrant checkpoint has no hooks, and in its forward no autograd node yet, so its Python frame is all there is:
+  that of ``CheckpointFunction.forward`` or ``backward``, whose ``ctx`` is the same object.
+
+Run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0. Where nothing is found (checkpoints of other libraries, compiled
 modules), the engine raises in a non-reentrant recompute whose state differs from that of its forward, and cannot detect
-it in a reentrant one: there it sees the recompute only.
+it in a reentrant one: there it sees the recompute only. Where the names are missing, the import raises.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
-from torch.utils import checkpoint as _checkpoint
+from torch._C import _autograd
+from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
-_FILE = _checkpoint.__file__
+from .version import moved
+
+_FORWARD, _BACKWARD = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
+if "ctx" not in _FORWARD.co_varnames or not {"ctx", "detached_inputs", "outputs"} <= {*_BACKWARD.co_varnames}:
+    raise moved("variables ctx, detached_inputs and outputs in CheckpointFunction")
 _AMBIGUOUS = object()
+_Record = WeakKeyDictionary[object, tuple[Any, ...]]
 
 
 def batch_state(owner: object, state: tuple[Any, ...]) -> Any:
@@ -30,19 +42,18 @@ def batch_state(owner: object, state: tuple[Any, ...]) -> Any:
     recorded."""
     if torch.compiler.is_compiling():
         return state
-    new: list[_Record] = []
-    for record, recomputes in _checkpoints():
+    running = [(_record(checkpoint), recomputes) for checkpoint, recomputes in _checkpoints()]
+    then = [_AMBIGUOUS] * len(state)
+    for record, recomputes in running:
+        if recomputes and owner in record:
+            then = [b if a is _AMBIGUOUS else a for a, b in zip(then, record[owner], strict=True)]
+    # Ambiguous: the blocks that set the state are inside the checkpoint, and have been entered again.
+    state = tuple(b if a is _AMBIGUOUS else a for a, b in zip(then, state, strict=True))
+    for record, recomputes in running:
         if not recomputes:
-            new.append(record)
-        elif owner in record:
-            # Ambiguous: the blocks that set the state are inside the checkpoint, and have been entered again.
-            pairs = zip(state, record[owner], strict=True)
-            state = tuple(now if then is _AMBIGUOUS else then for now, then in pairs)
-            break
-    for record in new:
-        before = record.setdefault(owner, state)
-        # Called again in one checkpoint, with another state.
-        record[owner] = tuple(a if _same(a, b) else _AMBIGUOUS for a, b in zip(before, state, strict=True))
+            before = record.setdefault(owner, state)
+            # Called again in one checkpoint, with another state.
+            record[owner] = tuple(a if _same(a, b) else _AMBIGUOUS for a, b in zip(before, state, strict=True))
     return state
 
 
@@ -51,37 +62,56 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (both and torch.equal(a, b))
 
 
-_Record = WeakKeyDictionary[object, Any]
+def _record(checkpoint: Any) -> _Record:
+    """The states of the calls in a checkpoint, which live as long as its graph."""
+    if not hasattr(checkpoint, "hyper_cp_calls"):
+        checkpoint.hyper_cp_calls = WeakKeyDictionary()
+    record: _Record = checkpoint.hyper_cp_calls
+    return record
 
 
-def _checkpoints() -> Iterator[tuple[_Record, bool]]:
-    """The records of the checkpoints that are on the stack, innermost first, and True for those that recompute."""
-    at = inspect.currentframe()
-    while at is not None:
-        if at.f_code.co_filename == _FILE:
-            key, recomputes = _key(at.f_code.co_name, at.f_locals)
-            if key is not None:
-                if not hasattr(key, "hyper_cp_calls"):
-                    key.hyper_cp_calls = WeakKeyDictionary()
-                yield key.hyper_cp_calls, recomputes
-        at = at.f_back
+def _checkpoints() -> Iterator[tuple[Any, bool]]:
+    """The checkpoints that run in this thread, innermost first, and True for those that recompute. (A reentrant one
+    comes before one with hooks: where both recompute, each knows the calls that it shares with the other.)"""
+    for frame in _reentrant_frames():
+        # Before its inputs are there, a backward recomputes the checkpoint that holds them; after its outputs are
+        # there, those in its graph: both are on the stack of hooks.
+        if frame.f_code is _FORWARD or ("detached_inputs" in frame.f_locals and "outputs" not in frame.f_locals):
+            yield frame.f_locals["ctx"], frame.f_code is _BACKWARD
+    for pack in _pack_hooks():
+        for held in _closure(inspect.unwrap(pack)):
+            target = held() if isinstance(held, ref) else held
+            if isinstance(target, _CheckpointFrame):
+                yield target, target is not held
 
 
-def _key(function: str, names: dict[str, Any]) -> tuple[Any, bool]:
-    """An object that lives as long as a checkpoint's graph, and is the same in forward and recompute."""
-    if function == "checkpoint" and "gen" in names:
-        generator = names["gen"].gi_frame
-        return (None if generator is None else generator.f_locals.get("new_frame")), False
-    if function == "unpack_hook":
-        return names.get("frame"), True
-    if function in ("forward", "backward") and "ctx" in names:  # reentrant
-        return names["ctx"], function == "backward"
-    return None, False
+def _pack_hooks() -> list[Callable[..., Any]]:
+    """The saved-tensor hooks of this thread, from the top. Only the top can be read, so all are taken and put back."""
+    disabled = _autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+    found: list[tuple[Any, Any]] = []
+    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        found.append((top[0], top[1]))
+        if disabled:  # none can be put back
+            return [top[0]]
+        _autograd._pop_saved_tensors_default_hooks()
+    for pack, unpack in reversed(found):
+        _autograd._push_saved_tensors_default_hooks(pack, unpack)
+    return [pack for pack, _ in found]
+
+
+def _closure(function: Any) -> list[Any]:
+    cells = getattr(function, "__closure__", None) or ()
+    return [cell.cell_contents for cell in cells]
+
+
+def _reentrant_frames() -> Iterator[FrameType]:
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _FORWARD or frame.f_code is _BACKWARD:
+            yield frame
+        frame = frame.f_back
 
 
 def in_reentrant_forward() -> bool:
     """True inside the forward of a reentrant checkpoint of this thread."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not _checkpoint.CheckpointFunction.forward.__code__:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code is _FORWARD for frame in _reentrant_frames())

@@ -2,7 +2,7 @@
 
 A compiled graph is not guarded on hooks, so the hooks of a style applied after it never run in it. Needs the counter
 ``torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER`` (without it every object is searched) and the frame of
-``parallelize_module``. The same in torch 2.11 and 2.13.
+``parallelize_module``.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _found: tuple[object, list[ref[nn.Module]]] = (None, [])
 def _compiled_modules(module: nn.Module) -> list[nn.Module]:
     """Compiled modules that ``module`` may be part of: those in its plan, and all there are if any has run."""
     global _found
-    dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    if dynamo is None:
+    if "torch._dynamo" not in sys.modules:
         return []
     # How often each frame was compiled. Where the counter is missing, all objects are searched.
-    frames = sum(getattr(dynamo, "FRAME_COMPILE_COUNTER", {None: 1}).values())
+    counter = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COMPILE_COUNTER", {None: 1})
+    frames = sum(counter.values())
     call, root = _plan_being_applied()
     # The search visits many objects, so it runs once per plan and not per layer. An address may be used again for
     # another plan; then the counter tells them apart, if anything was compiled in between.

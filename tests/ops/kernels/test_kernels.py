@@ -6,6 +6,8 @@ import itertools
 import logging
 import subprocess
 import sys
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -81,6 +83,15 @@ def test_cuda_operators_are_called_as_their_schemas_say(name: str, band: Any, ma
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
+def backends_that_refuse() -> Any:
+    """A CUDA build without a driver raises before a backend can say why it refuses."""
+    if not torch.backends.cuda.is_built() or torch.cuda.is_available():
+        return nullcontext()
+    names = ("can_use_flash_attention", "can_use_efficient_attention", "can_use_cudnn_attention")
+    refuse = {name: lambda params, debug: warnings.warn("refused", stacklevel=1) for name in names}
+    return mock.patch.multiple(torch.backends.cuda, **refuse)
+
+
 def test_cuda_runs_what_plain_sdpa_would() -> None:
     q = torch.randn(1, 2, 4, 8)
     for backend, name in (
@@ -94,6 +105,7 @@ def test_cuda_runs_what_plain_sdpa_would() -> None:
             assert accepting == ([] if name is None else [name])
     with (
         mock.patch.object(torch, "_fused_sdp_choice", return_value=int(SDPBackend.ERROR.value)),
+        backends_that_refuse(),
         pytest.raises(RuntimeError, match=r"no attention backend takes query \(1, 2, 4, 8\).*flash: .*cudnn: "),
     ):
         cuda.accepts(cuda.KERNELS["cuda flash"], q, q, q, True)

@@ -1,0 +1,316 @@
+"""The private parts of PyTorch and Hugging Face that the package needs are where it expects them.
+
+docs/versions.md lists them. One that moved fails here, by a test or by one that the page names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from hyper_cp.module._torch import checkpoint as seam
+from hyper_cp.module._torch import compile_guard, flex_patch, modules, version
+
+# --------------------------------------------------------------------------- recomputes
+
+
+class Owner:
+    """Stands for a styled module: records the states that its calls ran with."""
+
+    def __init__(self) -> None:
+        self.now, self.used = "forward", []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        (state,) = seam.batch_state(self, (self.now,))
+        self.used.append(state)
+        return x.sin().exp()
+
+
+def reentrant(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x: checkpoint(f, x.cos(), use_reentrant=True).cos()
+
+
+def hooked(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x: checkpoint(f, x.cos(), use_reentrant=False).cos()
+
+
+def composed(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    class Calls(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return f(x.cos()).cos()
+
+    return composable(Calls())
+
+
+def offloaded(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Hooks of someone else are on top of the checkpoint's."""
+
+    def run(x: Tensor) -> Tensor:
+        y = x.cos()
+        with torch.autograd.graph.save_on_cpu():
+            out = f(y)
+        return out.cos()
+
+    return run
+
+
+def differentiated(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Runs backward inside of the function, of which its result is made."""
+
+    def run(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            f(y.cos()).sum().backward()
+        assert y.grad is not None
+        return f(x) * y.grad
+
+    return run
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["early stop", "to the end"])
+@pytest.mark.parametrize(
+    "around",
+    [
+        (reentrant,),
+        (hooked,),
+        (composed,),
+        (hooked, offloaded),
+        (offloaded, hooked),
+        (hooked, hooked),
+        (hooked, reentrant),
+        (reentrant, hooked),
+        (reentrant, reentrant),
+        (composed, hooked, reentrant),
+        (reentrant, hooked, hooked),
+        (hooked, differentiated, reentrant),
+        (reentrant, differentiated, hooked),
+    ],
+    ids=lambda fs: " of ".join(f.__name__ for f in fs),
+)
+def test_a_recompute_gets_the_state_of_its_forward(around: tuple[Any, ...], early: bool) -> None:
+    owner = Owner()
+    run: Callable[..., Tensor] = owner
+    for wrap in reversed(around):
+        run = wrap(run)
+    x = torch.randn(3, requires_grad=True)
+    with set_checkpoint_early_stop(early):
+        out = run(x)
+        forwards = len(owner.used)
+        owner.now = "backward"
+        out.sum().backward()
+    assert len(owner.used) > forwards
+    assert set(owner.used) == {"forward"}
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.mark.parametrize("kind", [reentrant, hooked])
+def test_states_set_inside_a_checkpoint_are_those_of_the_recompute(kind: Any) -> None:
+    owner = Owner()
+
+    def twice(x: Tensor) -> Tensor:
+        owner.now = "first"
+        y = owner(x)
+        owner.now = "second"
+        return owner(y)
+
+    kind(twice)(torch.randn(3, requires_grad=True)).sum().backward()
+    assert owner.used == ["first", "second"] * 2
+
+
+def test_the_outer_checkpoint_knows_the_call_outside_the_inner_one() -> None:
+    """A reentrant checkpoint's inputs are computed again by the hooks of the one around it."""
+    owner = Owner()
+
+    def both(x: Tensor) -> Tensor:
+        owner.now = "outside"
+        y = owner(x)
+        owner.now = "inside"
+        return checkpoint(owner, y, use_reentrant=True)
+
+    hooked(both)(torch.randn(3, requires_grad=True)).sum().backward()
+    assert owner.used == ["outside", "inside", "outside", "inside", "inside"][: len(owner.used)]
+    assert len(owner.used) >= 4
+
+
+def test_hooks_come_back_in_order_and_are_left_alone_where_they_could_not() -> None:
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    found: list[Any] = []
+
+    def look(x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            before, hooks = top(True), seam._pack_hooks()
+            assert len(hooks) == 2 and top(True) == before and hooks[0] is before[0]
+            torch._C._autograd._saved_tensors_hooks_disable("disabled by a test", False)
+            try:
+                assert seam._pack_hooks() == hooks[:1] and top(True) == before
+            finally:
+                torch._C._autograd._saved_tensors_hooks_enable()
+        found.append([recomputes for _, recomputes in seam._checkpoints()])
+        return x.sin()
+
+    hooked(look)(torch.randn(3, requires_grad=True)).sum().backward()
+    assert found == [[False], [True]]
+
+
+def test_a_reentrant_forward_is_known() -> None:
+    found: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        found.append(seam.in_reentrant_forward())
+        return x.sin()
+
+    for kind in (reentrant, hooked):
+        kind(look)(torch.randn(3, requires_grad=True)).sum().backward()
+    assert found == [True, False, False, False]
+
+
+# --------------------------------------------------------------------------- modules, compiled ones, meshes
+
+
+def test_hooks_running_calls_and_wrappers_of_a_module() -> None:
+    class Looks(nn.Module):
+        def before(self, module: nn.Module, args: Any) -> None:
+            assert modules.is_running(module)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x if modules.is_running(self) else x * torch.nan
+
+    module = Looks()
+    module.register_forward_pre_hook(module.before)
+    assert modules.hook_owners(module) == [module]
+    assert module(torch.ones(1)).item() == 1 and not modules.is_running(module)
+    assert modules.checkpointed(checkpoint_wrapper(module)) is module and modules.checkpointed(module) is None
+    assert not modules.is_compiled(module) and modules.is_compiled(torch.compile(module, backend="eager"))
+    assert not modules.is_compiled(module), "torch.compile(module) gives another module"
+    module.compile(backend="eager")
+    assert modules.is_compiled(module)
+
+
+def test_compilations_are_counted() -> None:
+    from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
+
+    before = sum(FRAME_COMPILE_COUNTER.values())
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    assert sum(FRAME_COMPILE_COUNTER.values()) > before
+
+
+def test_compiled_modules_are_found_without_the_counter() -> None:
+    module = nn.Linear(2, 2)
+    kept = torch.compile(module, backend="eager")
+    with mock.patch.dict(sys.modules), pytest.raises(RuntimeError, match="compiled already"):
+        del sys.modules["torch._dynamo.convert_frame"]
+        compile_guard.refuse_compiled(module, "linear")
+    assert kept._orig_mod is module
+
+
+def test_the_plan_being_applied_is_on_the_stack() -> None:
+    assert "module" in parallelize_module.__code__.co_varnames
+    assert compile_guard._plan_being_applied() == (None, None)
+
+
+def test_a_mesh_knows_its_root() -> None:
+    assert callable(DeviceMesh._get_root_mesh)  # tests/mesh runs it on slices
+
+
+def test_the_body_of_flex_attention_can_be_replaced() -> None:
+    assert inspect.isfunction(flex_attention) and flex_attention.__closure__ is None
+    plain = flex_patch.plain_flex_attention
+    assert plain is not flex_attention and list(inspect.signature(plain).parameters)[:3] == ["query", "key", "value"]
+    flex_patch.install(lambda: False)
+    assert flex_attention.__code__ is flex_patch._instead.__code__
+    q = torch.randn(1, 1, 16, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow when it is not compiled
+        out = flex_attention(q, q, q)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q))
+
+
+# --------------------------------------------------------------------------- kernels, benchmarks
+
+
+def test_sdpa_says_which_backend_it_chooses() -> None:
+    q, k = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16)
+    backends = {int(x.value) for x in torch.nn.attention.SDPBackend.__members__.values()}
+    assert torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=True) in backends
+
+
+def test_the_cpu_operator_returns_the_log_sum_exp() -> None:
+    from hyper_cp.ops.kernels import cpu
+
+    q, k, v = torch.randn(3, 1, 2, 8, 16, dtype=torch.float64)
+    out, lse = cpu._forward(q, k, v, 0.0, True, attn_mask=None, scale=0.25)
+    scores = (q @ k.mT * 0.25).masked_fill(torch.ones(8, 8, dtype=torch.bool).triu(1), -torch.inf)
+    torch.testing.assert_close(lse, scores.logsumexp(-1).to(lse.dtype))
+    torch.testing.assert_close(out, scores.softmax(-1) @ v)
+
+
+def test_benchmarks_have_the_fake_backend() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert FakeStore() is not None and torch.distributed.is_backend_available("fake")
+
+
+# --------------------------------------------------------------------------- Hugging Face
+
+
+def test_accelerate_without_its_private_method_is_refused() -> None:
+    from hyper_cp import ContextParallel
+    from hyper_cp.integrations import accelerate as integration
+
+    assert "self._prepare_cp(*args)" in inspect.getsource(integration.accelerate.Accelerator)
+    assert "self._cp_context(" in inspect.getsource(integration.accelerate.Accelerator.maybe_context_parallel)
+    with (
+        mock.patch.object(integration, "cp_mesh"),
+        mock.patch.object(integration, "ContextParallelHandler"),
+        pytest.raises(RuntimeError, match=r"accelerate \d.* has no Accelerator._prepare_cp"),
+    ):
+        integration.enable(object(), style=ContextParallel())  # type: ignore[arg-type]
+
+
+def test_a_trainer_without_its_private_method_is_refused() -> None:
+    from transformers import Trainer
+
+    from hyper_cp import ContextParallel
+    from hyper_cp.integrations.trainer import ContextParallelTrainer
+
+    assert "self._prepare_context_parallel_inputs(model, inputs)" in inspect.getsource(Trainer)
+    with pytest.raises(RuntimeError, match=r"transformers \d.* has no Trainer._prepare_context_parallel_inputs"):
+        type("Other", (ContextParallelTrainer, object), {})(style=ContextParallel())
+
+
+# --------------------------------------------------------------------------- versions
+
+
+@pytest.mark.parametrize("installed", ["2.11.0", "2.13.0+cpu", "2.15.1a0+git123"])
+def test_supported_versions_do_not_warn(installed: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        version.warn_if_unsupported(installed)
+
+
+@pytest.mark.parametrize("installed", ["2.10.1", "2.16.0.dev20270101+cpu", "3.0.0"])
+def test_other_versions_warn_with_the_range(installed: str) -> None:
+    with pytest.warns(UserWarning, match=rf"torch {installed.split('+')[0]}.* supports torch 2\.11 to 2\.15"):
+        version.warn_if_unsupported(installed)
+
+
+def test_an_import_warns_once() -> None:
+    code = "import torch; torch.__version__ = '2.16.0'; import hyper_cp, hyper_cp.ops, importlib"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stderr
+    assert found.count("supports torch 2.11 to 2.15") == 1
