@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
@@ -119,6 +120,7 @@ def table(cpu: dict[tuple[str, str], str], npu: dict[tuple[str, str], str]) -> s
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.slow
 def test_the_matrix_in_the_readme_is_what_happens(ranks: Any, standin: Any) -> None:
     """With HYPER_CP_WRITE_README=1 the matrix is written instead."""
     found = []

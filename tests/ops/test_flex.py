@@ -151,6 +151,7 @@ def asked_beside(style: dict[str, Any]) -> list[float]:
     return outs + [relative_error(x, lse) for x in lses]
 
 
+@pytest.mark.slow
 def test_scale_log_sum_exp_and_kernel_options(ranks: Any) -> None:
     for style in (STYLES[5], STYLES[7], STYLES[6]):
         assert max(max(e) for e in ranks(4, asked_beside, style)) <= 1e-10, style
@@ -185,7 +186,7 @@ def gradient_errors_of(styles: list[dict[str, Any]], cases: list[str]) -> dict[s
     return errors
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_gradients(ranks: Any, world: int) -> None:
     styles = STYLES[1:6:2] if world == 4 else STYLES[:3]
     for errors in ranks(world, gradient_errors, styles, ["heads", "window, alibi"], world == 2):
@@ -206,6 +207,7 @@ def check_ops(degree: int) -> None:
             torch.library.opcheck(flex.local_blocks, (some, cp.key, layout, 8, 4, 4))
 
 
+@pytest.mark.slow
 def test_opcheck(ranks: Any) -> None:
     ranks(2, check_ops, 1)
 
