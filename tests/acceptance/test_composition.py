@@ -64,6 +64,7 @@ def test_tensor_parallel(ranks: Any) -> None:
     check(ranks, 4, "tensor parallel, 4 ranks")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world, edits, local, sequence_parallel, cp_first",
     [
@@ -71,7 +72,7 @@ def test_tensor_parallel(ranks: Any) -> None:
         (4, (), False, False, True),
         (4, (RING,), False, True, False),
         (8, (CP4, HYBRID), True, True, False),
-        pytest.param(8, (CP4, HYBRID), False, False, False, marks=pytest.mark.slow),
+        (8, (CP4, HYBRID), False, False, False),
     ],
 )
 def test_tensor_parallel_variants(
@@ -90,6 +91,7 @@ def composed_error(edits: Edits) -> float:
     return t.train(t.setup("tensor parallel, 4 ranks", *edits, model=model, given=mesh)).error(t.one_device())
 
 
+@pytest.mark.slow
 def test_tensor_parallel_on_the_mesh_of_both(ranks: Any) -> None:
     for edits in ((), ((RING[0], RING[1].replace("head_tail", "contiguous")),)):
         assert max(ranks(4, composed_error, edits)) <= FP32, edits
@@ -121,6 +123,7 @@ def gradient_factor() -> float:
     return factors.mean().item()
 
 
+@pytest.mark.slow
 def test_fsdp_with_tensor_parallel(ranks: Any) -> None:
     for error in ranks(8, fsdp_tp_error, timeout=200):
         assert error <= FP32, error
@@ -162,6 +165,7 @@ def distributed_checkpoint(path: str, load: bool) -> float:
     return t.train(names, range(3, 5)).error(want.part(range(3, 5)))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_four_cp_ranks_loads_on_two_and_one(ranks: Any, tmp_path: Any) -> None:
     for world, load in ((4, False), (2, True), (1, True)):
         assert max(ranks(world, distributed_checkpoint, str(tmp_path), load)) <= FP32, world
@@ -181,6 +185,7 @@ def test_compiled_whole_with_tensor_parallel(ranks: Any) -> None:
         assert error <= FP32, error
 
 
+@pytest.mark.slow
 def test_compiled_blocks_with_fsdp(ranks: Any) -> None:
     check(ranks, 2, "compiled blocks and fsdp, 4 ranks", ((r"\(2, 2\)", "(1, 2)"),))
 
@@ -195,6 +200,7 @@ def checkpointed_error(inside: bool) -> float:
         return error_of(SELECTIVE, ((r"checkpoint_wrapper\(block, .*?\n", edit), (r"\(4,\)", "(2,)"), RING))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [True, False])
 def test_compiled_checkpointed_blocks(ranks: Any, inside: bool) -> None:
     assert max(ranks(2, checkpointed_error, inside, timeout=200)) <= FP32
@@ -232,6 +238,7 @@ def wrapped_before(target: str, key: str) -> tuple[float, int]:
     return error, len(log.entries)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target, key",
     [("block", "layers.*._checkpoint_wrapped_module.attention.inner"), ("inner", "layers.*.attention.inner")],
@@ -274,6 +281,7 @@ def autocast_errors() -> list[tuple[float, float]]:
     return [(t.train(t.setup("autocast, 4 ranks", *edits)).error(exact), plain.error(exact)) for edits in ((), (RING,))]
 
 
+@pytest.mark.slow
 def test_autocast(ranks: Any) -> None:
     for found in ranks(4, autocast_errors, timeout=200):
         for mine, plain in found:
@@ -299,6 +307,7 @@ def mixed_precision_errors() -> tuple[float, float]:
     return mine.error(exact), plain.error(exact)
 
 
+@pytest.mark.slow
 def test_fsdp_mixed_precision(ranks: Any) -> None:
     for mine, plain in ranks(4, mixed_precision_errors, timeout=200):
         assert 1e-4 < mine <= 2 * plain, (mine, plain)
@@ -325,6 +334,7 @@ def pipeline_error(edits: Edits) -> tuple[float, int]:
     return record.error(want, some=True), len(record.grads[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edits", [(RING,), ()], ids=["ring, head_tail", "ulysses"])
 def test_pipeline_keeps_the_documents_of_micro_batches_apart(ranks: Any, edits: Edits) -> None:
     found = ranks(4, pipeline_error, edits, timeout=200)

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from hyper_cp import ContextParallel
 from hyper_cp.mesh import comm
-from hyper_cp.ops import attention, kernels
+from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import npu
-from hyper_cp.schedule import layout as layouts
-from hyper_cp.schedule.documents import documents_table, read
-from hyper_cp.schedule.lookup import resolve
 from tests.harness import npu_standin
-from tests.harness.attention_case import FP32, FP64, inputs
-from tests.harness.oracle import plain_attention, relative_error, visible_pairs
+from tests.harness.attention_case import FP32, FP64, AttentionCase, cp_mesh, one_device
+from tests.harness.flex_masks import untraced
+from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks
 
 README = Path(__file__).parents[2] / "README.md"
@@ -40,67 +38,41 @@ MODES: dict[str, dict[str, Any]] = {
     "hybrid with ring": {"ulysses_degree": 2, "kv_exchange": "ring"},
     "hybrid with all-gather": {"ulysses_degree": 2, "kv_exchange": "all_gather"},
 }
-ROWS: dict[str, dict[str, Any]] = {
-    "causal or full": {"causal": True},
-    "sliding window": {"causal": True, "window": (9, 0)},
-    "packed documents": {"causal": True, "documents": [0, 1, 12, 13, 32]},
-    "documents and a window": {"causal": True, "window": (4, 0), "documents": [0, 1, 12, 13, 32]},
-    "bool mask": {"mask": "bool"},
-    "added mask": {"mask": "added"},
-    "grouped-query heads": {"causal": True, "kv_heads": 1},
-    "latent heads (dq = dk > dv)": {"causal": True, "v_dim": 8},
-    "cross-attention, K/V sharded": {"keys": 16},
-    "FlexAttention": {"flex": True, "causal": True},
-    "dropout": {"causal": True, "dropout": 0.4},
-}
 S = 32
+DOCUMENTS = {"is_causal": True, "documents": ((0, 1, 12, 13, S),)}
+ROWS: dict[str, dict[str, Any]] = {
+    "causal or full": {"is_causal": True},
+    "sliding window": {"is_causal": True, "window": (9, 0)},
+    "packed documents": DOCUMENTS,
+    "documents and a window": {**DOCUMENTS, "window": (4, 0)},
+    "bool mask": {"mask": "bool"},
+    "added mask": {"mask": "float"},
+    "grouped-query heads": {"is_causal": True, "kv_heads": 1},
+    "latent heads (dq = dk > dv)": {"is_causal": True, "v_dim": 8},
+    "cross-attention, K/V sharded": {"keys": 16},
+    "FlexAttention": {"is_causal": True},
+    "dropout": {"is_causal": True},
+}
 
 
-def attend(case: dict[str, Any], mode: dict[str, Any], layout: str, dtype: torch.dtype) -> str:
+def attend(row: str, case: AttentionCase, mode: dict[str, Any]) -> str:
     """``exact``, ``refused`` or ``WRONG`` on this rank, forward and backward."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    kv_heads, keys = case.get("kv_heads", 4), case.get("keys", S)
-    q = inputs(2, 4, 4, S, 16, 16, dtype)[0]
-    _, k, v, _ = inputs(2, 4, kv_heads, keys, 16, case.get("v_dim", 16), dtype)
-    documents = case.get("documents") or ([0, S] if layout in layouts.BY_DOCUMENTS else None)
-    visible, bias, passed = visible_pairs(S, "causal" in case, case.get("window"), [documents or [0, S]]), None, None
-    if keys != S:
-        visible = torch.ones(S, keys, dtype=torch.bool)
-    if case.get("mask"):
-        g = torch.Generator().manual_seed(1)
-        passed = torch.rand(2, 1, S, S, generator=g) < 0.7
-        visible = passed
-        if case["mask"] == "added":
-            passed = bias = torch.randn(2, 4, S, S, generator=g, dtype=torch.float64).to(dtype)
-            visible = visible | True
-    wide = [x.double().requires_grad_() for x in (q, k, v)]
-    want = plain_attention(*wide, visible=visible, bias=None if bias is None else bias.double())
-    dout = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    expected = [want, *torch.autograd.grad(want, wide, dout)]
-    rank, world = dist.get_rank(), dist.get_world_size()
-
-    def mine(length: int) -> Tensor:
-        packed = read(documents_table(documents)) if length == S else None
-        return resolve(layout, world, length, packed).positions(rank)
-
-    at = [mine(S), mine(keys), mine(keys)]
-    local = [x[:, :, i].clone().requires_grad_() for x, i in zip((q, k, v), at, strict=True)]
-    keywords = {**mode, "layout": layout, "window": case.get("window")}
+    mesh, shard = cp_mesh(), case.shard()
     try:
-        if case.get("flex"):
-            out = styled_flex(mesh, keywords, local)
+        if row == "FlexAttention":
+            out = styled_flex(mesh, {**mode, "layout": case.layout}, shard.qkv)
         else:
-            keywords.update(documents=documents, attn_mask=passed, dropout_p=case.get("dropout", 0.0))
-            out = attention(*local, mesh=mesh, is_causal="causal" in case, enable_gqa=True, **keywords)
+            out = shard.attend(mesh, dropout_p=0.4 if row == "dropout" else 0.0)
     except (NotImplementedError, ValueError) as refusal:
         assert len(str(refusal)) > 60, "a refusal says what would work"
         return "refused"
-    if case.get("dropout"):
+    if row == "dropout":
         return "exact" if out.isfinite().all() else "WRONG"  # exact: ops/kernels/test_dropout.py
-    grads = torch.autograd.grad(out, local, dout[:, :, at[0]].to(dtype)) if out.requires_grad else []
-    pairs = zip((out, *grads), expected, (at[0], *at), strict=False)
-    worst = max(relative_error(a, b[:, :, i]) for a, b, i in pairs)
-    return "exact" if worst <= (FP64 if dtype == torch.float64 else FP32) else "WRONG"
+    if row == "FlexAttention":
+        errors = {"out": relative_error(out, one_device(case.problem).out[:, :, shard.at])}
+    else:
+        errors = shard.errors(out, torch.autograd.grad(out, shard.qkv, shard.dout))
+    return "exact" if max(errors.values()) <= (FP64 if case.dtype == torch.float64 else FP32) else "WRONG"
 
 
 class Flexible(nn.Module):
@@ -117,21 +89,22 @@ def styled_flex(mesh: Any, keywords: dict[str, Any], local: list[Tensor]) -> Ten
 
 
 @on_ranks
+@untraced()
 def cells(on_npu: bool) -> dict[tuple[str, str], str]:
     """The outcome of each cell, in every layout that the mode takes."""
     if on_npu:
         npu_standin.install()
     found = {}
-    for name, case in ROWS.items():
-        for mode_name, mode in MODES.items():
-            if on_npu and case.get("flex"):  # runs torch's kernel, not ours
-                found[name, mode_name] = "refused"
-                continue
-            names = ["contiguous"] if mode.get("load_balance") else ["contiguous", "head_tail"]
-            names += ["per_document", "auto"] if case.get("documents") and not mode.get("load_balance") else []
-            dtype = torch.float32 if on_npu or case.get("flex") else torch.float64
-            with kernels.register(npu.KERNEL, "cpu", npu.accepts) if on_npu else nullcontext():
-                (found[name, mode_name],) = {attend(case, mode, layout, dtype) for layout in names}
+    for (name, row), (mode_name, mode) in itertools.product(ROWS.items(), MODES.items()):
+        if on_npu and name == "FlexAttention":  # runs torch's kernel, not ours
+            found[name, mode_name] = "refused"
+            continue
+        layouts = ["contiguous"] if mode.get("load_balance") else ["contiguous", "head_tail"]
+        layouts += ["per_document", "auto"] if "documents" in row and not mode.get("load_balance") else []
+        dtype = torch.float32 if on_npu or name == "FlexAttention" else torch.float64
+        cases = [AttentionCase(S, dim=16, dtype=dtype, layout=x, **{"v_dim": 16, **row}, **mode) for x in layouts]
+        with kernels.register(npu.KERNEL, "cpu", npu.accepts) if on_npu else nullcontext():
+            (found[name, mode_name],) = {attend(name, case, mode) for case in cases}
     assert not comm._in_flight.pending
     return found
 
@@ -147,6 +120,7 @@ def table(cpu: dict[tuple[str, str], str], npu: dict[tuple[str, str], str]) -> s
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.slow
 def test_the_matrix_in_the_readme_is_what_happens(ranks: Any, standin: Any) -> None:
     """With HYPER_CP_WRITE_README=1 the matrix is written instead."""
     found = []

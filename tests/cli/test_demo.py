@@ -15,6 +15,7 @@ from hyper_cp.cli import demo
 from tests.harness.ranks import on_ranks
 
 
+@pytest.mark.slow
 def test_every_mode_and_the_picture(tmp_path: Path) -> None:
     picture = tmp_path / "losses.png"
     command = [

@@ -220,9 +220,9 @@ class Shard:
     dout: Tensor
     mask: Tensor | None
 
-    def attend(self, mesh: DeviceMesh) -> Any:
-        """Call ``attention`` as the case says."""
-        return attention(*self.qkv, mesh=mesh, attn_mask=self.mask, **self.case.attention_keywords())
+    def attend(self, mesh: DeviceMesh, **more: Any) -> Any:
+        """Call ``attention`` as the case says, with more keywords if there are any."""
+        return attention(*self.qkv, mesh=mesh, attn_mask=self.mask, **self.case.attention_keywords(), **more)
 
     def errors(
         self,

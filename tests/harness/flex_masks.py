@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
@@ -53,3 +56,24 @@ CASES: dict[str, Case] = {
 def blocks_of(case: Case) -> BlockMask | None:
     mask_mod, (b, h), size, _ = case
     return mask_mod and create_block_mask(mask_mod, b, h, S, S, device="cpu", BLOCK_SIZE=size)
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Run FlexAttention's math as it stands, without the half second in which torch traces it."""
+    torch_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    try:
+        yield
+    finally:
+        torch_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = False
+
+
+@contextmanager
+def backward_on_the_cpu() -> Iterator[None]:
+    """Allow gradients, which torch refuses on CPUs for want of a fused kernel; its math is complete."""
+    refuse = torch_flex._validate_device
+    torch_flex._validate_device = lambda *_: None
+    try:
+        yield
+    finally:
+        torch_flex._validate_device = refuse

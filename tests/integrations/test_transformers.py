@@ -97,7 +97,7 @@ def every_mode(name: str, layout: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_and_gradients_are_those_of_one_device(ranks: Any, name: str, world: int, layout: str) -> None:
     for found in ranks(world, every_mode, name, layout):
@@ -246,6 +246,7 @@ def compiled() -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_layers_compile_into_one_graph(ranks: Any) -> None:
     for found in ranks(2, compiled):
         assert max(found) <= 1e-5, found

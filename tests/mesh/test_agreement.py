@@ -353,6 +353,7 @@ def test_process_groups_without_a_backend_for_the_cpu(ranks: Any) -> None:
         assert same == "" and again == 0
 
 
+@pytest.mark.slow
 def test_a_fake_process_group_compares_nothing() -> None:
     """The benchmark of host time runs on one: its other ranks do not exist."""
     script = Path(__file__).parents[2] / "benchmarks" / "host_time.py"

@@ -86,18 +86,28 @@ def compiled_equals_eager(world: int, modes: list[dict[str, Any]], backend: str)
     return worst
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_fullgraph_compile_equals_eager_without_recompiling(ranks: Any, world: int) -> None:
-    """On four ranks what two cannot be: a ring of several and Ulysses of several. (There are two key/value heads.)"""
-    hybrid = [mode for mode in MODES if mode["ulysses_degree"] in (2, "auto")]
-    modes = hybrid if world == 4 else [mode for mode in MODES if mode["ulysses_degree"] != 2]
+RING = {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"}
+ON_TWO = [mode for mode in MODES if mode["ulysses_degree"] != 2 and mode != RING]
+ON_FOUR = [mode for mode in MODES if mode["ulysses_degree"] in (2, "auto")]
+"""What two ranks cannot have: a ring of several and Ulysses of several. (There are two key/value heads.)"""
+
+
+@pytest.mark.parametrize(
+    "world, modes",
+    [
+        (2, [RING]),
+        pytest.param(2, ON_TWO, marks=pytest.mark.slow),
+        pytest.param(4, ON_FOUR, marks=pytest.mark.slow),
+    ],
+    ids=["ring", "two ranks", "four ranks"],
+)
+def test_fullgraph_compile_equals_eager_without_recompiling(ranks: Any, world: int, modes: list[Any]) -> None:
     assert max(ranks(world, compiled_equals_eager, world, modes, "aot_eager", timeout=300)) <= 1e-12
 
 
 @pytest.mark.slow
 def test_inductor(ranks: Any) -> None:
-    modes = [{"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"}]
-    assert max(ranks(2, compiled_equals_eager, 2, modes, "inductor", timeout=300)) <= 1e-12
+    assert max(ranks(2, compiled_equals_eager, 2, [RING], "inductor", timeout=300)) <= 1e-12
 
 
 @on_ranks
@@ -134,6 +144,7 @@ def opcheck_all(world: int) -> None:
     torch.library.opcheck(ops.own_slice.default, (x.detach(), None, cp.key, "head_tail", 1))
 
 
+@pytest.mark.slow
 def test_opcheck_of_every_op(ranks: Any) -> None:
     known = {
         name.split("::")[1].split(".")[0]

@@ -78,14 +78,14 @@ def in_one_graph() -> None:
     wrapped_elsewhere(fullgraph=True)
 
 
-LATE: list[Callable[[], None]] = [
+LATE = [
     wrapped_elsewhere,
-    in_one_graph,
+    pytest.param(in_one_graph, marks=pytest.mark.slow),
     in_place,
     block_in_place,
     block_wrapped,
     the_module_itself,
-    without_a_plan,
+    pytest.param(without_a_plan, marks=pytest.mark.slow),
 ]
 
 

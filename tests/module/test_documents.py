@@ -31,6 +31,9 @@ STYLES: list[dict[str, Any]] = [
 ]
 
 
+ONE_FAST = [pytest.param(style, marks=pytest.mark.slow if i != 1 else ()) for i, style in enumerate(STYLES)]
+
+
 class Attending(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q * 1.5, k, v, is_causal=True)
@@ -127,6 +130,7 @@ def by_documents(style: Style) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", BY_DOCUMENTS, ids=str)
 def test_layouts_by_document_through_the_style(ranks: Any, style: Style) -> None:
     for found in ranks(4, by_documents, style):
@@ -198,7 +202,7 @@ def twice(block: nn.Module, handler: ContextParallelHandler, x: Tensor) -> Tenso
         return block(x) + 0 * ignored
 
 
-@pytest.mark.parametrize("style", STYLES, ids=str)
+@pytest.mark.parametrize("style", ONE_FAST, ids=str)
 def test_a_recompute_sees_the_documents_of_its_forward(ranks: Any, style: Style) -> None:
     for reentrant in (False, True):
         for found in ranks(4, recompute, style, True, reentrant):
@@ -238,6 +242,6 @@ def compiled(style: Style) -> float:
     return worst
 
 
-@pytest.mark.parametrize("style", STYLES, ids=str)
+@pytest.mark.parametrize("style", ONE_FAST, ids=str)
 def test_new_documents_do_not_recompile(ranks: Any, style: Style) -> None:
     assert max(ranks(4, compiled, style, timeout=300)) <= FP64

@@ -141,9 +141,20 @@ def check(results: list[dict[str, list[float]]]) -> None:
         assert all(max(errors) <= 1e-10 for errors in found.values()), found
 
 
-def test_outputs_and_gradients_in_every_placement(ranks: Any) -> None:
-    check(ranks(4, errors_of, list(CASES), False))
-    check(ranks(8, errors_of, list(CUBES), False))
+FEW = ["tp heads", "tp heads, shared kv", "cp x tp", "cp alone", "keeps cp, tp"]
+
+
+@pytest.mark.parametrize(
+    "world, names",
+    [
+        (4, FEW),
+        pytest.param(4, [name for name in CASES if name not in FEW], marks=pytest.mark.slow),
+        pytest.param(8, list(CUBES), marks=pytest.mark.slow),
+    ],
+    ids=["few", "others", "three dimensions"],
+)
+def test_outputs_and_gradients_in_every_placement(ranks: Any, world: int, names: list[str]) -> None:
+    check(ranks(world, errors_of, names, False))
 
 
 @pytest.mark.slow

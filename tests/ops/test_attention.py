@@ -33,7 +33,7 @@ from tests.harness.oracle import rms_error
 from tests.harness.ranks import on_ranks
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_mode_fp64(ranks: Any, world: int) -> None:
     cases = [
         AttentionCase(24 * world, causal, batch=batch, heads=8, kv_heads=kv_heads, strided=strided, **mode)
@@ -44,6 +44,7 @@ def test_every_mode_fp64(ranks: Any, world: int) -> None:
     check(ranks(world, run_cases, cases), FP64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [6, 8])
 def test_wide_worlds_fp64(ranks: Any, world: int) -> None:
     cases = [
@@ -64,7 +65,7 @@ def run_cases_cut_in_two(cases: list[AttentionCase]) -> Any:
         return run_cases(cases)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_local_step_in_two_parts(ranks: Any, world: int) -> None:
     cases = [AttentionCase(24 * world, causal, heads=8, **mode) for mode in modes(world) for causal in (True, False)]
     check(ranks(world, run_cases_cut_in_two, cases), FP64)
@@ -131,6 +132,7 @@ def run_drawn(cases: list[AttentionCase]) -> list[Errors]:
     return [run_case(case, mesh, None if case.dtype in BARS else rms_error) for case in cases]
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(job=drawn_job())
 def test_drawn_combinations_meet_the_bars(ranks: Any, job: tuple[int, list[AttentionCase]]) -> None:

@@ -175,6 +175,7 @@ def measure_ring_memory(world: int, layout: str) -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
 def test_ring_of_eight_holds_two_blocks_and_saves_only_local_tensors(ranks: Any, layout: str) -> None:
     for rank, found in enumerate(ranks(8, measure_ring_memory, 8, layout)):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -22,7 +21,7 @@ from hyper_cp.mesh.comm import Axis
 from hyper_cp.ops import flex
 from hyper_cp.ops.exchange import gather_keys as gather
 from tests.harness import npu_standin
-from tests.harness.flex_masks import CASES, KV, B, Case, D, H, S, blocks_of, causal
+from tests.harness.flex_masks import CASES, KV, B, Case, D, H, S, backward_on_the_cpu, blocks_of, causal, untraced
 from tests.harness.oracle import relative_error, token_positions
 from tests.harness.ranks import on_ranks
 
@@ -83,15 +82,8 @@ STYLES = [
 
 
 @on_ranks
+@untraced()
 def forward_errors(styles: list[dict[str, Any]], cases: list[str]) -> dict[str, float]:
-    torch_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # its math without the half second of tracing
-    try:
-        return _forward_errors(styles, cases)
-    finally:
-        torch_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = False
-
-
-def _forward_errors(styles: list[dict[str, Any]], cases: list[str]) -> dict[str, float]:
     errors = {}
     q, k, v = whole()
     for name in cases:
@@ -159,6 +151,7 @@ def asked_beside(style: dict[str, Any]) -> list[float]:
     return outs + [relative_error(x, lse) for x in lses]
 
 
+@pytest.mark.slow
 def test_scale_log_sum_exp_and_kernel_options(ranks: Any) -> None:
     for style in (STYLES[5], STYLES[7], STYLES[6]):
         assert max(max(e) for e in ranks(4, asked_beside, style)) <= 1e-10, style
@@ -167,19 +160,13 @@ def test_scale_log_sum_exp_and_kernel_options(ranks: Any) -> None:
 # --------------------------------------------------------------------------- backward
 
 
-@contextmanager
-def backward_on_the_cpu() -> Any:
-    """torch has no fused backward for CPUs and refuses gradients there; the math it differentiates is complete."""
-    refuse = torch_flex._validate_device
-    torch_flex._validate_device = lambda *_: None
-    try:
-        yield
-    finally:
-        torch_flex._validate_device = refuse
-
-
 @on_ranks
-def gradient_errors(styles: list[dict[str, Any]], cases: list[str]) -> dict[str, float]:
+def gradient_errors(styles: list[dict[str, Any]], cases: list[str], traced: bool) -> dict[str, float]:
+    with nullcontext() if traced else untraced():
+        return gradient_errors_of(styles, cases)
+
+
+def gradient_errors_of(styles: list[dict[str, Any]], cases: list[str]) -> dict[str, float]:
     errors = {}
     for name in cases:
         case = CASES[name]
@@ -199,10 +186,10 @@ def gradient_errors(styles: list[dict[str, Any]], cases: list[str]) -> dict[str,
     return errors
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_gradients(ranks: Any, world: int) -> None:
     styles = STYLES[1:6:2] if world == 4 else STYLES[:3]
-    for errors in ranks(world, gradient_errors, styles, ["heads", "window, alibi"]):
+    for errors in ranks(world, gradient_errors, styles, ["heads", "window, alibi"], world == 2):
         assert max(errors.values()) <= 1e-10, {k: e for k, e in errors.items() if e > 1e-10}
 
 
@@ -220,6 +207,7 @@ def check_ops(degree: int) -> None:
             torch.library.opcheck(flex.local_blocks, (some, cp.key, layout, 8, 4, 4))
 
 
+@pytest.mark.slow
 def test_opcheck(ranks: Any) -> None:
     ranks(2, check_ops, 1)
 

@@ -54,7 +54,7 @@ def cases_of(world: int) -> list[AttentionCase]:
     return cases
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_exact_in_fp64(ranks: Any, world: int) -> None:
     check(ranks(world, run_cases, cases_of(world)), FP64)
 
@@ -189,6 +189,7 @@ def styled(world: int) -> list[float]:
     return worst
 
 
+@pytest.mark.slow
 def test_style_compiles_and_recomputes(ranks: Any) -> None:
     for worst in ranks(4, styled, 4, timeout=300):  # two query heads and one key/value head per rank
         assert max(worst) <= 1e-12, worst

@@ -50,7 +50,7 @@ def test_windows_and_documents(ranks: Any, world: int) -> None:
     check(ranks(world, run_cases, cases), FP64)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6, 7)), 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6, 7, 8))])
 def test_documents_in_layouts_by_document(ranks: Any, world: int) -> None:
     """Lengths that divide by the number of ranks only, every exchange, every Ulysses degree of eight heads."""
     cases = [
@@ -72,7 +72,7 @@ def test_documents_in_layouts_by_document(ranks: Any, world: int) -> None:
     check(ranks(world, run_cases, cases), FP64)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_explicit_masks(ranks: Any, world: int) -> None:
     length = 8 * world
     cases = [
@@ -90,7 +90,7 @@ def test_explicit_masks(ranks: Any, world: int) -> None:
 # --------------------------------------------------------------------------- cross-attention
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_cross_attention(ranks: Any, world: int) -> None:
     """Queries and keys of different lengths, both sharded."""
     cases = [

@@ -78,6 +78,7 @@ def test_each_document_head_tail_over_the_ranks(problem: tuple[int, tuple[int, .
             assert inside == [token_positions("head_tail", r, world, stop - start) for r in range(world)]
 
 
+@pytest.mark.slow
 def test_balance_of_each_layout() -> None:
     """One long document and many short ones: the long one is what head_tail cannot balance."""
     length = 64 * 1024

@@ -58,6 +58,7 @@ def pattern_and_errors(cases: list[dict[str, Any]]) -> list[tuple[Tensor, float]
     return found
 
 
+@pytest.mark.slow
 def test_the_same_pairs_are_dropped_in_every_mode(ranks: Any) -> None:
     reference = ranks(2, pattern_and_errors, modes(2)[:1])[0][0][0]
     seen = torch.ones(S, S).tril().bool()

@@ -28,6 +28,7 @@ TILES: list[Tile] = [
     for (rows, cols), band, mask in itertools.product([(12, 12), (7, 16), (600, 530)], BANDS, ["", "bool", "float"])
     if not (mask == "float" and rows > 100)
 ]
+MARKED = [pytest.param(tile, marks=pytest.mark.slow if tile[0] > 100 and tile[3] else ()) for tile in TILES]
 
 
 def errors(kernel: Any, tile: Tile, dtype: torch.dtype, v_dim: int = 8) -> dict[str, float]:
@@ -45,7 +46,7 @@ def errors(kernel: Any, tile: Tile, dtype: torch.dtype, v_dim: int = 8) -> dict[
     return found
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", MARKED, ids=str)
 def test_cpu_and_reference(tile: Tile) -> None:
     for kernel, v_dim in ((cpu.KERNEL, 8), (reference.KERNEL, 8), (reference.KERNEL, 5)):
         assert max(errors(kernel, tile, torch.float64, v_dim).values()) <= 1e-10
@@ -115,7 +116,7 @@ def test_cuda_runs_what_plain_sdpa_would() -> None:
 # --------------------------------------------------------------------------- NPU, against the stand-in
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", MARKED, ids=str)
 def test_npu(standin: Any, tile: Tile) -> None:
     for v_dim in (8, 5):
         assert max(errors(npu.KERNEL, tile, torch.float32, v_dim).values()) <= 5e-6

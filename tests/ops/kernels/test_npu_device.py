@@ -58,7 +58,7 @@ def run_cases(cases: list[AttentionCase]) -> list[tuple[AttentionCase, Errors]]:
 FLOAT = {"heads": 8, "dtype": torch.float32}
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_every_mode(npus: Ranks, world: int) -> None:
     cases = [AttentionCase(12 * world, causal, **FLOAT, **mode) for mode in modes(world) for causal in (True, False)]
     cases += [AttentionCase(12 * world, True, v_dim=5, **FLOAT, **mode) for mode in modes(world)[:4]]
@@ -188,8 +188,8 @@ def run_modules(style: dict[str, Any]) -> dict[str, float]:
     "style",
     [
         {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
-        {"ulysses_degree": 2, "kv_exchange": "all_gather", "load_balance": True},
-        {"ulysses_degree": None},
+        pytest.param({"ulysses_degree": 2, "load_balance": True}, marks=pytest.mark.slow),
+        pytest.param({"ulysses_degree": None}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

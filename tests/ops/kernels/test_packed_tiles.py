@@ -207,6 +207,7 @@ def test_packed_tiles_of_the_npu(standin: Any, band: Any, tile: Any) -> None:
         assert standin.calls == [{"layout": layout, "mode": 2 if causal else 0, "mask": causal}]
 
 
+@pytest.mark.slow
 def test_the_npu_gets_no_more_than_one_call_takes(standin: Any) -> None:
     """More than 1024 sequences are several calls; head dims that TND has no gradient for, one per rectangle."""
     many = tuple(((i, i + 1), (i, i + 1)) for i in range(0, 1200, 2))
