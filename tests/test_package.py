@@ -68,7 +68,6 @@ VIEWS = "the tensor whose memory a view shares, for which PyTorch has no public 
 PRIVATE_ELSEWHERE = {
     ("context_manager.py", "_version"): WRITES,
     ("module/running_call.py", "_base"): VIEWS,
-    ("schedule/documents.py", "_version"): WRITES,
     ("schedule/masks.py", "_version"): WRITES,
     ("schedule/masks.py", "_base"): VIEWS,
     ("integrations/transformers.py", "_supports_attention_backend"): "read by transformers itself of a model class",

@@ -1,12 +1,8 @@
-"""ContextParallel on user modules: every way to pass q, k, v, every refusal, and nothing left behind."""
+"""ContextParallel on user modules: every way to pass q, k, v and to return, in every mode."""
 
 from __future__ import annotations
 
-import copy
-import pickle
-import re
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,48 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, styled_modules
 from hyper_cp.mesh import comm
-from hyper_cp.ops import attention
-from hyper_cp.ops.kernels import cpu
 from tests.harness import modules
 from tests.harness.oracle import plain_attention, relative_error, token_positions
 from tests.harness.ranks import on_ranks
-
-SEQ, HEADS, KV, DIM = 16, 4, 4, 8
-
-
-def whole(kv_heads: int = KV) -> list[Tensor]:
-    g = torch.Generator().manual_seed(1)
-    return [torch.randn(1, h, SEQ, DIM, generator=g, dtype=torch.float64) for h in (HEADS, kv_heads, kv_heads)]
-
-
-def local(layout: str = "contiguous", kv_heads: int = KV) -> tuple[list[Tensor], Tensor]:
-    """This rank's q, k, v ``[B, H, S, D]`` and its expected output."""
-    mine = torch.tensor(token_positions(layout, dist.get_rank(), dist.get_world_size(), SEQ))
-    q, k, v = whole(kv_heads)
-    return [x[:, :, mine] for x in (q, k, v)], plain_attention(q, k, v, is_causal=True)[:, :, mine]
-
-
-def apply(module: nn.Module, mesh_shape: tuple[int, ...] | None = None, **kwargs: Any) -> nn.Module:
-    if mesh_shape is None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    else:
-        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("ring", "ulysses"))
-    return parallelize_module(module, mesh, ContextParallel(**kwargs))
-
-
-MODES: list[dict[str, Any]] = [
-    {"ulysses_degree": None},
-    {"ulysses_degree": 1},
-    {"ulysses_degree": 2, "kv_exchange": "ring", "layout": "head_tail"},
-    {"ulysses_degree": "auto"},
-]
-BNSD = {"seq_dim": 2, "head_dim": 1}
-
-# --------------------------------------------------------------------------- ways to call
+from tests.harness.styled import BNSD, DIM, HEADS, MODES, RING1, SEQ, Flash, apply, fails, local, whole
 
 
 @on_ranks
@@ -173,328 +134,6 @@ def test_auto_is_the_widest_degree_of_heads_and_host(ranks: Any) -> None:
     assert ranks(4, auto_choice) == [([4, 2, 1], [2, 2, 1])] * 4
 
 
-# --------------------------------------------------------------------------- refusals
-
-
-@on_ranks
-def refused(kind: str) -> None:
-    """Make the mistake ``kind``; whatever happens, nothing may have been communicated."""
-    (q, k, v), _ = local()
-    with comm.record_traffic() as log:
-        try:
-            WRONG[kind][2](q, k, v)
-        finally:
-            if any(operation != "agreement" for operation, _ in log.entries):
-                raise SystemError(f"communicated before refusing: {log.entries}")
-
-
-def two_d_with_other_names(*_: Tensor) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    ContextParallel()._apply(modules.BNSD(), mesh)
-
-
-def three_d(*_: Tensor) -> None:
-    ContextParallel()._apply(modules.BNSD(), init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c")))
-
-
-def twice(*_: Tensor) -> None:
-    apply(apply(modules.BNSD(), **BNSD), **BNSD)
-
-
-def nothing_matched(*_: Tensor) -> None:
-    mesh = init_device_mesh("cpu", (4,))
-    model = nn.Sequential(modules.BNSD())
-    parallelize_module(model, mesh, {"attention": ContextParallel()})
-    styled_modules(model, at_least=1)
-
-
-def named(q: Tensor, k: Tensor, v: Tensor) -> None:
-    model = nn.ModuleDict({"block": nn.ModuleDict({"attn": modules.Silent()})})
-    mesh = init_device_mesh("cpu", (4,))
-    parallelize_module(model, mesh, {"block.attn": ContextParallel(**BNSD, ulysses_degree=1)})
-    styled_modules(model)
-    model["block"]["attn"](q, k, v)  # type: ignore[index,operator]
-
-
-class Flash(nn.Module):
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__()
-        self.kwargs = kwargs
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, **self.kwargs)
-
-
-class MHA(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mha = nn.MultiheadAttention(32, 4, batch_first=True, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mha(x, x, x, need_weights=False)[0]
-
-
-ring1 = {**BNSD, "ulysses_degree": 1}
-Mistake = tuple[str, str, Callable[..., Any]]
-WRONG: dict[str, Mistake] = {
-    "heads": (
-        "ValueError",
-        "ulysses_degree=4 cannot split 6 query heads.*that work: 1, 2\\.",
-        lambda q, k, v: apply(modules.BNSD(), **BNSD)(q.repeat(1, 2, 1, 1)[:, :6], k[:, :2], v[:, :2]),
-    ),
-    "heads, own qkv": (
-        "ValueError",
-        "cannot split 3 query heads.*that work: 1\\.",
-        lambda q, k, v: apply(modules.BNSD(), qkv_indices=None, ulysses_degree=2)(q[:, :3], k[:, :3], v[:, :3]),
-    ),
-    "degree": (
-        "ValueError",
-        "ulysses_degree=3 does not divide the cp mesh of 4 ranks; degrees that do: 1, 2, 4",
-        lambda *_: apply(modules.BNSD(), ulysses_degree=3),
-    ),
-    "2-D names": ("ValueError", r"2 dimensions named \('dp', 'cp'\).*Slice", two_d_with_other_names),
-    "3-D": ("ValueError", "3 dimensions", three_d),
-    "2-D and degree": (
-        "ValueError",
-        "ulysses_degree=4 contradicts the 2-D mesh, whose 'ulysses' dimension has 2",
-        lambda *_: apply(modules.BNSD(), (2, 2), ulysses_degree=4),
-    ),
-    "not found": (
-        "ValueError",
-        "v was found neither at position 2 nor as keyword 'v'.*Set qkv_indices",
-        lambda q, k, v: apply(modules.BNSD(), **BNSD)(q, k),
-    ),
-    "not a tensor": (
-        "TypeError",
-        "k is a str, not a tensor",
-        lambda q, k, v: apply(modules.BNSD(), **BNSD)(q, "k", v),
-    ),
-    "dtypes": (
-        "TypeError",
-        "dtypes torch.float64, torch.float32, torch.float64.*Cast",
-        lambda q, k, v: apply(modules.BNSD(), **BNSD)(q, k.float(), v),
-    ),
-    "dtypes, own qkv": (
-        "TypeError",
-        "dtypes torch.float64, torch.float32 and torch.float64",
-        lambda q, k, v: apply(modules.BNSD(), qkv_indices=None)(q, k.float(), v),
-    ),
-    "dimensions": (
-        "ValueError",
-        "seq_dim=2 and head_dim=4 need 6 dimensions",
-        lambda q, k, v: apply(modules.BNSD(), seq_dim=2, head_dim=4)(q, k, v),
-    ),
-    "lengths": (
-        "ValueError",
-        "k and v have 3 and 4 positions in dimension seq_dim=2",
-        lambda q, k, v: apply(modules.BNSD(), **BNSD)(q, k[:, :, :3], v),
-    ),
-    "documents": (
-        "ValueError",
-        r"documents=\[0, 5, 9\] must be cumulative lengths that ascend from 0 to the global sequence length 16",
-        lambda q, k, v: apply(modules.BNSD(), **BNSD, ulysses_degree=2)(q, k, v, documents=[0, 5, 9]),
-    ),
-    "documents, own qkv": (
-        "ValueError",
-        "the global sequence length 16",
-        lambda q, k, v: apply(modules.BNSD(), qkv_indices=None, ulysses_degree=2)(q, k, v, documents=[[3, 16]]),
-    ),
-    "causal cross-attention": (
-        "ValueError",
-        "query has 16 and key 12 positions .*Cross-attention of different lengths takes no is_causal",
-        lambda q, k, v: apply(modules.BNSD(), **ring1)(q, k[:, :, :3], v[:, :, :3]),
-    ),
-    "odd": (
-        "ValueError",
-        "local sequence length 3 is odd.*multiple of 8",
-        lambda q, k, v: apply(modules.BNSD(), **BNSD, layout="head_tail")(*(x[:, :, :3] for x in (q, k, v))),
-    ),
-    "odd, balance": (
-        "ValueError",
-        "local sequence length 3 is odd.*multiple of 8",
-        lambda q, k, v: apply(modules.BNSD(), **ring1, load_balance=True)(*(x[:, :, :3] for x in (q, k, v))),
-    ),
-    "no attention": (
-        "RuntimeError",
-        "module Silent returned without calling F.scaled_dot_product_attention",
-        lambda q, k, v: apply(modules.Silent(), **ring1)(q, k, v),
-    ),
-    "no attention, own qkv": (
-        "RuntimeError",
-        "module Silent returned without calling",
-        lambda q, k, v: apply(modules.Silent(), qkv_indices=None)(q, k, v),
-    ),
-    "no attention, named": ("RuntimeError", r"module 'block.attn' \(Silent\)", named),
-    "twice": ("ValueError", "already applied to module BNSD", twice),
-    "nothing matched": ("ValueError", "applied to 0 modules of Sequential, expected", nothing_matched),
-    "mask": (
-        "ValueError",
-        r"attn_mask has shape \(1, 1, 4, 4\). It must be broadcastable to \[1, 4, 16, 16\]",
-        lambda q, k, v: apply(Flash(attn_mask=torch.ones(4, 4, dtype=torch.bool)), **ring1)(q, k, v),
-    ),
-    "dropout": (
-        "ValueError",
-        "dropout_p=1.0 must be a probability below 1",
-        lambda q, k, v: apply(Flash(dropout_p=1.0), **ring1)(q, k, v),
-    ),
-    "gqa": (
-        "ValueError",
-        "query has 4 heads and key 2. Pass enable_gqa=True",
-        lambda q, k, v: apply(Flash(), **ring1)(q, k[:, :2], v[:, :2]),
-    ),
-    "MultiheadAttention": (
-        "NotImplementedError",
-        "module MHA calls nn.MultiheadAttention",
-        lambda q, k, v: apply(MHA(), qkv_indices=None)(q.transpose(1, 2).flatten(2)),
-    ),
-    "not a mesh": (
-        "TypeError",
-        "mesh must be a torch.distributed.DeviceMesh, got str",
-        lambda *_: ContextParallel()._apply(modules.BNSD(), "cp"),
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", list(WRONG))
-@pytest.mark.filterwarnings("ignore")
-def test_wrong_use_is_refused_on_every_rank_before_communication(ranks: Any, kind: str) -> None:
-    exception, words, _ = WRONG[kind]
-    ranks.raises(4, exception, words, refused, kind)
-
-
-class Transposing(modules.BNSD):
-    def forward(self, *qkv: Tensor) -> Tensor:
-        return super().forward(*qkv).transpose(1, 2)
-
-
-@on_ranks
-def wrong_output() -> None:
-    (q, k, v), _ = local()
-    apply(Transposing(), **BNSD)(q, k, v)
-
-
-def test_output_of_another_layout_is_refused(ranks: Any) -> None:
-    ranks.raises(2, "ValueError", "must be a tensor with 16 positions in dimension seq_dim=2 and 2 heads", wrong_output)
-
-
-@pytest.mark.parametrize(
-    "kwargs, words",
-    [
-        ({"seq_dim": -1}, "seq_dim=-1"),
-        ({"seq_dim": 1, "head_dim": 1}, "different dimensions"),
-        ({"ulysses_degree": 0}, "ulysses_degree=0"),
-        ({"ulysses_degree": "all"}, "ulysses_degree='all'"),
-        ({"ulysses_degree": True}, "ulysses_degree=True"),
-        ({"qkv_indices": (0, 1)}, re.escape("qkv_indices=(0, 1)")),
-        ({"qkv_indices": None, "qkv_kwarg_names": ("q", "k", "v")}, "qkv_kwarg_names="),
-        ({"kv_exchange": "p2p"}, "kv_exchange='p2p' is unknown; choose one of 'all_gather', 'ring'"),
-        ({"layout": "zigzag"}, "layout='zigzag'"),
-        ({"layout": "head_tail", "load_balance": True}, "balanced already"),
-        ({"layout": "head_tail", "use_local_output": False}, "contiguous order"),
-    ],
-)
-def test_wrong_arguments_are_refused_at_construction(kwargs: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        ContextParallel(**kwargs)
-
-
-# --------------------------------------------------------------------------- nothing left behind
-
-
-def clean() -> bool:
-    """No mode is left on the stack, and a plain call of another module is plain."""
-    (q, k, v), _ = local()
-    with comm.record_traffic() as log:
-        F.scaled_dot_product_attention(q, k, v)
-    return not torch.overrides._get_current_function_mode_stack() and not log.entries
-
-
-def fails(module: nn.Module, *args: Any) -> str:
-    try:
-        module(*args)
-    except Exception as error:
-        return type(error).__name__
-    return "nothing"
-
-
-@on_ranks
-def exceptions() -> list[Any]:
-    (q, k, v), want = local()
-    found: list[Any] = []
-    for mode in ({"ulysses_degree": 1}, {"ulysses_degree": 2}):
-        module = apply(modules.Failing(), **BNSD, **mode)
-        found += [fails(module, q, k, v), clean()]
-        module.broken = False  # type: ignore[assignment]
-        found.append(relative_error(module(q, k, v), want) <= 1e-10)
-
-        def bad_hook(*_: Any) -> None:
-            raise LookupError("a hook's mistake")
-
-        for prepend in (False, True):  # after ours, before ours
-            hook = module.register_forward_pre_hook(bad_hook, prepend=prepend)
-            found += [fails(module, q, k, v), clean()]
-            hook.remove()
-        hook = module.register_forward_hook(bad_hook)
-        found += [fails(module, q, k, v), clean()]
-        hook.remove()
-        found.append(relative_error(module(q, k, v), want) <= 1e-10)
-        found += [fails(module, q, k, "v"), clean()]  # our own refusal
-        found.append(relative_error(module(q, k, v), want) <= 1e-10)
-    return found
-
-
-def test_exceptions_leave_nothing_behind(ranks: Any) -> None:
-    one = ["KeyError", True, True, *["LookupError", True] * 3, True, "TypeError", True, True]
-    assert ranks(4, exceptions) == [one * 2] * 4
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Linear(8, 8, dtype=torch.float64)
-        self.inner = modules.BNSD()
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.inner(self.proj(q), k, v)
-
-
-@on_ranks
-def copies() -> list[bool]:
-    (q, k, v), _ = local()
-    plain = Model()
-    names = [n for n, _ in plain.named_modules()], list(plain.state_dict())
-    model = copy.deepcopy(plain)
-    mesh = init_device_mesh("cpu", (4,))
-    parallelize_module(model, mesh, {"inner": ContextParallel(**ring1)})
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        twin.proj.weight.add_(1)
-    full = plain_attention(plain.proj(whole()[0]), *whole()[1:], is_causal=True)
-    want = full[:, :, dist.get_rank() * 4 :][:, :, :4]
-    state = pickle.loads(pickle.dumps(model.state_dict()))
-    return [
-        ([n for n, _ in model.named_modules()], list(model.state_dict())) == names,
-        relative_error(model(q, k, v), want) <= 1e-10,
-        relative_error(twin(q, k, v), want) > 1e-3,
-        relative_error(model(q, k, v), want) <= 1e-10,
-        list(styled_modules(twin)) == ["inner"],
-        all(torch.equal(a, b) for a, b in zip(state.values(), plain.state_dict().values(), strict=True)),
-        fails_to_pickle(model),
-    ]
-
-
-def fails_to_pickle(model: nn.Module) -> bool:
-    try:
-        pickle.dumps(model)
-    except TypeError as error:
-        return "state_dict" in str(error)
-    return False
-
-
-def test_deepcopy_names_and_state_dict(ranks: Any) -> None:
-    assert ranks(4, copies) == [[True] * 7] * 4
-
-
 @on_ranks
 def count_groups() -> list[int]:
     """Process groups made for a 24-layer model in several modes, styles and applications."""
@@ -584,45 +223,6 @@ def test_no_warning_comes_from_us(ranks: Any) -> None:
     assert all(ranks(4, no_warnings, warnings_as_errors=True))
 
 
-# --------------------------------------------------------------------------- corners
-
-
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = modules.BNSD()
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.inner(q, k, v)
-
-
-@on_ranks
-def nested() -> None:
-    (q, k, v), _ = local()
-    mesh = init_device_mesh("cpu", (2,))
-    model = parallelize_module(Outer(), mesh, {"": ContextParallel(**BNSD), "inner": ContextParallel(**BNSD)})
-    try:
-        model(q, k, v)
-    finally:
-        if not clean():
-            raise SystemError("left something behind")
-
-
-def test_styled_modules_inside_each_other_are_refused(ranks: Any) -> None:
-    ranks.raises(2, "RuntimeError", "module BNSD was called inside module Outer", nested)
-
-
-@on_ranks
-def unordered_mesh() -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    ContextParallel()._apply(modules.BNSD(), DeviceMesh("cpu", [1, 0], mesh_dim_names=("cp",)))
-
-
-def test_a_mesh_out_of_order_is_refused(ranks: Any) -> None:
-    ranks.raises(2, "ValueError", r"mesh lists its ranks as \[1, 0\], not ascending", unordered_mesh)
-
-
 @on_ranks
 def corners() -> dict[str, bool]:
     """Calls that are unusual but right."""
@@ -656,7 +256,7 @@ def corners() -> dict[str, bool]:
         twice = module(q, k, v) + module(q, k, v)
         found[f"twice in one graph {key}"] = relative_error(twice, 2 * want) <= 1e-10
     odd = [x[:, :, :3] for x in whole()]  # balance has nothing to do without a mask: odd lengths are fine
-    out = apply(Flash(), **ring1, load_balance=True)(*odd)
+    out = apply(Flash(), **RING1, load_balance=True)(*odd)
     found["balance without a mask"] = out.shape[2] == 3
     return found
 
@@ -664,50 +264,6 @@ def corners() -> dict[str, bool]:
 def test_unusual_calls(ranks: Any) -> None:
     for found in ranks(4, corners):
         assert all(found.values()), [name for name, good in found.items() if not good]
-
-
-@on_ranks
-def meshes_rebuilt(backend_jobs: int) -> list[float]:
-    """Process groups destroyed and made again in one process: nothing stale is used."""
-    rank, world, errors = dist.get_rank(), dist.get_world_size(), []
-    store = dist.distributed_c10d._get_default_store()
-    for job in range(backend_jobs):
-        dist.destroy_process_group()
-        prefix = dist.PrefixStore(f"again{job}", store)
-        dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world)
-        (q, k, v), want = local()
-        for degree in (1, 2):
-            errors.append(relative_error(apply(modules.BNSD(), **BNSD, ulysses_degree=degree)(q, k, v), want))
-    return errors
-
-
-def test_destroyed_and_rebuilt_groups(ranks: Any) -> None:
-    assert max(max(errors) for errors in ranks(4, meshes_rebuilt, 3)) <= 1e-10
-
-
-# --------------------------------------------------------------------------- what fresh eyes found
-
-
-class CoreCheckpoint(nn.Module):
-    """Recomputes only its attention, with the old kind of activation checkpointing."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        def core(*qkv: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(*qkv, is_causal=True)
-
-        return checkpoint(core, q, k, v, use_reentrant=True)
-
-
-class Interrupted(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        raise KeyboardInterrupt
-
-
-class Rotated(nn.Module):
-    """Only v reaches attention as it came; q and k are changed."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q * 2, k * 2, v, is_causal=True)
 
 
 @on_ranks
@@ -730,114 +286,12 @@ def test_as_many_heads_as_positions(ranks: Any) -> None:
     assert max(max(errors) for errors in ranks(2, equal_sizes)) <= 1e-10
 
 
-FOUND = {
-    "swapped dimensions of equal sizes": (
-        "ValueError",
-        "Check seq_dim and head_dim",
-        lambda *_: apply(modules.BNSD())(*(torch.randn(1, 4, 64, 8) for _ in range(3))),
-    ),
-    "swapped dimensions of equal sizes, rotated": (
-        "ValueError",
-        "Check seq_dim and head_dim",
-        lambda *_: apply(Rotated())(*(torch.randn(1, 4, 64, 8) for _ in range(3))),
-    ),
-    "swapped dimensions": (
-        "ValueError",
-        r"query of shape .* should be \[batch, .* Check seq_dim and head_dim",
-        lambda q, k, v: apply(modules.BSHD(), **BNSD)(*(x.transpose(1, 2) for x in (q, k, v))),
-    ),
-    "flattened heads": (
-        "ValueError",
-        "need 4 dimensions .*qkv_indices=None",
-        lambda q, k, v: apply(modules.BSHD())(*(x.transpose(1, 2).flatten(2) for x in (q, k, v))),
-    ),
-    "reentrant checkpoint inside": (
-        "RuntimeError",
-        "gradients switched off inside the module",
-        lambda q, k, v: apply(CoreCheckpoint(), **ring1)(*(x.requires_grad_() for x in (q, k, v))),
-    ),
-    "integers": (
-        "TypeError",
-        "query has dtype torch.int32. Attention takes",
-        lambda q, k, v: apply(Flash(), **ring1)(*(x.int() for x in (q, k, v))),
-    ),
-    "ring without a ring": (
-        "ValueError",
-        'kv_exchange="ring" has no effect with ulysses_degree=None',
-        lambda q, k, v: apply(Flash(), **BNSD, kv_exchange="ring"),
-    ),
-}
-
-
-@on_ranks
-def found_refused(kind: str) -> None:
-    (q, k, v), _ = local()
-    with comm.record_traffic() as log:
-        try:
-            FOUND[kind][2](q, k, v)
-        finally:
-            sent = [operation for operation, _ in log.entries if operation != "agreement"]
-            if kind in ("flattened heads", "integers", "ring without a ring") and sent:
-                raise SystemError("communicated before refusing")
-
-
-@pytest.mark.parametrize("kind", FOUND)
-def test_misuse_that_was_silent(ranks: Any, kind: str) -> None:
-    ranks.raises(4, FOUND[kind][0], FOUND[kind][1], found_refused, kind)
-
-
-@on_ranks
-def interrupted() -> dict[str, bool]:
-    """Torch runs no hooks after a KeyboardInterrupt: what it leaves must do no harm."""
-    (q, k, v), want = local()
-    with suppress(KeyboardInterrupt):
-        apply(Interrupted(), **ring1)(q, k, v)
-    plain = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    other = apply(modules.BNSD(), **ring1)(q, k, v)
-    return {
-        "plain attention is local": relative_error(plain, plain_attention(q, k, v, is_causal=True)) <= 1e-10,
-        "the next styled module runs": relative_error(other, want) <= 1e-10,
-        "nothing is left": clean(),
-    }
-
-
-def test_keyboard_interrupt(ranks: Any) -> None:
-    for found in ranks(4, interrupted):
-        assert all(found.values()), found
-
-
-@on_ranks
-def failing_kernel(kv: str) -> float:
-    """The kernel fails on every rank while keys are in flight; the process group stays usable."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    (q, k, v), want = local()
-
-    def fails(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("simulated")
-
-    cpu.KERNEL.forward = fails  # type: ignore[method-assign]
-    try:
-        with suppress(torch.OutOfMemoryError):
-            attention(*(x.repeat(1, 1, 8000, 1) for x in (q, k, v)), mesh=mesh, kv_exchange=kv)
-    finally:
-        del cpu.KERNEL.forward
-    if comm._in_flight.pending:
-        raise SystemError("transfers that nobody waits for")
-    dist.barrier()
-    return relative_error(attention(q, k, v, mesh=mesh, is_causal=True, kv_exchange=kv), want)
-
-
-@pytest.mark.parametrize("kv", ["ring", "all_gather"])
-def test_a_failing_kernel_leaves_no_transfer_behind(ranks: Any, kv: str) -> None:
-    assert max(ranks(2, failing_kernel, kv, timeout=40)) <= 1e-10
-
-
 @on_ranks
 def channels_apart() -> float:
     """Head dims that do not lie side by side in memory."""
     (q, k, v), want = local()
     apart = torch.stack([q, k, v], dim=-1).requires_grad_()
-    out = apply(modules.BNSD(), **ring1)(*apart.unbind(-1))
+    out = apply(modules.BNSD(), **RING1)(*apart.unbind(-1))
     out.sum().backward()
     return relative_error(out, want)
 
@@ -849,7 +303,7 @@ def test_head_dims_with_a_stride(ranks: Any) -> None:
 @on_ranks
 def nested_records() -> bool:
     (q, k, v), _ = local()
-    module = apply(modules.BNSD(), **ring1)
+    module = apply(modules.BNSD(), **RING1)
     module(q, k, v)  # the first call also compares its signature
     with comm.record_traffic() as outer:
         with comm.record_traffic() as inner:
@@ -864,7 +318,7 @@ def test_records_nest(ranks: Any) -> None:
 
 @on_ranks
 def dtensor_named_tuple() -> bool:
-    module = apply(modules.BNSD(packaging="namedtuple"), **ring1, use_local_output=False)
+    module = apply(modules.BNSD(packaging="namedtuple"), **RING1, use_local_output=False)
     (q, k, v), _ = local()
     return isinstance(module(q, k, v), modules.Out)
 

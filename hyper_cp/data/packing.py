@@ -24,7 +24,9 @@ def take_documents(entries: dict[Any, Any]) -> Tensor | None:
     Raises:
         ValueError: if two entries name different documents.
     """
-    given = {name: entries.pop(name) for name in OFFSETS if name in entries}
+    # An entry named "documents" may be anything else, such as texts; then it passes through.
+    names = [name for name in OFFSETS if name in entries and (name != "documents" or _numbers(entries))]
+    given = {name: entries.pop(name) for name in names}
     for name in LONGEST if given else ():
         entries.pop(name, None)
     tables = {name: documents_table(x) for name, x in given.items()}
@@ -37,6 +39,14 @@ def take_documents(entries: dict[Any, Any]) -> Tensor | None:
             f"needs queries and keys to be packed alike. Keep one of them and drop the others"
         )
     return next(iter(found.values()), None)
+
+
+def _numbers(entries: dict[Any, Any]) -> bool:
+    """True if the entry "documents" holds cumulative lengths: integers, maybe one list of them per row."""
+    first = entries["documents"]
+    while isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    return first is None or isinstance(first, (int, Tensor))
 
 
 def runs(mask: Tensor) -> tuple[Tensor, list[list[int]]]:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 Signature = tuple[tuple[str, Hashable], ...]
 
-TIMEOUT = 300.0
+TIMEOUT = 600.0
 """Seconds that a rank waits for the others; the environment variable ``HYPER_CP_AGREE_TIMEOUT`` overrides it. As long
 as a slow data loader or a compilation on another rank may take; after ``PATIENCE`` a warning says who is missing."""
 PATIENCE = 30.0
@@ -60,14 +60,17 @@ _SAME_CALLS = "Apply the same styles on every rank, and make the same attention 
 class Agreement:
     """The signatures that the ranks of one mesh have agreed on. All views of the mesh share it."""
 
-    def __init__(self, store: Any, ranks: Sequence[int], rank: int) -> None:
-        """``ranks``: global ranks of the mesh; ``rank``: this one's place among them."""
+    def __init__(self, store: Any, ranks: Sequence[int], rank: int, shape: Sequence[int] = ()) -> None:
+        """``ranks``: global ranks of the mesh; ``rank``: this one's place among them; ``shape``: of the mesh."""
         self.ranks, self.rank = list(ranks), rank
         self._agreed: dict[str, dict[Signature, None]] = {}
         self._round, self._lock = 0, threading.Lock()
-        # Entries of an earlier mesh of the same ranks may be left in the store. Every rank counts its own meshes.
-        mesh = f"hyper_cp/{hashlib.blake2b(repr(self.ranks).encode(), digest_size=8).hexdigest()}"
-        self._store = dist.PrefixStore(f"{mesh}/{store.add(f'{mesh}/meshes/{rank}', 1)}", store)  # type: ignore[attr-defined]
+        # Entries of an earlier mesh of the same ranks may be left in the store, so every rank counts its own meshes.
+        # It counts those of each shape apart: ranks may come to meshes of different shapes in different orders.
+        identity = repr((self.ranks, tuple(shape)))
+        mesh = f"hyper_cp/{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}"
+        number = store.add(f"{mesh}/meshes/{rank}", 1)
+        self._store = dist.PrefixStore(f"{mesh}/{number}", store)  # type: ignore[attr-defined]
 
     @staticmethod
     def between(ranks: Sequence[int], groups: Sequence[Any]) -> Agreement | None:
@@ -75,7 +78,8 @@ class Agreement:
         world = dist.group.WORLD
         if len(ranks) == 1 or world is None or any(dist.get_backend(g) in _NO_STORE for g in (world, *groups)):
             return None
-        return Agreement(world.get_group_store(), ranks, list(ranks).index(dist.get_rank()))
+        shape = [dist.get_world_size(g) for g in groups]
+        return Agreement(world.get_group_store(), ranks, list(ranks).index(dist.get_rank()), shape)
 
     def reach(self, kind: str, signature: Signature, mesh: object, caller: str) -> None:
         """See :meth:`CPMesh.agree`; ``mesh`` describes itself in errors."""

@@ -89,7 +89,14 @@ def _flex(
 _UNBOUNDED = 2**31 - 1
 
 
-def _npu_v1(
+def _npu(name: str, *args: Any, **kwargs: Any) -> AttentionRequest:
+    """``torch_npu.npu_fusion_attention``, its v2 and its v3. v2 spells ``tokens`` with one c less; None means the
+    default of an option."""
+    given = {option.replace("_tokens", "_tockens"): x for option, x in kwargs.items() if x is not None}
+    return _npu_request(name, *args, **given)
+
+
+def _npu_request(
     name: str,
     query: Tensor,
     key: Tensor,
@@ -115,100 +122,23 @@ def _npu_v1(
     dropout_mask: Tensor | None = None,
     seed: Any = 0,
     offset: Any = 0,
-    **others: Any,
-) -> AttentionRequest:
-    """``torch_npu.npu_fusion_attention`` and its v3, which may be called with positional arguments."""
-    refused = {"pse": pse, "padding_mask": padding_mask, "prefix": prefix, "sink": sink, "dropout_mask": dropout_mask}
-    return _npu(
-        name,
-        (query, key, value),
-        head_num,
-        input_layout,
-        atten_mask=atten_mask,
-        scale=scale,
-        keep_prob=keep_prob,
-        tokens=(pre_tockens, next_tockens),
-        lengths=(actual_seq_qlen, actual_seq_kvlen),
-        sparse_mode=sparse_mode,
-        refused={**refused, **others},
-    )
-
-
-def _npu_v2(
-    name: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    head_num: int,
-    input_layout: str,
-    *,
-    atten_mask: Tensor | None = None,
-    scale: float = 1.0,
-    keep_prob: float = 1.0,
-    pre_tokens: int = _UNBOUNDED,
-    next_tokens: int = _UNBOUNDED,
-    actual_seq_qlen: Any = None,
-    actual_seq_kvlen: Any = None,
-    sparse_mode: int = 0,
-    inner_precise: int = 0,
-    gen_mask_parallel: bool = True,
-    sync: bool = False,
-    softmax_layout: str = "",
-    seed: Any = 0,
-    offset: Any = 0,
     pse_type: int = 1,
     **others: Any,
 ) -> AttentionRequest:
-    """``torch_npu.npu_fusion_attention_v2``, which spells ``tokens`` with one c less."""
-    return _npu(
-        name,
-        (query, key, value),
-        head_num,
-        input_layout,
-        atten_mask=atten_mask,
-        scale=scale,
-        keep_prob=keep_prob,
-        tokens=(pre_tokens, next_tokens),
-        lengths=(actual_seq_qlen, actual_seq_kvlen),
-        sparse_mode=sparse_mode,
-        refused=others,
-    )
-
-
-def _npu(
-    name: str,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    heads: int,
-    layout: str,
-    *,
-    atten_mask: Tensor | None,
-    scale: float,
-    keep_prob: float,
-    tokens: tuple[int, int],
-    lengths: tuple[Any, Any],
-    sparse_mode: int,
-    refused: dict[str, Any],
-) -> AttentionRequest:
     """Masks of the operator are True where hidden, its scale is 1 unless given, its ``actual_seq_*`` are documents
-    without the leading 0. Options that do not change the result (precision, seed, ...) are dropped."""
-    given = [option for option, value in refused.items() if value is not None]
+    without the leading 0. Options that do not change the result (precision, seed, ...) are ignored."""
+    refused = {"pse": pse, "padding_mask": padding_mask, "prefix": prefix, "sink": sink, "dropout_mask": dropout_mask}
+    given = [option for option, x in {**refused, **others}.items() if x is not None]
     given += ["keep_prob below 1"] if keep_prob != 1.0 else []
-    if given or sparse_mode not in (0, 1, 2, 3, 4) or layout not in _LAYOUTS:
-        what = ", ".join(given or [f"sparse_mode={sparse_mode}" if layout in _LAYOUTS else layout])
-        raise NotImplementedError(
-            f"{name} calls npu_fusion_attention with {what}, which is not supported under context parallelism yet. "
-            "Supported: sparse_mode 0 to 4, layouts BNSD, BSND, BSH, SBH and TND, atten_mask, scale, "
-            "pre/next tokens and actual_seq_qlen = actual_seq_kvlen"
-        )
-    split, join = _LAYOUTS[layout]
-    query, key, value = qkv
-    kv_heads = heads * key.shape[-1] // query.shape[-1] if layout in ("BSH", "SBH") else 0
+    _check_npu(name, given, input_layout, sparse_mode)
+    split, join = _LAYOUTS[input_layout]
+    kv_heads = head_num * key.shape[-1] // query.shape[-1] if input_layout in ("BSH", "SBH") else 0
     request = AttentionRequest(
-        split(query, heads),
+        split(query, head_num),
         split(key, kv_heads),
         split(value, kv_heads),
         scale=scale,
-        documents=_npu_documents(name, layout, *lengths),
+        documents=_npu_documents(name, input_layout, actual_seq_qlen, actual_seq_kvlen),
         answer=lambda out: _npu_outputs(join(out).contiguous(), out),
     )
     if atten_mask is None:  # the operator ignores sparse_mode and tokens then
@@ -218,8 +148,19 @@ def _npu(
     if sparse_mode in (2, 3):  # query and key are equally long: both diagonals are one
         request.is_causal = True
     if sparse_mode in (0, 4):
-        request.window = _npu_window(name, *tokens)
+        request.window = _npu_window(name, pre_tockens, next_tockens)
     return request
+
+
+def _check_npu(name: str, given: list[str], layout: str, sparse_mode: int) -> None:
+    """Raise ``NotImplementedError`` for options, a layout or a mode that cannot be honoured."""
+    if given or sparse_mode not in (0, 1, 2, 3, 4) or layout not in _LAYOUTS:
+        what = ", ".join(given or [f"sparse_mode={sparse_mode}" if layout in _LAYOUTS else layout])
+        raise NotImplementedError(
+            f"{name} calls npu_fusion_attention with {what}, which is not supported under context parallelism yet. "
+            "Supported: sparse_mode 0 to 4, layouts BNSD, BSND, BSH, SBH and TND, atten_mask, scale, "
+            "pre/next tokens and actual_seq_qlen = actual_seq_kvlen"
+        )
 
 
 def _npu_documents(name: str, layout: str, lengths: Any, kv_lengths: Any) -> Tensor | None:
@@ -262,15 +203,11 @@ def _npu_outputs(joined: Tensor, out: Tensor) -> tuple[Any, ...]:
 
 # --------------------------------------------------------------------------- the table
 
-_NPU: dict[str, Callable[..., AttentionRequest]] = {
-    "npu_fusion_attention": _npu_v1,
-    "npu_fusion_attention_v2": _npu_v2,
-    "npu_fusion_attention_v3": _npu_v1,
-}
+_NPU = ("npu_fusion_attention", "npu_fusion_attention_v2", "npu_fusion_attention_v3")
 ROUTED: dict[Any, Callable[..., AttentionRequest]] = {
     F.scaled_dot_product_attention: _sdpa,
     flex_attention: _flex,
-    **{f"npu.{op}{overload}": read for op, read in _NPU.items() for overload in ("", ".default")},
+    **{f"npu.{op}{overload}": _npu for op in _NPU for overload in ("", ".default")},
 }
 WHOLE_TOO = {F.scaled_dot_product_attention, flex_attention}
 """Calls that are routed even where the module sees whole sequences: they may use head numbers, of which the module

@@ -63,7 +63,10 @@ def attend(
         return head_groups.attend(q, k, v, checked, core.with_lse)
     ulysses = Ulysses(cp, mode.layout, documents=call.documents)
     q, k, v = ulysses.to_heads(q, k, v)
-    return ulysses.to_sequence(core(q, k, v, checked))
+    result = core(q, k, v, checked)
+    if isinstance(core, TileEngine) and core.with_lse:  # apart: the log-sum-exp has no gradient
+        return tuple(ulysses.to_sequence(x) for x in result)
+    return ulysses.to_sequence(result)
 
 
 def cp_attention(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> Tensor:

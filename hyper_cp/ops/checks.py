@@ -73,16 +73,15 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
     """
     if cp.agreement is None or torch.compiler.is_compiling():
         return
+    # Only what decides transfers: names may be given on one rank only, and a scale may change with every step.
     signature = (
-        ("module", call.name),
         ("shapes", tuple(x.shape for x in tensors)),
         ("dtypes", tuple(x.dtype for x in tensors)),
         ("ulysses_degree", cp.ulysses.size),
         *mode.signature,
         ("is_causal", call.is_causal),
-        ("scale", call.scale),
         ("attn_mask", call.mask is not None),
-        ("dropout_p", call.dropout_p),
+        ("dropout", call.dropout_p > 0),
     )
     cp.agree("call", signature, call.name)
     table = documents.read(call.documents)

@@ -16,7 +16,6 @@ from ..mesh import comm, cp_mesh
 from ..schedule import lookup, masks
 from ..schedule.build import Step
 from ..schedule.documents import read
-from ..schedule.layout import Range
 from ..schedule.tiles import Band, Tile, intersect
 from . import exchange, kernels
 from .config import CheckedCall, OpSettings, op_settings
@@ -109,36 +108,39 @@ class _Work:
 
 
 class _UsedKeys:
-    """The keys and values of a block that a step uses, side by side, and the sums of their gradients.
-
-    If they are one range of the block, they are a view of it, and gradients are added to it in place. If they are
-    several ranges, they are a copy, and the sums of their gradients are added to the block once per step.
-    """
+    """The keys and values of a block that a step uses, side by side: a view if they are one range of it."""
 
     def __init__(self, step: Step, *block: Tensor) -> None:
         self.rows = step.used
-        self.k, self.v = (
-            self.rows.take(x.movedim(2, 0), 0).movedim(0, 2) for x in block
-        )  # in the memory order of messages
+        self.k, self.v = (self.rows.take(x, 2) for x in block)
 
-    def collect(self, *gradients: Tensor) -> None:
-        """Begin to add to the gradients (of the block) of keys and values."""
-        self.totals = [x.movedim(2, 0) for x in gradients]
-        if self.rows.is_range:
-            self.sums = [self.rows.take(total, 0).movedim(0, 2) for total in self.totals]
-        else:
-            self.sums = [torch.zeros_like(x, dtype=t.dtype) for x, t in zip((self.k, self.v), gradients, strict=True)]
 
-    def add(self, rows: Range, batch: Range | None, *gradients: Tensor) -> None:
+class _KeyGradients:
+    """Adds the gradients of the used keys to where the keys came from in the block.
+
+    A few ranges are added to one by one. For many, whose number grows with ranks and documents, the sums of a step are
+    added in one operation when it ends.
+    """
+
+    def __init__(self, keys: _UsedKeys, *totals: Tensor) -> None:
+        self.rows, self.totals = keys.rows, totals
+        self.sums: list[Tensor] = []
+        if self.rows.many:
+            self.sums = [torch.zeros_like(x, dtype=t.dtype) for x, t in zip((keys.k, keys.v), totals, strict=True)]
+
+    def add(self, tile: Tile, *gradients: Tensor) -> None:
         """Add the gradients of a tile's keys and values."""
-        for total, x in zip(self.sums, gradients, strict=True):
-            part(total, rows, batch).add_(x)
+        for total, x in zip(self.sums or self.totals, gradients, strict=True):
+            if self.sums:
+                part(total, tile.k, tile.batch).add_(x)
+                continue
+            for start, rows in self.rows.within(tile.k):  # from `start` of the tile on
+                part(total, rows, tile.batch).add_(x.narrow(2, start, rows[1] - rows[0]))
 
     def finish(self) -> None:
-        """Bring the sums to where the keys came from."""
-        if not self.rows.is_range:
-            for total, found in zip(self.totals, self.sums, strict=True):
-                self.rows.add(total, found.movedim(2, 0), 0)
+        """Add what has been summed up apart."""
+        for total, found in zip(self.totals, self.sums, strict=False):
+            self.rows.add(total, found, 2)
 
 
 def _last_dim_contiguous(*tensors: Tensor) -> list[Tensor]:
@@ -221,15 +223,15 @@ def attention_backward_op(
             if not step.tiles:
                 continue
             keys = _UsedKeys(step, k_block, v_block)
-            keys.collect(dk, dv)
+            key_gradients = _KeyGradients(keys, dk, dv)
             for tile in step.tiles:
                 q_rows, *of_rows = queries.rows(tile.q, tile.batch)
                 inputs = work.inputs(step, tile, q_rows, keys.k, keys.v)
                 dq_tile, *gradients = work.kernel.backward(inputs, *of_rows)
                 dq.add(tile.q, tile.batch, dq_tile)
-                keys.add(tile.k, tile.batch, *gradients)
+                key_gradients.add(tile, *gradients)
                 del inputs, dq_tile, gradients  # freed before the next tile
-            keys.finish()
+            key_gradients.finish()
         (dq_local,) = queries.results(dq.result)
     dk_home, dv_home = (home.to(x.dtype) for home, x in zip(blocks.home, (k, v), strict=True))
     return _bshd_in_memory(dq_local), _bshd_in_memory(dk_home), _bshd_in_memory(dv_home)

@@ -157,8 +157,8 @@ def _digest(rows: tuple[Documents, ...]) -> int:
     return int.from_bytes(h.digest(), "little", signed=True)
 
 
-_known: dict[int, tuple[weakref.ref[Tensor], int, PackedDocuments]] = {}
-"""``id(table) -> (table, its version, its contents)``, as long as the table lives."""
+_known: dict[int, tuple[weakref.ref[Tensor], bytes, PackedDocuments]] = {}
+"""``id(table) -> (table, its bytes, its contents)``, as long as the table lives."""
 
 
 @overload
@@ -168,12 +168,12 @@ def read(table: None) -> None: ...
 def read(table: Tensor | None) -> PackedDocuments | None:
     """The contents of a table, parsed once: until the table is written to, this is a look-up by its identity.
 
-    A tensor of inference mode has no version by which a write would show; its bytes are compared instead.
+    Its bytes are compared, not its version: its memory may belong to NumPy or to another process, which write unseen.
     """
     if table is None:
         return None
     known = _known.get(id(table))
-    if known is not None and known[0]() is table and known[1] == table._version:
+    if known is not None and known[0]() is table and known[1] == _bytes(table):
         return known[2]
     if table.device.type != "cpu" or table.ndim != 2:
         raise ValueError(
@@ -182,12 +182,19 @@ def read(table: Tensor | None) -> PackedDocuments | None:
         )
     if not table.numel():
         raise ValueError(f"documents has shape {tuple(table.shape)}: cumulative lengths need at least 0 and S in a row")
-    dense = table.detach().to(torch.int64).contiguous()
-    found = _parsed(ctypes.string_at(dense.data_ptr(), dense.nbytes), len(dense))
-    if not table.is_inference():
-        key, known_tables = id(table), _known  # bound here: globals may be gone when the last tables die
-        _known[key] = weakref.ref(table, lambda _: known_tables.pop(key, None)), table._version, found
+    content = _bytes(table)
+    found = _parsed(content, len(table))
+    key, known_tables = id(table), _known  # bound here: globals may be gone when the last tables die
+    _known[key] = weakref.ref(table, lambda _: known_tables.pop(key, None)), content, found
     return found
+
+
+def _bytes(table: Tensor) -> bytes:
+    """The numbers of a table, as bytes of int64."""
+    dense = (
+        table if table.dtype == torch.int64 and table.is_contiguous() else table.detach().to(torch.int64).contiguous()
+    )
+    return ctypes.string_at(dense.data_ptr(), dense.nbytes)
 
 
 @lru_cache(maxsize=32)

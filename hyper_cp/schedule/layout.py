@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,6 +139,7 @@ class ResolvedLayout:
         name: the layout, never ``"auto"``.
         held: the ranges of every rank, by rank.
         length: the global sequence length.
+        orders: what :func:`lookup.ascending` has made of it, by ranks.
     """
 
     def __init__(self, name: str, held: tuple[tuple[Range, ...], ...]) -> None:
@@ -145,6 +147,7 @@ class ResolvedLayout:
         self.length = sum(stop - start for ranges in held for start, stop in ranges)
         self._pieces: dict[range, tuple[Piece, ...]] = {}
         self._by_ring: dict[int, ResolvedLayout] = {}
+        self.orders: dict[range, Any] = {}
 
     @classmethod
     def of(cls, layout: str, world: int, length: int, documents: Documents | None = None) -> ResolvedLayout:

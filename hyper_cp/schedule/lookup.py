@@ -51,13 +51,15 @@ def _by_documents(layout: str, world: int, length: int, documents: PackedDocumen
     return ResolvedLayout.of("per_document", world, length, row)
 
 
-@lru_cache(maxsize=256)
 def ascending(layout: ResolvedLayout, ranks: range) -> tuple[Rows, Rows]:
     """The order of the tokens of several ranks, whose shares lie one after the other: rows that put them into ascending
-    global order, and rows that bring them back."""
-    share = layout.length // layout.world
-    rows = Rows((index * share + start, index * share + stop) for index, start, stop in layout.pieces(ranks))
-    return rows, rows.inverse()
+    global order, and rows that bring them back. The layout keeps them, so that they are freed with it."""
+    found = layout.orders.get(ranks)
+    if found is None:
+        share = layout.length // layout.world
+        rows = Rows((index * share + start, index * share + stop) for index, start, stop in layout.pieces(ranks))
+        found = layout.orders[ranks] = rows, rows.inverse()
+    return found
 
 
 class _Call(NamedTuple):

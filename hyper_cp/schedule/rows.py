@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -35,23 +35,38 @@ class Rows:
         self._index: dict[Any, Tensor] = {}
 
     @property
-    def is_range(self) -> bool:
-        """True if :meth:`take` is a view."""
-        return len(self.ranges) == 1
+    def many(self) -> bool:
+        """True if there are too many ranges to treat one by one."""
+        return len(self.ranges) > MAX_SLICES
+
+    def within(self, selected: Range) -> Iterator[tuple[int, Range]]:
+        """The ranges of positions that a range of this selection stands for, each with its place in that range."""
+        before = 0
+        for start, stop in self.ranges:
+            low, high = max(selected[0], before), min(selected[1], before + stop - start)
+            if low < high:
+                yield low - selected[0], (start + low - before, start + high - before)
+            before += stop - start
 
     def index(self, device: torch.device) -> Tensor:
-        """The positions, ``[length]`` int64; made once per device, on the device, so that nothing waits for it."""
-        if device not in self._index:
-            parts = [torch.arange(start, stop, device=device) for start, stop in self.ranges]
-            self._index[device] = torch.cat(parts) if parts else torch.arange(0, device=device)
-        return self._index[device]
+        """The positions, ``[length]`` int64 on the device. No call waits for the device.
+
+        On CUDA each call copies them from pinned memory on its own stream, since another stream, or a captured graph,
+        must not read a tensor that it did not wait for. Elsewhere they are made once.
+        """
+        home = torch.device("cpu") if device.type == "cuda" else device
+        if home not in self._index:
+            parts = [torch.arange(start, stop, device=home) for start, stop in self.ranges]
+            found = torch.cat(parts) if parts else torch.arange(0, device=home)
+            self._index[home] = found.pin_memory() if device.type == "cuda" else found
+        return self._index[home].to(device, non_blocking=True)
 
     def take(self, x: Tensor, dim: int) -> Tensor:
         """``x`` restricted to these positions of ``dim``, in their order."""
-        if self.is_range:
+        if len(self.ranges) == 1:
             ((start, stop),) = self.ranges
             return x if stop - start == x.shape[dim] else x.narrow(dim, start, stop - start)
-        if len(self.ranges) <= MAX_SLICES:
+        if not self.many:
             return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.ranges], dim)
         return x.index_select(dim, self.index(x.device))
 
