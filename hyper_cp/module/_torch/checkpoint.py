@@ -31,8 +31,8 @@ from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 from .version import moved
 
 _FORWARD, _BACKWARD = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
-if "ctx" not in _FORWARD.co_varnames or not {"ctx", "detached_inputs", "outputs"} <= {*_BACKWARD.co_varnames}:
-    raise moved("variables ctx, detached_inputs and outputs in CheckpointFunction")
+if "ctx" not in _FORWARD.co_varnames or not {"ctx", "detached_inputs"} <= {*_BACKWARD.co_varnames}:
+    raise moved("variables ctx and detached_inputs in CheckpointFunction")
 _AMBIGUOUS = object()
 _Record = WeakKeyDictionary[object, tuple[Any, ...]]
 
@@ -74,9 +74,8 @@ def _checkpoints() -> Iterator[tuple[Any, bool]]:
     """The checkpoints that run in this thread, innermost first, and True for those that recompute. (A reentrant one
     comes before one with hooks: where both recompute, each knows the calls that it shares with the other.)"""
     for frame in _reentrant_frames():
-        # Before its inputs are there, a backward recomputes the checkpoint that holds them; after its outputs are
-        # there, those in its graph: both are on the stack of hooks.
-        if frame.f_code is _FORWARD or ("detached_inputs" in frame.f_locals and "outputs" not in frame.f_locals):
+        # Before its inputs are there, what recomputes is the checkpoint that holds them.
+        if frame.f_code is _FORWARD or "detached_inputs" in frame.f_locals:
             yield frame.f_locals["ctx"], frame.f_code is _BACKWARD
     for pack in _pack_hooks():
         for held in _closure(inspect.unwrap(pack)):
