@@ -10,7 +10,7 @@ there. torch has no public way to ask which checkpoint is running. Two private o
 - A reentrant checkpoint has no hooks, and in its forward no autograd node yet, so its Python frame is all there is:
   that of ``CheckpointFunction.forward`` or ``backward``, whose ``ctx`` is the same object.
 
-Run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0. Where nothing is found (checkpoints of other libraries, compiled
+Run on torch 2.11.0, 2.13.0 and 2.15.0. Where nothing is found (checkpoints of other libraries, compiled
 modules), the engine raises in a non-reentrant recompute whose state differs from that of its forward, and cannot detect
 it in a reentrant one: there it sees the recompute only. Where the names are missing, the import raises.
 """
