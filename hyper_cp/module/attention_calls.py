@@ -92,7 +92,7 @@ _UNBOUNDED = 2**31 - 1
 def _npu(name: str, *args: Any, **kwargs: Any) -> AttentionRequest:
     """``torch_npu.npu_fusion_attention``, its v2 and its v3. v2 spells ``tokens`` with one c less; None means the
     default of an option."""
-    given = {option.replace("_tokens", "_tockens"): x for option, x in kwargs.items() if x is not None}
+    given = {option.replace("tokens", "tockens"): x for option, x in kwargs.items() if x is not None}
     return _npu_request(name, *args, **given)
 
 

@@ -89,7 +89,7 @@ def compiled_equals_eager(world: int, modes: list[dict[str, Any]], backend: str)
 RING = {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"}
 ON_TWO = [mode for mode in MODES if mode["ulysses_degree"] != 2 and mode != RING]
 ON_FOUR = [mode for mode in MODES if mode["ulysses_degree"] in (2, "auto")]
-"""What two ranks cannot have: a ring of several and Ulysses of several. (There are two key/value heads.)"""
+"""Modes that two ranks cannot have: a ring of several and Ulysses of several. (There are two key/value heads.)"""
 
 
 @pytest.mark.parametrize(

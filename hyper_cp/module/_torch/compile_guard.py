@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
+from collections.abc import Callable
 from weakref import ref
 
 from torch import nn
@@ -34,7 +35,8 @@ def refuse_compiled(module: nn.Module, name: str) -> None:
             )
 
 
-_found: tuple[object, list[ref[nn.Module]]] = (None, [])
+_found: tuple[object, Callable[[], nn.Module | None], list[ref[nn.Module]]] = (None, lambda: None, [])
+"""The last search: its key, the module whose plan was applied, and the compiled modules of the process."""
 
 
 def _compiled_modules(module: nn.Module) -> list[nn.Module]:
@@ -45,24 +47,25 @@ def _compiled_modules(module: nn.Module) -> list[nn.Module]:
     # How often each frame was compiled. Where the counter is missing, all objects are searched.
     counter = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COMPILE_COUNTER", {None: 1})
     frames = sum(counter.values())
-    call, root = _plan_being_applied()
-    # The search visits many objects, so it runs once per plan and not per layer. An address may be used again for
-    # another plan; then the counter tells them apart, if anything was compiled in between.
-    plan = call and (*call, frames)
-    if plan is None or plan != _found[0]:
-        modules = list((module if root is None else root).modules())
-        if frames:  # a module does not know what it is part of
-            modules += [x for x in gc.get_objects() if issubclass(type(x), nn.Module) and "_modules" in x.__dict__]
-        _found = (plan, [ref(x) for x in modules if is_compiled(x)])
-    return [x for x in (weak() for weak in _found[1]) if x is not None]
+    frame, root = _plan_being_applied()
+    root = module if root is None else root
+    found = [x for x in root.modules() if is_compiled(x)]
+    if not frames:
+        return found
+    # A module does not know what it is part of. The search visits all objects, so it runs once per plan and not per
+    # layer. The address of a frame may be used again for another plan: then the module or the counter differs.
+    if frame is None or (frame, frames) != _found[0] or _found[1]() is not root:
+        modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module) and "_modules" in x.__dict__]
+        _found = (frame, frames), ref(root), [ref(x) for x in modules if is_compiled(x)]
+    return found + [x for x in (weak() for weak in _found[2]) if x is not None]
 
 
-def _plan_being_applied() -> tuple[tuple[int, int] | None, nn.Module | None]:
-    """A key of the running call of ``parallelize_module``, and its module (None if there is none on the stack)."""
+def _plan_being_applied() -> tuple[int | None, nn.Module | None]:
+    """The address of the frame of ``parallelize_module``, and its module (None if it is not on the stack)."""
     frame, call, root = inspect.currentframe(), None, None
     while frame is not None:
         if frame.f_code is parallelize_module.__code__:
             root = frame.f_locals["module"]  # the outermost in the end
-            call = (id(frame), id(root))
+            call = id(frame)
         frame = frame.f_back
     return call, root
