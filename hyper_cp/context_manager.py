@@ -241,7 +241,7 @@ class _Routing(DispatchMode):
                 "after the block, and would silently be local attention. Use checkpoint(..., use_reentrant=False)"
             )
         call, mesh = self.call, self.call.binding.active
-        call.mesh, call.documents = mesh, mesh.documents
+        call.mesh, call.documents = mesh, mesh.documents("attention in a context_parallel block")
         call.must_route = mesh.parallel or call.engine_only
         return super().__torch_function__(func, types, args, kwargs)
 

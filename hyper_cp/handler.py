@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -236,12 +238,20 @@ class ContextParallelHandler(Shares):
         else:
             table = documents_table(cu_seqlens, document_ids)  # None: a sequence without documents
             table = None if table is None else self.padded_table(table)
-        state, before = self.cp.batch, self.cp.batch.documents
-        state.documents = table
+        state = self.cp.batch
+        block = state.enter(table)
         try:
             yield table
         finally:
-            state.documents = before
+            state.leave(block)
+        if not (block.used or torch.compiler.is_compiling()):
+            warnings.warn(
+                "a handler.documents block has ended, and nothing in it has read its documents. Attention that ran "
+                "in it was not context-parallel on this mesh, and saw across documents and padding. Apply "
+                "ContextParallel to the model (a mesh of one rank honours documents too, as a baseline), or leave the "
+                "block out",
+                stacklevel=3,
+            )
 
     def core_attn(self, attn: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run an attention function or module on this rank's q, k, v under the handler's style, without a plan.

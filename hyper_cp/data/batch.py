@@ -22,6 +22,8 @@ from .sharding import Shares
 
 TOKENS = ("input_ids", "tokens", "inputs_embeds")
 """Entries that determine the length of the sequence, if a batch has them."""
+SECOND = ("decoder_", "encoder_")
+"""Beginnings of the names of entries that belong to the other sequence of an encoder-decoder."""
 
 
 class LocalBatch:
@@ -74,6 +76,7 @@ def local_batch(
     whole.read_documents(documents)
     if named:
         whole.read_padding()
+        whole.refuse_second_sequence()
     if shift_labels:
         dim = whole.dims["shift_labels"] = whole.dims.pop("labels")
         entries["shift_labels"] = shifted(entries.pop("labels"), dim, ignore_index, whole.boundaries or ())
@@ -106,7 +109,7 @@ class WholeBatch:
                     "whole) or the right dimension"
                 )
         self.padded = handler.padded_length(self.length)
-        self.first, self.dim = entries[first], dims[first]
+        self.source, self.first, self.dim = first, entries[first], dims[first]
         self.rows = self.first.shape[0] if self.dim else self.first.shape[1] if self.first.ndim > 1 else 1
         self.documents: PackedDocuments | None = None
         """Packed documents, in which positions restart."""
@@ -121,7 +124,8 @@ class WholeBatch:
             self.boundaries = self.documents.rows
 
     def read_padding(self) -> None:
-        """Turn a padding mask ``[B, S]`` into boundaries; the mask that is left hides nothing.
+        """Turn a padding mask ``[B, S]`` into boundaries; the mask that is left hides nothing. An explicit mask is
+        padded like the sequence.
 
         ``ValueError`` for padding between tokens, and for explicit masks of a sequence that must be padded.
         """
@@ -149,6 +153,16 @@ class WholeBatch:
             packed = self.boundaries or [[0]]
             packed = [*packed] * len(padding) if len(packed) == 1 else packed
             self.boundaries = [sorted({*row, *found}) for row, found in zip(packed, padding, strict=True)]
+
+    def refuse_second_sequence(self) -> None:
+        """Raise ``ValueError`` if documents or padding of one sequence come with the tokens of another."""
+        second = [name for name in self.dims if str(name).startswith(SECOND)]
+        if second and self.boundaries is not None:
+            raise ValueError(
+                f"batch has documents or padding, and two sequences: {self.source!r} and {second[0]!r}. Documents "
+                "describe one sequence, and would be applied to both. Make a batch of each sequence, and run the "
+                "encoder in the documents block of its batch and the decoder in that of its own"
+            )
 
     def table(self) -> Tensor | None:
         """Documents and padding of the padded sequence; None if there are none."""

@@ -164,7 +164,9 @@ class DecoderHook:
             )
         tokens = args[0] if args else kwargs.get("input_ids")
         tokens = kwargs["inputs_embeds"] if tokens is None else tokens
-        documents, mesh = checkpoint.batch_state(self.binding, (self.binding.active.documents, self.binding.active))
+        documents, mesh = checkpoint.batch_state(
+            self.binding, lambda: (self.binding.documents_in_force(), self.binding.active)
+        )
         handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
         state = self._batch_state(handler, documents, tokens, kwargs).to(tokens.device)
         kwargs["context_parallel"] = ForwardState(state, self.binding.style, mesh)
