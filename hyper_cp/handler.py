@@ -279,6 +279,20 @@ class ContextParallelHandler(Shares):
             self._cores[(self.mesh, *dims)] = parallelize_module(_Core(), self.mesh, style)
         return self._cores[(self.mesh, *dims)](q, k, v, attn, *args, **kwargs)
 
+    def _refuse_late_shift(self, per_token: Any) -> None:
+        """Raise ``ValueError`` for tokens ``[B, S/n - 1]``: each rank has shifted its own share."""
+        state, shape = self.cp.batch, tuple(getattr(per_token, "shape", ()))
+        if self.cp.size == 1 or len(shape) != 2 or any(map(state.is_share, shape)):
+            return
+        length = max(shape)
+        if state.is_share(length + 1):
+            raise ValueError(
+                f"losses or labels of shape {shape} have {length} positions, but this rank's share of the sequence has "
+                f"{length + 1}. If they were shifted after sharding, every rank lacks the label of its last token. "
+                "Shift them over the whole sequence: get_batch_on_this_cp_rank(..., shift_labels=True); if they are "
+                "not positions of this share, pass them flattened"
+            )
+
     def mean_loss(
         self,
         losses: Tensor,
@@ -315,6 +329,7 @@ class ContextParallelHandler(Shares):
                 f"mesh of ranks {mesh.mesh.tolist()} does not contain the cp ranks {self.mesh.mesh.tolist()}. Pass the "
                 'mesh over which gradients are reduced, data and context parallel together, like world["dp", "cp"]'
             )
+        self._refuse_late_shift(losses if labels is None else labels)
         whole = self.mesh if mesh is None else mesh
         return loss.mean_loss(losses, labels, whole, ignore_index=ignore_index, mask=mask, gradients=gradients)
 
