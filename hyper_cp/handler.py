@@ -104,11 +104,14 @@ class ContextParallelHandler(Shares):
 
         A dict may also contain:
 
-        * ``cu_seqlens`` (or ``documents``, or Megatron's, FlashAttention's and Hugging Face's names for it) or
-          ``document_ids [B, S]``: packed documents. They are removed: they have no meaning for a share.
+        * ``cu_seqlens`` (or ``documents``, or Megatron's, FlashAttention's, Hugging Face's and torchtitan's names for
+          it), ``document_ids`` or ``seq_idx [B, S]``: packed documents. They are removed: they have no meaning for a
+          share. Other names that seem to mean documents raise; ``seq_dims={name: ...}`` says that one does not.
         * ``attention_mask [B, S]`` of 0 and 1: padding before or after the tokens of each row. It becomes
           documents, which keep tokens and padding apart over the whole sequence; the entry that is returned is all
-          ones. Masks of other dimensions pass through whole, as the engine expects them.
+          ones. Labels of padding are yours, as on one device: the last padding before a row's first token gets that
+          token's label. Masks of other dimensions pass through whole, as the engine expects them, and are padded with
+          the batch.
         * ``position_ids``; made if missing, ``[B, S/n]`` int64 (``[S/n]`` if tokens are). They restart in packed
           documents, not behind padding.
 

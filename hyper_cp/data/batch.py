@@ -17,7 +17,7 @@ from torch import Tensor
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, read
 from .collectives import by_rank
-from .packing import runs, take_documents
+from .packing import padded_mask, runs, take_documents
 from .sharding import Shares
 
 TOKENS = ("input_ids", "tokens", "inputs_embeds")
@@ -71,7 +71,8 @@ def local_batch(
             "shift_labels=True needs a dict batch with a tensor 'labels' and without 'shift_labels', but the entries "
             f"are {list(entries)}. Pass the unshifted labels as 'labels', or shift_labels=False for shifted ones"
         )
-    documents = take_documents(entries) if named else None
+    vouched = seq_dims if isinstance(seq_dims, Mapping) else ()
+    documents = take_documents(entries, vouched) if named else None
     whole = WholeBatch(handler, entries, _sequence_dims(entries, seq_dims, named))
     whole.read_documents(documents)
     if named:
@@ -79,7 +80,9 @@ def local_batch(
         whole.refuse_second_sequence()
     if shift_labels:
         dim = whole.dims["shift_labels"] = whole.dims.pop("labels")
-        entries["shift_labels"] = shifted(entries.pop("labels"), dim, ignore_index, whole.boundaries or ())
+        # Only documents end a label's context; the labels of padding are the caller's, as on one device.
+        ends = whole.documents.rows if whole.documents else ()
+        entries["shift_labels"] = shifted(entries.pop("labels"), dim, ignore_index, ends)
     unknown = [name for name in pad_values or {} if name not in whole.dims]
     if unknown:
         raise ValueError(f"pad_values names {unknown}, but the entries with a sequence are {list(whole.dims)}")
@@ -127,18 +130,14 @@ class WholeBatch:
         """Turn a padding mask ``[B, S]`` into boundaries; the mask that is left hides nothing. An explicit mask is
         padded like the sequence.
 
-        ``ValueError`` for padding between tokens, and for explicit masks of a sequence that must be padded.
+        ``ValueError`` for padding between tokens, and for explicit masks of another length.
         """
         mask = self.entries.get("attention_mask")
         if not isinstance(mask, Tensor):
             return
         if "attention_mask" not in self.dims:
             if self.padded > self.length:
-                raise ValueError(
-                    f"attention_mask {tuple(mask.shape)} is explicit, but {self.length} positions do not split over "
-                    f"the ranks. Pad the batch to {self.padded} positions yourself, mask included, or pass a padding "
-                    "mask [B, S]"
-                )
+                self.entries["attention_mask"] = padded_mask(mask, self.length, self.padded)
             return
         _, padding = runs(mask.movedim(self.dims["attention_mask"], -1))
         for row, found in enumerate(padding):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -20,6 +21,7 @@ from hyper_cp import ContextParallel, ContextParallelHandler
 from tests.harness import modules
 from tests.harness.oracle import plain_attention, relative_error
 from tests.harness.ranks import on_ranks
+from tests.harness.styled import Flash
 
 LENGTH, A, B = 16, [0, 7, 16], [0, 4, 5, 16]
 
@@ -114,9 +116,7 @@ def encoder_and_decoder() -> None:
     ids = torch.arange(LENGTH)[None]
     mask = (ids < 7).long()
     batch = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids}
-    with pytest.raises(
-        ValueError, match="two sequences: 'input_ids' and 'decoder_input_ids'"
-    ):
+    with pytest.raises(ValueError, match="two sequences: 'input_ids' and 'decoder_input_ids'"):
         handler.get_batch_on_this_cp_rank(batch)
     batch["attention_mask"] = torch.ones_like(mask)  # nothing to mix up
     assert handler.get_batch_on_this_cp_rank(batch)["decoder_input_ids"].shape == (1, LENGTH // 2)
@@ -139,6 +139,38 @@ def encoder_and_decoder() -> None:
 
 def test_documents_of_one_sequence_are_not_applied_to_another(ranks: Any) -> None:
     ranks(2, encoder_and_decoder)
+
+
+# --------------------------------------------------------------------------- explicit masks of a padded batch
+
+
+@on_ranks
+def masked(layout: str) -> float:
+    """The worst error of attention under masks over 13 positions, which are padded with their batch."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    style, worst = ContextParallel(2, 1, 1, layout=layout), 0.0
+    handler, g = ContextParallelHandler(mesh, style), torch.Generator().manual_seed(5)
+    whole = [torch.randn(2, 2, 13, 4, dtype=torch.float64, generator=g) for _ in range(3)]
+    seen = torch.rand(2, 1, 13, 13, generator=g) > 0.4
+    seen |= torch.eye(13, dtype=torch.bool)
+    added = torch.randn(1, 2, 13, 13, dtype=torch.float64, generator=g)
+    for mask in (seen, added, seen[:1, :, -1:], seen[:1, :, :, :1] | True):
+        batch = handler.get_batch_on_this_cp_rank({"input_ids": torch.zeros(2, 13), "attention_mask": mask})
+        module = parallelize_module(Flash(attn_mask=batch["attention_mask"]), mesh, style)
+        with handler.documents(batch):
+            local = [handler.dispatch(x, 2, pad_value=3.0).requires_grad_() for x in whole]
+            out = handler.combine(module(*local), 2, length=13)
+            grads = [handler.combine(x, 2, length=13) for x in torch.autograd.grad(out.square().sum(), local)]
+        wide = [x.clone().requires_grad_() for x in whole]
+        want = F.scaled_dot_product_attention(*wide, attn_mask=mask)
+        pairs = zip((out, *grads), (want, *torch.autograd.grad(want.square().sum(), wide)), strict=True)
+        worst = max(worst, *(relative_error(a.detach(), b.detach()) for a, b in pairs))
+    return worst
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+def test_explicit_masks_are_padded_with_their_batch(ranks: Any, layout: str) -> None:
+    assert max(ranks(3, masked, layout)) <= 1e-10
 
 
 # --------------------------------------------------------------------------- nobody reads them
