@@ -71,6 +71,24 @@ def _differentiate_gather(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 gather_sequence.register_autograd(_differentiate_gather, setup_context=_save)
 
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def scale_gradient(x: Tensor, factor: int) -> Tensor:
+    """Return ``x`` with a gradient that is multiplied by ``factor``."""
+    scaled: Tensor = _ScaledGradient.apply(x, factor)
+    return scaled
+
+
 # --------------------------------------------------------------------------- rolling
 
 
