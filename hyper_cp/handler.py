@@ -224,6 +224,10 @@ class ContextParallelHandler(Shares):
         """Treat the sequence of the enclosed forward as packed documents: only positions of one document see
         each other, in every styled module on this mesh.
 
+        The block holds in the thread that enters it, so that another one may prepare the next batch, and it describes
+        one sequence: causal and non-causal attention in one block raise. Enter a block of its own batch around the
+        encoder, and one around the decoder. A block whose documents nothing has read warns when it ends.
+
         Args:
             cu_seqlens: cumulative lengths ``[0, ..., S]`` over *global* positions, for every batch row
                 (list or tensor ``[m]``) or one list per row. Any lengths, boundaries anywhere. If S does not split
