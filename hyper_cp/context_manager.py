@@ -55,8 +55,9 @@ class context_parallel:
         A buffer that is to be restored keeps its full storage. If nobody has written it, it comes back as it was,
         without communication. If it was written in place, restoring it costs one all-gather at the end of the block
         (all ranks must write it). Buffers that share memory (``ids[:, :-1]`` and ``ids[:, 1:]``) have separate shares
-        inside the block, and come back together, each where it was written (two all-gathers). If the block ends by an exception, all buffers are as they were before
-        it, so that no rank waits for another. Buffers in ``no_restore_buffers`` keep nothing but the share.
+        inside the block, and come back together, each where it was written (two all-gathers). If the block ends by an
+        exception, all buffers are as they were before it, so that no rank waits for another. Buffers in
+        ``no_restore_buffers`` keep nothing but the share.
 
         Backward may be inside or outside the block. Outside, a model under ``torch.compile`` that saved a buffer for
         backward raises (run backward inside), and so does activation checkpointing (its recompute would be outside).

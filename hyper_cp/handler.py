@@ -242,6 +242,12 @@ class ContextParallelHandler(Shares):
         """
         if isinstance(cu_seqlens, LocalBatch):
             table = cu_seqlens.documents
+        elif isinstance(cu_seqlens, Mapping):
+            raise TypeError(
+                f"documents got a {type(cu_seqlens).__name__} with the entries {list(cu_seqlens)}, which carries no "
+                "documents. Pass what get_batch_on_this_cp_rank returned, or its attribute documents if "
+                "the batch was copied (to a device, say). A batch of prepare_batch needs no block"
+            )
         else:
             table = documents_table(cu_seqlens, document_ids)  # None: a sequence without documents
             table = None if table is None else self.padded_table(table)

@@ -126,6 +126,11 @@ def encoder_and_decoder() -> None:
         with pytest.raises(RuntimeError, match="causal and non-causal attention use the documents of one"):
             decoder(memory, *local[1:])
     # A block of each batch around its own part is exact.
+    with (
+        pytest.raises(TypeError, match=r"documents got a dict with the entries \['input_ids'"),
+        handler.documents({**source}),
+    ):
+        raise AssertionError("entered")
     target = handler.get_batch_on_this_cp_rank({"input_ids": ids})
     with handler.documents(source):
         memory = encoder(*local)
