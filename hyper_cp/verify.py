@@ -50,8 +50,8 @@ def verify(
     The step runs twice on the model: on the cp mesh, and on every rank alone with the whole batch, where ``handler``
     has a mesh of one rank. The outputs of all modules in the order of execution, the loss, and the gradients of
     parameters and floating-point inputs must be equal. The report names the first module that differs, by how much, and
-    the usual cause where it recognises one. Afterwards gradients, buffers, random numbers and hooks are what they were before,
-    also after an exception.
+    the usual cause where it recognises one. Afterwards gradients, buffers, random numbers and hooks are what they were
+    before, also after an exception.
 
     All ranks that the model communicates with make the call. Every rank needs memory for one step on the whole batch:
     use a short sequence, with documents, padding and ignored labels as in training.

@@ -12,8 +12,6 @@ call as the keyword ``context_parallel``: activation checkpointing recomputes wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -151,6 +149,11 @@ class DecoderHook:
     def __init__(self, style: ContextParallel, mesh: DeviceMesh, decoder: nn.Module) -> None:
         self.binding = Binding(style, mesh, describe(decoder))
 
+    @staticmethod
+    def share(handler: ContextParallelHandler, batch: dict[str, Any]) -> dict[str, Any]:
+        """This rank's share of a whole batch, for :func:`hyper_cp.verify`."""
+        return prepare_batch(handler, batch)
+
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add ``context_parallel`` to the keywords, and masks and positions that suit it."""
         kwargs = dict(kwargs)
@@ -180,26 +183,6 @@ class DecoderHook:
         if kwargs.get("use_cache") is None:
             kwargs["use_cache"] = False
         return args, kwargs
-
-    # ---- for hyper_cp.verify
-
-    @staticmethod
-    def share(handler: ContextParallelHandler, batch: dict[str, Any]) -> dict[str, Any]:
-        """This rank's share of a whole batch."""
-        return prepare_batch(handler, batch)
-
-    @staticmethod
-    @contextmanager
-    def plain(decoder: PreTrainedModel) -> Iterator[None]:
-        """For the enclosed block the decoder computes attention as transformers does. (The caller removes hooks.)"""
-        try:
-            decoder.set_attn_implementation("sdpa")
-        except ValueError:
-            decoder.set_attn_implementation("eager")
-        try:
-            yield
-        finally:
-            decoder.set_attn_implementation(NAME)
 
     def _batch_state(
         self, handler: ContextParallelHandler, block: Tensor | None, tokens: Tensor, kwargs: dict[str, Any]

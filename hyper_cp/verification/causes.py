@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .compare import Found
-from .report import DIFFERS, EQUAL, Cause
 from .record.trace import Observation
+from .report import DIFFERS, EQUAL, Cause
 
 MIXING_TYPES = (
     *("Conv1d", "Conv2d", "Conv3d", "RNN", "LSTM", "GRU", "BatchNorm1d", "BatchNorm2d", "SyncBatchNorm"),
@@ -161,4 +161,5 @@ def _of_gradients(e: Evidence) -> list[Cause]:
         "The forward agrees. A tensor was detached, gathered without its gradient, or used by another number of ranks "
         "than its gradient is reduced over."
     )
-    return [_say("unknown", bad[0].name if bad else None, what)]
+    name = bad[0].name if bad else ""
+    return [Cause("unknown", None, SAY["unknown"].format(where=f"The gradient of {name}", what=what))]

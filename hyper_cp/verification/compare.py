@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..data.collectives import by_rank
-from .report import DIFFERS, EQUAL, SKIPPED
 from .record.share import Selection, distance, wide
 from .record.trace import Event, Trace
+from .report import DIFFERS, EQUAL, SKIPPED
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 4 * 2**-10, torch.bfloat16: 4 * 2**-7}
 """Default tolerances by the coarsest dtype of a run. (Some models compute parts in fp32 whatever their dtype.)"""
@@ -159,11 +159,13 @@ def by_all_ranks(mesh: DeviceMesh, mine: Iterable[Found]) -> list[list[Found]]:
     return [[Found(**row) for row in rows] for rows in exchange(mesh, [asdict(row) for row in mine])]
 
 
-def accept_sums(mesh: DeviceMesh, ranks: list[list[Found]], parallel: Trace, alone: Trace, tol: Tolerance) -> set[Any]:
-    """The keys of tensors without a sequence dimension whose sum or mean over the ranks is that of one device: each
-    rank has its share of a statistic. All ranks make the call."""
+def accept_sums(
+    mesh: DeviceMesh, ranks: list[list[Found]], parallel: Trace, alone: Trace, tol: Tolerance
+) -> dict[Any, float]:
+    """The keys of tensors without a sequence dimension whose sum or mean over the ranks is that of one device, and its
+    error: each rank has its share of a statistic. All ranks make the call."""
     tables = [{row.key: row for row in rows if row.same_shape} for rows in ranks]
-    accepted = set()
+    accepted = {}
     for key, row in tables[0].items():
         everywhere = [table.get(key) for table in tables]
         if any(r is None or r.shape != row.shape for r in everywhere):
@@ -172,9 +174,9 @@ def accept_sums(mesh: DeviceMesh, ranks: list[list[Found]], parallel: Trace, alo
         if not value.is_floating_point() or all(r is not None and r.status == EQUAL for r in everywhere):
             continue
         total = by_rank(mesh, value.reshape(-1).to(mesh.device_type)).cpu().double().sum(0).view(value.shape)
-        theirs = alone.events[key].value
-        judged = [tol.judge(x, theirs, None) for x in (total, total / mesh.size())]
-        fits = torch.tensor([[float(error <= allowed) for error, allowed in judged]], device=mesh.device_type)
-        if bool((by_rank(mesh, fits).amin((0, 1)) > 0).any()):
-            accepted.add(key)
+        judged = [tol.judge(x, alone.events[key].value, None) for x in (total, total / mesh.size())]
+        gathered = by_rank(mesh, torch.tensor(judged, dtype=torch.float64, device=mesh.device_type))
+        for errors, allowed in (form.unbind(-1) for form in gathered.unbind(1)):
+            if bool((errors <= allowed).all()):
+                accepted[key] = errors.max().item()
     return accepted

@@ -19,8 +19,8 @@ from .compare import (
     compare_modules,
     exchange,
 )
-from .report import DIFFERS, EQUAL, INTERNAL, SKIPPED, Cause, Report, Row
 from .record.trace import Observation, Trace
+from .report import DIFFERS, EQUAL, INTERNAL, SKIPPED, Cause, Report, Row
 
 Call = tuple[str, int]
 
@@ -46,7 +46,7 @@ def conclude(traces: Traces, mesh: DeviceMesh, length: int, tolerance: Tolerance
     gradients = by_all_ranks(mesh, compare_gradients(parallel, alone, exact, tolerance))
     sums = accept_sums(mesh, modules, parallel, alone, tolerance)
     for row in (row for rows in modules for row in rows if row.key in sums):
-        row.status = EQUAL
+        row.status, row.error = EQUAL, sums[row.key]
     others = exchange(
         mesh,
         {

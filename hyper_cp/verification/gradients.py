@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from ..data.collectives import by_rank
@@ -41,7 +41,10 @@ def gradients_of(
 
 def _reduced(x: Tensor, mesh: DeviceMesh, average: bool | None) -> Tensor:
     grad = torch.zeros_like(x) if x.grad is None else x.grad
-    grad = (grad.to_local() if isinstance(grad, DTensor) else grad).detach()
+    if isinstance(grad, DTensor):  # sequence parallelism leaves sums over tp to be made when they are read
+        made = [Replicate() if isinstance(p, Partial) else p for p in grad.placements]
+        grad = grad.redistribute(placements=made).to_local()
+    grad = grad.detach()
     if average is None:
         return grad.to("cpu", copy=True)
     total = by_rank(mesh, grad).cpu().double().sum(0)

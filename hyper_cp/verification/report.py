@@ -45,8 +45,8 @@ class Cause:
     """A usual cause that fits the differences."""
 
     kind: str
-    """``"positions"``, ``"labels"``, ``"mask"``, ``"factor"``, ``"dropout"``, ``"attention"``, ``"mixing"``, ``"loss"``,
-    ``"tensor parallel"``, ``"ranks"`` or ``"unknown"``."""
+    """``"positions"``, ``"labels"``, ``"loss"``, ``"mask"``, ``"factor"``, ``"dropout"``, ``"attention"``,
+    ``"mixing"``, ``"tensor parallel"``, ``"ranks"`` or ``"unknown"``."""
     module: str | None
     text: str
     """What was found, and what to do."""
@@ -105,8 +105,8 @@ class Report:
         return "\n".join(lines)
 
     def _shown(self) -> list[Row]:
-        """The rows that say most: the first that differs, outputs (around the first difference, if they are many), the loss,
-        and the gradients that are nearest to their tolerance."""
+        """The rows that say most: the first that differs, outputs (around the first difference, if they are many), the
+        loss, and the gradients that are nearest to their tolerance."""
         bad = [i for i, row in enumerate(self.rows) if row.status == DIFFERS]
         around = bad[0] if bad else 0
         modules = [i for i, row in enumerate(self.rows) if row.kind == "output"]

@@ -14,21 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from ..data.batch import TOKENS, LocalBatch
-from ..data.packing import take_documents
 from ..handler import ContextParallelHandler
 from ..mesh.comm import record_traffic
 from ..mesh_swap import context_parallel_mesh
-from ..module._torch.modules import hook_owners, hooks_removed
+from ..module._torch.modules import hook_owners
 from ..module.dtensor import CPDims
 from ..module.mesh_binding import bindings
 from ..schedule.documents import read
 from ..style import ContextParallel
 from .gradients import gradients_of
 from .record.share import Positions
-from .steps import integrated_loss, styled_loss
 from .record.tensor_parallel import Unreduced
 from .record.trace import Recorder, Trace
 from .record.untouched import untouched
+from .steps import integrated_loss, styled_loss
 
 LossFn = Callable[[Any, Any, ContextParallelHandler], Tensor]
 LARGEST_COUNT = 512
@@ -134,23 +133,17 @@ class Runs:
         """The run of the whole batch on this rank, of which the rows of ``like`` are kept. ``exact``: on a copy of the
         model in fp32."""
         model = copy.deepcopy(self.model).float() if exact else self.model
-        hook, plain = integration(model), False
         with ExitStack() as stack:
             stack.enter_context(untouched(model, self.mesh.device_type))
-            if hook is not None and self.loss_fn is None and not _packed(self.batch):
-                stack.enter_context(hooks_removed(model, __name__.partition(".")[0]))
-                stack.enter_context(hook[0].plain(hook[1]))
-                plain = True
-            elif bindings(model):
+            if bindings(model):
                 stack.enter_context(context_parallel_mesh(model, self.alone))
-            handler = ContextParallelHandler(self.alone, self.handler.layout if plain else self.style)
-            if not plain and self.documents and not like.documents:
+            handler = ContextParallelHandler(self.alone, self.style)
+            if self.documents and not like.documents:  # the run that should be right must have them
                 stack.enter_context(handler.documents(_read(handler, self.batch)))
             if exact:
                 stack.enter_context(_WithoutAutocast(self.mesh.device_type))
             traffic = stack.enter_context(record_traffic())
-            recorder = Recorder(model, self.cp_dims, self.positions, like)
-            trace = self._run(model, recorder, handler, plain, exact)
+            trace = self._run(model, Recorder(model, self.cp_dims, self.positions, like), handler, exact)
         sent = max((size for _, size in traffic.entries), default=0)
         if sent > LARGEST_COUNT:
             raise ValueError(
@@ -160,19 +153,12 @@ class Runs:
             )
         return trace
 
-    def _run(
-        self,
-        model: nn.Module,
-        recorder: Recorder,
-        handler: ContextParallelHandler,
-        plain: bool = False,
-        exact: bool = False,
-    ) -> Trace:
+    def _run(self, model: nn.Module, recorder: Recorder, handler: ContextParallelHandler, exact: bool = False) -> Trace:
         batch, leaves = _fresh(self.batch, exact)
         parallel = handler.mesh.size() > 1
         with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             with recorder as trace:
-                loss = self._loss(model, batch, handler, plain)
+                loss = self._loss(model, batch, handler)
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
                 got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
                 raise TypeError(f"loss_fn returned {got}. verify compares one loss. Return a tensor with one number")
@@ -183,15 +169,13 @@ class Runs:
             trace.gradients = gradients_of(model, leaves, self.mesh, average)
         return trace
 
-    def _loss(self, model: nn.Module, batch: Any, handler: ContextParallelHandler, plain: bool) -> Tensor:
+    def _loss(self, model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
         if self.loss_fn is not None:
             return self.loss_fn(model, batch, handler)
-        hook, positions = integration(model), self.positions
-        if plain:
-            return integrated_loss(model, batch, handler, positions)
-        if hook is not None:
-            return integrated_loss(model, hook[0].share(handler, batch), handler, positions)
-        return styled_loss(model, batch, handler, positions)
+        share = integration(model)
+        if share is not None:
+            return integrated_loss(model, share(handler, batch), handler, self.positions)
+        return styled_loss(model, batch, handler, self.positions)
 
 
 class _WithoutAutocast(TorchFunctionMode):
@@ -208,10 +192,10 @@ class _WithoutAutocast(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-def integration(model: nn.Module) -> tuple[Any, nn.Module] | None:
-    """The hook of an integration that has ``plain(module)`` and ``share(handler, batch)``, and its module."""
-    found = ((hook, module) for module in model.modules() for hook in hook_owners(module))
-    return next((pair for pair in found if hasattr(pair[0], "plain")), None)
+def integration(model: nn.Module) -> Callable[[ContextParallelHandler, Any], Any] | None:
+    """The function that splits a batch for a model that an integration has prepared; None for other models."""
+    owners = (owner for module in model.modules() for owner in hook_owners(module))
+    return next((owner.share for owner in owners if hasattr(owner, "share")), None)
 
 
 def _fresh(batch: Any, exact: bool) -> tuple[Any, dict[str, Tensor]]:
@@ -247,7 +231,3 @@ def _divided(batch: LocalBatch) -> bool:
     if batch.documents is None:
         return False
     return any(0 < b < batch.length for row in read(batch.documents).rows for b in row)
-
-
-def _packed(batch: Any) -> bool:
-    return isinstance(batch, Mapping) and take_documents(dict(batch)) is not None

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel
 
 VOCABULARY, WIDTH, HEADS, LENGTH, ROWS = 31, 16, 4, 24, 2
 
@@ -146,7 +146,7 @@ def loss_fn(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Te
 def shifted_after_sharding(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
     batch = handler.get_batch_on_this_cp_rank(batch)
     logits = model(batch["input_ids"], batch["position_ids"])
-    return handler.mean_loss(logits[:, :-1], batch["labels"][:, 1:])
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
 def without_documents(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
@@ -163,7 +163,8 @@ def mean_of_share(model: nn.Module, batch: Any, handler: ContextParallelHandler)
 
 def summed(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
     batch = handler.get_batch_on_this_cp_rank(batch, shift_labels=True)
-    logits = model(batch["input_ids"], batch["position_ids"])
+    with handler.documents(batch):
+        logits = model(batch["input_ids"], batch["position_ids"])
     return handler.mean_loss(logits, batch["shift_labels"], gradients="sum")
 
 
@@ -171,7 +172,50 @@ def divided(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Te
     return loss_fn(model, batch, handler) / handler.cp.size
 
 
+def in_block(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
+    """The step of a user of ``context_parallel``, with positions in a buffer."""
+    ids, labels = batch["input_ids"], F.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+    places = torch.arange(ids.shape[1])[None].clone()
+    with context_parallel(handler.mesh, buffers=[ids, labels, places], buffer_seq_dims=[1, 1, 1]) as inner:
+        return inner.mean_loss(model(ids, places), labels)
+
+
+def in_block_of_the_mesh(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
+    """The same with a mesh of its own."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "head_tail")
+    return in_block(model, batch, handler)
+
+
+def pooled(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
+    """A head on the gathered sequence, whose loss is the same on every rank."""
+    batch = handler.get_batch_on_this_cp_rank(batch)
+    logits = model(batch["input_ids"], batch["position_ids"])
+    return handler.combine(logits, 1).mean(1).pow(2).sum()
+
+
+def failing(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
+    """A step that raises after it has left its traces everywhere: at once, or on one device only."""
+    loss = loss_fn(model, batch, handler)
+    loss.backward()
+    model.new = model.calls = torch.ones(3)
+    torch.rand(5)
+    if model.fault == "fails" or handler.cp.size == 1:
+        raise KeyError("the user's own mistake")
+    return loss.detach()
+
+
 def local_positions(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
     batch = handler.get_batch_on_this_cp_rank(batch, shift_labels=True)
     logits = model(batch["input_ids"], torch.arange(batch["input_ids"].shape[1])[None])
     return handler.mean_loss(logits, batch["shift_labels"])
+
+
+def verification(fault: str = "") -> dict[str, Any]:
+    """Arguments of verify, as ``hyper-cp verify`` takes them from a function."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    return {"model": styled(mesh, fault), "mesh": mesh, "batch": whole_batch(), "loss_fn": loss_fn}
+
+
+def wrong_verification() -> dict[str, Any]:
+    """The same for a model with a mistake."""
+    return verification("cumsum")

@@ -1,6 +1,6 @@
 """Private parts of ``nn.Module``: hooks of a module, calls that are on the stack, wrappers around it.
 
-Needs ``_forward_pre_hooks``, ``_forward_hooks``, ``_buffers``, ``_call_impl``, ``_compiled_call_impl``, and the child
+Needs ``_forward_pre_hooks``, ``_buffers``, ``_call_impl``, ``_compiled_call_impl``, and the child
 names of ``torch.compile`` (``_orig_mod``) and of ``checkpoint_wrapper`` (``_checkpoint_wrapped_module``). The same in
 torch 2.11 to 2.15.
 """
@@ -8,8 +8,6 @@ torch 2.11 to 2.15.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -26,27 +24,6 @@ def hook_owners(module: nn.Module) -> list[Any]:
 def buffers_of(module: nn.Module) -> dict[str, Any]:
     """The buffers of a module itself by name, None included, to restore them; the dict is the module's own."""
     return module._buffers
-
-
-@contextmanager
-def hooks_removed(model: nn.Module, package: str) -> Iterator[None]:
-    """For the enclosed block the modules of ``model`` run without the forward hooks that ``package`` has defined."""
-    kept = []
-    for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            ours = {
-                key for key, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith(f"{package}.")
-            }
-            if ours:
-                kept.append((hooks, dict(hooks)))
-                for key in ours:
-                    del hooks[key]
-    try:
-        yield
-    finally:
-        for hooks, before in kept:
-            hooks.clear()
-            hooks.update(before)
 
 
 def is_running(module: nn.Module) -> bool:

@@ -52,6 +52,8 @@ class ModuleCall:
     """True if ContextParallel is applied to the module."""
     opaque: bool
     """True if the tensors inside the module have another form with context parallelism (after Ulysses)."""
+    integrated: bool
+    """True for a module that an integration has prepared, and inside it."""
 
 
 @dataclass
@@ -144,15 +146,19 @@ class Recorder:
     # ---- one call of a module
 
     def _begin(self, module: nn.Module, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        trace, hooks = self.trace, [h for h in hook_owners(module) if isinstance(h, AttentionHooks)]
+        trace, owners = self.trace, hook_owners(module)
+        hooks = [h for h in owners if isinstance(h, AttentionHooks)]
         parent = self._stack[-1][1] if self._stack else None
         hidden = parent is not None and trace.calls[parent].opaque
         opaque = hidden or any(h.style.qkv_indices is not None for h in hooks)
-        call = ModuleCall(name, type(module).__name__, self._numbers[name], parent, bool(hooks), opaque)
+        inside = parent is not None and trace.calls[parent].integrated
+        integrated = inside or any(hasattr(h, "share") for h in owners)
+        number = self._numbers[name]
+        call = ModuleCall(name, type(module).__name__, number, parent, bool(hooks), opaque, integrated)
         self._numbers[name] += 1
         trace.calls.append(call)
         self._stack.append((module, len(trace.calls) - 1, args))
-        trace.documents = trace.documents or self.documents() or _carries_documents(named)
+        trace.documents = trace.documents or self.documents() or (not inside and _carries_documents(named))
         if not hidden:
             for place, x in tensors(named):
                 if x.ndim:
@@ -223,8 +229,5 @@ def tensors(x: Any, place: str = "", depth: int = 3) -> Iterator[tuple[str, Tens
 
 
 def _carries_documents(named: dict[str, Any]) -> bool:
-    """True if a call has packed documents or padding among its arguments."""
-    state = named.get("context_parallel")
-    state = getattr(state, "batch", state)
-    found = [named.get("documents"), *(getattr(state, x, None) for x in ("documents", "tokens", "keys"))]
-    return any(x is not None for x in found)
+    """True if the caller of a module passes packed documents, or the batch state of an integration."""
+    return named.get("documents") is not None or named.get("context_parallel") is not None
