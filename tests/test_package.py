@@ -67,6 +67,7 @@ WRITES = "the counter of writes to a tensor, for which PyTorch has no public nam
 VIEWS = "the tensor whose memory a view shares, for which PyTorch has no public name"
 PRIVATE_ELSEWHERE = {
     ("context_manager.py", "_version"): WRITES,
+    ("mesh/batch_state.py", "_DummyThread"): "a thread that Python has not started, which has no public name",
     ("module/running_call.py", "_base"): VIEWS,
     ("schedule/masks.py", "_version"): WRITES,
     ("schedule/masks.py", "_base"): VIEWS,

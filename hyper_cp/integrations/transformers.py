@@ -22,12 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..data.batch import WholeBatch, shifted
-from ..data.packing import AttentionState, attention_state, take_documents
+from ..data.packing import AttentionState, attention_state, padded_mask, take_documents
 from ..handler import ContextParallelHandler
 from ..module._torch import checkpoint
 from ..module.mesh_binding import Binding, Style, StyledMesh, binding_of, describe
 from ..ops.attention import cp_attention
 from ..ops.config import Call
+from ..schedule import layout as layouts
+from ..schedule.documents import documents_table
 from ..style import ContextParallel, style_of
 
 __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
@@ -121,8 +123,13 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
         mask = F.pad(entries.pop("attention_mask"), (0, whole.padded - whole.length))
         state = attention_state(handler, documents, mask)
     else:
-        packed = mask is None and positions is not None and positions.ndim == 2
+        if isinstance(mask, Tensor) and whole.padded > whole.length:
+            entries["attention_mask"] = padded_mask(mask, whole.length, whole.padded)
+        # The documents of a block say what positions that restart in them would say.
+        packed = mask is None and positions is not None and positions.ndim == 2 and handler.cp.batch.documents is None
         state = attention_state(handler, documents, None, positions if packed else None)
+    if state.documents is None and handler.layout in layouts.BY_DOCUMENTS and handler.cp.batch.documents is None:
+        state = replace(state, documents=documents_table([0, whole.padded]))  # the whole sequence is a document too
     placed_by = handler.documents_for(state.documents, whole.padded)
     local = whole.split(placed_by, {name: IGNORE for name in dims if "labels" in name})
     if positions is None:
@@ -169,7 +176,9 @@ class DecoderHook:
             )
         tokens = args[0] if args else kwargs.get("input_ids")
         tokens = kwargs["inputs_embeds"] if tokens is None else tokens
-        documents, mesh = checkpoint.batch_state(self.binding, (self.binding.active.documents, self.binding.active))
+        documents, mesh = checkpoint.batch_state(
+            self.binding, lambda: (self.binding.documents_in_force(), self.binding.active)
+        )
         handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
         state = self._batch_state(handler, documents, tokens, kwargs).to(tokens.device)
         kwargs["context_parallel"] = ForwardState(state, self.binding.style, mesh)
