@@ -84,4 +84,4 @@ def _load(name: str) -> Callable[[], Any]:
         sys.path.remove(os.getcwd())
     if not callable(found):
         raise ValueError(f"module {module} has no function {attribute!r}. Write MODULE:FUNCTION of one that it has")
-    return found  # type: ignore[no-any-return]
+    return found

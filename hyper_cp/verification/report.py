@@ -49,7 +49,7 @@ class Cause:
     ``"mixing"``, ``"tensor parallel"``, ``"ranks"`` or ``"unknown"``."""
     module: str | None
     text: str
-    """What was found, and what to do."""
+    """One sentence about the finding, one about the reason, one about the way out."""
 
 
 @dataclass(frozen=True)
