@@ -147,11 +147,11 @@ def compare_gradients(parallel: Trace, alone: Trace, exact: Trace | None, tolera
 
 def exchange(mesh: DeviceMesh, payload: Any) -> list[Any]:
     """The payloads of all ranks of a mesh, which are gathered as JSON."""
-    content = torch.tensor(list(json.dumps(payload).encode()), dtype=torch.uint8, device=mesh.device_type)
+    content = torch.frombuffer(bytearray(json.dumps(payload).encode()), dtype=torch.uint8).to(mesh.device_type)
     sizes = by_rank(mesh, torch.tensor([len(content)], device=mesh.device_type)).flatten().tolist()
     padded = torch.cat([content, content.new_zeros(max(sizes) - len(content))])
     rows = by_rank(mesh, padded).cpu()
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def by_all_ranks(mesh: DeviceMesh, mine: Iterable[Found]) -> list[list[Found]]:

@@ -83,6 +83,9 @@ class Runs:
             return self.sequence
         if self.handler.sequence is not None:
             length, table = self.handler.sequence
+            # A batch may have been padded before it was split.
+            if self.known is not None and self.known.padded_length == length:
+                length = self.known.length
         elif self.known is not None:
             length, table = self.known.length, self.known.documents
         else:

@@ -114,7 +114,7 @@ class Recorder:
     def __enter__(self) -> Trace:
         for name, module in self.model.named_modules():
             name = WRAPPERS.sub("", name).rstrip(".")
-            names = list(inspect.signature(module.forward).parameters)
+            names = _parameter_names(module)
             before, behind = self._hooks(name, names)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(behind))
@@ -214,6 +214,13 @@ class Recorder:
 
     def _add(self, kind: str, text: str, module: str | None) -> None:
         self.trace.observations.append(Observation(self._tick, module, kind, text))
+
+
+def _parameter_names(module: nn.Module) -> list[str]:
+    try:
+        return list(inspect.signature(module.forward).parameters)
+    except ValueError:  # it is not written in Python
+        return []
 
 
 def tensors(x: Any, place: str = "", depth: int = 3) -> Iterator[tuple[str, Tensor]]:

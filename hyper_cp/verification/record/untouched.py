@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ...module._torch.modules import buffers_of
@@ -44,6 +45,9 @@ def untouched(model: nn.Module, device_type: str) -> Iterator[None]:
                 for buffer, content in contents:
                     if not _equal(buffer, content):
                         buffer.copy_(content)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # after an exception, whole parameters may be in place of the sharded ones
             for p, grad in grads:
                 p.grad = grad
             for binding, before_heads in heads:
