@@ -156,6 +156,11 @@ class DecoderHook:
     def __init__(self, style: ContextParallel, mesh: DeviceMesh, decoder: nn.Module) -> None:
         self.binding = Binding(style, mesh, describe(decoder))
 
+    @staticmethod
+    def share(handler: ContextParallelHandler, batch: dict[str, Any]) -> dict[str, Any]:
+        """This rank's share of a whole batch, for :func:`hyper_cp.verify`."""
+        return prepare_batch(handler, batch)
+
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add ``context_parallel`` to the keywords, and masks and positions that suit it."""
         kwargs = dict(kwargs)
