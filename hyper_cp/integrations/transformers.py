@@ -31,7 +31,7 @@ from ..module.mesh_binding import Binding, binding_of, describe
 from ..style import ContextParallel, style_of
 from .huggingface import forward, router_loss
 from .huggingface.attention import NAME, register
-from .huggingface.checks import check_dispatched, check_inputs, check_model, decoder_of
+from .huggingface.checks import check_dispatched, check_inputs, check_model, decoder_of, own_positions
 from .huggingface.forward import BatchState, ForwardState, OneDevice
 from .huggingface.rotary import prepare_rotary
 
@@ -120,7 +120,7 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
         local["position_ids"] = at.clamp(max=whole.length - 1)
     last = whole.length - 1 if positions is None else positions.max()
     counted = None if counted is None else handler.local_share(counted, 1, placed_by)
-    return {**local, "context_parallel": batch_state(state, last, counted)}
+    return {**local, "context_parallel": replace(batch_state(state, last, counted), numbered=positions is None)}
 
 
 def batch_state(attention: AttentionState, last_position: int | Tensor, counted: Tensor | None) -> BatchState:
@@ -144,6 +144,7 @@ class DecoderHook:
         self.keywords = set(parameters)
         self.passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.long_rotary = prepare_rotary(decoder) > 0
+        self.own_positions = own_positions(decoder)
         self.compared = False
         """True once the ranks' tokens have been compared."""
 
@@ -161,6 +162,7 @@ class DecoderHook:
             tokens = kwargs["inputs_embeds"] if tokens is None else tokens
             handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
+            self._check_positions(batch, kwargs)
             state = ForwardState(batch, self.binding.style, mesh)
             self._complete(handler, tokens, kwargs)
             if ready is None and mesh.parallel and not self.compared:
@@ -185,6 +187,16 @@ class DecoderHook:
                 f"{self.binding.name} got past_key_values. Context parallelism does not run with a key/value cache, "
                 "and generated tokens are not shares of a sequence. Pass use_cache=False, and generate with a "
                 "model without prepare_model, or in context_parallel_mesh(model, a mesh of one rank)"
+            )
+
+    def _check_positions(self, batch: BatchState, kwargs: dict[str, Any]) -> None:
+        """Raise unless position ids that count from 0 are those which the decoder would make of the whole batch."""
+        differ = self.own_positions == "input_ids" or batch.tokens is not None or batch.keys is not None
+        if self.own_positions and differ and (batch.numbered or kwargs.get("position_ids") is None):
+            raise ValueError(
+                f"{self.binding.name} makes position ids from {self.own_positions}, and from those of a share they "
+                "would be wrong. Pass position_ids of the whole sequence in the batch for prepare_batch, as the model "
+                "makes them"
             )
 
     def _complete(self, handler: ContextParallelHandler, tokens: Tensor, kwargs: dict[str, Any]) -> None:

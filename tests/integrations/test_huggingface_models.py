@@ -93,14 +93,29 @@ def windows() -> dict[str, float]:
         "stablelm": {},
     }.items():
         model = model_of(kind, **changes)
-        found[kind] = errors(model, batch_of())
-        found[f"{kind}, padded"] = errors(model, batch_of(22, padded=True))
+        found[kind] = errors(model, batch_of(22, padded=kind != "nemotron"))
     return found
 
 
 def test_the_mask_of_a_model_decides_its_window(ranks: Any) -> None:
     for found in ranks(2, windows):
-        assert len(found) == 6 and max(found.values()) <= 1e-10, found
+        assert len(found) == 3 and max(found.values()) <= 1e-10, found
+
+
+@on_ranks
+def positions() -> list[float]:
+    """Models that make position ids from the tokens or the mask take those of the batch."""
+    batch, found = batch_of(22, padded=True), []
+    shown = batch["attention_mask"]
+    for kind, first in (("roberta", SMALL["pad_token_id"] + 1), ("opt", 0)):
+        model = model_of(kind, is_decoder=True, word_embed_proj_dim=32, ffn_dim=24, num_key_value_heads=4)
+        found.append(errors(model, {**batch, "position_ids": (shown.cumsum(1) - 1) * shown + first}))
+    return found
+
+
+def test_models_with_positions_of_their_own_take_those_of_the_batch(ranks: Any) -> None:
+    for found in ranks(2, positions):
+        assert max(found) <= 1e-10, found
 
 
 # --------------------------------------------------------------------------- rotary tables
@@ -127,7 +142,7 @@ def long_rotary() -> dict[str, float]:
     found = {}
     for name, (kind, changes) in cases.items():
         model = model_of(kind, **changes)
-        for length in (12, 24, 21):
+        for length in (12, 24) if name == "dynamic" else (21,):
             found[f"{name}, {length}"] = errors(model, batch_of(length))
     restart = torch.cat([torch.arange(n) for n in (19, 5)])[None].expand(2, -1)  # no document is longer than 20
     found["restarts"] = errors(
@@ -138,7 +153,7 @@ def long_rotary() -> dict[str, float]:
 
 def test_rotary_tables_know_the_length_of_the_whole_sequence(ranks: Any) -> None:
     for found in ranks(2, long_rotary):
-        assert len(found) == 10 and max(found.values()) <= 1e-10, found
+        assert len(found) == 5 and max(found.values()) <= 1e-10, found
 
 
 # --------------------------------------------------------------------------- router losses
@@ -147,10 +162,13 @@ def test_rotary_tables_know_the_length_of_the_whole_sequence(ranks: Any) -> None
 @on_ranks
 def router_losses() -> dict[str, float]:
     found = {}
-    for kind in ("mixtral", "qwen3_moe", "granitemoe"):
+    for kind, batch in {
+        "qwen3_moe": batch_of(),
+        "mixtral": batch_of(23, padded=True),
+        "granitemoe": batch_of(23),
+    }.items():
         model = model_of(kind, **MOE, router_aux_loss_coef=0.5, moe_intermediate_size=16)
-        for name, batch in {"plain": batch_of(), "padded": batch_of(23, padded=True)}.items():
-            found[f"{kind}, {name}"] = errors(model, batch, output_router_logits=True)
+        found[kind] = errors(model, batch, output_router_logits=True)
     direct, handler = prepared(model, layout="contiguous")
     batch, oracle = batch_of(24, padded=True), copy.deepcopy(model)
     mask = handler.dispatch(batch["attention_mask"], 1)
@@ -164,7 +182,7 @@ def router_losses() -> dict[str, float]:
 
 def test_router_losses_are_shares_of_that_of_the_whole_sequence(ranks: Any) -> None:
     for found in ranks(2, router_losses):
-        assert len(found) == 7 and max(found.values()) <= 1e-10, found
+        assert len(found) == 4 and max(found.values()) <= 1e-10, found
 
 
 # --------------------------------------------------------------------------- meshes of one rank
@@ -240,6 +258,12 @@ def wrong_use(case: str) -> None:
     elif case == "question answering":
         ends = torch.tensor([1, 2])
         prepared(hf.LlamaForQuestionAnswering(config))[0](**local, start_positions=ends, end_positions=ends)
+    elif case == "own positions of tokens":
+        model, handler = prepared(model_of("roberta", is_decoder=True, num_key_value_heads=4))
+        model(**prepare_batch(handler, batch_of()))
+    elif case == "own positions of masks":
+        model, handler = prepared(model_of("opt", word_embed_proj_dim=32, ffn_dim=24))
+        model(**prepare_batch(handler, batch_of(24, padded=True)))
     elif case == "encoder":
         prepared(hf.BertModel(hf.BertConfig(**{**SMALL, "num_key_value_heads": 4})))
     elif case == "encoder-decoder":
@@ -281,6 +305,8 @@ REFUSED = [
     ("sequence classification", "NotImplementedError", "LlamaForSequenceClassification pools over.*handler.combine"),
     ("token classification", "NotImplementedError", r"\(ForTokenClassification\) is a mean over this rank's share"),
     ("question answering", "NotImplementedError", "start_positions.*softmax over the positions of this rank"),
+    ("own positions of tokens", "ValueError", "RobertaModel makes position ids from input_ids.*prepare_batch"),
+    ("own positions of masks", "ValueError", "OPTDecoder makes position ids from attention_mask.*prepare_batch"),
     ("encoder", "NotImplementedError", r"BertModel has attention that is not causal \(BertSelfAttention\)"),
     ("encoder-decoder", "NotImplementedError", "T5ForConditionalGeneration is an encoder-decoder: its source"),
     ("own positions", "NotImplementedError", "BartDecoder takes no position_ids"),

@@ -92,7 +92,8 @@ def attention_mask(
             "key/value cache. Pass use_cache=False, and generate without prepare_model"
         )
     if not allow_is_causal_skip or (local_size is not None and local_size != getattr(config, "sliding_window", None)):
-        kind = "custom or bidirectional" if local_size is None else f"chunked or custom (size {local_size})"
+        chunks = allow_is_causal_skip
+        kind = f"chunked or custom (size {local_size})" if chunks else "custom, bidirectional or explicit"
         raise NotImplementedError(
             f"{type(config).__name__} asks for a {kind} attention mask. Context parallelism makes causal and "
             "sliding-window masks only. Pass it as a 4-D attention_mask over global positions, if all layers share one"

@@ -78,6 +78,18 @@ def _mixes_positions(module: nn.Module) -> bool:
     return convolution or isinstance(module, nn.RNNBase)
 
 
+def own_positions(decoder: nn.Module) -> str | None:
+    """The input from which a decoder makes position ids that are not 0, 1, 2 ...: "input_ids", "attention_mask" or
+    None."""
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in decoder.modules()):
+        return "input_ids"
+    try:
+        source = inspect.getsource(inspect.unwrap(type(decoder).forward))
+    except (OSError, TypeError):
+        return None
+    return "attention_mask" if "cumsum(" in source else None
+
+
 def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """Raise for arguments of a model's forward that its head would apply to this rank's share only."""
     name = type(model).__name__

@@ -32,6 +32,9 @@ class BatchState(AttentionState):
         moved = super().to(device)
         return replace(self, tokens=moved.tokens, keys=moved.keys, counted=_moved(self.counted, device))
 
+    numbered: bool = False
+    """True if the batch had no position ids, and they count from 0 to the end of the sequence."""
+
     @property
     def plain(self) -> bool:
         """True if the batch has neither documents nor padding that attention must know."""
