@@ -68,6 +68,7 @@ VIEWS = "the tensor whose memory a view shares, for which PyTorch has no public 
 READS = "read by transformers itself of a model's class or configuration"
 PRIVATE_ELSEWHERE = {
     ("context_manager.py", "_version"): WRITES,
+    ("mesh/batch_state.py", "_DummyThread"): "a thread that Python has not started, which has no public name",
     ("module/running_call.py", "_base"): VIEWS,
     ("schedule/masks.py", "_version"): WRITES,
     ("schedule/masks.py", "_base"): VIEWS,

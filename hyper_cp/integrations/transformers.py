@@ -24,15 +24,17 @@ from transformers import PreTrainedModel
 
 from ..data.batch import WholeBatch, shifted
 from ..data.collectives import by_rank
-from ..data.packing import AttentionState, attention_state, take_documents
+from ..data.packing import AttentionState, attention_state, padded_mask, take_documents
 from ..handler import ContextParallelHandler
 from ..module._torch import checkpoint
 from ..module.mesh_binding import Binding, binding_of, describe
+from ..schedule import layout as layouts
+from ..schedule.documents import documents_table
 from ..style import ContextParallel, style_of
 from .huggingface import forward, router_loss
 from .huggingface.attention import NAME, register
 from .huggingface.checks import check_dispatched, check_inputs, check_model, decoder_of, own_positions
-from .huggingface.forward import BatchState, ForwardState, OneDevice
+from .huggingface.forward import ForwardState, OneDevice, PreparedBatch
 from .huggingface.rotary import prepare_rotary
 
 __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
@@ -110,8 +112,13 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
         counted = mask = F.pad(entries.pop("attention_mask"), padding)
         state = attention_state(handler, documents, mask)
     else:
-        packed = mask is None and positions is not None and positions.ndim == 2
+        if isinstance(mask, Tensor) and whole.padded > whole.length:
+            entries["attention_mask"] = padded_mask(mask, whole.length, whole.padded)
+        # The documents of a block say what positions that restart in them would say.
+        packed = mask is None and positions is not None and positions.ndim == 2 and handler.cp.batch.documents is None
         state = attention_state(handler, documents, None, positions if packed else None)
+    if state.documents is None and handler.layout in layouts.BY_DOCUMENTS and handler.cp.batch.documents is None:
+        state = replace(state, documents=documents_table([0, whole.padded]))  # the whole sequence is a document too
     placed_by = handler.documents_for(state.documents, whole.padded)
     local = whole.split(placed_by, {name: IGNORE for name in dims if "labels" in name})
     if positions is None:
@@ -120,13 +127,13 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
         local["position_ids"] = at.clamp(max=whole.length - 1)
     last = whole.length - 1 if positions is None else positions.max()
     counted = None if counted is None else handler.local_share(counted, 1, placed_by)
-    return {**local, "context_parallel": replace(batch_state(state, last, counted), numbered=positions is None)}
+    return {**local, "context_parallel": replace(prepared(state, last, counted), numbered=positions is None)}
 
 
-def batch_state(attention: AttentionState, last_position: int | Tensor, counted: Tensor | None) -> BatchState:
+def prepared(attention: AttentionState, last_position: int | Tensor, counted: Tensor | None) -> PreparedBatch:
     """The state of a batch, with that of its attention calls."""
     given = {field: getattr(attention, field) for field in ("documents", "tokens", "keys", "layout")}
-    return BatchState(**given, last_position=last_position, counted=counted)
+    return PreparedBatch(**given, last_position=last_position, counted=counted)
 
 
 def _length(x: Any, dim: int) -> int | None:
@@ -151,7 +158,9 @@ class DecoderHook:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add ``context_parallel`` to the keywords, and masks and positions that suit it."""
         kwargs = dict(kwargs)
-        documents, mesh = checkpoint.batch_state(self.binding, (self.binding.active.documents, self.binding.active))
+        documents, mesh = checkpoint.batch_state(
+            self.binding, lambda: (self.binding.documents_in_force(), self.binding.active)
+        )
         ready = kwargs.pop("context_parallel", None)
         given = take_documents(kwargs)
         if not mesh.parallel and documents is None and given is None and (ready is None or ready.plain):
@@ -189,7 +198,7 @@ class DecoderHook:
                 "model without prepare_model, or in context_parallel_mesh(model, a mesh of one rank)"
             )
 
-    def _check_positions(self, batch: BatchState, kwargs: dict[str, Any]) -> None:
+    def _check_positions(self, batch: PreparedBatch, kwargs: dict[str, Any]) -> None:
         """Raise unless position ids that count from 0 are those which the decoder would make of the whole batch."""
         differ = self.own_positions == "input_ids" or batch.tokens is not None or batch.keys is not None
         if self.own_positions and differ and (batch.numbered or kwargs.get("position_ids") is None):
@@ -216,10 +225,10 @@ class DecoderHook:
         handler: ContextParallelHandler,
         block: Tensor | None,
         given: Tensor | None,
-        ready: BatchState | None,
+        ready: PreparedBatch | None,
         tokens: Tensor,
         kwargs: dict[str, Any],
-    ) -> BatchState:
+    ) -> PreparedBatch:
         """The state that ``prepare_batch`` has read, or that is read now, with the documents of the enclosing block."""
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
@@ -243,10 +252,10 @@ class DecoderHook:
         if padding is not None:
             whole = self._global_mask(handler, padding, tokens.shape[1])
             counted = padding if padding.shape[1] == tokens.shape[1] else handler.local_share(whole, 1, documents)
-            return batch_state(attention_state(handler, documents, whole), last, counted)
+            return prepared(attention_state(handler, documents, whole), last, counted)
         if mask is not None or positions is None or positions.ndim != 2 or documents is not None:
-            return batch_state(attention_state(handler, documents), last, None)
-        return batch_state(attention_state(handler, None, None, handler.combine(positions, 1)), last, None)
+            return prepared(attention_state(handler, documents), last, None)
+        return prepared(attention_state(handler, None, None, handler.combine(positions, 1)), last, None)
 
     def _last_position(self, handler: ContextParallelHandler, positions: Tensor | None, tokens: Tensor) -> int | Tensor:
         """The largest position of all ranks, if a rotary embedding of this decoder depends on it."""

@@ -47,8 +47,11 @@ class AttentionHooks:
         """Exchange heads of q, k, v, and begin to route attention calls. A module that computes q, k, v itself leaves
         the exchange to its attention call."""
         self._refuse_nesting()
-        kwargs, documents = self._documents(kwargs)
-        documents, mesh = checkpoint.batch_state(self.binding, (documents, self.binding.active))
+        kwargs, given = self._documents(kwargs)
+        documents, mesh = checkpoint.batch_state(
+            self.binding,
+            lambda: (self.binding.documents_in_force() if given is None else given, self.binding.active),
+        )
         call = RunningCall(self.binding, module, mesh, documents)
         call_stack().append(call)
         if self.style.qkv_indices is None:
@@ -96,12 +99,9 @@ class AttentionHooks:
         return Ulysses(cp, style.mode.layout, style.seq_dim, style.head_dim, call.documents)
 
     def _documents(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
-        """Packed documents of this call: those passed by keyword, or those of the enclosing block. The keyword
-        is ours unless the module has a parameter of that name."""
-        if kwargs.get("documents") is None:
-            found = self.binding.documents_in_force()
-        else:
-            found = documents_table(kwargs["documents"])
+        """Packed documents that this call is given by keyword. The keyword is ours unless the module has a parameter of
+        that name."""
+        found = documents_table(kwargs.get("documents"))
         if "documents" in kwargs and not self.takes_documents:
             kwargs = {name: value for name, value in kwargs.items() if name != "documents"}
         return kwargs, found

@@ -88,7 +88,7 @@ class _Work:
             documents=read(documents),
             batch=q.shape[0],
         )
-        self.mask = None if mask is None else masks.MaskSlices(mask, self.schedule)
+        self.band, self.mask = band, None if mask is None else masks.MaskSlices(mask, self.schedule)
         heads_before = cp.ulysses.rank * q.shape[1]
         queries = self.schedule.queries
         self.dropout = None if seed is None else Dropout(dropout_p, seed, q, heads_before, queries)
@@ -124,23 +124,20 @@ class _KeyGradients:
 
     def __init__(self, keys: _UsedKeys, *totals: Tensor) -> None:
         self.rows, self.totals = keys.rows, totals
-        self.sums: list[Tensor] = []
-        if self.rows.many:
-            self.sums = [torch.zeros_like(x, dtype=t.dtype) for x, t in zip((keys.k, keys.v), totals, strict=True)]
+        self.sums = [RowSum(keys.k), RowSum(keys.v)] if self.rows.many else []
 
     def add(self, tile: Tile, *gradients: Tensor) -> None:
         """Add the gradients of a tile's keys and values."""
-        for total, x in zip(self.sums or self.totals, gradients, strict=True):
-            if self.sums:
-                part(total, tile.k, tile.batch).add_(x)
-                continue
+        for apart, x in zip(self.sums, gradients, strict=False):
+            apart.add(tile.k, tile.batch, x)
+        for total, x in zip(() if self.sums else self.totals, gradients, strict=False):
             for start, rows in self.rows.within(tile.k):  # from `start` of the tile on
                 part(total, rows, tile.batch).add_(x.narrow(2, start, rows[1] - rows[0]))
 
     def finish(self) -> None:
         """Add what has been summed up apart."""
-        for total, found in zip(self.totals, self.sums, strict=False):
-            self.rows.add(total, found, 2)
+        for total, apart in zip(self.totals, self.sums, strict=False):
+            self.rows.add(total, apart.total(), 2)
 
 
 def _last_dim_contiguous(*tensors: Tensor) -> list[Tensor]:
@@ -172,6 +169,10 @@ def attention_op(
     q, k, v = _last_dim_contiguous(q, k, v)
     work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
+    packed, causal = read(documents), None if work.mask is not None else work.band[1] == 0
+    work.cp.batch.record_attention(
+        q.shape[2] // work.cp.ulysses.size, None if packed is None else packed.digest, causal
+    )
     with comm.wait_on_error():
         blocks = exchange.FORWARD[options.kv_exchange](ring, k, v, plan.hops)
         queries = SwappedTails(ring, plan.swap, q)

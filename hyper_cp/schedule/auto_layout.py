@@ -9,7 +9,7 @@ from . import build as schedule
 from . import layout as layouts
 from . import masks
 from .documents import PackedDocuments, documents_table, read
-from .layout import Documents
+from .ranges import Documents
 from .tiles import CAUSAL, Band, Tile
 
 # Kernels work in blocks of about so many rows and columns: a smaller tile takes as long as a whole block.

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from .layout import Documents
+from .ranges import Documents
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from ...module.mesh_binding import Style, StyledMesh
 
 
 @dataclass(frozen=True)
-class BatchState(AttentionState):
+class PreparedBatch(AttentionState):
     """The state of a batch that attention, rotary embeddings and the router loss of a model need."""
 
     last_position: int | Tensor = 0
@@ -27,7 +27,7 @@ class BatchState(AttentionState):
     counted: Tensor | None = None
     """``[B, S/n]``: False on this rank's padding, which the router loss does not count. None: there is none."""
 
-    def to(self, device: torch.device) -> BatchState:
+    def to(self, device: torch.device) -> PreparedBatch:
         """The same on the device where the model computes."""
         moved = super().to(device)
         return replace(self, tokens=moved.tokens, keys=moved.keys, counted=_moved(self.counted, device))
@@ -49,7 +49,7 @@ def _moved(x: Tensor | None, device: torch.device) -> Tensor | None:
 class ForwardState:
     """The batch state of one forward, and the style and mesh that it runs with."""
 
-    batch: BatchState
+    batch: PreparedBatch
     style: Style
     mesh: StyledMesh
 
@@ -94,5 +94,5 @@ def running() -> State | None:
 
 def state_for(owner: nn.Module) -> State | None:
     """The state of the running forward; in a recompute, that of the forward in which ``owner`` was called first."""
-    (state,) = checkpoint.batch_state(owner, (running(),))
+    (state,) = checkpoint.batch_state(owner, lambda: (running(),))
     return state
