@@ -110,8 +110,8 @@ class ContextParallelHandler(Shares):
         * ``attention_mask [B, S]`` of 0 and 1: padding before or after the tokens of each row. It becomes
           documents, which keep tokens and padding apart over the whole sequence; the entry that is returned is all
           ones. Labels of padding are yours, as on one device: set them to ``ignore_index``. (The padding before a
-          row's first token has that token's label, which counts unless you set it too.) Masks of other dimensions pass through whole, as the engine expects them, and are padded with
-          the batch.
+          row's first token has that token's label, which counts unless you set it too.) Masks of other dimensions pass
+          through whole, as the engine expects them, and are padded with the batch.
         * ``position_ids``; made if missing, ``[B, S/n]`` int64 (``[S/n]`` if tokens are). They restart in packed
           documents, not behind padding.
 
