@@ -149,7 +149,7 @@ class PackedDocuments:
 
 
 class _Kept:
-    """What all tables have derived, oldest first, and its bytes, as far as the values tell them (``nbytes``)."""
+    """Everything that tables have derived, oldest first, and its bytes, as far as the values tell them (``nbytes``)."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.nbytes = most_bytes, 0
