@@ -134,7 +134,7 @@ class PackedDocuments:
         found: T | None = self._derived.get(key)
         if found is None:
             found = self._derived[key] = make()
-            _kept.add(self, key, found)
+            kept.add(self, key, found)
         return found
 
     def numbers(self, positions: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class _Kept:
 
 
 _SMALLEST = 1024  # bytes that an entry takes at least
-_kept = _Kept(256 * 2**20)
+kept = _Kept(256 * 2**20)
 
 
 def _digest(rows: tuple[Documents, ...]) -> int:
