@@ -205,7 +205,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, help="run this step alone")
-    parser.add_argument("--mib", type=float, default=8.0, help="growth of resident memory that is accepted")
+    parser.add_argument("--mib", type=float, default=16.0, help="growth of resident memory that is accepted")
     return parser.parse_args(arguments)
 
 

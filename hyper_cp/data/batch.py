@@ -83,9 +83,7 @@ def local_batch(
         # Only documents end a label's context; the labels of padding are the caller's, as on one device.
         ends = whole.documents.rows if whole.documents else ()
         entries["shift_labels"] = shifted(entries.pop("labels"), dim, ignore_index, ends)
-    unknown = [name for name in pad_values or {} if name not in whole.dims]
-    if unknown:
-        raise ValueError(f"pad_values names {unknown}, but the entries with a sequence are {list(whole.dims)}")
+    _check_pad_values({} if pad_values is None else pad_values, ignore_index, whole.dims)
     table = whole.table()
     fill = {"labels": ignore_index, "shift_labels": ignore_index, **(pad_values or {}), "attention_mask": 1}
     shares = whole.split(table, fill)
@@ -94,6 +92,20 @@ def local_batch(
     found: Any = _Dict(shares) if named else (_List if isinstance(batch, list) else _Tuple)(shares.values())
     found.documents, found.length, found.padded_length = table, whole.length, whole.padded
     return found
+
+
+def _check_pad_values(pad_values: Any, ignore_index: Any, dims: Mapping[Any, int]) -> None:
+    if not isinstance(pad_values, Mapping):
+        raise TypeError(f"pad_values is a {type(pad_values).__name__}: pass a dict, from entries to numbers")
+    unknown = [name for name in pad_values if name not in dims]
+    if unknown:
+        raise ValueError(f"pad_values names {unknown}, but the entries with a sequence are {list(dims)}")
+    for name, value in {
+        "ignore_index": ignore_index,
+        **{f"pad_values[{k!r}]": x for k, x in pad_values.items()},
+    }.items():
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"{name}={value!r} must be a number, with which entries are padded")
 
 
 class WholeBatch:
@@ -224,8 +236,8 @@ def _sequence_dims(entries: dict[Any, Any], seq_dims: Any, named: bool) -> dict[
         dim = given.get(name, None if explicit_mask or not -x.ndim <= default < x.ndim else default)
         if dim is None:
             continue
-        if not -x.ndim <= dim < x.ndim:
-            raise ValueError(f"seq_dims gives {name!r} dimension {dim}, but its shape is {tuple(x.shape)}")
+        if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
+            raise ValueError(f"seq_dims gives {name!r} dimension {dim!r}, but its shape is {tuple(x.shape)}")
         found[name] = dim % x.ndim
     if not found:
         shapes = {k: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for k, x in entries.items()}

@@ -42,6 +42,9 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
     if not isinstance(losses, Tensor) or not losses.is_floating_point():
         kind = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
         raise TypeError(f"losses is a {kind}: pass the losses of tokens (reduction='none'), or logits and labels")
+    for name, given in (("labels", labels), ("mask", mask)):
+        if given is not None and not isinstance(given, Tensor):
+            raise TypeError(f"{name} is a {type(given).__name__}: pass a tensor with one value per token, or None")
     if mask is not None and labels is not None and labels.shape != mask.shape:
         raise ValueError(f"mask has shape {tuple(mask.shape)} and labels {tuple(labels.shape)}: they must be equal")
     losses = losses if losses.dtype == torch.float64 else losses.float()

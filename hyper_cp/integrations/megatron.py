@@ -65,7 +65,8 @@ def get_cp_handler_cls(
             f"backend={backend!r} is unknown; choose one of {', '.join(map(repr, BACKENDS))} (each runs this library's "
             "attention)"
         )
-    types = (cp_comm_type,) if isinstance(cp_comm_type, str) else tuple(cp_comm_type or ())
+    listed = isinstance(cp_comm_type, Sequence) and not isinstance(cp_comm_type, str)
+    types: tuple[str, ...] = tuple(cp_comm_type) if listed else (cp_comm_type,)  # type: ignore[assignment]
     for comm_type in types or (cp_comm_type,):
         if not isinstance(comm_type, str) or comm_type not in _KV_EXCHANGE:
             raise ValueError(
@@ -89,7 +90,7 @@ class _MegatronHandler(ContextParallelHandler):
         hierarchical_context_parallel_sizes: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
-        if qkv_format not in _FORMATS:
+        if not isinstance(qkv_format, str) or qkv_format not in _FORMATS:
             raise ValueError(f"qkv_format={qkv_format!r} is unknown; choose one of {', '.join(map(repr, _FORMATS))}")
         fixed = [name for name in ("kv_exchange", "ulysses_degree", "seq_dim", "head_dim") if name in options]
         if fixed:
