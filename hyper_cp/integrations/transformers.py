@@ -177,7 +177,7 @@ class DecoderHook:
             handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
             self._check_positions(batch, kwargs)
-            state = ForwardState(batch, self.binding.style, mesh)
+            state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs))
             self._complete(handler, tokens, kwargs)
             if ready is None and mesh.parallel and not self.compared:
                 check_dispatched(handler, tokens, self.binding.name)

@@ -17,7 +17,7 @@ from tests.harness.hf_models import SMALL, InDouble, make, tokens
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
-pytest.importorskip("transformers")
+hf: Any = pytest.importorskip("transformers")
 
 STYLES: tuple[dict[str, Any], ...] = (
     {"ulysses_degree": None},
@@ -28,8 +28,6 @@ MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "expe
 
 def model_of(kind: str, **changes: Any) -> Any:
     """A causal model in double precision, in evaluation mode: some routers draw random numbers in training."""
-    import transformers as hf
-
     torch.manual_seed(7)
     config = hf.CONFIG_MAPPING[kind](**{**SMALL, **changes})
     model = hf.AutoModelForCausalLM.from_config(config).double().eval()
@@ -224,8 +222,6 @@ def test_a_mesh_of_one_rank_switches_context_parallelism_off(ranks: Any) -> None
 @on_ranks
 def per_token_heads() -> list[float]:
     """Heads that compute a result for each token of a share."""
-    import transformers as hf
-
     from hyper_cp.integrations.transformers import prepare_batch
 
     found, ids = [], batch_of()["input_ids"]
@@ -244,9 +240,15 @@ def test_heads_that_treat_tokens_one_by_one(ranks: Any) -> None:
         assert max(found) <= 1e-10
 
 
-def wrong_use(case: str) -> None:
-    import transformers as hf
+class OwnLoss(hf.LlamaForCausalLM):
+    """A model that shifts its labels by itself, as many of older versions and of other authors do."""
 
+    def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> Tensor:
+        logits = super().forward(input_ids).logits[:, :-1]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+
+def wrong_use(case: str) -> None:
     from hyper_cp.integrations.transformers import prepare_batch
 
     local = {"input_ids": tokens(24).chunk(2, 1)[dist.get_rank()]}
@@ -264,6 +266,8 @@ def wrong_use(case: str) -> None:
     elif case == "own positions of masks":
         model, handler = prepared(model_of("opt", word_embed_proj_dim=32, ffn_dim=24))
         model(**prepare_batch(handler, batch_of(24, padded=True)))
+    elif case == "own loss":
+        prepared(OwnLoss(config))[0](**local, labels=labels, shift_labels=labels, num_items_in_batch=1)
     elif case == "encoder":
         prepared(hf.BertModel(hf.BertConfig(**{**SMALL, "num_key_value_heads": 4})))
     elif case == "encoder-decoder":
@@ -307,6 +311,7 @@ REFUSED = [
     ("question answering", "NotImplementedError", "start_positions.*softmax over the positions of this rank"),
     ("own positions of tokens", "ValueError", "RobertaModel makes position ids from input_ids.*prepare_batch"),
     ("own positions of masks", "ValueError", "OPTDecoder makes position ids from attention_mask.*prepare_batch"),
+    ("own loss", "NotImplementedError", "OwnLoss got labels, but its forward computes the loss.*handler.mean_loss"),
     ("encoder", "NotImplementedError", r"BertModel has attention that is not causal \(BertSelfAttention\)"),
     ("encoder-decoder", "NotImplementedError", "T5ForConditionalGeneration is an encoder-decoder: its source"),
     ("own positions", "NotImplementedError", "BartDecoder takes no position_ids"),

@@ -52,6 +52,8 @@ class ForwardState:
     batch: PreparedBatch
     style: Style
     mesh: StyledMesh
+    passed: frozenset[str] = frozenset()
+    """Names of the keywords that the decoder was given, some of which it hands on to attention."""
 
 
 @dataclass(frozen=True)
