@@ -174,9 +174,8 @@ def other_uses() -> dict[str, Summary]:
     found["sum"] = summary(verify(model, mesh, whole_batch(), loss_fn=planted.summed, gradients="sum"))
     found["tolerant"] = summary(verify(model, mesh, whole_batch(), loss_fn=planted.mean_of_share, rtol=1.0, atol=1.0))
     found["strict"] = summary(verify(model, mesh, whole_batch(), loss_fn=planted.loss_fn, rtol=0.0))
-    torch.manual_seed(dist.get_rank())
     with torch.no_grad():
-        model.head.bias.add_(dist.get_rank())
+        model.head.weight.mul_(1 + dist.get_rank())
     found["ranks"] = summary(verify(plain_copy(model), mesh, whole_batch(), loss_fn=planted.in_block))
     return found
 
