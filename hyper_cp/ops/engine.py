@@ -169,10 +169,8 @@ def attention_op(
     q, k, v = _last_dim_contiguous(q, k, v)
     work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
-    packed, causal = read(documents), None if work.mask is not None else work.band[1] == 0
-    work.cp.batch.record_attention(
-        q.shape[2] // work.cp.ulysses.size, None if packed is None else packed.digest, causal
-    )
+    causal = None if work.mask is not None else work.band[1] == 0
+    work.cp.batch.record_attention(q.shape[2] // work.cp.ulysses.size, documents, causal)
     with comm.wait_on_error():
         blocks = exchange.FORWARD[options.kv_exchange](ring, k, v, plan.hops)
         queries = SwappedTails(ring, plan.swap, q)

@@ -76,6 +76,13 @@ class Step:
         """Number of visible (query, key) pairs."""
         return sum(tile.area for tile in self.tiles)
 
+    @property
+    def nbytes(self) -> int:
+        """About so many bytes of memory, the index of used keys and what kernels make of parts included."""
+        parts = sum(len(tile.parts or ()) for tile in self.tiles)
+        keys = sum(stop - start for start, stop in self.take) if len(self.take) > 1 else 0
+        return 32 * len(self.take) + 8 * keys + 600 * len(self.tiles) + 500 * parts
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -103,6 +110,11 @@ class Schedule:
     def area(self) -> int:
         """Number of visible (query, key) pairs."""
         return sum(step.area for step in self.forward)
+
+    @property
+    def nbytes(self) -> int:
+        """About so many bytes of memory."""
+        return sum(step.nbytes for step in {id(step): step for step in (*self.forward, *self.backward)}.values())
 
 
 _NOTHING = Step((), (), ())
@@ -239,13 +251,14 @@ def build(
     rows = int(np.diff(bounds(queries[rank])).sum())
     own = rows // 2 if swap else rows  # queries that are this rank's
     first, last = _halves(local, own) if hops else (local, _NOTHING)
-    if parts:
-        half = own if swap else 0
-        local, first, last, *arriving = (
-            Step(step.take, step.keys, packed(step.tiles, half)) for step in (local, first, last, *arriving)
-        )
-    halved, whole = (first, *arriving, last), (local, *arriving, _NOTHING)
-    return Schedule(halved if swap else whole, halved, hops, swap, queries[rank])
+
+    def final(step: Step) -> Step:
+        return Step(step.take, step.keys, packed(step.tiles, own if swap else 0)) if parts else step
+
+    arriving = [final(step) for step in arriving]
+    halved = (final(first), *arriving, final(last))
+    forward = halved if swap or not hops else (final(local), *arriving, _NOTHING)
+    return Schedule(forward, halved, hops, swap, queries[rank])
 
 
 def _hops(
