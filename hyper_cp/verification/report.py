@@ -70,8 +70,10 @@ class Report:
 
     @property
     def module(self) -> str | None:
-        """The name of the first module that differs; None if no module does."""
-        return self.first.name if self.first is not None and self.first.kind in ("input", "output") else None
+        """The name of the first module that differs, or that the cause names; None if the modules agree."""
+        if self.first is None:
+            return self.causes[0].module if self.causes else None
+        return self.first.name if self.first.kind in ("input", "output") else None
 
     @property
     def cause(self) -> str | None:

@@ -18,8 +18,10 @@ VOCABULARY, WIDTH, HEADS, LENGTH, ROWS = 31, 16, 4, 24, 2
 
 
 class Inner(nn.Module):
+    dropout = 0.0
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
 
 
 class ByHand(nn.Module):
@@ -85,6 +87,7 @@ class Block(nn.Module):
     def __init__(self, fault: str) -> None:
         super().__init__()
         self.norm, self.attention, self.extra = nn.LayerNorm(WIDTH), Attention(Inner()), extra(fault)
+        self.attention.inner.dropout = 0.2 if fault == "attention dropout" else 0.0
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:

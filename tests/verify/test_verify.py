@@ -80,6 +80,7 @@ WRONG: list[tuple[str, str, dict[str, Any], str | None, str]] = [
     ("", "divided", {}, None, "factor"),
     ("", "pooled", {}, None, "factor"),
     ("dropout", "loss_fn", {}, "blocks.1.extra", "dropout"),
+    ("attention dropout", "loss_fn", {}, "blocks.1.attention.inner", "dropout"),
     ("unrouted", "loss_fn", {}, "blocks.1.extra.inner", "attention"),
     ("attention by hand", "loss_fn", {}, "blocks.1.extra.inner", "attention"),
     ("conv", "loss_fn", {}, "blocks.1.extra", "mixing"),
