@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..mesh import comm, cp_mesh
-from ..schedule import lookup, masks
+from ..schedule import lookup
 from ..schedule.build import Step
 from ..schedule.documents import read
 from ..schedule.tiles import Band, Tile, intersect
-from . import exchange, kernels
+from . import exchange, kernels, masks
 from .config import CheckedCall, OpSettings, op_settings
 from .exchange.tails import SwappedTails
 from .kernels.dropout import Dropout, draw_seed

@@ -5,7 +5,7 @@ No tensors. Global positions come in, local ones go out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,6 +70,27 @@ class Tile:
             )
             for i in range(rows)
         )
+
+
+def check_window(window: Sequence[int | None] | None) -> tuple[int | None, int | None] | None:
+    """``(left, right)`` with None for unbounded, or None for no window; else ``ValueError``."""
+    if window is None:
+        return None
+    if len(window) != 2 or any(
+        w is not None and (not isinstance(w, int) or isinstance(w, bool) or w < -1) for w in window
+    ):
+        raise ValueError(
+            f"window={window!r} must be (left, right): how many positions before and after its own a query "
+            "sees, each an int >= 0, or None (or -1) for no bound"
+        )
+    left, right = (None if w == -1 else w for w in window)
+    return None if left is None and right is None else (left, right)
+
+
+def band_of(is_causal: bool, window: tuple[int | None, int | None] | None) -> Band:
+    """The band of global positions that causality and a window leave visible."""
+    left, right = window or (None, None)
+    return (None if left is None else -left, 0 if is_causal else right)
 
 
 def cut(q: Range, k: Range, band: Band) -> Iterator[Tile]:
