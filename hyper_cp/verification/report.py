@@ -45,7 +45,7 @@ class Cause:
     """A usual cause that fits the differences."""
 
     kind: str
-    """``"positions"``, ``"labels"``, ``"loss"``, ``"mask"``, ``"factor"``, ``"dropout"``, ``"attention"``,
+    """``"batch"``, ``"positions"``, ``"labels"``, ``"loss"``, ``"mask"``, ``"factor"``, ``"dropout"``, ``"attention"``,
     ``"mixing"``, ``"tensor parallel"``, ``"ranks"`` or ``"unknown"``."""
     module: str | None
     text: str
