@@ -51,6 +51,9 @@ class ContextParallel(ParallelStyle):
             attended, in backward too, so that attention hides Ulysses' all-to-all. It needs ``qkv_indices=None`` (a
             module that receives q, k, v in ``[B, H, S, D]`` and hands them to attention will do), and heads that split
             into the groups.
+        allow: modules that you vouch for: qualified names or patterns of them (everything inside is meant too), or
+            names of types. They may mix positions, call attention that is not routed, or have other weights on each
+            rank.
 
     A call may have packed documents: run it inside ``ContextParallelHandler.documents(...)``, or pass them to
     the styled module as the keyword argument ``documents`` (see :func:`hyper_cp.ops.attention`).
@@ -98,6 +101,7 @@ class ContextParallel(ParallelStyle):
         use_local_output: bool = True,
         window: Sequence[int | None] | None = None,
         head_groups: int = 1,
+        allow: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.mode = Mode(kv_exchange, layout, load_balance, window, head_groups)  # type: ignore[arg-type]
@@ -138,6 +142,12 @@ class ContextParallel(ParallelStyle):
                 f"layout={layout!r}: use use_local_output=True"
             )
         self.use_local_output = use_local_output
+        if isinstance(allow, str) or not all(isinstance(name, str) for name in allow):
+            raise TypeError(
+                f"allow={allow!r} must be a sequence of strings: names of modules, patterns as in a plan, or names of "
+                'types. Pass allow=("vision_tower", "BatchNorm1d"), say'
+            )
+        self.allow = tuple(allow)
 
     def __repr__(self) -> str:
         m = self.mode
@@ -145,7 +155,7 @@ class ContextParallel(ParallelStyle):
             f"ContextParallel(seq_dim={self.seq_dim}, head_dim={self.head_dim}, ulysses_degree="
             f"{self.ulysses_degree!r}, qkv_indices={self.qkv_indices}, kv_exchange={m.kv_exchange!r}, "
             f"layout={m.layout!r}, load_balance={m.load_balance}, window={m.window}, "
-            f"head_groups={m.head_groups})"
+            f"head_groups={m.head_groups}, use_local_output={self.use_local_output}, allow={self.allow})"
         )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

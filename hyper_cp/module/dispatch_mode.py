@@ -8,6 +8,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from . import attention_calls
+from ._torch.function_modes import take_out
 from .running_call import RunningCall, answer
 
 
@@ -52,6 +53,13 @@ def begin(call: RunningCall) -> None:
     mode = DispatchMode(call)
     mode.__enter__()
     call.stop = lambda: mode.__exit__(None, None, None)
+
+
+def abandon(call: RunningCall) -> None:
+    """Stop routing for a call that was interrupted. Its mode is not on top if others were entered since."""
+    for mode in [mode for mode in _thread.modes if mode.call is call]:
+        _thread.modes.remove(mode)
+        take_out(mode)
 
 
 class _Thread(threading.local):

@@ -73,7 +73,7 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
     """
     if cp.agreement is None or torch.compiler.is_compiling():
         return
-    # Only what decides transfers: names may be given on one rank only, and a scale may change with every step.
+    # Without what may change with every step. The first scale and probability that come with a signature are compared.
     signature = (
         ("shapes", tuple(x.shape for x in tensors)),
         ("dtypes", tuple(x.dtype for x in tensors)),
@@ -83,7 +83,7 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
         ("attn_mask", call.mask is not None),
         ("dropout", call.dropout_p > 0),
     )
-    cp.agree("call", signature, call.name)
+    cp.agree("call", signature, call.name, (("scale", call.scale), ("dropout_p", call.dropout_p)))
     table = documents.read(call.documents)
     cp.agree("documents", (("documents", None if table is None else table.digest),), call.name)
 
