@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from .module._torch.compile_guard import refuse_compiled
 from .module._torch.modules import checkpointed, is_compiled
+from .module.guards import guard_plan
 from .module.hooks import AttentionHooks
 from .module.mesh_binding import Binding, binding_of, describe
 from .ops.config import Mode
@@ -21,7 +22,10 @@ class ContextParallel(ParallelStyle):
 
     Put it on the submodules that receive q, k, v (or, with ``qkv_indices=None``, on whole attention
     blocks that compute them) in a ``parallelize_module`` plan. Everything outside these modules
-    works on the local share of the sequence, so it must treat positions one by one.
+    works on the local share of the sequence, so it must treat positions one by one. Modules that are known not to
+    (convolutions, recurrences, batch statistics, pools) raise when the plan is applied, and attention that is not
+    routed raises in the first forward of the module that the plan was applied to; ``allow`` names those that you vouch
+    for. Cumulative sums, token shifts and the like, written by hand, are not detected.
 
     Args:
         seq_dim: the sequence dimension of q, k, v and of the output. ``[B, S, H, D]``: 1 (default).
@@ -70,7 +74,9 @@ class ContextParallel(ParallelStyle):
             the argument, its value and what would work; always before communication.
         RuntimeError: if the ring dimension has more than one rank and the module returns without
             having made an attention call that could be routed; at ``parallelize_module``, if the module, or a module
-            that contains it, is compiled already (the compiled graph has no hooks).
+            that contains it, is compiled already (the compiled graph has no hooks); in the first forward of a model (in
+            eager mode), if attention beside the styled modules attends to this rank's share only, or if no styled
+            module runs.
 
     Note:
         Attention inside the module must be ``F.scaled_dot_product_attention`` or ``flex_attention``, unless the mesh
@@ -168,12 +174,29 @@ class ContextParallel(ParallelStyle):
                 f"ContextParallel is already applied to {describe(module)}. Applying it twice would split "
                 "the sequence twice. Apply the plan once"
             )
+        refuse_uncalled(module)
+        if isinstance(module, nn.MultiheadAttention) and self.qkv_indices is not None:
+            raise ValueError(
+                f"qkv_indices={self.qkv_indices} on an nn.MultiheadAttention, which receives [B, S, C] and makes the "
+                "heads of q, k, v itself. Set qkv_indices=None: its attention is then routed, in every mode"
+            )
         refuse_compiled(module, describe(module))
         hooks = AttentionHooks(self, device_mesh, module)
+        guard_plan(module, hooks.binding, device_mesh)
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         # Runs after an exception too: nothing of a call may be left behind.
         module.register_forward_hook(hooks.after, with_kwargs=True, always_call=True)
         return module
+
+
+def refuse_uncalled(module: nn.Module) -> None:
+    """Raise ``ValueError`` for a container, which is never called."""
+    if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+        raise ValueError(
+            f"ContextParallel is applied to {describe(module)}, which has no forward: it is a container that is never "
+            "called, so nothing would run under the style. End the key of the plan with the modules inside it, as in "
+            '"layers.*.attention"'
+        )
 
 
 def style_of(binding: Binding) -> ContextParallel:
@@ -181,12 +204,17 @@ def style_of(binding: Binding) -> ContextParallel:
     return cast(ContextParallel, binding.style)
 
 
-def styled_modules(model: nn.Module, at_least: int = 0) -> dict[str, ContextParallel]:
+def styled_modules(model: nn.Module, at_least: int = 0, *, ran: bool = False) -> dict[str, ContextParallel]:
     """The modules of ``model`` that run under ContextParallel: ``{fully qualified name: style}``.
 
     Use it after ``parallelize_module``, which only warns about a plan that matches nothing:
     ``styled_modules(model, at_least=1)`` raises ``ValueError`` in that case, as it does if two modules
     expect the sequence in different layouts. It also lets later errors call the modules by these names.
+
+    Args:
+        at_least: the number of modules that the plan should match: ``model.config.num_hidden_layers``, say.
+        ran: also raise if one of them has not run yet. Use it after the first step: a module that is never called
+            leaves its attention to other code. (Calls in compiled graphs are not counted.)
     """
     found = {}
     for name, module in model.named_modules():
@@ -203,6 +231,12 @@ def styled_modules(model: nn.Module, at_least: int = 0) -> dict[str, ContextPara
             "[name for name, _ in model.named_modules()]"
             + (". (Wrappers are part of the names: apply the plan before torch.compile)" if hidden else "")
         )
+    idle = [name for name, module in model.named_modules() if name in found and not _has_run(module)] if ran else []
+    if idle:
+        raise ValueError(
+            f"{len(idle)} of {len(found)} modules under ContextParallel have not run: {', '.join(idle[:5])}. Their "
+            "attention is computed somewhere else, or not at all. Apply the style to modules that the model calls"
+        )
     layouts = {style.mode.layout: name for name, style in found.items()}
     if len(layouts) > 1:
         raise ValueError(
@@ -211,6 +245,11 @@ def styled_modules(model: nn.Module, at_least: int = 0) -> dict[str, ContextPara
             + "), but they share one batch. Give all styles one layout"
         )
     return found
+
+
+def _has_run(module: nn.Module) -> bool:
+    binding = binding_of(module)
+    return binding is not None and (binding.ran or not binding.active.parallel)
 
 
 def _q_k_v(where: Sequence[object]) -> bool:

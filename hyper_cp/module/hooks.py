@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..mesh.cp_mesh import CPMesh
-from ..ops.checks import agree, check_shards
+from ..ops.checks import agree, check_shards, refuse_forward_mode
 from ..ops.config import Call
 from ..ops.exchange.ulysses import Ulysses
 from ..schedule.documents import documents_table
@@ -79,7 +79,8 @@ class AttentionHooks:
         qkv, call.outputs = self.binding.local(given, seq, head, call.mesh)
         if not style.use_local_output:
             call.outputs = call.mesh.cp_dims.outputs(call.outputs, seq, f"{self.name}: q")
-        cp = call.mesh.view(*self.binding.record_heads(qkv[0].shape[head], qkv[1].shape[head]))
+        cp = call.mesh.view(*self.binding.record(qkv[0].shape[head], qkv[1].shape[head], qkv[0].shape[seq]))
+        refuse_forward_mode(self.name, *qkv)
         agree(cp, Call(documents=call.documents, name=self.name), style.mode, *qkv)
         try:
             q, k = ((x.shape[head], x.shape[seq]) for x in qkv[:2])

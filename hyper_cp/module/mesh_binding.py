@@ -104,6 +104,8 @@ class Binding:
         """Mesh stack; the last one is active."""
         self.heads: tuple[int, int] | None = None
         """Heads of q and k in the last call, before they are split over ranks of the cp mesh."""
+        self.positions: int | None = None
+        """Positions of q in the last call, before it is exchanged: this rank's share of the sequence."""
         self.ran = False
         """True once a call has begun (compiled calls do not count)."""
         self.place: tuple[str, Plan] | None = None
@@ -128,10 +130,11 @@ class Binding:
         """The mesh that calls run on now."""
         return self.stack[-1]
 
-    def record_heads(self, q_heads: int, kv_heads: int) -> tuple[int, int]:
-        """Record the heads of a call: another mesh is checked against them before it is used."""
+    def record(self, q_heads: int, kv_heads: int, positions: int) -> tuple[int, int]:
+        """Record the heads and the positions of a call; returns the heads. Another mesh is checked against the heads
+        before it is used."""
         if not torch.compiler.is_compiling():
-            self.heads = q_heads, kv_heads
+            self.heads, self.positions = (q_heads, kv_heads), positions
         return q_heads, kv_heads
 
     def documents_in_force(self) -> Tensor | None:

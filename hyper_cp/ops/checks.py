@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from ..mesh import cp_mesh
@@ -32,6 +33,7 @@ def check(
     Raises:
         ValueError, TypeError, NotImplementedError: before any communication, if the call cannot be honoured.
     """
+    refuse_forward_mode(call.name, q, k, v)
     q, k, v = cast_for_autocast(q, k, v)
     agree(cp, call, mode, q, k, v)
     check_tensors(q, k, v)
@@ -54,6 +56,18 @@ def check(
             call.name, cp, mode, band, call.is_causal, scale, mask, call.documents, call.dropout_p, exchanged, lengths
         ),
     )
+
+
+def refuse_forward_mode(caller: str, *tensors: Tensor) -> None:
+    """Raise ``NotImplementedError`` if a tensor has a tangent, which the ops of this library would lose in silence."""
+    if torch.compiler.is_compiling():
+        return
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            f"{caller} runs under forward-mode differentiation (torch.func.jvp, jacfwd or forward_ad), and "
+            "context-parallel attention has no forward-mode derivative: its tangent would be zero. Use backward "
+            "(torch.autograd.grad, torch.func.vjp), or one device"
+        )
 
 
 def cast_for_autocast(*tensors: Tensor) -> list[Tensor]:
