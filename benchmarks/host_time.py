@@ -138,10 +138,10 @@ def measure(args: argparse.Namespace) -> Times:
         mesh = join(ranks)
         for name, packed, how in cases(args):
             heads = max(args.heads, ranks) if mode_of(name) == "Ulysses" else args.heads
-            qkv = [torch.zeros(1, heads, args.tokens, args.dim, requires_grad=True) for _ in range(3)]
+            qkv = [torch.zeros(1, heads, args.length // ranks, args.dim, requires_grad=True) for _ in range(3)]
             layers: dict[str, list[tuple[float, float]]] = {}
             for _ in range(args.calls):
-                documents = new_documents(ranks * args.tokens) if packed else None
+                documents = new_documents(args.length) if packed else None
                 attend = partial(lib.attention, mesh=mesh, is_causal=True, documents=documents, **how)
                 for layer in (", first layer", ", second layer") if packed else ("",):
                     layers.setdefault(layer, []).append(one_call(attend, qkv))
@@ -169,7 +169,7 @@ def in_turns(args: argparse.Namespace) -> list[Times]:
     """Times of the other checkout and of this one, which take turns. A busy machine only ever adds time, so the round
     with the lowest median counts."""
     trees = [Path(args.against).resolve(), Path(__file__).resolve().parent.parent]
-    own = [word for name in ("calls", "tokens", "heads", "dim") for word in (f"--{name}", str(getattr(args, name)))]
+    own = [word for name in ("calls", "length", "heads", "dim") for word in (f"--{name}", str(getattr(args, name)))]
     own += ["--fastest"] if args.fastest else []
     own += ["--ranks", *map(str, args.ranks), *(["--only", *args.only] if args.only else [])]
     rounds: list[list[Times]] = [[], []]
@@ -188,25 +188,31 @@ def in_turns(args: argparse.Namespace) -> list[Times]:
     ]
 
 
+def further_hop(times: Times, case: str) -> str:
+    """Microseconds that one more hop costs, forward and backward: the difference to the case with the fewest ranks."""
+    name = case.rpartition(" | ")[0]
+    fewest = min((c for c in times if c.rpartition(" | ")[0] == name), key=hops)
+    more = hops(case) - hops(fewest)
+    return ", ".join(f"{(x - y) / more:.0f}" for x, y in zip(times[case], times[fewest], strict=True)) if more else ""
+
+
 def report(columns: list[Times]) -> None:
     """A Markdown table; with two columns of times, before and after."""
     arrow = " before -> after" if len(columns) == 2 else ""
-    print(f"| mode | layout, documents | ranks | forward, µs{arrow} | backward, µs{arrow} | a hop: forward, backward |")
+    print(f"| mode | layout, documents | ranks | forward, µs{arrow} | backward, µs{arrow} | a further hop: both |")
     print("|---|---|---:|---:|---:|---:|")
     for case in columns[-1]:
         forward, backward = (" -> ".join(f"{times[case][i]:.0f}" for times in columns) for i in range(2))
-        count = hops(case)
-        hop = ", ".join(f"{x / count:.0f}" for x in columns[-1][case]) if count > 1 else ""
-        print(f"| {case} | {forward} | {backward} | {hop} |")
+        print(f"| {case} | {forward} | {backward} | {further_hop(columns[-1], case)} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 64])
     parser.add_argument("--calls", type=int, default=15, help="of each case")
-    parser.add_argument("--tokens", type=int, default=64, help="per rank")
+    parser.add_argument("--length", type=int, default=1024, help="of the sequence, over all ranks")
     parser.add_argument("--heads", type=int, default=2, help="at least; Ulysses has one per rank")
-    parser.add_argument("--dim", type=int, default=4, help="of a head")
+    parser.add_argument("--dim", type=int, default=1, help="of a head")
     parser.add_argument("--only", nargs="*", default=[], help="cases whose name contains all these words")
     parser.add_argument("--against", help="another checkout, for times before and after")
     parser.add_argument("--rounds", type=int, default=3, help="of each checkout, with --against")

@@ -124,23 +124,20 @@ class _KeyGradients:
 
     def __init__(self, keys: _UsedKeys, *totals: Tensor) -> None:
         self.rows, self.totals = keys.rows, totals
-        self.sums: list[Tensor] = []
-        if self.rows.many:
-            self.sums = [torch.zeros_like(x, dtype=t.dtype) for x, t in zip((keys.k, keys.v), totals, strict=True)]
+        self.sums = [RowSum(keys.k), RowSum(keys.v)] if self.rows.many else []
 
     def add(self, tile: Tile, *gradients: Tensor) -> None:
         """Add the gradients of a tile's keys and values."""
-        for total, x in zip(self.sums or self.totals, gradients, strict=True):
-            if self.sums:
-                part(total, tile.k, tile.batch).add_(x)
-                continue
+        for apart, x in zip(self.sums, gradients, strict=False):
+            apart.add(tile.k, tile.batch, x)
+        for total, x in zip(() if self.sums else self.totals, gradients, strict=False):
             for start, rows in self.rows.within(tile.k):  # from `start` of the tile on
                 part(total, rows, tile.batch).add_(x.narrow(2, start, rows[1] - rows[0]))
 
     def finish(self) -> None:
         """Add what has been summed up apart."""
-        for total, found in zip(self.totals, self.sums, strict=False):
-            self.rows.add(total, found, 2)
+        for total, apart in zip(self.totals, self.sums, strict=False):
+            self.rows.add(total, apart.total(), 2)
 
 
 def _last_dim_contiguous(*tensors: Tensor) -> list[Tensor]:

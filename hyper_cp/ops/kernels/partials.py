@@ -29,8 +29,8 @@ def part(x: Tensor, rows: Range, batch: Range | None = None) -> Tensor:
     """Rows ``[B, H, rows, ...]`` of some batch rows (None: all): a view, or ``x`` itself if that is all of it."""
     start, stop = rows
     if batch is not None:
-        return x[batch[0] : batch[1], :, start:stop]
-    return x if stop - start == x.shape[2] else x[:, :, start:stop]
+        x = x.narrow(0, batch[0], batch[1] - batch[0])
+    return x if stop - start == x.shape[2] else x.narrow(2, start, stop - start)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -84,13 +84,14 @@ class RowSum:
         if self._total is None and batch is None and rows[1] - rows[0] == self._like.shape[2]:
             self._total = _cast(x, self._dtype)
         else:
-            part(self._accumulator(), rows, batch).add_(x)
+            part(self.total(), rows, batch).add_(x)
 
-    def _accumulator(self) -> Tensor:
+    def total(self) -> Tensor:
+        """The sum over all rows, in the accumulation dtype."""
         if self._total is None:
             self._total = like_queries(self._like, self._like.shape[3], self._dtype).zero_()
         return self._total
 
     def result(self, rows: Range) -> tuple[Tensor]:
         """The sum over a range of rows, in the dtype of ``like``."""
-        return (_cast(part(self._accumulator(), rows), self._like.dtype),)
+        return (_cast(part(self.total(), rows), self._like.dtype),)
