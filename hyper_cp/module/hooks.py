@@ -80,7 +80,8 @@ class AttentionHooks:
         if not style.use_local_output:
             call.outputs = call.mesh.cp_dims.outputs(call.outputs, seq, f"{self.name}: q")
         cp = call.mesh.view(*self.binding.record(qkv[0].shape[head], qkv[1].shape[head], qkv[0].shape[seq]))
-        refuse_forward_mode(self.name, *qkv)
+        if cp.size > 1:
+            refuse_forward_mode(self.name, *qkv)
         agree(cp, Call(documents=call.documents, name=self.name), style.mode, *qkv)
         try:
             q, k = ((x.shape[head], x.shape[seq]) for x in qkv[:2])
