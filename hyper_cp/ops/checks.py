@@ -37,7 +37,7 @@ def check(
         ValueError, TypeError, NotImplementedError: before any communication, if the call cannot be honoured.
     """
     check_dimensions(q, k, v)
-    check_numbers(call)
+    check_kinds(call)
     refuse_forward_mode(call.name, q, k, v)
     q, k, v = cast_for_autocast(q, k, v)
     agree(cp, call, mode, q, k, v)
@@ -243,11 +243,16 @@ def check_degree(mode: Mode, cp: CPMesh) -> None:
 # --------------------------------------------------------------------------- lengths
 
 
-def check_numbers(call: Call) -> None:
-    """Raise ``TypeError`` unless the numbers of a call are numbers."""
+def check_kinds(call: Call) -> None:
+    """Raise ``TypeError`` unless the numbers of a call are numbers, and its mask is a tensor."""
     for name, x in (("scale", 0.0 if call.scale is None else call.scale), ("dropout_p", call.dropout_p)):
         if not isinstance(x, NUMBERS) or isinstance(x, bool):
             raise TypeError(f"{name}={x!r} is a {type(x).__name__}. It must be a number. Pass a float")
+    if call.mask is not None and not isinstance(call.mask, Tensor):
+        raise TypeError(
+            f"attn_mask is a {type(call.mask).__name__}, not a tensor. It must be bool (True is visible) or floating, "
+            "over global positions. Pass torch.tensor(...)"
+        )
 
 
 def check_options(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) -> None:

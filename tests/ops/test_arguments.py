@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -121,7 +121,7 @@ def drawn_call(draw: st.DrawFn) -> Arguments:
     return call | {name: draw(options[name]) for name in names}
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])  # a failure shows its own call
 @given(calls=st.lists(drawn_call(), min_size=40, max_size=40))
 def test_every_argument_works_or_is_refused(ranks: Any, calls: list[Arguments]) -> None:
     for found in ranks(2, outcomes, calls):
