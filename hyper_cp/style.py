@@ -118,11 +118,13 @@ class ContextParallel(ParallelStyle):
         if not (ulysses_degree is None or ulysses_degree == "auto" or (degree_is_int and ulysses_degree > 0)):  # type: ignore[operator]
             raise ValueError(f'ulysses_degree={ulysses_degree!r} must be None (whole mesh), "auto" or a positive int')
         self.ulysses_degree = ulysses_degree
+        if qkv_indices is not None:
+            _check_sequence("qkv_indices", qkv_indices, int)
+        _check_sequence("qkv_kwarg_names", qkv_kwarg_names, str)
+        _check_sequence("allow", allow, str)
         self.qkv_indices = None if qkv_indices is None else tuple(qkv_indices)
-        self.qkv_kwarg_names = tuple(qkv_kwarg_names)
-        if self.qkv_indices is not None and (
-            not _q_k_v(self.qkv_indices) or any(not isinstance(i, int) or i < 0 for i in self.qkv_indices)
-        ):
+        self.qkv_kwarg_names, self.allow = tuple(qkv_kwarg_names), tuple(allow)
+        if self.qkv_indices is not None and (not _q_k_v(self.qkv_indices) or any(i < 0 for i in self.qkv_indices)):
             raise ValueError(
                 f"qkv_indices={qkv_indices!r} must be three different argument positions (q, k, v), those of k and v "
                 "equal if they are one tensor (0, 1, 1), or None if the module computes q, k, v itself"
@@ -142,18 +144,14 @@ class ContextParallel(ParallelStyle):
                 "module runs, it sees all its heads at once, so there is nothing to overlap. Set qkv_indices=None: its "
                 "attention call (F.scaled_dot_product_attention in [B, H, S, D]) then exchanges them; or head_groups=1"
             )
+        if not isinstance(use_local_output, bool):
+            raise TypeError(f"use_local_output={use_local_output!r} must be True or False")
         if not use_local_output and layout != "contiguous":
             raise ValueError(
                 f"use_local_output=False returns Shard({seq_dim}) DTensors, which mean contiguous order, but "
                 f"layout={layout!r}: use use_local_output=True"
             )
         self.use_local_output = use_local_output
-        if isinstance(allow, str) or not all(isinstance(name, str) for name in allow):
-            raise TypeError(
-                f"allow={allow!r} must be a sequence of strings: names of modules, patterns as in a plan, or names of "
-                'types. Pass allow=("vision_tower", "BatchNorm1d"), say'
-            )
-        self.allow = tuple(allow)
 
     def __repr__(self) -> str:
         m = self.mode
@@ -255,6 +253,14 @@ def _has_run(module: nn.Module) -> bool:
 def _q_k_v(where: Sequence[object]) -> bool:
     """True for three positions or names, of which only those of k and v may be equal."""
     return len(where) == 3 and where[0] not in where[1:]
+
+
+def _check_sequence(name: str, value: Sequence[object], kind: type) -> None:
+    """Raise ``TypeError`` unless an argument is a list or tuple of one kind of values."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(x, kind) for x in value):
+        raise TypeError(
+            f"{name}={value!r} must be a tuple or list of {kind.__name__}. Write ({name}=(...)), with commas"
+        )
 
 
 def _dimension(name: str, value: int) -> int:

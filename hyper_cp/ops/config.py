@@ -36,7 +36,7 @@ class Mode:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "window", masks.check_window(self.window))
-        if self.kv_exchange not in build.KV_EXCHANGES:
+        if not isinstance(self.kv_exchange, str) or self.kv_exchange not in build.KV_EXCHANGES:
             raise ValueError(
                 f"kv_exchange={self.kv_exchange!r} is unknown; choose one of {', '.join(map(repr, build.KV_EXCHANGES))}"
             )

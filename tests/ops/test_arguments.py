@@ -58,7 +58,8 @@ def outcomes(calls: list[Arguments]) -> list[str]:
             except Exception as error:
                 sent = [operation for operation, _ in log.entries if operation != "agreement"]
                 raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-                if not isinstance(error, OURS) or PACKAGE not in raised_in.parents or sent:
+                named = any(name in str(error) for name in (*call, "query", "key", "value"))
+                if not isinstance(error, OURS) or PACKAGE not in raised_in.parents or sent or not named:
                     found.append(f"{call}: {type(error).__name__}: {error} (in {raised_in.name}; sent {sent})")
                     continue
             found.append("")
@@ -121,8 +122,8 @@ def drawn_call(draw: st.DrawFn) -> Arguments:
     return call | {name: draw(options[name]) for name in names}
 
 
-@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])  # a failure shows its own call
-@given(calls=st.lists(drawn_call(), min_size=40, max_size=40))
+@settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate])  # a failure shows its own call
+@given(calls=st.lists(drawn_call(), min_size=30, max_size=30))
 def test_every_argument_works_or_is_refused(ranks: Any, calls: list[Arguments]) -> None:
     for found in ranks(2, outcomes, calls):
         assert not [text for text in found if text]
