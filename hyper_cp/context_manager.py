@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -53,8 +54,10 @@ class context_parallel:
     Note:
         A buffer that is to be restored keeps its full storage. If nobody has written it, it comes back as it was,
         without communication. If it was written in place, restoring it costs one all-gather at the end of the block
-        (all ranks must write it). If the block ends by an exception, all buffers are as they were before it, so that no
-        rank waits for another. Buffers in ``no_restore_buffers`` keep nothing but the share.
+        (all ranks must write it). Buffers that share memory (``ids[:, :-1]`` and ``ids[:, 1:]``) have separate shares
+        inside the block, and come back together, each where it was written (two all-gathers). If the block ends by an
+        exception, all buffers are as they were before it, so that no rank waits for another. Buffers in
+        ``no_restore_buffers`` keep nothing but the share.
 
         Backward may be inside or outside the block. Outside, a model under ``torch.compile`` that saved a buffer for
         backward raises (run backward inside), and so does activation checkpointing (its recompute would be outside).
@@ -122,9 +125,15 @@ class context_parallel:
             _Sharded(x, dim, self.handler, id(x) in self._keep)
             for x, dim in zip(self._buffers, self._dims, strict=True)
         ]
+        memory = Counter(s.memory for s in sharded)
+        for s in sharded:
+            if s.whole is not None and (s.shares_memory or memory[s.memory] > 1):
+                s.keep_before()
         routing = _Routing(self._binding, [(s.buffer, s.share) for s in sharded])
         for s in sharded:  # nothing fails from here on
             s.begin()
+        for s in sharded:  # when all have begun: views of one tensor count their writes together
+            s.versions = s.count_versions()
         routing.__enter__()
         self._entered.append((routing, sharded))
         return self.handler
@@ -132,11 +141,11 @@ class context_parallel:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         routing, sharded = self._entered.pop()
         routing.__exit__(kind, error, trace)
+        written = [s for s in sharded if s.whole is not None and s.count_versions() != s.versions]
         for s in sharded:
             s.end()
         if kind is None:
-            for s in sharded:
-                s.collect()
+            _collect(written)
 
     def _check(self) -> None:
         seen: set[int] = set()
@@ -175,37 +184,84 @@ class _Sharded:
     """One buffer in a block."""
 
     def __init__(self, buffer: Tensor, dim: int, handler: ContextParallelHandler, keep_share: bool) -> None:
-        self.buffer, self.dim, self.handler, self.written = buffer, dim % buffer.ndim, handler, False
+        self.buffer, self.dim, self.handler = buffer, dim % buffer.ndim, handler
+        self.versions = (0, 0)
         # Also under inference_mode a normal tensor: it counts its versions.
         with torch.inference_mode(False), torch.no_grad():
             self.share = handler.dispatch(buffer.detach(), self.dim)
             # The old storage, unless the buffer is to give it up.
             self.whole = None if keep_share else buffer.detach()
+        storage = buffer.untyped_storage()
+        self.memory = buffer.device, storage.data_ptr()
+        self.shares_memory = storage.nbytes() > buffer.numel() * buffer.element_size()
+        """True if other tensors use the memory of the buffer: writes to them count as writes to it."""
+        self.before: Tensor | None = None
+
+    def keep_before(self) -> None:
+        """Keep the share as it is now, to find out later where it was written."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.before = self.share.clone()
 
     def begin(self) -> None:
         _sharded_now.add(id(self.buffer))
         self._point_to(self.share)
-        self.versions = self._versions()
 
     def end(self) -> None:
         """Back to the whole sequence, as it was before."""
         _sharded_now.discard(id(self.buffer))
         if self.whole is not None:
-            self.written = self._versions() != self.versions
             self._point_to(self.whole)
 
-    def collect(self) -> None:
-        """Copy what all ranks have written into the whole buffer."""
-        if self.written:
-            with torch.no_grad():
-                self.buffer.copy_(self.handler.combine(self.share.detach(), self.dim))
+    def gathered(self) -> Tensor:
+        """The shares of all ranks, as they were written."""
+        return self.handler.combine(self.share.detach(), self.dim)
 
     def _point_to(self, data: Tensor) -> None:
         self.buffer.data = data
         increment_version([self.buffer])  # a graph that saved this tensor for backward must not use it now
 
-    def _versions(self) -> tuple[int, int]:
+    def count_versions(self) -> tuple[int, int]:
+        """Numbers of writes, to the share and to the buffer (past the routing)."""
         return self.share._version, self.buffer._version
+
+
+def _collect(written: list[_Sharded]) -> None:
+    """Copy what all ranks have written into the whole buffers."""
+    by_memory: dict[Any, list[_Sharded]] = {}
+    with torch.no_grad():
+        for s in written:
+            if s.before is None:
+                s.buffer.copy_(s.gathered())
+            else:
+                by_memory.setdefault(s.memory, []).append(s)
+        for group in by_memory.values():
+            _merge(group)
+
+
+def _merge(views: list[_Sharded]) -> None:
+    """Copy views of one memory into it, each where its share has changed: elsewhere something else may be written.
+
+    ``RuntimeError`` if two were written differently in one place. All ranks see the same values, and decide alike.
+    """
+    before, after = [s.buffer.clone() for s in views], [s.gathered() for s in views]
+    changed = [s.handler.combine(~_same(s.before, s.share), s.dim) for s in views if s.before is not None]
+    for s, where, new in zip(views, changed, after, strict=True):
+        s.buffer.copy_(torch.where(where, new, s.buffer))
+    for s, where, new in zip(views, changed, after, strict=True):
+        if bool((where & ~_same(s.buffer, new)).any()):
+            shapes = " and ".join(str(tuple(view.buffer.shape)) for view in views)
+            for view, old in zip(views, before, strict=True):
+                view.buffer.copy_(old)
+            raise RuntimeError(
+                f"buffers of shapes {shapes} share memory, and were written in the block with different values in one "
+                "place. Inside the block each has a share of its own, so the result would depend on their order. "
+                "Write one of them only, or pass clones. All are as they were before the block"
+            )
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    """True where two tensors are equal, or both NaN."""
+    return (a == b) | ((a != a) & (b != b))
 
 
 # --------------------------------------------------------------------------- routing
@@ -241,7 +297,7 @@ class _Routing(DispatchMode):
                 "after the block, and would silently be local attention. Use checkpoint(..., use_reentrant=False)"
             )
         call, mesh = self.call, self.call.binding.active
-        call.mesh, call.documents = mesh, mesh.documents
+        call.mesh, call.documents = mesh, mesh.documents("attention in a context_parallel block")
         call.must_route = mesh.parallel or call.engine_only
         return super().__torch_function__(func, types, args, kwargs)
 

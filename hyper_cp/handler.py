@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -102,11 +104,14 @@ class ContextParallelHandler(Shares):
 
         A dict may also contain:
 
-        * ``cu_seqlens`` (or ``documents``, or Megatron's, FlashAttention's and Hugging Face's names for it) or
-          ``document_ids [B, S]``: packed documents. They are removed: they have no meaning for a share.
+        * ``cu_seqlens`` (or ``documents``, or Megatron's, FlashAttention's, Hugging Face's and torchtitan's names for
+          it), ``document_ids`` or ``seq_idx [B, S]``: packed documents. They are removed: they have no meaning for a
+          share. Other names that seem to mean documents raise; ``seq_dims={name: ...}`` says that one does not.
         * ``attention_mask [B, S]`` of 0 and 1: padding before or after the tokens of each row. It becomes
           documents, which keep tokens and padding apart over the whole sequence; the entry that is returned is all
-          ones. Masks of other dimensions pass through whole, as the engine expects them.
+          ones. Labels of padding are yours, as on one device: set them to ``ignore_index``. (The padding before a
+          row's first token has that token's label, which counts unless you set it too.) Masks of other dimensions pass
+          through whole, as the engine expects them, and are padded with the batch.
         * ``position_ids``; made if missing, ``[B, S/n]`` int64 (``[S/n]`` if tokens are). They restart in packed
           documents, not behind padding.
 
@@ -219,6 +224,10 @@ class ContextParallelHandler(Shares):
         """Treat the sequence of the enclosed forward as packed documents: only positions of one document see
         each other, in every styled module on this mesh.
 
+        The block holds in the thread that enters it, so that another one may prepare the next batch, and it describes
+        one sequence: causal and non-causal attention in one block raise. Enter a block of its own batch around the
+        encoder, and one around the decoder. A block whose documents nothing has read warns when it ends.
+
         Args:
             cu_seqlens: cumulative lengths ``[0, ..., S]`` over *global* positions, for every batch row
                 (list or tensor ``[m]``) or one list per row. Any lengths, boundaries anywhere. If S does not split
@@ -233,15 +242,29 @@ class ContextParallelHandler(Shares):
         """
         if isinstance(cu_seqlens, LocalBatch):
             table = cu_seqlens.documents
+        elif isinstance(cu_seqlens, Mapping):
+            raise TypeError(
+                f"documents got a {type(cu_seqlens).__name__} with the entries {list(cu_seqlens)}, which carries no "
+                "documents. Pass what get_batch_on_this_cp_rank returned, or its attribute documents if "
+                "the batch was copied (to a device, say). A batch of prepare_batch needs no block"
+            )
         else:
             table = documents_table(cu_seqlens, document_ids)  # None: a sequence without documents
             table = None if table is None else self.padded_table(table)
-        state, before = self.cp.batch, self.cp.batch.documents
-        state.documents = table
+        state = self.cp.batch
+        block = state.enter(table)
         try:
             yield table
         finally:
-            state.documents = before
+            state.leave(block)
+        if not (block.used or torch.compiler.is_compiling()):
+            warnings.warn(
+                "a handler.documents block has ended, and nothing in it has read its documents. Attention that ran "
+                "in it was not context-parallel on this mesh, and saw across documents and padding. Apply "
+                "ContextParallel to the model (a mesh of one rank honours documents too, as a baseline), or leave the "
+                "block out",
+                stacklevel=3,
+            )
 
     def core_attn(self, attn: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run an attention function or module on this rank's q, k, v under the handler's style, without a plan.
@@ -268,6 +291,20 @@ class ContextParallelHandler(Shares):
             style.qkv_indices, style.qkv_kwarg_names = (0, 1, 2), ()
             self._cores[(self.mesh, *dims)] = parallelize_module(_Core(), self.mesh, style)
         return self._cores[(self.mesh, *dims)](q, k, v, attn, *args, **kwargs)
+
+    def _refuse_late_shift(self, per_token: Any) -> None:
+        """Raise ``ValueError`` for tokens ``[B, S/n - 1]``: each rank has shifted its own share."""
+        state, shape = self.cp.batch, tuple(getattr(per_token, "shape", ()))
+        if self.cp.size == 1 or len(shape) != 2 or any(map(state.is_share, shape)):
+            return
+        length = max(shape)
+        if state.is_share(length + 1):
+            raise ValueError(
+                f"losses or labels of shape {shape} have {length} positions, but this rank's share of the sequence has "
+                f"{length + 1}. If they were shifted after sharding, every rank lacks the label of its last token. "
+                "Shift them over the whole sequence: get_batch_on_this_cp_rank(..., shift_labels=True); if they are "
+                "not positions of this share, pass them flattened"
+            )
 
     def mean_loss(
         self,
@@ -305,6 +342,7 @@ class ContextParallelHandler(Shares):
                 f"mesh of ranks {mesh.mesh.tolist()} does not contain the cp ranks {self.mesh.mesh.tolist()}. Pass the "
                 'mesh over which gradients are reduced, data and context parallel together, like world["dp", "cp"]'
             )
+        self._refuse_late_shift(losses if labels is None else labels)
         whole = self.mesh if mesh is None else mesh
         return loss.mean_loss(losses, labels, whole, ignore_index=ignore_index, mask=mask, gradients=gradients)
 

@@ -65,12 +65,15 @@ HOME = "module/_torch/"
 
 WRITES = "the counter of writes to a tensor, for which PyTorch has no public name"
 VIEWS = "the tensor whose memory a view shares, for which PyTorch has no public name"
+READS = "read by transformers itself of a model's class or configuration"
 PRIVATE_ELSEWHERE = {
     ("context_manager.py", "_version"): WRITES,
+    ("mesh/batch_state.py", "_DummyThread"): "a thread that Python has not started, which has no public name",
     ("module/running_call.py", "_base"): VIEWS,
     ("schedule/masks.py", "_version"): WRITES,
     ("schedule/masks.py", "_base"): VIEWS,
-    ("integrations/transformers.py", "_supports_attention_backend"): "read by transformers itself of a model class",
+    ("integrations/huggingface/checks.py", "_can_set_attn_implementation"): READS,
+    ("integrations/transformers.py", "_attn_implementation"): READS,
 }
 """``(module, name)``: the reason why a private name of another package may stand there."""
 

@@ -17,11 +17,13 @@ from torch import Tensor
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, read
 from .collectives import by_rank
-from .packing import runs, take_documents
+from .packing import padded_mask, runs, take_documents
 from .sharding import Shares
 
 TOKENS = ("input_ids", "tokens", "inputs_embeds")
 """Entries that determine the length of the sequence, if a batch has them."""
+SECOND = ("decoder_", "encoder_")
+"""Beginnings of the names of entries that belong to the other sequence of an encoder-decoder."""
 
 
 class LocalBatch:
@@ -69,14 +71,18 @@ def local_batch(
             "shift_labels=True needs a dict batch with a tensor 'labels' and without 'shift_labels', but the entries "
             f"are {list(entries)}. Pass the unshifted labels as 'labels', or shift_labels=False for shifted ones"
         )
-    documents = take_documents(entries) if named else None
+    vouched = seq_dims if isinstance(seq_dims, Mapping) else ()
+    documents = take_documents(entries, vouched) if named else None
     whole = WholeBatch(handler, entries, _sequence_dims(entries, seq_dims, named))
     whole.read_documents(documents)
     if named:
         whole.read_padding()
+        whole.refuse_second_sequence()
     if shift_labels:
         dim = whole.dims["shift_labels"] = whole.dims.pop("labels")
-        entries["shift_labels"] = shifted(entries.pop("labels"), dim, ignore_index, whole.boundaries or ())
+        # Only documents end a label's context; the labels of padding are the caller's, as on one device.
+        ends = whole.documents.rows if whole.documents else ()
+        entries["shift_labels"] = shifted(entries.pop("labels"), dim, ignore_index, ends)
     unknown = [name for name in pad_values or {} if name not in whole.dims]
     if unknown:
         raise ValueError(f"pad_values names {unknown}, but the entries with a sequence are {list(whole.dims)}")
@@ -106,7 +112,7 @@ class WholeBatch:
                     "whole) or the right dimension"
                 )
         self.padded = handler.padded_length(self.length)
-        self.first, self.dim = entries[first], dims[first]
+        self.source, self.first, self.dim = first, entries[first], dims[first]
         self.rows = self.first.shape[0] if self.dim else self.first.shape[1] if self.first.ndim > 1 else 1
         self.documents: PackedDocuments | None = None
         """Packed documents, in which positions restart."""
@@ -121,20 +127,17 @@ class WholeBatch:
             self.boundaries = self.documents.rows
 
     def read_padding(self) -> None:
-        """Turn a padding mask ``[B, S]`` into boundaries; the mask that is left hides nothing.
+        """Turn a padding mask ``[B, S]`` into boundaries; the mask that is left hides nothing. An explicit mask is
+        padded like the sequence.
 
-        ``ValueError`` for padding between tokens, and for explicit masks of a sequence that must be padded.
+        ``ValueError`` for padding between tokens, and for explicit masks of another length.
         """
         mask = self.entries.get("attention_mask")
         if not isinstance(mask, Tensor):
             return
         if "attention_mask" not in self.dims:
             if self.padded > self.length:
-                raise ValueError(
-                    f"attention_mask {tuple(mask.shape)} is explicit, but {self.length} positions do not split over "
-                    f"the ranks. Pad the batch to {self.padded} positions yourself, mask included, or pass a padding "
-                    "mask [B, S]"
-                )
+                self.entries["attention_mask"] = padded_mask(mask, self.length, self.padded)
             return
         _, padding = runs(mask.movedim(self.dims["attention_mask"], -1))
         for row, found in enumerate(padding):
@@ -149,6 +152,16 @@ class WholeBatch:
             packed = self.boundaries or [[0]]
             packed = [*packed] * len(padding) if len(packed) == 1 else packed
             self.boundaries = [sorted({*row, *found}) for row, found in zip(packed, padding, strict=True)]
+
+    def refuse_second_sequence(self) -> None:
+        """Raise ``ValueError`` if documents or padding of one sequence come with the tokens of another."""
+        second = [name for name in self.dims if str(name).startswith(SECOND)]
+        if second and self.boundaries is not None:
+            raise ValueError(
+                f"batch has documents or padding, and two sequences: {self.source!r} and {second[0]!r}. Documents "
+                "describe one sequence, and would be applied to both. Make a batch of each sequence, and run the "
+                "encoder in the documents block of its batch and the decoder in that of its own"
+            )
 
     def table(self) -> Tensor | None:
         """Documents and padding of the padded sequence; None if there are none."""

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..mesh import cp_mesh
 from ..mesh.comm import Axis, gather_ranks
 from ..schedule.documents import read
-from ..schedule.layout import Range, ResolvedLayout, merge_ranges
+from ..schedule.layout import ResolvedLayout
 from ..schedule.lookup import ascending, resolve
+from ..schedule.ranges import Range, merge_ranges
 
 # --------------------------------------------------------------------------- whole sequences
 
@@ -70,6 +71,24 @@ def _differentiate_gather(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 gather_sequence.register_autograd(_differentiate_gather, setup_context=_save)
 
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def scale_gradient(x: Tensor, factor: int) -> Tensor:
+    """Return ``x`` with a gradient that is multiplied by ``factor``."""
+    scaled: Tensor = _ScaledGradient.apply(x, factor)
+    return scaled
+
+
 # --------------------------------------------------------------------------- rolling
 
 
@@ -107,7 +126,7 @@ def roll_plan(layout: ResolvedLayout, rank: int, shifts: int) -> RollPlan:
 
 def _sources(layout: ResolvedLayout, rank: int, shifts: int) -> Iterator[Source]:
     """The rows that make up the share of ``rank`` of the rolled sequence, in order."""
-    pieces = layout.pieces(range(layout.world))
+    pieces = layout.pieces(range(layout.world)).tolist()
     starts = [*accumulate((stop - start for _, start, stop in pieces), initial=0)]  # global, and the length
     for start, stop in layout.ranges(rank):
         at, end = start - shifts, stop - shifts

@@ -45,6 +45,8 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
     if mask is not None and labels is not None and labels.shape != mask.shape:
         raise ValueError(f"mask has shape {tuple(mask.shape)} and labels {tuple(labels.shape)}: they must be equal")
     losses = losses if losses.dtype == torch.float64 else losses.float()
+    if mask is not None and mask.is_floating_point():  # half precision cannot count tokens
+        mask = mask.to(torch.promote_types(mask.dtype, torch.float32))
     if labels is not None and losses.ndim == labels.ndim + 1 and losses.shape[:-1] == labels.shape:
         wide, flat = losses.flatten(0, -2), labels.flatten()
         if mask is None:

@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
 from ..schedule.documents import documents_table, read
 from .sharding import Shares
 
-OFFSETS = ("documents", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv", "cu_seq_lens_q", "cu_seq_lens_k")
-"""Names under which batches hold cumulative lengths: ours, Megatron's, FlashAttention's and Hugging Face's."""
-LONGEST = ("max_seqlen", "max_seqlen_q", "max_seqlen_kv", "max_length_q", "max_length_k")
+OFFSETS = (
+    "documents",
+    *("cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_k"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_q", "cu_seq_k"),
+)
+"""Names under which batches hold cumulative lengths: ours, Megatron's and FlashAttention's, Hugging Face's and
+torchtitan's."""
+LONGEST = ("max_seqlen", "max_seqlen_q", "max_seqlen_kv", "max_seqlen_k", "max_length_q", "max_length_k")
 """Names of the longest document, which has no meaning for a share of the sequence."""
+IDS = ("document_ids", "seq_idx")
+"""Names under which batches hold the document of every position ``[B, S]``: ours, and that of recurrent layers."""
+_LIKE_OFFSETS = re.compile("(cu_?seq|seq_?lens|packed|packing)")
+_LIKE_IDS = re.compile("(doc|document|segment|seq|sequence|pack)s?_?(id|ids|idx|index)$")
 
 
-def take_documents(entries: dict[Any, Any]) -> Tensor | None:
+def take_documents(entries: dict[Any, Any], known: Collection[Any] = ()) -> Tensor | None:
     """Remove packed documents, whatever their name, from ``entries``, and return them as a table of boundaries.
 
     Raises:
-        ValueError: if two entries name different documents.
+        ValueError: if two entries name different documents, or if an entry that is not ``known`` to be something else
+            seems to name them in another way: they would be ignored.
     """
     # An entry named "documents" may be anything else, such as texts; then it passes through.
     names = [name for name in OFFSETS if name in entries and (name != "documents" or _numbers(entries))]
     given = {name: entries.pop(name) for name in names}
     for name in LONGEST if given else ():
         entries.pop(name, None)
-    tables = {name: documents_table(x) for name, x in given.items()}
-    tables["document_ids"] = documents_table(None, entries.pop("document_ids", None))
+    tables = {name: documents_table(x.cpu() if isinstance(x, Tensor) else x) for name, x in given.items()}
+    tables |= {name: _table_of_ids(entries.pop(name)) for name in IDS if name in entries}
+    _refuse_unknown_names({name: x for name, x in entries.items() if name not in known})
     found = {name: table for name, table in tables.items() if table is not None}
     rows = {name: read(table).rows for name, table in found.items()}
     if len(set(rows.values())) > 1:
@@ -39,6 +53,28 @@ def take_documents(entries: dict[Any, Any]) -> Tensor | None:
             f"needs queries and keys to be packed alike. Keep one of them and drop the others"
         )
     return next(iter(found.values()), None)
+
+
+def _table_of_ids(ids: Any) -> Tensor | None:
+    ids = None if ids is None else torch.as_tensor(ids)
+    return documents_table(None, ids[None] if ids is not None and ids.ndim == 1 else ids)
+
+
+def _refuse_unknown_names(entries: dict[Any, Any]) -> None:
+    for name, x in entries.items():
+        first, dims = x, 0
+        while isinstance(first, (list, tuple)) and first:
+            first, dims = first[0], dims + 1
+        integers = isinstance(first, int) or (isinstance(first, Tensor) and not first.is_floating_point())
+        dims += first.ndim if isinstance(first, Tensor) else 0
+        offsets = _LIKE_OFFSETS.match(str(name)) and ((integers and dims > 0) or any(hasattr(x, n) for n in OFFSETS))
+        if offsets or (_LIKE_IDS.match(str(name)) and integers and dims > 1):
+            raise ValueError(
+                f"batch entry {name!r} seems to name packed documents, but not under a name that is known. It would be "
+                f"ignored, and documents would see each other. Pass cumulative lengths over the whole sequence as "
+                f"{OFFSETS[1]!r}, or the document of every position as {IDS[0]!r}; if it is something else, rename it "
+                f"or say so with seq_dims={{{name!r}: ...}} of get_batch_on_this_cp_rank"
+            )
 
 
 def _numbers(entries: dict[Any, Any]) -> bool:
@@ -69,6 +105,28 @@ def runs(mask: Tensor) -> tuple[Tensor, list[list[int]]]:
 def _boundaries(changes: Tensor) -> list[list[int]]:
     """Boundaries ``[0, ..., S]`` of each row of ``changes [B, S - 1]``, which is True between two pieces."""
     return [[0, *(torch.nonzero(row).flatten() + 1).tolist(), len(row) + 1] for row in changes]
+
+
+def padded_mask(mask: Tensor, length: int, padded: int) -> Tensor:
+    """Pad an explicit mask ``[..., S|1, S|1]`` over ``length`` positions: tokens do not see the padding at the end.
+
+    Raises:
+        ValueError: if the mask is for another length.
+    """
+    if mask.ndim < 2 or mask.shape[-1] not in (1, length) or mask.shape[-2] not in (1, length):
+        raise ValueError(
+            f"attention_mask {tuple(mask.shape)} does not fit the {length} positions of the sequence. Pass it as "
+            f"[..., {length}, {length}] (a dimension may be 1), or pass a padding mask [B, S]"
+        )
+    if padded == length:
+        return mask
+    more, visible = padded - length, 1 if mask.dtype == torch.bool else 0
+    hidden = 0 if mask.dtype == torch.bool else -torch.inf
+    if not mask.is_floating_point() and mask.dtype != torch.bool:
+        hidden = 0  # attention refuses the dtype, and names it
+    wide = F.pad(mask.expand(*mask.shape[:-1], length), (0, more), value=hidden)
+    # Padding may see anything, but a row must not be empty: its softmax would be NaN.
+    return wide if mask.shape[-2] == 1 else F.pad(wide, (0, 0, 0, more), value=visible)
 
 
 @dataclass(frozen=True)

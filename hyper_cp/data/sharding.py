@@ -15,7 +15,7 @@ from ..schedule import layout as layouts
 from ..schedule.documents import documents_table, read
 from ..schedule.layout import ResolvedLayout
 from ..schedule.lookup import resolve
-from .collectives import gather_sequence, roll_sequence
+from .collectives import gather_sequence, roll_sequence, scale_gradient
 
 
 class Shares:
@@ -54,18 +54,48 @@ class Shares:
         """
         return self.local_share(tensor, seq_dim, self.cp.batch.documents, pad_value)
 
-    def combine(self, tensor: Tensor, seq_dim: int = 1, *, length: int | None = None, documents: Any = None) -> Tensor:
+    def combine(
+        self,
+        tensor: Tensor,
+        seq_dim: int = 1,
+        *,
+        length: int | None = None,
+        documents: Any = None,
+        gradients: str | None = None,
+    ) -> Tensor:
         """The inverse, on every rank: ``[.. S/n ..] -> [.. S ..]`` in global order.
 
-        One communication. Differentiable: the gradient of a rank's share is its slice of the
-        gradient of the whole (the whole is used identically on every rank).
+        One communication. Differentiable: every rank uses the whole in the same way, so the gradient of its share is
+        its slice of the gradient of the whole. For a loss of the whole (a pooled or CLS head), parameters *before*
+        ``combine`` then get the part of their gradient that comes from this rank's tokens, and parameters *behind* it
+        all of theirs, on every rank. A reduction over the ranks treats both alike, so say which one follows:
+
+        ======================== ============= ==============================================
+        gradients are afterwards ``gradients`` loss
+        ======================== ============= ==============================================
+        not reduced              None          any
+        averaged (DDP, FSDP)     ``"mean"``    any, or :meth:`mean_loss` ``(gradients="mean")``
+        summed                   ``"sum"``     :meth:`mean_loss` ``(gradients="sum")``, or any divided by n
+        ======================== ============= ==============================================
+
+        A head on the mean of the tokens, under DDP::
+
+            pooled = handler.combine(hidden, 1, length=batch.length, gradients="mean").mean(1)  # or [:, 0]: CLS
+            losses = F.cross_entropy(head(pooled), classes, reduction="none")  # [B], the same on every rank
+            handler.mean_loss(losses, gradients="mean").backward()
 
         Args:
             length: the true global length, if ``dispatch`` has padded: the padding is cut off.
             documents: the documents by which layouts ``"per_document"`` and ``"auto"`` have placed the tokens, as
                 for :meth:`documents`; by default those of the enclosing block.
+            gradients: the reduction of parameters' gradients over the ranks that follows, for a loss of the whole.
         """
         seq_dim = checked_dim(tensor, seq_dim)
+        if gradients not in (None, "mean", "sum"):
+            raise ValueError(
+                f'gradients={gradients!r} is unknown. Use "mean" under DDP or FSDP, which average gradients, "sum" if '
+                "you all-reduce them with SUM, or None if nobody reduces them"
+            )
         whole = tensor.shape[seq_dim] * self.cp.size
         layouts.check_length(self.layout, self.cp.size, whole)
         if length is not None and self.padded_length(length) != whole:
@@ -74,6 +104,9 @@ class Shares:
                 f"{self.padded_length(length)}. Pass the length that the dispatched tensor had"
             )
         table = self.cp.batch.documents if documents is None else self.documents_for(documents, whole)
+        if gradients is not None:
+            # Parts, of which the reduction makes the mean; or the sum, of a loss that has been divided by n.
+            tensor = scale_gradient(tensor, self.cp.size)
         gathered = gather_sequence(tensor, table, self.cp.key, self.layout, seq_dim)
         return gathered if length is None else gathered.narrow(seq_dim, 0, length)
 
@@ -91,8 +124,8 @@ class Shares:
                 if the sequence is 0).
 
         Returns:
-            This rank's share ``[.. S/n ..]`` of the result, and the sum of the share (0-D; the number of tokens left,
-            if ``tensor`` is a loss mask).
+            This rank's share ``[.. S/n ..]`` of the result, and the sum of the share (0-D, half precision added up in
+            fp32; the number of tokens left, if ``tensor`` is a loss mask).
 
         Source: ``roll_tensor`` of Megatron-LM's multi-token prediction; there one position to the left.
         """
@@ -103,7 +136,9 @@ class Shares:
         layouts.check_length(self.layout, self.cp.size, length)
         table = self.documents_for(documents, length, tensor, seq_dim)
         rolled = roll_sequence(tensor, table, self.cp.key, self.layout, seq_dim, shifts)
-        return rolled, rolled.sum()
+        # Half precision cannot count: in fp16 there is nothing above 65,504, and in bf16 256 + 1 is 256.
+        exact = torch.promote_types(rolled.dtype, torch.float32) if rolled.is_floating_point() else None
+        return rolled, rolled.sum(dtype=exact)
 
     def position_ids(self, length: int, device: Any = None, *, restart: bool = False, documents: Any = None) -> Tensor:
         """Positions of this rank's tokens, ``[S/n]`` int64, for a global ``length`` S that splits evenly
@@ -137,6 +172,7 @@ class Shares:
             shape[seq_dim] = self.padded_length(length) - length
             tensor = torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=seq_dim)
         resolved = self.resolve(tensor.shape[seq_dim], documents, f"tensor.shape[{seq_dim}]")
+        self.cp.batch.record_length(tensor.shape[seq_dim] // self.cp.size)
         ranges = resolved.ranges(self.cp.rank)
         return torch.cat([tensor.narrow(seq_dim, start, stop - start) for start, stop in ranges], dim=seq_dim)
 

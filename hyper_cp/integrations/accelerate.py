@@ -24,6 +24,7 @@ from ..context_manager import context_parallel
 from ..handler import ContextParallelHandler
 from ..module.mesh_binding import binding_of
 from ..style import ContextParallel, styled_modules
+from .huggingface.checks import decoder_of
 from .transformers import prepare_model
 
 
@@ -82,7 +83,7 @@ def _prepare(mesh: DeviceMesh, style: ContextParallel, *args: Any) -> tuple[Any,
     """Prepare the models among what ``accelerator.prepare`` was given."""
     for model in args:
         if hasattr(model, "get_decoder"):
-            if binding_of(model.get_decoder()) is None:
+            if binding_of(decoder_of(model)) is None:
                 prepare_model(model, mesh, style=style)
         elif isinstance(model, nn.Module):
             styled_modules(model, at_least=1)

@@ -94,8 +94,8 @@ class PackedAttention(nn.Module):
                 f"{self.binding.name} got {q.shape[1]} query and {k.shape[1]} key heads. Pass enable_gqa=True for "
                 "grouped-query attention"
             )
-        documents = self._documents(attention_metadata if attention_masks is None else attention_masks)
-        documents, mesh = checkpoint.batch_state(self.binding, (documents, self.binding.active))
+        metadata = attention_metadata if attention_masks is None else attention_masks
+        documents, mesh = checkpoint.batch_state(self.binding, lambda: (self._documents(metadata), self.binding.active))
         q, k, v = (x.unsqueeze(0).transpose(1, 2) for x in (q, k, v))
         cp, mode = mesh.view(q.shape[1], k.shape[1]), replace(self.binding.style.mode, window=self.window)  # type: ignore[arg-type]
         # is_causal=False: the module's window ends at the query, so it is causal already.
@@ -104,7 +104,7 @@ class PackedAttention(nn.Module):
 
     def _documents(self, metadata: Any) -> Tensor | None:
         """The documents that the metadata of a call names, or those of the enclosing block."""
-        block = self.binding.active.documents
+        block = self.binding.documents_in_force()
         if metadata is None:
             return block
         cu_seq = getattr(metadata, "cu_seq_q", None)

@@ -12,35 +12,34 @@ call as the keyword ``context_parallel``: activation checkpointing recomputes wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..data.batch import WholeBatch, shifted
-from ..data.packing import AttentionState, attention_state, take_documents
+from ..data.collectives import by_rank
+from ..data.packing import AttentionState, attention_state, padded_mask, take_documents
 from ..handler import ContextParallelHandler
 from ..module._torch import checkpoint
-from ..module.mesh_binding import Binding, Style, StyledMesh, binding_of, describe
-from ..ops.attention import cp_attention
-from ..ops.config import Call
+from ..module.mesh_binding import Binding, binding_of, describe
+from ..schedule import layout as layouts
+from ..schedule.documents import documents_table
 from ..style import ContextParallel, style_of
+from .huggingface import forward, router_loss
+from .huggingface.attention import NAME, register
+from .huggingface.checks import check_dispatched, check_inputs, check_model, decoder_of, own_positions
+from .huggingface.forward import ForwardState, OneDevice, PreparedBatch
+from .huggingface.rotary import prepare_rotary
 
 __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
 
-NAME = "hyper_cp"
-LAYER_TYPES = {"full_attention", "sliding_attention"}
 IGNORE = -100
-
-
-def register() -> None:
-    """Make ``attn_implementation="hyper_cp"`` known to transformers (attention and masks)."""
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, attention_mask)
 
 
 def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextParallel) -> PreTrainedModel:
@@ -58,7 +57,7 @@ def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextPar
         NotImplementedError: if the model has layers that are not attention over the whole sequence.
     """
     register()
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     name = type(decoder).__name__
     if binding_of(decoder) is not None:
         raise ValueError(f"{name} is prepared for context parallelism already: prepare it once")
@@ -66,26 +65,16 @@ def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextPar
         raise ValueError(
             f"style has window={style.mode.window}, but the model decides which layers have a sliding window: drop it"
         )
-    other = sorted(set(getattr(decoder.config, "layer_types", None) or ()) - LAYER_TYPES)
-    if other or not getattr(decoder, "_supports_attention_backend", False):
-        raise NotImplementedError(
-            f"{name} has {'layers of type ' + ', '.join(other) if other else 'no attention of AttentionInterface'}. "
-            "What they compute along the sequence would end at this rank's share. Use a model with layers of type "
-            f"{', '.join(sorted(LAYER_TYPES))}"
-        )
+    check_model(model, decoder)
+    hook = DecoderHook(style, mesh, decoder)
     decoder.set_attn_implementation(NAME)
-    decoder.register_forward_pre_hook(DecoderHook(style, mesh, decoder).before, with_kwargs=True, prepend=True)
+    decoder.register_forward_pre_hook(hook.before, with_kwargs=True, prepend=True)
+    decoder.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
     if model is not decoder:
-        model.register_forward_pre_hook(_check_labels, with_kwargs=True)
+        head = HeadHook(hook)
+        model.register_forward_pre_hook(head.before, with_kwargs=True)
+        model.register_forward_hook(head.after, with_kwargs=True)
     return model
-
-
-def _check_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
-        raise ValueError(
-            f"{type(model).__name__} got labels without shift_labels. The model would shift them within this rank's "
-            "share, which is wrong at its ends. Use prepare_batch, or shift them over the whole sequence"
-        )
 
 
 def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dict[str, Any]:
@@ -117,41 +106,92 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
     whole = WholeBatch(handler, entries, dims)
     mask, positions = entries.get("attention_mask"), entries.get("position_ids")
     documents = None if documents is None else handler.padded_table(documents)
+    padding = (0, whole.padded - whole.length)
+    counted = None if padding[1] == 0 else F.pad(torch.ones(tokens.shape[:2], dtype=torch.bool), padding)
     if isinstance(mask, Tensor) and mask.ndim == 2:
-        mask = F.pad(entries.pop("attention_mask"), (0, whole.padded - whole.length))
+        counted = mask = F.pad(entries.pop("attention_mask"), padding)
         state = attention_state(handler, documents, mask)
     else:
-        packed = mask is None and positions is not None and positions.ndim == 2
+        if isinstance(mask, Tensor) and whole.padded > whole.length:
+            entries["attention_mask"] = padded_mask(mask, whole.length, whole.padded)
+        # The documents of a block say what positions that restart in them would say.
+        packed = mask is None and positions is not None and positions.ndim == 2 and handler.cp.batch.documents is None
         state = attention_state(handler, documents, None, positions if packed else None)
+    if state.documents is None and handler.layout in layouts.BY_DOCUMENTS and handler.cp.batch.documents is None:
+        state = replace(state, documents=documents_table([0, whole.padded]))  # the whole sequence is a document too
     placed_by = handler.documents_for(state.documents, whole.padded)
     local = whole.split(placed_by, {name: IGNORE for name in dims if "labels" in name})
     if positions is None:
-        local["position_ids"] = handler.position_ids(whole.padded, device=tokens.device, documents=placed_by)[None]
-    return {**local, "context_parallel": state}
+        at = handler.position_ids(whole.padded, device=tokens.device, documents=placed_by)[None]
+        # Padding gets no later position than the tokens: tables of positions need not be longer than the sequence.
+        local["position_ids"] = at.clamp(max=whole.length - 1)
+    last = whole.length - 1 if positions is None else positions.max()
+    counted = None if counted is None else handler.local_share(counted, 1, placed_by)
+    return {**local, "context_parallel": replace(prepared(state, last, counted), numbered=positions is None)}
+
+
+def prepared(attention: AttentionState, last_position: int | Tensor, counted: Tensor | None) -> PreparedBatch:
+    """The state of a batch, with that of its attention calls."""
+    given = {field: getattr(attention, field) for field in ("documents", "tokens", "keys", "layout")}
+    return PreparedBatch(**given, last_position=last_position, counted=counted)
 
 
 def _length(x: Any, dim: int) -> int | None:
     return x.shape[dim] if isinstance(x, Tensor) and x.ndim > 1 else None
 
 
-@dataclass(frozen=True)
-class ForwardState:
-    """The batch state of one forward, and the style and mesh that it runs with."""
-
-    batch: AttentionState
-    style: Style
-    mesh: StyledMesh
-
-
 class DecoderHook:
-    """The hook before a decoder's forward: it reads the batch state, which the attention of all layers shares."""
+    """The hooks of a decoder's forward: they read the batch state, which masks, rotary tables and all layers share."""
 
-    def __init__(self, style: ContextParallel, mesh: DeviceMesh, decoder: nn.Module) -> None:
+    def __init__(self, style: ContextParallel, mesh: DeviceMesh, decoder: PreTrainedModel) -> None:
         self.binding = Binding(style, mesh, describe(decoder))
+        self.implementation: str = decoder.config._attn_implementation
+        """The attention implementation before the model was prepared, for meshes of one rank."""
+        parameters = inspect.signature(decoder.forward).parameters
+        self.keywords = set(parameters)
+        self.passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.long_rotary = prepare_rotary(decoder) > 0
+        self.own_positions = own_positions(decoder)
+        self.compared = False
+        """True once the ranks' tokens have been compared."""
+
+    @staticmethod
+    def share(handler: ContextParallelHandler, batch: dict[str, Any]) -> dict[str, Any]:
+        """This rank's share of a whole batch, for :func:`hyper_cp.verify`."""
+        return prepare_batch(handler, batch)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add ``context_parallel`` to the keywords, and masks and positions that suit it."""
         kwargs = dict(kwargs)
+        documents, mesh = checkpoint.batch_state(
+            self.binding, lambda: (self.binding.documents_in_force(), self.binding.active)
+        )
+        ready = kwargs.pop("context_parallel", None)
+        given = take_documents(kwargs)
+        if not mesh.parallel and documents is None and given is None and (ready is None or ready.plain):
+            state: forward.State = OneDevice(self.implementation)
+        else:
+            self._refuse(args, kwargs)
+            tokens = args[0] if args else kwargs.get("input_ids")
+            tokens = kwargs["inputs_embeds"] if tokens is None else tokens
+            handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
+            batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
+            self._check_positions(batch, kwargs)
+            state = ForwardState(batch, self.binding.style, mesh)
+            self._complete(handler, tokens, kwargs)
+            if ready is None and mesh.parallel and not self.compared:
+                check_dispatched(handler, tokens, self.binding.name)
+                self.compared = True
+        if self.passes_on:
+            kwargs["context_parallel"] = state
+        forward.begin(module, state)
+        return args, kwargs
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """End what ``before`` has begun; also after an exception."""
+        forward.end(module)
+
+    def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) > 1:
             raise TypeError(
                 f"{self.binding.name} got {len(args)} positional arguments: pass all but input_ids by keyword"
@@ -160,14 +200,21 @@ class DecoderHook:
             raise NotImplementedError(
                 f"{self.binding.name} got past_key_values. Context parallelism does not run with a key/value cache, "
                 "and generated tokens are not shares of a sequence. Pass use_cache=False, and generate with a "
-                "model without prepare_model"
+                "model without prepare_model, or in context_parallel_mesh(model, a mesh of one rank)"
             )
-        tokens = args[0] if args else kwargs.get("input_ids")
-        tokens = kwargs["inputs_embeds"] if tokens is None else tokens
-        documents, mesh = checkpoint.batch_state(self.binding, (self.binding.active.documents, self.binding.active))
-        handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
-        state = self._batch_state(handler, documents, tokens, kwargs).to(tokens.device)
-        kwargs["context_parallel"] = ForwardState(state, self.binding.style, mesh)
+
+    def _check_positions(self, batch: PreparedBatch, kwargs: dict[str, Any]) -> None:
+        """Raise unless position ids that count from 0 are those which the decoder would make of the whole batch."""
+        differ = self.own_positions == "input_ids" or batch.tokens is not None or batch.keys is not None
+        if self.own_positions and differ and (batch.numbered or kwargs.get("position_ids") is None):
+            raise ValueError(
+                f"{self.binding.name} makes position ids from {self.own_positions}, and from those of a share they "
+                "would be wrong. Pass position_ids of the whole sequence in the batch for prepare_batch, as the model "
+                "makes them"
+            )
+
+    def _complete(self, handler: ContextParallelHandler, tokens: Tensor, kwargs: dict[str, Any]) -> None:
+        """Add the arguments that the decoder would otherwise make for its local tokens only."""
         mask = kwargs.get("attention_mask")
         if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
             # Without a mask transformers takes the jumps of local positions for packed sequences.
@@ -175,16 +222,20 @@ class DecoderHook:
         if kwargs.get("position_ids") is None:
             length = tokens.shape[1] * handler.cp.size
             kwargs["position_ids"] = handler.position_ids(length, device=tokens.device)[None]
-        if kwargs.get("use_cache") is None:
+        if kwargs.get("use_cache") is None and "use_cache" in self.keywords:
             kwargs["use_cache"] = False
-        return args, kwargs
 
     def _batch_state(
-        self, handler: ContextParallelHandler, block: Tensor | None, tokens: Tensor, kwargs: dict[str, Any]
-    ) -> AttentionState:
+        self,
+        handler: ContextParallelHandler,
+        block: Tensor | None,
+        given: Tensor | None,
+        ready: PreparedBatch | None,
+        tokens: Tensor,
+        kwargs: dict[str, Any],
+    ) -> PreparedBatch:
         """The state that ``prepare_batch`` has read, or that is read now, with the documents of the enclosing block."""
-        ready: AttentionState | None = kwargs.get("context_parallel")
-        mask, positions, given = kwargs.get("attention_mask"), kwargs.get("position_ids"), take_documents(kwargs)
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         known = ready is not None and (ready.documents is not None or ready.tokens is not None)
         if (ready is not None and (padding is not None or given is not None)) or (
@@ -202,11 +253,20 @@ class DecoderHook:
                     f"{ready.layout!r}. Make its handler of the style that prepare_model was given"
                 )
             return ready if documents is None else replace(ready, documents=documents)
+        last = self._last_position(handler, positions, tokens)
         if padding is not None:
-            return attention_state(handler, documents, self._global_mask(handler, padding, tokens.shape[1]))
+            whole = self._global_mask(handler, padding, tokens.shape[1])
+            counted = padding if padding.shape[1] == tokens.shape[1] else handler.local_share(whole, 1, documents)
+            return prepared(attention_state(handler, documents, whole), last, counted)
         if mask is not None or positions is None or positions.ndim != 2 or documents is not None:
-            return attention_state(handler, documents)
-        return attention_state(handler, None, None, handler.combine(positions, 1))
+            return prepared(attention_state(handler, documents), last, None)
+        return prepared(attention_state(handler, None, None, handler.combine(positions, 1)), last, None)
+
+    def _last_position(self, handler: ContextParallelHandler, positions: Tensor | None, tokens: Tensor) -> int | Tensor:
+        """The largest position of all ranks, if a rotary embedding of this decoder depends on it."""
+        if positions is None or not self.long_rotary:
+            return tokens.shape[1] * handler.cp.size - 1
+        return by_rank(handler.mesh, positions.max()[None]).max()
 
     def _global_mask(self, handler: ContextParallelHandler, mask: Tensor, local: int) -> Tensor:
         length = local * handler.cp.size
@@ -218,76 +278,27 @@ class DecoderHook:
         return mask if mask.shape[1] == length else handler.combine(mask, 1)
 
 
-def attention_mask(
-    q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    allow_is_causal_skip: bool = True,
-    local_size: int | None = None,
-    config: Any = None,
-    **_: Any,
-) -> None:
-    """Make no mask: the decoder's hook has read padding and packing, and each layer's attention knows its own window.
+class HeadHook:
+    """The hooks of a model around its decoder: they check what its head would do, and correct its router loss."""
 
-    Raises:
-        NotImplementedError: for a mask that is neither causal nor sliding-window, and for a key/value cache.
-    """
-    if q_length != kv_length or not isinstance(q_offset, int) or q_offset != 0:
-        raise NotImplementedError(
-            f"{q_length} queries at offset {q_offset} of {kv_length} keys: context parallelism does not run with a "
-            "key/value cache. Pass use_cache=False, and generate without prepare_model"
-        )
-    if not allow_is_causal_skip or (local_size is not None and local_size != getattr(config, "sliding_window", None)):
-        kind = "custom or bidirectional" if local_size is None else f"chunked or custom (size {local_size})"
-        raise NotImplementedError(
-            f"{type(config).__name__} asks for a {kind} attention mask. Context parallelism makes causal and "
-            "sliding-window masks only. Pass it as a 4-D attention_mask over global positions, if all layers share one"
-        )
+    def __init__(self, decoder: DecoderHook) -> None:
+        self.decoder = decoder
+        self.formula_checked = False
 
+    def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse arguments that the head would apply to this rank's share only."""
+        if self.decoder.binding.active.parallel:
+            check_inputs(model, kwargs)
+            if router_loss.requested(model, kwargs):
+                router_loss.check(model, kwargs, args[0] if args else kwargs.get("input_ids"))
 
-def _refuse_unsupported(name: str, **kwargs: Any) -> None:
-    unsupported = ("dropout", "softcap", "s_aux", "position_bias", "cache")
-    wanted = [key for key in unsupported if kwargs.get(key) is not None]
-    if wanted:
-        raise NotImplementedError(
-            f"{name} asks for {', '.join(wanted)} in attention, which context parallelism does not support yet. "
-            "Set attention_dropout=0.0, attn_logit_softcapping=None in the config, or use a model without attention "
-            "sinks, position biases and paged caches"
-        )
-
-
-def attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    context_parallel: ForwardState | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: ``[B, H, S/n, D]`` to ``[B, S/n, H, D]``, over the keys of all ranks."""
-    name = type(module).__name__
-    if not isinstance(context_parallel, ForwardState):
-        raise RuntimeError(
-            f'{name} runs attn_implementation="hyper_cp", but does not know the cp mesh. Call hyper_cp.integrations.'
-            "transformers.prepare_model(model, mesh, style=...), and the model as a whole (its decoder must hand "
-            "unknown keywords down to attention)"
-        )
-    _refuse_unsupported(name, dropout=dropout or None, **kwargs)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is None and not causal:
-        raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
-    batch, style, mesh = context_parallel.batch, context_parallel.style, context_parallel.mesh
-    mask, window = attention_mask, None
-    if mask is None:  # else it is the caller's own for all layers, and nothing is added to it, as in transformers
-        mask, window = batch.keys, (None if sliding_window is None else sliding_window - 1, 0)
-    cp, mode = mesh.view(query.shape[1], key.shape[1]), replace(style.mode, window=window)
-    # is_causal=False: the window ends at the query, so it is causal already; and unlike is_causal it allows a mask.
-    out = cp_attention(query, key, value, cp, mode, Call(False, scaling, mask, batch.documents))
-    if batch.tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention
-        out = out.masked_fill(~batch.tokens, 0.0)
-    return out.transpose(1, 2).contiguous(), None
+    def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Make the router loss that of the whole sequence."""
+        mesh = self.decoder.binding.active
+        if not mesh.parallel or not isinstance(getattr(output, "aux_loss", None), Tensor):
+            return
+        ready, mask = kwargs.get("context_parallel"), kwargs.get("attention_mask")
+        if not self.formula_checked:
+            router_loss.check_formula(model, output, mask)
+            self.formula_checked = True
+        router_loss.share(model, output, mask if ready is None else ready.counted, mesh.mesh)

@@ -13,21 +13,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import Agreement, Signature
+from .batch_state import BatchState
 from .comm import Axis
 
 MESH_NAMES = ("ring", "ulysses")
-
-
-@dataclass(eq=False)
-class BatchState:
-    """The state of the batch that a cp mesh works on now; all views of the mesh share it. It belongs to the mesh and
-    not to a thread, since backward recomputes in threads of its own."""
-
-    documents: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

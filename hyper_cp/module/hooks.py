@@ -49,8 +49,11 @@ class AttentionHooks:
         """Exchange heads of q, k, v, and begin to route attention calls. A module that computes q, k, v itself leaves
         the exchange to its attention call."""
         self._refuse_nesting(module)
-        kwargs, documents = self._documents(kwargs)
-        documents, mesh = checkpoint.batch_state(self.binding, (documents, self.binding.active))
+        kwargs, given = self._documents(kwargs)
+        documents, mesh = checkpoint.batch_state(
+            self.binding,
+            lambda: (self.binding.documents_in_force() if given is None else given, self.binding.active),
+        )
         if not torch.compiler.is_compiling():
             self.binding.ran = True
             introduce(self.binding, module, mesh)
@@ -89,6 +92,7 @@ class AttentionHooks:
         except ValueError as error:
             counts = ", ".join(dtensor.heads_of(what, x, head) for what, x in zip("qk", given, strict=False))
             raise ValueError(f"{self.name} (sequence in dimension {seq}): {counts}. {error}") from None
+        cp.batch.record_length(qkv[0].shape[seq])
         qkv = self._ulysses(call, cp).to_heads(*qkv)
         length, heads = qkv[0].shape[seq], qkv[0].shape[head]
         ambiguous = length == heads and not torch.compiler.is_compiling()
@@ -103,12 +107,9 @@ class AttentionHooks:
         return Ulysses(cp, style.mode.layout, style.seq_dim, style.head_dim, call.documents)
 
     def _documents(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
-        """Packed documents of this call: those passed by keyword, or those of the enclosing block. The keyword
-        is ours unless the module has a parameter of that name."""
-        if kwargs.get("documents") is None:
-            found = self.binding.documents_in_force()
-        else:
-            found = documents_table(kwargs["documents"])
+        """Packed documents that this call is given by keyword. The keyword is ours unless the module has a parameter of
+        that name."""
+        found = documents_table(kwargs.get("documents"))
         if "documents" in kwargs and not self.takes_documents:
             kwargs = {name: value for name, value in kwargs.items() if name != "documents"}
         return kwargs, found

@@ -70,10 +70,9 @@ class StyledMesh:
             check_degree(style.mode, cp)
         self.cp_dims = CPDims(mesh)
 
-    @property
-    def documents(self) -> Tensor | None:
-        """The documents of the active ``handler.documents`` block on this mesh."""
-        return self.views[0].batch.documents
+    def documents(self, caller: str) -> Tensor | None:
+        """The documents of the active ``handler.documents`` block on this mesh, for a call of ``caller``."""
+        return self.views[0].batch.in_force(caller)
 
     @property
     def parallel(self) -> bool:
@@ -139,8 +138,8 @@ class Binding:
 
     def documents_in_force(self) -> Tensor | None:
         """The documents of the enclosing ``handler.documents`` block on the active mesh."""
-        found = self.active.documents
-        if found is None and any(mesh.documents is not None for mesh in self.stack):
+        found = self.active.documents(self.name)
+        if found is None and any(mesh.views[0].batch.documents is not None for mesh in self.stack[:-1]):
             raise RuntimeError(
                 f"{self.name} runs on another cp mesh, but a documents block is active on the one it has left. "
                 "Enter the documents block of the handler that context_parallel_mesh yields, or pass documents="

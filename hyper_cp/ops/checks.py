@@ -305,8 +305,9 @@ def _check_mask(call: Call, q: Tensor, cp: CPMesh, lengths: tuple[int, int], exc
         raise ValueError(
             f"attn_mask has shape {tuple(mask.shape)}. It must be broadcastable to [{q.shape[0]}, "
             f"{all_heads}, {lengths[0]}, {lengths[1]}] (batch, heads, global queries, global keys), "
-            f"or have this rank's {rows} queries in dimension 2. Build it for the whole sequence, "
-            "not for the local share"
+            f"or have this rank's {rows} queries in dimension 2. Build it for all {lengths[1]} positions of the "
+            "sequence, and not for the local share; if the batch was padded to that length, pad the mask too, as "
+            "get_batch_on_this_cp_rank does with an entry attention_mask"
         )
     if mask.shape[1] == all_heads and degree > 1:
         mask = mask.narrow(1, cp.ulysses.rank * own_heads, own_heads)

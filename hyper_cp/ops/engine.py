@@ -88,7 +88,7 @@ class _Work:
             documents=read(documents),
             batch=q.shape[0],
         )
-        self.mask = None if mask is None else masks.MaskSlices(mask, self.schedule)
+        self.band, self.mask = band, None if mask is None else masks.MaskSlices(mask, self.schedule)
         heads_before = cp.ulysses.rank * q.shape[1]
         queries = self.schedule.queries
         self.dropout = None if seed is None else Dropout(dropout_p, seed, q, heads_before, queries)
@@ -169,6 +169,8 @@ def attention_op(
     q, k, v = _last_dim_contiguous(q, k, v)
     work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
+    causal = None if work.mask is not None else work.band[1] == 0
+    work.cp.batch.record_attention(q.shape[2] // work.cp.ulysses.size, documents, causal)
     with comm.wait_on_error():
         blocks = exchange.FORWARD[options.kv_exchange](ring, k, v, plan.hops)
         queries = SwappedTails(ring, plan.swap, q)

@@ -20,8 +20,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
-from ..schedule.layout import BY_DOCUMENTS, Range
+from ..schedule.layout import BY_DOCUMENTS
 from ..schedule.lookup import resolve
+from ..schedule.ranges import Range
 from .config import CheckedCall
 from .exchange.gather_keys import gather_keys, query_positions
 

@@ -1,4 +1,4 @@
-"""The schedule: which tiles a rank owes, in which order, needing which keys. Pure Python, no tensors.
+"""The schedule: which tiles a rank owes, in which order, needing which keys. No tensors.
 
 Modes differ here only in the order in which blocks of keys arrive (:func:`register_exchange`); layouts and
 load balance only in which global positions are held; masks only in how a rectangle is cut.
@@ -6,28 +6,15 @@ load balance only in which global positions are held; masks only in how a rectan
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from .layout import Documents, Range, check_name, merge_ranges
-from .rows import Rows
-from .tiles import (
-    CAUSAL,
-    Band,
-    Placed,
-    Tile,
-    by_rows,
-    cut,
-    cut_pairs,
-    joined,
-    packed,
-    pairs,
-    shift,
-    visible,
-    with_offsets,
-)
+import numpy as np
+
+from .layout import check_name
+from .ranges import Documents, Numbers, Range, Rows, before, bounds, compact, merge_ranges, placed, touching
+from .tiles import CAUSAL, Band, Seen, Tile, by_rows, cut, joined, packed, same_positions, shift
 
 # --------------------------------------------------------------------------- how keys and values arrive
 
@@ -75,8 +62,8 @@ class Step:
     tile is then a contiguous slice. Ranges are taken in ascending global order, in which neighbouring tiles join.
     """
 
-    take: tuple[Range, ...]
-    keys: tuple[Range, ...]
+    take: Sequence[Range]
+    keys: Sequence[Range]
     tiles: tuple[Tile, ...]
 
     @cached_property
@@ -88,6 +75,13 @@ class Step:
     def area(self) -> int:
         """Number of visible (query, key) pairs."""
         return sum(tile.area for tile in self.tiles)
+
+    @property
+    def nbytes(self) -> int:
+        """About so many bytes of memory, the index of used keys and what kernels make of parts included."""
+        parts = sum(len(tile.parts or ()) for tile in self.tiles)
+        keys = sum(stop - start for start, stop in self.take) if len(self.take) > 1 else 0
+        return 32 * len(self.take) + 8 * keys + 600 * len(self.tiles) + 500 * parts
 
 
 @dataclass(frozen=True)
@@ -110,12 +104,17 @@ class Schedule:
     backward: tuple[Step, ...]
     hops: int
     swap: bool
-    queries: tuple[Range, ...]
+    queries: Sequence[Range]
 
     @property
     def area(self) -> int:
         """Number of visible (query, key) pairs."""
         return sum(step.area for step in self.forward)
+
+    @property
+    def nbytes(self) -> int:
+        """About so many bytes of memory."""
+        return sum(step.nbytes for step in {id(step): step for step in (*self.forward, *self.backward)}.values())
 
 
 _NOTHING = Step((), (), ())
@@ -123,59 +122,49 @@ _NOTHING = Step((), (), ())
 # --------------------------------------------------------------------------- one step
 
 
-def _step(
-    queries: tuple[Range, ...], blocks: list[Placed], band: Band, documents: tuple[Documents, ...] | None
-) -> Step:
-    """Tiles of the queries at global ``queries`` over the keys in ``blocks``."""
-    blocks = sorted(blocks, key=lambda b: b[1])
-    rows = with_offsets(queries)
-    tiles = [
-        tile
-        for batch, boundaries in _batch_rows(documents)
-        for q, k in pairs(rows, blocks, boundaries)
-        for tile in cut_pairs(q, k, band, batch)
+def _step(queries: Sequence[Range], blocks: Numbers, band: Band, documents: tuple[Documents, ...] | None) -> Step:
+    """Tiles of the queries at global ``queries`` over the keys in ``blocks``, placed ranges in any order."""
+    blocks = _ascending(blocks)
+    rows = placed(queries)
+    if band == CAUSAL and np.array_equal(rows, blocks):
+        same = [
+            replace(t, batch=b) for b, boundaries in _batch_rows(documents) for t in same_positions(rows, boundaries)
+        ]
+        return Step(*_taken(blocks, rows[:, 0], rows[:, 0] + rows[:, 2] - rows[:, 1])[:2], _sorted(same))
+    found = [
+        (batch, *Seen(rows, blocks, band, boundaries).rectangles(band)) for batch, boundaries in _batch_rows(documents)
     ]
-    # Used keys in ascending global order: the keys that a causal query sees are then the first ones.
-    spans = _spans([t.k for t in tiles], blocks)
-    take: list[Range] = []
-    keys: list[Range] = []
-    places: list[tuple[int, int]] = []  # (block offset, position among the taken), by block offset
-    taken = 0
-    for (offset, (start, _)), span in zip(blocks, spans, strict=True):
-        if span is None:
-            continue
-        first, last = span
-        places.append((first, taken))
-        taken += last - first
-        keys.append((start + first - offset, start + last - offset))
-        if take and take[-1][1] == first:
-            take[-1] = (take[-1][0], last)
-        else:
-            take.append((first, last))
-    places.sort()
-
-    def among_taken(t: Tile) -> Tile:
-        first, before = places[bisect_right(places, (t.k[0], taken)) - 1]
-        return Tile(t.q, (before + t.k[0] - first, before + t.k[1] - first), t.band, t.batch)
-
-    return Step(tuple(take), merge_ranges(keys), joined([among_taken(t) for t in tiles]))
+    # Of each block, what is used is from the first to the last position of a tile. Used keys lie in ascending global
+    # order: the keys that a causal query sees are then the first ones.
+    first, last = np.full(len(blocks), np.iinfo(np.int64).max), np.zeros(len(blocks), np.int64)
+    for _, full, block, cuts in found:
+        np.minimum.at(first, block, full[:, 2])
+        np.maximum.at(last, block, full[:, 3])
+        for at, tile in cuts:
+            first[at], last[at] = min(first[at], tile.k[0]), max(last[at], tile.k[1])
+    take, keys, by = _taken(blocks, first, last)
+    tiles: list[Tile] = []
+    for batch, full, block, cuts in found:
+        full[:, 2:] += by[block, None]
+        tiles += [replace(t, batch=batch) for t in joined(full)] if batch else joined(full)
+        tiles += [Tile(t.q, (t.k[0] + int(by[at]), t.k[1] + int(by[at])), t.band, batch) for at, t in cuts]
+    return Step(take, keys, _sorted(tiles))
 
 
-def _spans(used: list[Range], blocks: list[Placed]) -> list[Range | None]:
-    """For each block, from the first to the last position that is in one of the ``used`` local ranges."""
-    order = sorted(range(len(blocks)), key=lambda i: blocks[i][0])
-    starts = [blocks[i][0] for i in order]
-    spans: list[Range | None] = [None] * len(blocks)
-    for low, high in set(used):
-        at = bisect_right(starts, low) - 1
-        while at < len(order) and starts[at] < high:  # a tile may use several blocks that lie side by side
-            i = order[at]
-            offset, (start, stop) = blocks[i]
-            first, last = max(low, offset), min(high, offset + stop - start)
-            before = spans[i]
-            spans[i] = (first, last) if before is None else (min(first, before[0]), max(last, before[1]))
-            at += 1
-    return spans
+def _taken(blocks: Numbers, first: Numbers, last: Numbers) -> tuple[Sequence[Range], Sequence[Range], Numbers]:
+    """``take`` and ``keys`` of a step that uses positions from ``first`` to ``last`` of each block, and what is added
+    to a position in a block to have its position among the taken."""
+    size = np.maximum(last - first, 0)
+    used = size > 0
+    first, last, start = first[used], last[used], (blocks[:, 1] - blocks[:, 0])[used]
+    by = np.zeros(len(blocks), np.int64)
+    by[used] = before(size)[used] - first
+    take, keys = np.stack((first, last), 1), np.stack((start + first, start + last), 1)
+    return compact(touching(take)), compact(touching(keys)), by
+
+
+def _sorted(tiles: list[Tile]) -> tuple[Tile, ...]:
+    return tuple(sorted(tiles, key=by_rows))
 
 
 def _batch_rows(documents: tuple[Documents, ...] | None) -> list[tuple[Range | None, Documents | None]]:
@@ -235,8 +224,8 @@ def _half_of_work(tiles: list[Tile]) -> tuple[int, int]:
 
 
 def build(
-    held: tuple[tuple[Range, ...], ...],
-    held_keys: tuple[tuple[Range, ...], ...],
+    held: tuple[Sequence[Range], ...],
+    held_keys: tuple[Sequence[Range], ...],
     rank: int,
     kv_exchange: str,
     load_balance: bool,
@@ -252,29 +241,49 @@ def build(
     ``size-1-rank`` where :func:`swaps` says that this balances the work. ``parts``: tiles may have parts.
     """
     size = len(held)
-    swap = swaps(load_balance, size, band, sum(b - a for ranges in held for a, b in ranges))
+    swap = swaps(load_balance, size, band, sum(int(np.diff(bounds(ranges)).sum()) for ranges in held))
     queries = [_swapped(held, r) if swap else held[r] for r in range(size)]
     visits = [_first_visits(_VISITS[kv_exchange](r, size)) for r in range(size)]
 
-    def needed(step: int) -> bool:
-        blocks = ((queries[r], _usable(held_keys, visits[r][step])) for r in range(size))
-        return any(
-            visible(with_offsets(q), k, band, boundaries) for q, k in blocks for _, boundaries in _batch_rows(documents)
-        )
-
-    hops = next((step for step in reversed(range(1, len(visits[rank]))) if needed(step)), 0)
+    hops = _hops(queries, held_keys, visits, band, documents)
     blocks = [_usable(held_keys, sources) for sources in visits[rank][: hops + 1]]
     local, *arriving = (_step(queries[rank], block, band, documents) for block in blocks)
-    rows = sum(stop - start for start, stop in queries[rank])
+    rows = int(np.diff(bounds(queries[rank])).sum())
     own = rows // 2 if swap else rows  # queries that are this rank's
     first, last = _halves(local, own) if hops else (local, _NOTHING)
-    if parts:
-        half = own if swap else 0
-        local, first, last, *arriving = (
-            Step(step.take, step.keys, packed(step.tiles, half)) for step in (local, first, last, *arriving)
-        )
-    halved, whole = (first, *arriving, last), (local, *arriving, _NOTHING)
-    return Schedule(halved if swap else whole, halved, hops, swap, queries[rank])
+
+    def final(step: Step) -> Step:
+        return Step(step.take, step.keys, packed(step.tiles, own if swap else 0)) if parts else step
+
+    arriving = [final(step) for step in arriving]
+    halved = (final(first), *arriving, final(last))
+    forward = halved if swap or not hops else (final(local), *arriving, _NOTHING)
+    return Schedule(forward, halved, hops, swap, queries[rank])
+
+
+def _hops(
+    queries: list[Sequence[Range]],
+    held_keys: tuple[Sequence[Range], ...],
+    visits: list[list[list[tuple[int, bool]]]],
+    band: Band,
+    documents: tuple[Documents, ...] | None,
+) -> int:
+    """The last step, 0 for the local one, whose keys any rank sees."""
+    most, hops = len(visits[0]) - 1, 0
+    if not most:
+        return 0
+    held = [placed(keys) for keys in held_keys]
+    keys = np.concatenate(held)
+    order = np.argsort(keys[:, 1])
+    keys, source = keys[order], np.repeat(np.arange(len(held)), [len(x) for x in held])[order]
+    for mine, steps in zip(queries, visits, strict=True):
+        step_of = {source: step for step, sources in enumerate(steps) for source, new in sources if new}
+        for _, boundaries in _batch_rows(documents):
+            seen = np.unique(source[Seen(placed(mine), keys, band, boundaries).blocks()])
+            hops = max(hops, *(step_of.get(s, 0) for s in seen.tolist()))
+        if hops == most:
+            break
+    return hops
 
 
 def _first_visits(visits: list[tuple[int, ...]]) -> list[list[tuple[int, bool]]]:
@@ -287,15 +296,20 @@ def _first_visits(visits: list[tuple[int, ...]]) -> list[list[tuple[int, bool]]]
     return found
 
 
-def _usable(held_keys: tuple[tuple[Range, ...], ...], sources: list[tuple[int, bool]]) -> list[Placed]:
-    """The keys of a step's block that no earlier step has had."""
-    blocks: list[Placed] = []
+def _usable(held_keys: tuple[Sequence[Range], ...], sources: list[tuple[int, bool]]) -> Numbers:
+    """The keys of a step's block that no earlier step has had, as placed ranges."""
+    blocks = [np.empty((0, 3), np.int64)]
     offset = 0
     for source, new in sources:
-        if new:
-            blocks += with_offsets(held_keys[source], offset)
-        offset += sum(stop - start for start, stop in held_keys[source])
-    return blocks
+        held = placed(held_keys[source], offset)
+        blocks += [held] if new else []
+        offset += int((held[:, 2] - held[:, 1]).sum())
+    return np.concatenate(blocks)
+
+
+def _ascending(blocks: Numbers) -> Numbers:
+    """Placed ranges in global order."""
+    return blocks[np.argsort(blocks[:, 1])]
 
 
 def swaps(load_balance: bool, size: int, band: Band, length: int) -> bool:
@@ -305,7 +319,7 @@ def swaps(load_balance: bool, size: int, band: Band, length: int) -> bool:
     return load_balance and size > 1 and upper is not None and (lower is None or -lower >= length // 2)
 
 
-def _swapped(held: tuple[tuple[Range, ...], ...], rank: int) -> tuple[Range, ...]:
+def _swapped(held: tuple[Sequence[Range], ...], rank: int) -> tuple[Range, ...]:
     """Positions of the queries of ``rank`` after the tail exchange: own head, partner's tail."""
     ((start, stop),), ((partner_start, partner_stop),) = held[rank], held[len(held) - 1 - rank]
     head = (start, start + (stop - start) // 2)

@@ -8,21 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-Range = tuple[int, int]
-"""A half-open range ``(start, stop)`` of token positions."""
-
-Piece = tuple[int, int, int]
-"""``(rank, start, stop)``: a range of the *local* positions of one rank."""
-
-Documents = tuple[int, ...]
-"""Boundaries of the documents packed into one sequence: ascending, from 0 to its length. Only
-positions of the same document see each other."""
+from .ranges import Documents, Numbers, Range, Rows, before, bounds, compact, merge_ranges, placed, touching
 
 # --------------------------------------------------------------------------- the layouts
 
@@ -142,10 +134,10 @@ class ResolvedLayout:
         orders: what :func:`lookup.ascending` has made of it, by ranks.
     """
 
-    def __init__(self, name: str, held: tuple[tuple[Range, ...], ...]) -> None:
+    def __init__(self, name: str, held: tuple[Sequence[Range], ...]) -> None:
         self.name, self.held = name, held
-        self.length = sum(stop - start for ranges in held for start, stop in ranges)
-        self._pieces: dict[range, tuple[Piece, ...]] = {}
+        self.length = sum(int((b[:, 1] - b[:, 0]).sum()) for b in map(bounds, held))
+        self._pieces: dict[range, Numbers] = {}
         self._by_ring: dict[int, ResolvedLayout] = {}
         self.orders: dict[range, Any] = {}
 
@@ -164,29 +156,34 @@ class ResolvedLayout:
         """The number of ranks."""
         return len(self.held)
 
-    def ranges(self, rank: int) -> tuple[Range, ...]:
+    @property
+    def nbytes(self) -> int:
+        """About so many bytes of memory, with what is usually derived from it."""
+        return 200 * sum(map(len, self.held)) + 16 * self.length // max(1, self.world)
+
+    def ranges(self, rank: int) -> Sequence[Range]:
         """Global positions that ``rank`` holds, in its local order."""
         return self.held[rank]
 
-    def union(self, ranks: Iterable[int]) -> tuple[Range, ...]:
+    def union(self, ranks: Iterable[int]) -> Sequence[Range]:
         """Global positions that several ranks hold together, ascending."""
-        return merge_ranges(r for rank in ranks for r in self.held[rank])
+        together = np.concatenate([bounds(self.held[rank]) for rank in ranks])
+        return compact(touching(together[np.argsort(together[:, 0])]))
 
     def positions(self, rank: int) -> Tensor:
         """The global position of every local token of ``rank``: ``[length / world]`` int64 on the CPU."""
-        return torch.cat([torch.arange(start, stop) for start, stop in self.held[rank]])
+        return Rows(self.held[rank]).index(torch.device("cpu"))
 
-    def pieces(self, ranks: range) -> tuple[Piece, ...]:
-        """The ranges that several ranks hold, in ascending global order: ``(index into ranks, local start, stop)``."""
+    def pieces(self, ranks: range) -> Numbers:
+        """The ranges that several ranks hold, in ascending global order: ``(index into ranks, local start, stop)`` as
+        an array ``[n, 3]``."""
         found = self._pieces.get(ranks)
         if found is None:
-            by_start: list[tuple[int, Piece]] = []  # (global start, piece)
-            for index, rank in enumerate(ranks):
-                offset = 0
-                for start, stop in self.held[rank]:
-                    by_start.append((start, (index, offset, offset + stop - start)))
-                    offset += stop - start
-            found = self._pieces[ranks] = tuple(piece for _, piece in sorted(by_start))
+            held = [placed(self.held[rank]) for rank in ranks]
+            index = np.repeat(np.arange(len(held)), [len(x) for x in held])
+            offset, start, stop = np.concatenate(held).T
+            order = np.argsort(start)
+            found = self._pieces[ranks] = np.stack((index, offset, offset + stop - start), 1)[order]
         return found
 
     def by_ring(self, ulysses: int) -> ResolvedLayout:
@@ -199,32 +196,23 @@ class ResolvedLayout:
         return found
 
 
-def merge_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Sort ranges and join those that touch."""
-    merged: list[Range] = []
-    for start, stop in sorted(ranges):
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
-
-
-def _by_document(documents: Documents, world: int) -> tuple[tuple[Range, ...], ...]:
+def _by_document(documents: Documents, world: int) -> tuple[Sequence[Range], ...]:
     """Deal every document, of any length, head-tail over the ranks. The tokens that
     remain after a division by ``2 * world`` are dealt one to a rank. The next document continues with the following
     rank, so that in the end all ranks hold equally many tokens."""
-    held: list[list[Range]] = [[] for _ in range(world)]
-    dealt = 0
-    for start, stop in pairwise(documents):
-        base, rest = divmod(stop - start, 2 * world)
-        extra = [0] * world  # of rank r: at most one for each of its chunks, as rest < 2 * world
-        for i in range(dealt, dealt + rest):
-            extra[i % world] += 1
-        dealt += rest
-        sizes = [base + (extra[r] > 0) for r in range(world)] + [base + (extra[r] > 1) for r in reversed(range(world))]
-        for chunk, size in enumerate(sizes):
-            if size:
-                held[min(chunk, 2 * world - 1 - chunk)].append((start, start + size))
-            start += size
-    return tuple(map(merge_ranges, held))
+    ends, ranks = np.asarray(documents, dtype=np.int64), np.arange(world)
+    base, rest = (x[:, None] for x in np.divmod(np.diff(ends), 2 * world))
+    dealt = before(rest[:, 0])[:, None]
+
+    def dealt_to(first: Numbers) -> Numbers:  # how many of the numbers below `first` each rank has, one after the other
+        return (first - ranks + world - 1) // world
+
+    extra = dealt_to(dealt + rest) - dealt_to(dealt)  # at most one for each of its chunks, as rest < 2 * world
+    sizes = base + np.concatenate((extra > 0, (extra > 1)[:, ::-1]), 1)
+    stops = ends[:-1, None] + np.cumsum(sizes, 1)
+    chunks = np.stack((stops - sizes, stops), 2)  # [documents, 2 * world, 2]
+    held = []
+    for rank in range(world):
+        mine = chunks[:, [rank, 2 * world - 1 - rank]].reshape(-1, 2)
+        held.append(compact(touching(mine[mine[:, 0] < mine[:, 1]])))
+    return tuple(held)

@@ -6,14 +6,17 @@ that finding it costs the same for any number of ranks and documents.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 from .auto_layout import better
 from .build import Schedule, build
 from .documents import PackedDocuments
 from .layout import BY_DOCUMENTS, ResolvedLayout
-from .rows import Rows
+from .ranges import Range, Ranges, Rows
 from .tiles import Band
 
 
@@ -56,8 +59,9 @@ def ascending(layout: ResolvedLayout, ranks: range) -> tuple[Rows, Rows]:
     global order, and rows that bring them back. The layout keeps them, so that they are freed with it."""
     found = layout.orders.get(ranks)
     if found is None:
-        share = layout.length // layout.world
-        rows = Rows((index * share + start, index * share + stop) for index, start, stop in layout.pieces(ranks))
+        index, start, stop = layout.pieces(ranks).T
+        first = index * (layout.length // layout.world)
+        rows = Rows(Ranges(np.stack((first + start, first + stop), 1)))
         found = layout.orders[ranks] = rows, rows.inverse()
     return found
 
@@ -128,7 +132,7 @@ def _built(call: _Call, documents: PackedDocuments | None, hides: bool = False) 
     queries = resolve(call.layout, world, call.q_length, documents)
     held = queries.by_ring(call.ulysses).held
     if call.kv_exchange == "replicated":
-        held_keys: tuple = (((0, call.kv_length),),) * call.ring
+        held_keys: tuple[Sequence[Range], ...] = (((0, call.kv_length),),) * call.ring
     elif call.kv_length == call.q_length:
         held_keys = held
     else:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .build import Schedule, Step
-from .layout import Range
+from .ranges import Range
 from .tiles import CAUSAL, FULL, Band, Tile
 
 # --------------------------------------------------------------------------- windows
@@ -110,6 +110,6 @@ class MaskSlices:
         return part if part.shape[3] == 1 else part[..., tile.k[0] : tile.k[1]]
 
 
-def _ranges(x: Tensor, ranges: tuple[Range, ...], dim: int) -> Tensor:
+def _ranges(x: Tensor, ranges: Sequence[Range], dim: int) -> Tensor:
     parts = [x.narrow(dim, start, stop - start) for start, stop in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

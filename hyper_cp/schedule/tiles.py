@@ -1,15 +1,16 @@
 """Tiles as geometry: rectangles of queries and keys, cut by bands and documents, joined and packed.
 
-Pure Python, no tensors. Global positions come in, local ones go out.
+No tensors. Global positions come in, local ones go out.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .layout import Documents, Range
+import numpy as np
+
+from .ranges import Documents, Numbers, Range, before
 
 Band = tuple[int | None, int | None]
 """``(lower, upper)``: key j is visible to query i iff ``lower <= j - i <= upper``; None: no bound."""
@@ -119,97 +120,104 @@ def shift(band: Band, by: int) -> Band:
     return (None if lower is None else lower + by, None if upper is None else upper + by)
 
 
-Placed = tuple[int, Range]
-"""``(local offset, global range)``: positions that lie side by side."""
+# --------------------------------------------------------------------------- which queries see which keys, as arrays
+#
+# A *rectangle* is a row (q start, q stop, k start, k stop) of local positions.
 
 
-def pairs(
-    queries: list[Placed], keys: list[Placed], documents: Documents | None
-) -> Iterator[tuple[list[Placed], list[Placed]]]:
-    """Queries and keys that may see each other, one document after the other."""
-    if documents is None:
-        yield queries, keys
-        return
-    theirs = _by_document(keys, documents)
-    for document, pieces in _by_document(queries, documents).items():
-        if document in theirs:
-            yield pieces, theirs[document]
+def _split(ranges: Numbers, documents: Documents) -> tuple[Numbers, Numbers, Numbers]:
+    """Cut placed ranges where documents end: ``(pieces, document of each, index of the range it is a piece of)``."""
+    ends = np.asarray(documents, dtype=np.int64)
+    first = np.searchsorted(ends, ranges[:, 1], "right") - 1
+    count = np.searchsorted(ends, ranges[:, 2], "left") - first
+    parent = np.repeat(np.arange(len(ranges)), count)
+    document = first[parent] + np.arange(len(parent)) - before(count)[parent]
+    offset, start, stop = ranges[parent].T
+    cut_start, cut_stop = np.maximum(start, ends[document]), np.minimum(stop, ends[document + 1])
+    return np.column_stack((offset + cut_start - start, cut_start, cut_stop)), document, parent
 
 
-def _by_document(placed: list[Placed], documents: Documents) -> dict[int, list[Placed]]:
-    found: dict[int, list[Placed]] = {}
-    for offset, (start, stop) in placed:
-        i = bisect_right(documents, start) - 1
-        while start < stop:
-            end = min(stop, documents[i + 1])
-            found.setdefault(i, []).append((offset, (start, end)))
-            offset, start, i = offset + end - start, end, i + 1
-            while start < stop and documents[i + 1] <= start:  # empty documents
-                i += 1
-    return found
+class Seen:
+    """Pairs of a placed range of queries and one of keys, in the same document and under the band.
+
+    Args:
+        queries, keys: placed ranges. Keys ascend in global order and do not overlap.
+        documents: boundaries without empty documents; None: one document.
+    """
+
+    def __init__(self, queries: Numbers, keys: Numbers, band: Band, documents: Documents | None) -> None:
+        lower, upper = band
+        if documents is None:
+            self.queries, self.keys, self.block = queries, keys, np.arange(len(keys))
+            low, high = np.zeros(len(queries), np.int64), np.full(len(queries), len(keys))
+        else:
+            self.queries, q_document, _ = _split(queries, documents)
+            self.keys, k_document, self.block = _split(keys, documents)
+            low, high = (np.searchsorted(k_document, q_document, side) for side in ("left", "right"))
+        if upper is not None:
+            high = np.minimum(high, np.searchsorted(self.keys[:, 1], self.queries[:, 2] - 1 + upper, "right"))
+        if lower is not None:
+            low = np.maximum(low, np.searchsorted(self.keys[:, 2], self.queries[:, 1] + lower, "right"))
+        self.low, self.count = low, np.maximum(high - low, 0)
+
+    def blocks(self) -> Numbers:
+        """The index of every placed range of keys that is seen."""
+        some = self.count > 0
+        change = np.zeros(len(self.keys) + 1, np.int64)
+        np.add.at(change, self.low[some], 1)
+        np.add.at(change, (self.low + self.count)[some], -1)
+        return np.asarray(self.block[np.cumsum(change)[:-1] > 0])
+
+    def rectangles(self, band: Band) -> tuple[Numbers, Numbers, list[tuple[int, Tile]]]:
+        """Everything that is seen: full rectangles ``[n, 4]`` and the key block of each, and ``(key block, tile)`` of
+        what the band cuts."""
+        lower, upper = band
+        q = np.repeat(np.arange(len(self.queries)), self.count)
+        k = self.low[q] + np.arange(len(q)) - before(self.count)[q]
+        (q_offset, q_start, q_stop), (k_offset, k_start, k_stop) = self.queries[q].T, self.keys[k].T
+        full = np.ones(len(q), dtype=bool)
+        if upper is not None:
+            full &= k_stop - 1 <= q_start + upper
+        if lower is not None:
+            full &= k_start >= q_stop - 1 + lower
+        found = np.column_stack((q_offset, q_offset + q_stop - q_start, k_offset, k_offset + k_stop - k_start))
+        block, distance = self.block[k], q_start - k_start
+        cuts = [
+            (at, tile)
+            for (q0, q1, k0, k1), at, by in zip(
+                found[~full].tolist(), block[~full].tolist(), distance[~full].tolist(), strict=True
+            )
+            for tile in cut((q0, q1), (k0, k1), shift(band, by))
+        ]
+        return found[full], block[full], cuts
 
 
-def cut_pairs(queries: list[Placed], keys: list[Placed], band: Band, batch: Range | None) -> Iterator[Tile]:
-    """Tiles, in local coordinates, of everything in ``queries`` with everything in ``keys``."""
-    length = _adjacent(queries) if band == CAUSAL else 0
-    if length and [r for _, r in queries] == [r for _, r in keys] and _adjacent(keys):
-        # The same ascending positions on both sides: causal by local index, in one tile.
-        (q, _), (k, _) = queries[0], keys[0]
-        yield Tile((q, q + length), (k, k + length), CAUSAL, batch)
-        return
-    for q_offset, (q0, q1) in queries:
-        for k_offset, (k0, k1) in keys:
-            rows, cols = (q_offset, q_offset + q1 - q0), (k_offset, k_offset + k1 - k0)
-            for tile in cut(rows, cols, shift(band, q0 - k0)):
-                yield Tile(tile.q, tile.k, tile.band, batch)
+def same_positions(ranges: Numbers, documents: Documents | None) -> list[Tile]:
+    """Causal tiles of ascending positions with themselves: each document is causal by local index."""
+    if documents is not None:
+        pieces, document, _ = _split(ranges, documents)
+        first = np.concatenate(([True], document[1:] != document[:-1]))
+    else:
+        pieces, first = ranges, np.arange(len(ranges)) == 0
+    starts = pieces[first, 0].tolist()
+    end = int(pieces[-1, 0] + pieces[-1, 2] - pieces[-1, 1])
+    return [Tile(r, r, CAUSAL) for r in zip(starts, [*starts[1:], end], strict=True)]
 
 
-def _adjacent(placed: list[Placed]) -> int:
-    """The length of ranges that lie side by side in ascending order, else 0."""
-    end, last = placed[0][0], -1
-    for offset, (start, stop) in placed:
-        if offset != end or start < last:
-            return 0
-        end, last = end + stop - start, stop
-    return end - placed[0][0]
+def joined(found: Numbers) -> list[Tile]:
+    """Full tiles of rectangles, neighbours joined: fewer, larger kernels and fewer merges."""
+    for a, b in ((0, 2), (2, 0)):  # along keys where queries are the same, then along queries where keys are the same
+        found = found[np.lexsort((found[:, b], found[:, a + 1], found[:, a]))]
+        same = (found[1:, a] == found[:-1, a]) & (found[1:, a + 1] == found[:-1, a + 1])
+        first = np.concatenate(([True], ~(same & (found[1:, b] == found[:-1, b + 1]))))[: len(found)]
+        last = np.concatenate((first[1:], [True]))[: len(found)]
+        ends = found[last, b + 1]
+        found = found[first]
+        found[:, b + 1] = ends
+    return [Tile((q0, q1), (k0, k1), FULL) for q0, q1, k0, k1 in found.tolist()]
 
 
-def visible(queries: list[Placed], keys: list[Placed], band: Band, documents: Documents | None) -> bool:
-    """True if any of the queries sees any of the keys."""
-    return any(next(cut_pairs(q, k, band, None), None) for q, k in pairs(queries, keys, documents))
-
-
-def joined(tiles: list[Tile]) -> tuple[Tile, ...]:
-    """The tiles with neighbouring full ones joined: fewer, larger kernels and fewer merges."""
-
-    def join(tiles: list[Tile], along: str) -> list[Tile]:
-        def key(t: Tile) -> tuple[Range, Range, Range]:
-            batch = t.batch or (0, 0)
-            return (batch, t.q, t.k) if along == "k" else (batch, t.k, t.q)
-
-        out: list[Tile] = []
-        for tile in sorted(tiles, key=key):
-            last = out[-1] if out else None
-            if last and last.band == tile.band == FULL and key(last)[:2] == key(tile)[:2]:
-                (*_, (a, b)), (*_, (c, d)) = key(last), key(tile)
-                if b == c:
-                    q, k = (tile.q, (a, d)) if along == "k" else ((a, d), tile.k)
-                    out[-1] = Tile(q, k, FULL, tile.batch)
-                    continue
-            out.append(tile)
-        return out
-
-    return tuple(sorted(join(join(tiles, "k"), "q"), key=by_rows))
-
-
-def with_offsets(ranges: tuple[Range, ...], offset: int = 0) -> list[Placed]:
-    """Global ranges that lie side by side from the local ``offset`` on."""
-    out: list[Placed] = []
-    for start, stop in ranges:
-        out.append((offset, (start, stop)))
-        offset += stop - start
-    return out
-
+# --------------------------------------------------------------------------- several tiles in one
 
 # The least share of the rows, and of the columns, of a tile with parts that the parts cover. Tails of documents are
 # half of a rank's rows, a little less where documents do not split evenly.
@@ -219,33 +227,37 @@ _MIN_COVER = 0.4
 class _Pack:
     """Tiles of one kind that follow each other in rows and in columns. None of them crosses the row ``half``."""
 
-    def __init__(self, tile: Tile):
-        self.tiles = [tile]
-        self.rows, self.cols = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
+    __slots__ = ("cols", "end", "kind", "rows", "start", "tiles")
 
-    def takes(self, tile: Tile, half: int) -> bool:
-        first, last = self.tiles[0], self.tiles[-1]
-        rows, cols = self.rows + tile.q[1] - tile.q[0], self.cols + tile.k[1] - tile.k[0]
+    def __init__(self, tile: Tile, kind: str) -> None:
+        (q0, q1), (k0, k1) = tile.q, tile.k
+        self.tiles, self.kind = [tile], (kind, tile.batch)
+        self.start, self.end = (q0, k0), (q1, k1)
+        self.rows, self.cols = q1 - q0, k1 - k0
+
+    def takes(self, tile: Tile, kind: str, half: int) -> bool:
+        (q0, q1), (k0, k1), (start, col), (end, end_col) = tile.q, tile.k, self.start, self.end
+        rows, cols = self.rows + q1 - q0, self.cols + k1 - k0
         fits = (
-            (tile.batch, tile.kind) == (last.batch, last.kind)
-            and tile.q[0] >= last.q[1]
-            and tile.k[0] >= last.k[1]
-            and not first.q[0] < half < tile.q[1]
-            and rows >= _MIN_COVER * (tile.q[1] - first.q[0])
-            and cols >= _MIN_COVER * (tile.k[1] - first.k[0])
+            q0 >= end
+            and k0 >= end_col
+            and (kind, tile.batch) == self.kind
+            and not start < half < q1
+            and rows >= _MIN_COVER * (q1 - start)
+            and cols >= _MIN_COVER * (k1 - col)
         )
         if fits:
             self.tiles.append(tile)
-            self.rows, self.cols = rows, cols
+            self.rows, self.cols, self.end = rows, cols, (q1, k1)
         return fits
 
     def tile(self) -> Tile:
-        first, last = self.tiles[0], self.tiles[-1]
-        if first is last:
+        first = self.tiles[0]
+        if len(self.tiles) == 1:
             return first
-        (q, _), (k, _) = first.q, first.k
+        (q, k), (q1, k1) = self.start, self.end
         parts = tuple(((t.q[0] - q, t.q[1] - q), (t.k[0] - k, t.k[1] - k)) for t in self.tiles)
-        return Tile((q, last.q[1]), (k, last.k[1]), first.band, first.batch, parts)
+        return Tile((q, q1), (k, k1), first.band, first.batch, parts)
 
 
 def packed(tiles: tuple[Tile, ...], half: int = 0) -> tuple[Tile, ...]:
@@ -253,10 +265,11 @@ def packed(tiles: tuple[Tile, ...], half: int = 0) -> tuple[Tile, ...]:
     stay as they are, and no tile crosses the row ``half`` (0: no such row)."""
     packs: list[_Pack] = []
     for tile in sorted(tiles, key=by_rows):
+        kind = tile.kind
         # Only the last few packs can take a tile: at most four tiles (of two kinds, in two batch rows or halves) lie
         # side by side in the same rows.
-        if tile.kind == "windowed" or not any(pack.takes(tile, half) for pack in packs[-4:]):
-            packs.append(_Pack(tile))
+        if kind == "windowed" or not any(pack.takes(tile, kind, half) for pack in packs[-4:]):
+            packs.append(_Pack(tile, kind))
     return tuple(sorted((pack.tile() for pack in packs), key=by_rows))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,6 +182,8 @@ def packed(layout: str) -> None:
     for offsets in (
         {"cu_seqlens": [0, 5, 6, 17, 24]},
         {"documents": [0, 5, 6, 17, 24], "cu_seqlens_q": torch.tensor([[0, 5, 6, 17, 24]])},
+        {"cu_seq_q": torch.tensor([0, 5, 6, 17, 24]), "cu_seqlens_k": [0, 5, 6, 17, 24], "max_seqlen_k": 11},
+        {"seq_idx": torch.repeat_interleave(torch.arange(4), torch.tensor([5, 1, 11, 7]))},
         {
             "cu_seq_lens_q": torch.tensor([0, 5, 6, 17, 24], dtype=torch.int32),
             "cu_seq_lens_k": [0, 5, 6, 17, 24],
@@ -232,7 +235,7 @@ def padded(layout: str) -> None:
     found = handler.get_batch_on_this_cp_rank(batch, shift_labels=True, pad_values={"input_ids": 7})
     assert (found.length, found.padded_length) == (13, width)
     assert torch.equal(found["input_ids"], local(batch["input_ids"], 7))
-    assert torch.equal(found["shift_labels"], local(shift(batch["labels"], [[8], [3], []]), -100))
+    assert torch.equal(found["shift_labels"], local(shift(batch["labels"], [[], [], []]), -100))
     assert bool((found["attention_mask"] == 1).all()) and found["attention_mask"].shape == (3, width // 3)
     assert torch.equal(
         found["position_ids"], local(torch.arange(13).expand(3, -1), 0) + torch.tensor([max(0, p - 13) for p in mine])
@@ -283,6 +286,8 @@ def containers() -> None:
     )
     assert found["attention_mask"] is mask and found["pixels"] is image and found["none"] is None
     assert torch.equal(found["position_ids"], (x + 1)[:, mine])
+    found = handler.get_batch_on_this_cp_rank({"input_ids": x, "segment_ids": x}, {"segment_ids": 1})  # something else
+    assert torch.equal(found["segment_ids"], x[:, mine])
 
 
 def test_containers_and_dimensions(ranks: Any) -> None:
@@ -306,7 +311,10 @@ def wrong_batch(what: str) -> None:
         "labels": lambda: get({"input_ids": x}, shift_labels=True),
         "holes": lambda: get({"input_ids": x, "attention_mask": holes}),
         "ids": lambda: get({"input_ids": x, "attention_mask": holes + 1}),
-        "explicit": lambda: get({"input_ids": x, "attention_mask": torch.ones(2, 1, 7, 7)}),
+        "explicit": lambda: get({"input_ids": x, "attention_mask": torch.ones(2, 1, 6, 7)}),
+        "segments": lambda: get({"input_ids": x, "segment_ids": x}),
+        "offsets of padded": lambda: get({"input_ids": x, "cu_seqlens_q_padded": [0, 4, 7]}),
+        "parameters": lambda: get({"input_ids": x, "packed_seq_params": SimpleNamespace(cu_seqlens_q=[0, 7])}),
         "offsets": lambda: get({"input_ids": x, "cu_seqlens": [0, 5]}),
         "contradiction": lambda: get({"input_ids": x, "cu_seqlens": [0, 5, 7], "cu_seqlens_kv": [0, 4, 7]}),
         "pad": lambda: get({"input_ids": x}, pad_values={"input": 3}),
@@ -326,7 +334,10 @@ def wrong_batch(what: str) -> None:
         ("labels", "ValueError", "shift_labels=True needs a dict batch with a tensor 'labels'"),
         ("holes", "ValueError", r"attention_mask\[1\] is not a padding mask"),
         ("ids", "ValueError", r"attention_mask\[0\] is not a padding mask"),
-        ("explicit", "ValueError", "Pad the batch to 8 positions yourself"),
+        ("explicit", "ValueError", r"attention_mask \(2, 1, 6, 7\) does not fit the 7 positions"),
+        ("segments", "ValueError", "'segment_ids' seems to name packed documents.*'cu_seqlens'.*'document_ids'"),
+        ("offsets of padded", "ValueError", "'cu_seqlens_q_padded' seems to name packed documents"),
+        ("parameters", "ValueError", "'packed_seq_params' seems to name packed documents"),
         ("offsets", "ValueError", "global sequence length 7"),
         ("contradiction", "ValueError", "name different documents"),
         ("pad", "ValueError", r"pad_values names \['input'\]"),

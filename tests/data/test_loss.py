@@ -73,17 +73,28 @@ def reference(weights: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
     return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
 
 
-def setup(wrapper: str, layout: str) -> tuple[DeviceMesh, ContextParallelHandler, nn.Module]:
+class Pooled(nn.Module):
+    """A head on the mean of all tokens, which ``gather`` makes out of this rank's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = small(), nn.Linear(VOCABULARY, 5).double()
+
+    def forward(self, ids: Tensor, gather: Any) -> Tensor:
+        return self.head(gather(self.body(ids)).mean(1))
+
+
+def setup(wrapper: str, layout: str, pooled: bool = False) -> tuple[DeviceMesh, ContextParallelHandler, nn.Module]:
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     style = ContextParallel(2, 1, 1, layout=layout)
-    model = small()
-    parallelize_module(model.inner, world["cp"], style)
+    model = Pooled() if pooled else small()
+    parallelize_module(model.body.inner if pooled else model.inner, world["cp"], style)  # type: ignore[union-attr]
     if wrapper == "ddp":
         return world, ContextParallelHandler(world["cp"], style), DistributedDataParallel(model)
     if wrapper == "fsdp":
         flat = world._flatten("dp_cp")
         return flat, ContextParallelHandler(world["cp"], style), fully_shard(model, mesh=flat)
-    return world, ContextParallelHandler(world["cp"], style), model
+    return world, ContextParallelHandler(world["cp"], style), model  # type: ignore[return-value]
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -138,6 +149,42 @@ def test_gradients_are_those_of_one_device(ranks: Any, wrapper: str, layout: str
 
 
 @on_ranks
+def train_pooled(wrapper: str, form: str) -> float:
+    """The worst error of gradients of a body and a pooled head, on one rank of 2 dp x 2 cp."""
+    torch.manual_seed(3)
+    mesh, handler, model = setup(wrapper, "head_tail", pooled=True)
+    ids, classes = data()[0], torch.tensor([0, 4, 2, 2])
+    half = dist.get_rank() // 2
+    how = {"ddp": "mean", "fsdp": "mean", "none": "sum"}[wrapper]
+    scores = model(handler.dispatch(ids.chunk(2)[half]), lambda x: handler.combine(x, 1, gradients=how))
+    losses = F.cross_entropy(scores, classes.chunk(2)[half], reduction="none")
+    if form == "mean_loss":
+        handler.mean_loss(losses, mesh=mesh, gradients=how).backward()
+    else:
+        (losses.mean() / (4 if how == "sum" else 1)).backward()
+    found = gradients(model)
+    if wrapper == "none":
+        for g in found:
+            dist.all_reduce(g)
+    torch.manual_seed(3)
+    whole = Pooled()
+    whole.body.inner = Plain()  # type: ignore[assignment]
+    loss = F.cross_entropy(whole(ids, lambda x: x), classes)
+    grads = torch.autograd.grad(loss, list(whole.parameters()))
+    return max(relative_error(a, b) for a, b in zip(found, grads, strict=True))
+
+
+@pytest.mark.parametrize("wrapper,form", [("ddp", "mean_loss"), ("ddp", "plain"), ("fsdp", "plain")])
+def test_pooled_heads_under_averages(ranks: Any, wrapper: str, form: str) -> None:
+    assert max(ranks(4, train_pooled, wrapper, form)) <= 1e-10
+
+
+@pytest.mark.parametrize("form", ["mean_loss", "divided"])
+def test_pooled_heads_under_sums(ranks: Any, form: str) -> None:
+    assert max(ranks(4, train_pooled, "none", form)) <= 1e-10
+
+
+@on_ranks
 def naive(kind: str) -> tuple[float, float]:
     """Other losses under DDP: the factor of their gradients, and the distance from that multiple of the right ones."""
     _, handler, model = setup("ddp", "contiguous")
@@ -175,6 +222,50 @@ def nothing_counts() -> tuple[float, float, int]:
     return loss.item(), losses.grad.abs().max().item(), len(log.entries)  # type: ignore[union-attr]
 
 
+@on_ranks
+def half_masks() -> list[float]:
+    """Mean losses over many tokens with masks in half precision, and counts of rolled masks."""
+    handler, found = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous"), []
+    losses = torch.ones(1, 70_000)
+    for dtype in (torch.bfloat16, torch.float16):
+        mask = torch.ones(1, 70_000, dtype=dtype)
+        labels = torch.zeros(1, 70_000, dtype=torch.int64)
+        found += [handler.mean_loss(losses, mask=mask).item(), handler.mean_loss(losses, labels, mask=mask).item()]
+        found.append(handler.roll_tensor(mask, -1)[1].item() + dist.get_rank())  # the last token has no next one
+    return found
+
+
+def test_masks_in_half_precision_count_all_tokens(ranks: Any) -> None:
+    assert ranks(2, half_masks) == [[1.0, 1.0, 70_000.0] * 2] * 2
+
+
+@on_ranks
+def shifted_late(what: str) -> None:
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
+    batch = handler.get_batch_on_this_cp_rank({"input_ids": torch.zeros(3, 16, dtype=torch.int64)})
+    labels = batch["input_ids"]
+    logits = torch.zeros(*labels.shape, VOCABULARY)
+    if what == "late":
+        handler.mean_loss(logits[:, :-1], labels[:, 1:])
+    elif what == "losses":
+        handler.mean_loss(torch.zeros(labels.shape)[:, 1:])
+    else:  # shares, pooled losses, losses of some positions, and flattened ones
+        handler.mean_loss(logits, labels)
+        handler.mean_loss(torch.zeros(7))
+        handler.mean_loss(torch.zeros(3, 5))
+        handler.mean_loss(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        alone = ContextParallelHandler(init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))["cp"], "contiguous")
+        alone.dispatch(labels)
+        alone.mean_loss(logits[:, :-1], labels[:, 1:])  # on one rank the share is the sequence
+
+
+def test_labels_that_are_shifted_after_sharding_are_refused(ranks: Any) -> None:
+    words = r"shape \(3, 7\) have 7 positions, but this rank's share of the sequence has 8.*shift_labels=True"
+    for what in ("late", "losses"):
+        ranks.raises(2, "ValueError", words, shifted_late, what)
+    ranks(2, shifted_late, "others")
+
+
 def test_no_token_counts(ranks: Any) -> None:
     assert ranks(2, nothing_counts) == [(0.0, 0.0, 1)] * 2
 
@@ -190,6 +281,7 @@ def wrong(what: str) -> None:
         "mask": lambda: handler.mean_loss(x, mask=torch.ones(4)),
         "scalar": lambda: handler.mean_loss(x.mean()),
         "dtype": lambda: handler.mean_loss(x.long()),
+        "combine": lambda: handler.combine(x, gradients="average"),
     }[what]()
 
 
@@ -198,6 +290,7 @@ def wrong(what: str) -> None:
     [
         ("mesh", "ValueError", "does not contain the cp ranks"),
         ("gradients", "ValueError", "gradients='average' is unknown"),
+        ("combine", "ValueError", "gradients='average' is unknown.*None if nobody"),
         ("shape", "ValueError", r"losses has shape \(2, 4\) and labels \(2, 3\)"),
         ("mask", "ValueError", r"mask \(4,\)"),
         ("scalar", "ValueError", "losses is one number"),
@@ -262,7 +355,9 @@ def end_to_end(layout: str, causal: bool, packed: bool) -> float:
     model = small()
     model.inner = WithinDocuments(causal, number)  # type: ignore[assignment]
     target = torch.full_like(ids, -100)
-    target[:, :-1] = torch.where(number[:, 1:] == number[:, :-1], batch["labels"][:, 1:], -100)
+    target[:, :-1] = batch["labels"][:, 1:]  # the label of padding before the first token counts, as on one device
+    if packed:
+        target[:, :-1][number[:, 1:] != number[:, :-1]] = -100
     want = F.cross_entropy(model(ids).flatten(0, 1), target.flatten())
     grads = torch.autograd.grad(want, list(model.parameters()))
     return max(relative_error(a, b) for a, b in zip((loss.detach(), *found), (want.detach(), *grads), strict=True))

@@ -258,17 +258,12 @@ class Capped(nn.Module):
 
 @on_ranks
 def refused(case: str) -> None:
-    from transformers import AutoModelForCausalLM, Llama4TextConfig, MambaConfig
+    from transformers import AutoModelForCausalLM, DynamicCache, Llama4TextConfig, MambaConfig
 
-    from hyper_cp.integrations.transformers import (
-        attention_forward,
-        attention_mask,
-        prepare_batch,
-        prepare_model,
-        register,
-    )
+    from hyper_cp.integrations.huggingface.attention import attention_forward, attention_mask
+    from hyper_cp.integrations.transformers import prepare_batch, prepare_model, register
 
-    local = {"input_ids": tokens(12)}
+    local = {"input_ids": tokens(24).chunk(2, 1)[dist.get_rank()]}
     if case == "twice":
         model, _ = prepared(make("llama"))
         prepare_model(model, cp_mesh(), style=ContextParallel())
@@ -283,7 +278,10 @@ def refused(case: str) -> None:
         prepared(make("llama", attention_dropout=0.1))[0](**local)
     elif case == "cache":
         model, _ = prepared(make("llama"))
-        model.eval().generate(tokens(12), max_new_tokens=2, use_cache=True)
+        model(**local, past_key_values=DynamicCache(config=model.config))
+    elif case == "generate":
+        model, _ = prepared(make("llama"))
+        model.eval().generate(tokens(12), max_new_tokens=2, use_cache=False)
     elif case == "not causal":
         model, _ = prepared(make("gemma3", use_bidirectional_attention=True))
         model(**local)
@@ -335,7 +333,8 @@ def refused(case: str) -> None:
         ("unprepared", "RuntimeError", "LlamaAttention.*prepare_model"),
         ("dropout", "NotImplementedError", "LlamaAttention asks for dropout.*attention_dropout=0.0"),
         ("cache", "NotImplementedError", "use_cache=False"),
-        ("not causal", "NotImplementedError", "bidirectional attention mask.*4-D"),
+        ("generate", "NotImplementedError", "logits_to_keep=1, as generate passes it"),
+        ("not causal", "NotImplementedError", r"not causal \(Gemma3Attention\).*causal decoders only"),
         ("chunked", "NotImplementedError", "layers of type chunked_attention"),
         ("recurrent", "NotImplementedError", "MambaModel has layers of type linear_attention"),
         ("twice the same", "ValueError", "documents or padding twice"),

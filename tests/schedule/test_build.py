@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_cp.schedule import build as schedule
-from hyper_cp.schedule.layout import ResolvedLayout, merge_ranges
+from hyper_cp.schedule.layout import ResolvedLayout
 from hyper_cp.schedule.lookup import resolve
+from hyper_cp.schedule.ranges import merge_ranges
 from tests.harness.oracle import token_positions
 
 CAUSAL, FULL = (None, 0), (None, None)

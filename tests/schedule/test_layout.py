@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from hyper_cp.schedule.auto_layout import balance
 from hyper_cp.schedule.documents import read
-from hyper_cp.schedule.layout import ResolvedLayout, merge_ranges
+from hyper_cp.schedule.layout import ResolvedLayout
 from hyper_cp.schedule.lookup import resolve
+from hyper_cp.schedule.ranges import merge_ranges
 from tests.harness.oracle import token_positions
 
 worlds = st.integers(1, 16)

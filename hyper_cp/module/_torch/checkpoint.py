@@ -18,7 +18,7 @@ it in a reentrant one: there it sees the recompute only. Where the names are mis
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -37,24 +37,29 @@ _AMBIGUOUS = object()
 _Record = WeakKeyDictionary[object, tuple[Any, ...]]
 
 
-def batch_state(owner: object, state: tuple[Any, ...]) -> Any:
-    """The batch state for a call of ``owner``: that of its forward if this is a recompute, else ``state``, which is
-    recorded."""
+def batch_state(owner: object, read: Callable[[], tuple[Any, ...]]) -> Any:
+    """The batch state for a call of ``owner``: that of its forward if this is a recompute, else what ``read`` returns,
+    which is recorded."""
     if torch.compiler.is_compiling():
-        return state
+        return read()
     running = [(_record(checkpoint), recomputes) for checkpoint, recomputes in _checkpoints()]
-    then = [_AMBIGUOUS] * len(state)
-    for record, recomputes in running:
-        if recomputes and owner in record:
-            then = [b if a is _AMBIGUOUS else a for a, b in zip(then, record[owner], strict=True)]
-    # Ambiguous: the blocks that set the state are inside the checkpoint, and have been entered again.
-    state = tuple(b if a is _AMBIGUOUS else a for a, b in zip(then, state, strict=True))
+    then = [record[owner] for record, recomputes in running if recomputes and owner in record]
+    state = _known(then)
+    # Ambiguous: the blocks that set the state are inside the checkpoint, and have been entered again. Otherwise the
+    # state of now is not even read: the thread of this backward may be in no block, or in that of another batch.
+    if not state or any(a is _AMBIGUOUS for a in state):
+        state = _known([*then, read()])
     for record, recomputes in running:
         if not recomputes:
             before = record.setdefault(owner, state)
             # Called again in one checkpoint, with another state.
             record[owner] = tuple(a if _same(a, b) else _AMBIGUOUS for a, b in zip(before, state, strict=True))
     return state
+
+
+def _known(states: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Every element from the first of ``states`` in which it is not ambiguous."""
+    return tuple(next((x for x in column if x is not _AMBIGUOUS), _AMBIGUOUS) for column in zip(*states, strict=True))
 
 
 def _same(a: Any, b: Any) -> bool:

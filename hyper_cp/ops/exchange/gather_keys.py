@@ -16,7 +16,7 @@ from ...mesh import comm, cp_mesh
 from ...mesh.cp_mesh import CPMesh
 from ...schedule.layout import ResolvedLayout
 from ...schedule.lookup import ascending, resolve
-from ...schedule.rows import Rows
+from ...schedule.ranges import Rows
 from ..kernels.partials import accumulation_dtype
 from .wire import from_wire, to_wire
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...mesh.comm import Axis, Pending
-from ...schedule.layout import Range
+from ...schedule.ranges import Range
 from ..kernels.partials import part
 from .wire import from_wire, to_wire
 

@@ -19,7 +19,7 @@ from ...mesh.cp_mesh import CPMesh
 from ...schedule import layout as layouts
 from ...schedule.documents import read
 from ...schedule.lookup import ascending, resolve
-from ...schedule.rows import Rows
+from ...schedule.ranges import Rows
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,13 @@ and ranks that share a seed are not correlated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ...schedule.build import Step
-from ...schedule.layout import Range
+from ...schedule.ranges import Range
 from ...schedule.tiles import Tile
 from .partials import accumulation_dtype
 
@@ -26,7 +28,7 @@ def draw_seed() -> Tensor:
 class Dropout:
     """Factors of attention weights: ``1 / (1 - p)`` if a weight is kept, 0 if it is dropped."""
 
-    def __init__(self, p: float, seed: Tensor, like: Tensor, heads_before: int, queries: tuple[Range, ...]):
+    def __init__(self, p: float, seed: Tensor, like: Tensor, heads_before: int, queries: Sequence[Range]):
         self.p, self.device, self.dtype = p, like.device, accumulation_dtype(like.dtype)
         batch, heads = like.shape[:2]
         rows = _positions(queries, like.device)
@@ -44,7 +46,7 @@ class Dropout:
         return kept.to(self.dtype) / (1.0 - self.p)
 
 
-def _positions(ranges: tuple[Range, ...], device: torch.device) -> Tensor:
+def _positions(ranges: Sequence[Range], device: torch.device) -> Tensor:
     parts = [torch.arange(start, stop, device=device) for start, stop in ranges]
     return torch.cat(parts) if parts else torch.arange(0, device=device)
 

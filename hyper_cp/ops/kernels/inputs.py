@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...schedule.layout import Range
+from ...schedule.ranges import Range
 from ...schedule.tiles import CAUSAL, Band
 from .partials import accumulation_dtype, like_queries, part
 

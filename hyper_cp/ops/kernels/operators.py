@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ...schedule.layout import Range, merge_ranges
+from ...schedule.ranges import Numbers, Range, Ranges, Rows
 from ...schedule.tiles import FULL
 from .inputs import Kernel, Parts, TileInputs, backward_each, forward_each, repeat_heads, sum_heads
 from .partials import accumulation_dtype, part
@@ -127,9 +128,9 @@ def _with_heads(operator: Operator, tile: TileInputs) -> TileInputs:
 class Packing:
     """The parts of a tile as sequences: batch row 0's rectangles, then batch row 1's, and so on."""
 
-    rows: tuple[Range, ...]
-    """The covered rows, touching ranges joined; ``cols`` likewise."""
-    cols: tuple[Range, ...]
+    rows: Rows
+    """The covered rows; ``cols`` likewise."""
+    cols: Rows
     row_ends: tuple[int, ...]
     """The end of each sequence in the packed rows; ``col_ends`` likewise."""
     col_ends: tuple[int, ...]
@@ -140,7 +141,7 @@ class Packing:
 # By identity, since a hash of many parts takes longer than a launch: all layers of a training step share one schedule,
 # so their tiles have the same object as parts. An entry keeps its parts alive, and with them their id.
 _packings: OrderedDict[tuple[int, int], tuple[Parts, Packing]] = OrderedDict()
-_MOST_PACKINGS = 1024
+_MOST_PACKINGS = 128
 
 
 def packing(tile: TileInputs) -> Packing:
@@ -155,39 +156,30 @@ def packing(tile: TileInputs) -> Packing:
 
 
 def _packed(parts: Parts, batch: int) -> Packing:
-    row_lengths, col_lengths = ([stop - start for start, stop in ranges] for ranges in zip(*parts, strict=True))
+    rectangles = np.array(parts, dtype=np.int64)  # [n, rows or columns, start or stop]
+    lengths = rectangles[..., 1] - rectangles[..., 0]
 
-    def ends(lengths: list[int]) -> tuple[int, ...]:
-        return tuple(sum(lengths) * row + sum(lengths[: i + 1]) for row in range(batch) for i in range(len(lengths)))
+    def ends(lengths: Numbers) -> tuple[int, ...]:
+        return tuple(np.cumsum(np.tile(lengths, batch)).tolist())
 
-    return Packing(
-        merge_ranges(rows for rows, _ in parts),
-        merge_ranges(cols for _, cols in parts),
-        ends(row_lengths),
-        ends(col_lengths),
-        (max(row_lengths), max(col_lengths)),
-    )
+    rows, cols = (Rows(Ranges(rectangles[:, i])) for i in range(2))
+    most_rows, most_cols = lengths.max(0).tolist()
+    return Packing(rows, cols, ends(lengths[:, 0]), ends(lengths[:, 1]), (most_rows, most_cols))
 
 
-def gather(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
+def gather(x: Tensor, rows: Rows) -> Tensor:
     """``[B, H, S, ...] -> [B * covered, H, ...]``, contiguous; no copy of one range of one batch row (or of all
     of S) whose memory order is [B, S, H, ...] already."""
-    pieces = [part(x, r) for r in ranges]
-    covered = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
-    return covered.transpose(1, 2).flatten(0, 1).contiguous()
+    return rows.take(x, 2).transpose(1, 2).flatten(0, 1).contiguous()
 
 
-def scatter(x: Tensor, ranges: tuple[Range, ...], like: Tensor, fill: float = 0.0) -> Tensor:
-    """The inverse: ``[B * covered, H, ...]`` to its ranges of ``[B, H, S, ...]``, S as in ``like``; ``fill`` in the
+def scatter(x: Tensor, rows: Rows, like: Tensor, fill: float = 0.0) -> Tensor:
+    """The inverse: ``[B * covered, H, ...]`` to its rows of ``[B, H, S, ...]``, S as in ``like``; ``fill`` in the
     gaps."""
     batch, length = like.shape[0], like.shape[2]
     covered = x.unflatten(0, (batch, -1)).transpose(1, 2)
     if covered.shape[2] == length:
         return covered
     whole = x.new_full((batch, length, *x.shape[1:]), fill).transpose(1, 2)
-    start = 0
-    for rows in ranges:
-        stop = start + rows[1] - rows[0]
-        part(whole, rows).copy_(part(covered, (start, stop)))
-        start = stop
+    rows.put(whole, covered, 2)
     return whole

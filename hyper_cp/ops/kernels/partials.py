@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...schedule.layout import Range
+from ...schedule.ranges import Range
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,0 +1,183 @@
+"""The attention implementation and the mask function that transformers calls under the name "hyper_cp"."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ...ops.attention import cp_attention
+from ...ops.config import Call
+from .forward import ForwardState, OneDevice, State, running, state_for
+
+NAME = "hyper_cp"
+UNSUPPORTED = ("dropout", "softcap", "s_aux", "position_bias", "cache")
+"""Options of attention calls that the engine does not have."""
+
+
+def register() -> None:
+    """Make ``attn_implementation="hyper_cp"`` known to transformers (attention and masks)."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, attention_mask)
+
+
+# --------------------------------------------------------------------------- masks
+
+
+class MaskRequest:
+    """The mask that a model has requested for some of its layers, in place of a tensor: causal, maybe with a window.
+
+    Models hand it to attention like any mask. A model that reads or changes it raises ``NotImplementedError``.
+    """
+
+    def __init__(self, model: str, window: int | None, state: State | None) -> None:
+        self.model, self.window, self.state = model, window, state
+
+    def to(self, *_: Any, **__: Any) -> MaskRequest:
+        """The same: there is nothing to move or cast."""
+        return self
+
+    def refuse(self, how: str) -> NoReturn:
+        """Raise for a model that uses its mask as a tensor."""
+        raise NotImplementedError(
+            f"{self.model} reads its attention mask itself ({how}). Under context parallelism there is no such tensor: "
+            "a mask would have a row for every pair of positions. Use a model that only hands masks on to attention"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.refuse(name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        found = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)]
+        (found[0] if found else cls("The model", None, None)).refuse(getattr(func, "__name__", str(func)))
+
+
+def _refused(name: str) -> Any:
+    return lambda self, *args: self.refuse(name)
+
+
+for _operator in ("getitem", "add", "radd", "sub", "rsub", "mul", "rmul", "and", "rand", "or", "ror", "invert", "neg"):
+    setattr(MaskRequest, f"__{_operator}__", _refused(_operator))
+
+
+def attention_mask(
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    config: Any = None,
+    **others: Any,
+) -> Any:
+    """The request for a mask: attention computes it tile by tile, over the positions of all ranks.
+
+    Raises:
+        NotImplementedError: for a mask that is neither causal nor sliding-window, and for a key/value cache.
+    """
+    state = running()
+    if isinstance(state, OneDevice):
+        options = {"q_offset": q_offset, "allow_is_causal_skip": allow_is_causal_skip, "local_size": local_size}
+        given = {"q_length": q_length, "kv_length": kv_length, "config": config, **options, **others}
+        own = AttentionMaskInterface().get(state.implementation)
+        return None if own is None else own(**given)
+    if q_length != kv_length or not isinstance(q_offset, int) or q_offset != 0:
+        raise NotImplementedError(
+            f"{q_length} queries at offset {q_offset} of {kv_length} keys: context parallelism does not run with a "
+            "key/value cache. Pass use_cache=False, and generate without prepare_model"
+        )
+    if not allow_is_causal_skip or (local_size is not None and local_size != getattr(config, "sliding_window", None)):
+        chunks = allow_is_causal_skip
+        kind = f"chunked or custom (size {local_size})" if chunks else "custom, bidirectional or explicit"
+        raise NotImplementedError(
+            f"{type(config).__name__} asks for a {kind} attention mask. Context parallelism makes causal and "
+            "sliding-window masks only. Pass it as a 4-D attention_mask over global positions, if all layers share one"
+        )
+    return MaskRequest(f"The model of {type(config).__name__}", local_size, state)
+
+
+# --------------------------------------------------------------------------- attention
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | MaskRequest | None,
+    context_parallel: State | None = None,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    """Attention as transformers calls it: ``[B, H, S/n, D]`` to ``[B, S/n, H, D]``, over the keys of all ranks."""
+    name = type(module).__name__
+    request = attention_mask if isinstance(attention_mask, MaskRequest) else None
+    state = context_parallel
+    if state is None:  # layers that pass no keywords on
+        state = request.state if request is not None and request.state is not None else state_for(module)
+    if isinstance(state, OneDevice):
+        return _one_device(state, module, query, key, value, attention_mask, options)
+    if not isinstance(state, ForwardState):
+        raise RuntimeError(
+            f'{name} runs attn_implementation="hyper_cp", but does not know the cp mesh. Call hyper_cp.integrations.'
+            "transformers.prepare_model(model, mesh, style=...), and the model as a whole"
+        )
+    _refuse_unsupported(name, options)
+    causal = options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    mask = attention_mask if isinstance(attention_mask, Tensor) else None
+    if mask is None and not causal:
+        raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
+    batch, window = state.batch, None
+    if mask is None:  # else it is the caller's own for all layers, and nothing is added to it, as in transformers
+        size = _window(name, request, options.get("sliding_window"))
+        mask, window = batch.keys, (None if size is None else size - 1, 0)
+    cp, mode = state.mesh.view(query.shape[1], key.shape[1]), replace(state.style.mode, window=window)
+    # is_causal=False: the window ends at the query, so it is causal already; and unlike is_causal it allows a mask.
+    call = Call(False, options.get("scaling"), mask, batch.documents)
+    out = cp_attention(query, key, value, cp, mode, call)
+    if batch.tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention
+        out = out.masked_fill(~batch.tokens, 0.0)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _window(name: str, request: MaskRequest | None, given: int | None) -> int | None:
+    """The sliding window of a layer. The mask decides, as in transformers' SDPA; the keyword is for other kernels."""
+    if request is None:
+        return given
+    if given is not None and given != request.window:
+        raise NotImplementedError(
+            f"{name} asks attention for sliding_window={given}, but its mask has the window {request.window}. Only one "
+            "of them can be meant. Use a model whose layers and masks agree"
+        )
+    return request.window
+
+
+def _refuse_unsupported(name: str, options: dict[str, Any]) -> None:
+    wanted = [key for key in UNSUPPORTED if options.get(key) is not None and (key != "dropout" or options[key])]
+    if wanted:
+        raise NotImplementedError(
+            f"{name} asks for {', '.join(wanted)} in attention, which context parallelism does not support yet. "
+            "Set attention_dropout=0.0, attn_logit_softcapping=None in the config, or use a model without attention "
+            "sinks, position biases and paged caches"
+        )
+
+
+def _one_device(
+    state: OneDevice, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
+) -> tuple[Tensor, Any]:
+    """The attention that the model had before it was prepared."""
+    file = sys.modules[type(module).__module__]
+    known = getattr(file, "ALL_ATTENTION_FUNCTIONS", AttentionInterface())
+    attend = known.get(state.implementation, getattr(file, "eager_attention_forward", None))
+    if attend is None:
+        raise NotImplementedError(
+            f"{type(module).__name__} has no attention function for attn_implementation={state.implementation!r}, "
+            'which it had before prepare_model. Call set_attn_implementation("sdpa") before prepare_model'
+        )
+    found: tuple[Tensor, Any] = attend(module, query, key, value, mask, **options)
+    return found

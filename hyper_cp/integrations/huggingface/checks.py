@@ -1,0 +1,150 @@
+"""Checks of models and of the arguments of their forward: what would be wrong on a share is refused."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...data.collectives import by_rank
+from ...handler import ContextParallelHandler
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+POOLED = re.compile(
+    r"For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForReward|DoubleHeads"
+)
+"""Names of heads that pool over the sequence."""
+LOSS_OF_TOKENS = {None, "ForCausalLM", "ForConditionalGeneration"}
+"""Types of losses that honour shifted labels and the number of labels of the whole batch."""
+MEDIA = re.compile(r"^(pixel|image|video|audio|input_features|input_values)")
+"""Names of inputs other than text."""
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The decoder of a model. (Some models name their output layer ``decoder``, and ``get_decoder`` returns that.)"""
+    found: Any = model.get_decoder()
+    return found if isinstance(found, PreTrainedModel) else getattr(model, model.base_model_prefix, model)
+
+
+def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
+    """Raise ``NotImplementedError``, with the reason, for a model whose forward would be wrong on a share."""
+    name, config = type(decoder).__name__, decoder.config
+    if config.is_encoder_decoder:
+        raise NotImplementedError(
+            f"{type(model).__name__} is an encoder-decoder: its source and its target are two sequences, and "
+            "prepare_model splits one. Put ContextParallel styles on its attention modules with parallelize_module"
+        )
+    if POOLED.search(type(model).__name__):
+        raise NotImplementedError(
+            f"{type(model).__name__} pools over the sequence, and each rank would pool over its share. Prepare "
+            "the model without its head (model.base_model), gather its output with handler.combine(hidden, 1), and "
+            "apply the head to that"
+        )
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
+    mixers = sorted({type(m).__name__ for m in decoder.modules() if _mixes_positions(m)})
+    if other or mixers:
+        what = f"layers of type {', '.join(other)}" if other else f"modules that mix positions ({', '.join(mixers)})"
+        raise NotImplementedError(
+            f"{name} has {what}. They compute along the sequence without attention, and would end at this rank's "
+            f"share. Use a model with layers of type {', '.join(sorted(LAYER_TYPES))} only"
+        )
+    if not decoder._can_set_attn_implementation():
+        raise NotImplementedError(
+            f"{name} does not call attention through transformers' AttentionInterface, so it cannot be replaced. "
+            "Use a model that does, or put ContextParallel(qkv_indices=None) on its attention modules if they call "
+            "F.scaled_dot_product_attention"
+        )
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        raise NotImplementedError(
+            f"{name} takes no position_ids: it counts positions itself, and would count them from 0 on every rank. "
+            "Use a model whose forward takes position_ids"
+        )
+    both = sorted({type(m).__name__ for m in decoder.modules() if getattr(m, "is_causal", True) is False})
+    if both or not getattr(config, "is_causal", True):
+        raise NotImplementedError(
+            f"{name} has attention that is not causal ({', '.join(both) or 'is_causal=False in its config'}), as in an "
+            "encoder or in cross-attention. prepare_model supports causal decoders only. Put ContextParallel styles on "
+            "its attention modules with parallelize_module"
+        )
+
+
+def _mixes_positions(module: nn.Module) -> bool:
+    """True for layers that are known to combine neighbouring positions."""
+    convolution = isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
+    return convolution or isinstance(module, nn.RNNBase)
+
+
+def own_positions(decoder: nn.Module) -> str | None:
+    """The input from which a decoder makes position ids that are not 0, 1, 2 ...: "input_ids", "attention_mask" or
+    None."""
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in decoder.modules()):
+        return "input_ids"
+    try:
+        source = inspect.getsource(inspect.unwrap(type(decoder).forward))
+    except (OSError, TypeError):
+        return None
+    return "attention_mask" if "cumsum(" in source else None
+
+
+def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Raise for arguments of a model's forward that its head would apply to this rank's share only."""
+    name = type(model).__name__
+    labels, shifted, kind = kwargs.get("labels"), kwargs.get("shift_labels"), getattr(model, "loss_type", None)
+    if kwargs.get("start_positions") is not None or kwargs.get("end_positions") is not None:
+        raise NotImplementedError(
+            f"{name} got start_positions or end_positions: its loss is a softmax over the positions of this rank. "
+            "Leave them out, gather start_logits and end_logits with handler.combine(logits, 1), and compute it there"
+        )
+    if labels is not None and kind not in LOSS_OF_TOKENS:
+        raise NotImplementedError(
+            f"{name} got labels: its loss ({kind}) is a mean over this rank's share, in which labels are not "
+            "shifted. Leave them out, and pass logits and the dispatched labels to handler.mean_loss"
+        )
+    if labels is not None and shifted is None:
+        raise ValueError(
+            f"{name} got labels without shift_labels. The model would shift them within this rank's "
+            "share, which is wrong at its ends. Use prepare_batch, or shift them over the whole sequence"
+        )
+    if labels is None and shifted is not None:
+        raise ValueError(
+            f"{name} got shift_labels without labels, and would return no loss. Use prepare_batch instead of "
+            "get_batch_on_this_cp_rank, or leave shift_labels out and pass them to handler.mean_loss"
+        )
+    if labels is not None and kwargs.get("num_items_in_batch") is None:
+        raise ValueError(
+            f"{name} got labels without num_items_in_batch. Its loss would be the mean over this rank's tokens, which "
+            "is no share of the mean over the batch. Use prepare_batch, or pass the number of labels of the whole batch"
+        )
+    kept = kwargs.get("logits_to_keep")
+    if kept is not None and (isinstance(kept, Tensor) or kept != 0):
+        raise NotImplementedError(
+            f"{name} got logits_to_keep={kept if isinstance(kept, int) else 'a tensor'}, as generate passes it: each "
+            "rank would keep the last positions of its own share. Leave it out; generate with a model without "
+            "prepare_model, or in context_parallel_mesh(model, a mesh of one rank)"
+        )
+    media = [key for key, x in kwargs.items() if x is not None and MEDIA.match(key)]
+    if media:
+        raise NotImplementedError(
+            f"{name} got {', '.join(media)}. The model would insert all of it into this rank's share. Compute "
+            "inputs_embeds (and position_ids) of the whole sequence first, and pass these to prepare_batch"
+        )
+
+
+def check_dispatched(handler: ContextParallelHandler, tokens: Tensor, name: str) -> None:
+    """Raise ``ValueError`` on every rank if all ranks of the mesh hold the same tokens. One small communication."""
+    if tokens.is_floating_point() or tokens.numel() < 2 or bool((tokens == tokens.flatten()[0]).all()):
+        return
+    at = torch.arange(1, tokens.numel() + 1, device=tokens.device)
+    hashed = ((tokens.flatten().to(torch.int64) + 1) * (at * 2654435761 % 4294967291)).sum()
+    shape = torch.tensor([tokens.shape[-1]], device=tokens.device)
+    rows = by_rank(handler.mesh, torch.cat([hashed[None], shape]))
+    if bool((rows == rows[0]).all()):
+        raise ValueError(
+            f"{name} got the same {tuple(tokens.shape)} tokens on all {handler.cp.size} ranks. They are to be shares "
+            "of one sequence. Pass the whole batch through prepare_batch (or handler.dispatch); generate with a model "
+            "without prepare_model"
+        )

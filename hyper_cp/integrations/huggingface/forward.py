@@ -1,0 +1,98 @@
+"""The state of a prepared model's forward, and the forwards that are running in a thread.
+
+Layers receive the state as the keyword ``context_parallel``. Masks, rotary embeddings and layers that pass no keywords
+on are called without it: they find the forward that is running.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ...data.packing import AttentionState
+from ...module._torch import checkpoint
+from ...module._torch.modules import is_running
+from ...module.mesh_binding import Style, StyledMesh
+
+
+@dataclass(frozen=True)
+class PreparedBatch(AttentionState):
+    """The state of a batch that attention, rotary embeddings and the router loss of a model need."""
+
+    last_position: int | Tensor = 0
+    """The largest position of the whole batch: some rotary tables depend on it."""
+    counted: Tensor | None = None
+    """``[B, S/n]``: False on this rank's padding, which the router loss does not count. None: there is none."""
+
+    def to(self, device: torch.device) -> PreparedBatch:
+        """The same on the device where the model computes."""
+        moved = super().to(device)
+        return replace(self, tokens=moved.tokens, keys=moved.keys, counted=_moved(self.counted, device))
+
+    numbered: bool = False
+    """True if the batch had no position ids, and they count from 0 to the end of the sequence."""
+
+    @property
+    def plain(self) -> bool:
+        """True if the batch has neither documents nor padding that attention must know."""
+        return self.documents is None and self.tokens is None and self.keys is None
+
+
+def _moved(x: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if x is None else x.to(device)
+
+
+@dataclass(frozen=True)
+class ForwardState:
+    """The batch state of one forward, and the style and mesh that it runs with."""
+
+    batch: PreparedBatch
+    style: Style
+    mesh: StyledMesh
+
+
+@dataclass(frozen=True)
+class OneDevice:
+    """The state of a forward on a mesh of one rank: the model computes attention as it did before it was prepared."""
+
+    implementation: str
+
+
+State = ForwardState | OneDevice
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.forwards: list[tuple[nn.Module, State]] = []
+
+
+_thread = _Thread()
+
+
+def begin(decoder: nn.Module, state: State) -> None:
+    """Record that a forward of ``decoder`` runs with this state."""
+    _thread.forwards.append((decoder, state))
+
+
+def end(decoder: nn.Module) -> None:
+    """Undo :func:`begin`, if it was called."""
+    if _thread.forwards and _thread.forwards[-1][0] is decoder:
+        _thread.forwards.pop()
+
+
+def running() -> State | None:
+    """The state of the innermost forward that runs in this thread."""
+    forwards = _thread.forwards
+    # A KeyboardInterrupt ends a forward without its hooks.
+    while forwards and not (torch.compiler.is_compiling() or is_running(forwards[-1][0])):
+        forwards.pop()
+    return forwards[-1][1] if forwards else None
+
+
+def state_for(owner: nn.Module) -> State | None:
+    """The state of the running forward; in a recompute, that of the forward in which ``owner`` was called first."""
+    (state,) = checkpoint.batch_state(owner, lambda: (running(),))
+    return state

@@ -1,0 +1,104 @@
+"""The auxiliary loss of mixture-of-experts models: each rank's share of the one over the whole sequence.
+
+A model computes it from the router logits of its own tokens: experts times the sum over experts of (fraction of tokens
+that chose it) x (mean probability), which is no mean over ranks. It is linear in the probabilities, though. With the
+fractions of all ranks, which have no gradient, the ranks' shares sum to the loss of one device, gradients included.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...data.collectives import by_rank
+
+PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+"""Those of the function ``load_balancing_loss_func`` that this module knows."""
+
+
+def requested(model: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """True if a forward of the model with these keywords adds a router loss."""
+    config: Any = model.config
+    given = kwargs.get("output_router_logits")
+    return bool(getattr(config.get_text_config(), "output_router_logits", False) if given is None else given)
+
+
+def check(model: nn.Module, kwargs: dict[str, Any], tokens: Tensor | None) -> None:
+    """Raise ``NotImplementedError`` unless the router loss of this forward can be made that of the whole sequence."""
+    mask = kwargs.get("attention_mask")
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    if isinstance(mask, Tensor) and tokens is not None and tuple(mask.shape) != tuple(tokens.shape[:2]):
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}, but this rank holds {tuple(tokens.shape[:2])} tokens, and "
+            f"the router loss of {type(model).__name__} needs one value for each. Pass the batch through prepare_batch"
+        )
+    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    known = function is not None and list(inspect.signature(function).parameters) == PARAMETERS
+    if not known or _coefficient(model) is None or _top_k(model) is None:
+        reason = "its router loss is not the usual load-balancing loss"
+    elif kwargs.get("return_dict") is False:
+        reason = "with return_dict=False the loss cannot be found among the outputs"
+    else:
+        return
+    raise NotImplementedError(
+        f"{type(model).__name__} has output_router_logits=True, but {reason}. The model would compute it from this "
+        "rank's tokens, which is wrong. Pass output_router_logits=False, or return_dict=True for a known router loss"
+    )
+
+
+def _coefficient(model: nn.Module) -> float | None:
+    return getattr(model, "router_aux_loss_coef", getattr(model, "aux_loss_coef", None))
+
+
+def _top_k(model: nn.Module) -> int | None:
+    return getattr(model, "num_experts_per_tok", None)
+
+
+def share(model: nn.Module, output: Any, counted: Tensor | None, mesh: DeviceMesh) -> None:
+    """Replace ``aux_loss`` in a model's output, and its part of ``loss``, by this rank's share.
+
+    Args:
+        counted: the mask ``[B, S/n]`` of tokens that count; None if all do.
+    """
+    new = _loss(output.router_logits, _top_k(model) or 0, counted, mesh)
+    if output.loss is not None:
+        output.loss = output.loss + _coefficient(model) * (new - output.aux_loss).to(output.loss.device)
+    output.aux_loss = new
+
+
+def check_formula(model: nn.Module, output: Any, mask: Tensor | None) -> None:
+    """Raise ``NotImplementedError`` unless the model computes the load-balancing loss that this module knows.
+
+    Args:
+        mask: the mask ``[B, S/n]`` that the model was given; None if it has counted all tokens.
+    """
+    expected = _loss(output.router_logits, _top_k(model) or 0, mask, None)
+    if not torch.allclose(output.aux_loss.detach(), expected.detach().to(output.aux_loss.dtype), rtol=1e-4):
+        raise NotImplementedError(
+            f"{type(model).__name__} returned aux_loss={output.aux_loss.item()}, but the usual load-balancing loss of "
+            f"its router logits is {expected.item()}. This version of transformers computes another one, which would "
+            "be wrong for a share of the sequence. Pass output_router_logits=False"
+        )
+
+
+def _loss(logits: tuple[Tensor, ...], top_k: int, mask: Tensor | None, mesh: DeviceMesh | None) -> Tensor:
+    """The load-balancing loss of router logits ``[tokens, experts]`` of all layers; with a mesh this rank's share."""
+    device, experts = logits[0].device, logits[0].shape[-1]
+    weights = logits[0].new_ones(len(logits[0])) if mask is None else mask.reshape(-1).to(device)
+    weights = weights.float()  # as the model does
+    chosen, probabilities = weights.new_zeros(experts), weights.new_zeros(experts)
+    for layer in logits:
+        routed = torch.softmax(layer.to(device), dim=-1)
+        selected = torch.topk(routed, top_k, dim=-1)[1]
+        chosen = chosen.scatter_add(0, selected.flatten(), weights.repeat_interleave(top_k))
+        probabilities = probabilities + (routed.float() * weights[:, None]).sum(0)
+    counts = torch.cat([chosen, weights.sum()[None] * len(logits)]).detach()
+    if mesh is not None:
+        counts = by_rank(mesh, counts).sum(0)
+    rows = counts[-1]
+    return experts * (counts[:-1] / rows * (probabilities / rows)).sum()

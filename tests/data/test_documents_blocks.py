@@ -1,0 +1,222 @@
+"""Blocks of ``handler.documents``: whose batch attention sees, and errors where it would see another one's."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from hyper_cp import ContextParallel, ContextParallelHandler
+from tests.harness import modules
+from tests.harness.oracle import plain_attention, relative_error
+from tests.harness.ranks import on_ranks
+from tests.harness.styled import Flash
+
+LENGTH, A, B = 16, [0, 7, 16], [0, 4, 5, 16]
+
+
+def setup(causal: bool = True) -> tuple[ContextParallelHandler, nn.Module, list[Tensor]]:
+    """A handler, a styled module, and q, k, v of the whole sequence."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    style = ContextParallel(2, 1, 1, kv_exchange="ring", layout="head_tail")
+    g = torch.Generator().manual_seed(4)
+    whole = [torch.randn(1, 2, LENGTH, 4, dtype=torch.float64, generator=g) for _ in range(3)]
+    module = parallelize_module(modules.BNSD(causal), mesh, style)
+    return ContextParallelHandler(mesh, style), module, whole
+
+
+def expected(whole: list[Tensor], boundaries: list[int] | None, causal: bool = True) -> Tensor:
+    number = torch.bucketize(torch.arange(LENGTH), torch.tensor(boundaries or [0, LENGTH])[1:-1], right=True)
+    return plain_attention(*whole, is_causal=causal, visible=number[:, None] == number)
+
+
+@contextmanager
+def prefetching(handler: ContextParallelHandler, documents: Any) -> Iterator[None]:
+    """Another thread is in a documents block of the next batch."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with handler.documents(documents):
+            handler.dispatch(torch.zeros(1, LENGTH))
+            entered.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert entered.wait(30)
+    try:
+        yield
+    finally:
+        leave.set()
+        thread.join(30)
+
+
+@on_ranks
+def two_threads() -> float:
+    """The worst error of forwards and gradients of this thread, beside another one that prepares a batch."""
+    handler, module, whole = setup()
+    local = [handler.dispatch(x, 2).requires_grad_() for x in whole]
+    worst = 0.0
+
+    def check(documents: Any) -> None:
+        nonlocal worst
+        worst = max(worst, relative_error(handler.combine(module(*local).detach(), 2), expected(whole, documents)))
+
+    with prefetching(handler, A):
+        for documents in (B, None):
+            with handler.documents(documents):
+                check(documents)
+        with pytest.raises(RuntimeError, match="which is in no documents block, while thread"):
+            module(*local)
+    check(None)
+    with handler.documents(B):
+        with prefetching(handler, A):
+            check(B)
+        check(B)  # and after the other thread's block
+    first, second = handler.documents(A), handler.documents(B)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    check(B)
+    second.__exit__(None, None, None)
+    check(None)
+    # A recompute after the block, while another thread is in one, has the documents of its forward.
+    with handler.documents(B):
+        out = checkpoint(module, *local, use_reentrant=False)
+    with prefetching(handler, A):
+        grads = torch.autograd.grad(out.sum(), local)
+    wide = [x.clone().requires_grad_() for x in whole]
+    want = torch.autograd.grad(expected(wide, B).sum(), wide)
+    return max(worst, *(relative_error(handler.combine(a, 2), b) for a, b in zip(grads, want, strict=True)))
+
+
+def test_documents_belong_to_the_thread_of_their_block(ranks: Any) -> None:
+    assert max(ranks(2, two_threads)) <= 1e-10
+
+
+# --------------------------------------------------------------------------- two sequences
+
+
+@on_ranks
+def encoder_and_decoder() -> None:
+    handler, encoder, whole = setup(causal=False)
+    decoder, mine = parallelize_module(modules.BNSD(True), handler.mesh, handler.style), []
+    local = [handler.dispatch(x, 2) for x in whole]
+    ids = torch.arange(LENGTH)[None]
+    mask = (ids < 7).long()
+    batch = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids}
+    with pytest.raises(ValueError, match="two sequences: 'input_ids' and 'decoder_input_ids'"):
+        handler.get_batch_on_this_cp_rank(batch)
+    batch["attention_mask"] = torch.ones_like(mask)  # nothing to mix up
+    assert handler.get_batch_on_this_cp_rank(batch)["decoder_input_ids"].shape == (1, LENGTH // 2)
+    source = handler.get_batch_on_this_cp_rank({"input_ids": ids, "attention_mask": mask})
+    with handler.documents(source):
+        memory = encoder(*local)
+        with pytest.raises(RuntimeError, match="causal and non-causal attention use the documents of one"):
+            decoder(memory, *local[1:])
+    # A block of each batch around its own part is exact.
+    with (
+        pytest.raises(TypeError, match=r"documents got a dict with the entries \['input_ids'"),
+        handler.documents({**source}),
+    ):
+        raise AssertionError("entered")
+    target = handler.get_batch_on_this_cp_rank({"input_ids": ids})
+    with handler.documents(source):
+        memory = encoder(*local)
+        with handler.documents(target):
+            mine.append(decoder(memory, *local[1:]))
+        mine.append(encoder(*local))
+    # A recompute of the encoder in the block of the decoder, with documents of equal numbers, is neither's mistake.
+    with handler.documents(A):
+        out = checkpoint(encoder, *(x.requires_grad_() for x in local), use_reentrant=False)
+    with handler.documents(A):
+        decoder(*local)
+        out.sum().backward()
+    want = expected(whole, A, causal=False)
+    assert relative_error(handler.combine(mine[1], 2), want) <= 1e-10
+    assert relative_error(handler.combine(mine[0], 2), expected([want, *whole[1:]], None)) <= 1e-10
+
+
+def test_documents_of_one_sequence_are_not_applied_to_another(ranks: Any) -> None:
+    ranks(2, encoder_and_decoder)
+
+
+# --------------------------------------------------------------------------- explicit masks of a padded batch
+
+
+@on_ranks
+def masked(layout: str) -> float:
+    """The worst error of attention under masks over 13 positions, which are padded with their batch."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    style, worst = ContextParallel(2, 1, 1, layout=layout), 0.0
+    handler, g = ContextParallelHandler(mesh, style), torch.Generator().manual_seed(5)
+    whole = [torch.randn(2, 2, 13, 4, dtype=torch.float64, generator=g) for _ in range(3)]
+    seen = torch.rand(2, 1, 13, 13, generator=g) > 0.4
+    seen |= torch.eye(13, dtype=torch.bool)
+    added = torch.randn(1, 2, 13, 13, dtype=torch.float64, generator=g)
+    for mask in (seen, added, seen[:1, :, -1:], seen[:1, :, :, :1] | True):
+        batch = handler.get_batch_on_this_cp_rank({"input_ids": torch.zeros(2, 13), "attention_mask": mask})
+        module = parallelize_module(Flash(attn_mask=batch["attention_mask"]), mesh, style)
+        with handler.documents(batch):
+            local = [handler.dispatch(x, 2, pad_value=3.0).requires_grad_() for x in whole]
+            out = handler.combine(module(*local), 2, length=13)
+            grads = [handler.combine(x, 2, length=13) for x in torch.autograd.grad(out.square().sum(), local)]
+        wide = [x.clone().requires_grad_() for x in whole]
+        want = F.scaled_dot_product_attention(*wide, attn_mask=mask)
+        pairs = zip((out, *grads), (want, *torch.autograd.grad(want.square().sum(), wide)), strict=True)
+        worst = max(worst, *(relative_error(a.detach(), b.detach()) for a, b in pairs))
+    return worst
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+def test_explicit_masks_are_padded_with_their_batch(ranks: Any, layout: str) -> None:
+    assert max(ranks(3, masked, layout)) <= 1e-10
+
+
+# --------------------------------------------------------------------------- nobody reads them
+
+
+@on_ranks
+def warnings_of(what: str) -> list[str]:
+    handler, module, whole = setup()
+    batch = handler.get_batch_on_this_cp_rank({"input_ids": torch.arange(14)[None]})
+    alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "cp"))["cp"]
+    single = parallelize_module(modules.BNSD(True), alone, handler.style)
+    local = [handler.dispatch(x, 2) for x in whole]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        if what == "forgotten plan":
+            with handler.documents(batch):
+                modules.BNSD(True)(*local)
+        elif what == "styled":
+            with handler.documents(batch):
+                module(*local)
+            with handler.documents(batch):
+                handler.combine(local[0], 2)
+            with handler.documents(None):
+                modules.BNSD(True)(*local)
+        elif what == "one rank":
+            with ContextParallelHandler(alone, handler.style).documents(A):
+                assert relative_error(single(*whole), expected(whole, A)) <= 1e-10
+        elif what == "an error":
+            with pytest.raises(KeyError), handler.documents(batch):
+                raise KeyError
+    return [str(x.message) for x in found if x.filename == __file__]
+
+
+def test_documents_that_nobody_reads_are_warned_of(ranks: Any) -> None:
+    for (found,) in ranks(2, warnings_of, "forgotten plan"):
+        assert "nothing in it has read its documents" in found and "a mesh of one rank honours documents" in found
+    for what in ("styled", "one rank", "an error"):
+        assert ranks(2, warnings_of, what) == [[], []], what

@@ -1,0 +1,122 @@
+"""A tiny random model of every causal type of the installed transformers whose configuration can be made small by
+changing the sizes that most configurations share."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+VOCABULARY = 61
+LARGEST = 4_000_000
+"""Parameters of the largest model that counts as tiny."""
+
+
+def _each(names: str, value: Any) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), value)
+
+
+SIZES: dict[str, Any] = {
+    **_each("vocab_size text_vocab_size unpadded_vocab_size vocab_size_per_layer_input", VOCABULARY),
+    **_each("hidden_size d_model n_embd dim embed_dim word_embed_proj_dim embedding_size", 32),
+    **_each("intermediate_size ffn_dim d_ff n_inner decoder_ffn_dim encoder_ffn_dim", 24),
+    **_each("moe_intermediate_size shared_expert_intermediate_size ffn_hidden_size", 16),
+    **_each("num_hidden_layers num_layers n_layer n_layers decoder_layers encoder_layers num_decoder_layers", 2),
+    **_each("num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads", 4),
+    **_each("num_key_value_heads num_kv_heads attention_num_key_value_heads", 2),
+    **_each("head_dim attention_head_dim d_kv rotary_dim global_head_dim", 8),
+    **_each("max_position_embeddings n_positions n_ctx max_seq_len max_target_positions", 64),
+    **_each("q_lora_rank kv_lora_rank", 12),
+    **_each("qk_rope_head_dim qk_nope_head_dim v_head_dim", 8),
+    **_each("num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts", 4),
+    **_each("num_experts_per_tok num_experts_per_token moe_k moe_topk", 2),
+    **_each("n_group topk_group first_k_dense_replace", 1),
+    **_each("sliding_window attention_window window_size", 5),
+    **_each("pad_token_id", 0),
+    **_each("bos_token_id", 1),
+    **_each("eos_token_id", 2),
+    **_each("attention_dropout attn_pdrop resid_pdrop embd_pdrop hidden_dropout dropout", 0.0),
+    **_each("is_decoder", True),
+}
+"""Values for those of these attributes that a configuration has."""
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "dots1": {"n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "zamba": {"layers_block_type": None, "layer_types": ["linear_attention", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "reformer": {"is_decoder": True},
+}
+"""Changes that a type needs in addition."""
+
+
+def causal_types() -> list[str]:
+    """The model types that ``AutoModelForCausalLM`` knows."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def class_name(kind: str) -> str:
+    """The name of the causal class of a model type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    return found if isinstance(found, str) else found[0]
+
+
+class NotTiny(Exception):
+    """A model type that cannot be built small by these changes."""
+
+
+@cache
+def tiny_config(kind: str) -> Any:
+    """A small configuration of a model type; :class:`NotTiny` if there is none."""
+    import transformers as hf
+
+    try:
+        default = hf.CONFIG_MAPPING[kind]()
+        fixed = {name for name in SIZES if _is_fixed(type(default), name)}
+        sizes = {name: x for name, x in SIZES.items() if name not in fixed and _has(default, name)}
+        if "kv_lora_rank" in sizes:  # every head of latent attention has its own keys
+            sizes["num_key_value_heads"] = 4
+        eager = {"experts_implementation": "eager"}  # grouped products take no float64
+        config = type(default)(**{**sizes, **eager, **CHANGES.get(kind, {})})
+        with torch.device("meta"):
+            size = sum(p.numel() for p in getattr(hf, class_name(kind))(config).parameters())
+    except Exception as error:
+        raise NotTiny(f"{type(error).__name__}") from error
+    if size > LARGEST:
+        raise NotTiny(f"{size / 1e6:.0f} million parameters")
+    return config
+
+
+def _is_fixed(owner: type, name: str) -> bool:
+    attribute = getattr(owner, name, None)
+    return isinstance(attribute, property) and attribute.fset is None
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except Exception:  # some attributes may differ between layers, and say so
+        return False
+
+
+def tiny_causal(kind: str) -> Any:
+    """A model in double precision, in evaluation mode, with the same random weights on every rank."""
+    import transformers as hf
+
+    config = tiny_config(kind)
+    torch.manual_seed(7)
+    model = getattr(hf, class_name(kind))(config).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():  # norms start at ones or zeros, and small weights hide what attention does
+            p.normal_(0, 0.3)
+    return model

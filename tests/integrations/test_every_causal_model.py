@@ -1,0 +1,183 @@
+"""Every causal model type of the installed transformers: exact, or refused by our own words; the table in ``docs/``."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import re
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import hyper_cp
+from hyper_cp import ContextParallel, ContextParallelHandler
+from tests.harness.hf_causal import NotTiny, causal_types, class_name, tiny_causal
+from tests.harness.hf_models import InDouble, tokens
+from tests.harness.ranks import on_ranks, sum_over_ranks
+
+pytest.importorskip("transformers")
+
+PAGE = Path(__file__).parents[2] / "docs" / "transformers_models.md"
+OURS = str(Path(hyper_cp.__file__).parent)
+LENGTH, TOLERANCE = 24, 1e-9
+ORDER = ["CRASH", "WRONG", "not tried", "refused", "exact"]
+INTRODUCTION = """The outcome of `prepare_model` for every type that `AutoModelForCausalLM` knows:
+{counts}.
+
+The slow test `tests/integrations/test_every_causal_model.py` builds a tiny random model of each type. It runs the model
+on two ranks in two modes, Ulysses with a plain batch and a ring (head-tail layout) with a padded one, and compares
+logits and the gradients of all parameters with those of one device, in double precision.
+
+- "refused" means an error of this library before any wrong result; the reason is its first sentence.
+- "not tried" means that the test has no tiny configuration. (Models of images, audio and text have a text model, which
+  is a type of its own.)
+"""
+MODES: dict[str, dict[str, Any]] = {
+    "ulysses": {"ulysses_degree": None},
+    "ring": {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
+}
+
+
+def batches() -> dict[str, dict[str, Tensor]]:
+    """A batch for each mode: a plain one, and one with padding on the left of one row and on the right of the other."""
+    ids = tokens(LENGTH)
+    mask, labels = torch.ones_like(ids), ids.clone()
+    mask[0, :6], mask[1, -7:] = 0, 0
+    # The last token of padding is to predict the first token, as transformers has it; see nothing, and it predicts 0.
+    labels[mask == 0] = -100
+    return {
+        "ulysses": {"input_ids": ids, "labels": ids},
+        "ring": {"input_ids": ids, "attention_mask": mask, "labels": labels},
+    }
+
+
+def gradients(model: Any) -> Tensor:
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+
+
+def alone(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Logits and gradients of the model on one device."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    logits = model(**inputs, use_cache=False).logits
+    ForCausalLMLoss(logits, batch["labels"], logits.shape[-1]).backward()
+    return logits.detach(), gradients(model)
+
+
+def shared(model: Any, handler: ContextParallelHandler, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The same of a prepared model over the ranks of a mesh; the loss is the model's own."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    local = prepare_batch(handler, batch)
+    output = model(**local)
+    output.loss.backward()
+    logits = handler.combine(output.logits.detach(), 1, documents=local["context_parallel"].documents)
+    return logits, sum_over_ranks(gradients(model))[0]
+
+
+def difference(got: Tensor, want: Tensor, where: Any = slice(None)) -> float:
+    found = ((got - want)[where].abs().max() / want[where].abs().max().clamp(min=1e-3)).item()
+    return found if math.isfinite(found) else math.inf
+
+
+def verdict(kind: str, mesh: Any) -> tuple[str, str]:
+    """The outcome for a model type ("exact", "refused", "not tried", "WRONG" or "CRASH"), and its reason.
+
+    Each rank compares one mode with the model alone.
+    """
+    from hyper_cp.integrations.transformers import prepare_model
+
+    try:
+        model = tiny_causal(kind)
+    except NotTiny:
+        return "not tried", "no tiny configuration"
+    mine = list(MODES)[dist.get_rank()]
+    found, want = ("exact", ""), None
+    for name, batch in batches().items():
+        style = ContextParallel(**MODES[name])
+        handler, copied = ContextParallelHandler(mesh, style), copy.deepcopy(model)
+        try:
+            prepare_model(copied, mesh, style=style)
+            if want is None:
+                want = reference(model, batches()[mine])
+            with InDouble():
+                logits, grads = shared(copied, handler, batch)
+        except NotAlone as error:
+            return "not tried", f"does not run by itself ({error})"
+        except Exception as error:
+            ours = traceback.extract_tb(error.__traceback__)[-1].filename.startswith(OURS)
+            kinds = (ValueError, TypeError, NotImplementedError, RuntimeError)
+            return ("refused" if ours and isinstance(error, kinds) else "CRASH"), f"{type(error).__name__}: {error}"
+        if name == mine:
+            seen = batch["attention_mask"].bool() if "attention_mask" in batch else slice(None)
+            errors = difference(logits, want[0], seen), difference(grads, want[1])
+            if max(errors) > TOLERANCE:
+                found = "WRONG", f"{name}: logits differ by {errors[0]:.1e}, gradients by {errors[1]:.1e}"
+    return found
+
+
+class NotAlone(Exception):
+    """A model that does not run by itself in double precision."""
+
+
+def reference(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """See :func:`alone`."""
+    try:
+        with InDouble():
+            return alone(model, batch)
+    except Exception as error:
+        raise NotAlone(type(error).__name__) from error
+
+
+@on_ranks
+def verdicts(kinds: list[str]) -> dict[str, tuple[str, str]]:
+    import transformers
+
+    transformers.logging.set_verbosity(50)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    return {kind: verdict(kind, mesh) for kind in kinds}
+
+
+def page(found: dict[str, tuple[str, str]], version: str) -> str:
+    """The document: a row for every type, with the beginning of the error of those that are refused."""
+    counts = ", ".join(
+        f"{sum(v == name for v, _ in found.values())} {name}" for name in ("exact", "refused", "not tried")
+    )
+    lines = [f"# Causal language models of transformers {version}", "", INTRODUCTION.format(counts=counts)]
+    lines += ["| model type | class | outcome | reason |", "|---|---|---|---|"]
+    for kind, (outcome, why) in found.items():
+        why = re.split(r"(?<=[^A-Z])[.:] ", why.partition(": ")[2] if outcome == "refused" else why)[0]
+        lines.append(f"| `{kind}` | {class_name(kind)} | {outcome} | {why} |")
+    return "\n".join(lines) + "\n"
+
+
+def exact_in(text: str) -> set[str]:
+    """The model types that a page calls exact."""
+    return set(re.findall(r"^\| `(.+?)` \| \w+ \| exact \|", text, re.MULTILINE))
+
+
+@pytest.mark.slow
+def test_every_causal_model_is_exact_or_refused(ranks: Any) -> None:
+    """With HYPER_CP_WRITE_README=1 the page is written instead of compared."""
+    import transformers
+
+    both = ranks(2, verdicts, causal_types(), timeout=400)
+    found = {kind: min((of[kind] for of in both), key=lambda v: ORDER.index(v[0])) for kind in causal_types()}
+    bad = {kind: outcome for kind, outcome in found.items() if outcome[0] in ("WRONG", "CRASH")}
+    assert not bad, "\n".join(f"{kind}: {outcome} ({why})" for kind, (outcome, why) in bad.items())
+    made = page(found, transformers.__version__)
+    if os.environ.get("HYPER_CP_WRITE_README"):
+        PAGE.write_text(made)
+    written = PAGE.read_text()
+    lost = (exact_in(written) & set(found)) - exact_in(made)
+    assert not lost, f"{sorted(lost)} were exact, and are not any more: {[found[kind] for kind in sorted(lost)]}"
+    if written.startswith(made.split("\n")[0]):
+        assert written == made, "the page should be written again, with HYPER_CP_WRITE_README=1"

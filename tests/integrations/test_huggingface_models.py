@@ -1,0 +1,343 @@
+"""Models whose masks, rotary tables, router losses and heads depend on more than a rank's share of the sequence."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh
+from tests.harness.hf_models import SMALL, InDouble, make, tokens
+from tests.harness.oracle import absolute_error
+from tests.harness.ranks import on_ranks, sum_over_ranks
+
+pytest.importorskip("transformers")
+
+STYLES: tuple[dict[str, Any], ...] = (
+    {"ulysses_degree": None},
+    {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
+)
+MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+
+
+def model_of(kind: str, **changes: Any) -> Any:
+    """A causal model in double precision, in evaluation mode: some routers draw random numbers in training."""
+    import transformers as hf
+
+    torch.manual_seed(7)
+    config = hf.CONFIG_MAPPING[kind](**{**SMALL, **changes})
+    model = hf.AutoModelForCausalLM.from_config(config).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.3)
+    return model
+
+
+def prepared(model: Any, **mode: Any) -> tuple[Any, ContextParallelHandler]:
+    from hyper_cp.integrations.transformers import prepare_model
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    style = ContextParallel(**mode)
+    return prepare_model(copy.deepcopy(model), mesh, style=style), ContextParallelHandler(mesh, style)
+
+
+def gradients(model: Any) -> list[Tensor]:
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+
+
+def errors(model: Any, batch: dict[str, Any], **forward: Any) -> float:
+    """The largest error of the loss, and of a gradient relative to the largest of its parameter, in two modes."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    oracle, worst = copy.deepcopy(model), 0.0
+    with InDouble():
+        want = oracle(**batch, use_cache=False, **forward).loss
+    want.backward()
+    for mode in STYLES:
+        made, handler = prepared(model, **mode)
+        with InDouble():
+            loss = made(**prepare_batch(handler, batch), **forward).loss
+        loss.backward()
+        total, *grads = sum_over_ranks(loss, *gradients(made))
+        pairs = zip(grads, gradients(oracle), strict=True)
+        relative = [absolute_error(a, b) / max(b.abs().max().item(), 1e-3) for a, b in pairs]
+        worst = max(worst, absolute_error(total, want), *relative)
+    return worst
+
+
+def batch_of(length: int = 24, padded: bool = False) -> dict[str, Any]:
+    ids = tokens(length)
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    if padded:
+        mask[0, : length // 4], mask[1, -length // 3 :] = 0, 0
+        labels[mask == 0] = -100
+    return {"input_ids": ids, "labels": labels, **({"attention_mask": mask} if padded else {})}
+
+
+# --------------------------------------------------------------------------- masks and windows
+
+
+@on_ranks
+def windows() -> dict[str, float]:
+    """A window that only the mask knows (PhiMoE), and layers that pass no keywords down to attention."""
+    found = {}
+    for kind, changes in {
+        "phimoe": {**MOE, "sliding_window": 5, "rope_parameters": None},
+        "nemotron": {},
+        "stablelm": {},
+    }.items():
+        model = model_of(kind, **changes)
+        found[kind] = errors(model, batch_of(22, padded=kind != "nemotron"))
+    return found
+
+
+def test_the_mask_of_a_model_decides_its_window(ranks: Any) -> None:
+    for found in ranks(2, windows):
+        assert len(found) == 3 and max(found.values()) <= 1e-10, found
+
+
+@on_ranks
+def positions() -> list[float]:
+    """Models that make position ids from the tokens or the mask take those of the batch."""
+    batch, found = batch_of(22, padded=True), []
+    shown = batch["attention_mask"]
+    for kind, first in (("roberta", SMALL["pad_token_id"] + 1), ("opt", 0)):
+        model = model_of(kind, is_decoder=True, word_embed_proj_dim=32, ffn_dim=24, num_key_value_heads=4)
+        found.append(errors(model, {**batch, "position_ids": (shown.cumsum(1) - 1) * shown + first}))
+    return found
+
+
+def test_models_with_positions_of_their_own_take_those_of_the_batch(ranks: Any) -> None:
+    for found in ranks(2, positions):
+        assert max(found) <= 1e-10, found
+
+
+# --------------------------------------------------------------------------- rotary tables
+
+
+@on_ranks
+def long_rotary() -> dict[str, float]:
+    """Frequencies that change once the sequence is longer than the original one; the last rank alone sees that."""
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.5, 3.0, 4.0]}
+    long = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 20,
+        "factor": 4.0,
+        **factors,
+    }
+    scales = {"short_mscale": 1.1, "long_mscale": 1.4}
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
+    cases: dict[str, tuple[str, dict[str, Any]]] = {
+        "dynamic": ("llama", {"max_position_embeddings": 16, "rope_parameters": dynamic}),
+        "longrope": ("phi3", {"rope_parameters": long, "original_max_position_embeddings": 20}),
+        "phimoe": ("phimoe", {**MOE, "rope_parameters": {**long, **scales}, "sliding_window": None}),
+    }
+    found = {}
+    for name, (kind, changes) in cases.items():
+        model = model_of(kind, **changes)
+        for length in (12, 24) if name == "dynamic" else (21,):
+            found[f"{name}, {length}"] = errors(model, batch_of(length))
+    restart = torch.cat([torch.arange(n) for n in (19, 5)])[None].expand(2, -1)  # no document is longer than 20
+    found["restarts"] = errors(
+        model_of(*cases["longrope"][:1], **cases["longrope"][1]), {**batch_of(), "position_ids": restart}
+    )
+    return found
+
+
+def test_rotary_tables_know_the_length_of_the_whole_sequence(ranks: Any) -> None:
+    for found in ranks(2, long_rotary):
+        assert len(found) == 5 and max(found.values()) <= 1e-10, found
+
+
+# --------------------------------------------------------------------------- router losses
+
+
+@on_ranks
+def router_losses() -> dict[str, float]:
+    found = {}
+    for kind, batch in {
+        "qwen3_moe": batch_of(),
+        "mixtral": batch_of(23, padded=True),
+        "granitemoe": batch_of(23),
+    }.items():
+        model = model_of(kind, **MOE, router_aux_loss_coef=0.5, moe_intermediate_size=16)
+        found[kind] = errors(model, batch, output_router_logits=True)
+    direct, handler = prepared(model, layout="contiguous")
+    batch, oracle = batch_of(24, padded=True), copy.deepcopy(model)
+    mask = handler.dispatch(batch["attention_mask"], 1)
+    with InDouble():
+        want = oracle(**batch, output_router_logits=True, use_cache=False).aux_loss
+        ids = handler.dispatch(batch["input_ids"], 1)
+        got = direct(input_ids=ids, attention_mask=mask, output_router_logits=True).aux_loss
+    found["without prepare_batch"] = absolute_error(sum_over_ranks(got)[0], want)
+    return found
+
+
+def test_router_losses_are_shares_of_that_of_the_whole_sequence(ranks: Any) -> None:
+    for found in ranks(2, router_losses):
+        assert len(found) == 4 and max(found.values()) <= 1e-10, found
+
+
+# --------------------------------------------------------------------------- meshes of one rank
+
+
+@on_ranks
+def generated() -> list[bool]:
+    """On a mesh of one rank a prepared model is the model itself: it generates, and takes any argument."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    same = []
+    for implementation in ("sdpa", "eager"):
+        model = make("gemma3").float().eval()
+        model.set_attn_implementation(implementation)
+        made, handler = prepared(model, ulysses_degree=1)
+        family, batch = split_cp_mesh(handler.mesh), batch_of(18, padded=True)
+        asked = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"].flip(1)}
+        options = {"max_new_tokens": 4, "do_sample": False}
+        with context_parallel_mesh(made, family.cp(1)) as alone:
+            for cache in (True, False):
+                want = model.generate(**asked, **options, use_cache=cache)
+                same.append(torch.equal(made.generate(**asked, **options, use_cache=cache), want))
+            same.append(torch.equal(made(**asked, logits_to_keep=3).logits, model(**asked, logits_to_keep=3).logits))
+            same.append(torch.equal(made(**batch).loss, model(**batch).loss))
+            if implementation == "sdpa":  # eager attention lets padding see everything
+                loss = made(**prepare_batch(alone, batch)).loss
+                same.append(torch.allclose(loss, model(**batch).loss))
+    return same
+
+
+def test_a_mesh_of_one_rank_switches_context_parallelism_off(ranks: Any) -> None:
+    for found in ranks(2, generated):
+        assert len(found) == 9 and all(found), found
+
+
+# --------------------------------------------------------------------------- heads
+
+
+@on_ranks
+def per_token_heads() -> list[float]:
+    """Heads that compute a result for each token of a share."""
+    import transformers as hf
+
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    found, ids = [], batch_of()["input_ids"]
+    for head in (hf.LlamaForTokenClassification, hf.LlamaForQuestionAnswering):
+        torch.manual_seed(7)
+        model = head(hf.LlamaConfig(**SMALL)).double().eval()
+        made, handler = prepared(model, layout="head_tail")
+        with InDouble():
+            want, got = model(input_ids=ids)[0], made(**prepare_batch(handler, {"input_ids": ids}))[0]
+        found.append(absolute_error(handler.combine(got, 1), want))
+    return found
+
+
+def test_heads_that_treat_tokens_one_by_one(ranks: Any) -> None:
+    for found in ranks(2, per_token_heads):
+        assert max(found) <= 1e-10
+
+
+def wrong_use(case: str) -> None:
+    import transformers as hf
+
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    local = {"input_ids": tokens(24).chunk(2, 1)[dist.get_rank()]}
+    labels, config = local["input_ids"], hf.LlamaConfig(**SMALL)
+    if case == "sequence classification":
+        prepared(hf.LlamaForSequenceClassification(config))
+    elif case == "token classification":
+        prepared(hf.LlamaForTokenClassification(config))[0](**local, labels=labels % 2)
+    elif case == "question answering":
+        ends = torch.tensor([1, 2])
+        prepared(hf.LlamaForQuestionAnswering(config))[0](**local, start_positions=ends, end_positions=ends)
+    elif case == "own positions of tokens":
+        model, handler = prepared(model_of("roberta", is_decoder=True, num_key_value_heads=4))
+        model(**prepare_batch(handler, batch_of()))
+    elif case == "own positions of masks":
+        model, handler = prepared(model_of("opt", word_embed_proj_dim=32, ffn_dim=24))
+        model(**prepare_batch(handler, batch_of(24, padded=True)))
+    elif case == "encoder":
+        prepared(hf.BertModel(hf.BertConfig(**{**SMALL, "num_key_value_heads": 4})))
+    elif case == "encoder-decoder":
+        prepared(hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=8, num_layers=1)))
+    elif case == "own positions":
+        sizes = {"vocab_size": 61, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2}
+        prepared(hf.BartForCausalLM(hf.BartConfig(**sizes)))
+    elif case == "no interface":
+        prepared(hf.BloomForCausalLM(hf.BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)))
+    elif case == "router loss":
+        model = model_of("doge", is_moe=True, num_experts=16)
+        prepared(model)[0](**local, output_router_logits=True)
+    elif case == "two windows":
+        model, _ = prepared(make("gemma3"))
+        model.model.layers[0].self_attn.sliding_window = 7
+        model(**local)
+    else:
+        model, handler = prepared(make("llama"))
+        if case == "labels":
+            model(**local, labels=labels)
+        elif case == "other pipeline":
+            whole = {"input_ids": tokens(24), "labels": tokens(24)}
+            model(**handler.get_batch_on_this_cp_rank(whole, shift_labels=True))
+        elif case == "count":
+            model(**local, labels=labels, shift_labels=labels)
+        elif case == "kept":
+            model(**local, logits_to_keep=torch.tensor([1]))
+        elif case == "media":
+            model(**local, pixel_values=torch.zeros(1))
+        elif case == "not dispatched":
+            model(input_ids=tokens(24))
+        elif case == "read mask":
+            layer = model.model.layers[0]
+            layer.register_forward_pre_hook(lambda m, a, k: k["attention_mask"][:, :, :, :4], with_kwargs=True)
+            model(**prepare_batch(handler, {"input_ids": tokens(24)}))
+
+
+REFUSED = [
+    ("sequence classification", "NotImplementedError", "LlamaForSequenceClassification pools over.*handler.combine"),
+    ("token classification", "NotImplementedError", r"\(ForTokenClassification\) is a mean over this rank's share"),
+    ("question answering", "NotImplementedError", "start_positions.*softmax over the positions of this rank"),
+    ("own positions of tokens", "ValueError", "RobertaModel makes position ids from input_ids.*prepare_batch"),
+    ("own positions of masks", "ValueError", "OPTDecoder makes position ids from attention_mask.*prepare_batch"),
+    ("encoder", "NotImplementedError", r"BertModel has attention that is not causal \(BertSelfAttention\)"),
+    ("encoder-decoder", "NotImplementedError", "T5ForConditionalGeneration is an encoder-decoder: its source"),
+    ("own positions", "NotImplementedError", "BartDecoder takes no position_ids"),
+    ("no interface", "NotImplementedError", "BloomModel does not call attention through.*AttentionInterface"),
+    ("router loss", "NotImplementedError", "DogeForCausalLM has output_router_logits=True.*not the usual"),
+    ("two windows", "NotImplementedError", "sliding_window=7, but its mask has the window 5"),
+    ("labels", "ValueError", "labels without shift_labels.*prepare_batch"),
+    ("other pipeline", "ValueError", "shift_labels without labels.*prepare_batch instead of get_batch_on_this"),
+    ("count", "ValueError", "labels without num_items_in_batch.*prepare_batch"),
+    ("kept", "NotImplementedError", "logits_to_keep=a tensor"),
+    ("media", "NotImplementedError", "got pixel_values.*inputs_embeds"),
+    ("not dispatched", "ValueError", r"same \(2, 24\) tokens on all 2 ranks.*prepare_batch"),
+    ("read mask", "NotImplementedError", r"LlamaConfig reads its attention mask itself \(getitem\)"),
+]
+"""Case, type of the error, and words of it."""
+
+
+@on_ranks
+def refused() -> list[tuple[str, str]]:
+    """The type and text of the error of each case."""
+    found = []
+    for case, *_ in REFUSED:
+        try:
+            wrong_use(case)
+            found.append(("no error", ""))
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+    return found
+
+
+def test_what_would_be_wrong_for_a_share_is_refused(ranks: Any) -> None:
+    for found in ranks(2, refused):
+        for (case, error, words), (kind, text) in zip(REFUSED, found, strict=True):
+            assert kind == error and re.search(words, text), (case, kind, text)

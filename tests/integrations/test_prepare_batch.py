@@ -1,0 +1,101 @@
+"""prepare_batch: every way to name documents and padding, in layouts that place tokens by them, against one device."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp import ContextParallel, ContextParallelHandler
+from tests.harness.hf_models import InDouble, make, tokens
+from tests.harness.oracle import absolute_error
+from tests.harness.ranks import on_ranks, sum_over_ranks
+
+pytest.importorskip("transformers")
+
+LENGTHS = torch.tensor([5, 9, 7])
+BOUNDARIES = [0, 5, 14, 21]
+
+
+def ways() -> dict[str, dict[str, Any]]:
+    """Entries that name the same documents of 21 positions."""
+    ids = torch.repeat_interleave(torch.tensor([4, 1, 7]), LENGTHS)[None]
+    offsets = torch.tensor(BOUNDARIES, dtype=torch.int32)
+    return {
+        "documents": {"documents": BOUNDARIES},
+        "cu_seqlens": {"cu_seqlens": offsets},
+        "flash": {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 9, "max_length_k": 9},
+        "per row": {"cu_seqlens_q": [BOUNDARIES] * 2},
+        "document_ids": {"document_ids": ids},
+        "seq_idx": {"seq_idx": ids.int(), "cu_seqlens_k": offsets},
+        "positions": {"position_ids": torch.cat([torch.arange(n) for n in LENGTHS.tolist()])[None].expand(2, -1)},
+    }
+
+
+def answer(model: Any, batch: dict[str, Any]) -> list[Tensor]:
+    """The loss and the gradients of some parameters."""
+    with InDouble():
+        loss = model(**batch).loss
+    loss.backward()
+    layer = model.model.layers[0]
+    found = [p.grad for p in (model.model.embed_tokens.weight, layer.self_attn.q_proj.weight)]
+    return [loss.detach(), *found]  # type: ignore[list-item]
+
+
+@on_ranks
+def every_way(layout: str) -> dict[str, float]:
+    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    style = ContextParallel(ulysses_degree=1, kv_exchange="ring", layout=layout)
+    handler, original, ids = ContextParallelHandler(mesh, style), make("llama"), tokens(21)
+    model = prepare_model(copy.deepcopy(original), mesh, style=style)
+    plain = {"input_ids": ids, "labels": ids.clone(), "use_cache": False}
+
+    def error(batch: dict[str, Any], want: list[Tensor], block: Any = None) -> float:
+        model.zero_grad()
+        with nullcontext() if block is None else handler.documents(block):
+            found = answer(model, prepare_batch(handler, {**plain, **batch}))
+        pairs = zip(sum_over_ranks(*found), want, strict=True)
+        return max(absolute_error(a, b) / max(b.abs().max().item(), 1e-3) for a, b in pairs)
+
+    cases = ways()
+    want = answer(copy.deepcopy(original), {**plain, **cases["positions"]})
+    found = {way: error(entries, want) for way, entries in cases.items()}  # rotary positions are relative
+    found["with positions"] = error({**cases["positions"], "cu_seqlens": BOUNDARIES}, want)
+    found["block"] = error({}, want, BOUNDARIES)
+    found["block and positions"] = error(cases["positions"], want, BOUNDARIES)
+    found["nothing"] = error({}, answer(copy.deepcopy(original), plain))
+    for side, (start, stop) in {"right": (17, 21), "left": (0, 6), "between": (4, 9)}.items():
+        padding = {"attention_mask": torch.ones(2, 21, dtype=torch.int64), "labels": ids.clone()}
+        rows = slice(0, 2 if side == "left" else 1)  # layouts by document need the same documents in every row
+        padding["attention_mask"][rows, start:stop], padding["labels"][rows, start:stop] = 0, -100
+        found[side] = error(padding, answer(copy.deepcopy(original), {**plain, **padding}))
+    seen = torch.ones(21, 21, dtype=torch.bool).tril() & (torch.arange(21) % 3 != 1) | torch.eye(21, dtype=torch.bool)
+    explicit = {"attention_mask": seen[None, None].expand(2, 1, -1, -1)}
+    found["4-D"] = error(explicit, answer(copy.deepcopy(original), {**plain, **explicit}))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["head_tail", "per_document", "auto"])
+def test_every_way_to_name_documents(ranks: Any, layout: str) -> None:
+    for found in ranks(2, every_way, layout):
+        assert max(found.values()) <= 1e-10, found
+
+
+@on_ranks
+def unknown() -> None:
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    prepare_batch(ContextParallelHandler(mesh, "auto"), {"input_ids": tokens(8), "cu_seqlens_padded": [0, 3, 8]})
+
+
+def test_unknown_names_of_documents_are_refused(ranks: Any) -> None:
+    ranks.raises(2, "ValueError", "'cu_seqlens_padded' seems to name packed documents", unknown)

@@ -1,0 +1,122 @@
+"""The documents blocks of threads: each thread has its own, and threads of backward see those of the only other."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from hyper_cp.mesh.batch_state import LENGTHS, BatchState
+
+A, B = torch.tensor([[0, 4, 8]]), torch.tensor([[0, 2, 8]])
+
+
+def result_of(call: Callable[[], Any], start: Callable[[Callable[[], None]], Any]) -> Any:
+    """The result of a call in another thread, or its error."""
+    found: list[Any] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except RuntimeError as error:
+            found.append(error)
+        done.set()
+
+    start(run)
+    assert done.wait(10)
+    return found[0]
+
+
+def thread_of_python(run: Callable[[], None]) -> None:
+    threading.Thread(target=run, name="worker").start()
+
+
+def thread_of_backward(run: Callable[[], None]) -> None:
+    """A thread that ``threading`` has not started, like those of autograd on an accelerator."""
+    _thread.start_new_thread(run, ())
+
+
+@contextmanager
+def in_a_block_of_another_thread(state: BatchState, documents: Any) -> Iterator[None]:
+    entered, leave = threading.Event(), threading.Event()
+
+    def run() -> None:
+        block = state.enter(documents)
+        entered.set()
+        leave.wait(10)
+        state.leave(block)
+
+    thread = threading.Thread(target=run, name="prefetch")
+    thread.start()
+    assert entered.wait(10)
+    yield
+    leave.set()
+    thread.join(10)
+
+
+def test_blocks_end_in_any_order() -> None:
+    state = BatchState()
+    first, second = state.enter(A), state.enter(B)
+    state.leave(first)
+    assert state.documents is B
+    state.leave(second)
+    assert state.documents is None and state.in_force("x") is None
+    with in_a_block_of_another_thread(state, None):
+        first, second = state.enter(A), state.enter(None)
+        assert state.documents is None
+        state.leave(second)
+        assert state.documents is A
+    result_of(lambda: state.leave(first), thread_of_python)  # it still ends the block of the thread that entered it
+    assert state.documents is None and result_of(lambda: state.in_force("x"), thread_of_python) is None
+
+
+def test_a_block_holds_in_its_own_thread() -> None:
+    state = BatchState()
+    with in_a_block_of_another_thread(state, B):
+        assert state.documents is None
+        with pytest.raises(RuntimeError, match=r"layer 3 runs in thread 'MainThread'.*'prefetch'.*documents\(None\)"):
+            state.in_force("layer 3")
+        own = state.enter(A)
+        assert state.in_force("layer 3") is A and state.documents is A
+        state.leave(own)
+    assert state.in_force("layer 3") is None
+
+
+def test_a_worker_does_not_ignore_the_documents_of_the_thread_that_started_it() -> None:
+    state = BatchState()
+    block = state.enter(A)
+    assert "'worker', which is in no documents block" in str(result_of(lambda: state.in_force("x"), thread_of_python))
+    assert result_of(lambda: state.documents, thread_of_python) is None
+    state.leave(block)
+
+
+def test_backward_sees_the_only_blocks_there_are() -> None:
+    state = BatchState()
+    assert result_of(lambda: state.in_force("x"), thread_of_backward) is None
+    block = state.enter(A)
+    assert result_of(lambda: state.in_force("x"), thread_of_backward) is A
+    with in_a_block_of_another_thread(state, B):
+        error = str(result_of(lambda: state.in_force("x"), thread_of_backward))
+        assert "2 threads ('MainThread', 'prefetch') are in documents blocks" in error
+    state.leave(block)
+
+
+def test_blocks_of_a_thread_that_has_ended_do_not_count() -> None:
+    state = BatchState()
+    thread = threading.Thread(target=lambda: state.enter(B))
+    thread.start()
+    thread.join()
+    assert state.in_force("x") is None
+
+
+def test_lengths_of_shares_are_recorded_for_a_while() -> None:
+    state = BatchState()
+    for length in range(LENGTHS + 2):
+        state.record_length(length)
+    assert not state.is_share(1) and state.is_share(2) and state.is_share(LENGTHS + 1)

@@ -1,0 +1,111 @@
+"""context_parallel: buffers that are views of one tensor, as inputs and labels usually are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hyper_cp import context_parallel
+from hyper_cp.mesh import comm
+from tests.harness.ranks import on_ranks
+
+
+def cp_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+def views() -> tuple[Tensor, Tensor, Tensor]:
+    """A batch of tokens, and its inputs and labels, which share its memory."""
+    ids = torch.arange(18).view(2, 9)
+    return ids, ids[:, :-1], ids[:, 1:]
+
+
+def block(*buffers: Tensor) -> Any:
+    return context_parallel(cp_mesh(), buffers=buffers, buffer_seq_dims=[1] * len(buffers))
+
+
+@on_ranks
+def read_only() -> list[str]:
+    ids, inputs, labels = views()
+    with comm.record_traffic() as log, block(inputs, labels):
+        assert inputs.shape == labels.shape == (2, 4) and torch.equal(inputs + 1, labels)
+    assert torch.equal(ids, views()[0]) and inputs.shape == (2, 8)
+    return [name for name, _ in log.entries]
+
+
+def test_views_that_were_only_read_cost_nothing(ranks: Any) -> None:
+    assert ranks(2, read_only) == [[], []]
+
+
+@on_ranks
+def written(first: bool, past_routing: bool) -> list[str]:
+    """Write one of two views, in either order; ``past_routing``: through a function that the block does not see."""
+    ids, inputs, labels = views()
+    with comm.record_traffic() as log, block(*((inputs, labels) if first else (labels, inputs))):
+        if past_routing:
+            with torch._C.DisableTorchFunction():
+                inputs.add_(100)
+        else:
+            inputs.add_(100)
+    want = views()[0]
+    want[:, :-1] += 100
+    assert torch.equal(ids, want), ids
+    return [name for name, _ in log.entries]
+
+
+def test_a_written_view_comes_back_in_any_order(ranks: Any) -> None:
+    for first in (True, False):
+        assert ranks(2, written, first, False) == [["all_gather"] * 2] * 2  # what was written, and where
+        assert ranks(2, written, first, True) == [["all_gather"] * 4] * 2  # the counter of writes is that of both
+
+
+@on_ranks
+def beside_others() -> None:
+    """A view of the same tensor in an inner block, and the tensor itself, are written."""
+    ids, inputs, labels = views()
+    want = views()[0]
+    with block(inputs):
+        with block(labels):
+            labels.mul_(3)
+        ids[0, 0] = 50
+    want[:, 1:] *= 3
+    want[0, 0] = 50
+    assert torch.equal(ids, want), ids
+
+
+def test_writes_to_others_of_that_memory_remain(ranks: Any) -> None:
+    ranks(2, beside_others)
+
+
+@on_ranks
+def both_written(apart: bool) -> str:
+    """Write two views: at different positions, or differently at one."""
+    ids, inputs, labels = views()
+    floats = torch.full((2, 8), torch.nan)
+    told = ""
+    try:
+        with block(inputs, labels, floats[:, :4], floats[:, 4:]) as handler:
+            at = handler.position_ids(8)
+            if apart:
+                inputs[:, at == 0] = -1
+                labels[:, at == 7] = -2
+            else:
+                inputs.add_(1)
+                labels.add_(2)
+    except RuntimeError as error:
+        told = str(error)
+    want = views()[0]
+    if apart:
+        want[:, 0], want[:, 8] = -1, -2
+    assert torch.equal(ids, want), ids
+    return told
+
+
+def test_two_written_views_come_back_together_or_not_at_all(ranks: Any) -> None:
+    assert ranks(2, both_written, True) == ["", ""]
+    for told in ranks(2, both_written, False):
+        assert "share memory, and were written" in told and "pass clones" in told
