@@ -148,7 +148,7 @@ REFUSED = {
     "zero": ("NotImplementedError", "with add_zero_attn", {"add_zero_attn": True}, {}),
     "local mask": (
         "ValueError",
-        r"attn_mask has shape \(1, 1, 8, 8\).*for the whole sequence",
+        r"attn_mask has shape \(1, 1, 8, 8\).*Build it for",
         {},
         {"attn_mask": torch.zeros(8, 8)},
     ),
