@@ -70,8 +70,8 @@ PRIVATE_ELSEWHERE = {
     ("context_manager.py", "_version"): WRITES,
     ("mesh/batch_state.py", "_DummyThread"): "a thread that Python has not started, which has no public name",
     ("module/running_call.py", "_base"): VIEWS,
-    ("schedule/masks.py", "_version"): WRITES,
-    ("schedule/masks.py", "_base"): VIEWS,
+    ("ops/masks.py", "_version"): WRITES,
+    ("ops/masks.py", "_base"): VIEWS,
     ("integrations/huggingface/checks.py", "_can_set_attn_implementation"): READS,
     ("integrations/transformers.py", "_attn_implementation"): READS,
 }

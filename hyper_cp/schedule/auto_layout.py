@@ -7,10 +7,9 @@ from typing import Any
 
 from . import build as schedule
 from . import layout as layouts
-from . import masks
 from .documents import PackedDocuments, documents_table, read
 from .ranges import Documents
-from .tiles import CAUSAL, Band, Tile
+from .tiles import CAUSAL, Band, Tile, band_of, check_window
 
 # Kernels work in blocks of about so many rows and columns: a smaller tile takes as long as a whole block.
 _BLOCK = 128
@@ -53,7 +52,7 @@ def balance(
     if packed is None or packed.one_row is None:
         raise ValueError("documents differ between batch rows: ask for the balance of each row")
     packed.check_length(length)
-    band = masks.band_of(is_causal, masks.check_window(window))
+    band = band_of(is_causal, check_window(window))
     names = [n for n in layouts.LAYOUTS if n != "auto" and length % layouts.length_multiple(n, ranks) == 0]
     return {name: _balance(name, length, ranks, packed, band) for name in names}
 
