@@ -73,7 +73,9 @@ PRIVATE_ELSEWHERE = {
     ("schedule/masks.py", "_version"): WRITES,
     ("schedule/masks.py", "_base"): VIEWS,
     ("integrations/huggingface/checks.py", "_can_set_attn_implementation"): READS,
+    ("integrations/huggingface/direct.py", "_attn_implementation"): READS,
     ("integrations/transformers.py", "_attn_implementation"): READS,
+    ("integrations/transformers.py", "_can_set_attn_implementation"): READS,
 }
 """``(module, name)``: the reason why a private name of another package may stand there."""
 
