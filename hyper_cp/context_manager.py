@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -54,8 +55,9 @@ class context_parallel:
         A buffer that is to be restored keeps its full storage. If nobody has written it, it comes back as it was,
         without communication. If it was written in place, restoring it costs one all-gather at the end of the block
         (all ranks must write it). Buffers that share memory (``ids[:, :-1]`` and ``ids[:, 1:]``) have separate shares
-        inside the block, and come back together. If the block ends by an exception, all buffers are as they were before
-        it, so that no rank waits for another. Buffers in ``no_restore_buffers`` keep nothing but the share.
+        inside the block, and come back together, each where it was written (two all-gathers). If the block ends by an
+        exception, all buffers are as they were before it, so that no rank waits for another. Buffers in
+        ``no_restore_buffers`` keep nothing but the share.
 
         Backward may be inside or outside the block. Outside, a model under ``torch.compile`` that saved a buffer for
         backward raises (run backward inside), and so does activation checkpointing (its recompute would be outside).
@@ -123,6 +125,10 @@ class context_parallel:
             _Sharded(x, dim, self.handler, id(x) in self._keep)
             for x, dim in zip(self._buffers, self._dims, strict=True)
         ]
+        memory = Counter(s.memory for s in sharded)
+        for s in sharded:
+            if s.whole is not None and (s.shares_memory or memory[s.memory] > 1):
+                s.keep_before()
         routing = _Routing(self._binding, [(s.buffer, s.share) for s in sharded])
         for s in sharded:  # nothing fails from here on
             s.begin()
@@ -185,6 +191,16 @@ class _Sharded:
             self.share = handler.dispatch(buffer.detach(), self.dim)
             # The old storage, unless the buffer is to give it up.
             self.whole = None if keep_share else buffer.detach()
+        storage = buffer.untyped_storage()
+        self.memory = buffer.device, storage.data_ptr()
+        self.shares_memory = storage.nbytes() > buffer.numel() * buffer.element_size()
+        """True if other tensors use the memory of the buffer: writes to them count as writes to it."""
+        self.before: Tensor | None = None
+
+    def keep_before(self) -> None:
+        """Keep the share as it is now, to find out later where it was written."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.before = self.share.clone()
 
     def begin(self) -> None:
         _sharded_now.add(id(self.buffer))
@@ -212,23 +228,23 @@ class _Sharded:
 def _collect(written: list[_Sharded]) -> None:
     """Copy what all ranks have written into the whole buffers."""
     by_memory: dict[Any, list[_Sharded]] = {}
-    for s in written:
-        by_memory.setdefault((s.buffer.device, s.buffer.untyped_storage().data_ptr()), []).append(s)
     with torch.no_grad():
-        for group in by_memory.values():
-            if len(group) == 1:
-                group[0].buffer.copy_(group[0].gathered())
+        for s in written:
+            if s.before is None:
+                s.buffer.copy_(s.gathered())
             else:
-                _merge(group)
+                by_memory.setdefault(s.memory, []).append(s)
+        for group in by_memory.values():
+            _merge(group)
 
 
 def _merge(views: list[_Sharded]) -> None:
-    """Copy written views of one memory into it, each where it has changed: it has old values where another was written.
+    """Copy views of one memory into it, each where its share has changed: elsewhere something else may be written.
 
     ``RuntimeError`` if two were written differently in one place. All ranks see the same values, and decide alike.
     """
     before, after = [s.buffer.clone() for s in views], [s.gathered() for s in views]
-    changed = [~_same(old, new) for old, new in zip(before, after, strict=True)]
+    changed = [s.handler.combine(~_same(s.before, s.share), s.dim) for s in views if s.before is not None]
     for s, where, new in zip(views, changed, after, strict=True):
         s.buffer.copy_(torch.where(where, new, s.buffer))
     for s, where, new in zip(views, changed, after, strict=True):

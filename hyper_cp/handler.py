@@ -109,9 +109,9 @@ class ContextParallelHandler(Shares):
           share. Other names that seem to mean documents raise; ``seq_dims={name: ...}`` says that one does not.
         * ``attention_mask [B, S]`` of 0 and 1: padding before or after the tokens of each row. It becomes
           documents, which keep tokens and padding apart over the whole sequence; the entry that is returned is all
-          ones. Labels of padding are yours, as on one device: the last padding before a row's first token gets that
-          token's label. Masks of other dimensions pass through whole, as the engine expects them, and are padded with
-          the batch.
+          ones. Labels of padding are yours, as on one device: set them to ``ignore_index``. (The padding before a
+          row's first token has that token's label, which counts unless you set it too.) Masks of other dimensions pass
+          through whole, as the engine expects them, and are padded with the batch.
         * ``position_ids``; made if missing, ``[B, S/n]`` int64 (``[S/n]`` if tokens are). They restart in packed
           documents, not behind padding.
 
@@ -224,6 +224,10 @@ class ContextParallelHandler(Shares):
         """Treat the sequence of the enclosed forward as packed documents: only positions of one document see
         each other, in every styled module on this mesh.
 
+        The block holds in the thread that enters it, so that another one may prepare the next batch, and it describes
+        one sequence: causal and non-causal attention in one block raise. Enter a block of its own batch around the
+        encoder, and one around the decoder. A block whose documents nothing has read warns when it ends.
+
         Args:
             cu_seqlens: cumulative lengths ``[0, ..., S]`` over *global* positions, for every batch row
                 (list or tensor ``[m]``) or one list per row. Any lengths, boundaries anywhere. If S does not split
@@ -238,6 +242,12 @@ class ContextParallelHandler(Shares):
         """
         if isinstance(cu_seqlens, LocalBatch):
             table = cu_seqlens.documents
+        elif isinstance(cu_seqlens, Mapping):
+            raise TypeError(
+                f"documents got a {type(cu_seqlens).__name__} with the entries {list(cu_seqlens)}, which carries no "
+                "documents. Pass what get_batch_on_this_cp_rank returned, or its attribute documents if "
+                "the batch was copied (to a device, say). A batch of prepare_batch needs no block"
+            )
         else:
             table = documents_table(cu_seqlens, document_ids)  # None: a sequence without documents
             table = None if table is None else self.padded_table(table)

@@ -59,8 +59,26 @@ def written(first: bool, past_routing: bool) -> list[str]:
 
 def test_a_written_view_comes_back_in_any_order(ranks: Any) -> None:
     for first in (True, False):
-        assert ranks(2, written, first, False) == [["all_gather"]] * 2
-        assert ranks(2, written, first, True) == [["all_gather"] * 2] * 2  # the counter of writes is that of both
+        assert ranks(2, written, first, False) == [["all_gather"] * 2] * 2  # what was written, and where
+        assert ranks(2, written, first, True) == [["all_gather"] * 4] * 2  # the counter of writes is that of both
+
+
+@on_ranks
+def beside_others() -> None:
+    """A view of the same tensor in an inner block, and the tensor itself, are written."""
+    ids, inputs, labels = views()
+    want = views()[0]
+    with block(inputs):
+        with block(labels):
+            labels.mul_(3)
+        ids[0, 0] = 50
+    want[:, 1:] *= 3
+    want[0, 0] = 50
+    assert torch.equal(ids, want), ids
+
+
+def test_writes_to_others_of_that_memory_remain(ranks: Any) -> None:
+    ranks(2, beside_others)
 
 
 @on_ranks

@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import demo
+from . import demo, verify
 
 COMMANDS = {
     "demo": (demo, "train a small Llama in every mode beside one rank, and compare the losses"),
+    "verify": (verify, "compare a training step with and without context parallelism, and name what differs"),
 }
 
 

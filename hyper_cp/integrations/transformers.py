@@ -161,6 +161,11 @@ class DecoderHook:
         self.compared = False
         """True once the ranks' tokens have been compared."""
 
+    @staticmethod
+    def share(handler: ContextParallelHandler, batch: dict[str, Any]) -> dict[str, Any]:
+        """This rank's share of a whole batch, for :func:`hyper_cp.verify`."""
+        return prepare_batch(handler, batch)
+
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add ``context_parallel`` to the keywords, and masks and positions that suit it."""
         kwargs = dict(kwargs)

@@ -18,8 +18,8 @@ class Block:
         self.documents, self.owner = documents, owner
         self.used = documents is None
         """True if something has read the documents, or there are none."""
-        self.kinds: set[tuple[int, bool]] = set()
-        """Digest of documents, and True for causal: the kinds of attention calls in the block."""
+        self.kinds: set[bool] = set()
+        """The kinds of attention calls with the documents of the block: True for causal."""
 
 
 class ThreadBlocks:
@@ -123,12 +123,12 @@ class BatchState:
 
     # ------------------------------------------------------------------ what the calls of a batch have in common
 
-    def record_attention(self, length: int, documents: int | None, causal: bool | None) -> None:
+    def record_attention(self, length: int, documents: Tensor | None, causal: bool | None) -> None:
         """Record an attention call of this thread.
 
         Args:
             length: positions of this rank's share of the queries.
-            documents: the digest of the call's documents.
+            documents: those of the call.
             causal: None for an explicit mask, which may be anything.
 
         Raises:
@@ -140,10 +140,11 @@ class BatchState:
             return
         block = entered[-1]
         block.used = True
-        if causal is None:
+        # The same table, and not an equal one: a recompute may have that of a block that has ended.
+        if causal is None or documents is not block.documents:
             return
-        block.kinds.add((documents, causal))
-        if (documents, not causal) in block.kinds:
+        block.kinds.add(causal)
+        if len(block.kinds) > 1:
             raise RuntimeError(
                 "causal and non-causal attention use the documents of one handler.documents block. They usually belong "
                 "to two sequences (an encoder and a decoder, or cross-attention), and documents describe one. Enter a "

@@ -49,7 +49,7 @@ def record_traffic() -> Iterator[Traffic]:
     """Record every transfer this process makes through ``hyper_cp`` inside the block.
 
     Bytes are those this rank must send: ``(n-1)/n`` of an all-to-all's or reduce-scatter's input, ``n-1`` times an
-    all-gather's input, the message of a point-to-point transfer, and the entry that ``"agreement"`` puts in the store.
+    all-gather's input, the rows and messages of other transfers, and the entry that ``"agreement"`` puts in the store.
     """
     log = Traffic()
     _recording.append(log)
@@ -165,6 +165,14 @@ class Axis:
         work = _reduce_scatter(result, send, group=self.group, async_op=True)
         return Pending([work], result, send)
 
+    def all_to_all_rows(self, send: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        """Send ``sent[i]`` rows ``[*, W]`` to rank i, the first ones to rank 0; the result has ``received[i]`` rows
+        from rank i, in the same order. A rank sends itself none."""
+        record("all_to_all_rows", send.nbytes)
+        result = send.new_empty(sum(received), *send.shape[1:])
+        work = dist.all_to_all_single(result, send, list(received), list(sent), group=self.group, async_op=True)
+        return Pending([work], result, send)
+
     def send_recv(self, sends: Sequence[Tensor], to: int, recvs: Sequence[Tensor], source: int) -> Pending:
         """Send to one rank and receive from one rank, in one batch; the result is ``recvs``."""
         record("send_recv", sum(t.nbytes for t in sends))
@@ -201,6 +209,14 @@ class GlooAxis(Axis):
         received = {p: torch.empty_like(parts[p]) for p in sorted(peers)}
         works = self._batch([(parts[p], p) for p in peers], [(received[p], p) for p in reversed(peers)])
         return Pending(works, list(received.values()), send, finish=_sum_in_place)
+
+    def all_to_all_rows(self, send: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        record("all_to_all_rows", send.nbytes)
+        result = send.new_empty(sum(received), *send.shape[1:])
+        outgoing, incoming, peers = send.split(list(sent)), result.split(list(received)), self._peers()
+        sends = [(outgoing[p], p) for p in peers if sent[p]]
+        recvs = [(incoming[p], p) for p in reversed(peers) if received[p]]
+        return Pending(self._batch(sends, recvs) if sends or recvs else [], result, send)
 
     def _peers(self) -> list[int]:
         """The other ranks, nearest first, so that at each moment every rank has one sender."""

@@ -85,6 +85,7 @@ class AttentionHooks:
         except ValueError as error:
             counts = ", ".join(dtensor.heads_of(what, x, head) for what, x in zip("qk", given, strict=False))
             raise ValueError(f"{self.name} (sequence in dimension {seq}): {counts}. {error}") from None
+        cp.batch.record_length(qkv[0].shape[seq])
         qkv = self._ulysses(call, cp).to_heads(*qkv)
         length, heads = qkv[0].shape[seq], qkv[0].shape[head]
         ambiguous = length == heads and not torch.compiler.is_compiling()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
-from ..schedule import build, documents, masks
+from ..schedule import build, documents, tiles
 from ..schedule import layout as layouts
 from ..schedule.tiles import Band
 from .config import Call, CheckedCall, Mode
@@ -42,7 +42,7 @@ def check(
     ranks = cp.ring.size if exchanged else cp.size
     lengths = q.shape[2] * ranks, mode.key_length(k.shape[2], ranks)
     check_options(call, mode, cp, lengths)
-    band = masks.band_of(call.is_causal, mode.window)
+    band = tiles.band_of(call.is_causal, mode.window)
     check_tails(mode, cp, band, lengths[0])
     scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
     mask = None if call.mask is None else _check_mask(call, q, cp, lengths, exchanged)

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from torch import Tensor
 
 from ..mesh.cp_mesh import CPMesh
-from ..schedule import build, masks
+from ..schedule import arrivals, tiles
 from ..schedule import layout as layouts
 from ..schedule.tiles import Band
 
@@ -35,10 +35,10 @@ class Mode:
         return keys if self.kv_exchange == "replicated" else keys * ranks
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "window", masks.check_window(self.window))
-        if self.kv_exchange not in build.KV_EXCHANGES:
+        object.__setattr__(self, "window", tiles.check_window(self.window))
+        if self.kv_exchange not in arrivals.KV_EXCHANGES:
             raise ValueError(
-                f"kv_exchange={self.kv_exchange!r} is unknown; choose one of {', '.join(map(repr, build.KV_EXCHANGES))}"
+                f"kv_exchange={self.kv_exchange!r} is unknown; choose one of {', '.join(map(repr, arrivals.KV_EXCHANGES))}"
             )
         layouts.check_layout(self.layout)
         if not isinstance(self.head_groups, int) or isinstance(self.head_groups, bool) or self.head_groups < 1:

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..mesh import comm, cp_mesh
-from ..schedule import lookup, masks
+from ..schedule import lookup
 from ..schedule.build import Step
 from ..schedule.documents import read
 from ..schedule.tiles import Band, Tile, intersect
-from . import exchange, kernels
+from . import exchange, kernels, masks
 from .config import CheckedCall, OpSettings, op_settings
 from .exchange.tails import SwappedTails
 from .kernels.dropout import Dropout, draw_seed
@@ -169,12 +169,10 @@ def attention_op(
     q, k, v = _last_dim_contiguous(q, k, v)
     work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
-    packed, causal = read(documents), None if work.mask is not None else work.band[1] == 0
-    work.cp.batch.record_attention(
-        q.shape[2] // work.cp.ulysses.size, None if packed is None else packed.digest, causal
-    )
+    causal = None if work.mask is not None else work.band[1] == 0
+    work.cp.batch.record_attention(q.shape[2] // work.cp.ulysses.size, documents, causal)
     with comm.wait_on_error():
-        blocks = exchange.FORWARD[options.kv_exchange](ring, k, v, plan.hops)
+        blocks = exchange.FORWARD[options.kv_exchange](ring, k, v, plan)
         queries = SwappedTails(ring, plan.swap, q)
         partials = Partials(q, v.shape[3])
         for step, block in zip(plan.forward, blocks, strict=True):
@@ -215,7 +213,7 @@ def attention_backward_op(
     work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
     with comm.wait_on_error():
-        blocks = exchange.BACKWARD[options.kv_exchange](ring, k, v, plan.hops, accumulation_dtype(q.dtype))
+        blocks = exchange.BACKWARD[options.kv_exchange](ring, k, v, plan, accumulation_dtype(q.dtype))
         queries = SwappedTails(ring, plan.swap, q, dout, out, lse)
         dq = RowSum(q)
         for step, (k_block, v_block, dk, dv) in zip(plan.backward, blocks, strict=True):

@@ -1,49 +1,20 @@
 """The schedule: which tiles a rank owes, in which order, needing which keys. No tensors.
 
-Modes differ here only in the order in which blocks of keys arrive (:func:`register_exchange`); layouts and
-load balance only in which global positions are held; masks only in how a rectangle is cut.
+Modes differ here only in which keys arrive when (see :mod:`arrivals`); layouts and load balance only in which global
+positions are held; masks only in how a rectangle is cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from .layout import check_name
+from .arrivals import Problem, Route, arrivals
 from .ranges import Documents, Numbers, Range, Rows, before, bounds, compact, merge_ranges, placed, touching
 from .tiles import CAUSAL, Band, Seen, Tile, by_rows, cut, joined, packed, same_positions, shift
-
-# --------------------------------------------------------------------------- how keys and values arrive
-
-Visits = Callable[[int, int], list[tuple[int, ...]]]
-"""``visits(rank, size)``: for each step, the ranks whose keys and values that step's block holds, one after the other.
-The first step is ``(rank,)``, the local block. All ranks have the same number of steps. Keys that an earlier step had
-are not used again."""
-
-_VISITS: dict[str, Visits] = {
-    "all_gather": lambda rank, size: [(rank,), tuple(range(size))],
-    "ring": lambda rank, size: [((rank - hop) % size,) for hop in range(size)],
-    # Every rank holds all keys and values; nothing travels.
-    "replicated": lambda rank, size: [(rank,)],
-}
-
-KV_EXCHANGES = _VISITS.keys()
-"""Names of all ways in which keys and values reach a rank, those registered later included."""
-
-
-def register_exchange(name: str, visits: Visits) -> None:
-    """Add a way in which keys and values arrive. Its transfers go by the same name in ``ops.exchange``."""
-    check_name("kv_exchange", name)
-    if _VISITS.get(name, visits) is not visits:
-        raise ValueError(
-            f"kv_exchange={name!r} is registered already, with other visits. Calls find an exchange by its name. "
-            "Choose another name"
-        )
-    _VISITS[name] = visits
-
 
 # --------------------------------------------------------------------------- what a schedule is made of
 
@@ -76,6 +47,13 @@ class Step:
         """Number of visible (query, key) pairs."""
         return sum(tile.area for tile in self.tiles)
 
+    @property
+    def nbytes(self) -> int:
+        """About so many bytes of memory, the index of used keys and what kernels make of parts included."""
+        parts = sum(len(tile.parts or ()) for tile in self.tiles)
+        keys = sum(stop - start for start, stop in self.take) if len(self.take) > 1 else 0
+        return 32 * len(self.take) + 8 * keys + 600 * len(self.tiles) + 500 * parts
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -91,6 +69,7 @@ class Schedule:
         swap: the tail half of queries changes places with another rank's (load balance). None of it is in the last
             step.
         queries: the global positions that this rank attends, in the order of the tiles' rows.
+        routes: for each block that arrives, the rows that travel, if only needed ones do.
     """
 
     forward: tuple[Step, ...]
@@ -98,11 +77,17 @@ class Schedule:
     hops: int
     swap: bool
     queries: Sequence[Range]
+    routes: tuple[Route, ...] = ()
 
     @property
     def area(self) -> int:
         """Number of visible (query, key) pairs."""
         return sum(step.area for step in self.forward)
+
+    @property
+    def nbytes(self) -> int:
+        """About so many bytes of memory."""
+        return sum(step.nbytes for step in {id(step): step for step in (*self.forward, *self.backward)}.values())
 
 
 _NOTHING = Step((), (), ())
@@ -231,67 +216,20 @@ def build(
     size = len(held)
     swap = swaps(load_balance, size, band, sum(int(np.diff(bounds(ranges)).sum()) for ranges in held))
     queries = [_swapped(held, r) if swap else held[r] for r in range(size)]
-    visits = [_first_visits(_VISITS[kv_exchange](r, size)) for r in range(size)]
-
-    hops = _hops(queries, held_keys, visits, band, documents)
-    blocks = [_usable(held_keys, sources) for sources in visits[rank][: hops + 1]]
-    local, *arriving = (_step(queries[rank], block, band, documents) for block in blocks)
+    arriving_keys = arrivals(kv_exchange, Problem(rank, queries, held_keys, band, documents))
+    hops = len(arriving_keys.blocks) - 1
+    local, *arriving = (_step(queries[rank], block, band, documents) for block in arriving_keys.blocks)
     rows = int(np.diff(bounds(queries[rank])).sum())
     own = rows // 2 if swap else rows  # queries that are this rank's
     first, last = _halves(local, own) if hops else (local, _NOTHING)
-    if parts:
-        half = own if swap else 0
-        local, first, last, *arriving = (
-            Step(step.take, step.keys, packed(step.tiles, half)) for step in (local, first, last, *arriving)
-        )
-    halved, whole = (first, *arriving, last), (local, *arriving, _NOTHING)
-    return Schedule(halved if swap else whole, halved, hops, swap, queries[rank])
 
+    def final(step: Step) -> Step:
+        return Step(step.take, step.keys, packed(step.tiles, own if swap else 0)) if parts else step
 
-def _hops(
-    queries: list[Sequence[Range]],
-    held_keys: tuple[Sequence[Range], ...],
-    visits: list[list[list[tuple[int, bool]]]],
-    band: Band,
-    documents: tuple[Documents, ...] | None,
-) -> int:
-    """The last step, 0 for the local one, whose keys any rank sees."""
-    most, hops = len(visits[0]) - 1, 0
-    if not most:
-        return 0
-    held = [placed(keys) for keys in held_keys]
-    keys = np.concatenate(held)
-    order = np.argsort(keys[:, 1])
-    keys, source = keys[order], np.repeat(np.arange(len(held)), [len(x) for x in held])[order]
-    for mine, steps in zip(queries, visits, strict=True):
-        step_of = {source: step for step, sources in enumerate(steps) for source, new in sources if new}
-        for _, boundaries in _batch_rows(documents):
-            seen = np.unique(source[Seen(placed(mine), keys, band, boundaries).blocks()])
-            hops = max(hops, *(step_of.get(s, 0) for s in seen.tolist()))
-        if hops == most:
-            break
-    return hops
-
-
-def _first_visits(visits: list[tuple[int, ...]]) -> list[list[tuple[int, bool]]]:
-    """For each step its sources, each with True if no earlier step has had it."""
-    seen: set[int] = set()
-    found = []
-    for sources in visits:
-        found.append([(source, source not in seen) for source in sources])
-        seen.update(sources)
-    return found
-
-
-def _usable(held_keys: tuple[Sequence[Range], ...], sources: list[tuple[int, bool]]) -> Numbers:
-    """The keys of a step's block that no earlier step has had, as placed ranges."""
-    blocks = [np.empty((0, 3), np.int64)]
-    offset = 0
-    for source, new in sources:
-        held = placed(held_keys[source], offset)
-        blocks += [held] if new else []
-        offset += int((held[:, 2] - held[:, 1]).sum())
-    return np.concatenate(blocks)
+    arriving = [final(step) for step in arriving]
+    halved = (final(first), *arriving, final(last))
+    forward = halved if swap or not hops else (final(local), *arriving, _NOTHING)
+    return Schedule(forward, halved, hops, swap, queries[rank], arriving_keys.routes)
 
 
 def _ascending(blocks: Numbers) -> Numbers:

@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import struct
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from itertools import pairwise
@@ -92,8 +93,6 @@ class PackedDocuments:
         digest: 64 bits that stand for ``rows``, the same in every process.
     """
 
-    _MOST_DERIVED = 512
-
     def __init__(self, table: list[list[int]]) -> None:
         distinct = tuple(tuple(dict.fromkeys(row)) for row in table)
         agree = all(row == distinct[0] for row in distinct)
@@ -130,12 +129,12 @@ class PackedDocuments:
             )
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value under ``key``, made on first use. At most ``_MOST_DERIVED`` are kept."""
+        """The value under ``key``, made on first use. What is derived of all tables together is kept up to a number of
+        bytes; the oldest goes first."""
         found: T | None = self._derived.get(key)
         if found is None:
-            if len(self._derived) >= self._MOST_DERIVED:
-                self._derived.clear()
             found = self._derived[key] = make()
+            _kept.add(self, key, found)
         return found
 
     def numbers(self, positions: Tensor) -> Tensor:
@@ -147,6 +146,29 @@ class PackedDocuments:
         """Positions counted from 0 in each document: ``[n] -> [rows, n]``."""
         boundaries = [torch.tensor(row) for row in self.rows]
         return positions - torch.stack([b[torch.searchsorted(b, positions, right=True) - 1] for b in boundaries])
+
+
+class _Kept:
+    """Everything that tables have derived, oldest first, and its bytes, as far as the values tell them (``nbytes``)."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.nbytes = most_bytes, 0
+        self.entries: deque[tuple[weakref.ref[PackedDocuments], Hashable, int]] = deque()
+
+    def add(self, documents: PackedDocuments, key: Hashable, value: Any) -> None:
+        nbytes = _SMALLEST + getattr(value, "nbytes", 0)
+        self.entries.append((weakref.ref(documents), key, nbytes))
+        self.nbytes += nbytes
+        while self.nbytes > self.most_bytes and len(self.entries) > 1:  # the newest stays, whatever its size
+            of, old, freed = self.entries.popleft()
+            self.nbytes -= freed
+            owner = of()
+            if owner is not None:
+                owner._derived.pop(old, None)
+
+
+_SMALLEST = 1024  # bytes that an entry takes at least
+_kept = _Kept(256 * 2**20)
 
 
 def _digest(rows: tuple[Documents, ...]) -> int:

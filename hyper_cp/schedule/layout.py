@@ -156,6 +156,11 @@ class ResolvedLayout:
         """The number of ranks."""
         return len(self.held)
 
+    @property
+    def nbytes(self) -> int:
+        """About so many bytes of memory, with what is usually derived from it."""
+        return 200 * sum(map(len, self.held)) + 16 * self.length // max(1, self.world)
+
     def ranges(self, rank: int) -> Sequence[Range]:
         """Global positions that ``rank`` holds, in its local order."""
         return self.held[rank]

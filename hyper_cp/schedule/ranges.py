@@ -157,8 +157,8 @@ class Rows:
     def take(self, x: Tensor, dim: int) -> Tensor:
         """``x`` restricted to these positions of ``dim``, in their order. What an index takes has ``dim`` outermost in
         memory, as tensors on the wire have it: whole rows are then copied, at half of the time."""
-        if len(self.ranges) == 1:
-            ((start, stop),) = self.ranges
+        if len(self.ranges) <= 1:
+            start, stop = self.ranges[0] if self.ranges else (0, 0)
             return x if stop - start == x.shape[dim] else x.narrow(dim, start, stop - start)
         if not self.many:
             return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.ranges], dim)

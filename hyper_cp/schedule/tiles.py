@@ -5,7 +5,7 @@ No tensors. Global positions come in, local ones go out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,6 +70,27 @@ class Tile:
             )
             for i in range(rows)
         )
+
+
+def check_window(window: Sequence[int | None] | None) -> tuple[int | None, int | None] | None:
+    """``(left, right)`` with None for unbounded, or None for no window; else ``ValueError``."""
+    if window is None:
+        return None
+    if len(window) != 2 or any(
+        w is not None and (not isinstance(w, int) or isinstance(w, bool) or w < -1) for w in window
+    ):
+        raise ValueError(
+            f"window={window!r} must be (left, right): how many positions before and after its own a query "
+            "sees, each an int >= 0, or None (or -1) for no bound"
+        )
+    left, right = (None if w == -1 else w for w in window)
+    return None if left is None and right is None else (left, right)
+
+
+def band_of(is_causal: bool, window: tuple[int | None, int | None] | None) -> Band:
+    """The band of global positions that causality and a window leave visible."""
+    left, right = window or (None, None)
+    return (None if left is None else -left, 0 if is_causal else right)
 
 
 def cut(q: Range, k: Range, band: Band) -> Iterator[Tile]:
@@ -160,14 +181,6 @@ class Seen:
             low = np.maximum(low, np.searchsorted(self.keys[:, 2], self.queries[:, 1] + lower, "right"))
         self.low, self.count = low, np.maximum(high - low, 0)
 
-    def blocks(self) -> Numbers:
-        """The index of every placed range of keys that is seen."""
-        some = self.count > 0
-        change = np.zeros(len(self.keys) + 1, np.int64)
-        np.add.at(change, self.low[some], 1)
-        np.add.at(change, (self.low + self.count)[some], -1)
-        return np.asarray(self.block[np.cumsum(change)[:-1] > 0])
-
     def rectangles(self, band: Band) -> tuple[Numbers, Numbers, list[tuple[int, Tile]]]:
         """Everything that is seen: full rectangles ``[n, 4]`` and the key block of each, and ``(key block, tile)`` of
         what the band cuts."""
@@ -190,6 +203,32 @@ class Seen:
             for tile in cut((q0, q1), (k0, k1), shift(band, by))
         ]
         return found[full], block[full], cuts
+
+
+def seen_keys(queries: Numbers, band: Band, documents: Documents | None) -> Numbers:
+    """Global ranges of the keys that placed queries see, one for each of their ranges in each document."""
+    found = np.tile(np.array([0, np.iinfo(np.int64).max]), (len(queries), 1))
+    if documents is not None:
+        queries, document, _ = _split(queries, documents)
+        ends = np.asarray(documents, dtype=np.int64)
+        found = np.stack((ends[document], ends[document + 1]), 1)
+    lower, upper = band
+    if lower is not None:
+        found[:, 0] = np.maximum(found[:, 0], queries[:, 1] + lower)
+    if upper is not None:
+        found[:, 1] = np.minimum(found[:, 1], queries[:, 2] + upper)
+    return found[found[:, 0] < found[:, 1]]
+
+
+def within(keys: Numbers, ranges: Numbers) -> tuple[Numbers, Numbers]:
+    """The parts of placed ranges that lie in ``ranges``, both ascending in global order, and of which placed range each
+    is a part."""
+    low = np.searchsorted(keys[:, 2], ranges[:, 0], "right")
+    count = np.maximum(np.searchsorted(keys[:, 1], ranges[:, 1], "left") - low, 0)
+    i = np.repeat(np.arange(len(ranges)), count)
+    at = low[i] + np.arange(len(i)) - before(count)[i]
+    start, stop = np.maximum(keys[at, 1], ranges[i, 0]), np.minimum(keys[at, 2], ranges[i, 1])
+    return np.stack((keys[at, 0] + start - keys[at, 1], start, stop), 1), at
 
 
 def same_positions(ranges: Numbers, documents: Documents | None) -> list[Tile]:

@@ -37,6 +37,8 @@ MODES: dict[str, dict[str, Any]] = {
     "ring": {"ulysses_degree": 1, "kv_exchange": "ring"},
     "hybrid with ring": {"ulysses_degree": 2, "kv_exchange": "ring"},
     "hybrid with all-gather": {"ulysses_degree": 2, "kv_exchange": "all_gather"},
+    "needed": {"ulysses_degree": 1, "kv_exchange": "needed"},
+    "hybrid with needed": {"ulysses_degree": 2, "kv_exchange": "needed"},
 }
 S = 32
 DOCUMENTS = {"is_causal": True, "documents": ((0, 1, 12, 13, S),)}

@@ -126,12 +126,23 @@ def encoder_and_decoder() -> None:
         with pytest.raises(RuntimeError, match="causal and non-causal attention use the documents of one"):
             decoder(memory, *local[1:])
     # A block of each batch around its own part is exact.
+    with (
+        pytest.raises(TypeError, match=r"documents got a dict with the entries \['input_ids'"),
+        handler.documents({**source}),
+    ):
+        raise AssertionError("entered")
     target = handler.get_batch_on_this_cp_rank({"input_ids": ids})
     with handler.documents(source):
         memory = encoder(*local)
         with handler.documents(target):
             mine.append(decoder(memory, *local[1:]))
         mine.append(encoder(*local))
+    # A recompute of the encoder in the block of the decoder, with documents of equal numbers, is neither's mistake.
+    with handler.documents(A):
+        out = checkpoint(encoder, *(x.requires_grad_() for x in local), use_reentrant=False)
+    with handler.documents(A):
+        decoder(*local)
+        out.sum().backward()
     want = expected(whole, A, causal=False)
     assert relative_error(handler.combine(mine[1], 2), want) <= 1e-10
     assert relative_error(handler.combine(mine[0], 2), expected([want, *whole[1:]], None)) <= 1e-10

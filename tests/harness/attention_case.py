@@ -48,8 +48,8 @@ def modes(world: int) -> list[dict[str, Any]]:
     """Every Ulysses degree x exchange x layout or load balance of a world, as keywords of ``attention``."""
     found = []
     for degree in (d for d in (1, 2, 4, 8) if world % d == 0 or d == 1):
-        for exchange in ("all_gather", "ring"):
-            if exchange == "ring" and degree == world > 1:
+        for exchange in ("all_gather", "ring", "needed"):
+            if exchange != "all_gather" and degree == world > 1:
                 continue  # no ring dimension: the same as all_gather
             for layout, balance in (("contiguous", False), ("head_tail", False), ("contiguous", True)):
                 mode = {"ulysses_degree": degree, "kv_exchange": exchange, "layout": layout, "load_balance": balance}

@@ -65,7 +65,7 @@ def test_documents_in_layouts_by_document(ranks: Any, world: int) -> None:
             layout=layout,
         )
         for layout, length in (("per_document", 11 * world), ("auto", 12 * world))
-        for exchange, kind in (("ring", "many"), ("ring", "singles"), ("all_gather", "many"))
+        for exchange, kind in (("ring", "many"), ("ring", "singles"), ("all_gather", "many"), ("needed", "many"))
         for degree in (d for d in range(1, world + 1) if world % d == 0 and 8 % d == 0)
     ]
     cases += [replace(cases[0], is_causal=False), replace(cases[0], window=(3, 0)), replace(cases[-1], window=(4, 2))]
@@ -122,7 +122,10 @@ def test_cross_attention_to_replicated_keys_sends_nothing(ranks: Any, world: int
     check(ranks(world, run_replicated, cases), FP64)
 
 
-@pytest.mark.parametrize("kv, layout", [("ring", "head_tail"), ("replicated", "per_document"), ("replicated", "auto")])
+@pytest.mark.parametrize(
+    "kv, layout",
+    [("ring", "head_tail"), ("needed", "head_tail"), ("replicated", "per_document"), ("replicated", "auto")],
+)
 def test_cross_attention_inside_documents(ranks: Any, kv: str, layout: str) -> None:
     """Document boundaries describe queries only: a mask says which keys these see."""
     case = AttentionCase(16, keys=12, documents=((0, 5, 16),), mask="bool", kv_exchange=kv, layout=layout)

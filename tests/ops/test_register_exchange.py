@@ -11,13 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp.mesh.comm import Axis
 from hyper_cp.ops import attention, exchange
+from hyper_cp.schedule.build import Schedule
 from tests.harness.oracle import plain_attention, relative_error, token_positions
 from tests.harness.ranks import on_ranks
 
 
 class Forward:
-    def __init__(self, axis: Axis, k: Tensor, v: Tensor, hops: int) -> None:
-        self.axis, self.block, self.hops = axis, [k, v], hops
+    def __init__(self, axis: Axis, k: Tensor, v: Tensor, plan: Schedule) -> None:
+        self.axis, self.block, self.hops = axis, [k, v], plan.hops
 
     def __iter__(self) -> Iterator[Any]:
         own, size, rank = self.block, self.axis.size, self.axis.rank
@@ -31,8 +32,8 @@ class Forward:
 
 
 class Backward(Forward):
-    def __init__(self, axis: Axis, k: Tensor, v: Tensor, hops: int, dtype: torch.dtype) -> None:
-        super().__init__(axis, k, v, hops)
+    def __init__(self, axis: Axis, k: Tensor, v: Tensor, plan: Schedule, dtype: torch.dtype) -> None:
+        super().__init__(axis, k, v, plan)
         self.home = tuple(torch.zeros_like(x, dtype=dtype) for x in (k, v))
 
     def __iter__(self) -> Iterator[Any]:

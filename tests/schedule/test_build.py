@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hyper_cp.schedule import arrivals
 from hyper_cp.schedule import build as schedule
 from hyper_cp.schedule.layout import ResolvedLayout
 from hyper_cp.schedule.lookup import resolve
@@ -56,6 +57,26 @@ def covered(steps: tuple[schedule.Step, ...], blocks: list[list[int]], queries: 
     return count
 
 
+def blocks_of(plans: list[schedule.Schedule], rank: int, kv: str, own: list[list[int]]) -> list[list[int]]:
+    """Positions of the keys in the blocks of a rank, from who sends what (``own``: what each rank holds)."""
+    ring, hops = len(plans), plans[rank].hops
+    if kv == "ring":
+        return [own[(rank - i) % ring] for i in range(hops + 1)]
+    if kv == "all_gather":
+        return [own[rank], [p for mine in own for p in mine]][: hops + 1]
+    blocks = [own[rank]]
+    for stage in range(hops):
+        blocks.append([])
+        for source, plan in enumerate(plans):
+            route = plan.routes[stage]
+            rows = [own[source][i] for start, stop in route.rows.ranges for i in range(start, stop)]
+            first = sum(route.sent[:rank])
+            assert route.sent[rank] == plans[rank].routes[stage].received[source]
+            assert len(rows) == sum(route.sent) and route.sent[source] == 0
+            blocks[-1] += rows[first : first + route.sent[rank]]
+    return blocks
+
+
 def in_documents(length: int, boundaries: tuple[int, ...]) -> np.ndarray:
     number = np.zeros(length, dtype=int)
     for start in boundaries[1:-1]:
@@ -67,7 +88,7 @@ def in_documents(length: int, boundaries: tuple[int, ...]) -> np.ndarray:
 def packed_problems(draw: st.DrawFn) -> tuple:
     ring, ulysses = draw(st.integers(1, 6)), draw(st.sampled_from([1, 2, 3]))
     layout = draw(st.sampled_from(["contiguous", "head_tail", "per_document"]))
-    kv = draw(st.sampled_from(["ring", "all_gather"]))
+    kv = draw(st.sampled_from(["ring", "all_gather", "needed"]))
     balance = layout == "contiguous" and draw(st.booleans())
     length = 2 * ring * ulysses * draw(st.integers(1, 5))
     cuts = draw(st.lists(st.integers(0, length), max_size=9).map(sorted))
@@ -87,17 +108,18 @@ def test_every_visible_pair_of_packed_documents_exactly_once(problem: tuple, min
     visible = in_documents(length, boundaries)
     visible &= np.ones_like(visible) if band[0] is None else distance >= band[0]
     visible &= np.ones_like(visible) if band[1] is None else distance <= band[1]
+    with mock.patch.object(schedule, "_MIN_ROWS", min_rows):
+        plans = [schedule.build(held, held, rank, kv, balance, band, (boundaries,)) for rank in range(ring)]
     for steps_name in ("forward", "backward"):
         count = np.zeros((length, length), dtype=int)
-        for rank in range(ring):
-            with mock.patch.object(schedule, "_MIN_ROWS", min_rows):
-                plan = schedule.build(held, held, rank, kv, balance, band, (boundaries,))
+        for rank, plan in enumerate(plans):
             half = length // ring // 2
             queries = own[rank][:half] + own[ring - 1 - rank][half:] if plan.swap else own[rank]
-            if kv == "ring":
-                blocks = [own[(rank - i) % ring] for i in range(plan.hops + 1)]
-            else:
-                blocks = [own[rank], [p for mine in own for p in mine]][: plan.hops + 1]
+            blocks = blocks_of(plans, rank, kv, own)
+            if kv == "needed":
+                columns = visible[queries].any(0)
+                wanted = [p for p in range(length) if columns[p] and p not in own[rank]]
+                assert sorted(p for block in blocks[1:] for p in block) == wanted, "exactly these rows, each once"
             steps = getattr(plan, steps_name)
             for tile in (t for step in steps for t in step.tiles if t.parts):
                 assert not (plan.swap and tile.q[0] < half < tile.q[1]), "a tile would wait for the partner's tail"
@@ -122,7 +144,7 @@ def test_documents_are_few_tiles(kv: str) -> None:
 def problems(draw: st.DrawFn) -> tuple:
     ring, ulysses = draw(st.integers(1, 8)), draw(st.sampled_from([1, 2, 3]))
     layout = draw(st.sampled_from(["contiguous", "head_tail"]))
-    kv = draw(st.sampled_from(["ring", "all_gather"]))
+    kv = draw(st.sampled_from(["ring", "all_gather", "needed"]))
     balance = layout == "contiguous" and draw(st.booleans())
     length = 2 * ring * ulysses * draw(st.integers(1, 4))
     band = draw(
@@ -146,17 +168,14 @@ def test_every_visible_pair_exactly_once(problem: tuple, min_rows: int) -> None:
         visible &= distance >= band[0]
     if band[1] is not None:
         visible &= distance <= band[1]
+    with mock.patch.object(schedule, "_MIN_ROWS", min_rows):
+        plans = [schedule.build(held, held, rank, kv, balance, band) for rank in range(ring)]
+    local = [query_positions(layout, False, r, ring, ulysses, length) for r in range(ring)]
     for steps_name in ("forward", "backward"):
         count = np.zeros((length, length), dtype=int)
-        for rank in range(ring):
-            with mock.patch.object(schedule, "_MIN_ROWS", min_rows):
-                plan = schedule.build(held, held, rank, kv, balance, band)
+        for rank, plan in enumerate(plans):
             queries = query_positions(layout, plan.swap, rank, ring, ulysses, length)
-            local = [query_positions(layout, False, r, ring, ulysses, length) for r in range(ring)]
-            if kv == "ring":
-                blocks = [local[(rank - i) % ring] for i in range(plan.hops + 1)]
-            else:
-                blocks = [local[rank], [p for held_here in local for p in held_here]][: plan.hops + 1]
+            blocks = blocks_of(plans, rank, kv, local)
             steps = getattr(plan, steps_name)
             if plan.swap:
                 assert all(t.q[1] <= len(queries) // 2 for t in steps[-1].tiles), "the tails are on their way"
@@ -173,7 +192,7 @@ def test_all_ranks_make_the_same_hops(problem: tuple) -> None:
     assert len({(p.hops, p.swap, len(p.forward), len(p.backward)) for p in plans}) == 1
 
 
-@pytest.mark.parametrize("kv", ["ring", "all_gather"])
+@pytest.mark.parametrize("kv", ["ring", "all_gather", "needed"])
 @pytest.mark.parametrize("layout, balance", [("head_tail", False), ("contiguous", True)])
 def test_causal_work_is_balanced(kv: str, layout: str, balance: bool) -> None:
     for ring in [*range(1, 17), 32, 64]:
@@ -209,11 +228,11 @@ def test_window_bounds_the_hops() -> None:
 def test_an_exchange_from_outside() -> None:
     """A ring that turns the other way has the same work in another order of blocks."""
     held = held_by("head_tail", 4, 1, 64)
-    with mock.patch.dict(schedule._VISITS):
-        schedule.register_exchange("ring_backwards", lambda rank, size: [((rank + hop) % size,) for hop in range(size)])
-        assert "ring_backwards" in schedule.KV_EXCHANGES
+    with mock.patch.dict(arrivals._ARRIVALS), mock.patch.dict(arrivals._VISITS):
+        arrivals.register_exchange("ring_backwards", lambda rank, size: [((rank + hop) % size,) for hop in range(size)])
+        assert "ring_backwards" in arrivals.KV_EXCHANGES
         with pytest.raises(ValueError, match="kv_exchange='ring' is registered already"):
-            schedule.register_exchange("ring", lambda rank, size: [(rank,)])
+            arrivals.register_exchange("ring", lambda rank, size: [(rank,)])
         for rank in range(4):
             there, back = (schedule.build(held, held, rank, kv, False, CAUSAL) for kv in ("ring", "ring_backwards"))
             assert back.forward[1:-1] == there.forward[-2:0:-1] and back.forward[0] == there.forward[0]

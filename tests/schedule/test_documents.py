@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from hashlib import blake2b
 from typing import Any
 from unittest import mock
@@ -18,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from hyper_cp.mesh.cp_mesh import view
 from hyper_cp.ops import attention
 from hyper_cp.schedule import documents
-from hyper_cp.schedule.documents import documents_table, read
+from hyper_cp.schedule.documents import PackedDocuments, documents_table, read
+from hyper_cp.schedule.lookup import schedule
 from tests.harness.ranks import on_ranks
 
 
@@ -204,15 +206,59 @@ def test_nothing_is_kept_of_tables_that_are_gone() -> None:
     assert len(documents._known) == before
 
 
-def test_what_is_derived_is_made_once_and_bounded() -> None:
-    packed = read(torch.tensor([[0, 1, 9]]))
-    made = []
+class Sized:
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+def test_what_is_derived_is_made_once() -> None:
+    packed, made = read(torch.tensor([[0, 1, 9]])), []
     for _ in range(3):
         assert packed.derived("key", lambda: made.append(1) or "value") == "value"
     assert len(made) == 1
-    for n in range(2000):
-        packed.derived(n, lambda: "value")
-    assert len(packed._derived) <= packed._MOST_DERIVED
+
+
+def test_what_is_derived_is_bounded_in_bytes_over_all_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "_kept", documents._Kept(100_000))
+    one, other = (PackedDocuments([[0, n, 50]]) for n in (3, 4))
+    for n in range(3):
+        one.derived(n, lambda: Sized(20_000))
+    assert len(one._derived) == 3
+    other.derived("large", lambda: Sized(90_000))
+    assert not one._derived and len(other._derived) == 1, "the oldest go, whosever they are"
+    other.derived("larger", lambda: Sized(10**9))
+    assert list(other._derived) == ["larger"], "the newest stays"
+    for n in range(10_000):
+        one.derived(n, lambda: None)
+    assert len(one._derived) < 100, "small values count too"
+    del other
+    gc.collect()
+    one.derived("after a table is gone", lambda: Sized(99_000))
+    assert documents._kept.nbytes <= 100_000 + 1024
+
+
+def test_a_schedule_knows_about_how_large_it_is() -> None:
+    packed = PackedDocuments([list(range(0, 2**14 + 1, 16))])
+    for exchange in ("ring", "all_gather"):
+        call = ("per_document", 3, 8, 1, exchange, False, (None, 0), 2**14, 2**14)
+        found = schedule(*call, documents=packed)
+        for step in found.forward:
+            step.used.index(torch.device("cpu"))
+        assert found.nbytes / 2 <= in_memory(found, set()) <= found.nbytes * 2
+
+
+def in_memory(value: Any, counted: set[int]) -> int:
+    """Bytes of an object and of what it refers to."""
+    if id(value) in counted or isinstance(value, type):
+        return 0
+    counted.add(id(value))
+    if isinstance(value, (torch.Tensor, numpy.ndarray)):
+        return int(value.nbytes)
+    inner = [*value] if isinstance(value, (tuple, list, set)) else []
+    inner += [*value.keys(), *value.values()] if isinstance(value, dict) else []
+    inner += [getattr(value, name) for name in getattr(value, "__slots__", ()) if hasattr(value, name)]
+    inner += [value.__dict__] if hasattr(value, "__dict__") else []
+    return sys.getsizeof(value) + sum(in_memory(x, counted) for x in inner)
 
 
 def test_a_table_in_memory_that_others_write() -> None:

@@ -1,7 +1,8 @@
 """Private parts of ``nn.Module``: hooks of a module, calls that are on the stack, wrappers around it.
 
-Needs ``_forward_pre_hooks``, ``_call_impl``, ``_compiled_call_impl``, and the child names of ``torch.compile``
-(``_orig_mod``) and of ``checkpoint_wrapper`` (``_checkpoint_wrapped_module``). The same in torch 2.11 to 2.15.
+Needs ``_forward_pre_hooks``, ``_buffers``, ``_call_impl``, ``_compiled_call_impl``, and the child
+names of ``torch.compile`` (``_orig_mod``) and of ``checkpoint_wrapper`` (``_checkpoint_wrapped_module``). The same in
+torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ _CALL = nn.Module._call_impl.__code__
 def hook_owners(module: nn.Module) -> list[Any]:
     """The objects whose methods are forward-pre-hooks of a module."""
     return [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+
+
+def buffers_of(module: nn.Module) -> dict[str, Any]:
+    """The buffers of a module itself by name, None included, to restore them; the dict is the module's own."""
+    return module._buffers
 
 
 def is_running(module: nn.Module) -> bool:

@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from ...mesh.comm import Axis
-from ...schedule.build import Visits, register_exchange
+from ...schedule.arrivals import Visits, register_exchange
+from ...schedule.build import Schedule
 from .all_gather import GatherBackward, GatherForward
+from .needed import NeededBackward, NeededForward
 from .ring import RingBackward, RingForward
 
 
 class Forward(Protocol):
     """Keys and values of one forward call. Iterating yields a block ``(k, v)`` ``[B, H, S', D]`` for each step of the
-    schedule: the local one, the ``hops`` blocks that arrive, and the local one again."""
+    schedule: the local one, the ``plan.hops`` blocks that arrive, and the local one again."""
 
-    def __init__(self, axis: Axis, k: Tensor, v: Tensor, hops: int) -> None: ...
+    def __init__(self, axis: Axis, k: Tensor, v: Tensor, plan: Schedule) -> None: ...
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
 
@@ -33,7 +35,7 @@ class Backward(Protocol):
 
     home: tuple[Tensor, Tensor]
 
-    def __init__(self, axis: Axis, k: Tensor, v: Tensor, hops: int, dtype: torch.dtype) -> None: ...
+    def __init__(self, axis: Axis, k: Tensor, v: Tensor, plan: Schedule, dtype: torch.dtype) -> None: ...
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]: ...
 
@@ -55,6 +57,6 @@ def register(name: str, forward: type[Forward], backward: type[Backward], visits
     FORWARD[name], BACKWARD[name] = forward, backward
 
 
-FORWARD.update(ring=RingForward, all_gather=GatherForward, replicated=GatherForward)
-BACKWARD.update(ring=RingBackward, all_gather=GatherBackward, replicated=GatherBackward)
+FORWARD.update(ring=RingForward, all_gather=GatherForward, needed=NeededForward, replicated=GatherForward)
+BACKWARD.update(ring=RingBackward, all_gather=GatherBackward, needed=NeededBackward, replicated=GatherBackward)
 # Replicated keys and values never hop: the local block holds all of them.

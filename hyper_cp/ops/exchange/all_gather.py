@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...mesh.comm import Axis
+from ...schedule.build import Schedule
 from .wire import Pair, from_wire, gradient_zeros, to_wire
 
 
@@ -22,9 +23,9 @@ class GatherForward:
     order, of which the local one must not be read; then the local block again.
     """
 
-    def __init__(self, axis: Axis, k: Tensor, v: Tensor, hops: int):
+    def __init__(self, axis: Axis, k: Tensor, v: Tensor, plan: Schedule):
         self.local = k, v
-        self.pending = [axis.all_gather(to_wire(x), own=False) for x in (k, v)] if hops else []
+        self.pending = [axis.all_gather(to_wire(x), own=False) for x in (k, v)] if plan.hops else []
 
     def __iter__(self) -> Iterator[Pair]:
         yield self.local
@@ -41,10 +42,10 @@ class GatherBackward:
     gradients travel).
     """
 
-    def __init__(self, axis: Axis, k: Tensor, v: Tensor, hops: int, dtype: torch.dtype):
-        self.axis, self.hops, self.dtype = axis, hops, dtype
+    def __init__(self, axis: Axis, k: Tensor, v: Tensor, plan: Schedule, dtype: torch.dtype):
+        self.axis, self.hops, self.dtype = axis, plan.hops, dtype
         self.home = gradient_zeros(k, dtype), gradient_zeros(v, dtype)
-        self.blocks = GatherForward(axis, k, v, hops)
+        self.blocks = GatherForward(axis, k, v, plan)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         blocks = iter(self.blocks)

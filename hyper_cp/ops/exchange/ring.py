@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...mesh.comm import Axis, Pending
+from ...schedule.build import Schedule
 from .wire import Buffer, Pair, gradient_zeros
 
 
@@ -23,9 +24,9 @@ class RingForward:
     being received.
     """
 
-    def __init__(self, axis: Axis, k: Tensor, v: Tensor, hops: int):
-        self.axis, self.k, self.v, self.hops = axis, k, v, hops
-        if hops:
+    def __init__(self, axis: Axis, k: Tensor, v: Tensor, plan: Schedule):
+        self.axis, self.k, self.v, self.hops = axis, k, v, plan.hops
+        if self.hops:
             self.block = Buffer.of(k, v)
             self.spare = self.block.empty()
             self.pending = self._shift()
@@ -54,10 +55,10 @@ class RingBackward:
     hop, which brings this rank's gradients home, is hidden behind local work.
     """
 
-    def __init__(self, axis: Axis, k: Tensor, v: Tensor, hops: int, dtype: torch.dtype):
-        self.axis, self.k, self.v, self.hops, self.dtype = axis, k, v, hops, dtype
+    def __init__(self, axis: Axis, k: Tensor, v: Tensor, plan: Schedule, dtype: torch.dtype):
+        self.axis, self.k, self.v, self.hops, self.dtype = axis, k, v, plan.hops, dtype
         self.home = gradient_zeros(k, dtype), gradient_zeros(v, dtype)
-        if hops:
+        if self.hops:
             self.block = Buffer.of(k, v)
             self.spare = self.block.empty()
             self.pending = self._post([self.block], [self.spare], 1)

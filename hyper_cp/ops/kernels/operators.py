@@ -141,7 +141,7 @@ class Packing:
 # By identity, since a hash of many parts takes longer than a launch: all layers of a training step share one schedule,
 # so their tiles have the same object as parts. An entry keeps its parts alive, and with them their id.
 _packings: OrderedDict[tuple[int, int], tuple[Parts, Packing]] = OrderedDict()
-_MOST_PACKINGS = 1024
+_MOST_PACKINGS = 128
 
 
 def packing(tile: TileInputs) -> Packing:

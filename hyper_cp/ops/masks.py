@@ -1,8 +1,4 @@
-"""Windows and explicit masks, from the forms users have them in to what tiles need.
-
-Windows and causality become a band, by which the schedule cuts tiles. An explicit mask that equals a band is replaced
-by it; any other mask is sliced per tile.
-"""
+"""Explicit masks: one that equals a band is replaced by it; any other mask is sliced per tile."""
 
 from __future__ import annotations
 
@@ -13,35 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .build import Schedule, Step
-from .ranges import Range
-from .tiles import CAUSAL, FULL, Band, Tile
-
-# --------------------------------------------------------------------------- windows
-
-
-def check_window(window: Sequence[int | None] | None) -> tuple[int | None, int | None] | None:
-    """``(left, right)`` with None for unbounded, or None for no window; else ``ValueError``."""
-    if window is None:
-        return None
-    if len(window) != 2 or any(
-        w is not None and (not isinstance(w, int) or isinstance(w, bool) or w < -1) for w in window
-    ):
-        raise ValueError(
-            f"window={window!r} must be (left, right): how many positions before and after its own a query "
-            "sees, each an int >= 0, or None (or -1) for no bound"
-        )
-    left, right = (None if w == -1 else w for w in window)
-    return None if left is None and right is None else (left, right)
-
-
-def band_of(is_causal: bool, window: tuple[int | None, int | None] | None) -> Band:
-    """The band of global positions that causality and a window leave visible."""
-    left, right = window or (None, None)
-    return (None if left is None else -left, 0 if is_causal else right)
-
-
-# --------------------------------------------------------------------------- explicit masks
+from ..schedule.build import Schedule, Step
+from ..schedule.ranges import Range
+from ..schedule.tiles import CAUSAL, FULL, Band, Tile
 
 _known: Any = WeakTensorKeyDictionary()  # mask -> {view: (version, band)}
 

@@ -8,13 +8,14 @@ from unittest import mock
 import pytest
 import torch
 
-from hyper_cp.schedule import masks
+from hyper_cp.ops import masks
+from hyper_cp.schedule.tiles import check_window
 
 
 @pytest.mark.parametrize("window", [(1,), (-2, 0), (1.5, 0), (True, 0)])
 def test_windows_that_make_no_sense(window: Any) -> None:
     with pytest.raises(ValueError, match="window="):
-        masks.check_window(window)
+        check_window(window)
 
 
 def test_a_causal_matrix_is_recognised_until_it_is_written_to() -> None:

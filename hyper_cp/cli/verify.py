@@ -1,0 +1,87 @@
+"""Compares a training step with context parallelism with the same step on one device, and names what differs.
+
+MODULE:FUNCTION is a function without arguments that returns the arguments of `hyper_cp.verify` as a dict: model, mesh,
+batch, and if you like loss_fn, rtol, atol, gradients, layout. It is called on every rank, with the process group made:
+
+    torchrun --nproc-per-node 2 -m hyper_cp verify my_training:verification
+
+The exit code is 1 if something differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..verify import verify
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``hyper-cp verify``."""
+    parser.add_argument(
+        "function", metavar="MODULE:FUNCTION", help="returns the arguments of hyper_cp.verify as a dict"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--rtol", type=float, help="relative tolerance (default: by dtype)")
+    parser.add_argument("--atol", type=float, help="absolute tolerance (default 0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verify on this rank. Return the exit code, which is the same on all ranks of a cp mesh."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        print(
+            "hyper-cp verify compares several ranks, but RANK and WORLD_SIZE are not set. Start it with torchrun "
+            f"--nproc-per-node 2 -m hyper_cp verify {args.function}",
+            file=sys.stderr,
+        )
+        return 2
+    function = _load(args.function)
+    made_here = not dist.is_initialized()
+    if made_here:
+        if torch.accelerator.is_available():
+            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+        dist.init_process_group()
+    try:
+        return _verify(function, args)
+    finally:
+        if made_here:
+            dist.destroy_process_group()
+
+
+def _verify(function: Callable[[], Any], args: argparse.Namespace) -> int:
+    given = function()
+    if not isinstance(given, dict) or not {"model", "mesh", "batch"} <= given.keys():
+        got = sorted(given) if isinstance(given, dict) else type(given).__name__
+        raise TypeError(
+            f"{args.function} returned {got}. Its result becomes the arguments of hyper_cp.verify. Return a dict with "
+            "model, mesh and batch, and loss_fn if your training step is not the default one"
+        )
+    given = {**given, **{name: x for name in ("rtol", "atol") if (x := getattr(args, name)) is not None}}
+    mesh = given["mesh"]
+    report = verify(given.pop("model"), given.pop("mesh"), given.pop("batch"), **given)
+    first_of_mesh = dist.get_rank() == int(mesh.mesh.flatten()[0])
+    if dist.get_rank() == 0 or (first_of_mesh and not report.ok):
+        print(report.json() if args.json else report)
+    return int(not report.ok)
+
+
+def _load(name: str) -> Callable[[], Any]:
+    """Import the function that ``MODULE:FUNCTION`` names; modules in the working directory are found."""
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"{name!r} does not name a function. Write MODULE:FUNCTION, for example my_training:build")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    finally:
+        sys.path.remove(os.getcwd())
+    if not callable(found):
+        raise ValueError(f"module {module} has no function {attribute!r}. Write MODULE:FUNCTION of one that it has")
+    return found

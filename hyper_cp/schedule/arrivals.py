@@ -1,0 +1,220 @@
+"""How keys and values arrive at a rank: which of them lie in each step's block, and what each rank sends.
+
+Modes differ here only. If blocks are whole shares of other ranks, a way is a list of visits
+(:func:`register_exchange`); ``"needed"`` sends the rows that queries see, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .layout import check_name
+from .ranges import Documents, Numbers, Range, Rows, compact, placed
+from .tiles import Band, seen_keys, within
+
+Visits = Callable[[int, int], list[tuple[int, ...]]]
+"""``visits(rank, size)``: for each step, the ranks whose keys and values that step's block holds, one after the other.
+The first step is ``(rank,)``, the local block. All ranks have the same number of steps. Keys that an earlier step had
+are not used again."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What decides which keys travel: who holds what, and who sees what.
+
+    Attributes:
+        rank: this ring rank.
+        queries, keys: the global positions of queries and of keys, by ring rank.
+        documents: boundaries for all batch rows, or one per row; None: one document.
+    """
+
+    rank: int
+    queries: Sequence[Sequence[Range]]
+    keys: Sequence[Sequence[Range]]
+    band: Band
+    documents: tuple[Documents, ...] | None
+
+    @property
+    def size(self) -> int:
+        return len(self.queries)
+
+    def boundaries(self) -> Iterator[Documents | None]:
+        """The documents of batch rows, those that rows share only once."""
+        yield from (None,) if self.documents is None else self.documents
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """What this rank sends and receives before one step, if only rows that are needed travel.
+
+    Attributes:
+        rows: local rows of keys that it sends, those for rank 0 first, then those for rank 1, and so on.
+        sent, received: the number of rows for, and from, each rank.
+    """
+
+    rows: Rows
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Arrivals:
+    """The blocks of keys that a rank attends: the local one, then those that arrive.
+
+    Attributes:
+        blocks: placed ranges of each block that may be used.
+        routes: what travels before each arriving block; empty if whole shares travel.
+    """
+
+    blocks: tuple[Numbers, ...]
+    routes: tuple[Route, ...] = ()
+
+
+# --------------------------------------------------------------------------- whole shares of other ranks
+
+
+def by_visits(visits: Visits, problem: Problem) -> Arrivals:
+    """Blocks are shares of other ranks, as far as any rank needs them."""
+    size, keys = problem.size, problem.keys
+    steps = [_first_visits(visits(r, size)) for r in range(size)]
+    last = _last_step(problem, steps)
+    return Arrivals(tuple(_usable(keys, sources) for sources in steps[problem.rank][: last + 1]))
+
+
+def _first_visits(visits: list[tuple[int, ...]]) -> list[list[tuple[int, bool]]]:
+    """For each step its sources, each with True if no earlier step has had it."""
+    seen: set[int] = set()
+    found = []
+    for sources in visits:
+        found.append([(source, source not in seen) for source in sources])
+        seen.update(sources)
+    return found
+
+
+def _last_step(problem: Problem, steps: list[list[list[tuple[int, bool]]]]) -> int:
+    """The last step, 0 for the local one, whose keys any rank sees."""
+    most, last = len(steps[0]) - 1, 0
+    if not most:
+        return 0
+    keys, source = _by_position(problem.keys)
+    for queries, blocks in zip(problem.queries, steps, strict=True):
+        step_of = {source: step for step, block in enumerate(blocks) for source, new in block if new}
+        last = max(last, *(step_of.get(of, 0) for of in _sources(_seen(problem, queries), keys, source)))
+        if last == most:
+            break
+    return last
+
+
+def _usable(keys: Sequence[Sequence[Range]], sources: list[tuple[int, bool]]) -> Numbers:
+    """The keys of a step's block that no earlier step has had, as placed ranges."""
+    blocks = [np.empty((0, 3), np.int64)]
+    offset = 0
+    for source, new in sources:
+        held = placed(keys[source], offset)
+        blocks += [held] if new else []
+        offset += int((held[:, 2] - held[:, 1]).sum())
+    return np.concatenate(blocks)
+
+
+# --------------------------------------------------------------------------- only what is needed
+
+STAGES = 2
+"""Into so many parts the rows that a rank receives are cut: the first are attended while the next travel."""
+
+
+def needed(problem: Problem) -> Arrivals:
+    """Blocks are the rows that this rank's queries see, each once, from the ranks that hold them.
+
+    Ranks at about the same distance behind are one stage, so that in each stage all ranks send and receive about
+    equally much where the mask treats them alike.
+    """
+    rank, size = problem.rank, problem.size
+    keys, source = _by_position(problem.keys)
+    seen = [_seen(problem, queries) for queries in problem.queries]
+    used = {_stage(to, of, size) for to in range(size) for of in _sources(seen[to], keys, source)} - {_LOCAL}
+    wanted, at = within(keys, seen[rank])  # by this rank
+    mine = placed(problem.keys[rank])
+    given = [within(mine, ranges)[0] for ranges in seen]  # to every rank
+    blocks, routes = [mine], []
+    for stage in sorted(used):
+        received = [_at_stage(wanted[source[at] == of], rank, of, size, stage) for of in range(size)]
+        sent = [_at_stage(given[to], to, rank, size, stage) for to in range(size)]
+        rows = np.concatenate(sent)
+        blocks.append(placed(compact(np.concatenate(received)[:, 1:])))
+        local = np.stack((rows[:, 0], rows[:, 0] + rows[:, 2] - rows[:, 1]), 1)
+        routes.append(Route(Rows(compact(local)), *(tuple(map(_length, x)) for x in (sent, received))))
+    return Arrivals(tuple(blocks), tuple(routes))
+
+
+_LOCAL = -1
+
+
+def _stage(to: int, source: int, size: int) -> int:
+    distance = (to - source) % size
+    return (distance - 1) * STAGES // (size - 1) if distance else _LOCAL
+
+
+def _at_stage(rows: Numbers, to: int, source: int, size: int, stage: int) -> Numbers:
+    return rows if _stage(to, source, size) == stage else rows[:0]
+
+
+def _length(rows: Numbers) -> int:
+    return int((rows[:, 2] - rows[:, 1]).sum())
+
+
+def _by_position(keys: Sequence[Sequence[Range]]) -> tuple[Numbers, Numbers]:
+    """The keys of all ranks as placed ranges in global order, and the rank of each."""
+    held = [placed(ranges) for ranges in keys]
+    everything = np.concatenate(held)
+    order = np.argsort(everything[:, 1])
+    return everything[order], np.repeat(np.arange(len(held)), [len(x) for x in held])[order]
+
+
+def _seen(problem: Problem, queries: Sequence[Range]) -> Numbers:
+    """Global positions of the keys that any of the queries sees: ascending ranges that neither overlap nor touch."""
+    found = np.concatenate([seen_keys(placed(queries), problem.band, ends) for ends in problem.boundaries()])
+    found = found[np.argsort(found[:, 0], kind="stable")]
+    end = np.maximum.accumulate(found[:, 1])
+    first = np.concatenate(([True], found[1:, 0] > end[:-1]))[: len(found)]
+    last = np.concatenate((first[1:], [True]))[: len(found)]
+    return np.stack((found[first, 0], end[last]), 1)
+
+
+def _sources(seen: Numbers, keys: Numbers, source: Numbers) -> list[int]:
+    """The ranks that hold any of the positions ``seen``."""
+    return list(np.unique(source[within(keys, seen)[1]]).tolist())
+
+
+# --------------------------------------------------------------------------- by name
+
+_ARRIVALS: dict[str, Callable[[Problem], Arrivals]] = {}
+_VISITS: dict[str, Visits] = {}
+
+KV_EXCHANGES = _ARRIVALS.keys()
+"""Names of all ways in which keys and values reach a rank, those registered later included."""
+
+
+def arrivals(kv_exchange: str, problem: Problem) -> Arrivals:
+    """How keys and values arrive, by the name that users write as ``kv_exchange=``."""
+    return _ARRIVALS[kv_exchange](problem)
+
+
+def register_exchange(name: str, visits: Visits) -> None:
+    """Add a way in which keys and values arrive. Its transfers go by the same name in ``ops.exchange``."""
+    check_name("kv_exchange", name)
+    if name in _ARRIVALS and _VISITS.get(name) is not visits:
+        raise ValueError(
+            f"kv_exchange={name!r} is registered already, with other visits. Calls find an exchange by its name. "
+            "Choose another name"
+        )
+    _VISITS[name] = visits
+    _ARRIVALS[name] = lambda problem: by_visits(visits, problem)
+
+
+register_exchange("all_gather", lambda rank, size: [(rank,), tuple(range(size))])
+register_exchange("ring", lambda rank, size: [((rank - hop) % size,) for hop in range(size)])
+register_exchange("replicated", lambda rank, size: [(rank,)])  # every rank holds all keys and values
+_ARRIVALS["needed"] = needed

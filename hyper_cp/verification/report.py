@@ -1,0 +1,146 @@
+"""The result of a verification: one row for every tensor that was compared, and the causes of differences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+EQUAL, INTERNAL, DIFFERS, SKIPPED = "equal", "internal", "differs", "not compared"
+MOST_ROWS = 30
+"""Rows that the table shows at most; the JSON has all."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison."""
+
+    name: str
+    """The module (its qualified name), parameter or entry of the batch; ``"loss"``."""
+    kind: str
+    """``"input"`` or ``"output"`` of a module, ``"loss"``, or ``"gradient"``."""
+    type: str
+    """The class of the module."""
+    place: str
+    """The tensor among the module's inputs or outputs; empty if there is one."""
+    shape: tuple[int, ...]
+    """With context parallelism, on one rank."""
+    error: float | None
+    """The largest difference on any rank, relative to the largest value (in half precision: of the norms)."""
+    tolerance: float | None
+    status: str
+    """``"equal"``, ``"differs"``, ``"not compared"`` (no rows of the one-device tensor fit this shape), or
+    ``"internal"`` (it differs, but the output of an enclosing module does not)."""
+    note: str = ""
+
+    @property
+    def title(self) -> str:
+        """The row's name in words."""
+        place = f" {self.place}" if self.place else ""
+        return f"{self.name} {self.kind}{place}" if self.kind != "loss" else "loss"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A usual cause that fits the differences."""
+
+    kind: str
+    """``"batch"``, ``"positions"``, ``"labels"``, ``"loss"``, ``"mask"``, ``"factor"``, ``"dropout"``, ``"attention"``,
+    ``"mixing"``, ``"tensor parallel"``, ``"ranks"`` or ``"unknown"``."""
+    module: str | None
+    text: str
+    """One sentence about the finding, one about the reason, one about the way out."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of :func:`hyper_cp.verify`, the same on every rank of the cp mesh. Its text is a table."""
+
+    ok: bool
+    """True if nothing differs."""
+    ranks: int
+    length: int
+    """Positions of the sequence."""
+    rows: tuple[Row, ...]
+    """In the order of execution; then the loss; then gradients."""
+    first: Row | None
+    """The first row that differs."""
+    causes: tuple[Cause, ...]
+    """The most likely one first."""
+
+    @property
+    def module(self) -> str | None:
+        """The name of the first module that differs, or that the cause names; None if the modules agree."""
+        if self.first is None:
+            return self.causes[0].module if self.causes else None
+        return self.first.name if self.first.kind in ("input", "output") else None
+
+    @property
+    def cause(self) -> str | None:
+        """The kind of the most likely cause."""
+        return self.causes[0].kind if self.causes else None
+
+    def json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps({**asdict(self), "module": self.module, "cause": self.cause})
+
+    def __str__(self) -> str:
+        compared = [row for row in self.rows if row.status != SKIPPED]
+        lines = [f"hyper_cp.verify: {self.length} positions on {self.ranks} ranks against one device"]
+        shown = self._shown()
+        lines += _table(shown)
+        hidden = len(self.rows) - len(shown)
+        if hidden:
+            lines.append(f"... and {hidden} more rows (report.rows)")
+        if self.ok:
+            worst = max((row for row in compared if row.error is not None), key=_excess, default=None)
+            most = f"; the largest error is {worst.error:.1e} ({worst.title})" if worst is not None else ""
+            lines.append(f"OK: {len(compared)} of {len(self.rows)} tensors were compared and are equal{most}.")
+            if len(compared) < len(self.rows) / 2:
+                lines.append("Most tensors could not be compared: their shapes do not follow from the sequence.")
+        elif self.first is not None:
+            lines.append(f"DIFFERENT, first in {self.first.title}{_by(self.first)}.")
+        else:
+            lines.append("WRONG, although nothing differs between the two runs.")
+        for cause in self.causes:
+            lines.append(f"Cause ({cause.kind}){f' in {cause.module}' if cause.module else ''}: {cause.text}")
+        return "\n".join(lines)
+
+    def _shown(self) -> list[Row]:
+        """The rows that say most: the first that differs, outputs (around the first difference, if they are many), the
+        loss, and the gradients that are nearest to their tolerance."""
+        bad = [i for i, row in enumerate(self.rows) if row.status == DIFFERS]
+        around = bad[0] if bad else 0
+        modules = [i for i, row in enumerate(self.rows) if row.kind == "output"]
+        gradients = [i for i, row in enumerate(self.rows) if row.kind == "gradient"]
+        chosen = [
+            *bad[:1],
+            *(i for i, row in enumerate(self.rows) if row.kind == "loss"),
+            *sorted(gradients, key=lambda i: -_excess(self.rows[i]))[:3],
+            *sorted(modules, key=lambda i: abs(i - around)),
+        ]
+        keep = set(list(dict.fromkeys(chosen))[:MOST_ROWS])
+        return [row for i, row in enumerate(self.rows) if i in keep]
+
+
+def _excess(row: Row) -> float:
+    """The error in units of the tolerance."""
+    if row.error is None:
+        return -1.0
+    return row.error / row.tolerance if row.tolerance else row.error
+
+
+def _by(row: Row) -> str:
+    return "" if row.error is None else f", by {row.error:.1e} (tolerance {row.tolerance or 0:.1e})"
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    """Lines of a table with aligned columns."""
+    cells: list[tuple[str, ...]] = [("", "name", "class", "shape", "error", "tolerance", "")]
+    for row in rows:
+        mark = {EQUAL: "", INTERNAL: "~", DIFFERS: "!", SKIPPED: "?"}[row.status]
+        numbers = ["" if x is None else f"{x:.1e}" for x in (row.error, row.tolerance)]
+        note = row.note or ("" if row.status == EQUAL else row.status)
+        cells.append((mark, row.title, row.type, "x".join(map(str, row.shape)), *numbers, note))
+    widths = [max(len(cell[i]) for cell in cells) for i in range(7)]
+    return ["  ".join(c.ljust(w) for c, w in zip(cell, widths, strict=True)).rstrip() for cell in cells]

@@ -1,0 +1,144 @@
+"""``verify``: run a batch without and with context parallelism, and name the first module that differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from .handler import ContextParallelHandler
+from .mesh import cp_mesh
+from .mesh.family import split_cp_mesh
+from .module.mesh_binding import bindings
+from .style import ContextParallel, style_of
+from .verification.compare import TOLERANCES, Tolerance, coarsest
+from .verification.conclude import Traces, conclude
+from .verification.report import Cause, Report, Row
+from .verification.runs import HALF, Runs
+
+__all__ = ["Cause", "Report", "Row", "verify"]
+
+
+def verify(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    batch: Any,
+    *,
+    loss_fn: Callable[[Any, Any, ContextParallelHandler], Tensor] | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    gradients: str = "mean",
+    layout: str | None = None,
+) -> Report:
+    """Compare a training step with context parallelism with the same step on one device. ::
+
+        def loss_fn(model, batch, handler):  # your training step, from the whole batch to the loss
+            batch = handler.get_batch_on_this_cp_rank(batch, shift_labels=True)
+            with handler.documents(batch):
+                logits = model(batch["input_ids"], batch["position_ids"])
+            return handler.mean_loss(logits, batch["shift_labels"])
+
+        report = verify(model, mesh, batch, loss_fn=loss_fn)
+        print(report)
+        assert report.ok
+
+    The step runs twice on the model: on the cp mesh, and on every rank alone with the whole batch, where ``handler``
+    has a mesh of one rank. The outputs of all modules in the order of execution, the loss, and the gradients of
+    parameters and floating-point inputs must be equal. The report names the first module that differs, by how much, and
+    the usual cause where it recognises one. Afterwards gradients, buffers, random numbers and hooks are what they were
+    before, also after an exception.
+
+    All ranks that the model communicates with make the call. Every rank needs memory for one step on the whole batch:
+    use a short sequence, with documents, padding and ignored labels as in training.
+
+    Args:
+        model: the model as it is trained: with styled modules, prepared by an integration, or plain with a ``loss_fn``
+            that opens ``context_parallel(handler.mesh, ...)``; also with tensor parallelism, DDP, FSDP2 or compile
+            (compiled code runs in eager mode here).
+        mesh: the cp mesh, of two ranks or more.
+        batch: the whole batch, the same on all ranks of the cp mesh; mostly a dict of tensors.
+        loss_fn: ``loss_fn(model, batch, handler) -> loss``. Take the mesh and the shares of the batch from ``handler``.
+            By default entries of the batch are passed to the forward by name, and the loss is the cross-entropy with
+            ``labels`` (unshifted), or without labels a weighted sum of the output. A Hugging Face model is compared
+            with its own attention on one device.
+        rtol: the relative tolerance. Default 1e-4, in fp64 1e-6. In bf16 and fp16 the error against a copy of the model
+            in fp32 may be twice that of one device, and once more for scatter. (FSDP and DDP cannot be copied: 4
+            times the machine epsilon, of norms.)
+        atol: the absolute tolerance that is added. Default 0.
+        gradients: the reduction over cp ranks that your training loop makes after backward: ``"mean"`` or ``"sum"``. It
+            is made here too, except for parameters that FSDP or DDP have reduced over the cp ranks. Without ``loss_fn``
+            the gradients are always averaged.
+        layout: the sequence layout, for models without styled modules. Default: that of ``context_parallel``,
+            ``"head_tail"``.
+
+    Returns:
+        A :class:`Report`, the same on every rank of the cp mesh: ``.ok``, a table as its text, ``.json()``, ``.module``
+        (the first that differs), ``.causes`` and ``.rows``.
+
+    Raises:
+        ValueError, TypeError: for a mesh of one rank or another one than the model's, for a batch that cannot be split,
+            and for a ``loss_fn`` that does not use the mesh of its handler; as well as everything that the step raises.
+    """
+    style = _checked(model, mesh, loss_fn, gradients, layout)
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+            raise ValueError(f"{name}={value!r} is not a tolerance. It must be a number, not negative. Leave it out")
+    alone = split_cp_mesh(mesh, [1]).cp(1)
+    runs = Runs(model, mesh, alone, batch, style, loss_fn, average=loss_fn is None or gradients == "mean")
+    parallel = runs.parallel()
+    one = runs.whole(parallel)
+    kind = coarsest(one)
+    exact = None
+    if (
+        rtol is None
+        and kind in HALF
+        and not any(isinstance(m, (FSDPModule, DistributedDataParallel)) for m in model.modules())
+    ):
+        exact = runs.whole(parallel, exact=True)
+    tolerance = Tolerance(TOLERANCES[kind] if rtol is None else rtol, atol or 0.0, norms=kind in HALF)
+    return conclude(Traces(parallel, one, exact), mesh, runs.length, tolerance, runs.documents)
+
+
+def _checked(
+    model: nn.Module, mesh: DeviceMesh, loss_fn: Any, gradients: str, layout: str | None
+) -> ContextParallel | str:
+    """The style of the model's modules, or a layout; everything is checked that can be before the runs."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}. verify records modules. Pass an nn.Module")
+    cp_mesh.check_mesh(mesh)
+    if mesh.size() < 2:
+        raise ValueError(
+            f"mesh has {mesh.size()} rank. There is nothing to compare without a second one. Pass a cp mesh of two or "
+            "more ranks"
+        )
+    if gradients not in ("mean", "sum"):
+        raise ValueError(
+            f'gradients={gradients!r} is unknown. It names your reduction over the cp ranks. Use "mean" or "sum"'
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn is a {type(loss_fn).__name__}. It is called as loss_fn(model, batch, handler)")
+    found = bindings(model)
+    if not found:
+        if loss_fn is None:
+            raise ValueError(
+                f"no module of {type(model).__name__} runs under ContextParallel. Without a style verify does not know "
+                "how attention is shared. Apply the plan first, or pass loss_fn with a context_parallel block"
+            )
+        return layout or "head_tail"
+    if layout is not None and layout != found[0].style.mode.layout:
+        raise ValueError(
+            f"layout={layout!r}, but the modules of {type(model).__name__} have {found[0].style.mode.layout!r}. The "
+            "layout of styled modules is known. Leave it out"
+        )
+    other = next((b for b in found if b.active.mesh != mesh), None)
+    if other is not None:
+        raise ValueError(
+            f"{other.name} runs on {other.active.mesh}, not on mesh={mesh}. The model is verified on its own mesh. "
+            "Pass that one, or call verify inside a context_parallel_mesh block"
+        )
+    return style_of(found[0])

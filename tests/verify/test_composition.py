@@ -1,0 +1,131 @@
+"""verify with tensor parallelism, FSDP2, DDP, compiled blocks, activation checkpoints and half precision."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Partial
+
+from hyper_cp import verify
+from hyper_cp.verify import Report
+from tests.harness import composition_training as t
+from tests.harness import planted
+from tests.harness.attention_case import cp_mesh
+from tests.harness.ranks import on_ranks
+
+Summary = tuple[bool, str | None, str | None, str, int]
+"""ok, the first module, the cause, the text, and the number of tensors that were compared."""
+REDUCED = r"    \"layers\.\*\.attention\.wo\": RowwiseParallel\(\)"
+"""A line of the tensor-parallel plan in docs/composition.md."""
+
+
+def summary(report: Report) -> Summary:
+    compared = sum(row.status != "not compared" for row in report.rows)
+    return report.ok, report.module, report.cause, str(report), compared
+
+
+def composed(title: str, *edits: tuple[str, str], reduced: dict[str, Any] | None = None, **names: Any) -> Summary:
+    """The report on an example of docs/composition.md."""
+    made = t.setup(title, *edits, **names)
+    mesh, model = made["mesh"], made["model"]
+    rows = slice(0, 2) if "dp" not in mesh.mesh_dim_names else slice(mesh["dp"].get_local_rank(), None, 2)
+    tokens, labels = (x[rows] for x in t.batch(0))
+    passed = {"gradients": "sum"} if reduced is None else {name: made[x] for name, x in reduced.items()}
+
+    def loss_fn(model: nn.Module, batch: Any, handler: Any) -> Tensor:
+        loss: Tensor = made["loss_of"](model, handler, batch["tokens"], batch["labels"], **passed)
+        return loss
+
+    batch = {"tokens": tokens, "labels": labels}
+    cp = mesh["cp"] if mesh.ndim > 1 else mesh
+    report = verify(model, cp, batch, loss_fn=loss_fn, gradients=passed.get("gradients", "mean"))
+    for p in model.parameters():
+        assert p.grad is None
+    return summary(report)
+
+
+@on_ranks
+def tensor_parallel() -> list[Summary]:
+    partial = (REDUCED, '    "layers.*.attention.wo": RowwiseParallel(output_layouts=Partial())')
+    return [
+        composed("tensor parallel, 4 ranks"),
+        composed("tensor parallel, 4 ranks", partial, Partial=Partial),
+        composed("tensor parallel, 4 ranks", (r"= \{\n.*?\n\}", "= variant"), variant=t.tp_plan(True, True)),
+    ]
+
+
+def test_tensor_parallel_and_a_sum_that_is_not_made(ranks: Any) -> None:
+    for right, wrong, sequence_parallel in ranks(4, tensor_parallel):
+        assert right[0] and right[4] > 60, right[3]
+        assert not wrong[0] and wrong[2] == "tensor parallel", wrong[3]
+        assert "layers.0.attention.wo" in wrong[3]
+        assert sequence_parallel[0], sequence_parallel[3]
+
+
+@on_ranks
+def wrapped(title: str, reduced: dict[str, str] | None) -> Summary:
+    return composed(title, reduced=reduced)
+
+
+@pytest.mark.parametrize(
+    ("title", "reduced"),
+    [
+        ("fsdp, 4 ranks", {"mesh": "dp_cp"}),
+        ("fsdp mixed precision, 4 ranks", {"mesh": "dp_cp"}),
+        ("ddp, 4 ranks", {"mesh": "mesh"}),
+        ("compiled blocks and fsdp, 4 ranks", {"mesh": "dp_cp"}),
+        ("selective checkpointing, 4 ranks", None),
+    ],
+)
+def test_wrapped_models(title: str, reduced: dict[str, str] | None, ranks: Any) -> None:
+    for ok, _, _, text, compared in ranks(4, wrapped, title, reduced):
+        assert ok and compared > 60, text
+
+
+@on_ranks
+def half(dtype: torch.dtype) -> list[Summary]:
+    """Right and wrong models in half precision, and a right one under autocast."""
+    mesh, style = cp_mesh(), {"ulysses_degree": 1, "layout": "head_tail"}
+    models = [planted.styled(mesh, fault, dtype, **style) for fault in ("", "local table", "token shift")]
+    found = [summary(verify(model, mesh, planted.whole_batch(), loss_fn=planted.loss_fn)) for model in models]
+
+    def with_autocast(model: nn.Module, batch: Any, handler: Any) -> Tensor:
+        with torch.autocast("cpu", dtype):
+            return planted.loss_fn(model, batch, handler)
+
+    model = planted.styled(mesh, "", torch.float32, **style)
+    return [*found, summary(verify(model, mesh, planted.whole_batch(), loss_fn=with_autocast))]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype, ranks: Any) -> None:
+    for right, table, shift, autocast in ranks(2, half, dtype):
+        assert right[0], right[3]
+        assert table[2] == "positions" and shift[1:3] == ("blocks.1.extra", "mixing"), (table[3], shift[3])
+        assert autocast[0], autocast[3]
+
+
+@on_ranks
+def trained_after_verify(fails: bool) -> float:
+    """The error of five steps under FSDP2 after a verification, which may have ended by an exception."""
+    made = t.setup("fsdp, 4 ranks", (r"    torch\.nn\.utils.*?\n", ""))
+    tokens, labels = t.batch(0)
+
+    def loss_fn(model: nn.Module, batch: Any, handler: Any) -> Tensor:
+        loss: Tensor = made["loss_of"](model, handler, batch["tokens"], batch["labels"], mesh=made["dp_cp"])
+        if fails:
+            raise KeyError("the user's own mistake")
+        return loss
+
+    with suppress(KeyError):
+        assert verify(made["model"], made["mesh"]["cp"], {"tokens": tokens, "labels": labels}, loss_fn=loss_fn).ok
+    return t.train(made).error(t.one_device())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_sharded_model_trains_as_before_afterwards(fails: bool, ranks: Any) -> None:
+    assert max(ranks(4, trained_after_verify, fails)) < 5e-6

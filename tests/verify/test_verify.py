@@ -1,0 +1,235 @@
+"""verify: right training steps pass in every form; each planted mistake is found, named, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hyper_cp import verify
+from hyper_cp.module.mesh_binding import bindings, swapped
+from hyper_cp.verify import Report
+from tests.harness import planted
+from tests.harness.attention_case import cp_mesh
+from tests.harness.planted import LENGTH, styled, whole_batch
+from tests.harness.ranks import on_ranks
+
+Summary = tuple[bool, str | None, str | None, str, str]
+"""ok, the first module, the cause, the text and the JSON of a report."""
+
+
+def summary(report: Report) -> Summary:
+    return report.ok, report.module, report.cause, str(report), report.json()
+
+
+def left_padding() -> Tensor:
+    return torch.tensor([[1] * LENGTH, [0] * 4 + [1] * (LENGTH - 4)])
+
+
+@on_ranks
+def verified(cases: list[tuple[str, str, dict[str, Any], dict[str, Any]]]) -> list[Summary]:
+    """The reports of cases: the planted fault, the training step, entries of the batch, settings of the style."""
+    mesh, found = cp_mesh(), []
+    for fault, step, entries, style in cases:
+        loss_fn = getattr(planted, step) if step else None
+        model = styled(mesh, fault, **style)
+        found.append(summary(verify(model, mesh, whole_batch(**entries), loss_fn=loss_fn)))
+    return found
+
+
+RIGHT: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("", "loss_fn", {}, {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"}),
+    ("", "loss_fn", {"length": 21}, {"ulysses_degree": 1, "load_balance": True}),
+    ("", "loss_fn", {"length": 21, "documents": [0, 6, 21]}, {"layout": "per_document"}),
+    ("", "loss_fn", {"attention_mask": left_padding()}, {"ulysses_degree": 1}),
+    ("", "", {"attention_mask": left_padding(), "labels": whole_batch()["labels"]}, {}),
+]
+
+
+def test_right_steps_pass_on_every_layout(ranks: Any) -> None:
+    here, there = ranks(2, verified, RIGHT)
+    for case, mine, theirs in zip(RIGHT, here, there, strict=True):
+        assert mine == theirs, "one report for all ranks"
+        assert mine[0] and mine[1] is None and mine[2] is None, (case, mine[3])
+        rows = json.loads(mine[4])["rows"]
+        assert {row["status"] for row in rows} == {"equal"}, case
+        assert {"input", "output", "loss", "gradient"} == {row["kind"] for row in rows}
+        assert max(row["error"] for row in rows) < 1e-12
+
+
+def test_a_hybrid_passes_on_four_ranks(ranks: Any) -> None:
+    cases = [("", "loss_fn", {"length": 22}, {"ulysses_degree": 2, "layout": "head_tail"})]
+    assert all(ok for ((ok, *_),) in ranks(4, verified, cases))
+
+
+WRONG: list[tuple[str, str, dict[str, Any], str | None, str]] = [
+    # fault of the model, training step, entries of the batch; the module and the cause that are named
+    ("", "local_positions", {}, "(model)", "positions"),
+    ("local arange", "loss_fn", {}, "places", "positions"),
+    ("local table", "loss_fn", {}, "blocks.0", "positions"),
+    ("local rope", "loss_fn", {}, "blocks.1.attention.inner", "positions"),
+    ("", "undispatched", {}, "blocks.0.attention.inner", "batch"),
+    ("", "other_layout", {}, "(model)", "batch"),
+    ("", "shifted_after_sharding", {}, None, "labels"),
+    ("", "mean_of_share", {}, None, "loss"),
+    ("", "without_documents", {"documents": [0, 7, LENGTH]}, "blocks.0.attention.inner", "mask"),
+    ("", "without_documents", {"attention_mask": left_padding()}, "blocks.0.attention.inner", "mask"),
+    ("", "summed", {}, None, "factor"),
+    ("", "divided", {}, None, "factor"),
+    ("", "pooled", {}, None, "factor"),
+    ("dropout", "loss_fn", {}, "blocks.1.extra", "dropout"),
+    ("attention dropout", "loss_fn", {}, "blocks.1.attention.inner", "dropout"),
+    ("unrouted", "loss_fn", {}, "blocks.1.extra.inner", "attention"),
+    ("attention by hand", "loss_fn", {}, "blocks.1.extra.inner", "attention"),
+    ("conv", "loss_fn", {}, "blocks.1.extra", "mixing"),
+    ("lstm", "loss_fn", {}, "blocks.1.extra", "mixing"),
+    ("batch norm", "loss_fn", {}, "blocks.1.extra.1", "mixing"),
+    ("cumsum", "loss_fn", {}, "blocks.1.extra", "mixing"),
+    ("token shift", "loss_fn", {}, "blocks.1.extra", "mixing"),
+    ("normalise", "loss_fn", {}, "blocks.1.extra", "mixing"),
+]
+
+
+def test_every_planted_mistake_is_named(ranks: Any) -> None:
+    style = {"ulysses_degree": 1, "layout": "head_tail"}
+    here, there = ranks(2, verified, [(fault, step, entries, style) for fault, step, entries, _, _ in WRONG])
+    for (fault, step, entries, module, cause), mine, theirs in zip(WRONG, here, there, strict=True):
+        assert mine == theirs, "one report for all ranks"
+        assert mine[:3] == (False, module, cause), (fault, step, entries, mine[3])
+        first = json.loads(mine[4])["first"]
+        assert first["error"] > first["tolerance"]
+        assert f"Cause ({cause})" in mine[3] and "DIFFERENT, first in" in mine[3]
+
+
+# --------------------------------------------------------------------------- nothing is left behind
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """All that a run could change; tensors by identity and by value."""
+    found: dict[str, Any] = {
+        "rng": torch.get_rng_state(),
+        "python": random.getstate(),
+        "swapped": sum(len(x) for x in swapped.values()),
+    }
+    for name, p in model.named_parameters():
+        found[name] = (id(p), p.detach().clone(), id(p.grad), None if p.grad is None else p.grad.clone())
+    for name, b in model.named_buffers():
+        found[name] = (id(b), b.clone())
+    for name, module in model.named_modules():
+        hooks = [list(h) for h in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)]
+        public = {k: id(v) for k, v in vars(module).items() if not k.startswith("_")}
+        found[f"module {name}"] = (hooks, public, module.training)
+    found["bindings"] = [(b.heads, len(b.stack), id(b.stack[0]), b.stack[0].documents) for b in bindings(model)]
+    found["modes"] = len(torch.overrides._get_current_function_mode_stack())
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+@on_ranks
+def changes(fault: str, step: str) -> tuple[list[str], str]:
+    """The names of what is not as before after verify, and the type of its exception."""
+    mesh = cp_mesh()
+    model, raised = styled(mesh, fault), ""
+    planted.loss_fn(model, whole_batch(), planted.ContextParallelHandler(mesh, "contiguous")).backward()
+    model.eval().blocks[0].train()
+    batch = whole_batch()
+    before, entries = state(model), {name: x.clone() for name, x in batch.items()}
+    try:
+        verify(model, mesh, batch, loss_fn=getattr(planted, step))
+    except KeyError as error:
+        raised = type(error).__name__
+    after = state(model)
+    changed = [name for name in before.keys() | after.keys() if not same(before.get(name), after.get(name))]
+    changed += [name for name, x in entries.items() if not torch.equal(x, batch[name])]
+    return changed, raised
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "raised"),
+    [("", "loss_fn", ""), ("batch norm", "loss_fn", ""), ("dropout", "loss_fn", ""), ("", "failing", "KeyError"),
+     ("fails", "failing", "KeyError")],
+)  # fmt: skip
+def test_nothing_is_changed_afterwards(fault: str, step: str, raised: str, ranks: Any) -> None:
+    assert ranks(2, changes, fault, step) == [([], raised)] * 2
+
+
+# --------------------------------------------------------------------------- forms of use
+
+
+@on_ranks
+def other_uses() -> dict[str, Summary]:
+    """Reports of a context_parallel block, of gradients that are summed, and of given tolerances."""
+    mesh, found = cp_mesh(), {}
+    plain = planted.Planted()
+    found["block"] = summary(verify(plain, mesh, whole_batch(), loss_fn=planted.in_block))
+    model = styled(mesh)
+    found["sum"] = summary(verify(model, mesh, whole_batch(), loss_fn=planted.summed, gradients="sum"))
+    found["tolerant"] = summary(verify(model, mesh, whole_batch(), loss_fn=planted.mean_of_share, rtol=1.0, atol=1.0))
+    found["strict"] = summary(verify(model, mesh, whole_batch(), loss_fn=planted.loss_fn, rtol=0.0))
+    with torch.no_grad():
+        model.head.weight.mul_(1 + dist.get_rank())
+    found["ranks"] = summary(verify(plain_copy(model), mesh, whole_batch(), loss_fn=planted.in_block))
+    return found
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    plain = planted.Planted()
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
+def test_other_forms_of_use(ranks: Any) -> None:
+    here, there = ranks(2, other_uses)
+    assert here == there
+    assert here["block"][0] and here["sum"][0] and here["tolerant"][0], here
+    assert not here["strict"][0]
+    assert not here["ranks"][0] and here["ranks"][2] == "ranks", here["ranks"][3]
+
+
+@on_ranks
+def refused(case: str) -> None:
+    mesh = cp_mesh()
+    model = styled(mesh)
+    if case == "mesh of its own":
+        verify(planted.Planted(), mesh, whole_batch(), loss_fn=planted.in_block_of_the_mesh)
+    elif case == "no style":
+        verify(planted.Planted(), mesh, whole_batch())
+    elif case == "arguments":
+        verify(model, mesh, {"tokens": whole_batch()["input_ids"]})
+    elif case == "loss":
+        verify(model, mesh, whole_batch(), loss_fn=lambda model, batch, handler: torch.ones(3))
+    elif case == "gradients":
+        verify(model, mesh, whole_batch(), gradients="max")
+    else:
+        verify(model, mesh, whole_batch(), rtol=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "match"),
+    [
+        ("mesh of its own", ValueError, r"handler\.mesh"),
+        ("no style", ValueError, "no module of Planted runs under ContextParallel"),
+        ("arguments", TypeError, r"needs input_ids.*Pass|needs input_ids"),
+        ("loss", TypeError, r"loss_fn returned \(3,\)"),
+        ("gradients", ValueError, "gradients='max'"),
+        ("rtol", ValueError, r"rtol=-1\.0"),
+    ],
+)
+def test_wrong_uses_raise(case: str, error: type[Exception], match: str, ranks: Any) -> None:
+    ranks.raises(2, error, match, refused, case)
+
+
+def test_one_rank_has_nothing_to_compare(ranks: Any) -> None:
+    ranks.raises(1, ValueError, "mesh has 1 rank", refused, "rtol")
