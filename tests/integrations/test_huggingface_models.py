@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh
+from tests.harness.hf_causal import tiny_causal
 from tests.harness.hf_models import SMALL, InDouble, make, tokens
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
@@ -56,12 +57,12 @@ def errors(model: Any, batch: dict[str, Any], **forward: Any) -> float:
     oracle, worst = copy.deepcopy(model), 0.0
     with InDouble():
         want = oracle(**batch, use_cache=False, **forward).loss
-    want.backward()
+        want.backward()
     for mode in STYLES:
         made, handler = prepared(model, **mode)
         with InDouble():
             loss = made(**prepare_batch(handler, batch), **forward).loss
-        loss.backward()
+            loss.backward()  # inside too, where activation checkpointing recomputes
         total, *grads = sum_over_ranks(loss, *gradients(made))
         pairs = zip(grads, gradients(oracle), strict=True)
         relative = [absolute_error(a, b) / max(b.abs().max().item(), 1e-3) for a, b in pairs]
@@ -114,6 +115,23 @@ def positions() -> list[float]:
 def test_models_with_positions_of_their_own_take_those_of_the_batch(ranks: Any) -> None:
     for found in ranks(2, positions):
         assert max(found) <= 1e-10, found
+
+
+@on_ranks
+def recomputed() -> dict[str, float]:
+    """Layers that pass no keywords on, and attention that is routed, are recomputed with the state of the forward."""
+    found = {}
+    for kind in ("nemotron", "falcon"):
+        for reentrant in (False, True):
+            model = tiny_causal(kind).train()
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            found[f"{kind}, {reentrant}"] = errors(model, batch_of(22, padded=True))
+    return found
+
+
+def test_recomputes_have_the_state_of_the_forward(ranks: Any) -> None:
+    for found in ranks(2, recomputed):
+        assert len(found) == 4 and max(found.values()) <= 1e-10, found
 
 
 # --------------------------------------------------------------------------- rotary tables
@@ -315,7 +333,7 @@ REFUSED = [
     ("encoder", "NotImplementedError", r"BertModel has attention that is not causal \(BertSelfAttention\)"),
     ("encoder-decoder", "NotImplementedError", "T5ForConditionalGeneration is an encoder-decoder: its source"),
     ("own positions", "NotImplementedError", "BartDecoder takes no position_ids"),
-    ("no interface", "NotImplementedError", "BloomModel does not call attention through.*AttentionInterface"),
+    ("no interface", "NotImplementedError", "BloomModel computes attention by itself.*AttentionInterface or SDPA"),
     ("router loss", "NotImplementedError", "DogeForCausalLM has output_router_logits=True.*not the usual"),
     ("two windows", "NotImplementedError", "sliding_window=7, but its mask has the window 5"),
     ("labels", "ValueError", "labels without shift_labels.*prepare_batch"),

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ...data.collectives import by_rank
 from ...handler import ContextParallelHandler
+from .direct import direct_attention
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 POOLED = re.compile(
@@ -52,11 +53,15 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} has {what}. They compute along the sequence without attention, and would end at this rank's "
             f"share. Use a model with layers of type {', '.join(sorted(LAYER_TYPES))} only"
         )
-    if not decoder._can_set_attn_implementation():
+    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         raise NotImplementedError(
-            f"{name} does not call attention through transformers' AttentionInterface, so it cannot be replaced. "
-            "Use a model that does, or put ContextParallel(qkv_indices=None) on its attention modules if they call "
-            "F.scaled_dot_product_attention"
+            f"{name} adds ALiBi biases to attention scores, which it makes for the positions of a share. Use a model "
+            "with rotary or learned positions"
+        )
+    if not decoder._can_set_attn_implementation() and not direct_attention(decoder):
+        raise NotImplementedError(
+            f"{name} computes attention by itself, not through transformers' AttentionInterface or SDPA, so it cannot "
+            'be replaced. Use a model that does; one that can call SDPA needs attn_implementation="sdpa"'
         )
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         raise NotImplementedError(
