@@ -67,7 +67,7 @@ def classify(
         counts = isinstance(out, Tensor) and out.shape == (local,) and out[0] == 0 and out[-1] == local - 1
         if counts and not positions.first:
             return "positions", f"torch.arange counts 0 to {local - 1}, the local length"
-    elif attention_calls.key_of(func) in attention_calls.ROUTED or func in attention_calls.UNROUTED:
+    elif attention_calls.key_of(func) in attention_calls.ROUTED or attention_calls.spelled(func) is not None:
         if isinstance(x, Tensor) and local in x.shape:
             return "attention", f"{name} attends {local} local positions only"
     elif name == "__getitem__":
@@ -128,7 +128,8 @@ def _ours() -> bool:
     frame = inspect.currentframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module != __name__ and module.partition(".")[0] != "torch":
+        routing = frame.f_code.co_name == "__torch_function__"  # a mode hands on what somebody else has called
+        if not routing and module != __name__ and module.partition(".")[0] != "torch":
             return bool(module.startswith(f"{LIBRARY}.") and not module.startswith(f"{LIBRARY}.cli."))
         frame = frame.f_back
     return False
