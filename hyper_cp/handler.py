@@ -165,7 +165,8 @@ class ContextParallelHandler(Shares):
         seq_dim = checked_dim(emb, seq_dim, name="emb")
         given = self.cp.batch.documents if documents is None else self.padded_table(documents)
         if given is None:
-            return self.local_share(emb, seq_dim, None, name="emb")
+            self.resolve(emb.shape[seq_dim], None, f"emb.shape[{seq_dim}]")  # its error names the argument
+            return self.dispatch(emb, seq_dim)
         at = self.position_ids(int(given[0, -1]), restart=True, documents=given)
         if at.ndim > 1:
             raise ValueError(

@@ -66,6 +66,13 @@ def local_batch(
     entries: dict[Any, Any] = dict(batch) if named else dict(enumerate(batch))
     if debug:
         check_same_batch(handler, entries)
+    if named and not isinstance(entries.get("position_ids"), (Tensor, type(None))):
+        raise TypeError(
+            f"position_ids is a {type(entries['position_ids']).__name__}: pass a tensor over the whole sequence, or "
+            "leave it out"
+        )
+    if not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index={ignore_index!r} must be an int, the label of positions that do not count")
     if shift_labels and not (named and isinstance(entries.get("labels"), Tensor) and "shift_labels" not in entries):
         raise ValueError(
             "shift_labels=True needs a dict batch with a tensor 'labels' and without 'shift_labels', but the entries "
@@ -83,29 +90,26 @@ def local_batch(
         # Only documents end a label's context; the labels of padding are the caller's, as on one device.
         ends = whole.documents.rows if whole.documents else ()
         entries["shift_labels"] = shifted(entries.pop("labels"), dim, ignore_index, ends)
-    _check_pad_values({} if pad_values is None else pad_values, ignore_index, whole.dims)
+    _check_pad_values({} if pad_values is None else pad_values, whole.dims)
     table = whole.table()
     fill = {"labels": ignore_index, "shift_labels": ignore_index, **(pad_values or {}), "attention_mask": 1}
     shares = whole.split(table, fill)
-    if named and "position_ids" not in shares:
+    if named and shares.get("position_ids") is None:
         shares["position_ids"] = whole.position_ids(table)
     found: Any = _Dict(shares) if named else (_List if isinstance(batch, list) else _Tuple)(shares.values())
     found.documents, found.length, found.padded_length = table, whole.length, whole.padded
     return found
 
 
-def _check_pad_values(pad_values: Any, ignore_index: Any, dims: Mapping[Any, int]) -> None:
+def _check_pad_values(pad_values: Any, dims: Mapping[Any, int]) -> None:
     if not isinstance(pad_values, Mapping):
         raise TypeError(f"pad_values is a {type(pad_values).__name__}: pass a dict, from entries to numbers")
     unknown = [name for name in pad_values if name not in dims]
     if unknown:
         raise ValueError(f"pad_values names {unknown}, but the entries with a sequence are {list(dims)}")
-    for name, value in {
-        "ignore_index": ignore_index,
-        **{f"pad_values[{k!r}]": x for k, x in pad_values.items()},
-    }.items():
+    for name, value in pad_values.items():
         if not isinstance(value, (int, float)):
-            raise TypeError(f"{name}={value!r} must be a number, with which entries are padded")
+            raise TypeError(f"pad_values[{name!r}]={value!r} must be a number, with which the entry is padded")
 
 
 class WholeBatch:
@@ -145,8 +149,11 @@ class WholeBatch:
         ``ValueError`` for padding between tokens, and for explicit masks of another length.
         """
         mask = self.entries.get("attention_mask")
-        if not isinstance(mask, Tensor):
+        if mask is None:
             return
+        if not isinstance(mask, Tensor) or mask.ndim < 2:
+            kind = f"has shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
+            raise TypeError(f"attention_mask {kind}: pass a padding mask [B, S], or a mask [..., S, S], as a tensor")
         if "attention_mask" not in self.dims:
             if self.padded > self.length:
                 self.entries["attention_mask"] = padded_mask(mask, self.length, self.padded)

@@ -27,6 +27,8 @@ def mean_loss(
             f'gradients={gradients!r} is unknown. Use "mean" under DDP or FSDP, which average gradients, or "sum" if '
             "you all-reduce them with SUM"
         )
+    if not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index={ignore_index!r} must be an int, the label of positions that do not count")
     total, count = _local(losses, labels, ignore_index, mask)
     exact = torch.promote_types(total.dtype, torch.float32)
     sums = by_rank(mesh, torch.stack([total.detach().to(exact), count.to(exact)])).sum(0)
@@ -52,9 +54,19 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
         mask = mask.to(torch.promote_types(mask.dtype, torch.float32))
     if labels is not None and losses.ndim == labels.ndim + 1 and losses.shape[:-1] == labels.shape:
         wide, flat = losses.flatten(0, -2), labels.flatten()
+        if flat.dtype == torch.bool or flat.is_floating_point():
+            raise TypeError(f"labels are {flat.dtype}: pass the classes of tokens as integers (torch.int64)")
+        try:
+            per_token = F.cross_entropy(
+                wide, flat, ignore_index=ignore_index, reduction="sum" if mask is None else "none"
+            )
+        except (IndexError, RuntimeError) as error:
+            raise ValueError(
+                f"labels of shape {tuple(labels.shape)} do not fit the {wide.shape[-1]} classes of losses: {error}"
+            ) from error
         if mask is None:
-            return F.cross_entropy(wide, flat, ignore_index=ignore_index, reduction="sum"), (flat != ignore_index).sum()
-        losses = F.cross_entropy(wide, flat, ignore_index=ignore_index, reduction="none").view(labels.shape)
+            return per_token, (flat != ignore_index).sum()
+        losses = per_token.view(labels.shape)
     for name, other in (("labels", labels), ("mask", mask)):
         if other is not None and other.shape != losses.shape:
             raise ValueError(

@@ -164,22 +164,16 @@ class Shares:
     # ------------------------------------------------------------------ for the rest of the package
 
     def local_share(
-        self,
-        tensor: Tensor,
-        seq_dim: int,
-        documents: Tensor | None,
-        pad_value: float | None = None,
-        *,
-        name: str = "tensor",
+        self, tensor: Tensor, seq_dim: int, documents: Tensor | None, pad_value: float | None = None
     ) -> Tensor:
-        """:meth:`dispatch`, for a sequence with this table of documents. Errors call the tensor ``name``."""
-        seq_dim = checked_dim(tensor, seq_dim, name=name)
+        """:meth:`dispatch`, for a sequence with this table of documents."""
+        seq_dim = checked_dim(tensor, seq_dim)
         length = tensor.shape[seq_dim]
+        if not isinstance(pad_value, (int, float, type(None))):
+            raise TypeError(f"pad_value={pad_value!r} must be a number, with which the sequence is padded, or None")
         if pad_value is not None and self.padded_length(length) > length:
-            shape = list(tensor.shape)
-            shape[seq_dim] = self.padded_length(length) - length
-            tensor = torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=seq_dim)
-        resolved = self.resolve(tensor.shape[seq_dim], documents, f"{name}.shape[{seq_dim}]")
+            tensor = _padded(tensor, seq_dim, self.padded_length(length) - length, pad_value)
+        resolved = self.resolve(tensor.shape[seq_dim], documents, f"tensor.shape[{seq_dim}]")
         self.cp.batch.record_length(tensor.shape[seq_dim] // self.cp.size)
         ranges = resolved.ranges(self.cp.rank)
         return torch.cat([tensor.narrow(seq_dim, start, stop - start) for start, stop in ranges], dim=seq_dim)
@@ -211,10 +205,20 @@ class Shares:
     def padded_table(self, documents: Any) -> Tensor:
         """The table of ``documents``; padding up to :meth:`padded_length` is one more document."""
         table: Any = documents_table(documents)
-        read(table)  # raises if there are no boundaries
+        if not torch.compiler.is_compiling():
+            read(table).check_ascending()
         last = table[:, -1:]
         padded = torch.tensor([[self.padded_length(int(length))] for length in last.flatten().tolist()])
         return table if torch.equal(padded, last) else torch.cat([table, padded], dim=1)
+
+
+def _padded(tensor: Tensor, seq_dim: int, more: int, pad_value: float) -> Tensor:
+    shape = list(tensor.shape)
+    shape[seq_dim] = more
+    try:
+        return torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=seq_dim)
+    except (RuntimeError, OverflowError) as error:
+        raise ValueError(f"pad_value={pad_value} is not a value of a tensor of {tensor.dtype}: {error}") from error
 
 
 def checked_dim(tensor: Tensor, seq_dim: int, argument: str = "seq_dim", name: str = "tensor") -> int:

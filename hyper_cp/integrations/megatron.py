@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..handler import ContextParallelHandler
+from ..mesh.cp_mesh import check_mesh
 from ..style import ContextParallel
 
 BACKENDS = (None, "hyper_cp", "transformer_engine", "local")
@@ -90,6 +91,7 @@ class _MegatronHandler(ContextParallelHandler):
         hierarchical_context_parallel_sizes: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
+        check_mesh(mesh)
         if not isinstance(qkv_format, str) or qkv_format not in _FORMATS:
             raise ValueError(f"qkv_format={qkv_format!r} is unknown; choose one of {', '.join(map(repr, _FORMATS))}")
         fixed = [name for name in ("kv_exchange", "ulysses_degree", "seq_dim", "head_dim") if name in options]
@@ -122,7 +124,8 @@ def _degree(comm_type: str, mesh: DeviceMesh, sizes: Sequence[int] | None) -> in
         return 1
     if sizes is None and mesh.ndim == 2:
         return None
-    if sizes is None or len(sizes) != 2 or sizes[0] * sizes[1] != mesh.size():
+    fits = isinstance(sizes, Sequence) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
+    if sizes is None or not fits or sizes[0] * sizes[1] != mesh.size():
         raise ValueError(
             f"hierarchical_context_parallel_sizes={sizes!r} with cp_comm_type='a2a+p2p' is wrong. Give [a2a, p2p] with "
             f"a product of {mesh.size()}, the ranks of the cp mesh, or a 2-D mesh named ('ring', 'ulysses')"

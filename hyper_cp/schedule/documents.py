@@ -132,6 +132,14 @@ class PackedDocuments:
         """The boundaries that all batch rows share, or None if rows differ."""
         return self.rows[0] if len(self.rows) == 1 else None
 
+    def check_ascending(self) -> None:
+        """Raise ``ValueError`` unless every row ascends from 0, whatever the length of the sequence."""
+        if not all(self._sound):
+            raise ValueError(
+                f"documents={[list(row) for row in self.rows]} must be cumulative lengths that ascend from 0 to the "
+                "global sequence length, in every row"
+            )
+
     def check_length(self, length: int) -> None:
         """Raise ``ValueError`` unless every row ascends from 0 to the global sequence length."""
         if length == self._length:
