@@ -150,7 +150,7 @@ class ContextParallelHandler(Shares):
         table = self.documents_for(documents, length * self.cp.size)
         if table is None:
             return length * self.cp.size
-        return max(b - a for row in read(table).rows for a, b in pairwise(row))
+        return max((b - a for row in read(table).rows for a, b in pairwise(row)), default=0)
 
     def get_emb_on_this_cp_rank(self, emb: Tensor, seq_dim: int = 0, *, documents: Any = None) -> Tensor:
         """Rows of a table over positions, for this rank's tokens: ``[.. L ..] -> [.. S/n ..]``.

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, read
 from .collectives import by_rank
+from .loss import check_ignore_index
 from .packing import padded_mask, runs, take_documents
 from .sharding import Shares
 
@@ -71,8 +72,7 @@ def local_batch(
             f"position_ids is a {type(entries['position_ids']).__name__}: pass a tensor over the whole sequence, or "
             "leave it out"
         )
-    if not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index={ignore_index!r} must be an int, the label of positions that do not count")
+    check_ignore_index(ignore_index)
     if shift_labels and not (named and isinstance(entries.get("labels"), Tensor) and "shift_labels" not in entries):
         raise ValueError(
             "shift_labels=True needs a dict batch with a tensor 'labels' and without 'shift_labels', but the entries "
@@ -86,6 +86,11 @@ def local_batch(
         whole.read_padding()
         whole.refuse_second_sequence()
     if shift_labels:
+        if "labels" not in whole.dims:
+            raise ValueError(
+                f"labels of shape {tuple(entries['labels'].shape)} have no sequence dimension, and shift_labels=True "
+                "shifts them along it. Pass labels of tokens [B, S], or shift_labels=False"
+            )
         dim = whole.dims["shift_labels"] = whole.dims.pop("labels")
         # Only documents end a label's context; the labels of padding are the caller's, as on one device.
         ends = whole.documents.rows if whole.documents else ()

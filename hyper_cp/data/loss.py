@@ -27,8 +27,7 @@ def mean_loss(
             f'gradients={gradients!r} is unknown. Use "mean" under DDP or FSDP, which average gradients, or "sum" if '
             "you all-reduce them with SUM"
         )
-    if not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index={ignore_index!r} must be an int, the label of positions that do not count")
+    check_ignore_index(ignore_index)
     total, count = _local(losses, labels, ignore_index, mask)
     exact = torch.promote_types(total.dtype, torch.float32)
     sums = by_rank(mesh, torch.stack([total.detach().to(exact), count.to(exact)])).sum(0)
@@ -37,6 +36,14 @@ def mean_loss(
     factor = mesh.size() if gradients == "mean" else 1
     share = total.to(exact) * (factor / tokens)
     return _ValueAndGradient.apply(sums[0] / tokens, share)
+
+
+def check_ignore_index(ignore_index: int) -> None:
+    """Raise ``TypeError`` unless ``ignore_index`` may be a label."""
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool) or not -(2**63) <= ignore_index < 2**63:
+        raise TypeError(
+            f"ignore_index={ignore_index!r} must be an int of 64 bits, the label of positions that do not count"
+        )
 
 
 def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -52,7 +59,7 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
     losses = losses if losses.dtype == torch.float64 else losses.float()
     if mask is not None and mask.is_floating_point():  # half precision cannot count tokens
         mask = mask.to(torch.promote_types(mask.dtype, torch.float32))
-    if labels is not None and losses.ndim == labels.ndim + 1 and losses.shape[:-1] == labels.shape:
+    if labels is not None and losses.ndim == labels.ndim + 1 > 1 and losses.shape[:-1] == labels.shape:
         wide, flat = losses.flatten(0, -2), labels.flatten()
         if flat.dtype == torch.bool or flat.is_floating_point():
             raise TypeError(f"labels are {flat.dtype}: pass the classes of tokens as integers (torch.int64)")
