@@ -286,7 +286,7 @@ class _Routing(DispatchMode):
         if func in _BACKWARD and not torch.compiler.is_compiling():
             return self._differentiate(func, args, kwargs)
         key = attention_calls.key_of(func)
-        attention = key in attention_calls.ROUTED or func in attention_calls.UNROUTED
+        attention = key in attention_calls.ROUTED or attention_calls.spelled(func) is not None
         if not attention or not self._responsible():
             out = attention_calls.PLAIN.get(func, func)(*args, **kwargs)
             # The result of `x += 1` is x, which must still be the buffer.

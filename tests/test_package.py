@@ -74,7 +74,9 @@ PRIVATE_ELSEWHERE = {
     ("ops/masks.py", "_base"): VIEWS,
     ("verification/record/trace.py", "_version"): WRITES,
     ("integrations/huggingface/checks.py", "_can_set_attn_implementation"): READS,
+    ("integrations/huggingface/direct.py", "_attn_implementation"): READS,
     ("integrations/transformers.py", "_attn_implementation"): READS,
+    ("integrations/transformers.py", "_can_set_attn_implementation"): READS,
 }
 """``(module, name)``: the reason why a private name of another package may stand there."""
 

@@ -7,8 +7,11 @@ attention call is known; they use :func:`check_shards` by themselves.
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from ..mesh import cp_mesh
@@ -18,6 +21,7 @@ from ..schedule import layout as layouts
 from ..schedule.tiles import Band
 from .config import Call, CheckedCall, Mode
 
+NUMBERS = (float, int, Real, torch.SymFloat, torch.SymInt, Tensor)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -32,6 +36,9 @@ def check(
     Raises:
         ValueError, TypeError, NotImplementedError: before any communication, if the call cannot be honoured.
     """
+    check_dimensions(q, k, v)
+    check_kinds(call)
+    refuse_forward_mode(call.name, q, k, v)
     q, k, v = cast_for_autocast(q, k, v)
     agree(cp, call, mode, q, k, v)
     check_tensors(q, k, v)
@@ -56,6 +63,18 @@ def check(
     )
 
 
+def refuse_forward_mode(caller: str, *tensors: Tensor) -> None:
+    """Raise ``NotImplementedError`` if a tensor has a tangent, which the ops of this library would lose in silence."""
+    if torch.compiler.is_compiling():
+        return
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            f"{caller} runs under forward-mode differentiation (torch.func.jvp, jacfwd or forward_ad), and "
+            "context-parallel attention has no forward-mode derivative: its tangent would be zero. Use backward "
+            "(torch.autograd.grad, torch.func.vjp), or one device"
+        )
+
+
 def cast_for_autocast(*tensors: Tensor) -> list[Tensor]:
     """Cast tensors to what ``F.scaled_dot_product_attention`` would receive under the current autocast state."""
     device = tensors[0].device.type
@@ -73,7 +92,7 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
     """
     if cp.agreement is None or torch.compiler.is_compiling():
         return
-    # Only what decides transfers: names may be given on one rank only, and a scale may change with every step.
+    # Without what may change with every step. The first scale and probability that come with a signature are compared.
     signature = (
         ("shapes", tuple(x.shape for x in tensors)),
         ("dtypes", tuple(x.dtype for x in tensors)),
@@ -83,7 +102,7 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
         ("attn_mask", call.mask is not None),
         ("dropout", call.dropout_p > 0),
     )
-    cp.agree("call", signature, call.name)
+    cp.agree("call", signature, call.name, (("scale", call.scale), ("dropout_p", call.dropout_p)))
     table = documents.read(call.documents)
     cp.agree("documents", (("documents", None if table is None else table.digest),), call.name)
 
@@ -124,9 +143,14 @@ def _odd(length: int, cut: str, cp: CPMesh) -> str:
 # --------------------------------------------------------------------------- tensors
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless q, k, v are local tensors ``[B, H, S, D]`` of one floating dtype that fit each other."""
+def check_dimensions(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q, k, v are local tensors ``[B, H, S, D]``."""
     for name, x in (("query", q), ("key", k), ("value", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"{name} is a {type(x).__name__}, not a tensor. Attention takes query, key and value as tensors "
+                "[batch, heads, sequence, head_dim]. Pass one"
+            )
         if isinstance(x, DTensor):
             raise TypeError(
                 f"{name} is a DTensor placed {x.placements}. This function takes local tensors. "
@@ -138,6 +162,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} has shape {tuple(x.shape)}. Context-parallel attention takes [batch, heads, "
                 "sequence, head_dim]. Add the missing dimension or transpose"
             )
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q, k, v ``[B, H, S, D]`` have one floating dtype, and sizes that fit each other."""
     if q.dtype not in DTYPES:
         raise TypeError(
             f"query has dtype {q.dtype}. Attention takes float16, bfloat16, float32 or float64. "
@@ -153,6 +181,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"query {tuple(q.shape)}, key {tuple(k.shape)} and value {tuple(v.shape)} do not fit: batch, "
             "the sequence and heads of key and value, and the head dim of query and key must be equal"
         )
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if 0 in x.shape[1:]:
+            what = ("heads", "positions", "numbers in a head")[list(x.shape[1:]).index(0)]
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, without {what}. There is nothing to attend with, and nothing to "
+                "share. Pass at least one of each"
+            )
 
 
 # --------------------------------------------------------------------------- heads
@@ -169,6 +204,11 @@ def check_enable_gqa(name: str, q_heads: int, kv_heads: int, enable_gqa: bool) -
 
 def check_grouped(q_heads: int, kv_heads: int) -> None:
     """Raise ``ValueError`` unless every key/value head serves equally many query heads."""
+    if not q_heads or not kv_heads:
+        raise ValueError(
+            f"query has {q_heads} heads and key {kv_heads}. Attention needs at least one of each. Check head_dim, or "
+            "how many heads tensor parallelism leaves on this rank"
+        )
     if q_heads % kv_heads:
         raise ValueError(
             f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads, which grouped-query attention "
@@ -201,6 +241,18 @@ def check_degree(mode: Mode, cp: CPMesh) -> None:
 
 
 # --------------------------------------------------------------------------- lengths
+
+
+def check_kinds(call: Call) -> None:
+    """Raise ``TypeError`` unless the numbers of a call are numbers, and its mask is a tensor."""
+    for name, x in (("scale", 0.0 if call.scale is None else call.scale), ("dropout_p", call.dropout_p)):
+        if not isinstance(x, NUMBERS) or isinstance(x, bool):
+            raise TypeError(f"{name}={x!r} is a {type(x).__name__}. It must be a number. Pass a float")
+    if call.mask is not None and not isinstance(call.mask, Tensor):
+        raise TypeError(
+            f"attn_mask is a {type(call.mask).__name__}, not a tensor. It must be bool (True is visible) or floating, "
+            "over global positions. Pass torch.tensor(...)"
+        )
 
 
 def check_options(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) -> None:

@@ -36,9 +36,10 @@ class Mode:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "window", tiles.check_window(self.window))
-        if self.kv_exchange not in arrivals.KV_EXCHANGES:
+        if not isinstance(self.kv_exchange, str) or self.kv_exchange not in arrivals.KV_EXCHANGES:
             raise ValueError(
-                f"kv_exchange={self.kv_exchange!r} is unknown; choose one of {', '.join(map(repr, arrivals.KV_EXCHANGES))}"
+                f"kv_exchange={self.kv_exchange!r} is unknown; choose one of "
+                f"{', '.join(map(repr, arrivals.KV_EXCHANGES))}"
             )
         layouts.check_layout(self.layout)
         if not isinstance(self.head_groups, int) or isinstance(self.head_groups, bool) or self.head_groups < 1:
