@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from ..data.collectives import by_rank
+from .record.trace import WRAPPERS
 
 
 def gradients_of(
@@ -33,7 +34,7 @@ def gradients_of(
     for name, p in model.named_parameters():
         if p.requires_grad:
             sharded = isinstance(p, DTensor) and len(ranks & set(p.device_mesh.mesh.flatten().tolist())) > 1
-            found[name] = _reduced(p, mesh, None if wrapped or sharded else average)
+            found[WRAPPERS.sub("", name)] = _reduced(p, mesh, None if wrapped or sharded else average)
     for name, x in inputs.items():
         found[name] = _reduced(x, mesh, average)
     return found
