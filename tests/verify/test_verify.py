@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from tests.harness.attention_case import cp_mesh
 from tests.harness.planted import LENGTH, styled, whole_batch
 from tests.harness.ranks import on_ranks
 
+DOCS = Path(__file__).parents[2] / "docs" / "verify.md"
 Summary = tuple[bool, str | None, str | None, str, str]
 """ok, the first module, the cause, the text and the JSON of a report."""
 
@@ -166,6 +169,20 @@ def test_nothing_is_changed_afterwards(fault: str, step: str, raised: str, ranks
 
 
 # --------------------------------------------------------------------------- forms of use
+
+
+@on_ranks
+def documented(code: str) -> bool:
+    """The result of the example in docs/verify.md."""
+    mesh = cp_mesh()
+    names: dict[str, Any] = {"model": styled(mesh), "mesh": mesh, "batch": whole_batch(documents=[0, 9, LENGTH])}
+    exec(code.replace("print(report)", ""), names)
+    return bool(names["report"].ok)
+
+
+def test_the_documented_example(ranks: Any) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S)
+    assert ranks(2, documented, code) == [True, True]
 
 
 @on_ranks
