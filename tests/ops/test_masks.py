@@ -122,7 +122,10 @@ def test_cross_attention_to_replicated_keys_sends_nothing(ranks: Any, world: int
     check(ranks(world, run_replicated, cases), FP64)
 
 
-@pytest.mark.parametrize("kv, layout", [("ring", "head_tail"), ("needed", "head_tail"), ("replicated", "per_document"), ("replicated", "auto")])
+@pytest.mark.parametrize(
+    "kv, layout",
+    [("ring", "head_tail"), ("needed", "head_tail"), ("replicated", "per_document"), ("replicated", "auto")],
+)
 def test_cross_attention_inside_documents(ranks: Any, kv: str, layout: str) -> None:
     """Document boundaries describe queries only: a mask says which keys these see."""
     case = AttentionCase(16, keys=12, documents=((0, 5, 16),), mask="bool", kv_exchange=kv, layout=layout)
