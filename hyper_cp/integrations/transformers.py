@@ -35,6 +35,7 @@ from ..style import ContextParallel, style_of
 from .huggingface import forward, router_loss
 from .huggingface.attention import NAME, register
 from .huggingface.checks import check_dispatched, check_inputs, check_model, decoder_of, own_positions
+from .huggingface.direct import direct_attention, no_mask, route
 from .huggingface.forward import ForwardState, OneDevice, PreparedBatch
 from .huggingface.rotary import prepare_rotary
 
@@ -68,13 +69,16 @@ def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextPar
         )
     check_model(model, decoder)
     hook = DecoderHook(style, mesh, decoder)
-    decoder.set_attn_implementation(NAME)
+    if hook.direct:
+        route(hook.direct)
+    else:
+        decoder.set_attn_implementation(NAME)
     decoder.register_forward_pre_hook(hook.before, with_kwargs=True, prepend=True)
     decoder.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
     if model is not decoder:
         head = HeadHook(hook)
         model.register_forward_pre_hook(head.before, with_kwargs=True)
-        model.register_forward_hook(head.after, with_kwargs=True)
+        model.register_forward_hook(head.after, with_kwargs=True, always_call=True)
     return model
 
 
@@ -153,6 +157,8 @@ class DecoderHook:
         self.passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.long_rotary = prepare_rotary(decoder) > 0
         self.own_positions = own_positions(decoder)
+        self.direct = [] if decoder._can_set_attn_implementation() else direct_attention(decoder)
+        """Attention modules that call SDPA themselves."""
         self.compared = False
         """True once the ranks' tokens have been compared."""
 
@@ -164,10 +170,10 @@ class DecoderHook:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add ``context_parallel`` to the keywords, and masks and positions that suit it."""
         kwargs = dict(kwargs)
-        documents, mesh = checkpoint.batch_state(
-            self.binding, lambda: (self.binding.documents_in_force(), self.binding.active)
+        documents, mesh, offered = checkpoint.batch_state(
+            self.binding, lambda: (self.binding.documents_in_force(), self.binding.active, forward.offered())
         )
-        ready = kwargs.pop("context_parallel", None)
+        ready = kwargs.pop("context_parallel", None) or offered
         given = take_documents(kwargs)
         if not mesh.parallel and documents is None and given is None and (ready is None or ready.plain):
             state: forward.State = OneDevice(self.implementation)
@@ -178,7 +184,7 @@ class DecoderHook:
             handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
             self._check_positions(batch, kwargs)
-            state = ForwardState(batch, self.binding.style, mesh)
+            state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs))
             introduce(self.binding, module, mesh)
             self._complete(handler, tokens, kwargs)
             if ready is None and mesh.parallel and not self.compared:
@@ -220,7 +226,8 @@ class DecoderHook:
         mask = kwargs.get("attention_mask")
         if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
             # Without a mask transformers takes the jumps of local positions for packed sequences.
-            kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+            ones = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+            kwargs["attention_mask"] = no_mask(tokens.device) if self.direct else ones
         if kwargs.get("position_ids") is None:
             length = tokens.shape[1] * handler.cp.size
             kwargs["position_ids"] = handler.position_ids(length, device=tokens.device)[None]
@@ -289,6 +296,7 @@ class HeadHook:
 
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse arguments that the head would apply to this rank's share only."""
+        forward.offer(kwargs.get("context_parallel"))
         if self.decoder.binding.active.parallel:
             check_inputs(model, kwargs)
             if router_loss.requested(model, kwargs):
@@ -296,6 +304,7 @@ class HeadHook:
 
     def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Make the router loss that of the whole sequence."""
+        forward.offer(None)
         mesh = self.decoder.binding.active
         if not mesh.parallel or not isinstance(getattr(output, "aux_loss", None), Tensor):
             return

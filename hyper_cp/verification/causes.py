@@ -30,6 +30,8 @@ SAY = {
     "loss": "All modules agree, and the loss differs. The loss itself is computed from a share: labels that are "
     "shifted after sharding, or a mean over another number of tokens on each rank. Use shift_labels=True and "
     "handler.mean_loss.",
+    "batch": "{where} {what}. Attention takes the local rows for the positions of the model's layout. Split the whole "
+    "batch with the handler that loss_fn receives (get_batch_on_this_cp_rank), or with one of the model's style.",
     "unknown": "{where} differs, and no usual cause was recognised. {what}",
 }
 
@@ -79,6 +81,12 @@ def _of_module(e: Evidence, first: Found) -> list[Cause]:
     if first.local_positions:
         place = f" in {first.kind} {first.place}".rstrip()
         return [_say("positions", first.name, f"0, 1, 2, ...{place}")]
+    if first.name in e.styled and first.same_shape:
+        shape = "x".join(map(str, first.shape))
+        return [_say("batch", first.name, f"has {shape} on every rank as on one device: its inputs were not split")]
+    if first.kind == "input" and not first.name:
+        what = f"receives other rows as {first.place} than this rank holds: the batch was split in another layout"
+        return [_say("batch", first.name, what)]
     since = max((r.tick for r in e.rows if r.tick < first.tick and r.status == EQUAL), default=-1)
     near = [o for o in e.observations if since <= o.tick <= first.tick]
     before = [o for o in e.observations if o.tick < since]
@@ -108,7 +116,7 @@ def _of_module(e: Evidence, first: Found) -> list[Cause]:
 
 
 def _say(kind: str, module: str | None, what: str) -> Cause:
-    where = f"Module {module or '(the model itself)'}" if module is not None else "loss_fn"
+    where = "loss_fn" if module is None else f"Module {module}" if module else "The model itself"
     return Cause(kind, module, SAY[kind].format(where=where, what=what))
 
 

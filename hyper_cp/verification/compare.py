@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..data.collectives import by_rank
-from .record.share import Selection, distance, wide
+from .record.share import Selection, distance, pieces, wide
 from .record.trace import Event, Trace
 from .report import DIFFERS, EQUAL, SKIPPED
 
@@ -42,11 +42,11 @@ class Tolerance:
             return distance(local, alone), allowed
         if exact is not None and exact.shape == alone.shape:
             scale = max(_norm(exact), least * exact.numel() ** 0.5)
-            own, plain = _norm(wide(local) - wide(exact)), _norm(wide(alone) - wide(exact))
+            own, plain = _norm(local, exact), _norm(alone, exact)
             return _ratio(own, scale), 3 * _ratio(plain, scale) + self.rtol / 4
         if self.norms:
             scale = max(_norm(alone), least * alone.numel() ** 0.5)
-            return _ratio(_norm(wide(local) - wide(alone)), scale), self.rtol + _ratio(self.atol, scale)
+            return _ratio(_norm(local, alone), scale), self.rtol + _ratio(self.atol, scale)
         scale = max(_largest(alone), least)
         return _ratio(distance(local, alone), scale), self.rtol + _ratio(self.atol, scale)
 
@@ -55,14 +55,15 @@ def _ratio(a: float, scale: float) -> float:
     return a / scale if scale else (0.0 if a == 0 else float("inf"))
 
 
-def _norm(x: Tensor) -> float:
-    return torch.linalg.vector_norm(wide(x)).item()
+def _norm(x: Tensor, y: Tensor | None = None) -> float:
+    """The norm of ``x``, or of its difference from ``y``."""
+    parts = (a for (a,) in pieces(x)) if y is None else (a - b for a, b in pieces(x, y))
+    return sum(torch.linalg.vector_norm(part).item() ** 2 for part in parts) ** 0.5
 
 
 def _largest(x: Tensor) -> float:
-    finite = wide(x).abs()
-    finite = finite[finite.isfinite()]
-    return finite.max().item() if finite.numel() else 0.0
+    """The largest finite magnitude."""
+    return max((part.abs().nan_to_num(0.0, 0.0, 0.0).max().item() for (part,) in pieces(x)), default=0.0)
 
 
 def coarsest(trace: Trace) -> torch.dtype:

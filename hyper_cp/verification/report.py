@@ -45,7 +45,7 @@ class Cause:
     """A usual cause that fits the differences."""
 
     kind: str
-    """``"positions"``, ``"labels"``, ``"loss"``, ``"mask"``, ``"factor"``, ``"dropout"``, ``"attention"``,
+    """``"batch"``, ``"positions"``, ``"labels"``, ``"loss"``, ``"mask"``, ``"factor"``, ``"dropout"``, ``"attention"``,
     ``"mixing"``, ``"tensor parallel"``, ``"ranks"`` or ``"unknown"``."""
     module: str | None
     text: str
@@ -70,8 +70,10 @@ class Report:
 
     @property
     def module(self) -> str | None:
-        """The name of the first module that differs; None if no module does."""
-        return self.first.name if self.first is not None and self.first.kind in ("input", "output") else None
+        """The name of the first module that differs, or that the cause names; None if the modules agree."""
+        if self.first is None:
+            return self.causes[0].module if self.causes else None
+        return self.first.name if self.first.kind in ("input", "output") else None
 
     @property
     def cause(self) -> str | None:

@@ -17,8 +17,10 @@ VOCABULARY, WIDTH, HEADS, LENGTH, ROWS = 31, 16, 4, 24, 2
 
 
 class Inner(nn.Module):
+    dropout = 0.0
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
 
 
 class ByHand(nn.Module):
@@ -29,6 +31,8 @@ class ByHand(nn.Module):
 
 
 class Attention(nn.Module):
+    local_rope = False
+
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH, bias=i == 1) for i in range(4))
@@ -36,6 +40,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (rearrange(w(x), "b s (h d) -> b h s d", h=HEADS) for w in (self.wq, self.wk, self.wv))
+        if self.local_rope:
+            angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * 0.1
+            q, k = (y * angles.cos() + y.roll(1, -1) * angles.sin() for y in (q, k))
         return self.wo(rearrange(self.inner(q, k, v), "b h s d -> b s (h d)"))
 
 
@@ -84,6 +91,8 @@ class Block(nn.Module):
     def __init__(self, fault: str) -> None:
         super().__init__()
         self.norm, self.attention, self.extra = nn.LayerNorm(WIDTH), Attention(Inner()), extra(fault)
+        self.attention.local_rope = fault == "local rope"
+        self.attention.inner.dropout = 0.2 if fault == "attention dropout" else 0.0
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -185,6 +194,16 @@ def in_block_of_the_mesh(model: nn.Module, batch: Any, handler: ContextParallelH
     """The same with a mesh of its own."""
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "head_tail")
     return in_block(model, batch, handler)
+
+
+def undispatched(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
+    ids = batch["input_ids"]
+    logits = model(ids, torch.arange(ids.shape[1])[None])
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def other_layout(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
+    return loss_fn(model, batch, ContextParallelHandler(handler.mesh, "contiguous"))
 
 
 def pooled(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:

@@ -113,7 +113,8 @@ def verdict(kind: str, mesh: Any) -> tuple[str, str]:
         except NotAlone as error:
             return "not tried", f"does not run by itself ({error})"
         except Exception as error:
-            ours = traceback.extract_tb(error.__traceback__)[-1].filename.startswith(OURS)
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            ours = last.filename.startswith(OURS) and str(last.line).startswith("raise ")
             kinds = (ValueError, TypeError, NotImplementedError, RuntimeError)
             return ("refused" if ours and isinstance(error, kinds) else "CRASH"), f"{type(error).__name__}: {error}"
         if name == mine:

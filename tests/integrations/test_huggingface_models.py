@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh
+from tests.harness.hf_causal import tiny_causal
 from tests.harness.hf_models import SMALL, InDouble, make, tokens
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
-pytest.importorskip("transformers")
+hf: Any = pytest.importorskip("transformers")
 
 STYLES: tuple[dict[str, Any], ...] = (
     {"ulysses_degree": None},
@@ -28,8 +29,6 @@ MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "expe
 
 def model_of(kind: str, **changes: Any) -> Any:
     """A causal model in double precision, in evaluation mode: some routers draw random numbers in training."""
-    import transformers as hf
-
     torch.manual_seed(7)
     config = hf.CONFIG_MAPPING[kind](**{**SMALL, **changes})
     model = hf.AutoModelForCausalLM.from_config(config).double().eval()
@@ -58,12 +57,12 @@ def errors(model: Any, batch: dict[str, Any], **forward: Any) -> float:
     oracle, worst = copy.deepcopy(model), 0.0
     with InDouble():
         want = oracle(**batch, use_cache=False, **forward).loss
-    want.backward()
+        want.backward()
     for mode in STYLES:
         made, handler = prepared(model, **mode)
         with InDouble():
             loss = made(**prepare_batch(handler, batch), **forward).loss
-        loss.backward()
+            loss.backward()  # inside too, where activation checkpointing recomputes
         total, *grads = sum_over_ranks(loss, *gradients(made))
         pairs = zip(grads, gradients(oracle), strict=True)
         relative = [absolute_error(a, b) / max(b.abs().max().item(), 1e-3) for a, b in pairs]
@@ -116,6 +115,23 @@ def positions() -> list[float]:
 def test_models_with_positions_of_their_own_take_those_of_the_batch(ranks: Any) -> None:
     for found in ranks(2, positions):
         assert max(found) <= 1e-10, found
+
+
+@on_ranks
+def recomputed() -> dict[str, float]:
+    """Layers that pass no keywords on, and attention that is routed, are recomputed with the state of the forward."""
+    found = {}
+    for kind in ("nemotron", "falcon"):
+        for reentrant in (False, True):
+            model = tiny_causal(kind).train()
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            found[f"{kind}, {reentrant}"] = errors(model, batch_of(22, padded=True))
+    return found
+
+
+def test_recomputes_have_the_state_of_the_forward(ranks: Any) -> None:
+    for found in ranks(2, recomputed):
+        assert len(found) == 4 and max(found.values()) <= 1e-10, found
 
 
 # --------------------------------------------------------------------------- rotary tables
@@ -224,8 +240,6 @@ def test_a_mesh_of_one_rank_switches_context_parallelism_off(ranks: Any) -> None
 @on_ranks
 def per_token_heads() -> list[float]:
     """Heads that compute a result for each token of a share."""
-    import transformers as hf
-
     from hyper_cp.integrations.transformers import prepare_batch
 
     found, ids = [], batch_of()["input_ids"]
@@ -244,9 +258,15 @@ def test_heads_that_treat_tokens_one_by_one(ranks: Any) -> None:
         assert max(found) <= 1e-10
 
 
-def wrong_use(case: str) -> None:
-    import transformers as hf
+class OwnLoss(hf.LlamaForCausalLM):
+    """A model that shifts its labels by itself, as many of older versions and of other authors do."""
 
+    def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> Tensor:
+        logits = super().forward(input_ids).logits[:, :-1]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+
+def wrong_use(case: str) -> None:
     from hyper_cp.integrations.transformers import prepare_batch
 
     local = {"input_ids": tokens(24).chunk(2, 1)[dist.get_rank()]}
@@ -264,6 +284,8 @@ def wrong_use(case: str) -> None:
     elif case == "own positions of masks":
         model, handler = prepared(model_of("opt", word_embed_proj_dim=32, ffn_dim=24))
         model(**prepare_batch(handler, batch_of(24, padded=True)))
+    elif case == "own loss":
+        prepared(OwnLoss(config))[0](**local, labels=labels, shift_labels=labels, num_items_in_batch=1)
     elif case == "encoder":
         prepared(hf.BertModel(hf.BertConfig(**{**SMALL, "num_key_value_heads": 4})))
     elif case == "encoder-decoder":
@@ -307,10 +329,11 @@ REFUSED = [
     ("question answering", "NotImplementedError", "start_positions.*softmax over the positions of this rank"),
     ("own positions of tokens", "ValueError", "RobertaModel makes position ids from input_ids.*prepare_batch"),
     ("own positions of masks", "ValueError", "OPTDecoder makes position ids from attention_mask.*prepare_batch"),
+    ("own loss", "NotImplementedError", "OwnLoss got labels, but its forward computes the loss.*handler.mean_loss"),
     ("encoder", "NotImplementedError", r"BertModel has attention that is not causal \(BertSelfAttention\)"),
     ("encoder-decoder", "NotImplementedError", "T5ForConditionalGeneration is an encoder-decoder: its source"),
     ("own positions", "NotImplementedError", "BartDecoder takes no position_ids"),
-    ("no interface", "NotImplementedError", "BloomModel does not call attention through.*AttentionInterface"),
+    ("no interface", "NotImplementedError", "BloomModel computes attention by itself.*AttentionInterface or SDPA"),
     ("router loss", "NotImplementedError", "DogeForCausalLM has output_router_logits=True.*not the usual"),
     ("two windows", "NotImplementedError", "sliding_window=7, but its mask has the window 5"),
     ("labels", "ValueError", "labels without shift_labels.*prepare_batch"),

@@ -312,7 +312,7 @@ def refused(case: str) -> None:
     elif case == "local 4-D mask":
         mask = torch.ones(2, 1, 12, 12, dtype=torch.bool).tril()
         prepared(make("llama"))[0](**local, attention_mask=mask)
-    else:  # softcap, s_aux
+    else:  # softcap, s_aux, new_bias
         q = torch.zeros(1, 2, 4, 8)
         model, _ = prepared(make("llama"))
         seen = model.model.layers[0].register_forward_pre_hook(
@@ -346,6 +346,7 @@ def refused(case: str) -> None:
         ("local 4-D mask", "ValueError", "attn_mask has shape.*global"),
         ("softcap", "NotImplementedError", "Capped asks for softcap"),
         ("s_aux", "NotImplementedError", "Capped asks for s_aux"),
+        ("new_bias", "NotImplementedError", "Capped calls attention with new_bias.*does not know"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(ranks: Any, case: str, error: str, words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hyper_cp.mesh import comm
 from hyper_cp.ops import attention
 from hyper_cp.ops.kernels import cpu
-from tests.harness.oracle import plain_attention, relative_error, token_positions
+from tests.harness.oracle import plain_attention, relative_error, token_positions, visible_pairs
 from tests.harness.ranks import on_ranks
 
 B, H, HKV, D, DV = 2, 8, 4, 16, 8
@@ -129,6 +130,55 @@ def test_bytes_are_those_of_the_formula(ranks: Any, world: int) -> None:
     for found in ranks(world, count_bytes, world, cases):
         for case, (want, counted, recorded) in zip(cases, found, strict=True):
             assert want == counted == recorded, case
+
+
+NEEDED = {
+    "causal": {},
+    "window": {"window": (5, 0)},
+    "window both ways": {"window": (3, 2), "is_causal": False},
+    "documents": {"documents": [0, 1, 7, 19, 20, 37, 48]},
+    "documents per row": {"documents": [[0, 7, 19, 48], [0, 30, 33, 48]]},
+    "documents and a window": {"documents": [0, 7, 19, 48], "window": (4, 0)},
+}
+
+
+@on_ranks
+def count_needed(world: int) -> list[Any]:
+    """Bytes of this rank as counted at the calls, and the fewest possible: those of the keys that some other rank's
+    queries see."""
+    mesh, found, length = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",)), [], 48
+    for layout, (name, given) in itertools.product(("contiguous", "head_tail"), NEEDED.items()):
+        settings = {"is_causal": True, **given}
+        rows = settings.get("documents")
+        listed = None if rows is None else rows if isinstance(rows[0], list) else [rows]
+        visible = visible_pairs(length, settings["is_causal"], settings.get("window"), listed).view(-1, length, length)
+        own = [token_positions(layout, r, world, length) for r in range(world)]
+        seen = [set(visible[:, mine].any(0).any(0).nonzero().flatten().tolist()) for mine in own]
+        mine = set(own[dist.get_rank()])
+        given_away = sum(len(mine & seen[r]) for r in range(world) if r != dist.get_rank())
+        received = len(seen[dist.get_rank()] - mine)
+        q, k, v, dout = shares(world, layout, length, torch.float32)
+        with Counter() as forward:
+            out = attention(q, k, v, mesh=mesh, enable_gqa=True, kv_exchange="needed", layout=layout, **settings)
+        with Counter() as backward:
+            out.backward(dout)
+        row = B * HKV * (D + DV) * 4
+        want = given_away * row, (given_away + received) * row
+        found.append((f"{layout}, {name}", want, (forward.sent, backward.sent)))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_needed_sends_what_is_seen_and_nothing_else(ranks: Any, world: int) -> None:
+    found = ranks(world, count_needed, world)
+    for of_rank in found:
+        for case, want, counted in of_rank:
+            assert want == counted, case
+    total = {case: sum(of_rank[i][2][0] for of_rank in found) for i, (case, *_) in enumerate(found[0])}
+    all_gather = (world - 1) * 48 * B * HKV * (D + DV) * 4
+    if world == 4:  # of n ranks, whose queries see heads of all others and tails of those after: (n - 1) * 3 / 4
+        assert total["head_tail, causal"] == 0.75 * all_gather
+    assert total["contiguous, window"] == (world - 1) * 5 * B * HKV * (D + DV) * 4, "five rows cross each boundary"
 
 
 # --------------------------------------------------------------------------- memory

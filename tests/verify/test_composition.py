@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -106,3 +107,25 @@ def test_half_precision(dtype: torch.dtype, ranks: Any) -> None:
         assert right[0], right[3]
         assert table[2] == "positions" and shift[1:3] == ("blocks.1.extra", "mixing"), (table[3], shift[3])
         assert autocast[0], autocast[3]
+
+
+@on_ranks
+def trained_after_verify(fails: bool) -> float:
+    """The error of five steps under FSDP2 after a verification, which may have ended by an exception."""
+    made = t.setup("fsdp, 4 ranks", (r"    torch\.nn\.utils.*?\n", ""))
+    tokens, labels = t.batch(0)
+
+    def loss_fn(model: nn.Module, batch: Any, handler: Any) -> Tensor:
+        loss: Tensor = made["loss_of"](model, handler, batch["tokens"], batch["labels"], mesh=made["dp_cp"])
+        if fails:
+            raise KeyError("the user's own mistake")
+        return loss
+
+    with suppress(KeyError):
+        assert verify(made["model"], made["mesh"]["cp"], {"tokens": tokens, "labels": labels}, loss_fn=loss_fn).ok
+    return t.train(made).error(t.one_device())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_sharded_model_trains_as_before_afterwards(fails: bool, ranks: Any) -> None:
+    assert max(ranks(4, trained_after_verify, fails)) < 5e-6

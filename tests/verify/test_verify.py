@@ -72,6 +72,9 @@ WRONG: list[tuple[str, str, dict[str, Any], str | None, str]] = [
     ("", "local_positions", {}, "(model)", "positions"),
     ("local arange", "loss_fn", {}, "places", "positions"),
     ("local table", "loss_fn", {}, "blocks.0", "positions"),
+    ("local rope", "loss_fn", {}, "blocks.1.attention.inner", "positions"),
+    ("", "undispatched", {}, "blocks.0.attention.inner", "batch"),
+    ("", "other_layout", {}, "(model)", "batch"),
     ("", "shifted_after_sharding", {}, None, "labels"),
     ("", "mean_of_share", {}, None, "loss"),
     ("", "without_documents", {"documents": [0, 7, LENGTH]}, "blocks.0.attention.inner", "mask"),
@@ -80,6 +83,7 @@ WRONG: list[tuple[str, str, dict[str, Any], str | None, str]] = [
     ("", "divided", {}, None, "factor"),
     ("", "pooled", {}, None, "factor"),
     ("dropout", "loss_fn", {}, "blocks.1.extra", "dropout"),
+    ("attention dropout", "loss_fn", {}, "blocks.1.attention.inner", "dropout"),
     ("unrouted", "loss_fn", {}, "blocks.1.extra.inner", "attention"),
     ("attention by hand", "loss_fn", {}, "blocks.1.extra.inner", "attention"),
     ("conv", "loss_fn", {}, "blocks.1.extra", "mixing"),
@@ -174,9 +178,8 @@ def other_uses() -> dict[str, Summary]:
     found["sum"] = summary(verify(model, mesh, whole_batch(), loss_fn=planted.summed, gradients="sum"))
     found["tolerant"] = summary(verify(model, mesh, whole_batch(), loss_fn=planted.mean_of_share, rtol=1.0, atol=1.0))
     found["strict"] = summary(verify(model, mesh, whole_batch(), loss_fn=planted.loss_fn, rtol=0.0))
-    torch.manual_seed(dist.get_rank())
     with torch.no_grad():
-        model.head.bias.add_(dist.get_rank())
+        model.head.weight.mul_(1 + dist.get_rank())
     found["ranks"] = summary(verify(plain_copy(model), mesh, whole_batch(), loss_fn=planted.in_block))
     return found
 

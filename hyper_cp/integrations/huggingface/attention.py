@@ -16,6 +16,12 @@ from .forward import ForwardState, OneDevice, State, running, state_for
 NAME = "hyper_cp"
 UNSUPPORTED = ("dropout", "softcap", "s_aux", "position_bias", "cache")
 """Options of attention calls that the engine does not have."""
+KNOWN = {
+    *UNSUPPORTED,
+    *("scaling", "sliding_window", "is_causal"),
+    *("position_ids", "cache_position", "position_embeddings", "use_cache", "layer_idx", "target_dtype"),
+}
+"""Options that are honoured, and some that say nothing about attention."""
 
 
 def register() -> None:
@@ -127,6 +133,7 @@ def attention_forward(
             "transformers.prepare_model(model, mesh, style=...), and the model as a whole"
         )
     _refuse_unsupported(name, options)
+    _refuse_unknown(name, options, state.passed)
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
@@ -164,6 +171,22 @@ def _refuse_unsupported(name: str, options: dict[str, Any]) -> None:
             f"{name} asks for {', '.join(wanted)} in attention, which context parallelism does not support yet. "
             "Set attention_dropout=0.0, attn_logit_softcapping=None in the config, or use a model without attention "
             "sinks, position biases and paged caches"
+        )
+
+
+def _refuse_unknown(name: str, options: dict[str, Any], passed: frozenset[str]) -> None:
+    """Raise for an option that the model itself adds, and that may change what attention computes."""
+    unknown = [
+        key
+        for key, value in options.items()
+        if key not in KNOWN and key not in passed and not key.startswith(("output_", "return_"))
+        if value is not None and value is not False
+    ]
+    if unknown:
+        raise NotImplementedError(
+            f"{name} calls attention with {', '.join(unknown)}, which context parallelism does not know. Ignored, it "
+            "might be a mask, a bias or a scale that is missing. Use a model whose attention takes "
+            f"{', '.join(sorted(KNOWN - set(UNSUPPORTED)))} only"
         )
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ...data.collectives import by_rank
 from ...handler import ContextParallelHandler
+from .direct import direct_attention
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 POOLED = re.compile(
@@ -52,11 +53,15 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} has {what}. They compute along the sequence without attention, and would end at this rank's "
             f"share. Use a model with layers of type {', '.join(sorted(LAYER_TYPES))} only"
         )
-    if not decoder._can_set_attn_implementation():
+    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         raise NotImplementedError(
-            f"{name} does not call attention through transformers' AttentionInterface, so it cannot be replaced. "
-            "Use a model that does, or put ContextParallel(qkv_indices=None) on its attention modules if they call "
-            "F.scaled_dot_product_attention"
+            f"{name} adds ALiBi biases to attention scores, which it makes for the positions of a share. Use a model "
+            "with rotary or learned positions"
+        )
+    if not decoder._can_set_attn_implementation() and not direct_attention(decoder):
+        raise NotImplementedError(
+            f"{name} computes attention by itself, not through transformers' AttentionInterface or SDPA, so it cannot "
+            'be replaced. Use a model that does; one that can call SDPA needs attn_implementation="sdpa"'
         )
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         raise NotImplementedError(
@@ -78,16 +83,29 @@ def _mixes_positions(module: nn.Module) -> bool:
     return convolution or isinstance(module, nn.RNNBase)
 
 
+def own_loss(model: nn.Module) -> str | None:
+    """The reason why the loss of a model would be wrong on a share, though its labels have been shifted; or None."""
+    if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()):
+        return "its forward takes no shift_labels"
+    source = _source_of_forward(model)
+    if "cross_entropy(" in source or "CrossEntropyLoss" in source:
+        return "its forward computes the loss from labels that it shifts within this rank's share, or does not shift"
+    return None
+
+
+def _source_of_forward(model: nn.Module) -> str:
+    try:
+        return inspect.getsource(inspect.unwrap(type(model).forward))
+    except (OSError, TypeError):
+        return ""
+
+
 def own_positions(decoder: nn.Module) -> str | None:
     """The input from which a decoder makes position ids that are not 0, 1, 2 ...: "input_ids", "attention_mask" or
     None."""
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in decoder.modules()):
         return "input_ids"
-    try:
-        source = inspect.getsource(inspect.unwrap(type(decoder).forward))
-    except (OSError, TypeError):
-        return None
-    return "attention_mask" if "cumsum(" in source else None
+    return "attention_mask" if "cumsum(" in _source_of_forward(decoder) else None
 
 
 def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
@@ -103,6 +121,12 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         raise NotImplementedError(
             f"{name} got labels: its loss ({kind}) is a mean over this rank's share, in which labels are not "
             "shifted. Leave them out, and pass logits and the dispatched labels to handler.mean_loss"
+        )
+    own = own_loss(model) if labels is not None or shifted is not None else None
+    if own is not None:
+        raise NotImplementedError(
+            f"{name} got labels, but {own}. Leave labels out of the batch, and pass logits and the shift_labels of "
+            "handler.get_batch_on_this_cp_rank(batch, shift_labels=True) to handler.mean_loss"
         )
     if labels is not None and shifted is None:
         raise ValueError(

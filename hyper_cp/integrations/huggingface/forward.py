@@ -52,6 +52,8 @@ class ForwardState:
     batch: PreparedBatch
     style: Style
     mesh: StyledMesh
+    passed: frozenset[str] = frozenset()
+    """Names of the keywords that the decoder was given, some of which it hands on to attention."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,20 @@ State = ForwardState | OneDevice
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.forwards: list[tuple[nn.Module, State]] = []
+        self.offered: PreparedBatch | None = None
 
 
 _thread = _Thread()
+
+
+def offer(batch: PreparedBatch | None) -> None:
+    """Keep the state that a model was given for its decoder: not every model passes unknown keywords on."""
+    _thread.offered = batch
+
+
+def offered() -> PreparedBatch | None:
+    """The state that the model around this decoder was given."""
+    return _thread.offered
 
 
 def begin(decoder: nn.Module, state: State) -> None:

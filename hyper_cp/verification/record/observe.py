@@ -128,8 +128,8 @@ def _ours() -> bool:
     frame = inspect.currentframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        passes_on = frame.f_code.co_name == "__torch_function__"  # a mode, which makes the call for its caller
-        if not passes_on and module != __name__ and module.partition(".")[0] != "torch":
+        routing = frame.f_code.co_name == "__torch_function__"  # a mode hands on what somebody else has called
+        if not routing and module != __name__ and module.partition(".")[0] != "torch":
             return bool(module.startswith(f"{LIBRARY}.") and not module.startswith(f"{LIBRARY}.cli."))
         frame = frame.f_back
     return False

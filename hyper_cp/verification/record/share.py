@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+PIECE = 2**22
 
 
 @dataclass(frozen=True)
@@ -119,14 +121,21 @@ def closest(local: Tensor, whole: Tensor, positions: Positions) -> tuple[Selecti
 
 def distance(a: Tensor, b: Tensor) -> float:
     """The largest difference of two tensors of one shape; equal infinities and NaNs do not differ."""
-    if a.numel() == 0:
-        return 0.0
     if not a.is_floating_point() and not a.is_complex():
-        return (a != b).double().mean().item()
-    a, b = wide(a), wide(b)
-    same = (a == b) | (a.isnan() & b.isnan())
-    difference = torch.where(same, 0.0, (a - b).abs())
-    return torch.where(difference.isnan(), torch.inf, difference).max().item()
+        return (a != b).double().mean().item() if a.numel() else 0.0
+    largest = 0.0
+    for x, y in pieces(a, b):
+        same = (x == y) | (x.isnan() & y.isnan())
+        difference = torch.where(same, 0.0, (x - y).abs())
+        largest = max(largest, torch.where(difference.isnan(), torch.inf, difference).max().item())
+    return largest
+
+
+def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Parts of flattened tensors of one shape, in double precision: copies of whole logits would be large."""
+    flat = [x.flatten() for x in tensors]
+    for start in range(0, flat[0].numel(), PIECE):
+        yield tuple(wide(x[start : start + PIECE]) for x in flat)
 
 
 def wide(x: Tensor) -> Tensor:

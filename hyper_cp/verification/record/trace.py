@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -108,6 +109,7 @@ class Recorder:
         self.trace = Trace()
         self._stack: list[tuple[nn.Module, int, tuple[Any, ...]]] = []
         self._numbers: Counter[str] = Counter()
+        self._copies: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         self._tick, self._handles, self._busy = 0, [], False  # type: ignore[var-annotated]
         self._observer = Observer(positions if like is None else lambda: None, self._observe)
 
@@ -182,9 +184,8 @@ class Recorder:
         self._tick += 1
         call, trace, positions = self.trace.calls[index], self.trace, self.positions()
         key = (call.module, call.number, kind, place)
-        x = self._local(x.detach())
-        value = x.to("cpu", copy=True) if self.like is None else x.cpu()
-        event = Event(key, index, self._tick, value, tuple(x.shape))
+        value = self._copy(x) if self.like is None else self._local(x.detach()).cpu()
+        event = Event(key, index, self._tick, value, tuple(value.shape))
         if self.like is None:
             event.local_positions = positions is not None and looks_local(value, positions)
             trace.events[key] = event
@@ -193,8 +194,18 @@ class Recorder:
             if found is None:
                 trace.unmatched[key] = event.shape
             else:
-                event.selection, event.value = found[0], found[1].clone()
+                event.selection, event.value = found[0], found[1].clone()  # not a view of the model's memory
                 trace.events[key] = event
+
+    def _copy(self, x: Tensor) -> Tensor:
+        """A copy on the CPU. An output that goes into other modules unchanged is copied once."""
+        known = self._copies.get(id(x))
+        if known is not None and known[0]() is x and known[1] == x._version:
+            return known[2]
+        value = self._local(x.detach()).to("cpu", copy=True)
+        if not x.is_inference():  # such tensors count no writes
+            self._copies[id(x)] = weakref.ref(x), x._version, value
+        return value
 
     def _local(self, x: Tensor) -> Tensor:
         """This rank's share of a DTensor, whole in all dimensions but those of the cp mesh."""
@@ -206,7 +217,8 @@ class Recorder:
     # ---- observations
 
     def _observe(self, kind: str, text: str) -> None:
-        if self._busy or (self._stack and self.trace.calls[self._stack[-1][1]].opaque):
+        inside = bool(self._stack) and self.trace.calls[self._stack[-1][1]].opaque
+        if self._busy or (inside and kind != "dropout"):
             return  # our own call, or one on whole sequences inside a styled module
         if kind == "attention" and any(self.trace.calls[index].styled for _, index, _ in self._stack):
             return
