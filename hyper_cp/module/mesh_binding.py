@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from functools import cached_property
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -13,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..mesh import cp_mesh
-from ..mesh.agreement import Agreement, Signature
+from ..mesh.agreement import Agreement, Signature, digest
 from ..mesh.cp_mesh import CPMesh
 from ..ops.checks import check_degree
 from ..ops.config import Mode
@@ -45,8 +44,7 @@ class Plan:
     def signature(self) -> Signature:
         """The number of styled modules and a digest of their names and styles."""
         text = "\n".join(f"{name}: {style}" for name, style in sorted(self.styles.items()))
-        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        return (("styled modules", f"{len(self.styles)} ({digest})"),)
+        return (("styled modules", f"{len(self.styles)} ({digest(text.encode())})"),)
 
 
 class StyledMesh:
