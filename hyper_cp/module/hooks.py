@@ -56,7 +56,7 @@ class AttentionHooks:
         )
         if not torch.compiler.is_compiling():
             self.binding.ran = True
-            introduce(self.binding, module, mesh)
+        introduce(self.binding, module, mesh)
         call = RunningCall(self.binding, module, mesh, documents)
         call_stack().append(call)
         if self.style.qkv_indices is None:
