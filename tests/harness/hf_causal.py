@@ -44,6 +44,7 @@ SIZES: dict[str, Any] = {
 CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "llama4_text": {"attention_chunk_size": 5, "attn_temperature_tuning": False},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "dots1": {"n_shared_experts": 1},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
