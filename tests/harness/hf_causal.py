@@ -98,6 +98,16 @@ def tiny_config(kind: str) -> Any:
     return config
 
 
+def changed_behaviour(kind: str) -> str:
+    """The options, other than sizes, in which a tiny configuration differs from the default: "with `x=y`", or ""."""
+    import transformers as hf
+
+    default, config = hf.CONFIG_MAPPING[kind](), tiny_config(kind)
+    names = [name for name in ("is_decoder", "attn_temperature_tuning") if _has(default, name)]
+    found = [f"`{name}={getattr(config, name)}`" for name in names if getattr(config, name) != getattr(default, name)]
+    return f"with {' and '.join(found)}" if found else ""
+
+
 def _is_fixed(owner: type, name: str) -> bool:
     attribute = getattr(owner, name, None)
     return isinstance(attribute, property) and attribute.fset is None
