@@ -50,6 +50,8 @@ def context_parallel_mesh(
     Source: evaluation-time context parallelism of Megatron-Bridge (pull request 3755); dynamic context parallelism of
     Megatron-LM.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, not a module. Pass the model that has the styled modules")
     found = bindings(model)
     if not found:
         raise ValueError(

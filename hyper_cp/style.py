@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from .module._torch.compile_guard import refuse_compiled
 from .module._torch.modules import checkpointed, is_compiled
+from .module.guards import guard_plan
 from .module.hooks import AttentionHooks
 from .module.mesh_binding import Binding, binding_of, describe
 from .ops.config import Mode
@@ -21,7 +22,10 @@ class ContextParallel(ParallelStyle):
 
     Put it on the submodules that receive q, k, v (or, with ``qkv_indices=None``, on whole attention
     blocks that compute them) in a ``parallelize_module`` plan. Everything outside these modules
-    works on the local share of the sequence, so it must treat positions one by one.
+    works on the local share of the sequence, so it must treat positions one by one. Modules that are known not to
+    (convolutions, recurrences, batch statistics, pools) raise when the plan is applied, and attention that is not
+    routed raises in the first forward of the module that the plan was applied to; ``allow`` names those that you vouch
+    for. Cumulative sums, token shifts and the like, written by hand, are not detected.
 
     Args:
         seq_dim: the sequence dimension of q, k, v and of the output. ``[B, S, H, D]``: 1 (default).
@@ -51,6 +55,9 @@ class ContextParallel(ParallelStyle):
             attended, in backward too, so that attention hides Ulysses' all-to-all. It needs ``qkv_indices=None`` (a
             module that receives q, k, v in ``[B, H, S, D]`` and hands them to attention will do), and heads that split
             into the groups.
+        allow: modules that you vouch for: qualified names or patterns of them (everything inside is meant too), or
+            names of types. They may mix positions, call attention that is not routed, or have other weights on each
+            rank.
 
     A call may have packed documents: run it inside ``ContextParallelHandler.documents(...)``, or pass them to
     the styled module as the keyword argument ``documents`` (see :func:`hyper_cp.ops.attention`).
@@ -67,7 +74,9 @@ class ContextParallel(ParallelStyle):
             the argument, its value and what would work; always before communication.
         RuntimeError: if the ring dimension has more than one rank and the module returns without
             having made an attention call that could be routed; at ``parallelize_module``, if the module, or a module
-            that contains it, is compiled already (the compiled graph has no hooks).
+            that contains it, is compiled already (the compiled graph has no hooks); in the first forward of a model (in
+            eager mode), if attention beside the styled modules attends to this rank's share only, or if no styled
+            module runs.
 
     Note:
         Attention inside the module must be ``F.scaled_dot_product_attention`` or ``flex_attention``, unless the mesh
@@ -98,6 +107,7 @@ class ContextParallel(ParallelStyle):
         use_local_output: bool = True,
         window: Sequence[int | None] | None = None,
         head_groups: int = 1,
+        allow: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.mode = Mode(kv_exchange, layout, load_balance, window, head_groups)  # type: ignore[arg-type]
@@ -108,11 +118,13 @@ class ContextParallel(ParallelStyle):
         if not (ulysses_degree is None or ulysses_degree == "auto" or (degree_is_int and ulysses_degree > 0)):  # type: ignore[operator]
             raise ValueError(f'ulysses_degree={ulysses_degree!r} must be None (whole mesh), "auto" or a positive int')
         self.ulysses_degree = ulysses_degree
+        if qkv_indices is not None:
+            _check_sequence("qkv_indices", qkv_indices, int)
+        _check_sequence("qkv_kwarg_names", qkv_kwarg_names, str)
+        _check_sequence("allow", allow, str)
         self.qkv_indices = None if qkv_indices is None else tuple(qkv_indices)
-        self.qkv_kwarg_names = tuple(qkv_kwarg_names)
-        if self.qkv_indices is not None and (
-            not _q_k_v(self.qkv_indices) or any(not isinstance(i, int) or i < 0 for i in self.qkv_indices)
-        ):
+        self.qkv_kwarg_names, self.allow = tuple(qkv_kwarg_names), tuple(allow)
+        if self.qkv_indices is not None and (not _q_k_v(self.qkv_indices) or any(i < 0 for i in self.qkv_indices)):
             raise ValueError(
                 f"qkv_indices={qkv_indices!r} must be three different argument positions (q, k, v), those of k and v "
                 "equal if they are one tensor (0, 1, 1), or None if the module computes q, k, v itself"
@@ -132,6 +144,8 @@ class ContextParallel(ParallelStyle):
                 "module runs, it sees all its heads at once, so there is nothing to overlap. Set qkv_indices=None: its "
                 "attention call (F.scaled_dot_product_attention in [B, H, S, D]) then exchanges them; or head_groups=1"
             )
+        if not isinstance(use_local_output, bool):
+            raise TypeError(f"use_local_output={use_local_output!r} must be True or False")
         if not use_local_output and layout != "contiguous":
             raise ValueError(
                 f"use_local_output=False returns Shard({seq_dim}) DTensors, which mean contiguous order, but "
@@ -145,7 +159,7 @@ class ContextParallel(ParallelStyle):
             f"ContextParallel(seq_dim={self.seq_dim}, head_dim={self.head_dim}, ulysses_degree="
             f"{self.ulysses_degree!r}, qkv_indices={self.qkv_indices}, kv_exchange={m.kv_exchange!r}, "
             f"layout={m.layout!r}, load_balance={m.load_balance}, window={m.window}, "
-            f"head_groups={m.head_groups})"
+            f"head_groups={m.head_groups}, use_local_output={self.use_local_output}, allow={self.allow})"
         )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -158,12 +172,29 @@ class ContextParallel(ParallelStyle):
                 f"ContextParallel is already applied to {describe(module)}. Applying it twice would split "
                 "the sequence twice. Apply the plan once"
             )
+        refuse_uncalled(module)
+        if isinstance(module, nn.MultiheadAttention) and self.qkv_indices is not None:
+            raise ValueError(
+                f"qkv_indices={self.qkv_indices} on an nn.MultiheadAttention, which receives [B, S, C] and makes the "
+                "heads of q, k, v itself. Set qkv_indices=None: its attention is then routed, in every mode"
+            )
         refuse_compiled(module, describe(module))
         hooks = AttentionHooks(self, device_mesh, module)
+        guard_plan(module, hooks.binding, device_mesh)
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         # Runs after an exception too: nothing of a call may be left behind.
         module.register_forward_hook(hooks.after, with_kwargs=True, always_call=True)
         return module
+
+
+def refuse_uncalled(module: nn.Module) -> None:
+    """Raise ``ValueError`` for a container, which is never called."""
+    if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+        raise ValueError(
+            f"ContextParallel is applied to {describe(module)}, which has no forward: it is a container that is never "
+            "called, so nothing would run under the style. End the key of the plan with the modules inside it, as in "
+            '"layers.*.attention"'
+        )
 
 
 def style_of(binding: Binding) -> ContextParallel:
@@ -171,12 +202,17 @@ def style_of(binding: Binding) -> ContextParallel:
     return cast(ContextParallel, binding.style)
 
 
-def styled_modules(model: nn.Module, at_least: int = 0) -> dict[str, ContextParallel]:
+def styled_modules(model: nn.Module, at_least: int = 0, *, ran: bool = False) -> dict[str, ContextParallel]:
     """The modules of ``model`` that run under ContextParallel: ``{fully qualified name: style}``.
 
     Use it after ``parallelize_module``, which only warns about a plan that matches nothing:
     ``styled_modules(model, at_least=1)`` raises ``ValueError`` in that case, as it does if two modules
     expect the sequence in different layouts. It also lets later errors call the modules by these names.
+
+    Args:
+        at_least: the number of modules that the plan should match: ``model.config.num_hidden_layers``, say.
+        ran: also raise if one of them has not run yet. Use it after the first step: a module that is never called
+            leaves its attention to other code. (Calls in compiled graphs are not counted.)
     """
     found = {}
     for name, module in model.named_modules():
@@ -193,6 +229,12 @@ def styled_modules(model: nn.Module, at_least: int = 0) -> dict[str, ContextPara
             "[name for name, _ in model.named_modules()]"
             + (". (Wrappers are part of the names: apply the plan before torch.compile)" if hidden else "")
         )
+    idle = [name for name, module in model.named_modules() if name in found and not _has_run(module)] if ran else []
+    if idle:
+        raise ValueError(
+            f"{len(idle)} of {len(found)} modules under ContextParallel have not run: {', '.join(idle[:5])}. Their "
+            "attention is computed somewhere else, or not at all. Apply the style to modules that the model calls"
+        )
     layouts = {style.mode.layout: name for name, style in found.items()}
     if len(layouts) > 1:
         raise ValueError(
@@ -203,9 +245,22 @@ def styled_modules(model: nn.Module, at_least: int = 0) -> dict[str, ContextPara
     return found
 
 
+def _has_run(module: nn.Module) -> bool:
+    binding = binding_of(module)
+    return binding is not None and (binding.ran or not binding.active.parallel)
+
+
 def _q_k_v(where: Sequence[object]) -> bool:
     """True for three positions or names, of which only those of k and v may be equal."""
     return len(where) == 3 and where[0] not in where[1:]
+
+
+def _check_sequence(name: str, value: Sequence[object], kind: type) -> None:
+    """Raise ``TypeError`` unless an argument is a list or tuple of one kind of values."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(x, kind) for x in value):
+        raise TypeError(
+            f"{name}={value!r} must be a tuple or list of {kind.__name__}. Write ({name}=(...)), with commas"
+        )
 
 
 def _dimension(name: str, value: int) -> int:

@@ -61,13 +61,16 @@ def named(q: Tensor, k: Tensor, v: Tensor) -> None:
     model["block"]["attn"](q, k, v)  # type: ignore[index,operator]
 
 
-class MHA(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mha = nn.MultiheadAttention(32, 4, batch_first=True, dtype=torch.float64)
+@torch.library.custom_op("xformers_like::attend", mutates_args=())
+def library_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mha(x, x, x, need_weights=False)[0]
+
+class Library(nn.Module):
+    """Calls the operator of a library of attention kernels."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return library_attention(q, k, v)
 
 
 Mistake = tuple[str, str, Callable[..., Any]]
@@ -179,10 +182,10 @@ WRONG: dict[str, Mistake] = {
         "query has 4 heads and key 2. Pass enable_gqa=True",
         lambda q, k, v: apply(Flash(), **RING1)(q, k[:, :2], v[:, :2]),
     ),
-    "MultiheadAttention": (
+    "another library": (
         "NotImplementedError",
-        "module MHA calls nn.MultiheadAttention",
-        lambda q, k, v: apply(MHA(), qkv_indices=None)(q.transpose(1, 2).flatten(2)),
+        r"module Library calls xformers_like.attend.*cannot be routed",
+        lambda q, k, v: apply(Library(), **RING1)(q, k, v),
     ),
     "not a mesh": (
         "TypeError",

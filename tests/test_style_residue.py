@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -123,8 +123,15 @@ def test_destroyed_and_rebuilt_groups(ranks: Any) -> None:
 
 
 class Interrupted(nn.Module):
+    """Interrupted once, in the middle of its forward."""
+
+    interrupted = False
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        raise KeyboardInterrupt
+        if not self.interrupted:
+            self.interrupted = True
+            raise KeyboardInterrupt
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 @on_ranks
@@ -139,7 +146,23 @@ def interrupted() -> dict[str, bool]:
         "plain attention is local": relative_error(plain, plain_attention(q, k, v, is_causal=True)) <= 1e-10,
         "the next styled module runs": relative_error(other, want) <= 1e-10,
         "nothing is left": clean(),
+        **interrupted_module_again(),
     }
+
+
+def interrupted_module_again() -> dict[str, bool]:
+    """The interrupted module itself is called next, directly and by a module that calls it twice."""
+    (q, k, v), want = local()
+    found = {}
+    for name, mode in (("alone", None), ("inside a mode", torch.overrides.BaseTorchFunctionMode())):
+        module = apply(Interrupted(), **RING1)
+        with suppress(KeyboardInterrupt):
+            module(q, k, v)
+        with mode or nullcontext():
+            found[f"the interrupted module runs again, {name}"] = relative_error(module(q, k, v), want) <= 1e-10
+            stack = torch.overrides._get_current_function_mode_stack()
+            found[f"its mode is gone, {name}"] = stack == ([] if mode is None else [mode])
+    return found
 
 
 def test_keyboard_interrupt(ranks: Any) -> None:

@@ -9,6 +9,11 @@ The ranks compare in the store behind the default process group, which needs no 
 rank whose signature is old goes straight on to its transfer, and a comparison that meets a transfer on one group
 hangs without an end, or exchanges garbage. Waiting on a store ends after a time limit, and says who is missing.
 
+Two things go along with a comparison without being part of what is recorded. Values that may change with every call (a
+scale) are compared with the first signature that they come with. And each rank counts the signatures it has looked up
+since the last comparison, and digests their order: ranks that have made other calls meanwhile, each of which was agreed
+on before, find out at the next comparison.
+
 A comparison is one round of four requests of each rank: set the own entry, check for all entries until they are there,
 read them, delete the own entry of the round before (all ranks have read that one, since they have come to this one).
 A rank that gives up withdraws its entry and stays in the round: a later call of all ranks finds them all in one round.
@@ -22,17 +27,23 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .comm import record
 
 logger = logging.getLogger(__name__)
 
 Signature = tuple[tuple[str, Hashable], ...]
+
+Details = Callable[[], dict[str, str]]
+_HISTORY, _TOKENS = "calls before", "tokens"
+_FACTOR, _BITS = 1_000_003, 2**61 - 1
 
 TIMEOUT = 600.0
 """Seconds that a rank waits for the others; the environment variable ``HYPER_CP_AGREE_TIMEOUT`` overrides it. As long
@@ -47,13 +58,21 @@ _NO_STORE = ("fake", "mpi")
 _WITHDRAWN = ""
 """The entry of a rank that has given up."""
 
-_NAMES = {"call": "attention call", "documents": "packed documents"}
+_NAMES = {"call": "attention call", "documents": "packed documents", "module": "module", "plan": "styled modules"}
 """Names that errors use for kinds and fields."""
 _REMEDY = {
     "shapes": "Every rank holds an equal share of one sequence: shard the batch with ContextParallelHandler.dispatch, "
     "which pads (pad_value=) lengths that do not split evenly",
     "documents": "Enter the same documents block on every rank, with global cumulative lengths",
+    "weights": "The ranks of a cp mesh hold the same weights: seed them alike, load the same checkpoint, or broadcast "
+    "the parameters (DDP does). For parameters that differ on purpose, pass the names of their modules as "
+    "ContextParallel(allow=...)",
+    "batch": "The ranks of a cp mesh share one batch: give their data loaders the same seed and the same rank of data "
+    "parallelism",
+    "styled modules": "Apply one plan, with equal styles, to the same model on every rank",
 }
+_DIGESTS = ("documents", "weights", "batch")
+"""Fields whose values tell a reader nothing."""
 _SAME_CALLS = "Apply the same styles on every rank, and make the same attention calls in the same order"
 
 
@@ -63,12 +82,17 @@ class Agreement:
     def __init__(self, store: Any, ranks: Sequence[int], rank: int, shape: Sequence[int] = ()) -> None:
         """``ranks``: global ranks of the mesh; ``rank``: this one's place among them; ``shape``: of the mesh."""
         self.ranks, self.rank = list(ranks), rank
-        self._agreed: dict[str, dict[Signature, None]] = {}
+        self._agreed: dict[str, dict[Signature, int]] = {}
+        """Signatures by kind, each with a number, which is the same on every rank."""
+        self._number = self._calls = self._order = 0
+        """The number of the last signature; how many were looked up since the last comparison, and their order."""
+        self._tokens: str | None = None
+        """Digest of the first tokens that were shared out on the mesh; empty once it has been compared."""
         self._round, self._lock = 0, threading.Lock()
         # Entries of an earlier mesh of the same ranks may be left in the store, so every rank counts its own meshes.
         # It counts those of each shape apart: ranks may come to meshes of different shapes in different orders.
         identity = repr((self.ranks, tuple(shape)))
-        mesh = f"hyper_cp/{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}"
+        mesh = f"hyper_cp/{digest(identity.encode())}"
         number = store.add(f"{mesh}/meshes/{rank}", 1)
         self._store = dist.PrefixStore(f"{mesh}/{number}", store)  # type: ignore[attr-defined]
 
@@ -81,21 +105,64 @@ class Agreement:
         shape = [dist.get_world_size(g) for g in groups]
         return Agreement(world.get_group_store(), ranks, list(ranks).index(dist.get_rank()), shape)
 
-    def reach(self, kind: str, signature: Signature, mesh: object, caller: str) -> None:
+    def bring(self, tokens: Tensor) -> None:
+        """Have a batch's integers compared with the next new attention call, if they are the first on this mesh.
+
+        Not at once: a data loader's thread may split batches at other times on other ranks.
+        """
+        if self._tokens is None and tokens.numel() and not (tokens.is_floating_point() or tokens.dtype == torch.bool):
+            self._tokens = fingerprint(tokens)
+
+    def known(self, kind: str, signature: Signature) -> bool:
+        """True if the ranks have agreed on ``signature``."""
+        return signature in self._agreed.get(kind, ())
+
+    def reach(
+        self, kind: str, signature: Signature, mesh: object, caller: str, once: Signature = (), details: Details = dict
+    ) -> None:
         """See :meth:`CPMesh.agree`; ``mesh`` describes itself in errors."""
         agreed = self._agreed.setdefault(kind, {})
-        if signature in agreed:
+        number = agreed.get(signature)
+        if number is not None:
+            self._calls += 1
+            self._order = (self._order * _FACTOR + number) & _BITS
             return
         with self._lock:
             if signature in agreed:  # another thread has been faster
                 return
-            mine = {"kind": kind} | {name: _text(value) for name, value in signature}
-            everyone = self._exchange(mine, mesh, caller)
+            mine = {"kind": kind} | {name: _text(value) for name, value in (*signature, *once)}
+            history, tokens = f"{self._calls}/{self._order:x}", self._tokens if kind == "call" else None
+            everyone = self._exchange(mine | {_HISTORY: history, _TOKENS: tokens or ""}, mesh, caller)
+            self._calls = self._order = 0  # also after a disagreement: all ranks begin anew
+            self._tokens = "" if tokens else self._tokens
+            histories = [theirs.pop(_HISTORY) for theirs in everyone]
+            batches = [theirs.pop(_TOKENS) for theirs in everyone]
             if any(theirs != mine for theirs in everyone):
-                raise ValueError(_disagreement(everyone, mesh, caller))
-            agreed[signature] = None
+                first = self._first_difference(everyone, details, mesh, caller)
+                raise ValueError(_disagreement(everyone, mesh, caller, first))
+            if len({*batches} - {""}) > 1:  # a rank may have split none by itself
+                raise ValueError(_disagreement([{"kind": kind, "batch": x} for x in batches], mesh, caller))
+            if any(theirs != history for theirs in histories):
+                raise ValueError(_other_histories(histories, mesh, caller))
+            self._number += 1
+            agreed[signature] = self._number
             if len(agreed) > RECORDED:
                 del agreed[next(iter(agreed))]
+
+    def _first_difference(
+        self, everyone: list[dict[str, str]], details: Details, mesh: object, caller: str
+    ) -> tuple[str, list[str]] | None:
+        """The first of the details that differs, and its value on each rank. They are exchanged only where ranks are
+        known to disagree, so they may be long."""
+        kinds = {theirs["kind"] for theirs in everyone}
+        if details is dict or len(kinds) > 1:  # every rank decides alike: a kind has details, or has none
+            return None
+        theirs = self._exchange({"kind": kinds.pop()} | details(), mesh, caller)
+        for name in dict.fromkeys(name for each in theirs for name in each):
+            values = [each.get(name, "none") for each in theirs]
+            if len(set(values)) > 1:
+                return name, values
+        return None
 
     def _exchange(self, mine: dict[str, str], mesh: object, caller: str) -> list[dict[str, str]]:
         """The entries of all ranks."""
@@ -137,6 +204,18 @@ class Agreement:
         )
 
 
+def fingerprint(x: Tensor) -> str:
+    """A digest of the shape, the dtype and up to 512 values of a tensor, the same in every process."""
+    flat = x.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // 256) | 1].cpu().contiguous().view(torch.uint8)
+    return digest(f"{tuple(x.shape)} {x.dtype}".encode() + bytes(sample.tolist()))
+
+
+def digest(data: bytes) -> str:
+    """16 characters that stand for bytes, the same in every process."""
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
 def _name(word: str) -> str:
     return _NAMES.get(word, word)
 
@@ -149,7 +228,24 @@ def _text(value: Hashable) -> str:
     return str(value)
 
 
-def _disagreement(everyone: list[dict[str, str]], mesh: object, caller: str) -> str:
+def _other_histories(histories: list[str], mesh: object, caller: str) -> str:
+    """The error's text where ranks agree on this call, but have made other calls before."""
+    odd = [rank for rank, theirs in enumerate(histories) if theirs != histories[0]]
+    counts = [int(theirs.split("/")[0]) for theirs in histories]
+    if len(set(counts)) > 1:
+        found = "; ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
+        how = f"another number of them (signatures looked up: {found})"
+    else:
+        how = "others, or in another order"
+    return (
+        f"{caller}: since the ranks of the {mesh} last compared their attention calls, ranks {odd} have made {how} "
+        f"than rank 0. Results since then are wrong, because each call attended with another call's keys. {_SAME_CALLS}"
+    )
+
+
+def _disagreement(
+    everyone: list[dict[str, str]], mesh: object, caller: str, first: tuple[str, list[str]] | None = None
+) -> str:
     """The error's text: the fields that differ, who has what, and what to do."""
     kinds = [theirs["kind"] for theirs in everyone]
     if len(set(kinds)) > 1:
@@ -160,9 +256,13 @@ def _disagreement(everyone: list[dict[str, str]], mesh: object, caller: str) -> 
     names = " and ".join(map(_name, differ))
     start = f"{caller}: the ranks of the {mesh} call attention with different {names}: "
     remedy = _REMEDY.get(differ[0], _SAME_CALLS)
-    if differ == ["documents"]:  # digests, which tell a reader nothing
+    if first is not None and differ[0] not in _DIGESTS:
+        table = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(first[1]))
+        return f"{start}{first[0]} ({table}). {remedy}"
+    if set(differ) <= set(_DIGESTS):
         odd = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
-        return f"{start}ranks {odd} have others (or none) than rank 0. {remedy}"
+        which = f", first in {first[0]}" if first is not None else ""
+        return f"{start}ranks {odd} have others (or none) than rank 0{which}. {remedy}"
 
     def of(theirs: dict[str, str]) -> str:
         values = {name: theirs.get(name, "none") for name in differ}

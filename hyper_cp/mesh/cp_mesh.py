@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,25 +53,36 @@ class CPMesh:
         """True while the process groups exist."""
         return self.ring.alive() and self.ulysses.alive()
 
-    def agree(self, kind: str, signature: Signature, caller: str = "attention") -> None:
+    def agree(
+        self,
+        kind: str,
+        signature: Signature,
+        caller: str = "attention",
+        once: Signature = (),
+        details: Callable[[], dict[str, str]] = dict,
+    ) -> None:
         """Compare ``signature`` with those of the other ranks if it is new on this mesh; else do nothing.
 
         All ranks of the mesh make this call, in the same order, before anything travels. Nothing is compared under
         torch.compile, whose graphs fix shapes, on one rank, and on a fake process group.
 
         Args:
-            kind: ``"call"`` for what one attention call brings, ``"documents"`` for a table of documents. Signatures of
-                different kinds are compared and recorded apart, so that documents count once a batch, not once a layer.
+            kind: ``"call"`` for what one attention call brings, ``"documents"`` for a table of documents, ``"plan"``,
+                ``"weights"`` and ``"module"`` for a model and a module that are new. Signatures of different kinds are
+                compared and recorded apart, so that documents count once a batch, not once a layer.
             signature: pairs of a field's name and its value. Values are hashable, and their text is the same in every
                 process. An error names the fields that differ.
             caller: names the call in errors, usually its module.
+            once: pairs that are compared with a new signature, and not recorded: they may change with every call.
+            details: makes what is exchanged if the ranks disagree, so that the error can name the first that differs.
 
         Raises:
-            ValueError: on every rank, if the signatures differ. Nothing is recorded then.
+            ValueError: on every rank, if the signatures differ, or if the ranks have made different calls (each agreed
+                on) since their last comparison. Nothing is recorded then.
             RuntimeError: if other ranks do not come to compare theirs within a time limit (see :mod:`.agreement`).
         """
         if self.agreement is not None and not torch.compiler.is_compiling():
-            self.agreement.reach(kind, signature, self, caller)
+            self.agreement.reach(kind, signature, self, caller, once, details)
 
     def __str__(self) -> str:
         return f"cp mesh of {self.size} ranks (ring {self.ring.size} x ulysses {self.ulysses.size})"

@@ -39,7 +39,7 @@ class MeshFamily:
 
     def mesh(self, degree: int) -> DeviceMesh:
         """The 2-D mesh ``("dp", "cp")`` of shape ``(size / degree, degree)``."""
-        if isinstance(degree, bool) or degree not in self._meshes:
+        if not isinstance(degree, int) or isinstance(degree, bool) or degree not in self._meshes:
             raise ValueError(
                 f"degree={degree!r} is not in this family of {self.size} ranks, whose degrees are "
                 f"{', '.join(map(str, self.degrees))}: choose one of them, or name it in "
@@ -141,6 +141,8 @@ def _checked_degrees(degrees: Sequence[int] | None, size: int) -> list[int]:
     works = cp_mesh.divisors(size)
     if degrees is None:
         return works
+    if not isinstance(degrees, (list, tuple, range, set, frozenset)):
+        raise TypeError(f"degrees={degrees!r} must be a list of context-parallel degrees, or None for all: degrees=[2]")
     wrong = [d for d in degrees if isinstance(d, bool) or not isinstance(d, int) or d not in works]
     if wrong:
         raise ValueError(

@@ -84,6 +84,81 @@ def _flex(
     return AttentionRequest(query, key, value, core=flex)
 
 
+# --------------------------------------------------------------------------- nn.MultiheadAttention
+
+
+def _multihead(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim: int,
+    num_heads: int,
+    in_weight: Tensor | None,
+    in_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    **options: Any,
+) -> AttentionRequest:
+    """``F.multi_head_attention_forward``, which ``nn.MultiheadAttention`` calls: ``[L, N, E]``, or ``[L, E]``. The
+    projections are applied to this rank's positions, before attention and after it."""
+    extra = {"add_bias_kv": bias_k, "add_zero_attn": add_zero_attn or None, "static_k": options.get("static_k")}
+    given = [option for option, x in extra.items() if x is not None]
+    if options.get("need_weights", True) or given:
+        what = ", ".join(given or ["need_weights=True"])
+        raise NotImplementedError(
+            f"{name} calls nn.MultiheadAttention with {what}, which is not supported under context parallelism: "
+            "attention weights over the whole sequence are never made, and no rank can add a key to it. Call it with "
+            "need_weights=False, and make it without add_bias_kv and add_zero_attn"
+        )
+    batched = query.ndim == 3
+    source = (query, key, value) if batched else tuple(x.unsqueeze(1) for x in (query, key, value))
+    weights = [options.get(name) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")]
+    if not options.get("use_separate_proj_weight") and in_weight is not None:
+        weights = list(in_weight.chunk(3))
+    biases = [None] * 3 if in_bias is None else in_bias.chunk(3)
+    q, k, v = (
+        F.linear(x, weight, bias).unflatten(2, (num_heads, -1)).permute(1, 2, 0, 3)  # type: ignore[arg-type]
+        for x, weight, bias in zip(source, weights, biases, strict=True)
+    )
+
+    def answer(out: Tensor) -> tuple[Tensor, None]:
+        joined = F.linear(out.permute(2, 0, 1, 3).flatten(2), out_weight, out_bias)
+        return (joined if batched else joined.squeeze(1)), None
+
+    causal, padding = bool(options.get("is_causal")), options.get("key_padding_mask")
+    # By its contract the mask that comes with is_causal is the causal one.
+    mask = _multihead_mask(None if causal else options.get("attn_mask"), padding, q.shape[0], num_heads)
+    return AttentionRequest(
+        q,
+        k,
+        v,
+        is_causal=causal and mask is None,
+        mask=mask,
+        window=(None, 0) if causal and mask is not None else None,  # causal too, and allows a mask
+        dropout_p=dropout_p if options.get("training", True) else 0.0,
+        answer=answer,
+    )
+
+
+def _multihead_mask(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int) -> Tensor | None:
+    """One mask ``[N, H, L, S]`` of both, True where visible or added to the logits. Theirs are True where hidden."""
+    if mask is not None:
+        mask = mask.unflatten(0, (batch, heads)) if mask.ndim == 3 else mask[None, None]
+    if padding is not None:
+        padding = padding.reshape(-1, 1, 1, padding.shape[-1])
+    masks = [x for x in (mask, padding) if x is not None]
+    if all(x.dtype == torch.bool for x in masks):
+        visible = [~x for x in masks]
+        return visible[0] & visible[-1] if masks else None
+    added = [x if x.is_floating_point() else torch.zeros(()).masked_fill(x, -torch.inf) for x in masks]
+    return added[0] + added[1] if len(added) > 1 else added[0]
+
+
 # --------------------------------------------------------------------------- Ascend NPU
 
 _UNBOUNDED = 2**31 - 1
@@ -207,6 +282,7 @@ _NPU = ("npu_fusion_attention", "npu_fusion_attention_v2", "npu_fusion_attention
 ROUTED: dict[Any, Callable[..., AttentionRequest]] = {
     F.scaled_dot_product_attention: _sdpa,
     flex_attention: _flex,
+    F.multi_head_attention_forward: _multihead,
     **{f"npu.{op}{overload}": _npu for op in _NPU for overload in ("", ".default")},
 }
 WHOLE_TOO = {F.scaled_dot_product_attention, flex_attention}
@@ -217,8 +293,27 @@ PLAIN: dict[Any, Callable[..., Any]] = {
     Tensor.unflatten: torch.unflatten,  # torch.compile cannot trace the method where a mode is active
 }
 """The replacement for a function that is not routed after all, where that is not the function itself."""
-# (The operator inside flex_attention is not refused: a compiled graph calls it after flex_attention was routed.)
-UNROUTED = {F.multi_head_attention_forward: "nn.MultiheadAttention"}
+SEQUENCE_DIM: dict[Any, int] = {
+    F.scaled_dot_product_attention: -2,
+    flex_attention: -2,
+    F.multi_head_attention_forward: 0,
+}
+"""The dimension of queries and keys that is the sequence, in calls as users spell them."""
+_SPELLED = {
+    F.scaled_dot_product_attention: "F.scaled_dot_product_attention",
+    flex_attention: "flex_attention",
+    F.multi_head_attention_forward: "nn.MultiheadAttention",
+}
+_OPERATORS_OF = ("npu.npu_fusion_attention", "flash_attn", "xformers", "torch_attn.")
+"""Beginnings of the names of operators that compute attention. (The one inside flex_attention is not among them: a
+compiled graph calls it after flex_attention was routed.)"""
+
+
+def spelled(func: Any) -> str | None:
+    """The name of a function that computes attention, also of one that cannot be routed; None for others."""
+    if isinstance(func, _OPERATORS):
+        return str(func) if str(func).startswith(_OPERATORS_OF) else None
+    return _SPELLED.get(func)
 
 
 def key_of(func: Any) -> Any:

@@ -8,16 +8,12 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from . import attention_calls
+from ._torch.function_modes import take_out
 from .running_call import RunningCall, answer
 
 
-class DispatchMode(TorchFunctionMode):
-    """While entered, the attention calls of ``attention_calls.ROUTED``, however they were imported, mean attention over
-    the whole sequence of a cp mesh."""
-
-    def __init__(self, call: RunningCall) -> None:
-        super().__init__()
-        self.call = call
+class EnteredMode(TorchFunctionMode):
+    """A mode that this thread knows to be entered: ``flex_attention`` can then be seen by it."""
 
     def __enter__(self) -> Any:
         _thread.modes.append(self)
@@ -26,6 +22,20 @@ class DispatchMode(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         _thread.modes.remove(self)
         super().__exit__(*error)
+
+    def take_out(self) -> None:
+        """Leave the mode although others may have been entered since."""
+        _thread.modes.remove(self)
+        take_out(self)
+
+
+class DispatchMode(EnteredMode):
+    """While entered, the attention calls of ``attention_calls.ROUTED``, however they were imported, mean attention over
+    the whole sequence of a cp mesh."""
+
+    def __init__(self, call: RunningCall) -> None:
+        super().__init__()
+        self.call = call
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -38,9 +48,10 @@ class DispatchMode(TorchFunctionMode):
             call.routed += 1
             request = read(call.binding.name, *args, **kwargs)
             return request.answer(answer(call, request))
-        if call.must_route and func in attention_calls.UNROUTED:
+        unrouted = attention_calls.spelled(func) if read is None and call.must_route else None
+        if unrouted is not None and call.alive():
             raise NotImplementedError(
-                f"{call.binding.name} calls {attention_calls.UNROUTED[func]}, which cannot be routed to "
+                f"{call.binding.name} calls {unrouted}, which cannot be routed to "
                 "context-parallel attention yet. Call F.scaled_dot_product_attention or flex_attention, or use "
                 "ulysses_degree=None with qkv_indices on a module that receives q, k, v, where any kernel works"
             )
@@ -54,12 +65,18 @@ def begin(call: RunningCall) -> None:
     call.stop = lambda: mode.__exit__(None, None, None)
 
 
+def abandon(call: RunningCall) -> None:
+    """Stop routing for a call that was interrupted. Its mode is not on top if others were entered since."""
+    for mode in [mode for mode in _thread.modes if isinstance(mode, DispatchMode) and mode.call is call]:
+        mode.take_out()
+
+
 class _Thread(threading.local):
-    """The dispatch modes that are entered in this thread, and the calls of styled modules that are running in it (at
+    """The modes that are entered in this thread, and the calls of styled modules that are running in it (at
     most one: nesting is refused)."""
 
     def __init__(self) -> None:
-        self.modes: list[DispatchMode] = []
+        self.modes: list[EnteredMode] = []
         self.calls: list[RunningCall] = []
 
 
@@ -67,7 +84,7 @@ _thread = _Thread()
 
 
 def dispatching() -> bool:
-    """True if a dispatch mode is entered in this thread."""
+    """True if a mode is entered in this thread that must see ``flex_attention``."""
     return bool(_thread.modes)
 
 

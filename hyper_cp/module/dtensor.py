@@ -36,13 +36,13 @@ class CPDims:
         self.mesh, self.names = mesh, tuple(mesh.mesh_dim_names or ())
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
         # A 2-D cp mesh is two dimensions of another mesh, or flattened to one.
-        own = [_ranks_along(mesh, i) for i in range(mesh.ndim) if mesh.size(i) > 1]
+        own = [ranks_along(mesh, i) for i in range(mesh.ndim) if mesh.size(i) > 1]
         self.spellings = ([self.ranks], own)
 
     def within(self, mesh: DeviceMesh, what: str) -> list[int]:
         """The dimensions of ``mesh`` that share the sequence; ``ValueError`` if one mixes cp ranks with others."""
-        dims = [i for i in range(mesh.ndim) if len(set(_ranks_along(mesh, i)) & set(self.ranks)) > 1]
-        if dims and [_ranks_along(mesh, i) for i in dims] not in self.spellings:
+        dims = [i for i in range(mesh.ndim) if len(set(ranks_along(mesh, i)) & set(self.ranks)) > 1]
+        if dims and [ranks_along(mesh, i) for i in dims] not in self.spellings:
             raise ValueError(
                 f"{what} is a DTensor on a mesh whose dimension {', '.join(_name(mesh, i) for i in dims)} has some of "
                 f"the cp ranks {self.ranks} without being the cp dimension. Use a mesh that has cp as a dimension of "
@@ -165,7 +165,7 @@ def _beside(module: str, what: str, q: DTensor, x: DTensor, head_dim: int) -> Te
 
 
 @torch.compiler.assume_constant_result  # a compiled graph is guarded on the mesh
-def _ranks_along(mesh: DeviceMesh, dim: int) -> list[int]:
+def ranks_along(mesh: DeviceMesh, dim: int) -> list[int]:
     """The ranks that differ from this one in one coordinate only."""
     here = mesh.get_coordinate()
     if here is None:

@@ -11,14 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..mesh.cp_mesh import CPMesh
-from ..ops.checks import agree, check_shards
+from ..ops.checks import agree, check_shards, refuse_forward_mode
 from ..ops.config import Call
 from ..ops.exchange.ulysses import Ulysses
 from ..schedule.documents import documents_table
 from . import dtensor
 from ._torch import checkpoint, flex_patch
-from .dispatch_mode import begin, call_stack, current_call, dispatching
+from ._torch.modules import calls_running
+from .dispatch_mode import abandon, begin, call_stack, current_call, dispatching
 from .mesh_binding import Binding, Style, describe
+from .model import introduce
 from .running_call import Exchanged, RunningCall
 
 
@@ -46,12 +48,15 @@ class AttentionHooks:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Exchange heads of q, k, v, and begin to route attention calls. A module that computes q, k, v itself leaves
         the exchange to its attention call."""
-        self._refuse_nesting()
+        self._refuse_nesting(module)
         kwargs, given = self._documents(kwargs)
         documents, mesh = checkpoint.batch_state(
             self.binding,
             lambda: (self.binding.documents_in_force() if given is None else given, self.binding.active),
         )
+        if not torch.compiler.is_compiling():
+            self.binding.ran = True
+        introduce(self.binding, module, mesh)
         call = RunningCall(self.binding, module, mesh, documents)
         call_stack().append(call)
         if self.style.qkv_indices is None:
@@ -77,7 +82,9 @@ class AttentionHooks:
         qkv, call.outputs = self.binding.local(given, seq, head, call.mesh)
         if not style.use_local_output:
             call.outputs = call.mesh.cp_dims.outputs(call.outputs, seq, f"{self.name}: q")
-        cp = call.mesh.view(*self.binding.record_heads(qkv[0].shape[head], qkv[1].shape[head]))
+        cp = call.mesh.view(*self.binding.record(qkv[0].shape[head], qkv[1].shape[head], qkv[0].shape[seq]))
+        if cp.size > 1:
+            refuse_forward_mode(self.name, *qkv)
         agree(cp, Call(documents=call.documents, name=self.name), style.mode, *qkv)
         try:
             q, k = ((x.shape[head], x.shape[seq]) for x in qkv[:2])
@@ -107,15 +114,18 @@ class AttentionHooks:
             kwargs = {name: value for name, value in kwargs.items() if name != "documents"}
         return kwargs, found
 
-    def _refuse_nesting(self) -> None:
+    def _refuse_nesting(self, module: nn.Module) -> None:
         while (outer := current_call()) is not None:
-            if outer.alive():
+            # The call that begins here is on the stack too: where it is one of the same module, there must be another.
+            if outer.alive() and (
+                torch.compiler.is_compiling() or outer.module is not module or calls_running(module) > 1
+            ):
                 raise RuntimeError(
                     f"{self.name} was called inside {outer.binding.name}, and ContextParallel is applied to both: "
                     "the sequence would be exchanged twice. Apply it to one of them"
                 )
             # A KeyboardInterrupt ended that call: torch runs no hooks then.
-            call_stack().pop().leave()
+            abandon(call_stack().pop())
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
         """Positions or keywords of q, k, v (q and k, if v is in the same tensor) in this call. (By hand, because

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..mesh import cp_mesh
+from ..mesh.agreement import Agreement, Signature, digest
 from ..mesh.cp_mesh import CPMesh
 from ..ops.checks import check_degree
 from ..ops.config import Mode
@@ -29,6 +31,20 @@ class Style(Protocol):
     qkv_indices: tuple[int, ...] | None
     qkv_kwarg_names: tuple[str, ...]
     use_local_output: bool
+    allow: tuple[str, ...]
+
+
+class Plan:
+    """The styled modules of a model, as ranks compare them: the style of each, as text, by its qualified name."""
+
+    def __init__(self, styles: dict[str, str]) -> None:
+        self.styles = styles
+
+    @cached_property
+    def signature(self) -> Signature:
+        """The number of styled modules and a digest of their names and styles."""
+        text = "\n".join(f"{name}: {style}" for name, style in sorted(self.styles.items()))
+        return (("styled modules", f"{len(self.styles)} ({digest(text.encode())})"),)
 
 
 class StyledMesh:
@@ -85,11 +101,19 @@ class Binding:
         """Mesh stack; the last one is active."""
         self.heads: tuple[int, int] | None = None
         """Heads of q and k in the last call, before they are split over ranks of the cp mesh."""
+        self.positions: int | None = None
+        """Positions of q in the last call, before it is exchanged: this rank's share of the sequence."""
+        self.ran = False
+        """True once a call has begun (compiled calls do not count)."""
+        self.place: tuple[str, Plan] | None = None
+        """The qualified name of the module in the model that it runs in, and that model's styled modules."""
+        self.introduced: WeakSet[Agreement] = WeakSet()
+        """Meshes on which the module has been compared with that of the other ranks."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__)  # style and meshes are shared, process groups cannot be copied
-        copy.stack = list(self.stack)
+        copy.stack, copy.introduced = list(self.stack), WeakSet(self.introduced)
         return copy
 
     def __reduce__(self) -> Any:
@@ -103,10 +127,11 @@ class Binding:
         """The mesh that calls run on now."""
         return self.stack[-1]
 
-    def record_heads(self, q_heads: int, kv_heads: int) -> tuple[int, int]:
-        """Record the heads of a call: another mesh is checked against them before it is used."""
+    def record(self, q_heads: int, kv_heads: int, positions: int) -> tuple[int, int]:
+        """Record the heads and the positions of a call; returns the heads. Another mesh is checked against the heads
+        before it is used."""
         if not torch.compiler.is_compiling():
-            self.heads = q_heads, kv_heads
+            self.heads, self.positions = (q_heads, kv_heads), positions
         return q_heads, kv_heads
 
     def documents_in_force(self) -> Tensor | None:

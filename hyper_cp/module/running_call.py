@@ -86,8 +86,8 @@ def answer(call: RunningCall, request: AttentionRequest) -> Any:
     if exchanged is not None:
         return attend(q, k, v, exchanged.cp, mode, options, core, exchanged=True)
     (q, k, v), outputs = binding.local([q, k, v], 2, 1, call.mesh)
-    heads = (q.shape[1], k.shape[1]) if q.ndim == 4 and k.ndim == 4 else (1, 1)
-    out = attend(q, k, v, call.mesh.view(*binding.record_heads(*heads)), mode, options, core)
+    sizes = (q.shape[1], k.shape[1], q.shape[2]) if q.ndim == 4 and k.ndim == 4 else (1, 1, 1)
+    out = attend(q, k, v, call.mesh.view(*binding.record(*sizes)), mode, options, core)
     return outputs.wrap(out) if outputs is not None and isinstance(out, Tensor) else out
 
 

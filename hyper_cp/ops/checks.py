@@ -7,8 +7,11 @@ attention call is known; they use :func:`check_shards` by themselves.
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from ..mesh import cp_mesh
@@ -18,6 +21,7 @@ from ..schedule import layout as layouts
 from ..schedule.tiles import Band
 from .config import Call, CheckedCall, Mode
 
+NUMBERS = (float, int, Real, torch.SymFloat, torch.SymInt, Tensor)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -32,6 +36,9 @@ def check(
     Raises:
         ValueError, TypeError, NotImplementedError: before any communication, if the call cannot be honoured.
     """
+    check_dimensions(q, k, v)
+    check_kinds(call)
+    refuse_forward_mode(call.name, q, k, v)
     q, k, v = cast_for_autocast(q, k, v)
     agree(cp, call, mode, q, k, v)
     check_tensors(q, k, v)
@@ -51,9 +58,32 @@ def check(
         k,
         v,
         CheckedCall(
-            call.name, cp, mode, band, call.is_causal, scale, mask, call.documents, call.dropout_p, exchanged, lengths
+            call.name,
+            cp,
+            mode,
+            band,
+            call.is_causal,
+            scale,
+            mask,
+            call.documents,
+            call.dropout_p,
+            exchanged,
+            lengths,
+            None if call.sinks is None else _sinks(call, q, cp, exchanged),
         ),
     )
+
+
+def refuse_forward_mode(caller: str, *tensors: Tensor) -> None:
+    """Raise ``NotImplementedError`` if a tensor has a tangent, which the ops of this library would lose in silence."""
+    if torch.compiler.is_compiling():
+        return
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            f"{caller} runs under forward-mode differentiation (torch.func.jvp, jacfwd or forward_ad), and "
+            "context-parallel attention has no forward-mode derivative: its tangent would be zero. Use backward "
+            "(torch.autograd.grad, torch.func.vjp), or one device"
+        )
 
 
 def cast_for_autocast(*tensors: Tensor) -> list[Tensor]:
@@ -73,7 +103,7 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
     """
     if cp.agreement is None or torch.compiler.is_compiling():
         return
-    # Only what decides transfers: names may be given on one rank only, and a scale may change with every step.
+    # Without what may change with every step. The first scale and probability that come with a signature are compared.
     signature = (
         ("shapes", tuple(x.shape for x in tensors)),
         ("dtypes", tuple(x.dtype for x in tensors)),
@@ -81,9 +111,10 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
         *mode.signature,
         ("is_causal", call.is_causal),
         ("attn_mask", call.mask is not None),
+        ("sinks", call.sinks is not None),
         ("dropout", call.dropout_p > 0),
     )
-    cp.agree("call", signature, call.name)
+    cp.agree("call", signature, call.name, (("scale", call.scale), ("dropout_p", call.dropout_p)))
     table = documents.read(call.documents)
     cp.agree("documents", (("documents", None if table is None else table.digest),), call.name)
 
@@ -124,9 +155,14 @@ def _odd(length: int, cut: str, cp: CPMesh) -> str:
 # --------------------------------------------------------------------------- tensors
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless q, k, v are local tensors ``[B, H, S, D]`` of one floating dtype that fit each other."""
+def check_dimensions(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q, k, v are local tensors ``[B, H, S, D]``."""
     for name, x in (("query", q), ("key", k), ("value", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"{name} is a {type(x).__name__}, not a tensor. Attention takes query, key and value as tensors "
+                "[batch, heads, sequence, head_dim]. Pass one"
+            )
         if isinstance(x, DTensor):
             raise TypeError(
                 f"{name} is a DTensor placed {x.placements}. This function takes local tensors. "
@@ -138,6 +174,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} has shape {tuple(x.shape)}. Context-parallel attention takes [batch, heads, "
                 "sequence, head_dim]. Add the missing dimension or transpose"
             )
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q, k, v ``[B, H, S, D]`` have one floating dtype, and sizes that fit each other."""
     if q.dtype not in DTYPES:
         raise TypeError(
             f"query has dtype {q.dtype}. Attention takes float16, bfloat16, float32 or float64. "
@@ -153,6 +193,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"query {tuple(q.shape)}, key {tuple(k.shape)} and value {tuple(v.shape)} do not fit: batch, "
             "the sequence and heads of key and value, and the head dim of query and key must be equal"
         )
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if 0 in x.shape[1:]:
+            what = ("heads", "positions", "numbers in a head")[list(x.shape[1:]).index(0)]
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, without {what}. There is nothing to attend with, and nothing to "
+                "share. Pass at least one of each"
+            )
 
 
 # --------------------------------------------------------------------------- heads
@@ -169,6 +216,11 @@ def check_enable_gqa(name: str, q_heads: int, kv_heads: int, enable_gqa: bool) -
 
 def check_grouped(q_heads: int, kv_heads: int) -> None:
     """Raise ``ValueError`` unless every key/value head serves equally many query heads."""
+    if not q_heads or not kv_heads:
+        raise ValueError(
+            f"query has {q_heads} heads and key {kv_heads}. Attention needs at least one of each. Check head_dim, or "
+            "how many heads tensor parallelism leaves on this rank"
+        )
     if q_heads % kv_heads:
         raise ValueError(
             f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads, which grouped-query attention "
@@ -203,6 +255,18 @@ def check_degree(mode: Mode, cp: CPMesh) -> None:
 # --------------------------------------------------------------------------- lengths
 
 
+def check_kinds(call: Call) -> None:
+    """Raise ``TypeError`` unless the numbers of a call are numbers, and its mask is a tensor."""
+    for name, x in (("scale", 0.0 if call.scale is None else call.scale), ("dropout_p", call.dropout_p)):
+        if not isinstance(x, NUMBERS) or isinstance(x, bool):
+            raise TypeError(f"{name}={x!r} is a {type(x).__name__}. It must be a number. Pass a float")
+    if call.mask is not None and not isinstance(call.mask, Tensor):
+        raise TypeError(
+            f"attn_mask is a {type(call.mask).__name__}, not a tensor. It must be bool (True is visible) or floating, "
+            "over global positions. Pass torch.tensor(...)"
+        )
+
+
 def check_options(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) -> None:
     """Raise ``ValueError`` if the options of a call contradict each other or its ``lengths`` (queries, keys)."""
     if not 0.0 <= call.dropout_p < 1.0:
@@ -223,6 +287,23 @@ def check_options(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) 
 
 
 # --------------------------------------------------------------------------- explicit masks
+
+
+def _sinks(call: Call, q: Tensor, cp: CPMesh, exchanged: bool) -> Tensor:
+    """The sinks of the heads that this rank attends. Its gradient is zero for the other heads."""
+    sinks, degree = call.sinks, cp.ulysses.size
+    attended = q.shape[1] if exchanged else q.shape[1] // degree
+    heads = attended * degree
+    fits = isinstance(sinks, Tensor) and sinks.is_floating_point() and sinks.device == q.device and sinks.ndim == 1
+    if sinks is None or not fits or len(sinks) not in ({heads, attended} if exchanged else {heads}):
+        given = f"{sinks.dtype} {tuple(sinks.shape)} on {sinks.device}" if isinstance(sinks, Tensor) else repr(sinks)
+        raise ValueError(
+            f"{call.name}: sinks={given} must hold one floating-point logit per query head, [{heads}] on {q.device}. "
+            "Pass the sinks of all heads; each rank takes those of its own"
+        )
+    if len(sinks) == attended:
+        return sinks
+    return sinks.narrow(0, cp.ulysses.rank * attended, attended)
 
 
 def _check_mask(call: Call, q: Tensor, cp: CPMesh, lengths: tuple[int, int], exchanged: bool) -> Tensor:

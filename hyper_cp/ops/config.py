@@ -36,9 +36,10 @@ class Mode:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "window", tiles.check_window(self.window))
-        if self.kv_exchange not in arrivals.KV_EXCHANGES:
+        if not isinstance(self.kv_exchange, str) or self.kv_exchange not in arrivals.KV_EXCHANGES:
             raise ValueError(
-                f"kv_exchange={self.kv_exchange!r} is unknown; choose one of {', '.join(map(repr, arrivals.KV_EXCHANGES))}"
+                f"kv_exchange={self.kv_exchange!r} is unknown; choose one of "
+                f"{', '.join(map(repr, arrivals.KV_EXCHANGES))}"
             )
         layouts.check_layout(self.layout)
         if not isinstance(self.head_groups, int) or isinstance(self.head_groups, bool) or self.head_groups < 1:
@@ -65,6 +66,8 @@ class Call:
     dropout_p: float = 0.0
     name: str = "attention"
     """The module that calls, for errors and for the comparison between ranks."""
+    sinks: Tensor | None = None
+    """A logit per query head that takes weight and gives no value: ``[H]`` of all heads, or of this rank's."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ class CheckedCall:
     exchanged: bool
     lengths: tuple[int, int]
     """Global numbers of queries and keys."""
+    sinks: Tensor | None = None
+    """``[H]``, of the heads that this rank attends."""
 
     def settings(self, kernel: str) -> str:
         """The :class:`OpSettings` of this call as text."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import operator
 import struct
 import weakref
 from collections import deque
@@ -55,9 +56,15 @@ def documents_table(documents: Any = None, document_ids: Any = None) -> Tensor |
             )
         table = rows.detach().to("cpu", torch.int64).tolist()
     else:
-        listed = list(documents)
-        nested = any(isinstance(x, (list, tuple)) or (isinstance(x, Tensor) and x.ndim) for x in listed)
-        table = [[int(b) for b in row] for row in (listed if nested else [listed])]
+        try:
+            listed = list(documents)
+            nested = any(isinstance(x, (list, tuple)) or (isinstance(x, Tensor) and x.ndim) for x in listed)
+            table = [[operator.index(b) for b in row] for row in (listed if nested else [listed])]
+        except TypeError:
+            raise TypeError(
+                f"documents={documents!r} must be cumulative lengths: a list of integers from 0 to the sequence "
+                "length, one such list per batch row, or a tensor of them"
+            ) from None
     if not table or any(len(row) < 2 for row in table):
         raise ValueError(f"documents={documents!r}: cumulative lengths need at least the boundaries 0 and S")
     width = 1 << (max(len(row) for row in table) - 1).bit_length()

@@ -90,7 +90,7 @@ def check_name(argument: str, name: str) -> None:
 
 def check_layout(layout: str) -> str:
     """Return ``layout`` if it is a known layout, else raise ``ValueError``."""
-    if layout not in _LAYOUTS:
+    if not isinstance(layout, str) or layout not in _LAYOUTS:
         raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(map(repr, LAYOUTS))}")
     return layout
 

@@ -76,8 +76,10 @@ def check_window(window: Sequence[int | None] | None) -> tuple[int | None, int |
     """``(left, right)`` with None for unbounded, or None for no window; else ``ValueError``."""
     if window is None:
         return None
-    if len(window) != 2 or any(
-        w is not None and (not isinstance(w, int) or isinstance(w, bool) or w < -1) for w in window
+    if (
+        not isinstance(window, (tuple, list))
+        or len(window) != 2
+        or any(w is not None and (not isinstance(w, int) or isinstance(w, bool) or w < -1) for w in window)
     ):
         raise ValueError(
             f"window={window!r} must be (left, right): how many positions before and after its own a query "

@@ -216,6 +216,49 @@ def test_ranks_with_another_ulysses_degree(ranks: Any) -> None:
         assert "different ulysses_degree: rank 0: 1; rank 1: 1; rank 2: 1; rank 3: 2" in error
 
 
+@on_ranks
+def other_scales() -> list[Any]:
+    """Rank 1 brings another scale with a new signature; then all bring new scales with an old one."""
+    mesh, q = mesh_of(2), torch.randn(1, 4, 8, 8)
+
+    def call(scale: float, **options: Any) -> Any:
+        return attention(q, q, q, mesh=mesh, scale=scale, **options)
+
+    errors = [raised(lambda: call(0.5 + dist.get_rank(), is_causal=True)), raised(lambda: call(0.5, is_causal=True))]
+    return [*errors, sum(compared(lambda s=s: call(0.1 * s, is_causal=True)) for s in range(1, 9))]
+
+
+def test_the_scale_is_compared_with_a_new_signature_only(ranks: Any) -> None:
+    for error, after, comparisons in ranks(2, other_scales):
+        assert error.startswith("ValueError") and "different scale: rank 0: 0.5; rank 1: 1.5." in error
+        assert (after, comparisons) == ("", 0)
+
+
+@on_ranks
+def other_calls_that_were_agreed_on(causal: tuple[bool, bool], extra: int) -> list[Any]:
+    """All signatures are old, and rank 1 makes other calls than rank 0, silently. Then a new batch comes."""
+    mesh, q, rank = mesh_of(2), torch.randn(1, 4, 8, 8), dist.get_rank()
+    for is_causal in (True, False):
+        attention(q, q, q, mesh=mesh, is_causal=is_causal)
+    comparisons = compared(lambda: attention(q, q, q, mesh=mesh, is_causal=causal[rank]))
+    for _ in range(extra * rank):  # (an attention call too many would hang in its transfers)
+        cp_mesh.view(mesh, 1).agree("documents", (("documents", None),))
+    errors = [raised(lambda: attention(q, q, q, mesh=mesh, documents=[0, 3, 16])) for _ in range(2)]
+    return [comparisons, *errors]
+
+
+def test_other_calls_are_found_at_the_next_comparison(ranks: Any) -> None:
+    for number, *found in ranks(2, other_calls_that_were_agreed_on, (True, False), 0):
+        assert number == 0
+        assert found[0].startswith("ValueError: attention: since the ranks of the cp mesh of 2 ranks") and not found[1]
+        assert "ranks [1] have made others, or in another order than rank 0. Results since then are wrong" in found[0]
+    for number, *found in ranks(2, other_calls_that_were_agreed_on, (True, True), 3):
+        assert number == 0 and not found[1]
+        assert "another number of them (signatures looked up: rank 0: 4; rank 1: 7)" in found[0]
+    for number, *found in ranks(2, other_calls_that_were_agreed_on, (False, False), 0):
+        assert number == 0 and found == ["", ""]
+
+
 # --------------------------------------------------------------------------- waiting alone
 
 

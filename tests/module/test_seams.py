@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch.distributed._composable import checkpoint as composable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hyper_cp.module._torch import checkpoint as seam
-from hyper_cp.module._torch import compile_guard, flex_patch, modules, version
+from hyper_cp.module._torch import compile_guard, flex_patch, function_modes, modules, version
 
 # --------------------------------------------------------------------------- recomputes
 
@@ -195,11 +195,28 @@ def test_hooks_running_calls_and_wrappers_of_a_module() -> None:
     module.register_forward_pre_hook(module.before)
     assert modules.hook_owners(module) == [module]
     assert module(torch.ones(1)).item() == 1 and not modules.is_running(module)
+    assert modules.calls_running(module) == 0
     assert modules.checkpointed(checkpoint_wrapper(module)) is module and modules.checkpointed(module) is None
     assert not modules.is_compiled(module) and modules.is_compiled(torch.compile(module, backend="eager"))
     assert not modules.is_compiled(module), "torch.compile(module) gives another module"
     module.compile(backend="eager")
     assert modules.is_compiled(module)
+
+
+def test_a_mode_below_the_top_can_be_taken_out() -> None:
+    class Mode(overrides.TorchFunctionMode):
+        pass
+
+    first, second, third = Mode(), Mode(), Mode()
+    with first, second:
+        third.__enter__()
+        function_modes.take_out(second)
+        assert overrides._get_current_function_mode_stack() == [first, third]
+        function_modes.take_out(second)
+        function_modes.take_out(first)
+        second.__enter__()
+        assert overrides._get_current_function_mode_stack() == [third, second]
+    assert overrides._get_current_function_mode_stack() == []
 
 
 def test_compilations_are_counted() -> None:
@@ -220,8 +237,8 @@ def test_compiled_modules_are_found_without_the_counter() -> None:
 
 
 def test_the_plan_being_applied_is_on_the_stack() -> None:
-    assert "module" in parallelize_module.__code__.co_varnames
-    assert compile_guard._plan_being_applied() == (None, None)
+    assert {"module", "parallelize_plan"} <= {*parallelize_module.__code__.co_varnames}
+    assert compile_guard.plan_being_applied() == (None, None, [])
 
 
 def test_a_mesh_knows_its_root() -> None:

@@ -47,7 +47,7 @@ def _compiled_modules(module: nn.Module) -> list[nn.Module]:
     # How often each frame was compiled. Where the counter is missing, all objects are searched.
     counter = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COMPILE_COUNTER", {None: 1})
     frames = sum(counter.values())
-    frame, root = _plan_being_applied()
+    frame, root, _ = plan_being_applied()
     root = module if root is None else root
     found = [x for x in root.modules() if is_compiled(x)]
     if not frames:
@@ -60,12 +60,14 @@ def _compiled_modules(module: nn.Module) -> list[nn.Module]:
     return found + [x for x in (weak() for weak in _found[2]) if x is not None]
 
 
-def _plan_being_applied() -> tuple[int | None, nn.Module | None]:
-    """The address of the frame of ``parallelize_module``, and its module (None if it is not on the stack)."""
-    frame, call, root = inspect.currentframe(), None, None
+def plan_being_applied() -> tuple[int | None, nn.Module | None, list[str]]:
+    """The address of the frame of ``parallelize_module``, its module (None if it is not on the stack), and the names
+    that the styles of its plan allow."""
+    frame, call, root, plan = inspect.currentframe(), None, None, None
     while frame is not None:
-        if frame.f_code is parallelize_module.__code__:
-            root = frame.f_locals["module"]  # the outermost in the end
+        if frame.f_code is parallelize_module.__code__:  # the outermost in the end
+            root, plan = frame.f_locals["module"], frame.f_locals["parallelize_plan"]
             call = id(frame)
         frame = frame.f_back
-    return call, root
+    styles = plan.values() if isinstance(plan, dict) else [plan]
+    return call, root, [name for style in styles for name in getattr(style, "allow", ())]

@@ -8,6 +8,7 @@ torch 2.11 to 2.15.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -26,14 +27,23 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
-def is_running(module: nn.Module) -> bool:
-    """True if a call of the module is on the stack of this thread."""
+def running_modules() -> Iterator[nn.Module]:
+    """The modules whose calls are on the stack of this thread, innermost first; one for each call."""
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code is _CALL and frame.f_locals.get("self") is module:
-            return True
+        if frame.f_code is _CALL:
+            yield frame.f_locals["self"]
         frame = frame.f_back
-    return False
+
+
+def is_running(module: nn.Module) -> bool:
+    """True if a call of the module is on the stack of this thread."""
+    return any(running is module for running in running_modules())
+
+
+def calls_running(module: nn.Module) -> int:
+    """The number of calls of the module on the stack of this thread."""
+    return sum(running is module for running in running_modules())
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -67,7 +67,7 @@ def classify(
         counts = isinstance(out, Tensor) and out.shape == (local,) and out[0] == 0 and out[-1] == local - 1
         if counts and not positions.first:
             return "positions", f"torch.arange counts 0 to {local - 1}, the local length"
-    elif attention_calls.key_of(func) in attention_calls.ROUTED or func is F.multi_head_attention_forward:
+    elif attention_calls.key_of(func) in attention_calls.ROUTED or attention_calls.spelled(func) is not None:
         if isinstance(x, Tensor) and local in x.shape:
             return "attention", f"{name} attends {local} local positions only"
     elif name == "__getitem__":

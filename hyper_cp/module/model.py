@@ -1,0 +1,119 @@
+"""The model around a styled module, which ranks compare once: its styled modules, and its weights.
+
+A rank with another layer, another style or another seed than the others computes, or hangs, without a word. So before a
+styled module runs for the first time on a mesh, the ranks compare the styled modules of the model that is running, its
+weights, and which module it is. That costs a few requests to a store, once for each module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from ..mesh.agreement import digest, fingerprint
+from ._torch.modules import running_modules
+from .dtensor import CPDims, ranks_along
+from .mesh_binding import Binding, Plan, StyledMesh, binding_of
+
+
+@dataclass
+class Model:
+    """A model, its qualified names, its styled modules, and what its user vouches for."""
+
+    root: nn.Module
+    vouched: tuple[str, ...] = ()
+    """Patterns of names, and types, beside those of the styles that are applied already."""
+    names: dict[int, str] = field(init=False)
+    """Qualified names of the modules, by identity."""
+    styled: dict[str, Binding] = field(init=False)
+    exempt: list[str] = field(init=False)
+    """Names of the modules that the user vouches for; everything inside them is meant too."""
+
+    def __post_init__(self) -> None:
+        modules = dict(self.root.named_modules())
+        self.names = {id(module): name for name, module in modules.items()}
+        self.styled = {name: found for name, module in modules.items() if (found := binding_of(module)) is not None}
+        allow = {*self.vouched, *(pattern for found in self.styled.values() for pattern in found.style.allow)}
+        self.exempt = [
+            name
+            for name, module in modules.items()
+            if any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for pattern in allow)
+        ]
+
+    def allows(self, name: str) -> bool:
+        """True if the user vouches for the module (or parameter) of this name, or for one that contains it."""
+        return any(name == outer or name.startswith(f"{outer}.") or not outer for outer in self.exempt)
+
+    def inside_styled(self, name: str) -> bool:
+        """True for a styled module, and for what is in it."""
+        return any(name == outer or name.startswith(f"{outer}.") or not outer for outer in self.styled)
+
+
+def model_of(module: nn.Module) -> Model:
+    """The model of a module that is running: the outermost module of this thread's calls that contains it."""
+    outer = [root for root in running_modules() if any(child is module for child in root.modules())]
+    return Model(outer[-1] if outer else module)
+
+
+def introduce(binding: Binding, module: nn.Module, mesh: StyledMesh) -> None:
+    """Compare the model of a module that runs for the first time on this mesh with those of the other ranks.
+
+    Raises:
+        ValueError: on every rank, before any communication of tensors: if the ranks have styled other modules, or
+            otherwise; if they hold other weights; if they run another module now.
+    """
+    cp = mesh.views[0]
+    if torch.compiler.is_compiling() or cp.agreement is None or cp.agreement in binding.introduced:
+        return
+    model = None
+    if binding.place is None:
+        model = model_of(module)
+        plan = Plan({name: repr(found.style) for name, found in model.styled.items()})
+        for name, found in model.styled.items():
+            found.place = name, plan
+    if binding.place is None:  # held by something else than the model: an integration
+        binding.place = "", Plan({"": repr(binding.style)})
+    name, plan = binding.place
+    cp.agree("plan", plan.signature, binding.name, details=lambda: plan.styles)
+    if not cp.agreement.known("weights", plan.signature):
+        weights = dict(fingerprints(model or model_of(module), mesh.cp_dims))
+        total = digest("".join(f"{name}={value}" for name, value in weights.items()).encode())
+        cp.agree("weights", plan.signature, binding.name, (("weights", total),), lambda: weights)
+    cp.agree("module", (("module", name), ("style", plan.styles[name])), binding.name)
+    binding.introduced.add(cp.agreement)
+
+
+# --------------------------------------------------------------------------- weights
+
+
+def fingerprints(model: Model, cp: CPDims) -> Iterator[tuple[str, str]]:
+    """Name and digest of every parameter that the ranks of a cp mesh hold alike.
+
+    Parameters that are sharded over cp ranks (FSDP, ZeRO, expert parallelism by DTensor) are left out, and so are those
+    of modules that the user vouches for.
+    """
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.root.modules()):
+        return  # its parameters are plain tensors, some of them gathered at the moment
+    for name, parameter in model.root.named_parameters():
+        local = _replicated(parameter, cp)
+        if local is None or not local.numel() or local.is_meta or hasattr(parameter, "ds_id") or model.allows(name):
+            continue  # (ds_id: DeepSpeed has taken the parameter apart)
+        with suppress(Exception):  # in a trace or a transform of functions, values cannot be read, on any rank
+            yield f"parameter {name!r}", fingerprint(local)
+
+
+def _replicated(parameter: Tensor, cp: CPDims) -> Tensor | None:
+    """The local tensor of a parameter; None if cp ranks hold different parts of it."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    mesh = parameter.device_mesh
+    for dim, placement in enumerate(parameter.placements):
+        if not isinstance(placement, Replicate) and len(set(ranks_along(mesh, dim)) & set(cp.ranks)) > 1:
+            return None
+    return parameter.to_local()

@@ -1,0 +1,341 @@
+"""Attention and modules beside the styled ones are found when a plan is applied, or in the first forward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import flex_attention
+
+from hyper_cp import ContextParallel, context_parallel, styled_modules
+from hyper_cp.mesh import comm
+from hyper_cp.module.guards import mixing, refuse_mixing
+from hyper_cp.module.model import Model
+from tests.harness import modules
+from tests.harness.attention_case import cp_mesh
+from tests.harness.ranks import on_ranks
+from tests.harness.styled import RING1, clean, local
+
+# --------------------------------------------------------------------------- modules that mix positions
+
+
+class MambaMixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4, 4, 3)
+
+
+MIXING: list[nn.Module] = [
+    nn.Conv1d(4, 4, 3),
+    nn.Conv1d(4, 4, 2, stride=2),
+    nn.ConvTranspose1d(4, 4, 3),
+    nn.RNN(4, 4),
+    nn.LSTM(4, 4),
+    nn.GRU(4, 4),
+    nn.BatchNorm1d(4),
+    nn.BatchNorm1d(4, track_running_stats=False).eval(),
+    nn.InstanceNorm1d(4),
+    nn.MaxPool1d(2),
+    nn.AdaptiveAvgPool1d(1),
+    MambaMixer(),
+]
+POINTWISE: list[nn.Module] = [
+    nn.Conv1d(4, 4, 1),
+    nn.Conv2d(4, 4, 3),
+    nn.BatchNorm1d(4).eval(),
+    nn.SyncBatchNorm(4),
+    nn.LayerNorm(4),
+    nn.Linear(4, 4),
+    nn.Embedding(4, 4),
+]
+
+
+def test_modules_that_mix_positions_are_known() -> None:
+    assert all(mixing(module) for module in MIXING)
+    assert not any(mixing(module) for module in POINTWISE)
+
+
+def test_an_error_names_what_mixes_positions() -> None:
+    model = nn.ModuleDict({"conv": nn.Conv1d(4, 4, 3), "attn": modules.BNSD(), "mamba": MambaMixer()})
+    with pytest.raises(ValueError, match=r"module 'conv' \(Conv1d\) convolves 3 neighbouring positions") as error:
+        refuse_mixing(Model(model))
+    assert "module 'mamba' (MambaMixer)" in str(error.value) and "mamba.conv" not in str(error.value)
+    assert "vouch for it: ContextParallel(allow=('conv', 'mamba'))" in str(error.value)
+    for vouched in (("conv", "mamba"), ("*",), ("Conv1d", "MambaMixer"), ("c*", "m?mba")):
+        refuse_mixing(Model(model, vouched))
+    refuse_mixing(Model(nn.Sequential(MambaMixer(), nn.Linear(2, 2)), ("Conv1d", "MambaMixer")))
+    refuse_mixing(Model(model, ("conv",)), whole=(MambaMixer, nn.ModuleDict))
+
+
+# --------------------------------------------------------------------------- models
+
+
+class Attention(nn.Module):
+    """Attention of one kind, of a sequence to itself or to other keys."""
+
+    def __init__(self, kind: str = "sdpa", length: int | None = None, before: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self.kind, self.length, self.before = kind, length, before
+        if kind == "mha":
+            self.mha = nn.MultiheadAttention(8, 2, dtype=torch.float64)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.before is not None:
+            self.before()
+        if self.length is not None:
+            k, v = k[:, :, : self.length], v[:, :, : self.length]
+        if self.kind == "mha":
+            sequence = q[:, 0].transpose(0, 1)
+            return self.mha(sequence, sequence, sequence)[0].transpose(0, 1)[:, None].expand_as(q)
+        if self.kind == "flex":
+            return flex_attention(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.length is None)
+
+
+class Layers(nn.Module):
+    """Layers ``styled`` under ContextParallel and others beside them, run in order."""
+
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(layers)
+        self.skip: tuple[str, ...] = ()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for name, layer in self.layers.items():
+            if name not in self.skip:
+                q = q + layer(q, k, v)
+        return q
+
+
+def applied(model: nn.Module, *keys: str, **style: Any) -> nn.Module:
+    keys = keys or ("layers.styled*",)
+    return parallelize_module(model, cp_mesh(), dict.fromkeys(keys, ContextParallel(**{**RING1, **style})))
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# --------------------------------------------------------------------------- when the plan is applied
+
+
+@on_ranks
+def plans() -> dict[str, str]:
+    def of(*keys: str, style: dict[str, Any] | None = None, **layers: nn.Module) -> str:
+        with comm.record_traffic() as log:
+            error = error_of(lambda: applied(Layers(styled=Attention(), **layers), *keys, **style or {}))
+        return error + "".join(operation for operation, _ in log.entries)
+
+    conv = nn.Sequential(nn.Conv1d(4, 4, 3))
+
+    class Whole(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv1d(4, 4, 3)
+
+    return {
+        "conv": of(conv=conv),
+        "conv, allowed": of(conv=conv, style={"allow": ("layers.conv",)}),
+        "container": of("layers"),
+        "inside, ring": of("layers.whole", whole=Whole()),
+        "inside, Ulysses": of("layers.whole", whole=Whole(), style={"ulysses_degree": None}),
+        "inside, Ulysses, own qkv": of(
+            "layers.whole", whole=Whole(), style={"ulysses_degree": None, "qkv_indices": None}
+        ),
+    }
+
+
+def test_a_plan_beside_modules_that_mix_positions_is_refused(ranks: Any) -> None:
+    for found in ranks(2, plans):
+        assert found["conv"].startswith("ValueError: module 'layers.conv.0' (Conv1d) convolves 3 neighbouring")
+        assert found["container"].startswith(
+            "ValueError: ContextParallel is applied to module ModuleDict, which has no"
+        )
+        assert found["inside, ring"].startswith("ValueError: module 'layers.whole.conv'")
+        assert found["inside, Ulysses, own qkv"].startswith("ValueError: module 'layers.whole.conv'")
+        assert found["conv, allowed"] == found["inside, Ulysses"] == ""
+
+
+@on_ranks
+def alone() -> str:
+    return error_of(lambda: applied(Layers(styled=Attention(), conv=nn.Conv1d(4, 4, 3))))
+
+
+def test_one_rank_has_whole_sequences(ranks: Any) -> None:
+    assert ranks(1, alone) == [""]
+
+
+# --------------------------------------------------------------------------- in the first forward
+
+
+@on_ranks
+def first_forwards() -> dict[str, Any]:
+    (q, k, v), _ = local()
+
+    def of(model: nn.Module, **style: Any) -> list[Any]:
+        applied(model, **style)
+        return [error_of(lambda: model(q, k, v)), clean(), error_of(lambda: model(q, k, v)), clean()]
+
+    return {
+        "after": of(Layers(styled=Attention(), other=Attention())),
+        "before": of(Layers(other=Attention(), styled=Attention())),
+        "flex": of(Layers(styled=Attention(), other=Attention("flex"))),
+        "mha": of(Layers(other=Attention("mha"), styled=Attention())),
+        "allowed": of(Layers(styled=Attention(), other=Attention()), allow=("layers.other",)),
+        "cross-attention": of(Layers(styled=Attention(), other=Attention(length=3))),
+        "another sequence": of(Layers(styled=Attention(), other=_Short())),
+        "all styled": of(Layers(styled=Attention(), styled_too=Attention())),
+        "failing": of(Layers(styled=Attention(), other=modules.Failing())),
+    }
+
+
+class _Short(nn.Module):
+    """A tower over another sequence, which every rank has as a whole."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        image = q.new_ones(1, 2, 5, 8)
+        return F.scaled_dot_product_attention(image, image, image).mean()
+
+
+def test_attention_that_is_not_routed_is_found(ranks: Any) -> None:
+    for found in ranks(2, first_forwards):
+        calls = {"flex": "flex_attention", "mha": "nn.MultiheadAttention"}
+        for kind in ("after", "before", "flex", "mha"):
+            first, left_nothing, _, _ = found.pop(kind)
+            call = calls.get(kind, "F.scaled_dot_product_attention")
+            name = (
+                "module 'layers.other.mha' (MultiheadAttention)"
+                if kind == "mha"
+                else "module 'layers.other' (Attention)"
+            )
+            assert first.startswith(f"RuntimeError: {name} calls {call} on this rank's share of the sequence (8 pos"), (
+                kind
+            )
+            assert "ContextParallel(allow=('layers.other" in first and left_nothing
+        first, left_nothing, _, nothing_either = found.pop("failing")
+        assert first.startswith(("RuntimeError: module 'layers.other' (Failing)", "KeyError"))
+        assert left_nothing and nothing_either
+        assert all(result == ["", True, "", True] for result in found.values()), found
+
+
+@on_ranks
+def idle(skip: tuple[str, ...]) -> list[str]:
+    (q, k, v), _ = local()
+    model = Layers(styled=Attention(), styled_too=Attention(), linear=_Short())
+    model.skip = skip
+    applied(model)
+    errors = [error_of(lambda: model(q, k, v)), error_of(lambda: styled_modules(model, ran=True))]
+    model.skip = ()
+    return [*errors, error_of(lambda: model(q, k, v)), error_of(lambda: styled_modules(model, ran=True))]
+
+
+def test_styled_modules_that_do_not_run(ranks: Any) -> None:
+    for none_ran, idle_both, after, idle_none in ranks(2, idle, ("styled", "styled_too")):
+        assert none_ran.startswith(
+            "RuntimeError: None of the 2 modules under ContextParallel (layers.styled, layers.styl"
+        )
+        assert idle_both.startswith("ValueError: 2 of 2 modules under ContextParallel have not run: layers.styled, ")
+        assert after == idle_none == ""
+    for one_ran, idle_one, after, idle_none in ranks(2, idle, ("styled",)):
+        assert idle_one.startswith("ValueError: 1 of 2 modules under ContextParallel have not run: layers.styled.")
+        assert one_ran == after == idle_none == ""  # a layer that is dropped at random, say: logged
+
+
+@on_ranks
+def residue() -> dict[str, bool]:
+    (q, k, v), _ = local()
+    interrupts = [True]
+
+    def interrupt() -> None:
+        if interrupts and interrupts.pop():
+            raise KeyboardInterrupt
+
+    found = {}
+    model = applied(Layers(plain=_Short(), styled=Attention(), linear=Attention(length=2, before=interrupt)))
+    with suppress(KeyboardInterrupt):
+        model(q, k, v)
+    found["the next forward runs"] = error_of(lambda: model(q, k, v)) == ""
+    found["nothing is left"] = clean()
+    twin = copy.deepcopy(applied(Layers(styled=Attention(), other=Attention())))
+    found["a copy is watched"] = error_of(lambda: twin(q, k, v)).startswith("RuntimeError: module 'layers.other'")
+    model = applied(Layers(styled=Attention(), other=Attention()))
+    model.layers["other"].compile(backend="eager")  # type: ignore[index,union-attr]
+    error_of(lambda: model(q, k, v))
+    found["a model with compiled parts is not watched"] = clean()
+    return found
+
+
+def test_the_watch_leaves_nothing_behind(ranks: Any) -> None:
+    for found in ranks(2, residue):
+        assert all(found.values()), found
+
+
+# --------------------------------------------------------------------------- in a context_parallel block
+
+
+class Mixed(nn.Module):
+    """Attention after a module on ``[B, C, S]``, or on a tensor of another length."""
+
+    def __init__(self, mixing: nn.Module, length: int | None = None) -> None:
+        super().__init__()
+        self.mixing, self.length = mixing, length
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = x.transpose(1, 2) if self.length is None else x.new_ones(1, 8, self.length)
+        if isinstance(self.mixing, nn.RNNBase):
+            other = other.transpose(1, 2)
+        self.mixing(other)
+        q = x[:, None]
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+@on_ranks
+def blocks() -> dict[str, str]:
+    def of(mixing: nn.Module, length: int | None = None, **options: Any) -> str:
+        x, model = torch.randn(1, 16, 8), Mixed(mixing, length)
+        with comm.record_traffic() as log:
+            try:
+                with context_parallel(cp_mesh(), buffers=[x], buffer_seq_dims=[1], **options):
+                    model(x)
+            except RuntimeError as error:
+                return f"{error}{[op for op, _ in log.entries]}"
+        return ""
+
+    return {
+        "conv1d": of(nn.Conv1d(8, 8, 3)),
+        "conv_transpose1d": of(nn.ConvTranspose1d(8, 8, 3)),
+        "lstm": of(nn.LSTM(8, 8, batch_first=True)),
+        "gru": of(nn.GRU(8, 8, batch_first=True)),
+        "rnn_tanh": of(nn.RNN(8, 8, batch_first=True)),
+        "batch_norm": of(nn.BatchNorm1d(8)),
+        "max_pool1d": of(nn.MaxPool1d(2)),
+        "right: one position": of(nn.Conv1d(8, 8, 1)),
+        "right: running statistics": of(nn.BatchNorm1d(8).eval()),
+        "right: another length": of(nn.Conv1d(8, 8, 3), 6),
+        "right: allowed by type": of(nn.Conv1d(8, 8, 3), allow=("Conv1d",)),
+        "right: allowed by name": of(nn.LSTM(8, 8, batch_first=True), allow=("mix*",)),
+    }
+
+
+def test_functions_that_mix_positions_in_a_block(ranks: Any) -> None:
+    for found in ranks(2, blocks):
+        for name, text in found.items():
+            if name.startswith("right"):
+                assert text == "", name
+            else:
+                assert text.startswith("module 'mixing' (") and f"calls {name} on a tensor (1, 8, 8)" in text, (
+                    name,
+                    text,
+                )
+                assert text.endswith("vouch for it: context_parallel(..., allow=('mixing',))[]")

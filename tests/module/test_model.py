@@ -1,0 +1,160 @@
+"""The models of the ranks are compared once, before anything travels: styled modules, their order, and weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh
+from hyper_cp.mesh import comm
+from tests.harness import modules
+from tests.harness.attention_case import cp_mesh
+from tests.harness.ranks import on_ranks
+from tests.harness.styled import RING1, local
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8, dtype=torch.float64)
+        self.inner = modules.BNSD()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.proj(x), x, x)
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.backwards = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers) if self.backwards else self.layers:
+            x = layer(x)
+        return x
+
+
+def styled(model: nn.Module, mesh: DeviceMesh | None = None, **style: Any) -> nn.Module:
+    return parallelize_module(
+        model, mesh or cp_mesh(), {"layers.*.inner": ContextParallel(**{**RING1, "kv_exchange": "ring", **style})}
+    )
+
+
+def outcome(model: nn.Module) -> tuple[str, int, list[str]]:
+    """The error of a forward ("" if there is none), its comparisons, and everything else that travelled."""
+    error = ""
+    with comm.record_traffic() as log:
+        try:
+            model(local()[0][0])
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    operations = [operation for operation, _ in log.entries]
+    return error, operations.count("agreement"), [operation for operation in operations if operation != "agreement"]
+
+
+@on_ranks
+def other_models() -> dict[str, Any]:
+    rank = dist.get_rank()
+    found = {}
+    found["number"] = outcome(styled(Model(2 + rank)))
+    torch.manual_seed(0)
+    model = styled(Model())
+    model.backwards = rank == 1
+    found["order"] = outcome(model)
+    found["style"] = outcome(styled(Model(), window=(3 + rank, None)))
+    found["qkv"] = outcome(styled(Model(), window=(5, None), qkv_indices=((0, 1, 2), (0, 2, 1))[rank]))
+    torch.manual_seed(rank)
+    found["weights"] = outcome(styled(Model(), window=(6, None)))
+    torch.manual_seed(0)
+    found["right"] = outcome(styled(Model()))
+    return found
+
+
+def test_other_models_are_refused_on_every_rank_before_communication(ranks: Any) -> None:
+    start = "ValueError: module BNSD: the ranks of the cp mesh of 2 ranks (ring 2 x ulysses 1) call attention with "
+    words = {
+        "number": "different styled modules: layers.2.inner (rank 0: none; rank 1: ContextParallel(seq_dim=2",
+        "order": "different module: rank 0: layers.0.inner; rank 1: layers.1.inner. Apply the same styles",
+        "style": "different styled modules: layers.0.inner (rank 0: ContextParallel(",
+        "qkv": "different styled modules: layers.0.inner (rank 0: ContextParallel(",
+        "weights": "different weights: ranks [1] have others (or none) than rank 0, first in parameter "
+        "'layers.0.proj.weight'. The ranks of a cp mesh hold the same weights: seed them alike",
+    }
+    for found in ranks(2, other_models):
+        error, _, travelled = found.pop("right")
+        assert error == "" and travelled
+        for kind, (error, _, travelled) in found.items():
+            assert error.startswith(start + words[kind]), (kind, error)
+            assert not travelled
+
+
+@on_ranks
+def comparisons() -> list[Any]:
+    """Comparisons of: the first forward, the second, that of a copy and of an equal model, on another mesh, again."""
+    model, other = styled(Model()), cp_mesh()
+    counts = [outcome(model)[1], outcome(model)[1], outcome(copy.deepcopy(model))[1]]
+    torch.manual_seed(5)
+    equal = styled(Model())
+    counts.append(outcome(equal)[1])
+    for _ in range(2):
+        with context_parallel_mesh(model, other, ulysses_degree=2):
+            counts.append(outcome(model)[1])
+    return counts
+
+
+def test_a_model_is_compared_once_per_mesh(ranks: Any) -> None:
+    # Styled modules, weights, two modules, the signatures of module and attention, no documents. On the other view of
+    # the mesh only the signatures are new.
+    assert ranks(2, comparisons) == [[7, 0, 0, 0, 2, 0]] * 2
+
+
+@on_ranks
+def weights_that_differ_on_purpose() -> list[str]:
+    rank, errors = dist.get_rank(), []
+    for allow in ((), ("layers.1",), ("layers.*.proj",), ("Linear",), ("Model",)):
+        model = Model()
+        with torch.no_grad():
+            model.layers[1].proj.weight.add_(rank)  # type: ignore[union-attr,operator]
+        errors.append(outcome(styled(model, allow=allow))[0])
+    # Sharded over the cp ranks, as FSDP does: not the same on purpose. Replicated: the same.
+    for placement in (Replicate(), Shard(0)):
+        model = Model()
+        mine = distribute_tensor(torch.arange(8.0), cp_mesh(), [placement])
+        mine.to_local().add_(rank)
+        model.layers[1].table = nn.Parameter(mine)
+        errors.append(outcome(styled(model))[0])
+    return errors
+
+
+def test_weights_that_the_user_vouches_for_or_that_are_sharded(ranks: Any) -> None:
+    for none, *allowed, replicated, sharded in ranks(2, weights_that_differ_on_purpose):
+        assert "first in parameter 'layers.1.proj.weight'" in none
+        assert allowed == [""] * 4
+        assert sharded == "" and "first in parameter 'layers.1.table'" in replicated
+
+
+@on_ranks
+def other_batches() -> list[str]:
+    """Rank 1 splits another batch. Then both split one, of which only rank 1's first has been compared."""
+    style = ContextParallel(**{**RING1, "kv_exchange": "ring"})
+    handler = ContextParallelHandler(cp_mesh(), style)
+    model = parallelize_module(Model(), cp_mesh(), {"layers.*.inner": style})
+    handler.dispatch(torch.arange(8.0)[None] + dist.get_rank())  # no integers
+    handler.get_batch_on_this_cp_rank({"tokens": torch.arange(16)[None] * (3 + dist.get_rank())})
+    errors = [outcome(model)[0]]
+    handler.get_batch_on_this_cp_rank({"tokens": torch.arange(16)[None] * (3 + dist.get_rank())})
+    return [*errors, outcome(model)[0]]
+
+
+def test_the_first_batches_are_compared(ranks: Any) -> None:
+    for first, second in ranks(2, other_batches):
+        assert "different batch: ranks [1] have others (or none) than rank 0. The ranks of a cp mesh" in first
+        assert second == ""  # once
