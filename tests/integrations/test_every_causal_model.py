@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hyper_cp
 from hyper_cp import ContextParallel, ContextParallelHandler
-from tests.harness.hf_causal import NotTiny, causal_types, class_name, tiny_causal
+from tests.harness.hf_causal import NotTiny, causal_types, changed_behaviour, class_name, tiny_causal
 from tests.harness.hf_models import InDouble, tokens
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
@@ -156,6 +156,7 @@ def page(found: dict[str, tuple[str, str]], version: str) -> str:
     lines += ["| model type | class | outcome | reason |", "|---|---|---|---|"]
     for kind, (outcome, why) in found.items():
         why = re.split(r"(?<=[^A-Z])[.:] ", why.partition(": ")[2] if outcome == "refused" else why)[0]
+        why = changed_behaviour(kind) if outcome == "exact" else why
         lines.append(f"| `{kind}` | {class_name(kind)} | {outcome} | {why} |")
     return "\n".join(lines) + "\n"
 
