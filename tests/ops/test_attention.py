@@ -34,7 +34,7 @@ from tests.harness.oracle import rms_error
 from tests.harness.ranks import on_ranks
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_every_mode_fp64(ranks: Any, world: int) -> None:
     cases = [
         AttentionCase(24 * world, causal, batch=batch, heads=8, kv_heads=kv_heads, strided=strided, **mode)
