@@ -58,7 +58,12 @@ _NO_STORE = ("fake", "mpi")
 _WITHDRAWN = ""
 """The entry of a rank that has given up."""
 
-_NAMES = {"call": "attention call", "documents": "packed documents", "module": "module", "plan": "styled modules"}
+_NAMES = {
+    "call": "attention call",
+    "documents": "packed documents",
+    "plan": "styled modules",
+    "groups": "groups of a hybrid",
+}
 """Names that errors use for kinds and fields."""
 _REMEDY = {
     "shapes": "Every rank holds an equal share of one sequence: shard the batch with ContextParallelHandler.dispatch, "

@@ -228,10 +228,8 @@ class FirstForward:
             if self.watch.thread != threading.get_ident() or calls_running(root) > 1:
                 return
             self._end()  # a KeyboardInterrupt ended that forward without its hooks
-        if any(
-            is_compiled(module) for module in (*running_modules(), *root.modules())
-        ):  # graphs would be compiled for this forward only
-            self.done = True
+        if any(is_compiled(module) for module in (*running_modules(), *root.modules())):
+            self.done = True  # graphs would be compiled for this forward, and again without the watch
             return
         model = Model(root)
         if any(binding.active.parallel for binding in model.styled.values()):
@@ -246,8 +244,8 @@ class FirstForward:
         self._end()
         if output is None:  # an exception is on its way
             return
-        self.done = True
         watch.refuse_unrouted()
+        self.done = True
         idle = [name for name, binding in watch.model.styled.items() if not binding.ran]
         if len(idle) == len(watch.model.styled):
             raise RuntimeError(

@@ -58,10 +58,11 @@ class StyledMesh:
             self.views = [cp_mesh.view(mesh, d) for d in cp_mesh.degrees_within_host(mesh)]
         else:
             chosen = None if degree == "auto" else degree
-            if chosen is None and style.mode.kv_exchange == "ring" and mesh.ndim == 1 < mesh.size():
+            exchange = style.mode.kv_exchange
+            if chosen is None and exchange in ("ring", "needed") and mesh.ndim == 1 < mesh.size():
                 raise ValueError(
-                    f'kv_exchange="ring" has no effect with ulysses_degree=None on a 1-D mesh of {mesh.size()} ranks: '
-                    "all of them exchange heads. Set ulysses_degree=1 for a ring, or a divisor of the mesh for a hybrid"
+                    f'kv_exchange="{exchange}" has no effect with ulysses_degree=None on a 1-D mesh of {mesh.size()} '
+                    "ranks: all of them exchange heads. Set ulysses_degree=1, or a divisor of the mesh for a hybrid"
                 )
             self.views = [cp_mesh.view(mesh, chosen)]  # type: ignore[arg-type]
         for cp in self.views:

@@ -101,11 +101,12 @@ def fingerprints(model: Model, cp: CPDims) -> Iterator[tuple[str, str]]:
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.root.modules()):
         return  # its parameters are plain tensors, some of them gathered at the moment
     for name, parameter in model.root.named_parameters():
-        local = _replicated(parameter, cp)
-        if local is None or not local.numel() or local.is_meta or hasattr(parameter, "ds_id") or model.allows(name):
+        if hasattr(parameter, "ds_id") or model.allows(name):
             continue  # (ds_id: DeepSpeed has taken the parameter apart)
-        with suppress(Exception):  # in a trace or a transform of functions, values cannot be read, on any rank
-            yield f"parameter {name!r}", fingerprint(local)
+        with suppress(Exception):  # in a trace, a transform or a lazy module values cannot be read, on any rank
+            local = _replicated(parameter, cp)
+            if local is not None and local.numel() and not local.is_meta:
+                yield f"parameter {name!r}", fingerprint(local)
 
 
 def _replicated(parameter: Tensor, cp: CPDims) -> Tensor | None:

@@ -108,7 +108,8 @@ def attention(
         scale: of the logits; default ``D ** -0.5``.
         enable_gqa: allow H to be a multiple of Hkv, as in ``F.scaled_dot_product_attention``.
         ulysses_degree: ranks that trade sequence for heads; ``None`` = all of the mesh.
-        kv_exchange: ``"all_gather"`` (Colossal) or ``"ring"``, over the remaining ranks; or ``"replicated"``: every
+        kv_exchange: ``"all_gather"`` (Colossal), ``"ring"`` or ``"needed"`` (only the rows that queries see, for
+            documents and windows), over the remaining ranks; or ``"replicated"``: every
             rank has all keys and values (cross-attention to a text), nothing travels, and each rank's gradient of
             them is its share of a sum.
         layout: which positions the ranks hold: ``"contiguous"``, ``"head_tail"``, ``"per_document"`` (each

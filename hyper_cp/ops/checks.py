@@ -78,12 +78,13 @@ def refuse_forward_mode(caller: str, *tensors: Tensor) -> None:
     """Raise ``NotImplementedError`` if a tensor has a tangent, which the ops of this library would lose in silence."""
     if torch.compiler.is_compiling():
         return
-    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(
-            f"{caller} runs under forward-mode differentiation (torch.func.jvp, jacfwd or forward_ad), and "
-            "context-parallel attention has no forward-mode derivative: its tangent would be zero. Use backward "
-            "(torch.autograd.grad, torch.func.vjp), or one device"
-        )
+    for x in tensors:
+        if forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{caller} runs under forward-mode differentiation (torch.func.jvp, jacfwd or forward_ad), and "
+                "context-parallel attention has no forward-mode derivative: its tangent would be zero. Use backward "
+                "(torch.autograd.grad, torch.func.vjp), or one device"
+            )
 
 
 def cast_for_autocast(*tensors: Tensor) -> list[Tensor]:

@@ -6,6 +6,7 @@ q, k, v, its output and the log-sum-exp; keys and values are fetched again in ba
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -147,6 +148,13 @@ def _last_dim_contiguous(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
+def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Leave autocast inside an op: its tensors were cast at the entrance, and what it adds up is in wider dtypes."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
 @torch.library.custom_op("hyper_cp::attention", mutates_args=())
 def attention_op(
     q: Tensor,
@@ -175,7 +183,7 @@ def attention_op(
     plan, ring = work.schedule, work.cp.ring
     causal = None if work.mask is not None else work.band[1] == 0
     work.cp.batch.record_attention(q.shape[2] // work.cp.ulysses.size, documents, causal)
-    with comm.wait_on_error():
+    with _no_autocast(q.device.type), comm.wait_on_error():
         blocks = exchange.FORWARD[options.kv_exchange](ring, k, v, plan)
         queries = SwappedTails(ring, plan.swap, q)
         partials = Partials(q, v.shape[3], sinks)
@@ -216,7 +224,7 @@ def attention_backward_op(
     dout, q, k, v = _last_dim_contiguous(dout, q, k, v)
     work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
-    with comm.wait_on_error():
+    with _no_autocast(q.device.type), comm.wait_on_error():
         blocks = exchange.BACKWARD[options.kv_exchange](ring, k, v, plan, accumulation_dtype(q.dtype))
         queries = SwappedTails(ring, plan.swap, q, dout, out, lse)
         dq = RowSum(q)

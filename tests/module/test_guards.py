@@ -212,7 +212,8 @@ def test_attention_that_is_not_routed_is_found(ranks: Any) -> None:
     for found in ranks(2, first_forwards):
         calls = {"flex": "flex_attention", "mha": "nn.MultiheadAttention"}
         for kind in ("after", "before", "flex", "mha"):
-            first, left_nothing, _, _ = found.pop(kind)
+            first, left_nothing, second, _ = found.pop(kind)
+            assert second == first
             call = calls.get(kind, "F.scaled_dot_product_attention")
             name = (
                 "module 'layers.other.mha' (MultiheadAttention)"

@@ -65,7 +65,7 @@ def errors(world: int, cases: list[tuple[dict[str, Any], dict[str, Any]]], dtype
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 8))])
 def test_every_mode_fp64(ranks: Any, world: int) -> None:
     groups = [{"ulysses_degree": world, "kv_exchange": "all_gather", "layout": "head_tail", "head_groups": 2}]
     cases = [
