@@ -56,7 +56,9 @@ def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextPar
 
     Raises:
         ValueError: if the model is prepared already, or if the style does not fit.
-        NotImplementedError: if the model has layers that are not attention over the whole sequence.
+        NotImplementedError: with the reason, if the model would be wrong on a share of the sequence: layers that are not
+            causal attention, positions that it counts itself, a head that pools (docs/transformers_models.md lists
+            the outcome of every causal type).
     """
     register()
     decoder = decoder_of(model)
@@ -93,7 +95,8 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
     Args:
         batch: ``input_ids`` or ``inputs_embeds`` of any length S, and what the model takes with them. Tensors
             ``[B, S, ...]`` are split; 4-D attention masks (over global positions) and everything else remain whole.
-            Packed documents have any name that :meth:`ContextParallelHandler.get_batch_on_this_cp_rank` knows.
+            Packed documents have any name that :meth:`ContextParallelHandler.get_batch_on_this_cp_rank` knows, or
+            position ids that restart. They are kept apart in every model (some models forget that in SDPA masks).
     """
     entries = dict(batch)
     tokens = next((entries[x] for x in ("input_ids", "inputs_embeds") if entries.get(x) is not None), None)
