@@ -136,7 +136,7 @@ class Draw:
         groups = 2 if kv_heads % (2 * degree) == 0 and self.maybe() else 1
         return {
             "ulysses_degree": degree,
-            "kv_exchange": rng.choice(("all_gather", "ring")),
+            "kv_exchange": rng.choice(("all_gather", "ring", "needed")),
             "layout": layout,
             "load_balance": layout == "contiguous" and self.maybe(),
             "window": window,
@@ -275,7 +275,7 @@ def micro_batches(draw: Draw) -> Results:
     scheduler = DynamicContextParallel(draw.family, budget, cost, layout=layout)
     lengths = [draw.rng.randint(1, LONGEST // draw.rng.choice((1, 8))) for _ in range(draw.rng.randint(1, 5))]
     samples = [(draw.integers(n), draw.integers(n), torch.arange(n)) for n in lengths]
-    exchange, (model, reference) = draw.rng.choice(("all_gather", "ring")), models(draw, kv_heads)
+    exchange, (model, reference) = draw.rng.choice(("all_gather", "ring", "needed")), models(draw, kv_heads)
     total = torch.zeros((), dtype=torch.float64)
     for m in scheduler.plan(lengths).of_rank(draw.family.rank):
         mesh, whole = (

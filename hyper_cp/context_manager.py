@@ -18,6 +18,7 @@ from .handler import ContextParallelHandler
 from .module import attention_calls
 from .module._torch import checkpoint, flex_patch
 from .module.dispatch_mode import DispatchMode, current_call, dispatching
+from .module.guards import MIXING_CALLS, refuse_mixing_call
 from .module.mesh_binding import Binding
 from .module.running_call import RunningCall
 from .style import ContextParallel
@@ -44,8 +45,9 @@ class context_parallel:
             must not require gradients. All ranks must hold the same values.
         buffer_seq_dims: the sequence dimension of each.
         no_restore_buffers: the buffers that remain sharded after the block.
-        ulysses_degree, kv_exchange, layout, load_balance, window, head_groups: as in :class:`ContextParallel`, but the
-            default is that of PyTorch's context manager: head-tail layout, no Ulysses, all-gather of keys and values.
+        ulysses_degree, kv_exchange, layout, load_balance, window, head_groups, allow: as in :class:`ContextParallel`,
+            but the default is that of PyTorch's context manager: head-tail layout, no Ulysses, all-gather of keys and
+            values.
 
     Yields:
         A :class:`ContextParallelHandler` of the mesh and layout: ``combine`` for outputs, ``documents``,
@@ -65,6 +67,8 @@ class context_parallel:
     Raises:
         ValueError, TypeError: for buffers, dimensions or lengths that do not fit, before anything is changed.
         NotImplementedError: for attention in the block that cannot be routed.
+        RuntimeError: for functions that mix positions (``conv1d``, LSTMs, batch statistics, pools) of as many positions
+            as a buffer has in the block, unless ``allow`` names their module.
 
     Source: the interface of ``torch.distributed.tensor.experimental.context_parallel``.
     """
@@ -82,6 +86,7 @@ class context_parallel:
         load_balance: bool = False,
         window: Sequence[int | None] | None = None,
         head_groups: int = 1,
+        allow: Sequence[str] = (),
     ) -> None:
         style = ContextParallel(
             2,
@@ -93,6 +98,7 @@ class context_parallel:
             layout=layout,
             window=window,
             head_groups=head_groups,
+            allow=allow,
         )
         self.handler = ContextParallelHandler(mesh, style)
         self._binding = Binding(style, mesh, "a model in context_parallel")
@@ -131,6 +137,7 @@ class context_parallel:
             if s.whole is not None and (s.shares_memory or memory[s.memory] > 1):
                 s.keep_before()
         routing = _Routing(self._binding, [(s.buffer, s.share) for s in sharded])
+        routing.lengths = {s.share.shape[s.dim] for s in sharded} if self.handler.cp.size > 1 else set()
         for s in sharded:  # nothing fails from here on
             s.begin()
         for s in sharded:  # when all have begun: views of one tensor count their writes together
@@ -284,6 +291,8 @@ class _Routing(DispatchMode):
         self.training = torch.is_grad_enabled()
         self.shares = {id(buffer): share for buffer, share in sharded}
         self.buffers = {id(share): buffer for buffer, share in sharded}
+        self.lengths: set[int] = set()
+        """Positions of the shares."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -296,6 +305,8 @@ class _Routing(DispatchMode):
         key = attention_calls.key_of(func)
         attention = key in attention_calls.ROUTED or attention_calls.spelled(func) is not None
         if not attention or not self._responsible():
+            if not torch.compiler.is_compiling() and getattr(func, "__name__", "") in MIXING_CALLS:
+                self._refuse_mixing(func, args, kwargs)
             out = attention_calls.PLAIN.get(func, func)(*args, **kwargs)
             # The result of `x += 1` is x, which must still be the buffer.
             return out if torch.compiler.is_compiling() else self.buffers.get(id(out), out)
@@ -308,6 +319,10 @@ class _Routing(DispatchMode):
         call.mesh, call.documents = mesh, mesh.documents("attention in a context_parallel block")
         call.must_route = mesh.parallel or call.engine_only
         return super().__torch_function__(func, types, args, kwargs)
+
+    def _refuse_mixing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.lengths and self._responsible():
+            refuse_mixing_call(func, args, kwargs, self.lengths, self.call.binding.style.allow)
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run backward in the block with this mode entered again. A mode is inactive while it handles a function, and

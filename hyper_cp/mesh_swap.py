@@ -85,6 +85,6 @@ def _degree(style: Style, mesh: DeviceMesh) -> int | str | None:
     degree = style.ulysses_degree
     if mesh.ndim == 2:
         return None
-    if degree is None and style.mode.kv_exchange == "ring" and mesh.size() > 1:
+    if degree is None and style.mode.kv_exchange in ("ring", "needed") and mesh.size() > 1:
         return 1  # the style was made for a 2-D mesh, whose ring this one continues
     return math.gcd(degree, mesh.size()) if isinstance(degree, int) else degree

@@ -41,8 +41,9 @@ class ContextParallel(ParallelStyle):
         qkv_kwarg_names: names of q, k, v if the module takes them as keywords only.
         load_balance: under a causal mask, exchange the tail half of the queries with rank n-1-r so
             that contiguous data is balanced. Nothing is exchanged where work is balanced already.
-        kv_exchange: the way keys and values reach the ranks that Ulysses leaves: ``"all_gather"``, ``"ring"``, or
-            ``"replicated"`` (every rank has all of them: cross-attention).
+        kv_exchange: the way keys and values reach the ranks that Ulysses leaves: ``"all_gather"``, ``"ring"``,
+            ``"needed"`` (only the rows that queries see travel: for documents and windows), or ``"replicated"`` (every
+            rank has all of them: cross-attention).
         layout: the positions that each rank holds: ``"contiguous"``, or ``"head_tail"`` (rank r of n
             holds chunks r and 2n-1-r of 2n, as in Megatron, TransformerEngine and PyTorch), ``"per_document"`` (every
             document head-tail) or ``"auto"`` (the better of the last two for the documents of the batch).

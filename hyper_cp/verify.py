@@ -64,8 +64,8 @@ def verify(
         batch: the whole batch, the same on all ranks of the cp mesh; mostly a dict of tensors.
         loss_fn: ``loss_fn(model, batch, handler) -> loss``. Take the mesh and the shares of the batch from ``handler``.
             By default entries of the batch are passed to the forward by name, and the loss is the cross-entropy with
-            ``labels`` (unshifted), or without labels a weighted sum of the output. A Hugging Face model is compared
-            with its own attention on one device.
+            ``labels`` (unshifted), or without labels a weighted sum of the output. A prepared Hugging Face model runs
+            through ``prepare_batch``; on one device it computes attention by itself, unless the batch is packed.
         rtol: the relative tolerance. Default 1e-4, in fp64 1e-6. In bf16 and fp16 the error against a copy of the model
             in fp32 may be twice that of one device, and once more for scatter. (FSDP and DDP cannot be copied: 4
             times the machine epsilon, of norms.)

@@ -333,7 +333,7 @@ def test_every_value_of_every_argument(mesh: DeviceMesh, name: str) -> None:
 
 def test_values_that_would_change_without_a_word(mesh: DeviceMesh) -> None:
     handler, tokens = ContextParallelHandler(mesh, "contiguous"), torch.zeros(2, S, dtype=LONG)
-    with pytest.raises(TypeError, match="are not cumulative lengths"):
+    with pytest.raises(TypeError, match="must be cumulative lengths"):
         handler.position_ids(S, documents=[0.5, 8])
     with pytest.raises(ValueError, match="ascend from 0"), handler.documents([0, 5, 3, S]):
         pass

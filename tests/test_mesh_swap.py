@@ -124,9 +124,8 @@ def every_degree(style: dict[str, Any], home: int, block: bool) -> dict[str, flo
     return found
 
 
-@pytest.mark.parametrize(
-    "style", [pytest.param(s, marks=pytest.mark.slow if i < 3 else ()) for i, s in enumerate(STYLES)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES, ids=str)
 def test_every_degree_from_every_degree(ranks: Any, style: dict[str, Any]) -> None:
     for home, block in ((4, False), (1, False), (2, True)):
         for found in ranks(4, every_degree, style, home, block):

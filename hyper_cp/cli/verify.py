@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from ..data.collectives import by_rank
 from ..verify import verify
 
 
@@ -34,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verify on this rank. Return the exit code, which is the same on all ranks of a cp mesh."""
+    """Verify on this rank. Return the exit code, which is the same on all ranks."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         print(
             "hyper-cp verify compares several ranks, but RANK and WORLD_SIZE are not set. Start it with torchrun "
@@ -68,8 +70,10 @@ def _verify(function: Callable[[], Any], args: argparse.Namespace) -> int:
     report = verify(given.pop("model"), given.pop("mesh"), given.pop("batch"), **given)
     first_of_mesh = dist.get_rank() == int(mesh.mesh.flatten()[0])
     if dist.get_rank() == 0 or (first_of_mesh and not report.ok):
-        print(report.json() if args.json else report)
-    return int(not report.ok)
+        print(report.json() if args.json else report, flush=True)
+    # All ranks end together with one code: torchrun kills the others as soon as one fails, maybe before it has printed.
+    world = init_device_mesh(mesh.device_type, (dist.get_world_size(),))
+    return int(by_rank(world, torch.tensor([int(not report.ok)], device=mesh.device_type)).max())
 
 
 def _load(name: str) -> Callable[[], Any]:

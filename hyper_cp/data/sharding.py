@@ -175,6 +175,8 @@ class Shares:
             tensor = _padded(tensor, seq_dim, self.padded_length(length) - length, pad_value)
         resolved = self.resolve(tensor.shape[seq_dim], documents, f"tensor.shape[{seq_dim}]")
         self.cp.batch.record_length(tensor.shape[seq_dim] // self.cp.size)
+        if self.cp.agreement is not None and not torch.compiler.is_compiling():
+            self.cp.agreement.bring(tensor)
         ranges = resolved.ranges(self.cp.rank)
         return torch.cat([tensor.narrow(seq_dim, start, stop - start) for start, stop in ranges], dim=seq_dim)
 

@@ -28,6 +28,7 @@ from ..data.packing import AttentionState, attention_state, padded_mask, take_do
 from ..handler import ContextParallelHandler
 from ..module._torch import checkpoint
 from ..module.mesh_binding import Binding, binding_of, describe
+from ..module.model import introduce
 from ..schedule import layout as layouts
 from ..schedule.documents import documents_table
 from ..style import ContextParallel, style_of
@@ -55,7 +56,9 @@ def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextPar
 
     Raises:
         ValueError: if the model is prepared already, or if the style does not fit.
-        NotImplementedError: if the model has layers that are not attention over the whole sequence.
+        NotImplementedError: with the reason, if the model would be wrong on a share of the sequence: layers that are
+            not causal attention, positions that it counts itself, a head that pools (docs/transformers_models.md lists
+            the outcome of every causal type).
     """
     register()
     decoder = decoder_of(model)
@@ -92,7 +95,8 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
     Args:
         batch: ``input_ids`` or ``inputs_embeds`` of any length S, and what the model takes with them. Tensors
             ``[B, S, ...]`` are split; 4-D attention masks (over global positions) and everything else remain whole.
-            Packed documents have any name that :meth:`ContextParallelHandler.get_batch_on_this_cp_rank` knows.
+            Packed documents have any name that :meth:`ContextParallelHandler.get_batch_on_this_cp_rank` knows, or
+            position ids that restart. They are kept apart in every model (some models forget that in SDPA masks).
     """
     entries = dict(batch)
     tokens = next((entries[x] for x in ("input_ids", "inputs_embeds") if entries.get(x) is not None), None)
@@ -184,6 +188,7 @@ class DecoderHook:
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
             self._check_positions(batch, kwargs)
             state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs))
+            introduce(self.binding, module, mesh)
             self._complete(handler, tokens, kwargs)
             if ready is None and mesh.parallel and not self.compared:
                 check_dispatched(handler, tokens, self.binding.name)

@@ -31,7 +31,9 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .comm import record
 
@@ -40,7 +42,7 @@ logger = logging.getLogger(__name__)
 Signature = tuple[tuple[str, Hashable], ...]
 
 Details = Callable[[], dict[str, str]]
-_HISTORY = "calls before"
+_HISTORY, _TOKENS = "calls before", "tokens"
 _FACTOR, _BITS = 1_000_003, 2**61 - 1
 
 TIMEOUT = 600.0
@@ -56,7 +58,12 @@ _NO_STORE = ("fake", "mpi")
 _WITHDRAWN = ""
 """The entry of a rank that has given up."""
 
-_NAMES = {"call": "attention call", "documents": "packed documents", "module": "module", "plan": "styled modules"}
+_NAMES = {
+    "call": "attention call",
+    "documents": "packed documents",
+    "plan": "styled modules",
+    "groups": "groups of a hybrid",
+}
 """Names that errors use for kinds and fields."""
 _REMEDY = {
     "shapes": "Every rank holds an equal share of one sequence: shard the batch with ContextParallelHandler.dispatch, "
@@ -84,11 +91,13 @@ class Agreement:
         """Signatures by kind, each with a number, which is the same on every rank."""
         self._number = self._calls = self._order = 0
         """The number of the last signature; how many were looked up since the last comparison, and their order."""
+        self._tokens: str | None = None
+        """Digest of the first tokens that were shared out on the mesh; empty once it has been compared."""
         self._round, self._lock = 0, threading.Lock()
         # Entries of an earlier mesh of the same ranks may be left in the store, so every rank counts its own meshes.
         # It counts those of each shape apart: ranks may come to meshes of different shapes in different orders.
         identity = repr((self.ranks, tuple(shape)))
-        mesh = f"hyper_cp/{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}"
+        mesh = f"hyper_cp/{digest(identity.encode())}"
         number = store.add(f"{mesh}/meshes/{rank}", 1)
         self._store = dist.PrefixStore(f"{mesh}/{number}", store)  # type: ignore[attr-defined]
 
@@ -100,6 +109,14 @@ class Agreement:
             return None
         shape = [dist.get_world_size(g) for g in groups]
         return Agreement(world.get_group_store(), ranks, list(ranks).index(dist.get_rank()), shape)
+
+    def bring(self, tokens: Tensor) -> None:
+        """Have a batch's integers compared with the next new attention call, if they are the first on this mesh.
+
+        Not at once: a data loader's thread may split batches at other times on other ranks.
+        """
+        if self._tokens is None and tokens.numel() and not (tokens.is_floating_point() or tokens.dtype == torch.bool):
+            self._tokens = fingerprint(tokens)
 
     def known(self, kind: str, signature: Signature) -> bool:
         """True if the ranks have agreed on ``signature``."""
@@ -119,13 +136,17 @@ class Agreement:
             if signature in agreed:  # another thread has been faster
                 return
             mine = {"kind": kind} | {name: _text(value) for name, value in (*signature, *once)}
-            history = f"{self._calls}/{self._order:x}"
-            everyone = self._exchange(mine | {_HISTORY: history}, mesh, caller)
+            history, tokens = f"{self._calls}/{self._order:x}", self._tokens if kind == "call" else None
+            everyone = self._exchange(mine | {_HISTORY: history, _TOKENS: tokens or ""}, mesh, caller)
             self._calls = self._order = 0  # also after a disagreement: all ranks begin anew
+            self._tokens = "" if tokens else self._tokens
             histories = [theirs.pop(_HISTORY) for theirs in everyone]
+            batches = [theirs.pop(_TOKENS) for theirs in everyone]
             if any(theirs != mine for theirs in everyone):
                 first = self._first_difference(everyone, details, mesh, caller)
                 raise ValueError(_disagreement(everyone, mesh, caller, first))
+            if len({*batches} - {""}) > 1:  # a rank may have split none by itself
+                raise ValueError(_disagreement([{"kind": kind, "batch": x} for x in batches], mesh, caller))
             if any(theirs != history for theirs in histories):
                 raise ValueError(_other_histories(histories, mesh, caller))
             self._number += 1
@@ -186,6 +207,18 @@ class Agreement:
             f"compare theirs in {waited:.0f} seconds. Their call hangs, has raised an error, or they make other calls "
             f"than this rank. Look for their first error. {_SAME_CALLS}"
         )
+
+
+def fingerprint(x: Tensor) -> str:
+    """A digest of the shape, the dtype and up to 512 values of a tensor, the same in every process."""
+    flat = x.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // 256) | 1].cpu().contiguous().view(torch.uint8)
+    return digest(f"{tuple(x.shape)} {x.dtype}".encode() + bytes(sample.tolist()))
+
+
+def digest(data: bytes) -> str:
+    """16 characters that stand for bytes, the same in every process."""
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _name(word: str) -> str:

@@ -13,9 +13,11 @@ The rest of the library relies on these rules:
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -128,7 +130,7 @@ class Axis:
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Axis:
-        kind = GlooAxis if dist.get_backend(group) == "gloo" else Axis
+        kind = BACKENDS.get(_backend(group), Axis)
         return kind(dist.get_rank(group), dist.get_world_size(group), group)
 
     @staticmethod
@@ -221,6 +223,40 @@ class GlooAxis(Axis):
     def _peers(self) -> list[int]:
         """The other ranks, nearest first, so that at each moment every rank has one sender."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+
+class HcclAxis(Axis):
+    """An axis on HCCL, whose batches refuse two messages to, or from, the same rank ("Send Tasks are duplicated")."""
+
+    def _batch(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> list[Any]:
+        works: list[Any] = []
+        for some, others in zip_longest(_one_each(sends), _one_each(recvs), fillvalue=()):
+            works += super()._batch(some, others)
+        return works
+
+
+def _one_each(messages: Sequence[tuple[Tensor, int]]) -> list[list[tuple[Tensor, int]]]:
+    """The first message of each rank, then the second of each, and so on: the same order on both sides."""
+    rounds: list[list[tuple[Tensor, int]]] = []
+    count: Counter[int] = Counter()
+    for tensor, peer in messages:
+        if count[peer] == len(rounds):
+            rounds.append([])
+        rounds[count[peer]].append((tensor, peer))
+        count[peer] += 1
+    return rounds
+
+
+BACKENDS: dict[str, type[Axis]] = {"gloo": GlooAxis, "hccl": HcclAxis}
+"""The kind of axis for each backend; any other has :class:`Axis` itself."""
+
+
+def _backend(group: dist.ProcessGroup) -> str:
+    """The backend that serves the accelerator, or the CPU if there is no other. ``get_backend`` does not name it for a
+    group of several backends, nor for the default of ``init_process_group``."""
+    of_device = dict(pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))
+    others = [backend for device, backend in of_device.items() if device != "cpu"]
+    return (others or [*of_device.values()])[0]
 
 
 def _sum_in_place(parts: list[Tensor]) -> Tensor:

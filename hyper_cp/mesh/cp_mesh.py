@@ -192,6 +192,9 @@ def _view(mesh: DeviceMesh, ulysses_degree: int | None) -> CPMesh:
     elif degree == 1:
         ring, ulysses = whole, Axis.alone()
     else:
+        # A rank that makes other groups, or none, would leave the others waiting for it. (The view without groups holds
+        # what all views share, also if the ranks disagree.)
+        _view(mesh, 1).agree("groups", (("ulysses_degree", degree),), "ContextParallel")
         block, lane = divmod(whole.rank, degree)
         ulysses = Axis.of(_subgroup(ranks[block * degree : (block + 1) * degree]))
         ring = Axis.of(_subgroup(ranks[lane::degree]))

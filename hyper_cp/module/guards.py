@@ -79,6 +79,46 @@ def _pattern(names: Any) -> str:
     return repr(tuple(names)[:3]) if names else "(...)"
 
 
+_POOLING = ("max_pool1d", "avg_pool1d", "lp_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d")
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+MIXING_CALLS = {"conv1d", "conv_transpose1d", "batch_norm", "instance_norm", *_POOLING, *_RECURRENT}
+"""Names of functions that mix positions."""
+
+
+def refuse_mixing_call(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: set[int], allow: tuple[str, ...]
+) -> None:
+    """Raise ``RuntimeError`` if a function of ``MIXING_CALLS`` runs over this rank's share of the sequence, in a module
+    that its user does not vouch for. (For a ``context_parallel`` block, which sees functions and no model.)"""
+    name, x = func.__name__, args[0] if args else kwargs.get("input")
+    if not isinstance(x, Tensor) or not _along_share(name, x, args, kwargs, lengths):
+        return
+    running = list(running_modules())
+    model = Model(running[-1], allow) if running else None
+    caller = model.names.get(id(running[0]), "") if model else ""
+    if model is None or not model.allows(caller):
+        who = f"module {caller!r} ({type(running[0]).__name__}) calls {name}" if model else f"{name} is called"
+        raise RuntimeError(
+            f"{who} on a tensor {tuple(x.shape)} that has this rank's share of the sequence, in a context_parallel "
+            "block. It mixes positions, so it would compute something else than on one device. Take it out of the "
+            f"block, or, if that is not the split sequence, vouch for it: context_parallel(..., allow=({caller!r},))"
+        )
+
+
+def _along_share(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: set[int]) -> bool:
+    if name.startswith("conv"):
+        weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+        return isinstance(weight, Tensor) and weight.shape[-1] > 1 and x.shape[-1] in lengths
+    if name in _RECURRENT:
+        return not lengths.isdisjoint(x.shape[:2])
+    if name == "batch_norm" and not kwargs.get("training", args[5] if len(args) > 5 else False):
+        return False
+    flattened = (
+        name == "batch_norm" and x.ndim == 2 and any(x.shape[0] % length == 0 for length in lengths if length > 1)
+    )
+    return flattened or (x.ndim > 2 and x.shape[-1] in lengths)
+
+
 # --------------------------------------------------------------------------- when a plan is applied
 
 _searched: tuple[int | None, Any] = (None, lambda: None)
@@ -188,10 +228,8 @@ class FirstForward:
             if self.watch.thread != threading.get_ident() or calls_running(root) > 1:
                 return
             self._end()  # a KeyboardInterrupt ended that forward without its hooks
-        if any(
-            is_compiled(module) for module in (*running_modules(), *root.modules())
-        ):  # graphs would be compiled for this forward only
-            self.done = True
+        if any(is_compiled(module) for module in (*running_modules(), *root.modules())):
+            self.done = True  # graphs would be compiled for this forward, and again without the watch
             return
         model = Model(root)
         if any(binding.active.parallel for binding in model.styled.values()):
@@ -206,8 +244,8 @@ class FirstForward:
         self._end()
         if output is None:  # an exception is on its way
             return
-        self.done = True
         watch.refuse_unrouted()
+        self.done = True
         idle = [name for name, binding in watch.model.styled.items() if not binding.ran]
         if len(idle) == len(watch.model.styled):
             raise RuntimeError(

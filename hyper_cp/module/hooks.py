@@ -54,9 +54,11 @@ class AttentionHooks:
             self.binding,
             lambda: (self.binding.documents_in_force() if given is None else given, self.binding.active),
         )
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            checkpoint.refuse_recompiled(self.name, documents is not None)
+        else:
             self.binding.ran = True
-            introduce(self.binding, module, mesh)
+        introduce(self.binding, module, mesh)
         call = RunningCall(self.binding, module, mesh, documents)
         call_stack().append(call)
         if self.style.qkv_indices is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from functools import cached_property
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -13,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..mesh import cp_mesh
-from ..mesh.agreement import Agreement, Signature
+from ..mesh.agreement import Agreement, Signature, digest
 from ..mesh.cp_mesh import CPMesh
 from ..ops.checks import check_degree
 from ..ops.config import Mode
@@ -45,8 +44,7 @@ class Plan:
     def signature(self) -> Signature:
         """The number of styled modules and a digest of their names and styles."""
         text = "\n".join(f"{name}: {style}" for name, style in sorted(self.styles.items()))
-        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        return (("styled modules", f"{len(self.styles)} ({digest})"),)
+        return (("styled modules", f"{len(self.styles)} ({digest(text.encode())})"),)
 
 
 class StyledMesh:
@@ -60,10 +58,11 @@ class StyledMesh:
             self.views = [cp_mesh.view(mesh, d) for d in cp_mesh.degrees_within_host(mesh)]
         else:
             chosen = None if degree == "auto" else degree
-            if chosen is None and style.mode.kv_exchange == "ring" and mesh.ndim == 1 < mesh.size():
+            exchange = style.mode.kv_exchange
+            if chosen is None and exchange in ("ring", "needed") and mesh.ndim == 1 < mesh.size():
                 raise ValueError(
-                    f'kv_exchange="ring" has no effect with ulysses_degree=None on a 1-D mesh of {mesh.size()} ranks: '
-                    "all of them exchange heads. Set ulysses_degree=1 for a ring, or a divisor of the mesh for a hybrid"
+                    f'kv_exchange="{exchange}" has no effect with ulysses_degree=None on a 1-D mesh of {mesh.size()} '
+                    "ranks: all of them exchange heads. Set ulysses_degree=1, or a divisor of the mesh for a hybrid"
                 )
             self.views = [cp_mesh.view(mesh, chosen)]  # type: ignore[arg-type]
         for cp in self.views:

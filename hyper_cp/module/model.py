@@ -7,7 +7,6 @@ weights, and which module it is. That costs a few requests to a store, once for 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,12 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from ..mesh.agreement import digest, fingerprint
 from ._torch.modules import running_modules
 from .dtensor import CPDims, ranks_along
 from .mesh_binding import Binding, Plan, StyledMesh, binding_of
-
-SAMPLE = 256
-"""Values of each parameter that are compared. Other seeds and other checkpoints differ in all of them."""
 
 
 @dataclass
@@ -72,7 +69,7 @@ def introduce(binding: Binding, module: nn.Module, mesh: StyledMesh) -> None:
             otherwise; if they hold other weights; if they run another module now.
     """
     cp = mesh.views[0]
-    if cp.agreement is None or cp.agreement in binding.introduced:
+    if torch.compiler.is_compiling() or cp.agreement is None or cp.agreement in binding.introduced:
         return
     model = None
     if binding.place is None:
@@ -86,7 +83,7 @@ def introduce(binding: Binding, module: nn.Module, mesh: StyledMesh) -> None:
     cp.agree("plan", plan.signature, binding.name, details=lambda: plan.styles)
     if not cp.agreement.known("weights", plan.signature):
         weights = dict(fingerprints(model or model_of(module), mesh.cp_dims))
-        total = _digest("".join(f"{name}={value}" for name, value in weights.items()).encode())
+        total = digest("".join(f"{name}={value}" for name, value in weights.items()).encode())
         cp.agree("weights", plan.signature, binding.name, (("weights", total),), lambda: weights)
     cp.agree("module", (("module", name), ("style", plan.styles[name])), binding.name)
     binding.introduced.add(cp.agreement)
@@ -104,11 +101,12 @@ def fingerprints(model: Model, cp: CPDims) -> Iterator[tuple[str, str]]:
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.root.modules()):
         return  # its parameters are plain tensors, some of them gathered at the moment
     for name, parameter in model.root.named_parameters():
-        local = _replicated(parameter, cp)
-        if local is None or not local.numel() or local.is_meta or hasattr(parameter, "ds_id") or model.allows(name):
+        if hasattr(parameter, "ds_id") or model.allows(name):
             continue  # (ds_id: DeepSpeed has taken the parameter apart)
-        with suppress(Exception):  # in a trace or a transform of functions, values cannot be read, on any rank
-            yield f"parameter {name!r}", _fingerprint(local)
+        with suppress(Exception):  # in a trace, a transform or a lazy module values cannot be read, on any rank
+            local = _replicated(parameter, cp)
+            if local is not None and local.numel() and not local.is_meta:
+                yield f"parameter {name!r}", fingerprint(local)
 
 
 def _replicated(parameter: Tensor, cp: CPDims) -> Tensor | None:
@@ -120,13 +118,3 @@ def _replicated(parameter: Tensor, cp: CPDims) -> Tensor | None:
         if not isinstance(placement, Replicate) and len(set(ranks_along(mesh, dim)) & set(cp.ranks)) > 1:
             return None
     return parameter.to_local()
-
-
-def _fingerprint(x: Tensor) -> str:
-    flat = x.detach().reshape(-1)
-    sample = flat[:: max(1, flat.numel() // SAMPLE) | 1].cpu().contiguous().view(torch.uint8)
-    return _digest(f"{tuple(x.shape)} {x.dtype}".encode() + bytes(sample.tolist()))
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()

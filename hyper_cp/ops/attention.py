@@ -58,8 +58,8 @@ def attend(
     if exchanged or cp.ulysses.size == 1:
         return core(q, k, v, checked)
     head_groups.check_groups(q.shape[1], k.shape[1], cp, mode.head_groups)
-    if isinstance(core, TileEngine) and mode.head_groups > 1 and not call.dropout_p:
-        # Dropout needs all heads in one call: its pattern depends on the number of a head on its rank.
+    if isinstance(core, TileEngine) and mode.head_groups > 1 and not call.dropout_p and call.sinks is None:
+        # Dropout needs all heads in one call: its pattern depends on the number of a head on its rank. So do sinks.
         return head_groups.attend(q, k, v, checked, core.with_lse)
     ulysses = Ulysses(cp, mode.layout, documents=call.documents)
     q, k, v = ulysses.to_heads(q, k, v)
@@ -94,6 +94,7 @@ def attention(
     dropout_p: float = 0.0,
     return_lse: bool = False,
     head_groups: int = 1,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Context-parallel scaled dot-product attention of this rank's share of the sequence.
 
@@ -107,7 +108,8 @@ def attention(
         scale: of the logits; default ``D ** -0.5``.
         enable_gqa: allow H to be a multiple of Hkv, as in ``F.scaled_dot_product_attention``.
         ulysses_degree: ranks that trade sequence for heads; ``None`` = all of the mesh.
-        kv_exchange: ``"all_gather"`` (Colossal) or ``"ring"``, over the remaining ranks; or ``"replicated"``: every
+        kv_exchange: ``"all_gather"`` (Colossal), ``"ring"`` or ``"needed"`` (only the rows that queries see, for
+            documents and windows), over the remaining ranks; or ``"replicated"``: every
             rank has all keys and values (cross-attention to a text), nothing travels, and each rank's gradient of
             them is its share of a sum.
         layout: which positions the ranks hold: ``"contiguous"``, ``"head_tail"``, ``"per_document"`` (each
@@ -127,7 +129,11 @@ def attention(
             the default CPU generator.
         return_lse: also return the log-sum-exp of the scaled logits.
         head_groups: exchange heads (``ulysses_degree`` > 1) in this many groups, the next one in flight while one is
-            attended, in backward too. Each rank's heads must split into them. Not with dropout (then all at once).
+            attended, in backward too. Each rank's heads must split into them. Not with dropout or sinks (then all at
+            once).
+        sinks: a learned logit per query head ``[H]``, of all heads, which takes weight in the softmax of every row and
+            gives no value (attention sinks, as in gpt-oss). Each rank returns the gradient through its own rows and
+            heads: reduce it over the cp ranks like that of any replicated parameter.
 
     Returns:
         This rank's output ``[B, H, S/n, Dv]``; with ``return_lse`` and ``[B, H, S/n]`` in fp32 (fp64 for fp64
@@ -143,6 +149,6 @@ def attention(
     check_enable_gqa("attention", q.shape[1], k.shape[1], enable_gqa)
     mode = Mode(kv_exchange, layout, load_balance, window, head_groups)  # type: ignore[arg-type]
     check_degree(mode, cp)
-    call = Call(is_causal, scale, attn_mask, documents_table(documents), dropout_p)
+    call = Call(is_causal, scale, attn_mask, documents_table(documents), dropout_p, sinks=sinks)
     found: Tensor | tuple[Tensor, Tensor] = attend(q, k, v, cp, mode, call, TileEngine(return_lse))
     return found

@@ -58,7 +58,18 @@ def check(
         k,
         v,
         CheckedCall(
-            call.name, cp, mode, band, call.is_causal, scale, mask, call.documents, call.dropout_p, exchanged, lengths
+            call.name,
+            cp,
+            mode,
+            band,
+            call.is_causal,
+            scale,
+            mask,
+            call.documents,
+            call.dropout_p,
+            exchanged,
+            lengths,
+            None if call.sinks is None else _sinks(call, q, cp, exchanged),
         ),
     )
 
@@ -67,12 +78,13 @@ def refuse_forward_mode(caller: str, *tensors: Tensor) -> None:
     """Raise ``NotImplementedError`` if a tensor has a tangent, which the ops of this library would lose in silence."""
     if torch.compiler.is_compiling():
         return
-    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(
-            f"{caller} runs under forward-mode differentiation (torch.func.jvp, jacfwd or forward_ad), and "
-            "context-parallel attention has no forward-mode derivative: its tangent would be zero. Use backward "
-            "(torch.autograd.grad, torch.func.vjp), or one device"
-        )
+    for x in tensors:
+        if forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{caller} runs under forward-mode differentiation (torch.func.jvp, jacfwd or forward_ad), and "
+                "context-parallel attention has no forward-mode derivative: its tangent would be zero. Use backward "
+                "(torch.autograd.grad, torch.func.vjp), or one device"
+            )
 
 
 def cast_for_autocast(*tensors: Tensor) -> list[Tensor]:
@@ -100,6 +112,7 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
         *mode.signature,
         ("is_causal", call.is_causal),
         ("attn_mask", call.mask is not None),
+        ("sinks", call.sinks is not None),
         ("dropout", call.dropout_p > 0),
     )
     cp.agree("call", signature, call.name, (("scale", call.scale), ("dropout_p", call.dropout_p)))
@@ -275,6 +288,23 @@ def check_options(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) 
 
 
 # --------------------------------------------------------------------------- explicit masks
+
+
+def _sinks(call: Call, q: Tensor, cp: CPMesh, exchanged: bool) -> Tensor:
+    """The sinks of the heads that this rank attends. Its gradient is zero for the other heads."""
+    sinks, degree = call.sinks, cp.ulysses.size
+    attended = q.shape[1] if exchanged else q.shape[1] // degree
+    heads = attended * degree
+    fits = isinstance(sinks, Tensor) and sinks.is_floating_point() and sinks.device == q.device and sinks.ndim == 1
+    if sinks is None or not fits or len(sinks) not in ({heads, attended} if exchanged else {heads}):
+        given = f"{sinks.dtype} {tuple(sinks.shape)} on {sinks.device}" if isinstance(sinks, Tensor) else repr(sinks)
+        raise ValueError(
+            f"{call.name}: sinks={given} must hold one floating-point logit per query head, [{heads}] on {q.device}. "
+            "Pass the sinks of all heads; each rank takes those of its own"
+        )
+    if len(sinks) == attended:
+        return sinks
+    return sinks.narrow(0, cp.ulysses.rank * attended, attended)
 
 
 def _check_mask(call: Call, q: Tensor, cp: CPMesh, lengths: tuple[int, int], exchanged: bool) -> Tensor:

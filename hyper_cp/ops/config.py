@@ -66,6 +66,8 @@ class Call:
     dropout_p: float = 0.0
     name: str = "attention"
     """The module that calls, for errors and for the comparison between ranks."""
+    sinks: Tensor | None = None
+    """A logit per query head that takes weight and gives no value: ``[H]`` of all heads, or of this rank's."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class CheckedCall:
     exchanged: bool
     lengths: tuple[int, int]
     """Global numbers of queries and keys."""
+    sinks: Tensor | None = None
+    """``[H]``, of the heads that this rank attends."""
 
     def settings(self, kernel: str) -> str:
         """The :class:`OpSettings` of this call as text."""

@@ -6,6 +6,7 @@ q, k, v, its output and the log-sum-exp; keys and values are fetched again in ba
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,11 +37,13 @@ class TileEngine:
         """There is nothing to check beside the call itself."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Any:
-        if call.cp.size == 1 and call.documents is None and call.mode.window is None and not self.with_lse:
+        own = call.documents is None and call.mode.window is None and call.sinks is None and not self.with_lse
+        if call.cp.size == 1 and own:
             return self._alone(q, k, v, call)
         seed = draw_seed() if call.dropout_p else None
         settings = call.settings(kernels.choose(q, k, v, call.is_causal, call.dropout_p))
-        found = attention_op(q, k, v, call.documents, call.mask, seed, call.scale, call.dropout_p, settings)
+        numbers = call.scale, call.dropout_p
+        found = attention_op(q, k, v, call.sinks, call.documents, call.mask, seed, *numbers, settings)
         return found if self.with_lse else found[0]
 
     def _alone(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Tensor:
@@ -145,11 +148,19 @@ def _last_dim_contiguous(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
+def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Leave autocast inside an op: its tensors were cast at the entrance, and what it adds up is in wider dtypes."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
 @torch.library.custom_op("hyper_cp::attention", mutates_args=())
 def attention_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     documents: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
@@ -160,6 +171,7 @@ def attention_op(
     """``(out, log-sum-exp)`` of this rank's queries.
 
     Args:
+        sinks: one logit for each head of ``q`` that takes weight and gives no value, ``[H]``.
         documents: table of cumulative lengths, on the CPU.
         mask: explicit, of the heads of this rank.
         seed: of dropout, ``[1]`` on the CPU.
@@ -171,10 +183,10 @@ def attention_op(
     plan, ring = work.schedule, work.cp.ring
     causal = None if work.mask is not None else work.band[1] == 0
     work.cp.batch.record_attention(q.shape[2] // work.cp.ulysses.size, documents, causal)
-    with comm.wait_on_error():
+    with _no_autocast(q.device.type), comm.wait_on_error():
         blocks = exchange.FORWARD[options.kv_exchange](ring, k, v, plan)
         queries = SwappedTails(ring, plan.swap, q)
-        partials = Partials(q, v.shape[3])
+        partials = Partials(q, v.shape[3], sinks)
         for step, block in zip(plan.forward, blocks, strict=True):
             if step is plan.forward[-1]:
                 queries.post_results(partials.result)
@@ -212,7 +224,7 @@ def attention_backward_op(
     dout, q, k, v = _last_dim_contiguous(dout, q, k, v)
     work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
-    with comm.wait_on_error():
+    with _no_autocast(q.device.type), comm.wait_on_error():
         blocks = exchange.BACKWARD[options.kv_exchange](ring, k, v, plan, accumulation_dtype(q.dtype))
         queries = SwappedTails(ring, plan.swap, q, dout, out, lse)
         dq = RowSum(q)
@@ -254,16 +266,25 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.documents, mask, seed, *ctx.numbers, ctx.settings = inputs
+    q, k, v, sinks, ctx.documents, mask, seed, *ctx.numbers, ctx.settings = inputs
     mark = fingerprint(ctx.documents, op_settings(ctx.settings).mesh)
-    ctx.save_for_backward(q, k, v, *output, mark, mask, seed)
+    ctx.save_for_backward(q, k, v, *output, mark, mask, seed, sinks)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
-    *saved, mask, seed = ctx.saved_tensors
+    *saved, mask, seed, sinks = ctx.saved_tensors
     grads = attention_backward_op(dout, *saved, ctx.documents, mask, seed, *ctx.numbers, ctx.settings)
-    return *grads, None, None, None, None, None, None
+    sink_gradient = None if sinks is None else _gradient_of_sinks(sinks, dout, *saved[3:5])
+    return *grads, sink_gradient, None, None, None, None, None, None
+
+
+def _gradient_of_sinks(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """The gradient of the sinks ``[H]`` through this rank's rows. A sink's value is zero, so the gradient of its logit
+    is its weight times minus the (dout . out) of the row."""
+    weight = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp()
+    per_row = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return (weight * per_row).sum((0, 2)).neg().to(sinks.dtype)
 
 
 attention_op.register_autograd(_differentiate, setup_context=_save)

@@ -138,7 +138,7 @@ def ulysses_attention_op(
             keys.extend(kv[:1])
             values.extend(kv[1:])
             part = plan.mask(mask, x.shape[1], group)
-            x, lse = attention_op(x, keys[-1], values[-1], documents, part, None, scale, 0.0, settings)
+            x, lse = attention_op(x, keys[-1], values[-1], None, documents, part, None, scale, 0.0, settings)
             outs.append(x)
             lses.append(lse)
             posted = [plan.to_rank(x, out, groups, group)]

@@ -1,4 +1,4 @@
-"""How keys and values arrive at a rank: which of them lie in each step's block, and what each rank sends.
+"""The arrival of keys and values at a rank: which of them lie in each step's block, and what each rank sends.
 
 Modes differ here only. If blocks are whole shares of other ranks, a way is a list of visits
 (:func:`register_exchange`); ``"needed"`` sends the rows that queries see, and nothing else.
@@ -23,7 +23,7 @@ are not used again."""
 
 @dataclass(frozen=True)
 class Problem:
-    """What decides which keys travel: who holds what, and who sees what.
+    """Who holds which keys and who sees them, which decides what travels.
 
     Attributes:
         rank: this ring rank.
@@ -48,7 +48,7 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """What this rank sends and receives before one step, if only rows that are needed travel.
+    """The rows that this rank sends and receives before one step, if only needed ones travel.
 
     Attributes:
         rows: local rows of keys that it sends, those for rank 0 first, then those for rank 1, and so on.
@@ -198,7 +198,7 @@ KV_EXCHANGES = _ARRIVALS.keys()
 
 
 def arrivals(kv_exchange: str, problem: Problem) -> Arrivals:
-    """How keys and values arrive, by the name that users write as ``kv_exchange=``."""
+    """The arrival of keys and values, by the name that users write as ``kv_exchange=``."""
     return _ARRIVALS[kv_exchange](problem)
 
 

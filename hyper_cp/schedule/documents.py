@@ -71,8 +71,8 @@ def _listed(documents: Any) -> list[list[int]]:
         return [[operator.index(b) for b in row] for row in (listed if nested else [listed])]
     except TypeError as error:
         raise TypeError(
-            f"documents={documents!r} are not cumulative lengths, which are whole numbers. Pass a list or tensor "
-            "[0, ..., S], or one per batch row"
+            f"documents={documents!r} must be cumulative lengths: a list of integers from 0 to the sequence "
+            "length, one such list per batch row, or a tensor of them"
         ) from error
 
 

@@ -107,6 +107,15 @@ def merge_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 # --------------------------------------------------------------------------- rows of a tensor
 
+
+def _pinned(x: Tensor) -> Tensor:
+    """A copy in pinned memory, from which copies to an accelerator do not wait, if its backend has any."""
+    try:
+        return x.pin_memory()
+    except (NotImplementedError, RuntimeError):
+        return x
+
+
 MAX_SLICES = 2
 """The most ranges that are taken one by one. More are taken through an index, in one operation: their number grows with
 ranks and documents, and the host's time must not. (Few long ranges are copied a little faster one by one.)"""
@@ -151,7 +160,8 @@ class Rows:
             starts, stops = bounds(self.ranges).T
             first = np.repeat(starts - before(stops - starts), stops - starts)
             found = torch.from_numpy(first + np.arange(self.length))
-            found = self._index[device] = found.pin_memory() if device.type == "cuda" else found.to(device)
+            found = found if device.type == "cpu" else _pinned(found)
+            found = self._index[device] = found if device.type == "cuda" else found.to(device, non_blocking=True)
         return found.to(device, non_blocking=True) if device.type == "cuda" else found
 
     def take(self, x: Tensor, dim: int) -> Tensor:

@@ -111,7 +111,7 @@ def _of_module(e: Evidence, first: Found) -> list[Cause]:
                 return [_say(kind, o.module, o.text)]
     what = "Something between the modules computes it from this rank's share, or from local positions."
     if first.kind == "output":
-        what = "Its inputs agree. Compare its settings (layout, window, is_causal, masks) with those of one device."
+        what = "Its inputs agree. Check seq_dim, head_dim, layout and window of its style, and its masks."
     return [_say("unknown", first.name, what)]
 
 

@@ -176,7 +176,7 @@ def accept_sums(
             continue
         total = by_rank(mesh, value.reshape(-1).to(mesh.device_type)).cpu().double().sum(0).view(value.shape)
         judged = [tol.judge(x, alone.events[key].value, None) for x in (total, total / mesh.size())]
-        gathered = by_rank(mesh, torch.tensor(judged, dtype=torch.float64, device=mesh.device_type))
+        gathered = by_rank(mesh, torch.tensor(judged, device=mesh.device_type))
         for errors, allowed in (form.unbind(-1) for form in gathered.unbind(1)):
             if bool((errors <= allowed).all()):
                 accepted[key] = errors.max().item()

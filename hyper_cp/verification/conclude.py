@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,38 +57,42 @@ def conclude(traces: Traces, mesh: DeviceMesh, length: int, tolerance: Tolerance
             "documents": parallel.documents,
         },
     )
-    outer = _enclosing([o["parents"] for o in others])
-    order = list({row.key: row for rows in modules for row in rows})
-    internal = _internal(modules, outer)
-    rows = [_row([row for found in modules for row in found if row.key == key], key in internal) for key in order]
+    by_key = _grouped(row for rows in modules for row in rows)
+    internal = _internal(modules, _enclosing([o["parents"] for o in others]))
+    rows = {key: _row(found, key in internal) for key, found in by_key.items()}
     loss, loss_row = _loss([o["losses"] for o in others], tolerance)
-    named = {row.name: [r for rows in gradients for r in rows if r.name == row.name] for row in gradients[0]}
-    merged = [max(found, key=_excess) for found in named.values()]
-    table = [*rows, loss_row, *(_row([row], False) for row in merged)]
-    first_key = next((k for k, row in zip(order, rows, strict=True) if row.status == DIFFERS), None)
+    merged = [max(found, key=_excess) for found in _grouped(row for rows in gradients for row in rows).values()]
+    table = [*rows.values(), loss_row, *(_row([row], False) for row in merged)]
     first = next((row for row in table if row.status == DIFFERS), None)
     causes = _ranks_differ([o["losses"][1] for o in others], tolerance, others)
     if not causes:
+        first_key = next((key for key, row in rows.items() if row.status == DIFFERS), None)
         rank, worst = _worst(modules, first_key)
-        if first is not None and first_key is None:
-            worst = next((row for row in merged if row.status == DIFFERS), None)
-            worst = loss if loss.status == DIFFERS else worst
-        causes = explain(
-            Evidence(
-                ranks=mesh.size(),
-                rows=[row for row in modules[rank] if row.key not in internal],
-                first=worst,
-                gradients=merged,
-                observations=[Observation(*o) for o in _ordered(others, rank, first_key is None)],
-                dropped=documents and not others[rank]["documents"],
-                styled=frozenset(others[rank]["styled"]),
-                losses=([o["losses"][0] for o in others], others[0]["losses"][1]),
-            )
+        if worst is None:
+            worst = next((row for row in [loss, *merged] if row.status == DIFFERS), None)
+        evidence = Evidence(
+            ranks=mesh.size(),
+            rows=[row for row in modules[rank] if row.key not in internal],
+            first=worst,
+            gradients=merged,
+            observations=[Observation(*o) for o in _ordered(others, rank, first_key is None)],
+            dropped=documents and not others[rank]["documents"],
+            styled=frozenset(others[rank]["styled"]),
+            losses=([o["losses"][0] for o in others], others[0]["losses"][1]),
         )
+        causes = explain(evidence)
     return Report(first is None and not causes, mesh.size(), length, tuple(table), first, tuple(causes))
 
 
 # --------------------------------------------------------------------------- rows
+
+
+def _grouped(rows: Iterable[Found]) -> dict[Any, list[Found]]:
+    """The comparisons of each tensor on all ranks, in the order of the first rank."""
+    found: dict[Any, list[Found]] = {}
+    for row in rows:
+        found.setdefault(row.key, []).append(row)
+    return found
 
 
 def _excess(row: Found) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from ..data.collectives import by_rank
+from .record.trace import WRAPPERS
+
+BUCKET = 2**22
+"""Values of gradients that are reduced together."""
 
 
 def gradients_of(
@@ -29,23 +33,49 @@ def gradients_of(
         for m in model.modules()
         if isinstance(m, DistributedDataParallel)
     )
-    found = {}
+    found: dict[str, Tensor] = {}
+    pending: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
             sharded = isinstance(p, DTensor) and len(ranks & set(p.device_mesh.mesh.flatten().tolist())) > 1
-            found[name] = _reduced(p, mesh, None if wrapped or sharded else average)
-    for name, x in inputs.items():
-        found[name] = _reduced(x, mesh, average)
-    return found
+            (found if wrapped or sharded else pending)[WRAPPERS.sub("", name)] = _local_gradient(p)
+    pending.update({name: _local_gradient(x) for name, x in inputs.items()})
+    if average is None:
+        found.update(pending)
+        pending = {}
+    host = {name: x.to("cpu", copy=True) for name, x in found.items()}
+    for bucket in _buckets(pending):
+        host.update(_reduced(bucket, mesh, bool(average)))
+    return host
 
 
-def _reduced(x: Tensor, mesh: DeviceMesh, average: bool | None) -> Tensor:
+def _local_gradient(x: Tensor) -> Tensor:
+    """This rank's part of a gradient; zeros if there is none."""
     grad = torch.zeros_like(x) if x.grad is None else x.grad
     if isinstance(grad, DTensor):  # sequence parallelism leaves sums over tp to be made when they are read
         made = [Replicate() if isinstance(p, Partial) else p for p in grad.placements]
         grad = grad.redistribute(placements=made).to_local()
-    grad = grad.detach()
-    if average is None:
-        return grad.to("cpu", copy=True)
-    total = by_rank(mesh, grad).cpu().double().sum(0)
-    return (total / mesh.size() if average else total).to(grad.dtype)
+    return grad.detach()
+
+
+def _buckets(grads: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Gradients of one dtype, as many as travel together. (Reducing each alone would take as long as the step.)"""
+    for dtype in dict.fromkeys(x.dtype for x in grads.values()):
+        bucket: dict[str, Tensor] = {}
+        size = 0
+        for name, x in grads.items():
+            if x.dtype != dtype:
+                continue
+            if bucket and size + x.numel() > BUCKET:
+                yield bucket
+                bucket, size = {}, 0
+            bucket[name], size = x, size + x.numel()
+        yield bucket
+
+
+def _reduced(grads: Mapping[str, Tensor], mesh: DeviceMesh, average: bool) -> dict[str, Tensor]:
+    flat = torch.cat([x.flatten() for x in grads.values()])
+    total = by_rank(mesh, flat).cpu().double().sum(0)
+    total = total / mesh.size() if average else total
+    parts = total.to(flat.dtype).split([x.numel() for x in grads.values()])
+    return {name: part.view(x.shape) for (name, x), part in zip(grads.items(), parts, strict=True)}

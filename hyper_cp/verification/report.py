@@ -93,9 +93,9 @@ class Report:
         if hidden:
             lines.append(f"... and {hidden} more rows (report.rows)")
         if self.ok:
-            worst = max((row for row in compared if row.error is not None), key=_excess, default=None)
+            worst = max((row for row in compared if row.status == EQUAL), key=_excess, default=None)
             most = f"; the largest error is {worst.error:.1e} ({worst.title})" if worst is not None else ""
-            lines.append(f"OK: {len(compared)} of {len(self.rows)} tensors were compared and are equal{most}.")
+            lines.append(f"OK: {len(compared)} of {len(self.rows)} tensors were compared and agree{most}.")
             if len(compared) < len(self.rows) / 2:
                 lines.append("Most tensors could not be compared: their shapes do not follow from the sequence.")
         elif self.first is not None:

@@ -73,30 +73,26 @@ class Runs:
         """The batch as the handler reads it; None if only ``loss_fn`` can read it."""
         self.documents = self.known is not None and _divided(self.known)
         """True if the batch has packed documents or padding."""
+        self.expected = None if self.known is None else self._positions(self.known.length, self.known.documents)
         self.handler.sequence = None
         self.cp_dims = CPDims(self.mesh)
 
     def positions(self) -> Positions | None:
         """The positions of this rank, as soon as they are known: from the first tensor that the handler splits, or
         from the batch."""
-        if self.sequence is not None:
-            return self.sequence
-        if self.handler.sequence is not None:
+        if self.sequence is None and self.handler.sequence is not None:
             length, table = self.handler.sequence
             # A batch may have been padded before it was split.
             if self.known is not None and self.known.padded_length == length:
                 length = self.known.length
-        elif self.known is not None:
-            length, table = self.known.length, self.known.documents
-        else:
-            return None
-        cp, padded = self.handler.cp, self.handler.padded_length(length)
+            self.sequence = self._positions(length, table)
+        return self.sequence or self.expected
+
+    def _positions(self, length: int, table: Tensor | None) -> Positions:
+        padded = self.handler.padded_length(length)
         alone = [ContextParallelHandler(self.alone, x).padded_length(length) for x in (self.style, self.handler.layout)]
-        at = self.handler.resolve(padded, table).positions(cp.rank).cpu()
-        found = Positions(at, length, padded, tuple(dict.fromkeys((length, *alone))), self._padding(length))
-        if self.handler.sequence is not None:
-            self.sequence = found
-        return found
+        at = self.handler.resolve(padded, table).positions(self.handler.cp.rank).cpu()
+        return Positions(at, length, padded, tuple(dict.fromkeys((length, *alone))), self._padding(length))
 
     def _padding(self, length: int) -> Tensor | None:
         mask = self.batch.get("attention_mask") if isinstance(self.batch, Mapping) else None

@@ -213,7 +213,14 @@ FULL = (r", context_fn=partial\(create_selective_checkpoint_contexts, SAVE_LIST\
 WRAP = r"for i, block in enumerate\(model.layers\):\n.*?\n(?=handler)"
 
 
-@pytest.mark.parametrize("edits", [(), (FULL, HYBRID), (RING,)], ids=["selective", "full, hybrid", "selective, ring"])
+@pytest.mark.parametrize(
+    "edits",
+    [
+        pytest.param((FULL, HYBRID), id="full, hybrid", marks=pytest.mark.slow),
+        pytest.param((), id="selective", marks=pytest.mark.slow),
+        pytest.param((RING,), id="selective, ring"),
+    ],
+)
 def test_checkpointed_blocks(ranks: Any, edits: Edits) -> None:
     check(ranks, 4, SELECTIVE, edits)
 

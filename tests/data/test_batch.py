@@ -101,7 +101,7 @@ def rolls(layout: str, names: tuple[str, ...]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_a_roll_is_that_of_the_whole_sequence(ranks: Any, world: int, layout: str) -> None:
     ranks(world, rolls, layout, ("cp",))
 

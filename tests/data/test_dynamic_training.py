@@ -133,7 +133,9 @@ def train(layout: str, mode: dict[str, Any]) -> tuple[list[float], list[list[tup
     return errors, done
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if i else ()) for i, name in enumerate(MODES)]
+)
 def test_training_equals_one_device(ranks: Any, name: str) -> None:
     found = ranks(4, train, *MODES[name])
     assert max(error for errors, _ in found for error in errors) <= 1e-10

@@ -44,6 +44,7 @@ SIZES: dict[str, Any] = {
 CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "llama4_text": {"attention_chunk_size": 5, "attn_temperature_tuning": False},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "dots1": {"n_shared_experts": 1},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
@@ -95,6 +96,16 @@ def tiny_config(kind: str) -> Any:
     if size > LARGEST:
         raise NotTiny(f"{size / 1e6:.0f} million parameters")
     return config
+
+
+def changed_behaviour(kind: str) -> str:
+    """The options, other than sizes, in which a tiny configuration differs from the default: "with `x=y`", or ""."""
+    import transformers as hf
+
+    default, config = hf.CONFIG_MAPPING[kind](), tiny_config(kind)
+    names = [name for name in ("is_decoder", "attn_temperature_tuning") if _has(default, name)]
+    found = [f"`{name}={getattr(config, name)}`" for name in names if getattr(config, name) != getattr(default, name)]
+    return f"with {' and '.join(found)}" if found else ""
 
 
 def _is_fixed(owner: type, name: str) -> bool:

@@ -3,7 +3,8 @@
 :func:`install` is for good and for the whole process: call it in ranks that do nothing else. Operators run on
 the CPU tensors inside; the NPU's attention operators are those of the stand-in; transfers go through gloo.
 Operands on different devices are refused, as by a real device, and everything that makes the host wait for the device
-is recorded in :data:`waits`. It shows nothing of streams and of HCCL. One call does not work: ``torch.tensor(...,
+is recorded in :data:`waits`. Batches of messages are refused
+as by HCCL. It shows nothing of streams and of the rest of HCCL. One call does not work: ``torch.tensor(...,
 device="npu")``, where PyTorch bypasses tensors that are made in Python.
 """
 
@@ -12,10 +13,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hyper_cp.mesh import comm
 from tests.harness import npu_standin
 
 # Private, and only in the tests: there is no public way to a device made in Python.
@@ -96,8 +99,25 @@ def install() -> None:
     if _library is None:
         SETUP("npu", Module())
         npu_standin.install()
+        comm.BACKENDS["gloo"] = HcclAxis
+        dist.batch_isend_irecv = _batch_isend_irecv
         _library = torch.library.Library("_", "IMPL")
         _library.fallback(_run, "PrivateUse1")  # operators without operands of the device: they make some
+
+
+class HcclAxis(comm.HcclAxis, comm.GlooAxis):
+    """The axis of HCCL, made of what gloo has."""
+
+
+_send_and_receive = dist.batch_isend_irecv
+
+
+def _batch_isend_irecv(ops: list[dist.P2POp]) -> list[Any]:
+    """Refuse what HcclBatchSendRecv refuses."""
+    tasks = [(op.op, op.group_peer if hasattr(op, "group_peer") else op.peer) for op in ops]
+    if len(set(tasks)) < len(tasks):
+        raise RuntimeError("HCCL_E_PARA: Send Tasks are duplicated")
+    return _send_and_receive(ops)
 
 
 def _run(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -205,6 +205,7 @@ def trained(cp: int, layout: str, directory: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cp", "layout", "world"), [(2, "head_tail", 2), (2, "contiguous", 4)])
 def test_trainer(ranks: Any, tmp_path: Any, cp: int, layout: str, world: int) -> None:
     for found in ranks(world, trained, cp, layout, str(tmp_path)):

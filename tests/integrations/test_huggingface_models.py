@@ -26,6 +26,10 @@ STYLES: tuple[dict[str, Any], ...] = (
 )
 MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 
+KINDS = ["full_attention", "chunked_attention"]
+LLAMA4 = {**MOE, "layer_types": KINDS, "attention_chunk_size": 5, "intermediate_size_mlp": 16}
+"""Two layers of Llama 4, of which the first one does not rotate."""
+
 
 def model_of(kind: str, **changes: Any) -> Any:
     """A causal model in double precision, in evaluation mode: some routers draw random numbers in training."""
@@ -90,6 +94,7 @@ def windows() -> dict[str, float]:
         "phimoe": {**MOE, "sliding_window": 5, "rope_parameters": None},
         "nemotron": {},
         "stablelm": {},
+        "llama4_text": {**LLAMA4, "no_rope_layers": [0, 1], "attn_temperature_tuning": False},
     }.items():
         model = model_of(kind, **changes)
         found[kind] = errors(model, batch_of(22, padded=kind != "nemotron"))
@@ -98,7 +103,7 @@ def windows() -> dict[str, float]:
 
 def test_the_mask_of_a_model_decides_its_window(ranks: Any) -> None:
     for found in ranks(2, windows):
-        assert len(found) == 3 and max(found.values()) <= 1e-10, found
+        assert len(found) == 4 and max(found.values()) <= 1e-10, found
 
 
 @on_ranks
@@ -286,6 +291,12 @@ def wrong_use(case: str) -> None:
         model(**prepare_batch(handler, batch_of(24, padded=True)))
     elif case == "own loss":
         prepared(OwnLoss(config))[0](**local, labels=labels, shift_labels=labels, num_items_in_batch=1)
+    elif case == "own positions of layers":
+        prepared(model_of("llama4_text", **LLAMA4, no_rope_layers=[0, 1]))
+    elif case == "chunks and layout":
+        style = {"ulysses_degree": 1, "layout": "per_document"}
+        model, handler = prepared(model_of("llama4_text", **LLAMA4, attn_temperature_tuning=False), **style)
+        model(**prepare_batch(handler, {**batch_of(), "documents": [0, 9, 24]}))
     elif case == "encoder":
         prepared(hf.BertModel(hf.BertConfig(**{**SMALL, "num_key_value_heads": 4})))
     elif case == "encoder-decoder":
@@ -330,6 +341,8 @@ REFUSED = [
     ("own positions of tokens", "ValueError", "RobertaModel makes position ids from input_ids.*prepare_batch"),
     ("own positions of masks", "ValueError", "OPTDecoder makes position ids from attention_mask.*prepare_batch"),
     ("own loss", "NotImplementedError", "OwnLoss got labels, but its forward computes the loss.*handler.mean_loss"),
+    ("own positions of layers", "NotImplementedError", "Llama4TextAttention, which counts positions by itself"),
+    ("chunks and layout", "NotImplementedError", r"chunked attention \(size 5\).*layout='per_document'"),
     ("encoder", "NotImplementedError", r"BertModel has attention that is not causal \(BertSelfAttention\)"),
     ("encoder-decoder", "NotImplementedError", "T5ForConditionalGeneration is an encoder-decoder: its source"),
     ("own positions", "NotImplementedError", "BartDecoder takes no position_ids"),

@@ -258,7 +258,7 @@ class Capped(nn.Module):
 
 @on_ranks
 def refused(case: str) -> None:
-    from transformers import AutoModelForCausalLM, DynamicCache, Llama4TextConfig, MambaConfig
+    from transformers import AutoModelForCausalLM, DynamicCache, MambaConfig
 
     from hyper_cp.integrations.huggingface.attention import attention_forward, attention_mask
     from hyper_cp.integrations.transformers import prepare_batch, prepare_model, register
@@ -285,11 +285,6 @@ def refused(case: str) -> None:
     elif case == "not causal":
         model, _ = prepared(make("gemma3", use_bidirectional_attention=True))
         model(**local)
-    elif case == "chunked":
-        sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "head_dim": 8, "num_attention_heads": 2}
-        config = Llama4TextConfig(**sizes, num_key_value_heads=2, attention_chunk_size=4, pad_token_id=0)
-        model, _ = prepared(AutoModelForCausalLM.from_config(config))
-        model(**local)
     elif case == "recurrent":
         config = MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=0)
         prepared(AutoModelForCausalLM.from_config(config))
@@ -312,7 +307,7 @@ def refused(case: str) -> None:
     elif case == "local 4-D mask":
         mask = torch.ones(2, 1, 12, 12, dtype=torch.bool).tril()
         prepared(make("llama"))[0](**local, attention_mask=mask)
-    else:  # softcap, s_aux, new_bias
+    else:  # softcap, new_bias
         q = torch.zeros(1, 2, 4, 8)
         model, _ = prepared(make("llama"))
         seen = model.model.layers[0].register_forward_pre_hook(
@@ -335,17 +330,15 @@ def refused(case: str) -> None:
         ("cache", "NotImplementedError", "use_cache=False"),
         ("generate", "NotImplementedError", "logits_to_keep=1, as generate passes it"),
         ("not causal", "NotImplementedError", r"not causal \(Gemma3Attention\).*causal decoders only"),
-        ("chunked", "NotImplementedError", "layers of type chunked_attention"),
         ("recurrent", "NotImplementedError", "MambaModel has layers of type linear_attention"),
         ("twice the same", "ValueError", "documents or padding twice"),
         ("block and batch", "ValueError", "documents or padding twice"),
-        ("custom mask", "NotImplementedError", r"chunked or custom \(size 3\)"),
+        ("custom mask", "NotImplementedError", r"custom \(size 3\)"),
         ("mask of another length", "ValueError", r"\(2, 13\).*\[B, 12\].*\[B, 24\]"),
         ("numbered documents", "ValueError", "up to 2.*documents="),
         ("two kinds of documents", "ValueError", "'documents', 'cu_seq_lens_q' name different documents"),
         ("local 4-D mask", "ValueError", "attn_mask has shape.*global"),
         ("softcap", "NotImplementedError", "Capped asks for softcap"),
-        ("s_aux", "NotImplementedError", "Capped asks for s_aux"),
         ("new_bias", "NotImplementedError", "Capped calls attention with new_bias.*does not know"),
     ],
 )

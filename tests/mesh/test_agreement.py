@@ -81,8 +81,9 @@ def calls_of_attention(world: int) -> list[int]:
 
 
 def test_what_has_been_compared_is_not_compared_again(ranks: Any) -> None:
-    # The first call compares itself and that there are no documents; later ones what is new in them.
-    assert ranks(4, calls_of_attention, 4) == [[2, 0, 1, 0, 1, 0, 1, 1, 0, 0]] * 4
+    # The first call compares itself and that there are no documents; later ones what is new in them. A hybrid also
+    # compares its degree before it makes process groups.
+    assert ranks(4, calls_of_attention, 4) == [[2, 0, 1, 0, 2, 0, 1, 1, 0, 0]] * 4
     assert ranks(1, calls_of_attention_alone) == [0]
 
 
@@ -257,6 +258,25 @@ def test_other_calls_are_found_at_the_next_comparison(ranks: Any) -> None:
         assert "another number of them (signatures looked up: rank 0: 4; rank 1: 7)" in found[0]
     for number, *found in ranks(2, other_calls_that_were_agreed_on, (False, False), 0):
         assert number == 0 and found == ["", ""]
+
+
+@on_ranks
+def other_groups(degrees: tuple[int | None, ...]) -> list[str]:
+    """Ranks with another degree, in groups of their own or in none; then all with the same."""
+    mesh, q = mesh_of(4), torch.randn(1, 4, 8, 8)
+    mine = degrees[dist.get_rank()]
+    return [
+        raised(lambda d=d: attention(q, q, q, mesh=mesh, ulysses_degree=d))  # type: ignore[misc]
+        for d in (mine, 2)
+    ]
+
+
+def test_ranks_that_would_make_other_groups(ranks: Any) -> None:
+    for first, second in ranks(4, other_groups, (2, 2, 1, None)):
+        assert first.startswith("ValueError") and second == ""
+        assert (
+            "rank 0 compares its groups of a hybrid; rank 1 compares its groups of a hybrid; rank 2 compares" in first
+        )
 
 
 # --------------------------------------------------------------------------- waiting alone

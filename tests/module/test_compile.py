@@ -129,9 +129,9 @@ def opcheck_all(world: int) -> None:
             documents, mask = torch.tensor([[0, 5, 16]]), None
             said = OpSettings(layout, kv, balance, (-9, 0), 1, "cpu flash", cp.key).text()
             settings = (documents, mask, None, 0.25, 0.0, said)
-            torch.library.opcheck(ops.attention.default, (q, k, v, *settings))
+            torch.library.opcheck(ops.attention.default, (q, k, v, torch.zeros(4, requires_grad=True), *settings))
             with torch.no_grad():
-                out, lse = ops.attention(q, k, v, *settings)
+                out, lse = ops.attention(q, k, v, None, *settings)
                 mark = ops.fingerprint(documents, cp.key)
                 torch.library.opcheck(
                     ops.attention_backward.default,

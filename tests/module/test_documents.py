@@ -245,3 +245,43 @@ def compiled(style: Style) -> float:
 @pytest.mark.parametrize("style", ONE_FAST, ids=str)
 def test_new_documents_do_not_recompile(ranks: Any, style: Style) -> None:
     assert max(ranks(4, compiled, style, timeout=300)) <= FP64
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attending()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x, x, x)
+
+
+@on_ranks
+def checkpoint_around_compiled(style: Style, backend: str) -> dict[str, str]:
+    """Outcomes of checkpoints around a compiled module with documents, and backward in the block or behind it."""
+    x = torch.randn(1, 2, 8, 8, dtype=torch.float64, requires_grad=True)
+    found = {}
+    for where in ("inside", "behind", "none, behind"):
+        torch._dynamo.reset()
+        layer = Layer()
+        _, handler = styled(layer.inner, style)
+        run = torch.compile(layer, backend=backend, fullgraph=True)
+        try:
+            for documents in ([0, 5, 16], [0, 3, 9, 16]):
+                with handler.documents(None if where.startswith("none") else documents):
+                    out = checkpoint(run, x, use_reentrant=False)
+                    if where == "inside":
+                        out.sum().backward()
+                if where != "inside":
+                    out.sum().backward()
+            found[where] = ""
+        except Exception as error:
+            found[where] = str(error)
+    return found
+
+
+def test_a_checkpoint_around_a_compiled_module_raises_words_of_ours(ranks: Any) -> None:
+    for found in ranks(2, checkpoint_around_compiled, {"ulysses_degree": 1}, "aot_eager"):
+        assert found["inside"] == found["none, behind"] == ""
+        assert "activation checkpointing recomputes it without the packed documents" in found["behind"]
+        assert "Run backward inside the documents block" in found["behind"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import flex_attention
 
-from hyper_cp import ContextParallel, styled_modules
+from hyper_cp import ContextParallel, context_parallel, styled_modules
 from hyper_cp.mesh import comm
 from hyper_cp.module.guards import mixing, refuse_mixing
 from hyper_cp.module.model import Model
@@ -212,7 +212,8 @@ def test_attention_that_is_not_routed_is_found(ranks: Any) -> None:
     for found in ranks(2, first_forwards):
         calls = {"flex": "flex_attention", "mha": "nn.MultiheadAttention"}
         for kind in ("after", "before", "flex", "mha"):
-            first, left_nothing, _, _ = found.pop(kind)
+            first, left_nothing, second, _ = found.pop(kind)
+            assert second == first
             call = calls.get(kind, "F.scaled_dot_product_attention")
             name = (
                 "module 'layers.other.mha' (MultiheadAttention)"
@@ -279,3 +280,63 @@ def residue() -> dict[str, bool]:
 def test_the_watch_leaves_nothing_behind(ranks: Any) -> None:
     for found in ranks(2, residue):
         assert all(found.values()), found
+
+
+# --------------------------------------------------------------------------- in a context_parallel block
+
+
+class Mixed(nn.Module):
+    """Attention after a module on ``[B, C, S]``, or on a tensor of another length."""
+
+    def __init__(self, mixing: nn.Module, length: int | None = None) -> None:
+        super().__init__()
+        self.mixing, self.length = mixing, length
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = x.transpose(1, 2) if self.length is None else x.new_ones(1, 8, self.length)
+        if isinstance(self.mixing, nn.RNNBase):
+            other = other.transpose(1, 2)
+        self.mixing(other)
+        q = x[:, None]
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+@on_ranks
+def blocks() -> dict[str, str]:
+    def of(mixing: nn.Module, length: int | None = None, **options: Any) -> str:
+        x, model = torch.randn(1, 16, 8), Mixed(mixing, length)
+        with comm.record_traffic() as log:
+            try:
+                with context_parallel(cp_mesh(), buffers=[x], buffer_seq_dims=[1], **options):
+                    model(x)
+            except RuntimeError as error:
+                return f"{error}{[op for op, _ in log.entries]}"
+        return ""
+
+    return {
+        "conv1d": of(nn.Conv1d(8, 8, 3)),
+        "conv_transpose1d": of(nn.ConvTranspose1d(8, 8, 3)),
+        "lstm": of(nn.LSTM(8, 8, batch_first=True)),
+        "gru": of(nn.GRU(8, 8, batch_first=True)),
+        "rnn_tanh": of(nn.RNN(8, 8, batch_first=True)),
+        "batch_norm": of(nn.BatchNorm1d(8)),
+        "max_pool1d": of(nn.MaxPool1d(2)),
+        "right: one position": of(nn.Conv1d(8, 8, 1)),
+        "right: running statistics": of(nn.BatchNorm1d(8).eval()),
+        "right: another length": of(nn.Conv1d(8, 8, 3), 6),
+        "right: allowed by type": of(nn.Conv1d(8, 8, 3), allow=("Conv1d",)),
+        "right: allowed by name": of(nn.LSTM(8, 8, batch_first=True), allow=("mix*",)),
+    }
+
+
+def test_functions_that_mix_positions_in_a_block(ranks: Any) -> None:
+    for found in ranks(2, blocks):
+        for name, text in found.items():
+            if name.startswith("right"):
+                assert text == "", name
+            else:
+                assert text.startswith("module 'mixing' (") and f"calls {name} on a tensor (1, 8, 8)" in text, (
+                    name,
+                    text,
+                )
+                assert text.endswith("vouch for it: context_parallel(..., allow=('mixing',))[]")

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from hyper_cp import ContextParallel, context_parallel_mesh
+from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh
 from hyper_cp.mesh import comm
 from tests.harness import modules
 from tests.harness.attention_case import cp_mesh
@@ -139,3 +139,22 @@ def test_weights_that_the_user_vouches_for_or_that_are_sharded(ranks: Any) -> No
         assert "first in parameter 'layers.1.proj.weight'" in none
         assert allowed == [""] * 4
         assert sharded == "" and "first in parameter 'layers.1.table'" in replicated
+
+
+@on_ranks
+def other_batches() -> list[str]:
+    """Rank 1 splits another batch. Then both split one, of which only rank 1's first has been compared."""
+    style = ContextParallel(**{**RING1, "kv_exchange": "ring"})
+    handler = ContextParallelHandler(cp_mesh(), style)
+    model = parallelize_module(Model(), cp_mesh(), {"layers.*.inner": style})
+    handler.dispatch(torch.arange(8.0)[None] + dist.get_rank())  # no integers
+    handler.get_batch_on_this_cp_rank({"tokens": torch.arange(16)[None] * (3 + dist.get_rank())})
+    errors = [outcome(model)[0]]
+    handler.get_batch_on_this_cp_rank({"tokens": torch.arange(16)[None] * (3 + dist.get_rank())})
+    return [*errors, outcome(model)[0]]
+
+
+def test_the_first_batches_are_compared(ranks: Any) -> None:
+    for first, second in ranks(2, other_batches):
+        assert "different batch: ranks [1] have others (or none) than rank 0. The ranks of a cp mesh" in first
+        assert second == ""  # once

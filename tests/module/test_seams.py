@@ -203,6 +203,17 @@ def test_hooks_running_calls_and_wrappers_of_a_module() -> None:
     assert modules.is_compiled(module)
 
 
+def test_buffers_of_a_module_can_be_restored() -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("absent", None)
+    found = dict(modules.buffers_of(module))
+    assert list(found) == ["running_mean", "running_var", "num_batches_tracked", "absent"]
+    module.absent, module.running_mean = torch.ones(1), torch.ones(2)
+    modules.buffers_of(module).clear()
+    modules.buffers_of(module).update(found)
+    assert module.absent is None and module.running_mean is found["running_mean"]
+
+
 def test_a_mode_below_the_top_can_be_taken_out() -> None:
     class Mode(overrides.TorchFunctionMode):
         pass

@@ -58,7 +58,7 @@ def outcomes(calls: list[Arguments]) -> list[str]:
             except Exception as error:
                 sent = [operation for operation, _ in log.entries if operation != "agreement"]
                 raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-                named = any(name in str(error) for name in (*call, "query", "key", "value"))
+                named = any(name in str(error) for name in (*call, "query", "key", "value") if len(name) > 1)
                 if not isinstance(error, OURS) or PACKAGE not in raised_in.parents or sent or not named:
                     found.append(f"{call}: {type(error).__name__}: {error} (in {raised_in.name}; sent {sent})")
                     continue

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hyper_cp.ops import attention
 from hyper_cp.ops.exchange.ulysses import shared_heads
 from hyper_cp.schedule import build as schedule
 from hyper_cp.schedule import lookup
@@ -33,7 +34,7 @@ from tests.harness.oracle import rms_error
 from tests.harness.ranks import on_ranks
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_every_mode_fp64(ranks: Any, world: int) -> None:
     cases = [
         AttentionCase(24 * world, causal, batch=batch, heads=8, kv_heads=kv_heads, strided=strided, **mode)
@@ -148,3 +149,27 @@ def test_drawn_combinations_meet_the_bars(ranks: Any, job: tuple[int, list[Atten
         for name, limit in allowed.items():
             # All ranks hold equally many elements.
             assert (sum(rank[name] ** 2 for rank in found) / world) ** 0.5 <= 2 * limit, (case, name, found, allowed)
+
+
+@on_ranks
+def autocast_errors(case: AttentionCase) -> list[tuple[float, float]]:
+    """Errors of output and gradients: of tensors in bf16, and under autocast to it, forward and backward."""
+    found = []
+    for inside in (False, True):
+        shard = case.shard()
+        mask = None if shard.mask is None else shard.mask.to(torch.bfloat16)
+        given = [x if inside else x.to(torch.bfloat16) for x in shard.qkv]
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            out = attention(*given, mesh=cp_mesh(), attn_mask=mask, **case.attention_keywords())
+            grads = torch.autograd.grad(out, shard.qkv, shard.dout.to(torch.bfloat16))
+        found.append(list(shard.errors(out, grads, error=rms_error).values()))
+    return list(zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("v_dim, mask", [(8, None), (16, "float")])
+def test_autocast_ends_at_the_entrance(ranks: Any, v_dim: int, mask: str | None) -> None:
+    """Sums that the engine makes in fp32 are not cast to bf16 again."""
+    mode = {"kv_exchange": "ring", "layout": "head_tail"}
+    case = AttentionCase(64, mask is None, dim=16, v_dim=v_dim, mask=mask, dtype=torch.float32, **mode)
+    for of_rank in ranks(2, autocast_errors, case):
+        assert all(inside <= 1.05 * by_hand for by_hand, inside in of_rank), of_rank

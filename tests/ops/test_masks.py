@@ -31,7 +31,7 @@ def with_lse(*args: Any, **keywords: Any) -> AttentionCase:
     return AttentionCase(*args, return_lse=True, **keywords)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_windows_and_documents(ranks: Any, world: int) -> None:
     length = 12 * world
     visible: list[dict[str, Any]] = [
@@ -72,7 +72,7 @@ def test_documents_in_layouts_by_document(ranks: Any, world: int) -> None:
     check(ranks(world, run_cases, cases), FP64)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_explicit_masks(ranks: Any, world: int) -> None:
     length = 8 * world
     cases = [
@@ -159,6 +159,7 @@ def drawn_job(draw: st.DrawFn) -> tuple[int, list[AttentionCase]]:
     return world, draw(st.lists(drawn_case(world), min_size=1, max_size=10))
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(drawn_job())
 def test_drawn_masks(ranks: Any, job: tuple[int, list[AttentionCase]]) -> None:

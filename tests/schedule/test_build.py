@@ -195,7 +195,7 @@ def test_all_ranks_make_the_same_hops(problem: tuple) -> None:
 @pytest.mark.parametrize("kv", ["ring", "all_gather", "needed"])
 @pytest.mark.parametrize("layout, balance", [("head_tail", False), ("contiguous", True)])
 def test_causal_work_is_balanced(kv: str, layout: str, balance: bool) -> None:
-    for ring in [*range(1, 17), 32, 64]:
+    for ring in (1, 2, 3, 4, 5, 8, 11, 16, 32):
         held = held_by(layout, ring, 1, 2 * ring * 128)
         areas = [schedule.build(held, held, r, kv, balance, CAUSAL).area for r in range(ring)]
         assert max(areas) == min(areas)

@@ -58,6 +58,7 @@ def tensor_parallel() -> list[Summary]:
     ]
 
 
+@pytest.mark.slow
 def test_tensor_parallel_and_a_sum_that_is_not_made(ranks: Any) -> None:
     for right, wrong, sequence_parallel in ranks(4, tensor_parallel):
         assert right[0] and right[4] > 60, right[3]
@@ -71,6 +72,7 @@ def wrapped(title: str, reduced: dict[str, str] | None) -> Summary:
     return composed(title, reduced=reduced)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("title", "reduced"),
     [
@@ -101,6 +103,7 @@ def half(dtype: torch.dtype) -> list[Summary]:
     return [*found, summary(verify(model, mesh, planted.whole_batch(), loss_fn=with_autocast))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype, ranks: Any) -> None:
     for right, table, shift, autocast in ranks(2, half, dtype):
@@ -126,6 +129,7 @@ def trained_after_verify(fails: bool) -> float:
     return t.train(made).error(t.one_device())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_sharded_model_trains_as_before_afterwards(fails: bool, ranks: Any) -> None:
     assert max(ranks(4, trained_after_verify, fails)) < 5e-6

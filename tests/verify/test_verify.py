@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +15,14 @@ from torch import Tensor, nn
 
 from hyper_cp import verify
 from hyper_cp.module.mesh_binding import bindings, swapped
+from hyper_cp.verification import gradients
 from hyper_cp.verify import Report
 from tests.harness import planted
 from tests.harness.attention_case import cp_mesh
 from tests.harness.planted import LENGTH, styled, whole_batch
 from tests.harness.ranks import on_ranks
 
+DOCS = Path(__file__).parents[2] / "docs" / "verify.md"
 Summary = tuple[bool, str | None, str | None, str, str]
 """ok, the first module, the cause, the text and the JSON of a report."""
 
@@ -166,6 +170,35 @@ def test_nothing_is_changed_afterwards(fault: str, step: str, raised: str, ranks
 
 
 # --------------------------------------------------------------------------- forms of use
+
+
+@on_ranks
+def in_small_parts() -> bool:
+    """The result where every gradient is reduced alone, or with its neighbour."""
+    mesh = cp_mesh()
+    before, gradients.BUCKET = gradients.BUCKET, 300
+    try:
+        return verify(styled(mesh), mesh, whole_batch(), loss_fn=planted.loss_fn).ok
+    finally:
+        gradients.BUCKET = before
+
+
+def test_gradients_may_be_reduced_in_parts(ranks: Any) -> None:
+    assert ranks(2, in_small_parts) == [True, True]
+
+
+@on_ranks
+def documented(code: str) -> bool:
+    """The result of the example in docs/verify.md."""
+    mesh = cp_mesh()
+    names: dict[str, Any] = {"model": styled(mesh), "mesh": mesh, "batch": whole_batch(documents=[0, 9, LENGTH])}
+    exec(code.replace("print(report)", ""), names)
+    return bool(names["report"].ok)
+
+
+def test_the_documented_example(ranks: Any) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S)
+    assert ranks(2, documented, code) == [True, True]
 
 
 @on_ranks

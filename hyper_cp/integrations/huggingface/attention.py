@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -11,14 +12,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...ops.attention import cp_attention
 from ...ops.config import Call
+from ...schedule import layout as layouts
+from ...schedule.documents import documents_table, read
 from .forward import ForwardState, OneDevice, State, running, state_for
 
 NAME = "hyper_cp"
-UNSUPPORTED = ("dropout", "softcap", "s_aux", "position_bias", "cache")
+UNSUPPORTED = ("dropout", "softcap", "position_bias", "cache")
 """Options of attention calls that the engine does not have."""
 KNOWN = {
     *UNSUPPORTED,
-    *("scaling", "sliding_window", "is_causal"),
+    *("scaling", "sliding_window", "is_causal", "s_aux"),
     *("position_ids", "cache_position", "position_embeddings", "use_cache", "layer_idx", "target_dtype"),
 }
 """Options that are honoured, and some that say nothing about attention."""
@@ -39,8 +42,10 @@ class MaskRequest:
     Models hand it to attention like any mask. A model that reads or changes it raises ``NotImplementedError``.
     """
 
-    def __init__(self, model: str, window: int | None, state: State | None) -> None:
+    def __init__(self, model: str, window: int | None, state: State | None, documents: Tensor | None = None) -> None:
         self.model, self.window, self.state = model, window, state
+        self.documents = documents
+        """Boundaries of chunks, which do not see each other; None: those of the batch."""
 
     def to(self, *_: Any, **__: Any) -> MaskRequest:
         """The same: there is nothing to move or cast."""
@@ -97,14 +102,35 @@ def attention_mask(
             f"{q_length} queries at offset {q_offset} of {kv_length} keys: context parallelism does not run with a "
             "key/value cache. Pass use_cache=False, and generate without prepare_model"
         )
-    if not allow_is_causal_skip or (local_size is not None and local_size != getattr(config, "sliding_window", None)):
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    chunked = local_size is not None and local_size == chunk != window
+    if not allow_is_causal_skip or (local_size not in (None, window) and not chunked):
         chunks = allow_is_causal_skip
-        kind = f"chunked or custom (size {local_size})" if chunks else "custom, bidirectional or explicit"
+        kind = f"custom (size {local_size})" if chunks else "custom, bidirectional or explicit"
         raise NotImplementedError(
             f"{type(config).__name__} asks for a {kind} attention mask. Context parallelism makes causal and "
             "sliding-window masks only. Pass it as a 4-D attention_mask over global positions, if all layers share one"
         )
-    return MaskRequest(f"The model of {type(config).__name__}", local_size, state)
+    model = f"The model of {type(config).__name__}"
+    if chunked and isinstance(state, ForwardState):
+        return MaskRequest(model, None, state, _chunks(state, q_length, local_size or 0))
+    return MaskRequest(model, local_size, state)
+
+
+def _chunks(state: ForwardState, length: int, size: int) -> Tensor | None:
+    """The documents of the batch, cut into chunks of ``size`` that do not see each other (Llama 4)."""
+    length *= state.mesh.views[0].size
+    if length <= size:
+        return state.batch.documents
+    if state.batch.keys is not None or state.style.mode.layout in layouts.BY_DOCUMENTS:
+        raise NotImplementedError(
+            f"the model has layers with chunked attention (size {size}), in which chunks count from the first token of "
+            f"a document. That is not supported with layout={state.style.mode.layout!r}, nor with padding between "
+            'tokens. Use layout="contiguous" or "head_tail", and pad each row at one of its ends'
+        )
+    rows = ((0, length),) if state.batch.documents is None else read(state.batch.documents).rows
+    cut = [[x for a, b in pairwise(row) for x in range(a, b, size)] + [length] for row in rows]
+    return documents_table(cut)
 
 
 # --------------------------------------------------------------------------- attention
@@ -145,7 +171,8 @@ def attention_forward(
         mask, window = batch.keys, (None if size is None else size - 1, 0)
     cp, mode = state.mesh.view(query.shape[1], key.shape[1]), replace(state.style.mode, window=window)
     # is_causal=False: the window ends at the query, so it is causal already; and unlike is_causal it allows a mask.
-    call = Call(False, options.get("scaling"), mask, batch.documents)
+    documents = batch.documents if request is None or request.documents is None else request.documents
+    call = Call(False, options.get("scaling"), mask, documents, name=name, sinks=options.get("s_aux"))
     out = cp_attention(query, key, value, cp, mode, call)
     if batch.tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention
         out = out.masked_fill(~batch.tokens, 0.0)
@@ -169,8 +196,8 @@ def _refuse_unsupported(name: str, options: dict[str, Any]) -> None:
     if wanted:
         raise NotImplementedError(
             f"{name} asks for {', '.join(wanted)} in attention, which context parallelism does not support yet. "
-            "Set attention_dropout=0.0, attn_logit_softcapping=None in the config, or use a model without attention "
-            "sinks, position biases and paged caches"
+            "Set attention_dropout=0.0, attn_logit_softcapping=None in the config, or use a model without position "
+            "biases and paged caches"
         )
 
 

@@ -14,11 +14,13 @@ from ...data.collectives import by_rank
 from ...handler import ContextParallelHandler
 from .direct import direct_attention
 
-LAYER_TYPES = {"full_attention", "sliding_attention"}
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 POOLED = re.compile(
     r"For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForReward|DoubleHeads"
 )
 """Names of heads that pool over the sequence."""
+COUNTS = re.compile(r"arange\(\s*(hidden_states|query\w*)\.(shape\[|size\()")
+"""Code that counts positions of the local hidden states."""
 LOSS_OF_TOKENS = {None, "ForCausalLM", "ForConditionalGeneration"}
 """Types of losses that honour shifted labels and the number of labels of the whole batch."""
 MEDIA = re.compile(r"^(pixel|image|video|audio|input_features|input_values)")
@@ -63,6 +65,12 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} computes attention by itself, not through transformers' AttentionInterface or SDPA, so it cannot "
             'be replaced. Use a model that does; one that can call SDPA needs attn_implementation="sdpa"'
         )
+    counting = sorted({type(m).__name__ for m in decoder.modules() if m is not decoder and _counts_positions(m)})
+    if counting:
+        raise NotImplementedError(
+            f"{name} has {', '.join(counting)}, which counts positions by itself, from 0 on every rank (for a scale of "
+            "attention that grows with them). Use a model without it (Llama 4: attn_temperature_tuning=False)"
+        )
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         raise NotImplementedError(
             f"{name} takes no position_ids: it counts positions itself, and would count them from 0 on every rank. "
@@ -75,6 +83,13 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             "encoder or in cross-attention. prepare_model supports causal decoders only. Put ContextParallel styles on "
             "its attention modules with parallelize_module"
         )
+
+
+def _counts_positions(module: nn.Module) -> bool:
+    """True for a layer that makes positions of its hidden states. (Layers of Llama 4 do so for a scale that most of
+    them do not have.)"""
+    scales = getattr(module, "attn_temperature_tuning", True) and not getattr(module, "use_rope", False)
+    return bool(scales and COUNTS.search(_source_of_forward(module)))
 
 
 def _mixes_positions(module: nn.Module) -> bool:

@@ -57,6 +57,25 @@ def batch_state(owner: object, read: Callable[[], tuple[Any, ...]]) -> Any:
     return state
 
 
+_packed: set[str] = set()
+"""Names of modules that were compiled with packed documents."""
+
+
+@torch.compiler.assume_constant_result  # runs while a graph is made
+def refuse_recompiled(name: str, packed: bool) -> None:
+    """Raise ``RuntimeError`` if a compiled module that had documents is compiled again, without any, for a recompute
+    by a checkpoint around it: the block with the documents has ended, and PyTorch would complain about shapes."""
+    if packed:
+        _packed.add(name)
+    elif name in _packed and any(recomputes for _, recomputes in _frames()):
+        raise RuntimeError(
+            f"{name} is compiled, and activation checkpointing recomputes it without the packed documents that its "
+            "forward had: a compiled graph cannot look for those of its forward, and their block has ended. Run "
+            "backward inside the documents block, pass documents= to the module through the checkpointed function, or "
+            "put the checkpoint inside the compiled function"
+        )
+
+
 def _known(states: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
     """Every element from the first of ``states`` in which it is not ambiguous."""
     return tuple(next((x for x in column if x is not _AMBIGUOUS), _AMBIGUOUS) for column in zip(*states, strict=True))
@@ -82,6 +101,11 @@ def _checkpoints() -> Iterator[tuple[Any, bool]]:
         # Before its inputs are there, what recomputes is the checkpoint that holds them.
         if frame.f_code is _FORWARD or "detached_inputs" in frame.f_locals:
             yield frame.f_locals["ctx"], frame.f_code is _BACKWARD
+    yield from _frames()
+
+
+def _frames() -> Iterator[tuple[Any, bool]]:
+    """The same, of non-reentrant checkpoints."""
     for pack in _pack_hooks():
         for held in _closure(inspect.unwrap(pack)):
             target = held() if isinstance(held, ref) else held

@@ -38,10 +38,11 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Partials:
-    """The running (output, log-sum-exp) of a rank's queries ``[B, H, S, D]``."""
+    """The running (output, log-sum-exp) of a rank's queries ``[B, H, S, D]``. ``sinks`` ``[H]`` are merged into
+    results, which are taken once for each row."""
 
-    def __init__(self, q: Tensor, head_dim: int):
-        self._q, self._head_dim = q, head_dim
+    def __init__(self, q: Tensor, head_dim: int, sinks: Tensor | None = None):
+        self._q, self._head_dim, self._sinks = q, head_dim, sinks
         self._dtype = accumulation_dtype(q.dtype)
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
@@ -68,8 +69,12 @@ class Partials:
 
     def result(self, rows: Range) -> tuple[Tensor, Tensor]:
         """The output of a range of queries in their dtype, and its log-sum-exp in the accumulation dtype."""
-        out, lse = self._accumulators()
-        return _cast(part(out, rows), self._q.dtype), part(lse, rows)
+        out, lse = (part(x, rows) for x in self._accumulators())
+        if self._sinks is not None:
+            # One more partial of every row: its value is zero, its log-sum-exp the sink of the head.
+            sinks = self._sinks.to(self._dtype).view(1, -1, 1)
+            out, lse = out * (lse - sinks).sigmoid().unsqueeze(-1), torch.logaddexp(lse, sinks)
+        return _cast(out, self._q.dtype), lse
 
 
 class RowSum:

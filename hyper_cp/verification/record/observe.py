@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -46,9 +47,10 @@ class Observer(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        what = classify(func, args, kwargs, out, self.positions())
-        if what is not None and not _ours():
-            self.found(*what)
+        with suppress(RuntimeError):  # values cannot be read in transforms of functions, and need not be
+            what = classify(func, args, kwargs, out, self.positions())
+            if what is not None and not _ours():
+                self.found(*what)
         return out
 
 

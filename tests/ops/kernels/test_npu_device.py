@@ -65,7 +65,8 @@ def test_every_mode(npus: Ranks, world: int) -> None:
     check(npus(world, run_cases, cases), FP32)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_windows_documents_and_masks(npus: Ranks, world: int) -> None:
     length = 12 * world
     settings: list[dict[str, Any]] = [
@@ -113,7 +114,7 @@ def traced(case: AttentionCase, break_it: str = "") -> list[str]:
     return npu_device.waits[:1]
 
 
-@pytest.mark.parametrize("kv", ["ring", "all_gather"])
+@pytest.mark.parametrize("kv", ["ring", pytest.param("all_gather", marks=pytest.mark.slow)])
 def test_a_read_in_a_kernel_is_detected(npus: Ranks, kv: str) -> None:
     """Every case above asserts that a step waits for nothing. This test breaks a kernel to see that assertion fail."""
     for break_it, found in {
