@@ -174,7 +174,7 @@ def test_every_causal_model_is_exact_or_refused(ranks: Any) -> None:
     """With HYPER_CP_WRITE_README=1 the page is written instead of compared."""
     import transformers
 
-    both = ranks(2, verdicts, causal_types(), timeout=400)
+    both = ranks(2, verdicts, causal_types(), timeout=900)
     found = {kind: min((of[kind] for of in both), key=lambda v: ORDER.index(v[0])) for kind in causal_types()}
     bad = {kind: outcome for kind, outcome in found.items() if outcome[0] in ("WRONG", "CRASH")}
     assert not bad, "\n".join(f"{kind}: {outcome} ({why})" for kind, (outcome, why) in bad.items())
