@@ -103,8 +103,9 @@ class context_parallel:
         self.handler = ContextParallelHandler(mesh, style)
         self._binding = Binding(style, mesh, "a model in context_parallel")
         flex_patch.install(dispatching)
-        self._buffers, self._dims = list(buffers or ()), list(buffer_seq_dims or ())
-        self._keep = {id(x) for x in no_restore_buffers or ()}
+        self._buffers = _listed("buffers", buffers)
+        self._dims = _listed("buffer_seq_dims", buffer_seq_dims)
+        self._keep = {id(x) for x in _listed("no_restore_buffers", no_restore_buffers)}
         self._entered: list[tuple[_Routing, list[_Sharded]]] = []
         if len(self._buffers) != len(self._dims):
             raise ValueError(
@@ -172,7 +173,7 @@ class context_parallel:
                     f"{name} of shape {tuple(x.shape)} was made under inference_mode, and writes to it are not "
                     "counted: make it outside, or pass x.clone() made outside"
                 )
-            if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+            if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
                 raise ValueError(
                     f"buffer_seq_dims[{i}]={dim!r} is not a dimension of {name}, whose shape is {tuple(x.shape)}"
                 )
@@ -181,6 +182,13 @@ class context_parallel:
                 where = "twice in buffers" if id(x) in seen else "sharded by an enclosing block already"
                 raise ValueError(f"{name} of shape {tuple(x.shape)} is {where}: it can be sharded once")
             seen.add(id(x))
+
+
+def _listed(argument: str, given: Any) -> list[Any]:
+    """An argument that is None or holds several objects, as a list."""
+    if isinstance(given, (Tensor, str)) or not isinstance(given, (Iterable, type(None))):
+        raise TypeError(f"{argument} is a {type(given).__name__}: pass a list, with one entry per buffer")
+    return list(given or ())
 
 
 _sharded_now: set[int] = set()

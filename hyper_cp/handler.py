@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from .data import loss, rotary
 from .data.batch import LocalBatch, local_batch
-from .data.sharding import Shares, checked_dim
+from .data.sharding import Shares, checked_dim, checked_length
 from .mesh.cp_mesh import CPMesh
 from .module.mesh_binding import bindings, swapped
 from .schedule import layout as layouts
@@ -143,11 +143,14 @@ class ContextParallelHandler(Shares):
 
         Source: Megatron-LM's function of that name: the local length times the ranks, or ``max_seqlen``.
         """
-        length = local if isinstance(local, int) else local.shape[checked_dim(local, seq_dim)]
+        if isinstance(local, Tensor):
+            length = local.shape[checked_dim(local, seq_dim, name="local")]
+        else:
+            length = checked_length("local", local)
         table = self.documents_for(documents, length * self.cp.size)
         if table is None:
             return length * self.cp.size
-        return max(b - a for row in read(table).rows for a, b in pairwise(row))
+        return max((b - a for row in read(table).rows for a, b in pairwise(row)), default=0)
 
     def get_emb_on_this_cp_rank(self, emb: Tensor, seq_dim: int = 0, *, documents: Any = None) -> Tensor:
         """Rows of a table over positions, for this rank's tokens: ``[.. L ..] -> [.. S/n ..]``.
@@ -159,9 +162,10 @@ class ContextParallelHandler(Shares):
         Args:
             emb: for example rotary angles ``[L, 1, 1, R]``, as Megatron makes them, or cosines ``[L, R]``.
         """
-        seq_dim = checked_dim(emb, seq_dim)
+        seq_dim = checked_dim(emb, seq_dim, name="emb")
         given = self.cp.batch.documents if documents is None else self.padded_table(documents)
         if given is None:
+            self.resolve(emb.shape[seq_dim], None, f"emb.shape[{seq_dim}]")  # its error names the argument
             return self.dispatch(emb, seq_dim)
         at = self.position_ids(int(given[0, -1]), restart=True, documents=given)
         if at.ndim > 1:
@@ -169,7 +173,7 @@ class ContextParallelHandler(Shares):
                 f"documents differ between the {len(at)} rows of the batch, and a table has one share. "
                 "Index it with position_ids(..., restart=True), or use apply_rotary_pos_emb"
             )
-        return rotary.rows_of(emb, at, seq_dim)
+        return rotary.rows_of(emb, at, seq_dim, "emb")
 
     def apply_rotary_pos_emb(
         self,
@@ -200,8 +204,17 @@ class ContextParallelHandler(Shares):
         Source: RoPE, arXiv 2104.09864; argument conventions of Megatron-LM's ``apply_rotary_pos_emb``.
         """
         seq_dim, here = checked_dim(tensor, seq_dim), tensor.shape[seq_dim]
-        if freqs.numel() != freqs.shape[0] * freqs.shape[-1]:
+        if not isinstance(freqs, Tensor):
+            raise TypeError(f"freqs is a {type(freqs).__name__}: pass a tensor of angles [L, R] or [L, 1, 1, R]")
+        if freqs.ndim < 2 or freqs.numel() != freqs.shape[0] * freqs.shape[-1]:
             raise ValueError(f"freqs has shape {tuple(freqs.shape)}: pass angles [L, R] or [L, 1, 1, R]")
+        if seq_dim == tensor.ndim - 1:
+            raise ValueError(
+                f"seq_dim={seq_dim} is the last dimension of tensor, whose shape is {tuple(tensor.shape)}, but that is "
+                "the one that is rotated. Pass a tensor [.. S/n .., D]"
+            )
+        if not isinstance(mscale, (int, float)):
+            raise TypeError(f"mscale is a {type(mscale).__name__}: pass the factor of cosine and sine, a number")
         table = freqs.reshape(freqs.shape[0], freqs.shape[-1])
         if local:
             if len(table) != here:
@@ -214,8 +227,8 @@ class ContextParallelHandler(Shares):
             length = here * self.cp.size
             given = self.documents_for(documents, length, tensor, seq_dim)
             at = self.position_ids(length, restart=given is not None, documents=given)
-            angles = rotary.rows_of(table, at, 0).view(*(at if at.ndim > 1 else at[None]).shape, -1)
-        return rotary.rotate(tensor, angles, seq_dim, interleaved, mscale)
+            angles = rotary.rows_of(table, at, 0, "freqs").view(*(at if at.ndim > 1 else at[None]).shape, -1)
+        return rotary.rotate(tensor, angles, seq_dim, interleaved, float(mscale))
 
     # ------------------------------------------------------------------ forward and loss
 
@@ -283,9 +296,11 @@ class ContextParallelHandler(Shares):
                 f"core_attn needs to know how attention runs, but this handler was made with layout {self.layout!r} "
                 "only. To make the handler, pass it a ContextParallel style"
             )
+        if not callable(attn):
+            raise TypeError(f"attn is a {type(attn).__name__}: pass an attention function or module")
         dims = kwargs.pop("seq_dim", self.style.seq_dim), kwargs.pop("head_dim", self.style.head_dim)
+        ContextParallel(*dims)  # raises if they are wrong
         if (self.mesh, *dims) not in self._cores:
-            ContextParallel(*dims)  # raises if they are wrong
             style = copy.copy(self.style)
             style.seq_dim, style.head_dim = dims
             style.qkv_indices, style.qkv_kwarg_names = (0, 1, 2), ()
@@ -337,6 +352,8 @@ class ContextParallelHandler(Shares):
             A 0-D tensor, fp32 or fp64: the mean of this call's tokens (with gradient accumulation, of one
             micro-batch). One small communication per mesh dimension. If no token counts anywhere, 0 without gradients.
         """
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh is a {type(mesh).__name__}: pass the DeviceMesh over which gradients are reduced")
         if mesh is not None and not set(self.mesh.mesh.flatten().tolist()) <= set(mesh.mesh.flatten().tolist()):
             raise ValueError(
                 f"mesh of ranks {mesh.mesh.tolist()} does not contain the cp ranks {self.mesh.mesh.tolist()}. Pass the "
@@ -358,10 +375,10 @@ class _ModelHandler(ContextParallelHandler):
     """A handler that reads its mesh from a model's binding at every call."""
 
     def __init__(self, model: nn.Module) -> None:
-        found = bindings(model)
+        found = bindings(model) if isinstance(model, nn.Module) else []
         if not found:
             raise ValueError(
-                f"no module of {type(model).__name__} runs under ContextParallel. Apply a plan with "
+                f"no module of model {type(model).__name__} runs under ContextParallel. Apply a plan with "
                 "parallelize_module first, or make the handler of a mesh and a style"
             )
         self._binding = found[0]

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, read
 from .collectives import by_rank
+from .loss import check_ignore_index
 from .packing import padded_mask, runs, take_documents
 from .sharding import Shares
 
@@ -66,6 +67,12 @@ def local_batch(
     entries: dict[Any, Any] = dict(batch) if named else dict(enumerate(batch))
     if debug:
         check_same_batch(handler, entries)
+    if named and not isinstance(entries.get("position_ids"), (Tensor, type(None))):
+        raise TypeError(
+            f"position_ids is a {type(entries['position_ids']).__name__}: pass a tensor over the whole sequence, or "
+            "leave it out"
+        )
+    check_ignore_index(ignore_index)
     if shift_labels and not (named and isinstance(entries.get("labels"), Tensor) and "shift_labels" not in entries):
         raise ValueError(
             "shift_labels=True needs a dict batch with a tensor 'labels' and without 'shift_labels', but the entries "
@@ -79,21 +86,35 @@ def local_batch(
         whole.read_padding()
         whole.refuse_second_sequence()
     if shift_labels:
+        if "labels" not in whole.dims:
+            raise ValueError(
+                f"labels of shape {tuple(entries['labels'].shape)} have no sequence dimension, and shift_labels=True "
+                "shifts them along it. Pass labels of tokens [B, S], or shift_labels=False"
+            )
         dim = whole.dims["shift_labels"] = whole.dims.pop("labels")
         # Only documents end a label's context; the labels of padding are the caller's, as on one device.
         ends = whole.documents.rows if whole.documents else ()
         entries["shift_labels"] = shifted(entries.pop("labels"), dim, ignore_index, ends)
-    unknown = [name for name in pad_values or {} if name not in whole.dims]
-    if unknown:
-        raise ValueError(f"pad_values names {unknown}, but the entries with a sequence are {list(whole.dims)}")
+    _check_pad_values({} if pad_values is None else pad_values, whole.dims)
     table = whole.table()
     fill = {"labels": ignore_index, "shift_labels": ignore_index, **(pad_values or {}), "attention_mask": 1}
     shares = whole.split(table, fill)
-    if named and "position_ids" not in shares:
+    if named and shares.get("position_ids") is None:
         shares["position_ids"] = whole.position_ids(table)
     found: Any = _Dict(shares) if named else (_List if isinstance(batch, list) else _Tuple)(shares.values())
     found.documents, found.length, found.padded_length = table, whole.length, whole.padded
     return found
+
+
+def _check_pad_values(pad_values: Any, dims: Mapping[Any, int]) -> None:
+    if not isinstance(pad_values, Mapping):
+        raise TypeError(f"pad_values is a {type(pad_values).__name__}: pass a dict, from entries to numbers")
+    unknown = [name for name in pad_values if name not in dims]
+    if unknown:
+        raise ValueError(f"pad_values names {unknown}, but the entries with a sequence are {list(dims)}")
+    for name, value in pad_values.items():
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"pad_values[{name!r}]={value!r} must be a number, with which the entry is padded")
 
 
 class WholeBatch:
@@ -133,8 +154,11 @@ class WholeBatch:
         ``ValueError`` for padding between tokens, and for explicit masks of another length.
         """
         mask = self.entries.get("attention_mask")
-        if not isinstance(mask, Tensor):
+        if mask is None:
             return
+        if not isinstance(mask, Tensor) or mask.ndim < 2:
+            kind = f"has shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
+            raise TypeError(f"attention_mask {kind}: pass a padding mask [B, S], or a mask [..., S, S], as a tensor")
         if "attention_mask" not in self.dims:
             if self.padded > self.length:
                 self.entries["attention_mask"] = padded_mask(mask, self.length, self.padded)
@@ -224,8 +248,8 @@ def _sequence_dims(entries: dict[Any, Any], seq_dims: Any, named: bool) -> dict[
         dim = given.get(name, None if explicit_mask or not -x.ndim <= default < x.ndim else default)
         if dim is None:
             continue
-        if not -x.ndim <= dim < x.ndim:
-            raise ValueError(f"seq_dims gives {name!r} dimension {dim}, but its shape is {tuple(x.shape)}")
+        if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
+            raise ValueError(f"seq_dims gives {name!r} dimension {dim!r}, but its shape is {tuple(x.shape)}")
         found[name] = dim % x.ndim
     if not found:
         shapes = {k: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for k, x in entries.items()}

@@ -6,10 +6,12 @@ Pure Python, no tensors, no communication: every rank computes the same plan fro
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from numbers import Real
 
 from ..mesh.cp_mesh import divisors
 from ..mesh.family import MeshFamily
@@ -40,7 +42,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not 0 <= value < float("inf"):
+            if not _finite(value) or value < 0:
                 raise ValueError(f"CostModel: {name}={value!r} must be a finite number of seconds, 0 or more")
         if not self.linear + self.quadratic:
             raise ValueError("CostModel: linear and quadratic are both 0, so all plans cost the same. Give one of them")
@@ -59,6 +61,10 @@ class CostModel:
             flops_per_second: speed that a rank reaches; with 1, all costs are in FLOPs.
             more: ``exchange`` and ``fixed``.
         """
+        given = {"parameters": parameters, "layers": layers, "hidden": hidden, "flops_per_second": flops_per_second}
+        for name, value in given.items():
+            if not _finite(value) or value < 0 or (name == "flops_per_second" and value == 0):
+                raise ValueError(f"{name}={value!r} must be a finite number above 0 (a size may be 0)")
         return cls(6 * parameters / flops_per_second, 14 * hidden * layers / flops_per_second, **more)
 
     def shared(self, tokens: int, pairs: float, degree: int) -> float:
@@ -112,7 +118,7 @@ class Plan:
 
     def of_rank(self, rank: int) -> list[MicroBatch]:
         """The micro-batches of a rank, given by its place in the family, in order. There may be none."""
-        if not 0 <= rank < self.size:
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.size:
             raise ValueError(f"rank={rank!r} is not a place in this plan for {self.size} ranks: 0 to {self.size - 1}")
         return [m for m in self.micro_batches if rank in m.ranks]
 
@@ -205,11 +211,12 @@ class DynamicContextParallel:
         if tokens_per_rank < self._per_rank:
             raise ValueError(f"tokens_per_rank={tokens_per_rank} is less than {self._per_rank}, one token per chunk")
         self.tokens_per_rank = tokens_per_rank
-        if not 0 <= slack < float("inf"):
+        if not _finite(slack) or slack < 0:
             raise ValueError(f"slack={slack!r} must be a share of the step time, such as 0.02, and not negative")
 
     def capacity(self, degree: int) -> int:
         """Tokens of the longest sequence that ``degree`` ranks can hold."""
+        _check_count("degree", degree)
         return self.tokens_per_rank // self._per_rank * self._per_rank * degree
 
     def plan(self, lengths: Sequence[int]) -> Plan:
@@ -224,7 +231,7 @@ class DynamicContextParallel:
         Raises:
             ValueError: if a sample does not fit into the budget at the widest degree.
         """
-        lengths = list(lengths)
+        lengths = _listed("lengths", lengths)
         least = [self._least_degree(lengths, i) for i in range(len(lengths))]
         if not lengths:
             return Plan(self.size, (), 0.0)
@@ -366,11 +373,25 @@ def _check_count(name: str, value: int) -> None:
 
 
 def _checked_degrees(degrees: Sequence[int] | None, size: int, works: list[int]) -> tuple[int, ...]:
-    chosen = works if degrees is None else sorted(set(degrees))
-    wrong = [d for d in chosen if d not in works]
+    chosen = works if degrees is None else _listed("degrees", degrees)
+    wrong = [d for d in chosen if not isinstance(d, int) or isinstance(d, bool) or d not in works]
     if wrong or not chosen:
         raise ValueError(
-            f"degrees={list(degrees or ())!r} must be among the degrees of these {size} ranks: "
+            f"degrees={chosen!r} must be among the degrees of these {size} ranks: "
             f"{', '.join(map(str, works))}" + (f"; {wrong[0]!r} is not" if wrong else "")
         )
-    return tuple(chosen)
+    return tuple(sorted(set(chosen)))
+
+
+def _finite(value: object) -> bool:
+    """True for a number that is finite as a float."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _listed(name: str, given: Iterable[int]) -> list[int]:
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{name} is a {type(given).__name__}; pass a list of ints")
+    return list(given)

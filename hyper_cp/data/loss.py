@@ -27,6 +27,7 @@ def mean_loss(
             f'gradients={gradients!r} is unknown. Use "mean" under DDP or FSDP, which average gradients, or "sum" if '
             "you all-reduce them with SUM"
         )
+    check_ignore_index(ignore_index)
     total, count = _local(losses, labels, ignore_index, mask)
     exact = torch.promote_types(total.dtype, torch.float32)
     sums = by_rank(mesh, torch.stack([total.detach().to(exact), count.to(exact)])).sum(0)
@@ -37,21 +38,42 @@ def mean_loss(
     return _ValueAndGradient.apply(sums[0] / tokens, share)
 
 
+def check_ignore_index(ignore_index: int) -> None:
+    """Raise ``TypeError`` unless ``ignore_index`` may be a label."""
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool) or not -(2**63) <= ignore_index < 2**63:
+        raise TypeError(
+            f"ignore_index={ignore_index!r} must be an int of 64 bits, the label of positions that do not count"
+        )
+
+
 def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """This rank's sum of losses, and the number (or weight) of its tokens."""
     if not isinstance(losses, Tensor) or not losses.is_floating_point():
         kind = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
         raise TypeError(f"losses is a {kind}: pass the losses of tokens (reduction='none'), or logits and labels")
+    for name, given in (("labels", labels), ("mask", mask)):
+        if given is not None and not isinstance(given, Tensor):
+            raise TypeError(f"{name} is a {type(given).__name__}: pass a tensor with one value per token, or None")
     if mask is not None and labels is not None and labels.shape != mask.shape:
         raise ValueError(f"mask has shape {tuple(mask.shape)} and labels {tuple(labels.shape)}: they must be equal")
     losses = losses if losses.dtype == torch.float64 else losses.float()
     if mask is not None and mask.is_floating_point():  # half precision cannot count tokens
         mask = mask.to(torch.promote_types(mask.dtype, torch.float32))
-    if labels is not None and losses.ndim == labels.ndim + 1 and losses.shape[:-1] == labels.shape:
+    if labels is not None and losses.ndim == labels.ndim + 1 > 1 and losses.shape[:-1] == labels.shape:
         wide, flat = losses.flatten(0, -2), labels.flatten()
+        if flat.dtype == torch.bool or flat.is_floating_point():
+            raise TypeError(f"labels are {flat.dtype}: pass the classes of tokens as integers (torch.int64)")
+        try:
+            per_token = F.cross_entropy(
+                wide, flat, ignore_index=ignore_index, reduction="sum" if mask is None else "none"
+            )
+        except (IndexError, RuntimeError) as error:
+            raise ValueError(
+                f"labels of shape {tuple(labels.shape)} do not fit the {wide.shape[-1]} classes of losses: {error}"
+            ) from error
         if mask is None:
-            return F.cross_entropy(wide, flat, ignore_index=ignore_index, reduction="sum"), (flat != ignore_index).sum()
-        losses = F.cross_entropy(wide, flat, ignore_index=ignore_index, reduction="none").view(labels.shape)
+            return per_token, (flat != ignore_index).sum()
+        losses = per_token.view(labels.shape)
     for name, other in (("labels", labels), ("mask", mask)):
         if other is not None and other.shape != losses.shape:
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from ..schedule.documents import documents_table, read
+from ..schedule.documents import documents_table, ids_tensor, read
 from .sharding import Shares
 
 OFFSETS = (
@@ -42,8 +42,8 @@ def take_documents(entries: dict[Any, Any], known: Collection[Any] = ()) -> Tens
     given = {name: entries.pop(name) for name in names}
     for name in LONGEST if given else ():
         entries.pop(name, None)
-    tables = {name: documents_table(x.cpu() if isinstance(x, Tensor) else x) for name, x in given.items()}
-    tables |= {name: _table_of_ids(entries.pop(name)) for name in IDS if name in entries}
+    tables = {name: _table(name, x, _table_of_offsets) for name, x in given.items()}
+    tables |= {name: _table(name, entries.pop(name), _table_of_ids) for name in IDS if name in entries}
     _refuse_unknown_names({name: x for name, x in entries.items() if name not in known})
     found = {name: table for name, table in tables.items() if table is not None}
     rows = {name: read(table).rows for name, table in found.items()}
@@ -55,8 +55,20 @@ def take_documents(entries: dict[Any, Any], known: Collection[Any] = ()) -> Tens
     return next(iter(found.values()), None)
 
 
+def _table(name: str, entry: Any, parse: Callable[[Any], Tensor | None]) -> Tensor | None:
+    """The table of a batch entry; its errors name the entry."""
+    try:
+        return parse(entry)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"batch entry {name!r}: {error}") from error
+
+
+def _table_of_offsets(offsets: Any) -> Tensor | None:
+    return documents_table(offsets.cpu() if isinstance(offsets, Tensor) else offsets)
+
+
 def _table_of_ids(ids: Any) -> Tensor | None:
-    ids = None if ids is None else torch.as_tensor(ids)
+    ids = None if ids is None else ids_tensor(ids)
     return documents_table(None, ids[None] if ids is not None and ids.ndim == 1 else ids)
 
 

@@ -8,12 +8,15 @@ from torch import Tensor
 from .collectives import over_rows
 
 
-def rows_of(table: Tensor, positions: Tensor, seq_dim: int) -> Tensor:
-    """Rows of a table over positions ``[.. L ..]``, for tokens at ``positions [S/n]`` or ``[1, S/n]`` on the CPU."""
+def rows_of(table: Tensor, positions: Tensor, seq_dim: int, name: str) -> Tensor:
+    """Rows of a table over positions ``[.. L ..]``, for tokens at ``positions [S/n]`` or ``[1, S/n]`` on the CPU.
+
+    Errors call the table ``name``.
+    """
     longest = int(positions.max()) + 1
     if table.shape[seq_dim] < longest:
         raise ValueError(
-            f"the table has {table.shape[seq_dim]} positions in dimension {seq_dim}, but tokens of this rank are at "
+            f"{name} has {table.shape[seq_dim]} positions in dimension {seq_dim}, but tokens of this rank are at "
             f"positions up to {longest - 1}. Build it with get_rotary_seq_len(...) positions, for the whole sequence "
             "and not for the local share"
         )

@@ -38,6 +38,7 @@ class Shares:
 
     def padded_length(self, length: int) -> int:
         """The least length that splits evenly over the ranks in this layout, and is not below ``length``."""
+        checked_length("length", length)
         multiple = layouts.length_multiple(self.layout, self.cp.size)
         multiple = math.lcm(multiple, 2 * self.cp.size) if self._halves else multiple
         return -(-length // multiple) * multiple
@@ -133,6 +134,7 @@ class Shares:
         if not isinstance(shifts, int) or isinstance(shifts, bool):
             raise TypeError(f"shifts={shifts!r} must be an int, a number of positions along the one dimension dims")
         length = tensor.shape[seq_dim] * self.cp.size
+        shifts = max(-length, min(length, shifts))  # beyond that everything is zero, and ops take 64 bits
         layouts.check_length(self.layout, self.cp.size, length)
         table = self.documents_for(documents, length, tensor, seq_dim)
         rolled = roll_sequence(tensor, table, self.cp.key, self.layout, seq_dim, shifts)
@@ -147,7 +149,7 @@ class Shares:
         Args:
             restart: count from 0 in each packed document; ``[B, S/n]`` if documents differ between rows.
         """
-        table = self.documents_for(documents, length)
+        table = self.documents_for(documents, checked_length("length", length))
         at = self.resolve(length, table).positions(self.cp.rank)
         if restart:
             if table is None:
@@ -167,10 +169,10 @@ class Shares:
         """:meth:`dispatch`, for a sequence with this table of documents."""
         seq_dim = checked_dim(tensor, seq_dim)
         length = tensor.shape[seq_dim]
+        if not isinstance(pad_value, (int, float, type(None))):
+            raise TypeError(f"pad_value={pad_value!r} must be a number, with which the sequence is padded, or None")
         if pad_value is not None and self.padded_length(length) > length:
-            shape = list(tensor.shape)
-            shape[seq_dim] = self.padded_length(length) - length
-            tensor = torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=seq_dim)
+            tensor = _padded(tensor, seq_dim, self.padded_length(length) - length, pad_value)
         resolved = self.resolve(tensor.shape[seq_dim], documents, f"tensor.shape[{seq_dim}]")
         self.cp.batch.record_length(tensor.shape[seq_dim] // self.cp.size)
         if self.cp.agreement is not None and not torch.compiler.is_compiling():
@@ -205,18 +207,39 @@ class Shares:
     def padded_table(self, documents: Any) -> Tensor:
         """The table of ``documents``; padding up to :meth:`padded_length` is one more document."""
         table: Any = documents_table(documents)
+        if not torch.compiler.is_compiling():
+            read(table).check_ascending()
         last = table[:, -1:]
         padded = torch.tensor([[self.padded_length(int(length))] for length in last.flatten().tolist()])
         return table if torch.equal(padded, last) else torch.cat([table, padded], dim=1)
 
 
-def checked_dim(tensor: Tensor, seq_dim: int, argument: str = "seq_dim") -> int:
-    """The dimension ``seq_dim`` counted from the left; ``TypeError`` or ``ValueError`` if ``tensor`` has none."""
+def _padded(tensor: Tensor, seq_dim: int, more: int, pad_value: float) -> Tensor:
+    shape = list(tensor.shape)
+    shape[seq_dim] = more
+    try:
+        return torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=seq_dim)
+    except (RuntimeError, OverflowError) as error:
+        raise ValueError(f"pad_value={pad_value} is not a value of a tensor of {tensor.dtype}: {error}") from error
+
+
+def checked_dim(tensor: Tensor, seq_dim: int, argument: str = "seq_dim", name: str = "tensor") -> int:
+    """The dimension ``seq_dim`` counted from the left; ``TypeError`` or ``ValueError`` if the tensor, which errors call
+    ``name``, has none."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"tensor is a {type(tensor).__name__}, not a torch.Tensor")
-    if not isinstance(seq_dim, int) or not -tensor.ndim <= seq_dim < tensor.ndim:
+        raise TypeError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor")
+    if not isinstance(seq_dim, int) or isinstance(seq_dim, bool) or not -tensor.ndim <= seq_dim < tensor.ndim:
         raise ValueError(
-            f"{argument}={seq_dim} is not a dimension of a tensor of shape {tuple(tensor.shape)}. Use "
-            f"{-tensor.ndim} to {tensor.ndim - 1}"
+            f"{argument}={seq_dim!r} is not a dimension of {name}, whose shape is {tuple(tensor.shape)}. "
+            + (f"Use {-tensor.ndim} to {tensor.ndim - 1}" if tensor.ndim else "A sequence needs a dimension")
         )
     return seq_dim % tensor.ndim
+
+
+def checked_length(argument: str, length: int) -> int:
+    """Return a number of positions, or raise ``TypeError`` or ``ValueError``."""
+    if not isinstance(length, (int, torch.SymInt)) or isinstance(length, bool):
+        raise TypeError(f"{argument}={length!r} must be an int, a number of positions")
+    if isinstance(length, int) and not 0 <= length < 2**48:
+        raise ValueError(f"{argument}={length} is not a number of positions that a sequence can have")
+    return length

@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..handler import ContextParallelHandler
+from ..mesh.cp_mesh import check_mesh
 from ..style import ContextParallel
 
 BACKENDS = (None, "hyper_cp", "transformer_engine", "local")
@@ -65,7 +66,8 @@ def get_cp_handler_cls(
             f"backend={backend!r} is unknown; choose one of {', '.join(map(repr, BACKENDS))} (each runs this library's "
             "attention)"
         )
-    types = (cp_comm_type,) if isinstance(cp_comm_type, str) else tuple(cp_comm_type or ())
+    listed = isinstance(cp_comm_type, Sequence) and not isinstance(cp_comm_type, str)
+    types: tuple[str, ...] = tuple(cp_comm_type) if listed else (cp_comm_type,)  # type: ignore[assignment]
     for comm_type in types or (cp_comm_type,):
         if not isinstance(comm_type, str) or comm_type not in _KV_EXCHANGE:
             raise ValueError(
@@ -89,7 +91,8 @@ class _MegatronHandler(ContextParallelHandler):
         hierarchical_context_parallel_sizes: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
-        if qkv_format not in _FORMATS:
+        check_mesh(mesh)
+        if not isinstance(qkv_format, str) or qkv_format not in _FORMATS:
             raise ValueError(f"qkv_format={qkv_format!r} is unknown; choose one of {', '.join(map(repr, _FORMATS))}")
         fixed = [name for name in ("kv_exchange", "ulysses_degree", "seq_dim", "head_dim") if name in options]
         if fixed:
@@ -121,7 +124,8 @@ def _degree(comm_type: str, mesh: DeviceMesh, sizes: Sequence[int] | None) -> in
         return 1
     if sizes is None and mesh.ndim == 2:
         return None
-    if sizes is None or len(sizes) != 2 or sizes[0] * sizes[1] != mesh.size():
+    fits = isinstance(sizes, Sequence) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
+    if sizes is None or not fits or sizes[0] * sizes[1] != mesh.size():
         raise ValueError(
             f"hierarchical_context_parallel_sizes={sizes!r} with cp_comm_type='a2a+p2p' is wrong. Give [a2a, p2p] with "
             f"a product of {mesh.size()}, the ranks of the cp mesh, or a 2-D mesh named ('ring', 'ulysses')"

@@ -48,6 +48,11 @@ def balance(
     Returns:
         ``{layout: Balance}`` for ``"contiguous"``, ``"head_tail"`` and ``"per_document"``.
     """
+    for name, value in (("length", length), ("ranks", ranks)):
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**48:
+            raise ValueError(
+                f"{name}={value!r} must be a positive int. Pass the global length and the ranks of the ring"
+            )
     packed = read(documents_table([0, length] if documents is None else documents))
     if packed is None or packed.one_row is None:
         raise ValueError("documents differ between batch rows: ask for the balance of each row")

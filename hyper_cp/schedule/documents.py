@@ -42,33 +42,49 @@ def documents_table(documents: Any = None, document_ids: Any = None) -> Tensor |
     if document_ids is not None:
         if documents is not None:
             raise ValueError("documents and document_ids are both given: pass one of them")
-        documents = _boundaries_of_ids(torch.as_tensor(document_ids))
+        documents = _boundaries_of_ids(ids_tensor(document_ids))
     if documents is None:
         return None
     if isinstance(documents, Tensor) and documents.ndim == 2 and documents.dtype == torch.int64:
         return documents  # a table already: not read here, so that a compiled graph takes it as an input
     if isinstance(documents, Tensor):
         rows = documents.reshape(1, -1) if documents.ndim == 1 else documents
-        if rows.ndim != 2 or rows.is_floating_point():
+        if rows.ndim != 2 or rows.is_floating_point() or rows.dtype == torch.bool:
             raise ValueError(
                 f"documents is a {documents.dtype} tensor of shape {tuple(documents.shape)}: pass cumulative "
                 "lengths (integers from 0 to the sequence length) of shape [m] or [batch, m]"
             )
         table = rows.detach().to("cpu", torch.int64).tolist()
     else:
-        try:
-            listed = list(documents)
-            nested = any(isinstance(x, (list, tuple)) or (isinstance(x, Tensor) and x.ndim) for x in listed)
-            table = [[operator.index(b) for b in row] for row in (listed if nested else [listed])]
-        except TypeError:
-            raise TypeError(
-                f"documents={documents!r} must be cumulative lengths: a list of integers from 0 to the sequence "
-                "length, one such list per batch row, or a tensor of them"
-            ) from None
+        table = _listed(documents)
     if not table or any(len(row) < 2 for row in table):
         raise ValueError(f"documents={documents!r}: cumulative lengths need at least the boundaries 0 and S")
     width = 1 << (max(len(row) for row in table) - 1).bit_length()
     return torch.tensor([row + [row[-1]] * (width - len(row)) for row in table], dtype=torch.int64)
+
+
+def _listed(documents: Any) -> list[list[int]]:
+    """The boundaries of each row, from numbers or one list of them per row."""
+    try:
+        listed = [x.tolist() if hasattr(x, "tolist") else x for x in documents]
+        nested = any(isinstance(x, (list, tuple)) for x in listed)
+        return [[operator.index(b) for b in row] for row in (listed if nested else [listed])]
+    except TypeError as error:
+        raise TypeError(
+            f"documents={documents!r} must be cumulative lengths: a list of integers from 0 to the sequence "
+            "length, one such list per batch row, or a tensor of them"
+        ) from error
+
+
+def ids_tensor(document_ids: Any) -> Tensor:
+    """The document of every position as a tensor."""
+    try:
+        return torch.as_tensor(document_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"document_ids is a {type(document_ids).__name__} that is no tensor of numbers ({error}). Pass the number "
+            "of the document of every position, [batch, sequence]"
+        ) from error
 
 
 def _boundaries_of_ids(ids: Tensor) -> list[list[int]]:
@@ -116,6 +132,14 @@ class PackedDocuments:
         """The boundaries that all batch rows share, or None if rows differ."""
         return self.rows[0] if len(self.rows) == 1 else None
 
+    def check_ascending(self) -> None:
+        """Raise ``ValueError`` unless every row ascends from 0, whatever the length of the sequence."""
+        if not all(self._sound):
+            raise ValueError(
+                f"documents={[list(row) for row in self.rows]} must be cumulative lengths that ascend from 0 to the "
+                "global sequence length, in every row"
+            )
+
     def check_length(self, length: int) -> None:
         """Raise ``ValueError`` unless every row ascends from 0 to the global sequence length."""
         if length == self._length:
@@ -141,7 +165,7 @@ class PackedDocuments:
         found: T | None = self._derived.get(key)
         if found is None:
             found = self._derived[key] = make()
-            _kept.add(self, key, found)
+            kept.add(self, key, found)
         return found
 
     def numbers(self, positions: Tensor) -> Tensor:
@@ -175,7 +199,7 @@ class _Kept:
 
 
 _SMALLEST = 1024  # bytes that an entry takes at least
-_kept = _Kept(256 * 2**20)
+kept = _Kept(256 * 2**20)
 
 
 def _digest(rows: tuple[Documents, ...]) -> int:

@@ -168,7 +168,7 @@ def autocast_errors(case: AttentionCase) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("v_dim, mask", [(8, None), (16, "float")])
 def test_autocast_ends_at_the_entrance(ranks: Any, v_dim: int, mask: str | None) -> None:
-    """What the engine adds up in fp32 is not cast to bf16 again."""
+    """Sums that the engine makes in fp32 are not cast to bf16 again."""
     mode = {"kv_exchange": "ring", "layout": "head_tail"}
     case = AttentionCase(64, mask is None, dim=16, v_dim=v_dim, mask=mask, dtype=torch.float32, **mode)
     for of_rank in ranks(2, autocast_errors, case):

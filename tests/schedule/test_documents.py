@@ -219,7 +219,7 @@ def test_what_is_derived_is_made_once() -> None:
 
 
 def test_what_is_derived_is_bounded_in_bytes_over_all_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "_kept", documents._Kept(100_000))
+    monkeypatch.setattr(documents, "kept", documents._Kept(100_000))
     one, other = (PackedDocuments([[0, n, 50]]) for n in (3, 4))
     for n in range(3):
         one.derived(n, lambda: Sized(20_000))
@@ -234,7 +234,7 @@ def test_what_is_derived_is_bounded_in_bytes_over_all_tables(monkeypatch: pytest
     del other
     gc.collect()
     one.derived("after a table is gone", lambda: Sized(99_000))
-    assert documents._kept.nbytes <= 100_000 + 1024
+    assert documents.kept.nbytes <= 100_000 + 1024
 
 
 def test_a_schedule_knows_about_how_large_it_is() -> None:

@@ -1,0 +1,109 @@
+"""The soak: forty steps of it are right, and it finds a wrong result, other bits and every kind of leak."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hyper_cp.ops import attention
+from hyper_cp.schedule.documents import kept
+from tests.harness.ranks import on_ranks
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+_leaked: list[Any] = []
+_done = threading.Event()
+
+
+def leak(number: int) -> None:
+    """One more of everything that the soak counts."""
+    reader, writer = os.pipe()
+    thread = threading.Thread(target=_done.wait)
+    thread.start()
+    _leaked.extend([torch.zeros(1), b"x" * 4 * 2**20, reader, writer, thread, dist.new_group([dist.get_rank()])])
+    kept.most_bytes = 2**30
+
+
+def stop_leaking() -> None:
+    _done.set()
+    for x in _leaked:
+        if isinstance(x, int):
+            os.close(x)
+        elif isinstance(x, threading.Thread):
+            x.join()
+        elif isinstance(x, dist.ProcessGroup):
+            dist.destroy_process_group(x)
+    _leaked.clear()
+
+
+def wrong_on_rank_2(*args: Any, **kwargs: Any) -> Any:
+    return attention(*args, **kwargs) * (1 + 1e-4 * (dist.get_rank() == 2))
+
+
+class Drifting:
+    """Attention whose results are hardly wrong, but never the same bits."""
+
+    calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls += 1
+        out: Tensor = attention(*args, **kwargs)
+        return out * (1 + 2 * torch.finfo(out.dtype).eps * self.calls)
+
+
+@on_ranks
+def soak(steps: int, plant: str = "") -> tuple[int, str]:
+    """The exit code and the output of a soak in this process group, with something planted."""
+    sys.path.insert(0, BENCHMARKS)
+    try:
+        import soak as script
+        import soak_steps
+    finally:
+        sys.path.remove(BENCHMARKS)
+    planted: dict[str, Callable[..., Any]] = {"wrong": wrong_on_rank_2, "bits": Drifting()}
+    soak_steps.attention = planted.get(plant, attention)
+    out = io.StringIO()
+    try:
+        with redirect_stdout(out):
+            options = ["--steps", str(steps), "--seed", "2"]
+            code = script.soak(script.parsed(options), *([leak] if plant == "leak" else []))
+    finally:
+        soak_steps.attention = attention
+        stop_leaking()
+    return code, out.getvalue()
+
+
+@pytest.mark.slow
+def test_forty_steps(ranks: Any) -> None:
+    found = ranks(4, soak, 40)
+    assert [code for code, _ in found] == [0] * 4, found[0][1]
+    for kind in ("attention", "styled model", "context_parallel", "dynamic degrees", "batch side"):
+        assert f"{kind}: " in found[0][1]
+
+
+def test_a_wrong_result_on_one_rank_fails_on_all(ranks: Any) -> None:
+    found = ranks(4, soak, 8, "wrong")
+    assert [code for code, _ in found] == [1] * 4
+    assert "(attention): output is off by" in found[0][1]
+
+
+def test_every_leak_is_found(ranks: Any) -> None:
+    found = ranks(4, soak, 12, "leak")
+    assert [code for code, _ in found] == [1] * 4
+    for name in ("mib", "tensors", "groups", "threads", "descriptors", "store_keys"):
+        assert f"FAILED on rank 3: {name} grew from" in found[0][1]
+
+
+def test_other_bits_are_found(ranks: Any) -> None:
+    found = ranks(4, soak, 10, "bits")
+    assert [code for code, _ in found] == [1] * 4 and "other bits when it is repeated" in found[0][1]
