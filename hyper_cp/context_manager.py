@@ -208,7 +208,7 @@ class _Sharded:
             self.whole = None if keep_share else buffer.detach()
         storage = buffer.untyped_storage()
         self.memory = buffer.device, storage.data_ptr()
-        self.shares_memory = storage.nbytes() > buffer.numel() * buffer.element_size()
+        self.shares_memory = buffer._base is not None or storage.nbytes() > buffer.numel() * buffer.element_size()
         """True if other tensors use the memory of the buffer: writes to them count as writes to it."""
         self.before: Tensor | None = None
 

@@ -29,6 +29,19 @@ def block(*buffers: Tensor) -> Any:
 
 
 @on_ranks
+def base_of_a_view_of_the_same_size() -> Tensor:
+    base = torch.arange(8.0)
+    with block(base.view(1, 8)):
+        base.add_(100)
+    return base
+
+
+def test_a_write_to_the_base_of_a_view_of_the_same_size_remains(ranks: Any) -> None:
+    for base in ranks(2, base_of_a_view_of_the_same_size):
+        assert torch.equal(base, torch.arange(8.0) + 100)
+
+
+@on_ranks
 def read_only() -> list[str]:
     ids, inputs, labels = views()
     with comm.record_traffic() as log, block(inputs, labels):

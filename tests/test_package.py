@@ -72,6 +72,7 @@ PRIVATE_ELSEWHERE = {
     ("module/running_call.py", "_base"): VIEWS,
     ("ops/masks.py", "_version"): WRITES,
     ("ops/masks.py", "_base"): VIEWS,
+    ("context_manager.py", "_base"): VIEWS,
     ("verification/record/trace.py", "_version"): WRITES,
     ("integrations/huggingface/checks.py", "_can_set_attn_implementation"): READS,
     ("integrations/huggingface/direct.py", "_attn_implementation"): READS,

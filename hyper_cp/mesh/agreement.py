@@ -115,6 +115,8 @@ class Agreement:
 
         Not at once: a data loader's thread may split batches at other times on other ranks.
         """
+        if type(tokens) is not Tensor or tokens.is_meta:  # fakes have no values
+            return
         if self._tokens is None and tokens.numel() and not (tokens.is_floating_point() or tokens.dtype == torch.bool):
             self._tokens = fingerprint(tokens)
 

@@ -148,8 +148,8 @@ class BatchState:
             raise RuntimeError(
                 "causal and non-causal attention use the documents of one handler.documents block. They usually belong "
                 "to two sequences (an encoder and a decoder, or cross-attention), and documents describe one. Enter a "
-                "block of each batch around its own part of the model; for models that share a batch enter one block "
-                "per model"
+                "block of each batch around its own part of the model. If one sequence really has both, pass "
+                "documents= to the styled modules as a keyword argument instead of a block"
             )
 
     def record_length(self, length: int) -> None:

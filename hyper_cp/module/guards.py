@@ -7,6 +7,7 @@ first forward of the model is watched for attention that is not routed, and for 
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from dataclasses import dataclass
 from logging import getLogger
@@ -242,7 +243,7 @@ class FirstForward:
         if watch is None or watch.thread != threading.get_ident() or calls_running(root) > 1:
             return
         self._end()
-        if output is None:  # an exception is on its way
+        if output is None and sys.exc_info()[0] is not None:  # an exception is on its way
             return
         watch.refuse_unrouted()
         self.done = True

@@ -101,8 +101,8 @@ def fingerprints(model: Model, cp: CPDims) -> Iterator[tuple[str, str]]:
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.root.modules()):
         return  # its parameters are plain tensors, some of them gathered at the moment
     for name, parameter in model.root.named_parameters():
-        if hasattr(parameter, "ds_id") or model.allows(name):
-            continue  # (ds_id: DeepSpeed has taken the parameter apart)
+        if hasattr(parameter, "ds_id") or not getattr(parameter, "allreduce", True) or model.allows(name):
+            continue  # ds_id: DeepSpeed has taken it apart; allreduce=False: Megatron and DeepSpeed mark experts so
         with suppress(Exception):  # in a trace, a transform or a lazy module values cannot be read, on any rank
             local = _replicated(parameter, cp)
             if local is not None and local.numel() and not local.is_meta:

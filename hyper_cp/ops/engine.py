@@ -282,7 +282,7 @@ def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, .
 def _gradient_of_sinks(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """The gradient of the sinks ``[H]`` through this rank's rows. A sink's value is zero, so the gradient of its logit
     is its weight times minus the (dout . out) of the row."""
-    weight = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp()
+    weight = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp().nan_to_num(0.0)  # both may be -inf
     per_row = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     return (weight * per_row).sum((0, 2)).neg().to(sinks.dtype)
 

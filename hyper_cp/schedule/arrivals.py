@@ -102,7 +102,7 @@ def _last_step(problem: Problem, steps: list[list[list[tuple[int, bool]]]]) -> i
     keys, source = _by_position(problem.keys)
     for queries, blocks in zip(problem.queries, steps, strict=True):
         step_of = {source: step for step, block in enumerate(blocks) for source, new in block if new}
-        last = max(last, *(step_of.get(of, 0) for of in _sources(_seen(problem, queries), keys, source)))
+        last = max([last, *(step_of.get(of, 0) for of in _sources(_seen(problem, queries), keys, source))])
         if last == most:
             break
     return last

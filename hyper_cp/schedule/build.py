@@ -87,7 +87,8 @@ class Schedule:
     @property
     def nbytes(self) -> int:
         """About so many bytes of memory."""
-        return sum(step.nbytes for step in {id(step): step for step in (*self.forward, *self.backward)}.values())
+        steps = {id(step): step for step in (*self.forward, *self.backward)}
+        return sum(step.nbytes for step in steps.values()) + sum(8 * route.rows.length for route in self.routes)
 
 
 _NOTHING = Step((), (), ())
@@ -214,7 +215,8 @@ def build(
     ``size-1-rank`` where :func:`swaps` says that this balances the work. ``parts``: tiles may have parts.
     """
     size = len(held)
-    swap = swaps(load_balance, size, band, sum(int(np.diff(bounds(ranges)).sum()) for ranges in held))
+    band = _bounded(band, max(_length(held), _length(held_keys)))
+    swap = swaps(load_balance, size, band, _length(held))
     queries = [_swapped(held, r) if swap else held[r] for r in range(size)]
     arriving_keys = arrivals(kv_exchange, Problem(rank, queries, held_keys, band, documents))
     hops = len(arriving_keys.blocks) - 1
@@ -230,6 +232,19 @@ def build(
     halved = (final(first), *arriving, final(last))
     forward = halved if swap or not hops else (final(local), *arriving, _NOTHING)
     return Schedule(forward, halved, hops, swap, queries[rank], arriving_keys.routes)
+
+
+def _length(held: tuple[Sequence[Range], ...]) -> int:
+    return sum(int(np.diff(bounds(ranges)).sum()) for ranges in held)
+
+
+def _bounded(band: Band, length: int) -> Band:
+    """The same band over ``length`` positions, without bounds that hide nothing: they may be any Python number."""
+    lower, upper = band
+    return (
+        None if lower is None or lower <= -length else lower,
+        None if upper is None or upper >= length else upper,
+    )
 
 
 def _ascending(blocks: Numbers) -> Numbers:

@@ -190,7 +190,8 @@ class _Kept:
         nbytes = _SMALLEST + getattr(value, "nbytes", 0)
         self.entries.append((weakref.ref(documents), key, nbytes))
         self.nbytes += nbytes
-        while self.nbytes > self.most_bytes and len(self.entries) > 1:  # the newest stays, whatever its size
+        # The newest stays, whatever its size. Those of tables that are gone go anyway.
+        while len(self.entries) > 1 and (self.nbytes > self.most_bytes or self.entries[0][0]() is None):
             of, old, freed = self.entries.popleft()
             self.nbytes -= freed
             owner = of()

@@ -113,7 +113,7 @@ def schedule(
     return documents.derived((batch, call), lambda: _with_documents(_Call(*call), documents, batch))
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=64)
 def _without_documents(call: tuple) -> Schedule:
     return _built(_Call(*call), None)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_cp.mesh import comm
-from tests.harness.attention_case import FP64, AttentionCase, Errors, check, cp_mesh, modes, run_cases
+from tests.harness.attention_case import FP32, FP64, AttentionCase, Errors, check, cp_mesh, modes, run_cases
 from tests.harness.ranks import on_ranks
 
 Rows = tuple[tuple[int, ...], ...]
@@ -130,6 +130,22 @@ def test_cross_attention_inside_documents(ranks: Any, kv: str, layout: str) -> N
     """Document boundaries describe queries only: a mask says which keys these see."""
     case = AttentionCase(16, keys=12, documents=((0, 5, 16),), mask="bool", kv_exchange=kv, layout=layout)
     check(ranks(2, run_cases, [case]), FP64)
+
+
+@pytest.mark.parametrize("kv", ["ring", "all_gather", "needed"])
+def test_windows_wider_than_any_number_of_positions(ranks: Any, kv: str) -> None:
+    bounds = [(4, 2**63 - 1), (2**63 - 1, 2), (2**62, None)]
+    cases = [AttentionCase(16, kv_exchange=kv, layout="head_tail", window=window) for window in bounds]
+    check(ranks(2, run_cases, cases), FP64)
+
+
+def test_one_token_a_rank(ranks: Any) -> None:
+    cases = [
+        AttentionCase(4, True, kv_exchange=kv, dtype=dtype)
+        for kv in ("ring", "all_gather", "needed")
+        for dtype in (torch.float64, torch.float32)
+    ]
+    check(ranks(4, run_cases, cases), FP32)
 
 
 # --------------------------------------------------------------------------- drawn combinations

@@ -93,6 +93,9 @@ class NeededBackward:
             returning = route, pending
         yield *self.blocks.local, *self.home
         self._add(returning)
+        # The op returns both. Where a rank has one row or none, they would be taken as contiguous and not be copied.
+        if len(self.total) < 2 or not self.total.numel():
+            self.home = self.home[0].clone(), self.home[1].clone()
 
     def _add(self, returning: tuple[Route, Pending] | None) -> None:
         if returning is None:

@@ -73,7 +73,8 @@ class Partials:
         if self._sinks is not None:
             # One more partial of every row: its value is zero, its log-sum-exp the sink of the head.
             sinks = self._sinks.to(self._dtype).view(1, -1, 1)
-            out, lse = out * (lse - sinks).sigmoid().unsqueeze(-1), torch.logaddexp(lse, sinks)
+            weight = (lse - sinks).sigmoid().nan_to_num(0.0)  # 0 where neither keys nor the sink have any weight
+            out, lse = out * weight.unsqueeze(-1), torch.logaddexp(lse, sinks)
         return _cast(out, self._q.dtype), lse
 
 
