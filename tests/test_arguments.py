@@ -54,7 +54,7 @@ def complaint(call: Callable[[], Any], *names: str) -> str:
     return ""
 
 
-@settings(max_examples=300, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=100, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in STYLE.items()}))
 def test_arguments_of_the_style(arguments: dict[str, Any]) -> None:
     assert complaint(lambda: ContextParallel(**arguments), *arguments) == ""

@@ -313,7 +313,7 @@ def drawn_call(draw: st.DrawFn) -> Call:
     return name, given, draw(st.sampled_from(["contiguous", "head_tail", "per_document", "auto"]))
 
 
-@settings(max_examples=300, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=100, phases=[Phase.explicit, Phase.generate])
 @example(call=("get_batch_on_this_cp_rank", {"batch": CLASSES, "shift_labels": True}, "contiguous"))
 @given(call=drawn_call())
 def test_arguments_together(mesh: DeviceMesh, call: Call) -> None:

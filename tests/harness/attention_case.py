@@ -52,6 +52,8 @@ def modes(world: int) -> list[dict[str, Any]]:
             if exchange != "all_gather" and degree == world > 1:
                 continue  # no ring dimension: the same as all_gather
             for layout, balance in (("contiguous", False), ("head_tail", False), ("contiguous", True)):
+                if exchange == "needed" and balance and degree > 1:
+                    continue  # the tails that a ring rank sends do not depend on what the other dimension does
                 mode = {"ulysses_degree": degree, "kv_exchange": exchange, "layout": layout, "load_balance": balance}
                 found.append(mode)
     return found
