@@ -30,7 +30,8 @@ def untouched(model: nn.Module, device_type: str) -> Iterator[None]:
     heads = [(binding, binding.heads) for binding in bindings(model)]
     python = random.getstate()
     devices = [] if device_type == "cpu" else [torch.accelerator.current_device_index()]
-    with torch.random.fork_rng(devices, device_type=None if device_type == "cpu" else device_type):
+    of_device = {} if device_type == "cpu" else {"device_type": device_type}  # torch 2.11 takes no None
+    with torch.random.fork_rng(devices, **of_device):
         for p, _ in grads:
             p.grad = None
         try:
