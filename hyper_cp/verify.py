@@ -44,8 +44,7 @@ def verify(
             return handler.mean_loss(logits, batch["shift_labels"])
 
         report = verify(model, mesh, batch, loss_fn=loss_fn)
-        print(report)
-        assert report.ok
+        print(report)  # report.ok is True if nothing differs
 
     The step runs twice on the model: on the cp mesh, and on every rank alone with the whole batch, where ``handler``
     has a mesh of one rank. The outputs of all modules in the order of execution, the loss, and the gradients of

@@ -127,7 +127,7 @@ class BatchState:
         """Record an attention call of this thread.
 
         Args:
-            length: positions of this rank's share of the queries.
+            length: the number of query positions that this rank holds.
             documents: those of the call.
             causal: None for an explicit mask, which may be anything.
 

@@ -115,7 +115,7 @@ def _usable(keys: Sequence[Sequence[Range]], sources: list[tuple[int, bool]]) ->
     for source, new in sources:
         held = placed(keys[source], offset)
         blocks += [held] if new else []
-        offset += int((held[:, 2] - held[:, 1]).sum())
+        offset += _length(held)
     return np.concatenate(blocks)
 
 
@@ -162,6 +162,7 @@ def _at_stage(rows: Numbers, to: int, source: int, size: int, stage: int) -> Num
 
 
 def _length(rows: Numbers) -> int:
+    """The number of positions in placed ranges."""
     return int((rows[:, 2] - rows[:, 1]).sum())
 
 

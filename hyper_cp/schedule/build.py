@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from .arrivals import Problem, Route, arrivals
-from .ranges import Documents, Numbers, Range, Rows, before, bounds, compact, merge_ranges, placed, touching
+from .ranges import Documents, Numbers, Range, Rows, before, compact, length_of, merge_ranges, placed, touching
 from .tiles import CAUSAL, Band, Seen, Tile, by_rows, cut, joined, packed, same_positions, shift
 
 # --------------------------------------------------------------------------- what a schedule is made of
@@ -106,7 +106,7 @@ def _step(queries: Sequence[Range], blocks: Numbers, band: Band, documents: tupl
         ]
         return Step(*_taken(blocks, rows[:, 0], rows[:, 0] + rows[:, 2] - rows[:, 1])[:2], _sorted(same))
     found = [
-        (batch, *Seen(rows, blocks, band, boundaries).rectangles(band)) for batch, boundaries in _batch_rows(documents)
+        (batch, *Seen(rows, blocks, band, boundaries).rectangles()) for batch, boundaries in _batch_rows(documents)
     ]
     # Of each block, what is used is from the first to the last position of a tile. Used keys lie in ascending global
     # order: the keys that a causal query sees are then the first ones.
@@ -214,14 +214,14 @@ def build(
     all batch rows, or one per row. ``load_balance`` exchanges the tail half of queries with rank
     ``size-1-rank`` where :func:`swaps` says that this balances the work. ``parts``: tiles may have parts.
     """
-    size = len(held)
-    band = _bounded(band, max(_length(held), _length(held_keys)))
-    swap = swaps(load_balance, size, band, _length(held))
+    size, length = len(held), sum(map(length_of, held))
+    band = _bounded(band, max(length, sum(map(length_of, held_keys))))
+    swap = swaps(load_balance, size, band, length)
     queries = [_swapped(held, r) if swap else held[r] for r in range(size)]
     arriving_keys = arrivals(kv_exchange, Problem(rank, queries, held_keys, band, documents))
     hops = len(arriving_keys.blocks) - 1
     local, *arriving = (_step(queries[rank], block, band, documents) for block in arriving_keys.blocks)
-    rows = int(np.diff(bounds(queries[rank])).sum())
+    rows = length_of(queries[rank])
     own = rows // 2 if swap else rows  # queries that are this rank's
     first, last = _halves(local, own) if hops else (local, _NOTHING)
 
@@ -232,10 +232,6 @@ def build(
     halved = (final(first), *arriving, final(last))
     forward = halved if swap or not hops else (final(local), *arriving, _NOTHING)
     return Schedule(forward, halved, hops, swap, queries[rank], arriving_keys.routes)
-
-
-def _length(held: tuple[Sequence[Range], ...]) -> int:
-    return sum(int(np.diff(bounds(ranges)).sum()) for ranges in held)
 
 
 def _bounded(band: Band, length: int) -> Band:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .ranges import Documents, Numbers, Range, Rows, before, bounds, compact, merge_ranges, placed, touching
+from .ranges import Documents, Numbers, Range, Rows, before, bounds, compact, length_of, merge_ranges, placed, touching
 
 # --------------------------------------------------------------------------- the layouts
 
@@ -136,7 +136,7 @@ class ResolvedLayout:
 
     def __init__(self, name: str, held: tuple[Sequence[Range], ...]) -> None:
         self.name, self.held = name, held
-        self.length = sum(int((b[:, 1] - b[:, 0]).sum()) for b in map(bounds, held))
+        self.length = sum(map(length_of, held))
         self._pieces: dict[range, Numbers] = {}
         self._by_ring: dict[int, ResolvedLayout] = {}
         self.orders: dict[range, Any] = {}

@@ -67,6 +67,12 @@ def bounds(ranges: Sequence[Any]) -> Numbers:
     return ranges.bounds if isinstance(ranges, Ranges) else np.array(ranges, dtype=np.int64).reshape(-1, 2)
 
 
+def length_of(ranges: Sequence[Range]) -> int:
+    """The number of positions in all ranges together."""
+    array = bounds(ranges)
+    return int((array[:, 1] - array[:, 0]).sum())
+
+
 def compact(array: Numbers) -> Sequence[Range]:
     """The ranges of an array ``[n, 2]``."""
     return Ranges(array) if len(array) > _FEW else tuple((start, stop) for start, stop in array.tolist())
@@ -132,7 +138,7 @@ class Rows:
     def __init__(self, ranges: Sequence[Range]) -> None:
         array = touching(bounds(ranges))
         self.ranges = compact(array)
-        self.length = int((array[:, 1] - array[:, 0]).sum())
+        self.length = length_of(self.ranges)
         self._index: dict[Any, Tensor] = {}
 
     @property

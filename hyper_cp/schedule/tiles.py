@@ -181,12 +181,12 @@ class Seen:
             high = np.minimum(high, np.searchsorted(self.keys[:, 1], self.queries[:, 2] - 1 + upper, "right"))
         if lower is not None:
             low = np.maximum(low, np.searchsorted(self.keys[:, 2], self.queries[:, 1] + lower, "right"))
-        self.low, self.count = low, np.maximum(high - low, 0)
+        self.band, self.low, self.count = band, low, np.maximum(high - low, 0)
 
-    def rectangles(self, band: Band) -> tuple[Numbers, Numbers, list[tuple[int, Tile]]]:
+    def rectangles(self) -> tuple[Numbers, Numbers, list[tuple[int, Tile]]]:
         """Everything that is seen: full rectangles ``[n, 4]`` and the key block of each, and ``(key block, tile)`` of
         what the band cuts."""
-        lower, upper = band
+        lower, upper = self.band
         q = np.repeat(np.arange(len(self.queries)), self.count)
         k = self.low[q] + np.arange(len(q)) - before(self.count)[q]
         (q_offset, q_start, q_stop), (k_offset, k_start, k_stop) = self.queries[q].T, self.keys[k].T
@@ -202,7 +202,7 @@ class Seen:
             for (q0, q1, k0, k1), at, by in zip(
                 found[~full].tolist(), block[~full].tolist(), distance[~full].tolist(), strict=True
             )
-            for tile in cut((q0, q1), (k0, k1), shift(band, by))
+            for tile in cut((q0, q1), (k0, k1), shift(self.band, by))
         ]
         return found[full], block[full], cuts
 

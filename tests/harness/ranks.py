@@ -68,6 +68,15 @@ class RankError(AssertionError):
 # --------------------------------------------------------------------------- in a rank
 
 
+def error_of(call: Callable[[], Any]) -> str:
+    """Type and text of the error of a call; empty if there is none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def sum_over_ranks(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """The sums of tensors of one dtype over all ranks of the job, in one transfer."""
     total = torch.cat([x.detach().flatten() for x in tensors])

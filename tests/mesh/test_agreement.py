@@ -23,7 +23,7 @@ from hyper_cp import ContextParallel, styled_modules
 from hyper_cp.mesh import agreement, comm, cp_mesh
 from hyper_cp.mesh.agreement import Agreement, Signature
 from hyper_cp.ops import attention
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import error_of, on_ranks
 
 BASE: Signature = (
     ("module", "layers.0"),
@@ -48,15 +48,6 @@ def compared(call: Callable[[], Any]) -> int:
 
 def mesh_of(*shape: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("cp",) if len(shape) == 1 else ("ring", "ulysses"))
-
-
-def raised(call: Callable[[], Any]) -> str:
-    """Type and text of the error of a call; empty if there is none."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 # --------------------------------------------------------------------------- what is compared, and how often
@@ -134,9 +125,13 @@ def disagree(field: str, value: Any) -> tuple[str, str, int, int]:
     """The error where rank 1 brings another value; then a correct call, and how often that is compared."""
     cp = cp_mesh.view(mesh_of(3), 1)
     mine = changed(field, value) if dist.get_rank() == 1 else BASE
-    error = raised(lambda: cp.agree("call", mine, "layers.0"))
+    error = error_of(lambda: cp.agree("call", mine, "layers.0"))
     # Nothing is recorded: not what ranks 0 and 2 brought either.
-    return error, raised(lambda: cp.agree("call", mine)), *(compared(lambda: cp.agree("call", BASE)) for _ in range(2))
+    return (
+        error,
+        error_of(lambda: cp.agree("call", mine)),
+        *(compared(lambda: cp.agree("call", BASE)) for _ in range(2)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,7 +158,7 @@ def several_fields() -> str:
     mine = tuple(
         (name, f"{value}{dist.get_rank()}") if name in ("module", "causal") else (name, value) for name, value in BASE
     )
-    return raised(lambda: cp.agree("call", mine))
+    return error_of(lambda: cp.agree("call", mine))
 
 
 def test_all_fields_that_differ_are_in_the_table(ranks: Any) -> None:
@@ -175,8 +170,8 @@ def test_all_fields_that_differ_are_in_the_table(ranks: Any) -> None:
 def other_documents() -> list[str]:
     mesh, rank, q = mesh_of(3), dist.get_rank(), torch.randn(1, 4, 8, 8)
     found = [[0, 7, 24], [0, 5, 24], [0, 5, 24]][rank], [None, [0, 9, 24], None][rank]
-    errors = [raised(lambda documents=d: attention(q, q, q, mesh=mesh, documents=documents)) for d in found]
-    return [*errors, raised(lambda: attention(q, q, q, mesh=mesh, documents=[0, 5, 24]))]
+    errors = [error_of(lambda documents=d: attention(q, q, q, mesh=mesh, documents=documents)) for d in found]
+    return [*errors, error_of(lambda: attention(q, q, q, mesh=mesh, documents=[0, 5, 24]))]
 
 
 def test_other_documents_on_other_ranks(ranks: Any) -> None:
@@ -191,8 +186,8 @@ def test_other_documents_on_other_ranks(ranks: Any) -> None:
 def other_kinds() -> list[str]:
     cp, rank = cp_mesh.view(mesh_of(2), 1), dist.get_rank()
     return [
-        raised(lambda: cp.agree(("call", "documents")[rank], BASE if rank == 0 else (("documents", "ab"),), "layer")),
-        raised(lambda: cp.agree("call", BASE)),
+        error_of(lambda: cp.agree(("call", "documents")[rank], BASE if rank == 0 else (("documents", "ab"),), "layer")),
+        error_of(lambda: cp.agree("call", BASE)),
     ]
 
 
@@ -208,7 +203,7 @@ def other_views() -> str:
     """Ranks that see the mesh differently."""
     views = [cp_mesh.view(mesh_of(4), degree) for degree in (1, 2)]
     q = torch.randn(1, 4, 8, 8)
-    return raised(lambda: attention(q, q, q, mesh=views[dist.get_rank() == 3]))
+    return error_of(lambda: attention(q, q, q, mesh=views[dist.get_rank() == 3]))
 
 
 def test_ranks_with_another_ulysses_degree(ranks: Any) -> None:
@@ -225,7 +220,10 @@ def other_scales() -> list[Any]:
     def call(scale: float, **options: Any) -> Any:
         return attention(q, q, q, mesh=mesh, scale=scale, **options)
 
-    errors = [raised(lambda: call(0.5 + dist.get_rank(), is_causal=True)), raised(lambda: call(0.5, is_causal=True))]
+    errors = [
+        error_of(lambda: call(0.5 + dist.get_rank(), is_causal=True)),
+        error_of(lambda: call(0.5, is_causal=True)),
+    ]
     return [*errors, sum(compared(lambda s=s: call(0.1 * s, is_causal=True)) for s in range(1, 9))]
 
 
@@ -244,7 +242,7 @@ def other_calls_that_were_agreed_on(causal: tuple[bool, bool], extra: int) -> li
     comparisons = compared(lambda: attention(q, q, q, mesh=mesh, is_causal=causal[rank]))
     for _ in range(extra * rank):  # (an attention call too many would hang in its transfers)
         cp_mesh.view(mesh, 1).agree("documents", (("documents", None),))
-    errors = [raised(lambda: attention(q, q, q, mesh=mesh, documents=[0, 3, 16])) for _ in range(2)]
+    errors = [error_of(lambda: attention(q, q, q, mesh=mesh, documents=[0, 3, 16])) for _ in range(2)]
     return [comparisons, *errors]
 
 
@@ -266,7 +264,7 @@ def other_groups(degrees: tuple[int | None, ...]) -> list[str]:
     mesh, q = mesh_of(4), torch.randn(1, 4, 8, 8)
     mine = degrees[dist.get_rank()]
     return [
-        raised(lambda d=d: attention(q, q, q, mesh=mesh, ulysses_degree=d))  # type: ignore[misc]
+        error_of(lambda d=d: attention(q, q, q, mesh=mesh, ulysses_degree=d))  # type: ignore[misc]
         for d in (mine, 2)
     ]
 
@@ -287,11 +285,11 @@ def some_do_not_come() -> list[str]:
     """Rank 2 of 3 does not come to the first comparison. Then all come, twice."""
     cp, rank = cp_mesh.view(mesh_of(3), 1), dist.get_rank()
     os.environ["HYPER_CP_AGREE_TIMEOUT"] = "0.3"
-    errors = ["" if rank == 2 else raised(lambda: cp.agree("call", BASE, "layers.0"))]
+    errors = ["" if rank == 2 else error_of(lambda: cp.agree("call", BASE, "layers.0"))]
     del os.environ["HYPER_CP_AGREE_TIMEOUT"]
     dist.barrier()
     time.sleep(0.3 * (rank < 2))  # rank 2 comes first, and must not read what the others brought before
-    return [*errors, *(raised(lambda c=c: cp.agree("call", changed("causal", c))) for c in (False, True))]
+    return [*errors, *(error_of(lambda c=c: cp.agree("call", changed("causal", c))) for c in (False, True))]
 
 
 def test_a_rank_that_waits_alone_raises_and_a_later_call_works(ranks: Any) -> None:
@@ -309,7 +307,7 @@ def on_threads(calls: list[Callable[[], Any]]) -> list[str]:
     found = [""] * len(calls)
 
     def run(rank: int) -> None:
-        found[rank] = raised(calls[rank])
+        found[rank] = error_of(calls[rank])
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(calls))]
     for thread in threads:
@@ -357,7 +355,7 @@ def test_a_mesh_made_again_does_not_read_the_entries_of_the_first() -> None:
     assert all_reach(again, signature=changed("scale", 2.0)) == ["", ""]
     os.environ["HYPER_CP_AGREE_TIMEOUT"] = "0.1"
     try:  # alone: no entry of rank 1 from before is taken for its answer
-        assert "ranks [1]" in raised(lambda: again[0].reach("call", BASE, "cp mesh", "layer"))
+        assert "ranks [1]" in error_of(lambda: again[0].reach("call", BASE, "cp mesh", "layer"))
     finally:
         del os.environ["HYPER_CP_AGREE_TIMEOUT"]
 
@@ -404,9 +402,9 @@ def test_several_meshes_in_turns(ranks: Any) -> None:
 def without_a_cpu_backend() -> tuple[str, str, str, int]:
     group = dist.new_group(backend="cuda:gloo")  # the kind of group that init_process_group("nccl") makes
     cp = cp_mesh.view(DeviceMesh.from_group(group, "cpu"), 1)
-    on_the_cpu = raised(lambda: dist.all_reduce(torch.zeros(1), group=group))
-    different = raised(lambda: cp.agree("call", changed("scale", dist.get_rank())))
-    return on_the_cpu, different, raised(lambda: cp.agree("call", BASE)), compared(lambda: cp.agree("call", BASE))
+    on_the_cpu = error_of(lambda: dist.all_reduce(torch.zeros(1), group=group))
+    different = error_of(lambda: cp.agree("call", changed("scale", dist.get_rank())))
+    return on_the_cpu, different, error_of(lambda: cp.agree("call", BASE)), compared(lambda: cp.agree("call", BASE))
 
 
 def test_process_groups_without_a_backend_for_the_cpu(ranks: Any) -> None:

@@ -20,7 +20,7 @@ from hyper_cp.module.guards import mixing, refuse_mixing
 from hyper_cp.module.model import Model
 from tests.harness import modules
 from tests.harness.attention_case import cp_mesh
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import error_of, on_ranks
 from tests.harness.styled import RING1, clean, local
 
 # --------------------------------------------------------------------------- modules that mix positions
@@ -117,14 +117,6 @@ class Layers(nn.Module):
 def applied(model: nn.Module, *keys: str, **style: Any) -> nn.Module:
     keys = keys or ("layers.styled*",)
     return parallelize_module(model, cp_mesh(), dict.fromkeys(keys, ContextParallel(**{**RING1, **style})))
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 # --------------------------------------------------------------------------- when the plan is applied

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...schedule.build import Step
-from ...schedule.ranges import Range
+from ...schedule.ranges import Range, Rows
 from ...schedule.tiles import Tile
 from .partials import accumulation_dtype
 
@@ -31,7 +31,7 @@ class Dropout:
     def __init__(self, p: float, seed: Tensor, like: Tensor, heads_before: int, queries: Sequence[Range]):
         self.p, self.device, self.dtype = p, like.device, accumulation_dtype(like.dtype)
         batch, heads = like.shape[:2]
-        rows = _positions(queries, like.device)
+        rows = Rows(queries).index(like.device)
         # One number per batch row, head and query: [B, H, rows].
         key = _mix(int(seed.item()) ^ torch.arange(batch, device=like.device).view(-1, 1, 1))
         key = _mix(key ^ (heads_before + torch.arange(heads, device=like.device)).view(1, -1, 1))
@@ -40,15 +40,10 @@ class Dropout:
     def of(self, step: Step, tile: Tile) -> Tensor:
         """The factors ``[b, H, rows, cols]`` of a tile, in the accumulation dtype."""
         batch = slice(None) if tile.batch is None else slice(*tile.batch)
-        cols = _mix(_positions(step.keys, self.device)[tile.k[0] : tile.k[1]] + 1)
+        cols = _mix(Rows(step.keys).index(self.device)[tile.k[0] : tile.k[1]] + 1)
         number = _mix(self.rows[batch, :, tile.q[0] : tile.q[1]].unsqueeze(-1) ^ cols)
         kept = number >= round(self.p * 2**32)
         return kept.to(self.dtype) / (1.0 - self.p)
-
-
-def _positions(ranges: Sequence[Range], device: torch.device) -> Tensor:
-    parts = [torch.arange(start, stop, device=device) for start, stop in ranges]
-    return torch.cat(parts) if parts else torch.arange(0, device=device)
 
 
 def _mix(x: Tensor) -> Tensor:
