@@ -23,7 +23,7 @@ from .config import CheckedCall, OpSettings, op_settings
 from .exchange.tails import SwappedTails
 from .kernels.dropout import Dropout, draw_seed
 from .kernels.inputs import TileInputs
-from .kernels.partials import Partials, RowSum, accumulation_dtype, like_queries, part
+from .kernels.partials import Partials, RowSum, accumulation_dtype, add, like_queries, part
 
 
 class TileEngine:
@@ -135,7 +135,7 @@ class _KeyGradients:
             apart.add(tile.k, tile.batch, x)
         for total, x in zip(() if self.sums else self.totals, gradients, strict=False):
             for start, rows in self.rows.within(tile.k):  # from `start` of the tile on
-                part(total, rows, tile.batch).add_(x.narrow(2, start, rows[1] - rows[0]))
+                add(part(total, rows, tile.batch), x.narrow(2, start, rows[1] - rows[0]))
 
     def finish(self) -> None:
         """Add what has been summed up apart."""
