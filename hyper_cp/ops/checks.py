@@ -70,6 +70,7 @@ def check(
             exchanged,
             lengths,
             None if call.sinks is None else _sinks(call, q, cp, exchanged),
+            call.score,
         ),
     )
 
@@ -116,6 +117,7 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
         ("attn_mask", call.mask is not None),
         ("sinks", call.sinks is not None),
         ("dropout", call.dropout_p > 0),
+        ("score", "" if call.score is None else call.score.signature),
     )
     cp.agree("call", signature, call.name, (("scale", call.scale), ("dropout_p", call.dropout_p)))
     table = documents.read(call.documents)
