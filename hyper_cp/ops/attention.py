@@ -114,7 +114,8 @@ def attention(
             rank has all keys and values (cross-attention to a text), nothing travels, and each rank's gradient of
             them is its share of a sum.
         layout: which positions the ranks hold: ``"contiguous"``, ``"head_tail"``, ``"per_document"`` (each
-            document head-tail; needs documents) or ``"auto"`` (of the last two what balances them better).
+            document head-tail), ``"balanced"`` (chunks dealt by their cost) or ``"auto"`` (the cheapest of all). The
+            last three need documents.
         load_balance: head-tail exchange of queries on contiguous data (causal only; otherwise
             nothing is unbalanced and nothing is exchanged).
         attn_mask: bool (True is visible) or added to the logits, broadcastable to ``[B, H, S, S]`` over

@@ -77,7 +77,7 @@ class Groups:
     def __init__(self, settings: OpSettings, documents: Tensor | None, kv_heads: int) -> None:
         self.settings = settings
         self.cp, self.layout = cp_mesh.by_key(settings.mesh), settings.layout
-        self.documents = documents if settings.layout in layouts.BY_DOCUMENTS else None
+        self.documents = documents if layouts.by_documents(settings.layout) else None
         self.number = settings.head_groups
         self.kv_number = min(self.number, kv_heads)
         self.sharing = self.number // self.kv_number
