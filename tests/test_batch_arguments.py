@@ -32,6 +32,7 @@ from hyper_cp import (
     get_cp_handler_cls,
     split_cp_mesh,
 )
+from hyper_cp.integrations.transformers import prepare_batch
 from hyper_cp.mesh import comm
 from hyper_cp.ops import balance
 from tests.harness.attention_case import cp_mesh
@@ -163,6 +164,7 @@ CALLS: dict[str, dict[str, Values]] = {
             {"input_ids": 1.5}, {"input_ids": HUGE}, *JUNK,
         ],
     },
+    "prepare_batch": {"batch": BATCHES},
     "core_attn": {
         "attn": ["attention", BAR, *JUNK], "q": QKV, "k": QKV, "v": QKV,
         "seq_dim": [2, BAR, 5, -1, True, *JUNK], "head_dim": [1, BAR, 5, -1, True, *JUNK],
@@ -216,18 +218,12 @@ REQUIRED = {
 
 CLASSES = {"input_ids": WHOLE, "labels": T((2,), LONG)}
 
+BATCH = ("attention_mask", "position_ids", "document_ids", "labels", "input_ids", "entry")
 NAMES = {
+    "prepare_batch": BATCH,
     "megatron": ("window", "kv_exchange", "'no'"),
     "core_attn": ("module _Core",),
-    "get_batch_on_this_cp_rank": (
-        "attention_mask",
-        "position_ids",
-        "document_ids",
-        "labels",
-        "input_ids",
-        "entry",
-        "pad_value",
-    ),
+    "get_batch_on_this_cp_rank": (*BATCH, "pad_value"),
     "transformer": ("linear",),
 }
 """Other names by which errors of a call may speak of its arguments."""
@@ -269,6 +265,8 @@ def make_call(name: str, given: dict[str, Any], handler: ContextParallelHandler)
         return scheduler.capacity(degree), scheduler.plan(lengths).of_rank(rank)
     if name == "core_attn":
         return handler.core_attn(*[given.pop(key) for key in ("attn", "q", "k", "v")], **given)
+    if name == "prepare_batch":
+        return prepare_batch(handler, **given)
     if name in ("cost", "transformer", "balance"):
         return {"cost": CostModel, "transformer": CostModel.of_transformer, "balance": balance}[name](**given)
     return getattr(handler, name)(**given)

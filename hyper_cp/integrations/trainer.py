@@ -53,8 +53,19 @@ class ContextParallelTrainer:
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         if loss is not None:  # the mean over the ranks that share the sequence
             loss = by_rank(self.handler.mesh, loss.detach().reshape(1)).mean()
-        whole = recursively_apply(lambda x: self.handler.combine(x, 1, length=length), logits)
-        return loss, whole, labels
+        return loss, recursively_apply(lambda x: self._whole(x, length), logits), labels
+
+    def _whole(self, x: Tensor, length: int) -> Tensor:
+        """Gather an output of every token ``[B, S/n, ...]`` into ``[B, S, ...]``."""
+        share = self.handler.padded_length(length) // self.handler.cp.size
+        if x.ndim < 2 or x.shape[1] != share:
+            model = type(self.model).__name__  # type: ignore[attr-defined]
+            raise NotImplementedError(
+                f"evaluation got an output of shape {tuple(x.shape)} from {model}. Only outputs of "
+                f"every token are gathered from the ranks, and this rank holds {share} tokens (dimension 1). Set "
+                'prediction_loss_only=True, or leave the output out: evaluate(ignore_keys=["aux_loss", ...])'
+            )
+        return self.handler.combine(x, 1, length=length)
 
     @property
     def gather_function(self) -> Any:

@@ -34,7 +34,7 @@ from ..schedule.documents import documents_table
 from ..style import ContextParallel, style_of
 from .huggingface import forward, router_loss
 from .huggingface.attention import NAME, register
-from .huggingface.checks import check_dispatched, check_inputs, check_model, decoder_of, own_positions
+from .huggingface.checks import check_batch, check_dispatched, check_inputs, check_model, decoder_of, own_positions
 from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.direct import direct_attention, no_mask, route
 from .huggingface.forward import ForwardState, OneDevice, PreparedBatch
@@ -108,12 +108,7 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
             Packed documents have any name that :meth:`ContextParallelHandler.get_batch_on_this_cp_rank` knows, or
             position ids that restart. They are kept apart in every model (some models forget that in SDPA masks).
     """
-    entries = dict(batch)
-    tokens = next((entries[x] for x in ("input_ids", "inputs_embeds") if entries.get(x) is not None), None)
-    if tokens is None:
-        raise ValueError(
-            f"batch has the entries {list(batch)}, but neither input_ids nor inputs_embeds: name the tokens so"
-        )
+    tokens, entries = check_batch(batch), dict(batch)
     documents = take_documents(entries)
     if entries.get("labels") is not None:
         if entries.get("shift_labels") is None:
