@@ -101,6 +101,9 @@ BATCHES: Values = [
 QKV: Values = [
     T((1, 2, S // 2, 4)), BAR, T((1, 2, 3)), T(()), T((1, 0, 4, 4)), T((1, 2, 0, 4)), T((1, 2, S // 2, 4), LONG), *JUNK,
 ]
+HEADS: Values = [
+    T((7, 3)), nn.Linear(3, 7), nn.Linear(2, 7), nn.Conv1d(3, 7, 1), T((7,)), T((0, 3)), T((7, 3), LONG), *JUNK,
+]
 MODES: Values = ["mesh", BAR, *JUNK]
 
 CALLS: dict[str, dict[str, Values]] = {
@@ -139,6 +142,15 @@ CALLS: dict[str, dict[str, Values]] = {
         "ignore_index": NUMBERS,
         "mask": [None, T((2, S // 2), BOOL), T((2, S // 2)), BAR, T((2, 3)), T(()), [[1]], T((2, S // 2, 7)), *JUNK],
         "mesh": [None, "mesh", BAR, *JUNK], "gradients": ["mean", "sum", BAR, *JUNK],
+        "head": [None, BAR, *HEADS], "softcap": [None, BAR, 2.0, *NUMBERS], "scale": [1.0, BAR, 0.5, *NUMBERS],
+        "chunk": [None, BAR, *COUNTS],
+    },
+    "log_probs": {
+        "hidden": [T((2, S // 2, 3)), *TENSORS, T((2, S // 2, 3), LONG)],
+        "labels": [T((2, S // 2), LONG), BAR, T((2, 3), LONG), T((), LONG), T((2, S // 2)), [[1]], *JUNK],
+        "head": [T((7, 3)), BAR, *HEADS], "ignore_index": NUMBERS, "softcap": [None, 2.0, BAR, *NUMBERS],
+        "scale": [1.0, 0.5, BAR, *NUMBERS], "chunk": [None, *COUNTS], "gather": FLAGS,
+        "length": [None, BAR, S, 7, *COUNTS],
     },
     "get_batch_on_this_cp_rank": {
         "batch": BATCHES,
@@ -200,7 +212,7 @@ CALLS: dict[str, dict[str, Values]] = {
 """For each function the values that are tried for its arguments."""
 REQUIRED = {
     "documents": 0, "apply_rotary_pos_emb": 2, "core_attn": 4, "handler": 2, "megatron": 0, "dynamic": 3, "cost": 2,
-    "transformer": 3, "balance": 2,
+    "transformer": 3, "balance": 2, "log_probs": 3,
 }
 """The number of arguments that have no default, if it is not one."""
 # fmt: on
