@@ -156,10 +156,10 @@ def share(cp: cp_mesh.CPMesh, mode: dict[str, Any], q: Tensor, k: Tensor, v: Ten
     threads on one thread)."""
     heads = Ulysses(cp, mode.get("layout", "contiguous"))
     q, k, v, dout = heads.to_heads(q, k, v, dout)
-    rest = (None, None, None, q.shape[3] ** -0.5, 0.0, settings_of(cp, mode, kernels.choose(q, k, v, True)))
+    rest = ([], None, None, None, q.shape[3] ** -0.5, 0.0, settings_of(cp, mode, kernels.choose(q, k, v, True)))
     out, lse = engine.attention_op(q, k, v, None, *rest)
     mark = engine.fingerprint(None, cp.key)
-    grads = engine.attention_backward_op(dout, q, k, v, out, lse, mark, *rest)
+    *grads, _ = engine.attention_backward_op(dout, q, k, v, out, lse, None, mark, *rest)
     return list(heads.to_sequence([out, *grads]))
 
 

@@ -71,7 +71,7 @@ def compiled(device: str, dtype: torch.dtype, backend: str, options: dict[str, A
 
     def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
         settings = settings_of(cp, mode, kernels.choose(q, k, v, True))
-        out: Tensor = engine.attention_op(q, k, v, None, documents, None, None, SCALE, 0.0, settings)[0]
+        out: Tensor = engine.attention_op(q, k, v, None, [], documents, None, None, SCALE, 0.0, settings)[0]
         return out * 1.0
 
     run = torch.compile(attend, fullgraph=True, backend=backend, **options)
