@@ -169,7 +169,7 @@ CALLS: dict[str, dict[str, Values]] = {
         "attn": ["attention", BAR, *JUNK], "q": QKV, "k": QKV, "v": QKV,
         "seq_dim": [2, BAR, 5, -1, True, *JUNK], "head_dim": [1, BAR, 5, -1, True, *JUNK],
     },
-    "handler": {"mesh": MODES, "style": ["contiguous", "head_tail", "auto", BAR, *JUNK]},
+    "handler": {"mesh": MODES, "style": ["contiguous", "head_tail", "balanced", BAR, *JUNK]},
     "handler of": {"model": [BAR, nn.Linear(2, 2), *JUNK]},
     "megatron": {
         "backend": [None, "local", BAR, *JUNK],
@@ -190,7 +190,8 @@ CALLS: dict[str, dict[str, Values]] = {
         "buffer_seq_dims": [None, [1], [1, 0], BAR, [None], ["x"], [5], [True], [1.0], *JUNK],
         "no_restore_buffers": [None, (), BAR, [3], [T((2, S))], [[]], *JUNK],
         "ulysses_degree": [1, None, 2, "auto", BAR, 0, -1, 1.5, True, *JUNK],
-        "kv_exchange": ["all_gather", "ring", BAR, *JUNK], "layout": ["head_tail", "contiguous", "auto", BAR, *JUNK],
+        "kv_exchange": ["all_gather", "ring", BAR, *JUNK],
+        "layout": ["head_tail", "contiguous", "balanced", BAR, *JUNK],
         "load_balance": FLAGS, "window": WINDOWS, "head_groups": [1, 2, BAR, 0, True, 1.5, *JUNK],
     },
     "dynamic": {
@@ -320,7 +321,7 @@ def drawn_call(draw: st.DrawFn) -> Call:
             common, others = values[: values.index(BAR)], [x for x in values if x is not BAR]
             rare = not common or draw(st.integers(0, 4)) == 0
             given[key] = draw(st.sampled_from(others if rare else common))
-    return name, given, draw(st.sampled_from(["contiguous", "head_tail", "per_document", "auto"]))
+    return name, given, draw(st.sampled_from(["contiguous", "head_tail", "per_document", "balanced", "auto"]))
 
 
 @settings(max_examples=100, phases=[Phase.explicit, Phase.generate])

@@ -130,7 +130,7 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
         # The documents of a block say what positions that restart in them would say.
         packed = mask is None and positions is not None and positions.ndim == 2 and handler.cp.batch.documents is None
         state = attention_state(handler, documents, None, positions if packed else None)
-    if state.documents is None and handler.layout in layouts.BY_DOCUMENTS and handler.cp.batch.documents is None:
+    if state.documents is None and layouts.by_documents(handler.layout) and handler.cp.batch.documents is None:
         state = replace(state, documents=documents_table([0, whole.padded]))  # the whole sequence is a document too
     placed_by = handler.documents_for(state.documents, whole.padded)
     local = whole.split(placed_by, {name: IGNORE for name in dims if "labels" in name})

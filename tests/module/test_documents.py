@@ -96,7 +96,7 @@ def test_documents_and_windows_through_the_style(ranks: Any, style: Style) -> No
 
 BY_DOCUMENTS: list[Style] = [
     {"ulysses_degree": None, "layout": "per_document"},
-    {"ulysses_degree": 1, "layout": "auto"},
+    {"ulysses_degree": 1, "layout": "balanced", "kv_exchange": "needed"},
     {"ulysses_degree": 2, "kv_exchange": "ring", "layout": "per_document"},
 ]
 
