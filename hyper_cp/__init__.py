@@ -12,6 +12,7 @@ from .integrations.megatron import get_cp_handler_cls
 from .mesh.family import MeshFamily, split_cp_mesh
 from .mesh_swap import context_parallel_mesh
 from .style import ContextParallel, styled_modules
+from .tiled import tiled
 from .verify import verify
 
 __version__ = "0.1.0.dev0"
@@ -27,5 +28,6 @@ __all__ = [
     "get_cp_handler_cls",
     "split_cp_mesh",
     "styled_modules",
+    "tiled",
     "verify",
 ]
