@@ -116,7 +116,11 @@ class PlanReport:
         return lines
 
     def __str__(self) -> str:
-        rows = self.rows(16)
+        return self.text(16)
+
+    def text(self, most: int) -> str:
+        """The heading and ``most`` rows of the table as plain text."""
+        rows = self.rows(most)
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         left = len(self.of_modes()) - len(rows) + 1
@@ -346,8 +350,8 @@ def _nothing(length: int, sizes: list[int], degrees: list[int], names: Sequence[
             f"{-(-length // least) * least}"
         )
     return (
-        f"no strategy has cp sizes {sizes}, Ulysses degrees {degrees} and layouts {list(names)} together. A ring has "
-        "at least two ranks, and Ulysses alone is planned in the contiguous layout. Leave one of these arguments out"
+        f"no strategy has cp sizes {sizes}, Ulysses degrees {degrees} and layouts {list(names)} together. A layout by "
+        "documents needs several of them, and the sequence must split over the ranks. Leave one of these arguments out"
     )
 
 

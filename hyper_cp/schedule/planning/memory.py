@@ -66,8 +66,8 @@ def layer_saved(model: ModelShape, ranks: Ranks, tokens: float, element: int) ->
 
 
 def norm_saved(model: ModelShape, element: int) -> float:
-    """Bytes of a token that one RMSNorm saves: its input, its scale, and its output, which the next module saves; unless
-    it is one kernel, also the input in fp32 and the normalised input."""
+    """Bytes of a token that one RMSNorm saves: its input, its scale, and its output, which the next module saves.
+    Unless it is one kernel, also the input in fp32 and the normalised input."""
     wide = max(element, ACCUMULATED)
     channels = {"fused": 2 * element, "plain": 2 * wide + element, "transformers": wide + 2 * element}
     return model.width * channels[model.norm] + ACCUMULATED

@@ -137,7 +137,7 @@ def modes(problem: Problem, cp_size: int, degrees: Sequence[int], names: Sequenc
         ring = cp_size // degree
         if cp_size % degree:
             continue
-        for layout in names if ring > 1 else ("contiguous",):
+        for layout in names if ring > 1 else names[:1]:  # Ulysses is balanced in all
             if layout == "auto" or problem.length % layouts.length_multiple(layout, cp_size):
                 continue  # "auto" is one of the others
             if (layout == "per_document" and not packed) or (ring > REAL and layout not in FORMULAS):

@@ -1,1 +1,1 @@
-"""What is planned for: sizes of a model, devices and links, and the checks of their numbers."""
+"""The inputs of a plan: sizes of a model, devices and links, and the checks of their numbers."""

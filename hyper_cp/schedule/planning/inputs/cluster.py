@@ -81,7 +81,7 @@ class Cluster:
         return self.memory_gb_s * GIGA * self.link_share
 
     def flops(self, share: str) -> float:
-        """FLOP/s that kernels reach: ``share`` is the name of their part of the peak, ``"matmul_share"`` for example."""
+        """FLOP/s that kernels reach; ``share`` names their part of the peak, ``"matmul_share"`` for example."""
         return self.tflops * 1e12 * float(getattr(self, share))
 
 
