@@ -126,7 +126,8 @@ def show(report: PlanReport, rows: int) -> None:
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 240, highlight=False)
-    header, *lines = report.rows(rows)
+    cells = report.rows(rows)
+    header, lines = cells[0], cells[1:]
     table = Table()
     for name in header:
         table.add_column(
@@ -161,7 +162,8 @@ def save_plot(report: PlanReport, path: str) -> None:
         name = e.strategy.mode if e.strategy.ulysses_degree in (1, e.strategy.cp_size) else "hybrid"
         groups.setdefault(name, []).append((e.memory.peak / 1e9, e.tokens_per_second))
     for name, points in groups.items():
-        axes.scatter(*zip(*points, strict=True), label=name, s=24, alpha=0.8)
+        x, y = zip(*points, strict=True)
+        axes.scatter(x, y, label=name, s=24, alpha=0.8)
     axes.axvline(report.memory_bytes / 1e9, color="black", linestyle="--", label="memory of a device")
     if report.best is not None:
         best = report.best

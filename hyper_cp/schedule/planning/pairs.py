@@ -81,6 +81,15 @@ class Pairs:
                 found.append((start, stop))
         return found
 
+    def local_and_remote(self, ranges: Sequence[Range]) -> tuple[float, float]:
+        """Pairs of a rank's queries with its own keys, and the rows of other ranks that they see, for ascending
+        ranges."""
+        local = sum(self.between(own, own) for own in ranges)
+        crossing = sum(self.between(q, k) for i, q in enumerate(ranges) for k in ranges[:i])
+        seen = sum(stop - start for start, stop in self.visible(ranges))
+        own = sum(stop - start for start, stop in ranges)
+        return float(local + crossing * (1 if self.causal else 2)), float(seen - own)
+
 
 def held(layout: str, rank: int, ranks: int, length: int) -> list[Range]:
     """The positions of one rank of the ring in ``"contiguous"`` or ``"head_tail"``."""

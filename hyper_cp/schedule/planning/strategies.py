@@ -13,7 +13,7 @@ from .memory import CHECKPOINTING, Memory, memory, state_bytes
 from .pairs import FORMULAS, Pairs
 from .timeline import AttentionTime, Kernels, attention_time
 from .traffic import Ranks, Transfers, shared_heads, transfers
-from .work import REAL, RingWork, ring_work
+from .work import DEALT, RingWork, ring_work
 
 KV_EXCHANGES = ("all_gather", "ring", "needed")
 """Exchanges whose order of transfers the model knows."""
@@ -140,8 +140,8 @@ def modes(problem: Problem, cp_size: int, degrees: Sequence[int], names: Sequenc
         for layout in names if ring > 1 else names[:1]:  # Ulysses is balanced in all
             if layout == "auto" or problem.length % layouts.length_multiple(layout, cp_size):
                 continue  # "auto" is one of the others
-            if (layout == "per_document" and not packed) or (ring > REAL and layout not in FORMULAS):
-                continue  # one document by itself head-tail is "head_tail"
+            if (layouts.by_documents(layout) and not packed) or (ring > DEALT and layout not in FORMULAS):
+                continue  # for one document these are "head_tail"
             for exchange in KV_EXCHANGES if ring > 1 else (None,):
                 yield Strategy(cp_size, degree, exchange, layout, "none", False)
 

@@ -15,16 +15,19 @@ from ..arrivals import STAGES
 from ..build import Step, build
 from ..documents import PackedDocuments
 from ..lookup import resolve
-from ..ranges import Numbers
+from ..ranges import Numbers, bounds
 from ..tiles import CAUSAL, FULL
 from . import pairs as counting
-from .pairs import Pairs
+from .pairs import FORMULAS, Pairs
 
 REAL = 16
 """Up to so many ranks of a ring the real schedule is built; beyond, formulas count."""
 
 BLOCK = 128
 """Kernels work in blocks of about so many rows and columns: a smaller tile takes as long as a whole block."""
+
+DEALT = 128
+"""Up to so many ranks of a ring, layouts without a formula are placed."""
 
 LISTED = 32
 """So many arriving steps of a long ring are listed at most; the last one stands for the rest."""
@@ -95,10 +98,9 @@ def ring_work(layout: str, ring: int, kv_exchange: str, documents: PackedDocumen
     """The work of a ring of ``ring`` ranks for packed documents that all batch rows share."""
     row = documents.rows[0]
     if ring > REAL:
-        return _by_formula(layout, ring, kv_exchange, row[-1], pairs)
-    # "contiguous" is the layout of a single rank: it needs no resolution.
+        return _by_formula(layout, ring, kv_exchange, documents, pairs)
     held = resolve(layout, ring, row[-1], documents).held
-    owed = np.array([pairs.of(np.array(list(ranges), dtype=np.int64)).sum() for ranges in held])
+    owed = np.array([pairs.of(bounds(ranges)).sum() for ranges in held])
     rows = documents.rows if len(row) > 2 else None
     fullest = int(owed.argmax())
     chosen = range(ring) if ring <= 4 else sorted({fullest, 0, ring // 2, ring - 1})
@@ -130,13 +132,24 @@ def _of_step(step: Step) -> StepWork:
 # --------------------------------------------------------------------------- by formula
 
 
-def _by_formula(layout: str, ring: int, kv_exchange: str, length: int, pairs: Pairs) -> RingWork:
-    owed = pairs.by_rank(layout, ring)
-    rank, share = int(owed.argmax()), length // ring
+def _by_formula(layout: str, ring: int, kv_exchange: str, documents: PackedDocuments, pairs: Pairs) -> RingWork:
+    length = documents.rows[0][-1]
+    share = length // ring
+    if layout == "per_document":
+        owed, rank = pairs.by_rank(layout, ring), 0
+        squares = float((pairs.lengths.astype(float) ** 2).sum()) / ring**2
+        local, remote = (squares / 2 if pairs.causal else squares), length * (1 - 1 / ring)
+    elif layout in FORMULAS:
+        owed = pairs.by_rank(layout, ring)
+        rank = int(owed.argmax())
+        local, remote = pairs.local_and_remote(counting.held(layout, rank, ring, length))
+    else:
+        held = resolve(layout, ring, length, documents).held
+        owed = np.array([pairs.of(bounds(ranges)).sum() for ranges in held])
+        rank = int(owed.argmax())
+        local, remote = pairs.local_and_remote(list(held[rank]))
     number = counting.hops(layout, ring, length, pairs)
-    local, remote = local_and_remote(layout, rank, ring, length, pairs)
     arriving = float(owed[rank]) - local
-    documents = min(len(pairs.lengths), 1.0 + share * len(pairs.lengths) / length)
     # Under a causal mask, blocks of later ranks are seen by the tails of head-tail alone, so three quarters of the rows
     # have a tile with an average block. Documents are shorter than blocks of full tiles.
     part = 0.75 if layout != "contiguous" and pairs.causal else 1.0
@@ -152,22 +165,9 @@ def _by_formula(layout: str, ring: int, kv_exchange: str, length: int, pairs: Pa
         others = np.full(ring, each)
         others[rank] = 0.0
         received = (others,) * stages if kv_exchange == "needed" else ()
-    whole = StepWork(float(local), float(share), min(documents, 2.0), float(share))
+    whole = StepWork(float(local), float(share), 2.0, float(share))
     half = StepWork(local / 2, share / 2, 1.0, float(share))
     forward = (whole, *steps, StepWork())
     backward = (half, *steps, half) if steps else (whole, StepWork())
     return RingWork(owed, {rank: RankWork(forward, backward, number, received, received)}, rank)
 
-
-def local_and_remote(layout: str, rank: int, ring: int, length: int, pairs: Pairs) -> tuple[float, float]:
-    """Pairs of a rank's queries with its own keys, and the rows of other ranks that they see."""
-    if layout == "per_document":
-        squares = float((pairs.lengths.astype(float) ** 2).sum()) / ring**2
-        return (squares / 2 if pairs.causal else squares), length * (1 - 1 / ring)
-    ranges = counting.held(layout, rank, ring, length)
-    local = sum(pairs.between(r, r) for r in ranges)
-    if len(ranges) == 2:
-        crossing = pairs.between(ranges[1], ranges[0])
-        local += crossing if pairs.causal else 2 * crossing
-    own = length // ring
-    return float(local), float(sum(stop - start for start, stop in pairs.visible(ranges)) - own)

@@ -36,7 +36,7 @@ def test_formulas_count_what_schedules_owe(lengths: list[int], layout: str, caus
         assert counting.hops(layout, ranks, 240, pairs) == plans[0].hops
         for rank in range(ranks):
             assert counting.held(layout, rank, ranks, 240) == list(held[rank])
-            local, remote = works.local_and_remote(layout, rank, ranks, 240, pairs)
+            local, remote = pairs.local_and_remote(list(held[rank]))
             mine = plans[rank]
             one = mine.forward[0].area
             assert local == one
@@ -45,7 +45,7 @@ def test_formulas_count_what_schedules_owe(lengths: list[int], layout: str, caus
 
 
 @pytest.mark.parametrize("kv_exchange", ["ring", "all_gather", "needed"])
-@pytest.mark.parametrize("layout", ["contiguous", "head_tail", "per_document"])
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail", "per_document", "balanced"])
 def test_a_long_ring_by_formula_has_the_work_of_its_schedule(
     layout: str, kv_exchange: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
