@@ -24,7 +24,22 @@ def measured(given: list[str]) -> list[tuple[str, float, float, float]]:
 
 
 def test_every_mode_is_measured_on_gloo(ranks: Any) -> None:
-    given = "--device cpu --length 32 --heads 8 --kv-heads 8 --dim 8 --dtype float32 --rounds 1".split()
+    given = [
+        "--device",
+        "cpu",
+        "--length",
+        "32",
+        "--heads",
+        "8",
+        "--kv-heads",
+        "8",
+        "--dim",
+        "8",
+        "--dtype",
+        "float32",
+        "--rounds",
+        "1",
+    ]
     for world in (2, 4):
         found = ranks(world, measured, given)
         assert all(rows == found[0] for rows in found) and all(min(row[1:]) > 0 for row in found[0])

@@ -170,4 +170,3 @@ def _by_formula(layout: str, ring: int, kv_exchange: str, documents: PackedDocum
     forward = (whole, *steps, StepWork())
     backward = (half, *steps, half) if steps else (whole, StepWork())
     return RingWork(owed, {rank: RankWork(forward, backward, number, received, received)}, rank)
-
