@@ -73,11 +73,11 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--failures", action="store_true", help="print failures and times only")
-    on_accelerator = ["aot_eager", "inductor", "inductor/reduce-overhead"]
+    on_cuda = ["aot_eager", "inductor", "inductor/reduce-overhead"]
     parser.add_argument("--compile", nargs="*", help="compiler backends, with a mode after a slash")
     args = parser.parse_args(given)
     if args.compile is None:
-        args.compile = on_accelerator if args.device != "cpu" else ["aot_eager"]
+        args.compile = on_cuda if args.device.startswith("cuda") else ["aot_eager"]
     return args
 
 

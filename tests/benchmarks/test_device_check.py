@@ -103,17 +103,31 @@ def test_a_planted_kernel_fails(check: Any, spoil: Any, backward: bool, status: 
     assert "cpu flash torch.float32" in text  # the others are checked all the same
 
 
-def test_refusals_are_listed_by_kernel_and_dtype(check: Any, monkeypatch: Any) -> None:
+def test_refusals_are_listed_by_kernel_dtype_and_kind_of_tile(check: Any, monkeypatch: Any) -> None:
     """A listed refusal passes and is shown; another exception than a RuntimeError, or another dtype, is none."""
-    monkeypatch.setitem(results.REFUSALS, ("planted", torch.float32), "only halves")
+
+    def listed(*dtypes: torch.dtype) -> None:
+        monkeypatch.setattr(results, "REFUSALS", [("planted", dtypes, "any", "only halves")])
+
     with kernels.register(Planted(crash, False), "cpu", accepts=lambda *_: False):
+        listed(torch.float32)
         code, text = check("kernels")
         assert code == 0 and text.count("refused") == len(SMALL) + 1 and "only halves (RuntimeError: an illegal" in text
-        monkeypatch.delitem(results.REFUSALS, ("planted", torch.float32))
+        listed(torch.float64)
         assert check("kernels")[0] == 1
-    monkeypatch.setitem(results.REFUSALS, ("planted", torch.float32), "only halves")
     with kernels.register(Planted(programming_error, False), "cpu", accepts=lambda *_: False):
+        listed(torch.float32)
         assert check("kernels")[0] == 1
+
+
+def test_refusals_that_are_permitted() -> None:
+    half, single = torch.bfloat16, torch.float32
+    for name in kernels.available("cuda").keys() - {"reference"}:
+        for kind in ("dense", "packed", "banded"):
+            without_masks = kind == "banded" and "without" in name and "memory-efficient" in name.split("without")[1]
+            assert bool(results.refusal(name, half, kind)) == without_masks, (name, kind)
+        assert bool(results.refusal(name, single, "dense")) == (name.split()[1] in ("flash", "cudnn"))
+    assert not any(results.refusal(name, single, "dense") for name in (*kernels.available("npu"), "cpu flash"))
 
 
 def test_a_section_that_breaks_fails_and_the_next_one_runs(check: Any, monkeypatch: Any) -> None:
