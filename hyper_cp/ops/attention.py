@@ -32,6 +32,10 @@ computed or communicated again in a recompute."""
 class AttentionBackend(Protocol):
     """A way to compute attention of tensors ``[B, H, S, D]`` that hold the sequence of a whole ring rank."""
 
+    def settle(self, q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[AttentionBackend, Call]:
+        """The backend that computes this call, and the call as that backend takes it."""
+        ...
+
     def check(self, q: Tensor, k: Tensor, call: CheckedCall) -> None:
         """Raise, before any communication, if the call cannot be honoured. The tensors are those of the call."""
 
@@ -54,6 +58,8 @@ def attend(
     Args:
         q, k, v: ``[B, H, S, D]``, this rank's share of the sequence; with ``exchanged`` that of its whole ring rank.
     """
+    check_dimensions(q, k, v)
+    core, call = core.settle(q, cp, mode, call)
     q, k, v, checked = check(q, k, v, call, cp, mode, exchanged=exchanged)
     core.check(q, k, checked)
     if exchanged or cp.ulysses.size == 1:
