@@ -32,6 +32,10 @@ computed or communicated again in a recompute."""
 class AttentionBackend(Protocol):
     """A way to compute attention of tensors ``[B, H, S, D]`` that hold the sequence of a whole ring rank."""
 
+    def compiles(self, cp: CPMesh, mode: Mode, call: Call) -> bool:
+        """True if the call can be part of a compiled graph."""
+        ...
+
     def settle(self, q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[AttentionBackend, Call]:
         """The backend that computes this call, and the call as that backend takes it."""
         ...
@@ -59,6 +63,8 @@ def attend(
         q, k, v: ``[B, H, S, D]``, this rank's share of the sequence; with ``exchanged`` that of its whole ring rank.
     """
     check_dimensions(q, k, v)
+    if torch.compiler.is_compiling() and not core.compiles(cp, mode, call):
+        return _outside_the_graph(q, k, v, cp, mode, call, core, exchanged)
     core, call = core.settle(q, cp, mode, call)
     q, k, v, checked = check(q, k, v, call, cp, mode, exchanged=exchanged)
     core.check(q, k, checked)
@@ -73,6 +79,13 @@ def attend(
     if isinstance(core, TileEngine) and core.with_lse:  # apart: the log-sum-exp has no gradient
         return tuple(ulysses.to_sequence(x) for x in result)
     return ulysses.to_sequence(result)
+
+
+@torch.compiler.disable
+def _outside_the_graph(
+    q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call, core: AttentionBackend, exchanged: bool
+) -> Any:
+    return attend(q, k, v, cp, mode, call, core, exchanged=exchanged)
 
 
 def cp_attention(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> Tensor:
@@ -120,7 +133,8 @@ def attention(
             rank has all keys and values (cross-attention to a text), nothing travels, and each rank's gradient of
             them is its share of a sum.
         layout: which positions the ranks hold: ``"contiguous"``, ``"head_tail"``, ``"per_document"`` (each
-            document head-tail; needs documents) or ``"auto"`` (of the last two what balances them better).
+            document head-tail), ``"balanced"`` (chunks dealt by their cost) or ``"auto"`` (the cheapest of all). The
+            last three need documents.
         load_balance: head-tail exchange of queries on contiguous data (causal only; otherwise
             nothing is unbalanced and nothing is exchanged).
         attn_mask: bool (True is visible) or added to the logits, broadcastable to ``[B, H, S, S]`` over

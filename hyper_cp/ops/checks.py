@@ -287,7 +287,7 @@ def check_options(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) 
             "Cross-attention of different lengths takes no is_causal, window or documents: document boundaries "
             "describe queries only. Pass an explicit attn_mask, which says which keys each query sees"
         )
-    if mode.layout in layouts.BY_DOCUMENTS and mode.kv_exchange != "replicated" and cp.size > 1:
+    if layouts.by_documents(mode.layout) and mode.kv_exchange != "replicated" and cp.size > 1:
         raise ValueError(
             f"layout={mode.layout!r} places queries by their documents, which say nothing about keys of another "
             "length. Pass all keys on every rank with kv_exchange='replicated'"

@@ -24,7 +24,7 @@ from .config import Call, CheckedCall, Mode, OpSettings, op_settings
 from .exchange.tails import SwappedTails
 from .kernels.dropout import Dropout, draw_seed
 from .kernels.inputs import TileInputs
-from .kernels.partials import Partials, RowSum, accumulation_dtype, like_queries, part
+from .kernels.partials import Partials, RowSum, accumulation_dtype, add, like_queries, part
 from .kernels.scores import TileScores, find
 
 
@@ -34,6 +34,10 @@ class TileEngine:
 
     def __init__(self, with_lse: bool = False) -> None:
         self.with_lse = with_lse
+
+    def compiles(self, cp: CPMesh, mode: Mode, call: Call) -> bool:
+        """The engine is one op in a graph."""
+        return True
 
     def settle(self, q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[TileEngine, Call]:
         """The engine takes every call as it is."""
@@ -158,7 +162,7 @@ class _KeyGradients:
             apart.add(tile.k, tile.batch, x)
         for total, x in zip(() if self.sums else self.totals, gradients, strict=False):
             for start, rows in self.rows.within(tile.k):  # from `start` of the tile on
-                part(total, rows, tile.batch).add_(x.narrow(2, start, rows[1] - rows[0]))
+                add(part(total, rows, tile.batch), x.narrow(2, start, rows[1] - rows[0]))
 
     def finish(self) -> None:
         """Add what has been summed up apart."""

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
 from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
-from ..schedule.layout import BY_DOCUMENTS
+from ..schedule.layout import by_documents
 from ..schedule.lookup import resolve
 from ..schedule.ranges import Range
 from .config import Call, CheckedCall, Mode
@@ -53,6 +53,22 @@ class Flex:
         with_lse = bool(self.options.get("return_lse") or getattr(aux, "lse", False))
         return TileEngine(with_lse), replace(call, scale=self.options.get("scale"), score=score)
 
+    def compiles(self, cp: CPMesh, mode: Mode, call: Call) -> bool:
+        """Torch's own kernel can be part of a graph, tiles cannot."""
+        return not self._needs_tiles(cp, mode, call.documents)
+
+    def _needs_tiles(self, cp: CPMesh, mode: Mode, documents: Tensor | None) -> list[str]:
+        """The settings with which a call cannot run on all keys at once."""
+        settings = {
+            f"layout={mode.layout!r}": by_documents(mode.layout),
+            f"head_groups={mode.head_groups}": cp.ulysses.size > 1 and mode.head_groups > 1,
+            f"kv_exchange={mode.kv_exchange!r}": cp.ring.size > 1 and mode.kv_exchange != "all_gather",
+            "load_balance=True": cp.ring.size > 1 and mode.load_balance,
+            f"window={mode.window}": mode.window is not None,
+            "documents": documents is not None,
+        }
+        return [text for text, needs in settings.items() if needs]
+
     def answer(self, found: Any) -> Any:
         """The result as ``flex_attention`` returns it."""
         aux = self.options.get("return_aux")
@@ -63,24 +79,13 @@ class Flex:
 
     def check(self, q: Tensor, k: Tensor, call: CheckedCall) -> None:
         cp, mode = call.cp, call.mode
-        what = "flex_attention under torch.compile"
-        if getattr(self.options.get("return_aux"), "max_scores", False):
-            what = "flex_attention with AuxRequest(max_scores=True)"
-        name = f"{self.name} calls {what}"
-        how = "Call flex_attention itself, not in compiled code and without max_scores: it then runs in tiles"
-        refused = {
-            f"layout={mode.layout!r}": mode.layout in BY_DOCUMENTS,
-            f"head_groups={mode.head_groups}": cp.ulysses.size > 1 and mode.head_groups > 1,
-            f"kv_exchange={mode.kv_exchange!r}": cp.ring.size > 1 and mode.kv_exchange != "all_gather",
-            "load_balance=True": cp.ring.size > 1 and mode.load_balance,
-            f"window={mode.window}": mode.window is not None,
-            "documents": call.documents is not None,
-        }
-        given = [text for text, hit in refused.items() if hit]
+        name = f"{self.name} calls flex_attention with AuxRequest(max_scores=True)"
+        given = self._needs_tiles(cp, mode, call.documents)
         if given:
             raise NotImplementedError(
-                f"{name} with {', '.join(given)}. Its functions are compiled for all keys of the sequence at once, so "
-                f'it runs with kv_exchange="all_gather" or ulysses_degree=None only. {how}'
+                f"{name} and {', '.join(given)}. The largest scores are known to torch's own kernel only, which needs "
+                'all keys of the sequence at once. Call it without max_scores, or with kv_exchange="all_gather" or '
+                "ulysses_degree=None"
             )
         if self.block_mask is None:
             return
@@ -88,8 +93,8 @@ class Flex:
         check_block_mask(self.name, self.block_mask, q.shape[0], heads, call.lengths)
         if getattr(self.block_mask, "dq_write_order", None) is not None:
             raise NotImplementedError(
-                f"{name} with a block_mask made with compute_dq_write_order=True, which is an order of blocks of the "
-                f"whole sequence on one device. Make it without. {how}"
+                f"{self.name} calls flex_attention with a block_mask made with compute_dq_write_order=True, which is "
+                "an order of blocks of the whole sequence on one device. Make it without"
             )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Any:

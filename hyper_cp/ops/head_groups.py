@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..mesh import comm, cp_mesh
 from ..mesh.cp_mesh import CPMesh
+from ..mesh.groups import check_launch_order
 from ..schedule import layout as layouts
 from ..schedule.documents import read
 from ..schedule.lookup import ascending, resolve
@@ -76,11 +77,13 @@ class Groups:
     def __init__(self, settings: OpSettings, documents: Tensor | None, kv_heads: int) -> None:
         self.settings = settings
         self.cp, self.layout = cp_mesh.by_key(settings.mesh), settings.layout
-        self.documents = documents if settings.layout in layouts.BY_DOCUMENTS else None
+        self.documents = documents if layouts.by_documents(settings.layout) else None
         self.number = settings.head_groups
         self.kv_number = min(self.number, kv_heads)
         self.sharing = self.number // self.kv_number
         """Groups that use the same keys and values."""
+        if self.cp.ring.size > 1:
+            check_launch_order(self.cp.ring, self.cp.ulysses)
 
     def heads_of(self, x: Tensor, number: int, index: int) -> Tensor:
         """``[B, n, h, S, D]``, a view: the heads of ``x`` that are in one of ``number`` groups, by rank."""

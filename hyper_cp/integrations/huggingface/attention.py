@@ -123,7 +123,7 @@ def _chunks(state: ForwardState, length: int, size: int) -> Tensor | None:
     length *= state.mesh.views[0].size
     if length <= size:
         return state.batch.documents
-    if state.batch.keys is not None or state.style.mode.layout in layouts.BY_DOCUMENTS:
+    if state.batch.keys is not None or layouts.by_documents(state.style.mode.layout):
         raise NotImplementedError(
             f"the model has layers with chunked attention (size {size}), in which chunks count from the first token of "
             f"a document. That is not supported with layout={state.style.mode.layout!r}, nor with padding between "

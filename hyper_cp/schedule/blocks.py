@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..ranges import Numbers, Range, bounds, touching
+from .ranges import Numbers, Range, bounds, touching
 
 T = TypeVar("T")
 
