@@ -32,6 +32,14 @@ computed or communicated again in a recompute."""
 class AttentionBackend(Protocol):
     """A way to compute attention of tensors ``[B, H, S, D]`` that hold the sequence of a whole ring rank."""
 
+    def compiles(self, cp: CPMesh, mode: Mode, call: Call) -> bool:
+        """True if the call can be part of a compiled graph."""
+        ...
+
+    def settle(self, q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[AttentionBackend, Call]:
+        """The backend that computes this call, and the call as that backend takes it."""
+        ...
+
     def check(self, q: Tensor, k: Tensor, call: CheckedCall) -> None:
         """Raise, before any communication, if the call cannot be honoured. The tensors are those of the call."""
 
@@ -54,6 +62,10 @@ def attend(
     Args:
         q, k, v: ``[B, H, S, D]``, this rank's share of the sequence; with ``exchanged`` that of its whole ring rank.
     """
+    check_dimensions(q, k, v)
+    if torch.compiler.is_compiling() and not core.compiles(cp, mode, call):
+        return _outside_the_graph(q, k, v, cp, mode, call, core, exchanged)
+    core, call = core.settle(q, cp, mode, call)
     q, k, v, checked = check(q, k, v, call, cp, mode, exchanged=exchanged)
     core.check(q, k, checked)
     if exchanged or cp.ulysses.size == 1:
@@ -67,6 +79,13 @@ def attend(
     if isinstance(core, TileEngine) and core.with_lse:  # apart: the log-sum-exp has no gradient
         return tuple(ulysses.to_sequence(x) for x in result)
     return ulysses.to_sequence(result)
+
+
+@torch.compiler.disable
+def _outside_the_graph(
+    q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call, core: AttentionBackend, exchanged: bool
+) -> Any:
+    return attend(q, k, v, cp, mode, call, core, exchanged=exchanged)
 
 
 def cp_attention(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> Tensor:
