@@ -22,11 +22,6 @@ from .config import Call, CheckedCall, Mode
 from .engine import TileEngine
 from .exchange.ulysses import Ulysses
 
-_ops = torch.ops.hyper_cp
-SAVE_LIST: list[Any] = [_ops.attention.default, _ops.all_to_all.default, _ops.ulysses_attention.default]
-"""The library's forward ops, for a selective activation-checkpointing policy (MUST_SAVE): their outputs are not
-computed or communicated again in a recompute."""
-
 
 class AttentionBackend(Protocol):
     """A way to compute attention of tensors ``[B, H, S, D]`` that hold the sequence of a whole ring rank."""
