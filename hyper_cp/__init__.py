@@ -11,7 +11,7 @@ from .handler import ContextParallelHandler
 from .integrations.megatron import get_cp_handler_cls
 from .mesh.family import MeshFamily, split_cp_mesh
 from .mesh_swap import context_parallel_mesh
-from .style import ContextParallel, styled_modules
+from .style import ContextParallel, RecurrentContextParallel, styled_modules
 from .verify import verify
 
 __version__ = "0.1.0.dev0"
@@ -22,6 +22,7 @@ __all__ = [
     "CostModel",
     "DynamicContextParallel",
     "MeshFamily",
+    "RecurrentContextParallel",
     "context_parallel",
     "context_parallel_mesh",
     "get_cp_handler_cls",

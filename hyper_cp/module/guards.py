@@ -23,6 +23,7 @@ from ._torch.compile_guard import plan_being_applied
 from ._torch.modules import calls_running, hook_owners, is_compiled, running_modules
 from .dispatch_mode import EnteredMode, current_call
 from .mesh_binding import Binding
+from .mixers.calls import is_mixer
 from .model import Model
 
 logger = getLogger(__name__)
@@ -67,11 +68,15 @@ def refuse_mixing(model: Model, whole: tuple[type[nn.Module], ...] = ()) -> None
         if not any(name.startswith(f"{outer}." if outer else "") for outer in found):  # not what is inside one of them
             found[name] = f"module {name!r} ({type(module).__name__}) {how}"
     if found:
+        routable = [name for name in found if is_mixer(type(modules[name]))]
+        recurrent = (
+            f"RecurrentContextParallel on {_pattern(routable)} in the plan runs it over all ranks. " if routable else ""
+        )
         some, others = list(found.values())[:3], len(found) - 3
         raise ValueError(
             f"{'; '.join(some)}{f'; {others} others' if others > 0 else ''}. Under ContextParallel it has only this "
-            "rank's share of the sequence, so it would compute something else than on one device. Take it out of the "
-            "model, or, if it does not work along the split sequence, vouch for it: "
+            f"rank's share of the sequence, so it would compute something else than on one device. {recurrent}Take it "
+            "out of the model, or, if it does not work along the split sequence, vouch for it: "
             f"ContextParallel(allow={_pattern(found)})"
         )
 

@@ -105,9 +105,7 @@ class _Shifted:
 
 
 @torch.library.custom_op("hyper_cp::causal_conv1d", mutates_args=())
-def conv_op(
-    x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None, mesh: str, layout: str
-) -> Tensor:
+def conv_op(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None, mesh: str, layout: str) -> Tensor:
     """See :func:`causal_conv1d`, without activation."""
     width, dtype = weight.shape[1], accumulation_dtype(x.dtype)
     with comm.wait_on_error():

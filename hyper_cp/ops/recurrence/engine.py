@@ -7,7 +7,6 @@ message that holds what both directions need.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -103,9 +102,9 @@ def recurrence_backward_op(
         inputs = work.inputs(q, k, v, g, beta)
         found, pull = work.kernel.differentiable(inputs)
         maps = work.entered(found)
-        dO = work.segments.split(dout).to(maps.O.dtype)  # noqa: N806
+        dO = work.segments.split(dout).to(maps.O.dtype)
         states, gradients = work.passing(maps).both(maps.P, maps.Q.mT @ dO)
-        dM = (gradients @ states.mT if maps.M.shape[-1] > 1 else gradients * states).sum_to_size(maps.M.shape)  # noqa: N806
+        dM = (gradients @ states.mT if maps.M.shape[-1] > 1 else gradients * states).sum_to_size(maps.M.shape)
         # What does not enter a piece has no gradient; the factors of `entered` are the same in both directions.
         of_maps = work.entered(Affine(dM, gradients, dO @ states.mT, dO))
         given = [x for x in (q, k, v, g, beta) if x is not None]
@@ -134,4 +133,3 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
 
 
 recurrence_op.register_autograd(_differentiate, setup_context=_save)
-

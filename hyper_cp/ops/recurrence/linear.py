@@ -99,7 +99,9 @@ def linear_recurrence(
     given = [x for x in (v, decay, beta, q, k) if x is not None]
     v, decay, *rest = ulysses.to_heads(*given)
     q, k = rest[-2:]
-    result: Tensor = ulysses.to_sequence(recurrence_op(q, k, v, decay, rest[0] if beta is not None else None, table, settings))
+    result: Tensor = ulysses.to_sequence(
+        recurrence_op(q, k, v, decay, rest[0] if beta is not None else None, table, settings)
+    )
     return result
 
 
@@ -113,8 +115,8 @@ def _decays(name: str, v: Tensor, decay: Tensor) -> Tensor:
     check_tensor(name, "decay", decay, 4, "[heads], [batch, positions, heads] or [batch, positions, heads, dk]")
     if decay.shape[:3] != v.shape[:3]:
         raise ValueError(
-            f"{name}: decay {tuple(decay.shape)} does not fit v {tuple(v.shape)}. It needs the batch, the positions and "
-            f"the {heads} heads of v. Expand or reshape it"
+            f"{name}: decay {tuple(decay.shape)} does not fit v {tuple(v.shape)}. It needs the batch, the positions "
+            f"and the {heads} heads of v. Expand or reshape it"
         )
     return decay
 
@@ -123,15 +125,17 @@ def _beta(name: str, v: Tensor, beta: Tensor) -> Tensor:
     check_tensor(name, "beta", beta, 3, "[batch, positions, heads]")
     if beta.shape != v.shape[:3]:
         raise ValueError(
-            f"{name}: beta {tuple(beta.shape)} does not fit v {tuple(v.shape)}. It needs a number for each position and "
-            "head of v. Reshape it"
+            f"{name}: beta {tuple(beta.shape)} does not fit v {tuple(v.shape)}. It needs a number for each position "
+            "and head of v. Reshape it"
         )
     return beta[..., None]
 
 
 def _check(name: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> None:
     if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"{name}: q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}. They must be equal. Cast them")
+        raise TypeError(
+            f"{name}: q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}. They must be equal. Cast them"
+        )
     if q.shape != k.shape or q.shape[:2] != v.shape[:2] or v.shape[2] % k.shape[2]:
         raise ValueError(
             f"{name}: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit. q and k have equal "
@@ -139,8 +143,8 @@ def _check(name: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> None:
         )
     if decay.shape[3] not in (1, k.shape[3]):
         raise ValueError(
-            f"{name}: decay {tuple(decay.shape)} does not fit k {tuple(k.shape)}. A head has one decay, or one for each "
-            f"of the {k.shape[3]} channels of k. Reshape it"
+            f"{name}: decay {tuple(decay.shape)} does not fit k {tuple(k.shape)}. A head has one decay, or one for "
+            f"each of the {k.shape[3]} channels of k. Reshape it"
         )
 
 

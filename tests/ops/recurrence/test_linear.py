@@ -66,7 +66,11 @@ def errors(cases: list[tuple[str, str, Any, int, int | None]]) -> dict[str, floa
         leaves = [share(x, at).clone().requires_grad_() for x in given[:-1]]
         with record_traffic() as traffic:
             out = linear_recurrence(
-                *leaves, mesh=mesh, layout=layout, documents=documents, ulysses_degree=degree  # type: ignore[arg-type]
+                *leaves,
+                mesh=mesh,
+                layout=layout,
+                documents=documents,
+                ulysses_degree=degree,  # type: ignore[arg-type]
             )
             grads = list(torch.autograd.grad(out, leaves, share(given[-1], at)))
         if FAMILY[kind][0] == 1:  # each rank has the gradient through its own positions
@@ -102,9 +106,15 @@ def test_the_family_is_exact_in_every_layout(world: int, ranks: Ranks) -> None:
 
 
 def test_heads_are_exchanged(ranks: Ranks) -> None:
-    cases = [(kind, layout, ROWS, 48, degree) for kind, layout, degree in (
-        ("retention", "contiguous", None), ("scalar", "head_tail", 2), ("delta", "head_tail", None),
-        ("channel-wise delta", "contiguous", 2))]
+    cases = [
+        (kind, layout, ROWS, 48, degree)
+        for kind, layout, degree in (
+            ("retention", "contiguous", None),
+            ("scalar", "head_tail", 2),
+            ("delta", "head_tail", None),
+            ("channel-wise delta", "contiguous", 2),
+        )
+    ]
     check(ranks(4, errors, cases))
 
 
