@@ -35,6 +35,9 @@ _KNOWN = re.compile(
     r"Mamba|DeltaNet|DeltaAttention|R[Ww][Kk][Vv]|RetNet|Retention|Hyena|LinearAttention|RG?LRU|LSTM|ShortConv"
 )
 """Names of types that run a recurrence or a convolution along the sequence, in the libraries that have them."""
+_BESIDE = re.compile(r"Norm|MLP")
+"""Names of their parts that do not."""
+_BY_NAME = "mixes positions along the sequence"
 
 
 def mixing(module: nn.Module) -> str | None:
@@ -49,7 +52,8 @@ def mixing(module: nn.Module) -> str | None:
         return "takes its statistics over positions"
     if isinstance(module, _POOLS):
         return "pools positions"
-    return "mixes positions along the sequence" if _KNOWN.search(type(module).__name__) else None
+    name = type(module).__name__
+    return _BY_NAME if _KNOWN.search(name) and not _BESIDE.search(name) else None
 
 
 def refuse_mixing(model: Model, whole: tuple[type[nn.Module], ...] = ()) -> None:
@@ -63,6 +67,8 @@ def refuse_mixing(model: Model, whole: tuple[type[nn.Module], ...] = ()) -> None
     found: dict[str, str] = {}
     for name, module in modules.items():
         how = mixing(module)
+        if how == _BY_NAME and any(is_mixer(type(inner)) for inner in module.modules() if inner is not module):
+            continue  # a block or a model that is named after its mixers, which are judged themselves
         if how is None or model.allows(name) or any(name.startswith(f"{outer}." if outer else "") for outer in inside):
             continue
         if not any(name.startswith(f"{outer}." if outer else "") for outer in found):  # not what is inside one of them

@@ -57,7 +57,12 @@ HYBRIDS = (
 CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "zamba2": {"layer_types": ["linear_attention", "hybrid"], "attention_head_dim": 16, "num_key_value_heads": 4},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "attention_head_dim": 16, "num_key_value_heads": 4},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"],
+        **_each("indexer_n_heads indexer_kv_heads", 1),
+        **_each("indexer_head_dim indexer_budget indexer_compress_ratio", 8),
+    },
     "nemotron_h": {"num_hidden_layers": 4},
     **{kind: {"layer_types": ["linear_attention", "full_attention"]} for kind in HYBRIDS},
     "llama4_text": {"attention_chunk_size": 5, "attn_temperature_tuning": False},

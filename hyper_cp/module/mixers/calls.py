@@ -62,8 +62,9 @@ def _refuse(mixer: RunningMixer, function: str, options: dict[str, Any]) -> None
         )
     if given:
         raise NotImplementedError(
-            f"{mixer.name} calls {function} with {', '.join(given)}. Context parallelism starts every document from a "
-            "zero state and keeps no cache of states. Pass use_cache=False, or leave the module out of the plan"
+            f"{mixer.name} calls {function} with {', '.join(given)}. Context parallelism runs forward from a zero "
+            "state at every document, and keeps no cache of states. Pass use_cache=False, and gates and inputs in the "
+            "usual form [batch, positions, heads, ...]"
         )
 
 
@@ -112,11 +113,12 @@ def _delta(
     use_gate_in_kernel: bool = False,
     cu_seqlens: Any = None,
     head_first: bool = False,
+    reverse: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
     states = {"initial_state": initial_state, "output_final_state": output_final_state}
-    others = {"use_gate_in_kernel": use_gate_in_kernel, "head_first": head_first, "cu_seqlens": cu_seqlens}
-    _refuse(mixer, "a recurrent kernel", {**states, **others})
+    others = {"use_gate_in_kernel": use_gate_in_kernel, "head_first": head_first, "reverse": reverse}
+    _refuse(mixer, "a recurrent kernel", {**states, **others, "cu_seqlens": cu_seqlens})
     if use_qk_l2norm_in_kernel:
         query, key = _normalised(query), _normalised(key)
     query = query * (key.shape[-1] ** -0.5 if scale is None else scale)

@@ -39,6 +39,12 @@ class MixerHooks:
                 "selective_scan_fn). It would run over this rank's share only. Call hyper_cp.ops.linear_recurrence in "
                 "it, or leave it out of the model"
             )
+        if getattr(module, "bidirectional", False) or getattr(module, "is_causal", True) is False:
+            raise NotImplementedError(
+                f"{name} is bidirectional (bidirectional=True or is_causal=False). Context parallelism passes states "
+                "forward along the sequence, and the way back would need a pass of its own. Flip the sequence outside "
+                "of the module, or use one device"
+            )
         route(type(module))
 
     def attach(self, module: nn.Module) -> None:

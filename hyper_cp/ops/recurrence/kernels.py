@@ -8,7 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from . import fla
 from .chunked import Affine, Inputs, affine, piece_size
+from .fla import FlaKernel
 
 Pullback = Callable[[Affine], tuple[Tensor | None, ...]]
 """From gradients of the maps to those of the inputs."""
@@ -48,17 +50,32 @@ class TorchKernel:
         return Affine(*found), lambda gradients: pull(tuple(gradients))
 
 
-_KERNELS: dict[str, Kernel] = {"torch": TorchKernel()}
+_KERNELS: dict[str, Kernel] = {"torch": TorchKernel(), "fla": FlaKernel()}
 
 
 def choose(asked: str | None, caller: str, q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> str:
-    """The name of the kernel for a call: the one that is asked for, or the best one of the device."""
+    """The name of the kernel for a call: the one that is asked for, or the best one of the device.
+
+    Raises:
+        ValueError, NotImplementedError: for a kernel that is unknown, or cannot compute this call.
+    """
     if asked not in (None, *_KERNELS):
         raise ValueError(
             f"{caller}: kernel={asked!r} is unknown. It is one of None, {', '.join(map(repr, _KERNELS))}. Leave it out "
             "to have one chosen for the device"
         )
-    return asked or "torch"
+    delta, channels = beta is not None, g.shape[-1] > 1
+    if asked is None:
+        return "fla" if fla.accepts(v, q, delta, channels) else "torch"
+    if asked == "fla":
+        try:
+            fla.function(delta, channels)
+        except ImportError as error:
+            raise NotImplementedError(
+                f'{caller}: kernel="fla" needs the package flash-linear-attention ({error}). Install it with '
+                "pip install 'hyper-cp[fla]', or leave the argument out"
+            ) from error
+    return asked
 
 
 def get(name: str) -> Kernel:
