@@ -52,6 +52,8 @@ def mixing(module: nn.Module) -> str | None:
         return "takes its statistics over positions"
     if isinstance(module, _POOLS):
         return "pools positions"
+    if is_mixer(type(module)):
+        return "runs along the sequence"
     name = type(module).__name__
     return _BY_NAME if _KNOWN.search(name) and not _BESIDE.search(name) else None
 

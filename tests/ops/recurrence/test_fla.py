@@ -105,10 +105,10 @@ def errors() -> dict[str, float]:
         for delta in (True, False):
             for channels in (True, False):
                 g = torch.Generator().manual_seed(1)
-                q, k, v = (torch.randn(2, 24, h, 16, generator=g) / 4 for h in (2, 2, 4))
-                decay = -torch.rand((2, 24, 4, 16) if channels else (2, 24, 4), generator=g)
-                beta = [torch.rand(2, 24, 4, generator=g)] if delta else []
-                documents, at = [[0, 7, 24], [0, 15, 24]], slice(12 * rank, 12 * rank + 12)
+                q, k, v = (torch.randn(2, 16, h, 16, generator=g) / 4 for h in (2, 2, 4))
+                decay = -torch.rand((2, 16, 4, 16) if channels else (2, 16, 4), generator=g)
+                beta = [torch.rand(2, 16, 4, generator=g)] if delta else []
+                documents, at = [[0, 5, 16], [0, 11, 16]], slice(8 * rank, 8 * rank + 8)
                 for dtype in (torch.float32, torch.bfloat16):
                     wide = [x.to(dtype).double().requires_grad_() for x in (q, k, v, decay, *beta)]
                     want = recur(*wide[:4], wide[4] if delta else None, documents)
