@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -242,9 +243,10 @@ def is_mixer(kind: type[nn.Module]) -> bool:
     return bool(_called(kind))
 
 
-@functools.cache
 def _called(kind: type[nn.Module]) -> tuple[tuple[str, str], ...]:
     """The files and names of the functions that the methods of a type call."""
+    if kind in _known:
+        return _known[kind]
     found: dict[tuple[str, str], None] = {}
     for owner in kind.__mro__:
         for method in vars(owner).values() if issubclass(owner, nn.Module) else ():
@@ -254,7 +256,11 @@ def _called(kind: type[nn.Module]) -> tuple[tuple[str, str], ...]:
             for name in ROUTED.keys() & {*method.__code__.co_names}:
                 if name in vars(sys.modules.get(method.__module__, sys)):
                     found[method.__module__, name] = None
-    return tuple(found)
+    _known[kind] = tuple(found)
+    return _known[kind]
+
+
+_known: WeakKeyDictionary[type, tuple[tuple[str, str], ...]] = WeakKeyDictionary()
 
 
 def route(kind: type[nn.Module]) -> None:

@@ -56,7 +56,7 @@ def check_layout_of(name: str, cp: CPMesh, layout: str, documents: Tensor | None
             table.check(batch, length * cp.size)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    if table is None and layout in layouts.BY_DOCUMENTS and cp.size > 1:
+    if table is None and layouts.by_documents(layout) and cp.size > 1:
         raise ValueError(
             f"{name}: layout={layout!r} places tokens by document, but no documents are given. Pass documents= "
             "([0, S] for one document)"

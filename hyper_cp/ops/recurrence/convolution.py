@@ -92,7 +92,7 @@ class _Shifted:
             (at + i * (before + after) + before, at + i * (before + after) + before + stop - start)
             for i, (at, start, stop) in enumerate(placed(held).tolist())
         ]
-        self.packed, self.at = packed, None if packed is None else resolved.positions(cp.rank)
+        self.packed, self.at = packed, resolved.positions(cp.rank) if packed is not None else torch.empty(0)
         cp.batch.record_length(len(x))
 
     def by(self, shift: int) -> Tensor:
@@ -100,7 +100,7 @@ class _Shifted:
         found = Rows([(a - shift, b - shift) for a, b in self.ranges]).take(self.rows, 0)
         if self.packed is None or shift == 0:
             return found
-        crosses = self.packed.numbers(self.at) != self.packed.numbers(self.at - shift)  # type: ignore[operator]
+        crosses = self.packed.numbers(self.at) != self.packed.numbers(self.at - shift)
         return found.masked_fill(crosses.to(found.device).mT[..., None], 0)
 
 

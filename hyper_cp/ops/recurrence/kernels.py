@@ -46,7 +46,7 @@ class TorchKernel:
 
     def differentiable(self, inputs: Inputs) -> tuple[Affine, Pullback]:
         # torch.func, because a custom op runs below autograd.
-        found, pull = torch.func.vjp(lambda *x: tuple(affine(*x)), *(x for x in inputs if x is not None))
+        found, pull, *_ = torch.func.vjp(lambda *x: tuple(affine(*x)), *(x for x in inputs if x is not None))
         return Affine(*found), lambda gradients: pull(tuple(gradients))
 
 

@@ -102,6 +102,7 @@ def test_the_family_is_exact_in_every_layout(world: int, ranks: Ranks) -> None:
             cases.append((kind, layout, documents, length, 1))
     cases.append(("channel-wise delta", "head_tail", ROWS, 48, 1))
     cases.append(("delta", "contiguous", None, world, 1))  # one token a rank
+    cases.append(("scalar", "balanced" if world > 1 else "contiguous", ONE, 48, 1))
     check(ranks(world, errors, cases))
 
 
