@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,11 +21,6 @@ from .config import Call, CheckedCall, Mode
 from .engine import TileEngine
 from .exchange.ulysses import Ulysses
 from .kernels import scores
-
-_ops = torch.ops.hyper_cp
-SAVE_LIST: list[Any] = [_ops.attention.default, _ops.all_to_all.default, _ops.ulysses_attention.default]
-"""The library's forward ops, for a selective activation-checkpointing policy (MUST_SAVE): their outputs are not
-computed or communicated again in a recompute."""
 
 
 class AttentionBackend(Protocol):
