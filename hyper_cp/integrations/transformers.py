@@ -28,15 +28,26 @@ from ..data.packing import AttentionState, attention_state, padded_mask, take_do
 from ..handler import ContextParallelHandler
 from ..module._torch import checkpoint
 from ..module.mesh_binding import Binding, binding_of, describe
+from ..module.mixers.hooks import MixerHooks
 from ..module.model import introduce
 from ..schedule import layout as layouts
 from ..schedule.documents import documents_table
 from ..style import ContextParallel, style_of
 from .huggingface import forward, router_loss
 from .huggingface.attention import NAME, register
-from .huggingface.checks import check_dispatched, check_inputs, check_model, decoder_of, own_positions
+from .huggingface.checks import (
+    check_batch,
+    check_dispatched,
+    check_inputs,
+    check_model,
+    decoder_of,
+    has_attention,
+    mixers_of,
+    own_positions,
+)
+from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.direct import direct_attention, no_mask, route
-from .huggingface.forward import ForwardState, OneDevice, PreparedBatch
+from .huggingface.forward import ForwardState, OneDevice, PreparedBatch, mixer_state
 from .huggingface.rotary import prepare_rotary
 
 __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
@@ -44,12 +55,18 @@ __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
 IGNORE = -100
 
 
-def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextParallel) -> PreTrainedModel:
+def prepare_model(
+    model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextParallel, chunked_loss: bool = False
+) -> PreTrainedModel:
     """Run the attention of a causal model over the sequence that the ranks of ``mesh`` share; in place.
 
     Call it before DDP, FSDP or compile. Dimensions and indices of ``style`` do not count, and sliding windows are the
     model's own. The forward takes this rank's tokens: see :func:`prepare_batch`. A batch that has not been through it
     may have a 2-D ``attention_mask`` (local or global) or ``position_ids``, which are then gathered in every forward.
+
+    Args:
+        chunked_loss: compute the loss without whole logits, for a chunk of tokens at a time. The output of a forward
+            with labels has no logits then. Models may scale, cap and cast logits; any other step raises an error.
 
     Returns:
         The model.
@@ -70,15 +87,20 @@ def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextPar
             f"style has window={style.mode.window}, but the model decides which layers have a sliding window: drop it"
         )
     check_model(model, decoder)
+    if chunked_loss and model is decoder:
+        raise ValueError(f"chunked_loss=True, but {name} is a model without a head. Prepare the model with its head")
+    chunked = ChunkedLoss(model) if chunked_loss else None
     hook = DecoderHook(style, mesh, decoder)
+    for mixer in mixers_of(decoder):
+        MixerHooks(mixer, describe(mixer), mixer_state).attach(mixer)
     if hook.direct:
         route(hook.direct)
-    else:
+    elif has_attention(decoder):
         decoder.set_attn_implementation(NAME)
     decoder.register_forward_pre_hook(hook.before, with_kwargs=True, prepend=True)
     decoder.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
     if model is not decoder:
-        head = HeadHook(hook)
+        head = HeadHook(hook, chunked)
         model.register_forward_pre_hook(head.before, with_kwargs=True)
         model.register_forward_hook(head.after, with_kwargs=True, always_call=True)
     return model
@@ -98,12 +120,7 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
             Packed documents have any name that :meth:`ContextParallelHandler.get_batch_on_this_cp_rank` knows, or
             position ids that restart. They are kept apart in every model (some models forget that in SDPA masks).
     """
-    entries = dict(batch)
-    tokens = next((entries[x] for x in ("input_ids", "inputs_embeds") if entries.get(x) is not None), None)
-    if tokens is None:
-        raise ValueError(
-            f"batch has the entries {list(batch)}, but neither input_ids nor inputs_embeds: name the tokens so"
-        )
+    tokens, entries = check_batch(batch), dict(batch)
     documents = take_documents(entries)
     if entries.get("labels") is not None:
         if entries.get("shift_labels") is None:
@@ -189,7 +206,7 @@ class DecoderHook:
             self._check_positions(batch, kwargs)
             state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs))
             introduce(self.binding, module, mesh)
-            self._complete(handler, tokens, kwargs)
+            self._complete(handler, tokens, batch, kwargs)
             if ready is None and mesh.parallel and not self.compared:
                 check_dispatched(handler, tokens, self.binding.name)
                 self.compared = True
@@ -207,9 +224,10 @@ class DecoderHook:
             raise TypeError(
                 f"{self.binding.name} got {len(args)} positional arguments: pass all but input_ids by keyword"
             )
-        if kwargs.get("past_key_values") is not None:
+        cache = [name for name in ("past_key_values", "cache_params") if kwargs.get(name) is not None]
+        if cache:
             raise NotImplementedError(
-                f"{self.binding.name} got past_key_values. Context parallelism does not run with a key/value cache, "
+                f"{self.binding.name} got {cache[0]}. Context parallelism does not run with a key/value cache, "
                 "and generated tokens are not shares of a sequence. Pass use_cache=False, and generate with a "
                 "model without prepare_model, or in context_parallel_mesh(model, a mesh of one rank)"
             )
@@ -224,13 +242,17 @@ class DecoderHook:
                 "makes them"
             )
 
-    def _complete(self, handler: ContextParallelHandler, tokens: Tensor, kwargs: dict[str, Any]) -> None:
+    def _complete(
+        self, handler: ContextParallelHandler, tokens: Tensor, batch: PreparedBatch, kwargs: dict[str, Any]
+    ) -> None:
         """Add the arguments that the decoder would otherwise make for its local tokens only."""
         mask = kwargs.get("attention_mask")
         if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
             # Without a mask transformers takes the jumps of local positions for packed sequences.
+            # Mixers set padding to zero.
             ones = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-            kwargs["attention_mask"] = no_mask(tokens.device) if self.direct else ones
+            counted = ones if batch.counted is None else batch.counted
+            kwargs["attention_mask"] = no_mask(tokens.device) if self.direct else counted
         if kwargs.get("position_ids") is None:
             length = tokens.shape[1] * handler.cp.size
             kwargs["position_ids"] = handler.position_ids(length, device=tokens.device)[None]
@@ -293,8 +315,8 @@ class DecoderHook:
 class HeadHook:
     """The hooks of a model around its decoder: they check what its head would do, and correct its router loss."""
 
-    def __init__(self, decoder: DecoderHook) -> None:
-        self.decoder = decoder
+    def __init__(self, decoder: DecoderHook, chunked: ChunkedLoss | None) -> None:
+        self.decoder, self.chunked = decoder, chunked
         self.formula_checked = False
 
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -304,15 +326,20 @@ class HeadHook:
             check_inputs(model, kwargs)
             if router_loss.requested(model, kwargs):
                 router_loss.check(model, kwargs, args[0] if args else kwargs.get("input_ids"))
+        if self.chunked is not None:
+            self.chunked.begin(model, kwargs)
 
-    def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Make the router loss that of the whole sequence."""
+    def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Make the router loss that of the whole sequence, and take deferred logits out of the output."""
         forward.offer(None)
         mesh = self.decoder.binding.active
-        if not mesh.parallel or not isinstance(getattr(output, "aux_loss", None), Tensor):
-            return
+        if mesh.parallel and isinstance(getattr(output, "aux_loss", None), Tensor):
+            self._share_router_loss(model, kwargs, output, mesh.mesh)
+        return None if self.chunked is None else self.chunked.end(model, output)
+
+    def _share_router_loss(self, model: Any, kwargs: dict[str, Any], output: Any, mesh: DeviceMesh) -> None:
         ready, mask = kwargs.get("context_parallel"), kwargs.get("attention_mask")
         if not self.formula_checked:
             router_loss.check_formula(model, output, mask)
             self.formula_checked = True
-        router_loss.share(model, output, mask if ready is None else ready.counted, mesh.mesh)
+        router_loss.share(model, output, mask if ready is None else ready.counted, mesh)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,19 +16,23 @@ from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
 from ..schedule.documents import documents_table
 from . import head_groups
-from .checks import check, check_degree, check_dimensions, check_enable_gqa
+from .checks import check, check_degree
 from .config import Call, CheckedCall, Mode
 from .engine import TileEngine
 from .exchange.ulysses import Ulysses
-
-_ops = torch.ops.hyper_cp
-SAVE_LIST: list[Any] = [_ops.attention.default, _ops.all_to_all.default, _ops.ulysses_attention.default]
-"""The library's forward ops, for a selective activation-checkpointing policy (MUST_SAVE): their outputs are not
-computed or communicated again in a recompute."""
+from .kernels import scores
 
 
 class AttentionBackend(Protocol):
     """A way to compute attention of tensors ``[B, H, S, D]`` that hold the sequence of a whole ring rank."""
+
+    def compiles(self, cp: CPMesh, mode: Mode, call: Call) -> bool:
+        """True if the call can be part of a compiled graph."""
+        ...
+
+    def settle(self, q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[AttentionBackend, Call]:
+        """The backend that computes this call, and the call as that backend takes it."""
+        ...
 
     def check(self, q: Tensor, k: Tensor, call: CheckedCall) -> None:
         """Raise, before any communication, if the call cannot be honoured. The tensors are those of the call."""
@@ -53,13 +56,16 @@ def attend(
     Args:
         q, k, v: ``[B, H, S, D]``, this rank's share of the sequence; with ``exchanged`` that of its whole ring rank.
     """
+    check_dimensions(q, k, v)
+    if torch.compiler.is_compiling() and not core.compiles(cp, mode, call):
+        return _outside_the_graph(q, k, v, cp, mode, call, core, exchanged)
+    core, call = core.settle(q, cp, mode, call)
     q, k, v, checked = check(q, k, v, call, cp, mode, exchanged=exchanged)
     core.check(q, k, checked)
     if exchanged or cp.ulysses.size == 1:
         return core(q, k, v, checked)
     head_groups.check_groups(q.shape[1], k.shape[1], cp, mode.head_groups)
-    if isinstance(core, TileEngine) and mode.head_groups > 1 and not call.dropout_p and call.sinks is None:
-        # Dropout needs all heads in one call: its pattern depends on the number of a head on its rank. So do sinks.
+    if isinstance(core, TileEngine) and mode.head_groups > 1:
         return head_groups.attend(q, k, v, checked, core.with_lse)
     ulysses = Ulysses(cp, mode.layout, documents=call.documents)
     q, k, v = ulysses.to_heads(q, k, v)
@@ -67,6 +73,13 @@ def attend(
     if isinstance(core, TileEngine) and core.with_lse:  # apart: the log-sum-exp has no gradient
         return tuple(ulysses.to_sequence(x) for x in result)
     return ulysses.to_sequence(result)
+
+
+@torch.compiler.disable
+def _outside_the_graph(
+    q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call, core: AttentionBackend, exchanged: bool
+) -> Any:
+    return attend(q, k, v, cp, mode, call, core, exchanged=exchanged)
 
 
 def cp_attention(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> Tensor:
@@ -95,6 +108,7 @@ def attention(
     return_lse: bool = False,
     head_groups: int = 1,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Context-parallel scaled dot-product attention of this rank's share of the sequence.
 
@@ -130,15 +144,16 @@ def attention(
             the default CPU generator.
         return_lse: also return the log-sum-exp of the scaled logits.
         head_groups: exchange heads (``ulysses_degree`` > 1) in this many groups, the next one in flight while one is
-            attended, in backward too. Each rank's heads must split into them. Not with dropout or sinks (then all at
-            once).
+            attended, in backward too. Each rank's heads must split into them.
         sinks: a learned logit per query head ``[H]``, of all heads, which takes weight in the softmax of every row and
             gives no value (attention sinks, as in gpt-oss). Each rank returns the gradient through its own rows and
             heads: reduce it over the cp ranks like that of any replicated parameter.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` before masks and the softmax (as in Gemma 2). Plain
+            math computes that on the CPU and on NPUs, FlexAttention on CUDA.
 
     Returns:
         This rank's output ``[B, H, S/n, Dv]``; with ``return_lse`` and ``[B, H, S/n]`` in fp32 (fp64 for fp64
-        inputs), which has no gradient and is -inf for queries that see nothing.
+        inputs), which has no gradient (but with softcap) and is -inf for queries that see nothing.
 
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.
@@ -146,10 +161,10 @@ def attention(
     Source: DeepSpeed Ulysses (arXiv 2309.14509), Ring Attention (2310.01889), USP (2405.07719).
     """
     cp = mesh if isinstance(mesh, CPMesh) else cp_mesh.view(mesh, ulysses_degree)
-    check_dimensions(q, k, v)
-    check_enable_gqa("attention", q.shape[1], k.shape[1], enable_gqa)
     mode = Mode(kv_exchange, layout, load_balance, window, head_groups)  # type: ignore[arg-type]
     check_degree(mode, cp)
-    call = Call(is_causal, scale, attn_mask, documents_table(documents), dropout_p, sinks=sinks)
+    score = None if softcap is None else scores.softcap(softcap)
+    table = documents_table(documents)
+    call = Call(is_causal, scale, attn_mask, table, dropout_p, sinks=sinks, score=score, enable_gqa=enable_gqa)
     found: Tensor | tuple[Tensor, Tensor] = attend(q, k, v, cp, mode, call, TileEngine(return_lse))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from transformers import PreTrainedModel
 
 from ...data.collectives import by_rank
 from ...handler import ContextParallelHandler
+from ...module.mixers.calls import is_mixer
 from .direct import direct_attention
 
-LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
+"""Types of layers that do not mix positions, or do so by attention only."""
 POOLED = re.compile(
     r"For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForReward|DoubleHeads"
 )
@@ -47,20 +50,19 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             "the model without its head (model.base_model), gather its output with handler.combine(hidden, 1), and "
             "apply the head to that"
         )
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
-    mixers = sorted({type(m).__name__ for m in decoder.modules() if _mixes_positions(m)})
-    if other or mixers:
-        what = f"layers of type {', '.join(other)}" if other else f"modules that mix positions ({', '.join(mixers)})"
+    mixing = unrouted_mixers(decoder)
+    if mixing:
         raise NotImplementedError(
-            f"{name} has {what}. They compute along the sequence without attention, and would end at this rank's "
-            f"share. Use a model with layers of type {', '.join(sorted(LAYER_TYPES))} only"
+            f"{name} has {', '.join(mixing)}. They compute along the sequence without attention, by none of the "
+            "functions that context parallelism routes, and would end at this rank's share. Use a model whose mixers "
+            "call causal_conv1d_fn, chunk_gated_delta_rule and their kind (docs/recurrent_layers.md)"
         )
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         raise NotImplementedError(
             f"{name} adds ALiBi biases to attention scores, which it makes for the positions of a share. Use a model "
             "with rotary or learned positions"
         )
-    if not decoder._can_set_attn_implementation() and not direct_attention(decoder):
+    if has_attention(decoder) and not decoder._can_set_attn_implementation() and not direct_attention(decoder):
         raise NotImplementedError(
             f"{name} computes attention by itself, not through transformers' AttentionInterface or SDPA, so it cannot "
             'be replaced. Use a model that does; one that can call SDPA needs attn_implementation="sdpa"'
@@ -71,7 +73,7 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} has {', '.join(counting)}, which counts positions by itself, from 0 on every rank (for a scale of "
             "attention that grows with them). Use a model without it (Llama 4: attn_temperature_tuning=False)"
         )
-    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+    if "position_ids" not in inspect.signature(decoder.forward).parameters and has_attention(decoder):
         raise NotImplementedError(
             f"{name} takes no position_ids: it counts positions itself, and would count them from 0 on every rank. "
             "Use a model whose forward takes position_ids"
@@ -83,6 +85,32 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             "encoder or in cross-attention. prepare_model supports causal decoders only. Put ContextParallel styles on "
             "its attention modules with parallelize_module"
         )
+
+
+def mixers_of(decoder: nn.Module) -> list[nn.Module]:
+    """The modules that run along the sequence by functions which are routed."""
+    return [module for module in decoder.modules() if is_mixer(type(module))]
+
+
+def has_attention(decoder: nn.Module) -> bool:
+    """False for a decoder that consists of mixers only: it needs neither positions nor attention masks."""
+    kinds = {type(module) for module in decoder.modules() if not is_mixer(type(module))}
+    return not mixers_of(decoder) or any("Attention" in kind.__name__ for kind in kinds)
+
+
+def unrouted_mixers(decoder: PreTrainedModel) -> list[str]:
+    """The layers and modules that mix positions by something else than attention or a routed function."""
+    routed = {id(inner) for module in mixers_of(decoder) for inner in module.modules()}
+    modules = {type(m).__name__ for m in decoder.modules() if _mixes_positions(m) and id(m) not in routed}
+    types = list(getattr(decoder.config, "layer_types", None) or ())
+    lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == len(types)]
+    layers = lists[0] if lists else [nn.Identity()] * len(types)
+    kinds = {
+        kind
+        for kind, layer in zip(types, layers, strict=True)
+        if kind not in LAYER_TYPES and not any(id(m) in routed for m in layer.modules())
+    }
+    return [f"layers of type {kind}" for kind in sorted(kinds)] or [f"modules {name}" for name in sorted(modules)]
 
 
 def _counts_positions(module: nn.Module) -> bool:
@@ -171,6 +199,47 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             f"{name} got {', '.join(media)}. The model would insert all of it into this rank's share. Compute "
             "inputs_embeds (and position_ids) of the whole sequence first, and pass these to prepare_batch"
         )
+
+
+def check_batch(batch: Any) -> Tensor:
+    """Return the tokens of a whole batch. Raise unless it is a mapping whose entries fit to them."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"batch is a {type(batch).__name__}. It is to be what the model takes as keywords. Pass a dict such as "
+            '{"input_ids": ..., "labels": ...}'
+        )
+    name = next((x for x in ("input_ids", "inputs_embeds") if batch.get(x) is not None), None)
+    if name is None:
+        raise ValueError(
+            f"batch has the entries {list(batch)}, but neither input_ids nor inputs_embeds: name the tokens so"
+        )
+    tokens = batch[name]
+    if not isinstance(tokens, Tensor) or tokens.ndim < 2 or 0 in tokens.shape[:2]:
+        raise ValueError(
+            f"{name} is {_described(tokens)}. The sequence is its dimension 1, which the ranks share. Pass a tensor "
+            "[B, S, ...] with at least one token"
+        )
+    rows, length = tokens.shape[:2]
+    for entry in ("labels", "shift_labels"):
+        x = batch.get(entry)
+        if x is not None and (not isinstance(x, Tensor) or x.ndim < 2 or x.shape[:2] != tokens.shape[:2]):
+            raise ValueError(
+                f"{entry} is {_described(x)}, but {name} holds {rows} x {length} tokens. Labels are shifted and split "
+                f"with the tokens. Pass one for each token: [{rows}, {length}]"
+            )
+    positions = batch.get("position_ids")
+    if positions is not None and (
+        not isinstance(positions, Tensor) or positions.ndim < 2 or positions.shape[-1] != length
+    ):
+        raise ValueError(
+            f"position_ids is {_described(positions)}, but {name} holds {length} tokens in a row. The positions of "
+            f"all tokens are split with them. Pass a tensor [{rows}, {length}], or leave it out"
+        )
+    return tokens
+
+
+def _described(x: Any) -> str:
+    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
 def check_dispatched(handler: ContextParallelHandler, tokens: Tensor, name: str) -> None:

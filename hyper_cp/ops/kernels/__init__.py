@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from . import cpu, cuda, npu
 from .inputs import Kernel, TileInputs
 from .reference import KERNEL as REFERENCE
+from .scores import fused
 
 __all__ = ["REFERENCE", "Kernel", "TileInputs", "available", "choose", "get", "register"]
 
@@ -34,13 +35,19 @@ class _Entry:
     kernel: Kernel
     accepts: Accepts
     plain_with_dropout: bool
+    scores: bool
 
 
 _by_device: dict[str, OrderedDict[int, _Entry]] = {}
 
 
 def register(
-    kernel: Kernel, device_type: str, accepts: Accepts | None = None, *, plain_with_dropout: bool = False
+    kernel: Kernel,
+    device_type: str,
+    accepts: Accepts | None = None,
+    *,
+    plain_with_dropout: bool = False,
+    scores: bool = False,
 ) -> RemovableHandle:
     """Add a kernel for tensors of a device type. A vendor's package does so when it is imported; a test does so in a
     ``with`` statement.
@@ -57,6 +64,8 @@ def register(
             user's settings forbid every kernel.
         plain_with_dropout: with dropout, run accepted calls by plain math, which needs memory for whole tiles of
             logits. By default they are refused: only the reference kernel takes a given dropout pattern.
+        scores: the kernel is for calls that change their logits by a function (``tile.score``), and runs no others.
+            Without such a kernel, they run on plain math.
 
     Returns:
         A handle: ``handle.remove()``, or the end of ``with register(...):``, removes the kernel again.
@@ -84,7 +93,7 @@ def register(
         )
     entries = _by_device.setdefault(device_type, OrderedDict())
     handle = RemovableHandle(entries)
-    entries[handle.id] = _Entry(kernel, accepts or _always, plain_with_dropout)
+    entries[handle.id] = _Entry(kernel, accepts or _always, plain_with_dropout, scores)
     return handle
 
 
@@ -97,22 +106,24 @@ def available(device_type: str) -> dict[str, Kernel]:
     return {REFERENCE.name: REFERENCE, **{entry.kernel.name: entry.kernel for entry in _entries(device_type)}}
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout_p: float = 0.0) -> str:
+def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout_p: float = 0.0, scores: bool = False) -> str:
     """The name of the kernel that runs this call's tiles, in forward and backward. Under torch.compile it is "": the
-    choice is left to the run. Raises if the user's settings leave no kernel."""
+    choice is left to the run. ``scores``: the call changes its logits by a function. Raises if the user's settings
+    leave no kernel."""
     if dropout_p:  # only plain math takes a given dropout pattern
         _check_plain(_accepting(q, k, v, is_causal), q.device.type)
         return REFERENCE.name
     if torch.compiler.is_compiling():
         return ""
-    entry = _accepting(q, k, v, is_causal)
+    entry = _accepting(q, k, v, is_causal, scores)
     name = REFERENCE.name if entry is None else entry.kernel.name
     logger.debug("attention of %s on %s: %s", tuple(q.shape), q.device, name)
     return name
 
 
-def _accepting(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> _Entry | None:
-    return next((entry for entry in _entries(q.device.type)[::-1] if entry.accepts(q, k, v, is_causal)), None)
+def _accepting(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scores: bool = False) -> _Entry | None:
+    entries = [entry for entry in _entries(q.device.type)[::-1] if entry.scores == scores]
+    return next((entry for entry in entries if entry.accepts(q, k, v, is_causal)), None)
 
 
 def _entries(device_type: str) -> list[_Entry]:
@@ -129,9 +140,9 @@ def _check_plain(entry: _Entry | None, device_type: str) -> None:
         )
 
 
-def get(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
+def get(name: str, q: Tensor, k: Tensor, v: Tensor, scores: bool = False) -> Kernel:
     """The kernel of this name for the device of q; with "", choose one now."""
-    kernel = available(q.device.type).get(name or choose(q, k, v, False))
+    kernel = available(q.device.type).get(name or choose(q, k, v, False, scores=scores))
     if kernel is None:
         raise LookupError(
             f"no kernel with the name {name!r} is registered for the device type {q.device.type!r}. The forward ran on "
@@ -144,3 +155,4 @@ register(cpu.KERNEL, "cpu", cpu.accepts, plain_with_dropout=True)  # as F.scaled
 register(npu.KERNEL, "npu", npu.accepts)
 for _kernel in cuda.KERNELS.values():
     register(_kernel, "cuda", partial(cuda.accepts, _kernel))
+register(fused.KERNEL, "cuda", fused.accepts, scores=True)
