@@ -11,7 +11,8 @@ from .handler import ContextParallelHandler
 from .integrations.megatron import get_cp_handler_cls
 from .mesh.family import MeshFamily, split_cp_mesh
 from .mesh_swap import context_parallel_mesh
-from .style import ContextParallel, styled_modules
+from .planner import PlanReport, plan
+from .style import ContextParallel, RecurrentContextParallel, styled_modules
 from .tiled import tiled
 from .verify import verify
 
@@ -23,9 +24,12 @@ __all__ = [
     "CostModel",
     "DynamicContextParallel",
     "MeshFamily",
+    "PlanReport",
+    "RecurrentContextParallel",
     "context_parallel",
     "context_parallel_mesh",
     "get_cp_handler_cls",
+    "plan",
     "split_cp_mesh",
     "styled_modules",
     "tiled",
