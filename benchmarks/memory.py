@@ -1,7 +1,7 @@
 """Measures what fits: memory of a training step on one rank, over lengths and ranks, counted by tensor storages.
 
     python benchmarks/memory.py                # tables
-    python benchmarks/memory.py --plot docs/memory.png --budget 256
+    python benchmarks/memory.py --plot docs/memory.png
 
 One process plays one rank of a mesh of any size: its process group is PyTorch's fake backend, which moves nothing, and
 its attention kernel computes nothing, so that long sequences take no time. Tensors are as large as they would be.
@@ -30,7 +30,7 @@ from hyper_cp.cli.demo_model import Block, Llama, LlamaConfig, rope
 from hyper_cp.memory import MemoryCounter
 from hyper_cp.ops import SAVE_LIST, attention, kernels
 
-CONFIG = LlamaConfig(vocab=4008, dim=128, layers=4, heads=8, kv_heads=2, hidden=448)
+CONFIG = LlamaConfig(vocab=2004, dim=64, layers=4, heads=8, kv_heads=2, hidden=224)
 MODES: dict[str, dict[str, Any]] = {
     "Ulysses": {"ulysses_degree": None},
     "all-gather": {"ulysses_degree": 1},
@@ -186,13 +186,13 @@ def tables(lengths: list[int], ranks: list[int]) -> None:
 
 
 def longest(mesh: DeviceMesh, row: str, budget: int) -> int:
-    """The longest sequence whose step fits the budget. Memory is a straight line over the length, of which two points
-    give a third; that one is measured, and with it the line again."""
+    """The longest sequence whose step fits the budget, to 2 %. From some length on memory is a straight line: the two
+    lengths that were measured last give the next one."""
     unit = 16 * mesh.size()
-    peaks = {n: whole_model(mesh, n * unit, MODES["ring"], row).peak for n in (32, 64)}
-    for _ in range(2):
-        (a, low), (b, high) = sorted(peaks.items())[-2:]
-        guess = int(a + (budget - low) * (b - a) / (high - low))
+    peaks = {n: whole_model(mesh, n * unit, MODES["ring"], row).peak for n in (64, 128)}
+    while not any(0.98 * budget <= peak <= budget for peak in peaks.values()):
+        (a, low), (b, high) = [*peaks.items()][-2:]
+        guess = int(a + (0.99 * budget - low) * (b - a) / (high - low))
         peaks[guess] = whole_model(mesh, guess * unit, MODES["ring"], row).peak
     return max(n for n, peak in peaks.items() if peak <= budget) * unit
 
@@ -206,14 +206,14 @@ def plot(ranks: list[int], budget: int, path: str) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
     print(f"\nlongest sequence with {mib(budget)} MiB per rank for a step, ring\n")
-    print("| | " + " | ".join(f"{n} ranks" for n in ranks) + " |\n|---|" + "---:|" * len(ranks))
+    print("| | " + " | ".join(f"{n} rank{'s' * (n > 1)}" for n in ranks) + " |\n|---|" + "---:|" * len(ranks))
     found: dict[str, list[int]] = {row: [] for row in LAYERS}
     for n in ranks:
         with rank_of(n) as mesh:
             for row in LAYERS:
                 found[row].append(longest(mesh, row, budget))
     for row, lengths in found.items():
-        print(f"| {row} | " + " | ".join(f"{length:,}" for length in lengths) + " |")
+        print(f"| {row} | " + " | ".join(f"{length:,}" for length in lengths) + " |", flush=True)
         axes.plot(ranks, lengths, marker="o", label=row)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
@@ -229,7 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--budget", type=int, default=256, help="MiB per rank, for the longest sequence")
+    parser.add_argument("--budget", type=int, default=32, help="MiB per rank, for the longest sequence")
     parser.add_argument("--plot", metavar="FILE", help="measure the longest sequence in the budget, and draw it")
     args = parser.parse_args()
     torch.manual_seed(0)
