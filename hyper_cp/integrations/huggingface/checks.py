@@ -116,6 +116,11 @@ def _source_of_forward(model: nn.Module) -> str:
         return ""
 
 
+def masks_by_types(model: nn.Module) -> bool:
+    """True if a model makes masks of the types of its tokens, in which the tokens of one image see each other."""
+    return any("block_sequence_ids" in _source_of_forward(module) for module in (model, *model.children()))
+
+
 def own_positions(decoder: nn.Module) -> str | None:
     """The input from which a decoder makes position ids that are not 0, 1, 2 ...: "input_ids", "attention_mask" or
     None."""
