@@ -324,8 +324,8 @@ class HeadHook:
         self.formula_checked = False
 
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Refuse arguments that the head would apply to this rank's share only. A model that makes masks of the types of
-        tokens is given those of the whole sequence."""
+        """Refuse arguments that the head would apply to this rank's share only. A model that makes masks of the types
+        of tokens is given those of the whole sequence."""
         ready = kwargs.get("context_parallel")
         forward.offer(ready)
         if self.decoder.binding.active.parallel:

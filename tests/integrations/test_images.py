@@ -41,6 +41,19 @@ def model_of(kind: str) -> tuple[Any, list[int]]:
             text_config={**text, "query_pre_attn_scalar": 8}, vision_config=VISION, mm_tokens_per_image=4
         )
         model = hf.Gemma3ForConditionalGeneration(config)
+    elif kind == "qwen2_5_vl":
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+        config = hf.Qwen2_5_VLConfig(
+            text_config={**SMALL, "rope_parameters": rope},
+            vision_config={
+                "depth": 1,
+                "hidden_size": 16,
+                "num_heads": 2,
+                "intermediate_size": 16,
+                "out_hidden_size": 32,
+            },
+        )
+        model = hf.Qwen2_5_VLForConditionalGeneration(config)
     else:
         text = {**text, "model_type": "gemma2", "attn_logit_softcapping": 2.0, "attn_implementation": "eager"}
         config = hf.PaliGemmaConfig(text_config=text, vision_config={**VISION, "projection_dim": 32}, projection_dim=32)
@@ -50,7 +63,7 @@ def model_of(kind: str) -> tuple[Any, list[int]]:
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, 0.3)
-    return model, IMAGES if kind == "gemma3" else PREFIX
+    return model, PREFIX if kind == "paligemma" else IMAGES
 
 
 def batch_of(model: Any, types: list[int]) -> dict[str, Any]:
@@ -59,12 +72,12 @@ def batch_of(model: Any, types: list[int]) -> dict[str, Any]:
     mask[1, -4:] = 0
     labels = ids.masked_fill(mask == 0, -100)
     embeddings = model.get_input_embeddings()(ids).detach()
-    return {
-        "inputs_embeds": embeddings,
-        "token_type_ids": torch.tensor(types).expand(2, -1),
-        "attention_mask": mask,
-        "labels": labels,
-    }
+    batch = {"inputs_embeds": embeddings, "attention_mask": mask, "labels": labels}
+    if "Qwen" in type(model).__name__:  # an image has one position in time, and a grid of others
+        at = torch.arange(len(types))
+        rows = torch.where(torch.tensor(types) == 1, at // 3, at), torch.where(torch.tensor(types) == 1, at % 3, at)
+        return {**batch, "position_ids": torch.stack([at, *rows])[:, None].expand(3, 2, -1)}
+    return {**batch, "token_type_ids": torch.tensor(types).expand(2, -1)}
 
 
 def gradients(model: Any) -> list[Tensor]:
@@ -100,7 +113,7 @@ def errors(kind: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "paligemma"])
-def test_tokens_of_one_image_see_each_other(ranks: Any, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["gemma3", "paligemma", "qwen2_5_vl"])
+def test_models_of_images_and_text_are_exact(ranks: Any, kind: str) -> None:
     for found in ranks(2, errors, kind):
         assert max(found.values()) <= 1e-9, found

@@ -174,7 +174,7 @@ def attention_forward(
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
-    if mask is None and not causal:
+    if mask is None and not causal and request is None:
         raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
     batch, window = state.batch, None
     function = None if request is None else request.function

@@ -78,7 +78,7 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             "Use a model whose forward takes position_ids"
         )
     both = sorted({type(m).__name__ for m in decoder.modules() if getattr(m, "is_causal", True) is False})
-    if both or not getattr(config, "is_causal", True):
+    if (both or not getattr(config, "is_causal", True)) and not masks_by_types(model):
         raise NotImplementedError(
             f"{name} has attention that is not causal ({', '.join(both) or 'is_causal=False in its config'}), as in an "
             "encoder or in cross-attention. prepare_model supports causal decoders only. Put ContextParallel styles on "
