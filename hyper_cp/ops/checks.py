@@ -38,6 +38,7 @@ def check(
         ValueError, TypeError, NotImplementedError: before any communication, if the call cannot be honoured.
     """
     check_dimensions(q, k, v)
+    check_enable_gqa(call.name, q.shape[1], k.shape[1], call.enable_gqa)
     check_kinds(call)
     refuse_forward_mode(call.name, q, k, v)
     q, k, v = cast_for_autocast(q, k, v)

@@ -117,7 +117,7 @@ def _step(
         (batch, *Seen(rows, blocks, band, boundaries).rectangles()) for batch, boundaries in _batch_rows(documents)
     ]
     if listed is not None:
-        found = [(batch, *_listed(listed, rows, blocks, *seen)) for batch, *seen in found]
+        found = [(batch, *_listed(listed, rows, blocks, *seen)) for batch, *seen in found]  # type: ignore[arg-type]
     # Of each block, what is used is from the first to the last position of a tile. Used keys lie in ascending global
     # order: the keys that a causal query sees are then the first ones.
     first, last = np.full(len(blocks), np.iinfo(np.int64).max), np.zeros(len(blocks), np.int64)

@@ -105,12 +105,12 @@ def _both(first: MaskMod | None, second: MaskMod) -> MaskMod:
     return second if first is None else lambda b, h, i, j: first(b, h, i, j) & second(b, h, i, j)
 
 
+_FAR = 2**30  # no key is so far from a query, and indices may be 32-bit integers
+
+
 def _band(lower: int | None, upper: int | None) -> MaskMod:
-    if lower is None:
-        return lambda b, h, i, j: j - i <= upper
-    if upper is None:
-        return lambda b, h, i, j: j - i >= lower
-    return lambda b, h, i, j: (j - i <= upper) & (j - i >= lower)
+    low, high = -_FAR if lower is None else lower, _FAR if upper is None else upper
+    return lambda b, h, i, j: (j - i <= high) & (j - i >= low)
 
 
 def tile_blocks(tile: TileInputs, mask_mod: MaskMod) -> BlockMask:

@@ -172,7 +172,7 @@ def _listed(mask: BlockMask, device: torch.device) -> tuple[Tensor, BlockMap]:
     blocks = block_tensors(mask)
     if mask not in _known or any(a is not b for a, b in zip(_known[mask][0], blocks, strict=False)):
         columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
-        dense = dense_blocks(*blocks[:2], columns).bool()
+        dense = dense_blocks(blocks[0], blocks[1], columns).bool()
         for number, indices in zip(blocks[2::2], blocks[3::2], strict=True):
             dense |= dense_blocks(number, indices, columns).bool()
         union = dense.flatten(0, 1).any(0).cpu().numpy()
