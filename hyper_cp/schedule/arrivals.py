@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .blocks import BlockMap
 from .layout import check_name
 from .ranges import Documents, Numbers, Range, Rows, compact, placed
 from .tiles import Band, seen_keys, within
@@ -29,6 +30,7 @@ class Problem:
         rank: this ring rank.
         queries, keys: the global positions of queries and of keys, by ring rank.
         documents: boundaries for all batch rows, or one per row; None: one document.
+        blocks: the blocks of pairs that may be seen; None: all.
     """
 
     rank: int
@@ -36,6 +38,7 @@ class Problem:
     keys: Sequence[Sequence[Range]]
     band: Band
     documents: tuple[Documents, ...] | None
+    blocks: BlockMap | None = None
 
     @property
     def size(self) -> int:
@@ -187,7 +190,10 @@ def _seen(problem: Problem, queries: Sequence[Range]) -> Numbers:
     end = np.maximum.accumulate(found[:, 1])
     first = np.concatenate(([True], found[1:, 0] > end[:-1]))[: len(found)]
     last = np.concatenate((first[1:], [True]))[: len(found)]
-    return np.stack((found[first, 0], end[last]), 1)
+    seen = np.stack((found[first, 0], end[last]), 1)
+    if problem.blocks is None:
+        return seen
+    return within(np.column_stack((seen[:, 0], seen)), problem.blocks.keys_of(queries))[0][:, 1:]
 
 
 def _sources(seen: Numbers, keys: Numbers, source: Numbers) -> list[int]:

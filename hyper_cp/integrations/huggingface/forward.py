@@ -16,6 +16,7 @@ from ...data.packing import AttentionState
 from ...module._torch import checkpoint
 from ...module._torch.modules import is_running
 from ...module.mesh_binding import Style, StyledMesh
+from ...module.mixers.hooks import Where
 
 
 @dataclass(frozen=True)
@@ -109,3 +110,12 @@ def state_for(owner: nn.Module) -> State | None:
     """The state of the running forward; in a recompute, that of the forward in which ``owner`` was called first."""
     (state,) = checkpoint.batch_state(owner, lambda: (running(),))
     return state
+
+
+def mixer_state(module: nn.Module) -> Where | None:
+    """The mesh, layout and documents for a mixer of a prepared model. States pass between all ranks of the mesh,
+    whatever the Ulysses degree of attention, so that any number of heads will do."""
+    state = state_for(module)
+    if not isinstance(state, ForwardState):
+        return None
+    return state.mesh.views[0], state.style.mode.layout, state.batch.documents, 1

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import subprocess
-import sys
 import warnings
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -139,16 +136,3 @@ def test_npu_masks_are_compressed_and_full_tiles_have_none(standin: Any) -> None
 
 def test_an_unknown_device_gets_plain_math() -> None:
     assert kernels.get("", *(torch.empty(1, 1, 2, 4, device="meta") for _ in range(3))) is reference.KERNEL
-
-
-# --------------------------------------------------------------------------- the check for a GPU
-
-
-@pytest.mark.slow
-def test_device_check_runs_where_there_is_only_a_cpu() -> None:
-    script = Path(__file__).parents[3] / "benchmarks" / "device_check.py"
-    small = "--device cpu --dtype float32 --lengths 256 --heads 8 --kv-heads 8 --dim 64 --ranks 2 --rounds 1"
-    done = subprocess.run([sys.executable, str(script), *small.split()], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "WRONG" not in done.stdout and done.stdout.count("ranks, torch.float32") == 15
-    assert "ring, head_tail" in done.stdout.splitlines()[-5]
