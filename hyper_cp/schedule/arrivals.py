@@ -143,7 +143,7 @@ def needed(problem: Problem) -> Arrivals:
     most, share = max(flows.total), _length(placed(problem.keys[rank]))
     if not most:
         return Arrivals((placed(problem.keys[rank]),))
-    count = min(most, max(2, min(_STAGES, most // _LEAST), -(-most // share)))
+    count = stage_count(most, share)
     received = [flows.stages(rank, of, count) for of in range(size)]
     sent = [flows.stages(to, rank, count) for to in range(size)]
     blocks, routes = [placed(problem.keys[rank])], []
@@ -154,6 +154,11 @@ def needed(problem: Problem) -> Arrivals:
         local = np.stack((rows[:, 0], rows[:, 0] + rows[:, 2] - rows[:, 1]), 1)
         routes.append(Route(Rows(compact(local)), *(tuple(map(_length, x)) for x in (outgoing, incoming))))
     return Arrivals(tuple(blocks), tuple(routes), max(1, _AHEAD * share * count // most))
+
+
+def stage_count(most: int, share: int) -> int:
+    """The number of stages, if the rank that receives most receives ``most`` rows, and a rank holds ``share``."""
+    return min(most, max(2, min(_STAGES, most // _LEAST), -(-most // share)))
 
 
 class _Flows:
