@@ -20,7 +20,6 @@ from hyper_cp.mesh import comm, cp_mesh
 from hyper_cp.mesh.comm import Axis
 from hyper_cp.ops import flex
 from hyper_cp.ops.exchange import gather_keys as gather
-from tests.harness import npu_standin
 from tests.harness.flex_masks import CASES, KV, B, Case, D, H, S, backward_on_the_cpu, blocks_of, causal, untraced
 from tests.harness.oracle import relative_error, token_positions
 from tests.harness.ranks import on_ranks
@@ -341,22 +340,6 @@ def test_a_compiled_call_in_a_ring_breaks_the_graph(ranks: Any) -> None:
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused_by_name_before_keys_are_sent(ranks: Any, what: str) -> None:
     ranks.raises(4, *REFUSED[what], refused, what)
-
-
-class Npu(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.ops.npu.npu_fusion_attention(q, k, v, H, "BNSD", scale=1.0, sink=torch.zeros(H))[0]
-
-
-@on_ranks
-def npu_with_sink() -> None:
-    npu_standin.install()
-    mine = own("contiguous")
-    styled(Npu(), ulysses_degree=1)(*(x[:, :, mine].float() for x in whole((H, H, H))))
-
-
-def test_attention_sinks_are_refused_by_name(ranks: Any) -> None:
-    ranks.raises(2, NotImplementedError, "calls npu_fusion_attention with sink, which is not supported", npu_with_sink)
 
 
 @on_ranks
