@@ -76,6 +76,27 @@ def test_every_mode_fp64(ranks: Any, world: int) -> None:
             assert max(found) <= FP64, (case, found)
 
 
+@on_ranks
+def compiled() -> float:
+    q, k, v, *_, dout, _, _ = tensors()
+    at = slice(12 * cp_mesh().get_rank(), 12 * cp_mesh().get_rank() + 12)
+    mesh, found = cp_mesh(), []
+
+    def run(*qkv: Tensor) -> Any:
+        return attention(*qkv, mesh=mesh, enable_gqa=True, softcap=CAP, is_causal=True, kv_exchange="ring")
+
+    for way in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        local = [x[:, :, at].clone().requires_grad_() for x in (q, k, v)]
+        out = way(*local)
+        found.append([out, *torch.autograd.grad(out, local, dout[:, :, at])])
+    return max(relative_error(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.slow
+def test_it_compiles_to_one_graph(ranks: Any) -> None:
+    assert max(ranks(2, compiled)) <= 1e-12
+
+
 def test_kernels_that_take_no_scores_are_not_chosen() -> None:
     x = torch.randn(1, 2, 4, 8)
     assert (kernels.choose(x, x, x, True), kernels.choose(x, x, x, True, scores=True)) == ("cpu flash", "reference")
