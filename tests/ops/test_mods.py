@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh import comm
 from hyper_cp.ops import kernels
-from hyper_cp.ops.kernels import TileInputs
+from hyper_cp.ops.kernels import TileInputs, reference
 from hyper_cp.ops.kernels.scores import TileScore, Where, flex_kernel
 from hyper_cp.ops.kernels.scores.mods import Mods
 from hyper_cp.schedule.tiles import FULL
@@ -248,6 +249,23 @@ def test_gradients_of_captured_tensors_by_flex_attention() -> None:
             found.append([out, lse, *kernel.backward(tile, dout, out, lse), *totals])
     assert len(found[0]) == 8
     assert max(relative_error(a, b) for a, b in zip(found[1], found[0], strict=True)) <= FP64
+
+
+@pytest.mark.parametrize("band, kind", [((None, 3), "bool"), ((-9, 0), "padding"), ((None, None), "float")])
+def test_plain_math_in_chunks_of_rows_is_the_same(band: Any, kind: str) -> None:
+    q, k, v, dout, table, gain = tensors("relative")
+    mask = torch.rand(B, 1, S if kind == "bool" else 1, S) < 0.8
+    mask = torch.randn(1, H, S, S, dtype=torch.float64) if kind == "float" else mask
+    score = Mods(relative(table, gain), causal, None, q)
+    where = Where(*(torch.arange(n) for n in (B, H, S, S)))
+    found = []
+    for at_once in (1 << 20, B * H * S * 5):
+        tile = TileInputs(q, k, v, band, 0.3, mask, keep=torch.rand(B, H, S, S, generator=torch.manual_seed(2)))
+        tile.score, tile.dlse = TileScore(score, where), torch.ones(B, H, S, dtype=torch.float64)
+        with mock.patch.object(reference, "LOGITS_AT_ONCE", at_once):
+            out, lse = kernels.REFERENCE.forward(tile)
+            found.append([out, lse.exp(), *kernels.REFERENCE.backward(tile, dout, out, lse)])
+    assert max(relative_error(a, b) for a, b in zip(*found, strict=True)) <= 1e-13
 
 
 def test_cuda_runs_scores_by_flex_attention_and_nothing_else_by_it() -> None:
