@@ -222,6 +222,7 @@ def by_flex_attention(cases: list[tuple[str, dict[str, Any]]]) -> tuple[dict[str
         return {f"{name} {style}": one(name, style) for name, style in cases}, called
 
 
+@pytest.mark.slow
 def test_flex_attention_per_tile(ranks: Any) -> None:
     chosen = [("documents", 0), ("window, sink", 4), ("prefix", 3), ("alibi", 6)]
     for found, called in ranks(2, by_flex_attention, [(name, styles(2)[i]) for name, i in chosen]):
