@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-from hyper_cp.ops.kernels import partials
 from hyper_cp.ops.kernels.fused import sums
 
 from .results import Pairs, Result, check
@@ -23,8 +22,10 @@ def merged(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Pairs:
     out, lse = torch.randn(b, s, h, d, device=device, dtype=dtype).transpose(1, 2), torch.randn_like(total_lse) * 5
     total_lse[:, :, : s // 3], lse[:, :, s // 4 : s // 2] = -torch.inf, -torch.inf
     total[:, :, : s // 3], out[:, :, s // 4 : s // 2] = 0, 0
-    want, want_lse = total.double(), total_lse.double()
-    partials.merge(want, want_lse, out.double(), lse.double())
+    lses = torch.stack([total_lse, lse]).double()
+    want_lse = lses.logsumexp(0)
+    weights = (lses - want_lse.nan_to_num(neginf=0.0)).exp().unsqueeze(-1)
+    want = (weights * torch.stack([total, out.float()]).double()).sum(0)
     return [(total, want), (total_lse, want_lse)] if sums.merge(total, total_lse, out, lse) else []
 
 

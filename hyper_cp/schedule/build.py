@@ -71,6 +71,7 @@ class Schedule:
             step.
         queries: the global positions that this rank attends, in the order of the tiles' rows.
         routes: for each block that arrives, the rows that travel, if only needed ones do.
+        ahead: the number of these transfers that are under way at once.
     """
 
     forward: tuple[Step, ...]
@@ -79,6 +80,7 @@ class Schedule:
     swap: bool
     queries: Sequence[Range]
     routes: tuple[Route, ...] = ()
+    ahead: int = 0
 
     @property
     def area(self) -> int:
@@ -270,7 +272,7 @@ def build(
     arriving = [final(step) for step in arriving]
     halved = (final(first), *arriving, final(last))
     forward = halved if swap or not hops else (final(local), *arriving, _NOTHING)
-    return Schedule(forward, halved, hops, swap, queries[rank], arriving_keys.routes)
+    return Schedule(forward, halved, hops, swap, queries[rank], arriving_keys.routes, arriving_keys.ahead)
 
 
 def _bounded(band: Band, length: int) -> Band:

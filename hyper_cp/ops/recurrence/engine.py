@@ -18,7 +18,7 @@ from ...mesh import comm, cp_mesh
 from ...schedule.documents import read
 from ..kernels.partials import accumulation_dtype
 from . import kernels
-from .chunked import Affine, Inputs
+from .kernels.chunked import Affine, Inputs
 from .segments import segments
 from .states import Passing
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrivals import STAGES
+from ..arrivals import stage_count
 from ..build import Step, build
 from ..documents import PackedDocuments
 from ..lookup import resolve
@@ -163,8 +163,8 @@ def _by_formula(layout: str, ring: int, kv_exchange: str, documents: PackedDocum
         steps *= min(number, LISTED)
         received: tuple[Numbers, ...] = ()
     else:
-        # The rows that arrive come in stages by their distance; whole shares come at once.
-        stages = 0 if not number else 1 if kv_exchange != "needed" else (number - 1) * STAGES // (ring - 1) + 1
+        # The rows that arrive come in stages; whole shares come at once.
+        stages = 0 if not number else 1 if kv_exchange != "needed" else stage_count(int(remote), int(share))
         steps = [StepWork(arriving / max(1, stages), min(share, merged), 2.0, remote / max(1, stages))] * stages
         number = stages
         each = remote / max(1, ring - 1) / max(1, stages)

@@ -67,8 +67,8 @@ PUBLISHED = {  # TFLOP/s per GPU, forward and backward, on 8 and on 64 H100: Mag
     ("packed", 8): {"needed": (459, 360), "Ulysses": (278, 332), "all-gather": (288, 178), "ring": (89, 97)},
     ("packed", 64): {"needed": (237, 264), "Ulysses": (163, 248), "all-gather": (180, 55), "ring": (28, 29)},
 }
-"""The modes that this library has as well. "needed" in the balanced layout stands beside MagiAttention itself for
-packed documents; its causal figures are left out, because its kernels and stages are not those of this library."""
+"""The modes that this library has as well. "needed" in the balanced layout stands beside MagiAttention for packed
+documents; its causal figures are left out, because its kernels and stages are not those of this library."""
 
 SAME = 0.05
 """Modes whose published figures differ by less than this have no order."""
