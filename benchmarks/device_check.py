@@ -226,9 +226,9 @@ def share(cp: cp_mesh.CPMesh, mode: dict[str, Any], q: Tensor, k: Tensor, v: Ten
     kernel = kernels.choose(q, k, v, True)
     settings = OpSettings(layout, exchange, mode.get("load_balance", False), (None, 0), 1, kernel, cp.key).text()
     rest = (None, None, None, q.shape[3] ** -0.5, 0.0, settings)
-    out, lse = engine.attention_op(q, k, v, None, *rest)
+    out, lse, chosen = engine.attention_op(q, k, v, None, *rest)
     mark = engine.fingerprint(None, cp.key)
-    grads = engine.attention_backward_op(dout, q, k, v, out, lse, mark, *rest)
+    grads = engine.attention_backward_op(dout, q, k, v, out, lse, chosen, mark, *rest)
     return list(heads.to_sequence([out, *grads]))
 
 

@@ -44,7 +44,7 @@ class TileEngine:
         settings = call.settings(kernels.choose(q, k, v, call.is_causal, call.dropout_p))
         numbers = call.scale, call.dropout_p
         found = attention_op(q, k, v, call.sinks, call.documents, call.mask, seed, *numbers, settings)
-        return found if self.with_lse else found[0]
+        return found[:2] if self.with_lse else found[0]
 
     def _alone(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Tensor:
         """On one rank exactly the user's own call."""
@@ -68,9 +68,13 @@ class _Work:
         scale: float,
         dropout_p: float,
         settings: OpSettings,
+        chosen: Tensor | None = None,
     ) -> None:
         self.cp = cp = cp_mesh.by_key(settings.mesh)
-        self.scale, self.kernel = scale, kernels.get(settings.kernel, q, k, v)
+        name = settings.kernel
+        if not name and chosen is not None:  # the forward chose when it ran
+            name = kernels.name_of(int(chosen.item()), q.device.type)
+        self.scale, self.kernel = scale, kernels.get(name, q, k, v)
         length = q.shape[2] * cp.ring.size
         kv_length = k.shape[2] * (1 if settings.kv_exchange == "replicated" else cp.ring.size)
         band: Band = settings.band
@@ -91,6 +95,7 @@ class _Work:
             documents=read(documents),
             batch=q.shape[0],
         )
+        kernels.check(self.kernel, mask is not None, band)
         self.band, self.mask = band, None if mask is None else masks.MaskSlices(mask, self.schedule)
         heads_before = cp.ulysses.rank * q.shape[1]
         queries = self.schedule.queries
@@ -107,6 +112,7 @@ class _Work:
             None if self.mask is None else self.mask.of(step, tile),
             tile.parts,
             None if self.dropout is None else self.dropout.of(step, tile),
+            self.schedule.recurring,
         )
 
 
@@ -155,7 +161,7 @@ def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-@torch.library.custom_op("hyper_cp::attention", mutates_args=())
+@torch.library.custom_op("hyper_cp::attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def attention_op(
     q: Tensor,
     k: Tensor,
@@ -167,8 +173,9 @@ def attention_op(
     scale: float,
     dropout_p: float,
     settings: str,
-) -> tuple[Tensor, Tensor]:
-    """``(out, log-sum-exp)`` of this rank's queries.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(out, log-sum-exp, kernel)`` of this rank's queries. ``kernel``: the number of the kernel that ran, ``[1]`` on
+    the CPU, for backward: under torch.compile it is chosen here.
 
     Args:
         sinks: one logit for each head of ``q`` that takes weight and gives no value, ``[H]``.
@@ -199,10 +206,10 @@ def attention_op(
                 # Without a local name for the kernel's results: it would keep them alive beyond their merge.
                 partials.add(tile.q, tile.batch, *work.kernel.forward(inputs))
         out, lse = queries.results(partials.result)
-    return _bshd_in_memory(out), lse.contiguous()
+    return _bshd_in_memory(out), lse.contiguous(), torch.tensor([kernels.number_of(work.kernel)])
 
 
-@torch.library.custom_op("hyper_cp::attention_backward", mutates_args=())
+@torch.library.custom_op("hyper_cp::attention_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def attention_backward_op(
     dout: Tensor,
     q: Tensor,
@@ -210,6 +217,7 @@ def attention_backward_op(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    chosen: Tensor,
     mark: Tensor,
     documents: Tensor | None,
     mask: Tensor | None,
@@ -218,11 +226,12 @@ def attention_backward_op(
     dropout_p: float,
     settings: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` of this rank's share. ``mark``: the fingerprint of the documents that ``out`` was made with."""
+    """``(dq, dk, dv)`` of this rank's share. ``chosen``: the kernel that made ``out``, as :func:`attention_op` returns
+    it; ``mark``: the fingerprint of the documents that it was made with."""
     options = op_settings(settings)
     _check_recompute(documents, options.mesh, mark)
     dout, q, k, v = _last_dim_contiguous(dout, q, k, v)
-    work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, options)
+    work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, options, chosen)
     plan, ring = work.schedule, work.cp.ring
     with _no_autocast(q.device.type), comm.wait_on_error():
         blocks = exchange.BACKWARD[options.kv_exchange](ring, k, v, plan, accumulation_dtype(q.dtype))
@@ -254,9 +263,9 @@ def _bshd_in_memory(x: Tensor) -> Tensor:
 
 
 @attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    return like_queries(q, v.shape[3], q.dtype), lse
+    return like_queries(q, v.shape[3], q.dtype), lse, torch.empty(1, dtype=torch.int64)
 
 
 @attention_backward_op.register_fake
@@ -265,14 +274,14 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
     return dq, dk, dv
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, sinks, ctx.documents, mask, seed, *ctx.numbers, ctx.settings = inputs
     mark = fingerprint(ctx.documents, op_settings(ctx.settings).mesh)
     ctx.save_for_backward(q, k, v, *output, mark, mask, seed, sinks)
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1:])
 
 
-def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, dout: Tensor, *_: Tensor | None) -> tuple[Any, ...]:
     *saved, mask, seed, sinks = ctx.saved_tensors
     grads = attention_backward_op(dout, *saved, ctx.documents, mask, seed, *ctx.numbers, ctx.settings)
     sink_gradient = None if sinks is None else _gradient_of_sinks(sinks, dout, *saved[3:5])
@@ -297,7 +306,7 @@ attention_op.register_autograd(_differentiate, setup_context=_save)
 # what the forward used, and detects a recompute that used something else.
 
 
-@torch.library.custom_op("hyper_cp::fingerprint", mutates_args=())
+@torch.library.custom_op("hyper_cp::fingerprint", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def fingerprint(documents: Tensor | None, mesh: str) -> Tensor:
     """``[1]`` int64 on the CPU that stands for these documents and this mesh."""
     return torch.tensor([_hash(documents, mesh)])

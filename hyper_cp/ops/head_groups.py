@@ -62,7 +62,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: CheckedCall, with_lse: bool) -
     degree, groups = call.cp.ulysses.size, call.mode.head_groups
     k, v = (shared_heads(x, degree, 1) for x in (k, v))
     settings = call.settings(kernels.choose(q, k, v, call.is_causal))
-    out, *rest = ulysses_attention_op(q, k, v, call.documents, call.mask, call.scale, settings)
+    out, _, *rest = ulysses_attention_op(q, k, v, call.documents, call.mask, call.scale, settings)
     if not with_lse:
         return out
     lse = torch.cat(rest[:groups], 1)  # [B, H/degree, S*degree]: of the heads of this rank
@@ -109,13 +109,13 @@ def _wait(pending: Sequence[comm.Pending]) -> list[Tensor]:
     return [p.wait() for p in pending]
 
 
-@torch.library.custom_op("hyper_cp::ulysses_attention", mutates_args=())
+@torch.library.custom_op("hyper_cp::ulysses_attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def ulysses_attention_op(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, mask: Tensor | None, scale: float, settings: str
 ) -> list[Tensor]:
-    """``[out]`` of this rank's ``[B, H, S, D]``, then per group what backward needs: all log-sum-exps, all outputs,
-    all q, all k, all v. Arguments: see :func:`engine.attention_op`; ``mask``: of this rank's heads after the
-    exchange."""
+    """``[out]`` of this rank's ``[B, H, S, D]``, then what backward needs: the kernel that ran, and per group all
+    log-sum-exps, all outputs, all q, all k, all v. Arguments: see :func:`engine.attention_op`; ``mask``: of this rank's
+    heads after the exchange."""
     options = op_settings(settings)
     plan = Groups(options, documents, k.shape[1] // cp_mesh.by_key(options.mesh).ulysses.size)
     groups = plan.number
@@ -138,14 +138,14 @@ def ulysses_attention_op(
             keys.extend(kv[:1])
             values.extend(kv[1:])
             part = plan.mask(mask, x.shape[1], group)
-            x, lse = attention_op(x, keys[-1], values[-1], None, documents, part, None, scale, 0.0, settings)
+            x, lse, kernel = attention_op(x, keys[-1], values[-1], None, documents, part, None, scale, 0.0, settings)
             outs.append(x)
             lses.append(lse)
             posted = [plan.to_rank(x, out, groups, group)]
             _wait(leaving)
             arriving, leaving = ahead, posted
         _wait(leaving)
-    return [out, *lses, *outs, *queries, *keys, *values]
+    return [out, kernel, *lses, *outs, *queries, *keys, *values]
 
 
 @ulysses_attention_op.register_fake
@@ -164,6 +164,7 @@ def _(
     dtype = accumulation_dtype(q.dtype)
     return [
         like_queries(q, v.shape[3], q.dtype),
+        torch.empty(1, dtype=torch.int64),
         *(one.new_empty(one.shape[:3], dtype=dtype) for _ in range(groups)),
         *(like_queries(one, v.shape[3], q.dtype) for _ in range(groups)),
         *(group_of(q, groups) for _ in range(groups)),
@@ -171,18 +172,19 @@ def _(
     ]
 
 
-@torch.library.custom_op("hyper_cp::ulysses_attention_backward", mutates_args=())
+@torch.library.custom_op("hyper_cp::ulysses_attention_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def ulysses_attention_backward_op(
     dout: Tensor,
     saved: list[Tensor],
+    chosen: Tensor,
     mark: Tensor,
     documents: Tensor | None,
     mask: Tensor | None,
     scale: float,
     settings: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` of this rank. ``saved``: the results of :func:`ulysses_attention_op` after ``out``. ``mark``:
-    the fingerprint of its documents."""
+    """``(dq, dk, dv)`` of this rank. ``saved``: what :func:`ulysses_attention_op` returns per group; ``chosen``: the
+    kernel that it ran; ``mark``: the fingerprint of its documents."""
     options = op_settings(settings)
     groups = options.head_groups
     lses, outs, queries, keys, values = _sorted(saved, groups)
@@ -197,7 +199,7 @@ def ulysses_attention_backward_op(
             ahead = plan.to_group(dout, groups, group + 1) if group + 1 < groups else None
             q, kv = queries[group], group // plan.sharing
             part = plan.mask(mask, q.shape[1], group)
-            local = (arriving.wait(), q, keys[kv], values[kv], outs[group], lses[group], mark)
+            local = (arriving.wait(), q, keys[kv], values[kv], outs[group], lses[group], chosen, mark)
             grad, *kv_grads = attention_backward_op(*local, documents, part, None, scale, 0.0, settings)
             posted = [plan.to_rank(grad, dq, groups, group)]
             total = _added(total, kv_grads) if plan.sharing > 1 else kv_grads
@@ -217,6 +219,7 @@ def ulysses_attention_backward_op(
 def _(
     dout: Tensor,
     saved: list[Tensor],
+    chosen: Tensor,
     mark: Tensor,
     documents: Tensor | None,
     mask: Tensor | None,
@@ -264,12 +267,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    dout, (mark, mask, *saved) = grads[0], ctx.saved_tensors
+    dout, (mark, mask, chosen, *saved) = grads[0], ctx.saved_tensors
     nothing = [None] * 4
     if dout is None:
         return (None, None, None, *nothing)
     return (
-        *ulysses_attention_backward_op(dout, saved, mark, ctx.documents, mask, ctx.scale, ctx.settings),
+        *ulysses_attention_backward_op(dout, saved, chosen, mark, ctx.documents, mask, ctx.scale, ctx.settings),
         *nothing,
     )
 

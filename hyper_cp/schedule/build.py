@@ -70,6 +70,7 @@ class Schedule:
             step.
         queries: the global positions that this rank attends, in the order of the tiles' rows.
         routes: for each block that arrives, the rows that travel, if only needed ones do.
+        recurring: False if documents decided it, so that the lengths of its tiles change from batch to batch.
     """
 
     forward: tuple[Step, ...]
@@ -78,6 +79,7 @@ class Schedule:
     swap: bool
     queries: Sequence[Range]
     routes: tuple[Route, ...] = ()
+    recurring: bool = True
 
     @property
     def area(self) -> int:
