@@ -7,7 +7,7 @@ positions are held; masks only in how a rectangle is cut.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -79,7 +79,7 @@ class Schedule:
     swap: bool
     queries: Sequence[Range]
     routes: tuple[Route, ...] = ()
-    recurring: bool = True
+    recurring: bool = field(default=True, compare=False)
 
     @property
     def area(self) -> int:

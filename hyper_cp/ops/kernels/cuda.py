@@ -176,25 +176,25 @@ def _aligned_mask(tile: TileInputs) -> Tensor | None:
 
 
 def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Seed and offset of a dropout that is not used: FlashAttention's backward wants tensors."""
-    return q.new_zeros(2, dtype=torch.uint64), q.new_zeros((), dtype=torch.uint64)
+    """Seed and offset of a dropout that is not used. FlashAttention wants tensors in backward, but reads none."""
+    return q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
 
 
 def _no_seed(q: Tensor) -> tuple[Tensor, Tensor]:
     """The same for the other two operators, which want int64."""
-    return q.new_zeros((), dtype=torch.int64), q.new_zeros((), dtype=torch.int64)
+    return q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64)
 
 
 @lru_cache(maxsize=1024)
-def _host_ends(how: Packing, pinned: bool) -> list[Tensor]:
-    return [torch.tensor([0, *x], dtype=torch.int32, pin_memory=pinned) for x in (how.row_ends, how.col_ends)]
+def _host_ends(how: Packing, pinned: bool) -> Tensor:
+    return torch.tensor([[0, *how.row_ends], [0, *how.col_ends]], dtype=torch.int32, pin_memory=pinned)
 
 
-def _ends(how: Packing, device: torch.device) -> list[Tensor]:
+def _ends(how: Packing, device: torch.device) -> tuple[Tensor, ...]:
     """Cumulative lengths of queries and of keys with the leading 0, on the device. From pinned memory, so that the
     host does not wait; copied for each call, on its own stream, so that no other stream can see a copy that is not
     finished."""
-    return [x.to(device, non_blocking=True) for x in _host_ends(how, device.type == "cuda")]
+    return _host_ends(how, device.type == "cuda").to(device, non_blocking=True).unbind()
 
 
 # --------------------------------------------------------------------------- the choice

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import TileInputs, cuda
@@ -192,3 +193,41 @@ def test_plans_of_cudnn_do_not_grow_with_documents(layout: str, kv_exchange: str
                 if tile.parts is not None and len(tile.parts) > 1:
                     assert cuda.KERNELS["cuda cudnn"].operator(given) is cuda.KERNELS["cuda cudnn"].flash
     assert 1 <= len(shapes) <= 4, f"{len(shapes)} shapes"
+
+
+class _Launches(TorchDispatchMode):
+    """The operators that compute or copy something: all but views and uninitialised tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if not func.is_view and "empty" not in name and name not in ("aten::_reshape_alias", "aten::detach"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kv_exchange", ["ring", "all_gather"])
+def test_a_window_is_few_launches(kv_exchange: str) -> None:
+    """S=128K, window 1024, 8 ranks: all tiles of a layer, forward and backward. With masks they are 1400."""
+    length, ranks = 128 * 1024, 8
+    for rank in range(ranks):
+        plan = schedule("head_tail", rank, ranks, 1, kv_exchange, False, (-1024, 0), length, length)
+        with _Launches() as launches:
+            for steps, backward in ((plan.forward, False), (plan.backward, True)):
+                for step in steps:
+                    for tile in step.tiles:
+                        heads = ((tile.q, 8), (tile.k, 2), (tile.k, 2))
+                        q, k, v = (
+                            torch.empty(1, b - a, h, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+                            for (a, b), h in heads
+                        )
+                        given = TileInputs(q, k, v, tile.band, 1.0, None, tile.parts)
+                        if backward:
+                            lse = torch.empty(q.shape[:3], device="meta")
+                            cuda.KERNELS["cuda cudnn"].backward(given, q, q, lse)
+                        else:
+                            cuda.KERNELS["cuda cudnn"].forward(given)
+        assert 4 <= len(launches.names) < 40, launches.names

@@ -8,13 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_cp.ops import kernels
-from hyper_cp.ops.kernels import TileInputs, cpu, cuda, npu, reference
+from hyper_cp.ops.kernels import TileInputs, cpu, cuda, npu, operators, reference
 from tests.harness import cuda_standin
 from tests.harness.oracle import relative_error
 from tests.harness.tile_case import Tile, plain_math
@@ -136,6 +138,43 @@ def test_npu_masks_are_compressed_and_full_tiles_have_none(standin: Any) -> None
     standin.calls.clear()
     npu.KERNEL.forward(TileInputs(q, q, q, (None, None), 0.3))
     assert standin.calls[0]["layout"] == "BSND"
+
+
+class _Copies(TorchDispatchMode):
+    """The number of elements that are copied, outside of the operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name == "aten::clone":
+            self.elements += result.numel()
+        return result
+
+
+def test_the_npu_copies_only_tensors_in_another_layout_than_most(standin: Any) -> None:
+    bsnd, bnsd = (lambda n: torch.randn(2, 6, n, 8).transpose(1, 2)), (lambda n: torch.randn(2, n, 6, 8))
+    for usual, odd, layout in ((bsnd, bnsd, "BSND"), (bnsd, bsnd, "BNSD")):
+        q, k, v, dout, out, lse = usual(4), odd(2), usual(2), usual(4), usual(4), torch.randn(2, 4, 6)
+        tile = TileInputs(q, k, v, (None, 0), 0.3)
+        standin.calls.clear()
+        with _Copies() as copies:
+            npu.KERNEL.forward(tile)
+            assert copies.elements == k.numel() and standin.calls[0]["layout"] == layout
+            npu.KERNEL.backward(tile, dout, out, lse)
+        statistics = 8 * lse.numel()
+        assert copies.elements == 2 * k.numel() + statistics
+
+
+def test_the_npu_makes_large_masks_by_rows(standin: Any) -> None:
+    """And adds up the gradients of keys and values."""
+    with mock.patch.object(operators, "_BIAS", 16 * 5), mock.patch.object(operators, "_LEAST_ROWS", 4):
+        for tile in ((12, 12, (None, 0), "bool"), (7, 16, (None, None), "bool")):
+            standin.calls.clear()
+            assert max(errors(npu.KERNEL, tile, torch.float32).values()) <= 5e-6
+            assert len(standin.calls) in (2, 3)
 
 
 def test_an_unknown_device_gets_plain_math() -> None:

@@ -152,9 +152,9 @@ def test_cuda_packed_tiles_on_the_meta_device(name: str, band: Any, tile: Any) -
 def test_cuda_packs_tiles_for_the_variable_length_operator(name: str, band: Any, tile: Any) -> None:
     """Packing and unpacking, and parts one after another where FlashAttention is not allowed."""
     kernel = cuda.KERNELS[name]
+    if "without flash and memory-efficient" in name and (band, tile) in BANDED:
+        return  # a window: no operator is left
     for dim, v_dim in ((8, 8), (5, 5), (8, 6)):
-        if kernel.flash is None and (dim != v_dim or band not in ((None, None), (None, 0))):
-            continue
         with cuda_standin.Operators().installed() as operators:
             assert max(packed_errors(kernel, band, tile, torch.float32, v_dim, dim).values()) <= 5e-6
         if kernel.flash is not None and len(tile[2]) > 1:
