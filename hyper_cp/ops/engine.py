@@ -75,6 +75,7 @@ class _Work:
         if not name and chosen is not None:  # the forward chose when it ran
             name = kernels.name_of(int(chosen.item()), q.device.type)
         self.scale, self.kernel = scale, kernels.get(name, q, k, v)
+        self.kernel_name = name or self.kernel.name
         length = q.shape[2] * cp.ring.size
         kv_length = k.shape[2] * (1 if settings.kv_exchange == "replicated" else cp.ring.size)
         band: Band = settings.band
@@ -206,7 +207,7 @@ def attention_op(
                 # Without a local name for the kernel's results: it would keep them alive beyond their merge.
                 partials.add(tile.q, tile.batch, *work.kernel.forward(inputs))
         out, lse = queries.results(partials.result)
-    return _bshd_in_memory(out), lse.contiguous(), torch.tensor([kernels.number_of(work.kernel)])
+    return _bshd_in_memory(out), lse.contiguous(), torch.tensor([kernels.number_of(work.kernel_name)])
 
 
 @torch.library.custom_op("hyper_cp::attention_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))

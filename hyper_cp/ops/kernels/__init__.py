@@ -160,15 +160,15 @@ def check(kernel: Kernel, masked: bool, band: Band) -> None:
         kernel.check(masked, band)
 
 
-def number_of(kernel: Kernel) -> int:
-    """A number that stands for a kernel's name, which an op can return in a tensor: under torch.compile it chooses its
+def number_of(name: str) -> int:
+    """A number that stands for the name of a kernel, which an op can return in a tensor: under torch.compile it chooses its
     kernel when it runs, and backward must run the same one."""
-    return zlib.crc32(kernel.name.encode())
+    return zlib.crc32(name.encode())
 
 
 def name_of(number: int, device_type: str) -> str:
     """The name that :func:`number_of` stands for. If the kernel is not registered any more, :func:`get` refuses it."""
-    found = (name for name, kernel in available(device_type).items() if number_of(kernel) == number)
+    found = (name for name in available(device_type) if number_of(name) == number)
     return next(found, f"number {number}")
 
 
