@@ -30,10 +30,11 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# torch is pinned in constraints.txt: a loose one pulls gigabytes of CUDA packages, and so does TORCH=.
+# torch is pinned in constraints.txt: a loose one pulls gigabytes of CUDA packages, and so does TORCH=. Another torch
+# may want another triton.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(PINS))
+	$(if $(TORCH),sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^triton==/d' constraints.txt > $(PINS))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e '.[test,viz,dev,hf]'
 	touch $@

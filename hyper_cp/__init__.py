@@ -11,7 +11,9 @@ from .handler import ContextParallelHandler
 from .integrations.megatron import get_cp_handler_cls
 from .mesh.family import MeshFamily, split_cp_mesh
 from .mesh_swap import context_parallel_mesh
+from .planner import PlanReport, plan
 from .style import ContextParallel, styled_modules
+from .tiled import tiled
 from .verify import verify
 
 __version__ = "0.1.0.dev0"
@@ -22,10 +24,13 @@ __all__ = [
     "CostModel",
     "DynamicContextParallel",
     "MeshFamily",
+    "PlanReport",
     "context_parallel",
     "context_parallel_mesh",
     "get_cp_handler_cls",
+    "plan",
     "split_cp_mesh",
     "styled_modules",
+    "tiled",
     "verify",
 ]

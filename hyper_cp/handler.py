@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from .data import loss, rotary
 from .data.batch import LocalBatch, local_batch
+from .data.head import Logits, log_probs, token_losses
 from .data.sharding import Shares, checked_dim, checked_length
 from .mesh.cp_mesh import CPMesh
 from .module.mesh_binding import bindings, swapped
@@ -204,18 +205,7 @@ class ContextParallelHandler(Shares):
         Source: RoPE, arXiv 2104.09864; argument conventions of Megatron-LM's ``apply_rotary_pos_emb``.
         """
         seq_dim, here = checked_dim(tensor, seq_dim), tensor.shape[seq_dim]
-        if not isinstance(freqs, Tensor):
-            raise TypeError(f"freqs is a {type(freqs).__name__}: pass a tensor of angles [L, R] or [L, 1, 1, R]")
-        if freqs.ndim < 2 or freqs.numel() != freqs.shape[0] * freqs.shape[-1]:
-            raise ValueError(f"freqs has shape {tuple(freqs.shape)}: pass angles [L, R] or [L, 1, 1, R]")
-        if seq_dim == tensor.ndim - 1:
-            raise ValueError(
-                f"seq_dim={seq_dim} is the last dimension of tensor, whose shape is {tuple(tensor.shape)}, but that is "
-                "the one that is rotated. Pass a tensor [.. S/n .., D]"
-            )
-        if not isinstance(mscale, (int, float)):
-            raise TypeError(f"mscale is a {type(mscale).__name__}: pass the factor of cosine and sine, a number")
-        table = freqs.reshape(freqs.shape[0], freqs.shape[-1])
+        table = rotary.checked_table(tensor, freqs, seq_dim, mscale)
         if local:
             if len(table) != here:
                 raise ValueError(
@@ -307,20 +297,6 @@ class ContextParallelHandler(Shares):
             self._cores[(self.mesh, *dims)] = parallelize_module(_Core(), self.mesh, style)
         return self._cores[(self.mesh, *dims)](q, k, v, attn, *args, **kwargs)
 
-    def _refuse_late_shift(self, per_token: Any) -> None:
-        """Raise ``ValueError`` for tokens ``[B, S/n - 1]``: each rank has shifted its own share."""
-        state, shape = self.cp.batch, tuple(getattr(per_token, "shape", ()))
-        if self.cp.size == 1 or len(shape) != 2 or any(map(state.is_share, shape)):
-            return
-        length = max(shape)
-        if state.is_share(length + 1):
-            raise ValueError(
-                f"losses or labels of shape {shape} have {length} positions, but this rank's share of the sequence has "
-                f"{length + 1}. If they were shifted after sharding, every rank lacks the label of its last token. "
-                "Shift them over the whole sequence: get_batch_on_this_cp_rank(..., shift_labels=True); if they are "
-                "not positions of this share, pass them flattened"
-            )
-
     def mean_loss(
         self,
         losses: Tensor,
@@ -330,6 +306,10 @@ class ContextParallelHandler(Shares):
         mask: Tensor | None = None,
         mesh: DeviceMesh | None = None,
         gradients: str = "mean",
+        head: nn.Module | Tensor | None = None,
+        softcap: float | None = None,
+        scale: float = 1.0,
+        chunk: int | None = None,
     ) -> Tensor:
         """The mean loss over the tokens of all ranks, the same value on each.
 
@@ -339,7 +319,7 @@ class ContextParallelHandler(Shares):
 
         Args:
             losses: losses of this rank's tokens, ``[B, S/n]`` (``reduction="none"``), or logits ``[B, S/n, V]`` with
-                ``labels``. Half precision is added up in fp32.
+                ``labels``, or with ``head`` hidden states ``[B, S/n, width]``. Half precision is added up in fp32.
             labels: ``[B, S/n]``, already shifted; positions with ``ignore_index`` do not count.
             mask: ``[B, S/n]``, bool or weights: a weighted mean.
             mesh: the mesh over which gradients are reduced, of any number of dimensions, if that is more than the
@@ -347,21 +327,47 @@ class ContextParallelHandler(Shares):
                 over its ranks. The cp ranks must be in it.
             gradients: keep ``"mean"`` under DDP or FSDP, which average them; use ``"sum"`` if you all-reduce them with
                 SUM.
+            head: the ``nn.Linear`` that makes logits of hidden states, or its weight. Logits are then made for a chunk
+                of tokens at a time, and again in backward. The layer's hooks run once (FSDP2, ``ColwiseParallel``).
+            softcap, scale: logits are ``softcap * tanh(scale * head(hidden) / softcap)``; without softcap they are
+                ``scale * head(hidden)``.
+            chunk: the number of tokens whose logits exist at once; default: 256 MiB of them.
 
         Returns:
             A 0-D tensor, fp32 or fp64: the mean of this call's tokens (with gradient accumulation, of one
             micro-batch). One small communication per mesh dimension. If no token counts anywhere, 0 without gradients.
         """
-        if mesh is not None and not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"mesh is a {type(mesh).__name__}: pass the DeviceMesh over which gradients are reduced")
-        if mesh is not None and not set(self.mesh.mesh.flatten().tolist()) <= set(mesh.mesh.flatten().tolist()):
-            raise ValueError(
-                f"mesh of ranks {mesh.mesh.tolist()} does not contain the cp ranks {self.mesh.mesh.tolist()}. Pass the "
-                'mesh over which gradients are reduced, data and context parallel together, like world["dp", "cp"]'
-            )
-        self._refuse_late_shift(losses if labels is None else labels)
-        whole = self.mesh if mesh is None else mesh
+        whole = loss.reduced_mesh(mesh, self.mesh)
+        loss.refuse_late_shift(self.cp, losses if labels is None else labels)
+        losses = token_losses(losses, labels, head, Logits(ignore_index, softcap, scale, chunk))
         return loss.mean_loss(losses, labels, whole, ignore_index=ignore_index, mask=mask, gradients=gradients)
+
+    def log_probs(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        *,
+        head: nn.Module | Tensor,
+        ignore_index: int = -100,
+        softcap: float | None = None,
+        scale: float = 1.0,
+        chunk: int | None = None,
+        gather: bool = False,
+        length: int | None = None,
+    ) -> Tensor:
+        """The log-probability of each label, without whole logits: ``[B, S/n]``, fp32 or fp64; 0 where it is ignored.
+
+        Differentiable. Arguments are those of :meth:`mean_loss`. A temperature T is ``scale=1/T``.
+
+        Args:
+            gather: return those of the whole sequence on every rank, ``[B, S]`` in global order; ``length`` is S before
+                padding. (For a loss of the whole see :meth:`combine`, whose ``gradients=`` matter then.)
+        """
+        loss.refuse_late_shift(self.cp, labels)
+        if length is not None and not gather:
+            raise ValueError(f"length={length} without gather=True: only the whole sequence has padding to cut off")
+        found = log_probs(hidden, labels, head, Logits(ignore_index, softcap, scale, chunk))
+        return self.combine(found, -1, length=length) if gather else found
 
 
 class _Core(nn.Module):

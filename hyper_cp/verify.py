@@ -15,6 +15,7 @@ from .handler import ContextParallelHandler
 from .mesh import cp_mesh
 from .mesh.family import split_cp_mesh
 from .module.mesh_binding import bindings
+from .schedule.layout import check_layout
 from .style import ContextParallel, style_of
 from .verification.compare import TOLERANCES, Tolerance, coarsest
 from .verification.conclude import Traces, conclude
@@ -85,7 +86,8 @@ def verify(
     """
     style = _checked(model, mesh, loss_fn, gradients, layout)
     for name, value in (("rtol", rtol), ("atol", atol)):
-        if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and 0 <= value < math.inf):
             raise ValueError(f"{name}={value!r} is not a tolerance. It must be a number, not negative. Leave it out")
     alone = split_cp_mesh(mesh, [1]).cp(1)
     runs = Runs(model, mesh, alone, batch, style, loss_fn, average=loss_fn is None or gradients == "mean")
@@ -128,7 +130,7 @@ def _checked(
                 f"no module of {type(model).__name__} runs under ContextParallel. Without a style verify does not know "
                 "how attention is shared. Apply the plan first, or pass loss_fn with a context_parallel block"
             )
-        return layout or "head_tail"
+        return "head_tail" if layout is None else check_layout(layout)
     if layout is not None and layout != found[0].style.mode.layout:
         raise ValueError(
             f"layout={layout!r}, but the modules of {type(model).__name__} have {found[0].style.mode.layout!r}. The "

@@ -32,6 +32,7 @@ from hyper_cp import (
     get_cp_handler_cls,
     split_cp_mesh,
 )
+from hyper_cp.integrations.transformers import prepare_batch
 from hyper_cp.mesh import comm
 from hyper_cp.ops import balance
 from tests.harness.attention_case import cp_mesh
@@ -100,6 +101,9 @@ BATCHES: Values = [
 QKV: Values = [
     T((1, 2, S // 2, 4)), BAR, T((1, 2, 3)), T(()), T((1, 0, 4, 4)), T((1, 2, 0, 4)), T((1, 2, S // 2, 4), LONG), *JUNK,
 ]
+HEADS: Values = [
+    T((7, 3)), nn.Linear(3, 7), nn.Linear(2, 7), nn.Conv1d(3, 7, 1), T((7,)), T((0, 3)), T((7, 3), LONG), *JUNK,
+]
 MODES: Values = ["mesh", BAR, *JUNK]
 
 CALLS: dict[str, dict[str, Values]] = {
@@ -138,6 +142,15 @@ CALLS: dict[str, dict[str, Values]] = {
         "ignore_index": NUMBERS,
         "mask": [None, T((2, S // 2), BOOL), T((2, S // 2)), BAR, T((2, 3)), T(()), [[1]], T((2, S // 2, 7)), *JUNK],
         "mesh": [None, "mesh", BAR, *JUNK], "gradients": ["mean", "sum", BAR, *JUNK],
+        "head": [None, BAR, *HEADS], "softcap": [None, BAR, 2.0, *NUMBERS], "scale": [1.0, BAR, 0.5, *NUMBERS],
+        "chunk": [None, BAR, *COUNTS],
+    },
+    "log_probs": {
+        "hidden": [T((2, S // 2, 3)), *TENSORS, T((2, S // 2, 3), LONG)],
+        "labels": [T((2, S // 2), LONG), BAR, T((2, 3), LONG), T((), LONG), T((2, S // 2)), [[1]], *JUNK],
+        "head": [T((7, 3)), BAR, *HEADS], "ignore_index": NUMBERS, "softcap": [None, 2.0, BAR, *NUMBERS],
+        "scale": [1.0, 0.5, BAR, *NUMBERS], "chunk": [None, *COUNTS], "gather": FLAGS,
+        "length": [None, BAR, S, 7, *COUNTS],
     },
     "get_batch_on_this_cp_rank": {
         "batch": BATCHES,
@@ -151,11 +164,12 @@ CALLS: dict[str, dict[str, Values]] = {
             {"input_ids": 1.5}, {"input_ids": HUGE}, *JUNK,
         ],
     },
+    "prepare_batch": {"batch": BATCHES},
     "core_attn": {
         "attn": ["attention", BAR, *JUNK], "q": QKV, "k": QKV, "v": QKV,
         "seq_dim": [2, BAR, 5, -1, True, *JUNK], "head_dim": [1, BAR, 5, -1, True, *JUNK],
     },
-    "handler": {"mesh": MODES, "style": ["contiguous", "head_tail", "auto", BAR, *JUNK]},
+    "handler": {"mesh": MODES, "style": ["contiguous", "head_tail", "balanced", BAR, *JUNK]},
     "handler of": {"model": [BAR, nn.Linear(2, 2), *JUNK]},
     "megatron": {
         "backend": [None, "local", BAR, *JUNK],
@@ -176,7 +190,8 @@ CALLS: dict[str, dict[str, Values]] = {
         "buffer_seq_dims": [None, [1], [1, 0], BAR, [None], ["x"], [5], [True], [1.0], *JUNK],
         "no_restore_buffers": [None, (), BAR, [3], [T((2, S))], [[]], *JUNK],
         "ulysses_degree": [1, None, 2, "auto", BAR, 0, -1, 1.5, True, *JUNK],
-        "kv_exchange": ["all_gather", "ring", BAR, *JUNK], "layout": ["head_tail", "contiguous", "auto", BAR, *JUNK],
+        "kv_exchange": ["all_gather", "ring", BAR, *JUNK],
+        "layout": ["head_tail", "contiguous", "balanced", BAR, *JUNK],
         "load_balance": FLAGS, "window": WINDOWS, "head_groups": [1, 2, BAR, 0, True, 1.5, *JUNK],
     },
     "dynamic": {
@@ -197,25 +212,19 @@ CALLS: dict[str, dict[str, Values]] = {
 """For each function the values that are tried for its arguments."""
 REQUIRED = {
     "documents": 0, "apply_rotary_pos_emb": 2, "core_attn": 4, "handler": 2, "megatron": 0, "dynamic": 3, "cost": 2,
-    "transformer": 3, "balance": 2,
+    "transformer": 3, "balance": 2, "log_probs": 3,
 }
 """The number of arguments that have no default, if it is not one."""
 # fmt: on
 
 CLASSES = {"input_ids": WHOLE, "labels": T((2,), LONG)}
 
+BATCH = ("attention_mask", "position_ids", "document_ids", "labels", "input_ids", "entry")
 NAMES = {
+    "prepare_batch": BATCH,
     "megatron": ("window", "kv_exchange", "'no'"),
     "core_attn": ("module _Core",),
-    "get_batch_on_this_cp_rank": (
-        "attention_mask",
-        "position_ids",
-        "document_ids",
-        "labels",
-        "input_ids",
-        "entry",
-        "pad_value",
-    ),
+    "get_batch_on_this_cp_rank": (*BATCH, "pad_value"),
     "transformer": ("linear",),
 }
 """Other names by which errors of a call may speak of its arguments."""
@@ -257,6 +266,8 @@ def make_call(name: str, given: dict[str, Any], handler: ContextParallelHandler)
         return scheduler.capacity(degree), scheduler.plan(lengths).of_rank(rank)
     if name == "core_attn":
         return handler.core_attn(*[given.pop(key) for key in ("attn", "q", "k", "v")], **given)
+    if name == "prepare_batch":
+        return prepare_batch(handler, **given)
     if name in ("cost", "transformer", "balance"):
         return {"cost": CostModel, "transformer": CostModel.of_transformer, "balance": balance}[name](**given)
     return getattr(handler, name)(**given)
@@ -310,7 +321,7 @@ def drawn_call(draw: st.DrawFn) -> Call:
             common, others = values[: values.index(BAR)], [x for x in values if x is not BAR]
             rare = not common or draw(st.integers(0, 4)) == 0
             given[key] = draw(st.sampled_from(others if rare else common))
-    return name, given, draw(st.sampled_from(["contiguous", "head_tail", "per_document", "auto"]))
+    return name, given, draw(st.sampled_from(["contiguous", "head_tail", "per_document", "balanced", "auto"]))
 
 
 @settings(max_examples=100, phases=[Phase.explicit, Phase.generate])

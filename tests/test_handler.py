@@ -66,7 +66,7 @@ def combined_later(layout: str) -> list[bool]:
     return [torch.equal(handler.combine(part, length=29, documents=d), whole) for d in ([0, 7, 8, 29], table)]
 
 
-@pytest.mark.parametrize("layout", ["per_document", "auto"])
+@pytest.mark.parametrize("layout", ["per_document", "balanced"])
 def test_combine_after_the_documents_block(ranks: Any, layout: str) -> None:
     assert ranks(3, combined_later, layout) == [[True, True]] * 3
 

@@ -69,6 +69,8 @@ READS = "read by transformers itself of a model's class or configuration"
 PRIVATE_ELSEWHERE = {
     ("context_manager.py", "_version"): WRITES,
     ("mesh/batch_state.py", "_DummyThread"): "a thread that Python has not started, which has no public name",
+    ("mesh/groups.py", "_get_backend"): "the backend of a device, which alone says whether it can be split",
+    ("mesh/groups.py", "_world"): "the number that is part of the name of the next process group",
     ("module/running_call.py", "_base"): VIEWS,
     ("ops/masks.py", "_version"): WRITES,
     ("ops/masks.py", "_base"): VIEWS,

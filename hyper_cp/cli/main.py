@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import demo, verify
+from . import demo, plan, verify
 
 COMMANDS = {
     "demo": (demo, "train a small Llama in every mode beside one rank, and compare the losses"),
+    "plan": (plan, "estimate a training step in every strategy, and name the one to use first"),
     "verify": (verify, "compare a training step with and without context parallelism, and name what differs"),
 }
 

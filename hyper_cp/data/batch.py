@@ -190,7 +190,7 @@ class WholeBatch:
     def table(self) -> Tensor | None:
         """Documents and padding of the padded sequence; None if there are none."""
         rows = self.boundaries
-        if rows is None and (self.padded > self.length or self.handler.layout in layouts.BY_DOCUMENTS):
+        if rows is None and (self.padded > self.length or layouts.by_documents(self.handler.layout)):
             rows = [[0, self.length]]  # the whole sequence is a document too
         return None if rows is None else self.handler.padded_table(rows)
 

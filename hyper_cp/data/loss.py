@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..mesh.cp_mesh import CPMesh
 from .collectives import by_rank
 
 
@@ -21,7 +22,7 @@ def mean_loss(
     mask: Tensor | None,
     gradients: str,
 ) -> Tensor:
-    """See :meth:`hyper_cp.ContextParallelHandler.mean_loss`."""
+    """See :meth:`hyper_cp.ContextParallelHandler.mean_loss`; ``mesh`` is the one over which gradients are reduced."""
     if gradients not in ("mean", "sum"):
         raise ValueError(
             f'gradients={gradients!r} is unknown. Use "mean" under DDP or FSDP, which average gradients, or "sum" if '
@@ -36,6 +37,33 @@ def mean_loss(
     factor = mesh.size() if gradients == "mean" else 1
     share = total.to(exact) * (factor / tokens)
     return _ValueAndGradient.apply(sums[0] / tokens, share)
+
+
+def reduced_mesh(mesh: DeviceMesh | None, cp: DeviceMesh) -> DeviceMesh:
+    """The mesh over which gradients are reduced: the one that was given, which contains the cp mesh, or that itself."""
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}: pass the DeviceMesh over which gradients are reduced")
+    if mesh is not None and not set(cp.mesh.flatten().tolist()) <= set(mesh.mesh.flatten().tolist()):
+        raise ValueError(
+            f"mesh of ranks {mesh.mesh.tolist()} does not contain the cp ranks {cp.mesh.tolist()}. Pass the "
+            'mesh over which gradients are reduced, data and context parallel together, like world["dp", "cp"]'
+        )
+    return cp if mesh is None else mesh
+
+
+def refuse_late_shift(cp: CPMesh, per_token: Any) -> None:
+    """Raise ``ValueError`` for tokens ``[B, S/n - 1]``: each rank has shifted its own share."""
+    state, shape = cp.batch, tuple(getattr(per_token, "shape", ()))
+    if cp.size == 1 or len(shape) != 2 or any(map(state.is_share, shape)):
+        return
+    length = max(shape)
+    if state.is_share(length + 1):
+        raise ValueError(
+            f"losses or labels of shape {shape} have {length} positions, but this rank's share of the sequence has "
+            f"{length + 1}. If they were shifted after sharding, every rank lacks the label of its last token. "
+            "Shift them over the whole sequence: get_batch_on_this_cp_rank(..., shift_labels=True); if they are "
+            "not positions of this share, pass them flattened"
+        )
 
 
 def check_ignore_index(ignore_index: int) -> None:

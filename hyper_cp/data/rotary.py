@@ -46,3 +46,19 @@ def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
+
+
+def checked_table(tensor: Tensor, freqs: Tensor, seq_dim: int, mscale: float) -> Tensor:
+    """The angles ``[L, R]`` of ``apply_rotary_pos_emb``; ``TypeError`` or ``ValueError`` if arguments do not fit."""
+    if not isinstance(freqs, Tensor):
+        raise TypeError(f"freqs is a {type(freqs).__name__}: pass a tensor of angles [L, R] or [L, 1, 1, R]")
+    if freqs.ndim < 2 or freqs.numel() != freqs.shape[0] * freqs.shape[-1]:
+        raise ValueError(f"freqs has shape {tuple(freqs.shape)}: pass angles [L, R] or [L, 1, 1, R]")
+    if seq_dim == tensor.ndim - 1:
+        raise ValueError(
+            f"seq_dim={seq_dim} is the last dimension of tensor, whose shape is {tuple(tensor.shape)}, but that is "
+            "the one that is rotated. Pass a tensor [.. S/n .., D]"
+        )
+    if not isinstance(mscale, (int, float)):
+        raise TypeError(f"mscale is a {type(mscale).__name__}: pass the factor of cosine and sine, a number")
+    return freqs.reshape(freqs.shape[0], freqs.shape[-1])

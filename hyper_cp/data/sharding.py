@@ -186,7 +186,7 @@ class Shares:
         ``ValueError`` if the length, which the error calls ``argument``, does not split evenly.
         """
         layouts.check_length(self.layout, self.cp.size, length, argument)
-        by_documents = self.layout in layouts.BY_DOCUMENTS  # else the table is not read: a compiled graph may run this
+        by_documents = layouts.by_documents(self.layout)  # else the table is not read: a compiled graph may run this
         return resolve(self.layout, self.cp.size, length, read(documents) if by_documents else None)
 
     def documents_for(

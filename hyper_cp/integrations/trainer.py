@@ -19,10 +19,11 @@ from .transformers import prepare_batch, prepare_model
 class ContextParallelTrainer:
     """``class MyTrainer(ContextParallelTrainer, Trainer)``, constructed with ``style=`` and
     ``TrainingArguments(parallelism_config=ParallelismConfig(cp_size=n))`` (on CPU that of
-    :mod:`hyper_cp.integrations.accelerate`). Logged and evaluation losses are those of one device."""
+    :mod:`hyper_cp.integrations.accelerate`). Logged and evaluation losses are those of one device. With
+    ``chunked_loss=True`` no whole logits are made; evaluations then have losses and no predictions."""
 
-    def __init__(self, *args: Any, style: ContextParallel, **kwargs: Any) -> None:
-        self.style = style
+    def __init__(self, *args: Any, style: ContextParallel, chunked_loss: bool = False, **kwargs: Any) -> None:
+        self.style, self.chunked_loss = style, chunked_loss
         if not hasattr(super(), "_prepare_context_parallel_inputs"):
             raise RuntimeError(
                 f"transformers {transformers.__version__} has no Trainer._prepare_context_parallel_inputs, so batches "
@@ -39,7 +40,8 @@ class ContextParallelTrainer:
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.handler = enable(self.accelerator, style=self.style)  # type: ignore[attr-defined]
-        prepare_model(self.model, cp_mesh(self.accelerator), style=self.style)  # type: ignore[attr-defined]
+        mesh, chunked_loss = cp_mesh(self.accelerator), self.chunked_loss  # type: ignore[attr-defined]
+        prepare_model(self.model, mesh, style=self.style, chunked_loss=chunked_loss)  # type: ignore[attr-defined]
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return nullcontext, prepare_batch(self.handler, inputs)
@@ -51,8 +53,19 @@ class ContextParallelTrainer:
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         if loss is not None:  # the mean over the ranks that share the sequence
             loss = by_rank(self.handler.mesh, loss.detach().reshape(1)).mean()
-        whole = recursively_apply(lambda x: self.handler.combine(x, 1, length=length), logits)
-        return loss, whole, labels
+        return loss, recursively_apply(lambda x: self._whole(x, length), logits), labels
+
+    def _whole(self, x: Tensor, length: int) -> Tensor:
+        """Gather an output of every token ``[B, S/n, ...]`` into ``[B, S, ...]``."""
+        share = self.handler.padded_length(length) // self.handler.cp.size
+        if x.ndim < 2 or x.shape[1] != share:
+            model = type(self.model).__name__  # type: ignore[attr-defined]
+            raise NotImplementedError(
+                f"evaluation got an output of shape {tuple(x.shape)} from {model}. Only outputs of "
+                f"every token are gathered from the ranks, and this rank holds {share} tokens (dimension 1). Set "
+                'prediction_loss_only=True, or leave the output out: evaluate(ignore_keys=["aux_loss", ...])'
+            )
+        return self.handler.combine(x, 1, length=length)
 
     @property
     def gather_function(self) -> Any:

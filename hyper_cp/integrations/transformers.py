@@ -34,7 +34,8 @@ from ..schedule.documents import documents_table
 from ..style import ContextParallel, style_of
 from .huggingface import forward, router_loss
 from .huggingface.attention import NAME, register
-from .huggingface.checks import check_dispatched, check_inputs, check_model, decoder_of, own_positions
+from .huggingface.checks import check_batch, check_dispatched, check_inputs, check_model, decoder_of, own_positions
+from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.direct import direct_attention, no_mask, route
 from .huggingface.forward import ForwardState, OneDevice, PreparedBatch
 from .huggingface.rotary import prepare_rotary
@@ -44,12 +45,18 @@ __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
 IGNORE = -100
 
 
-def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextParallel) -> PreTrainedModel:
+def prepare_model(
+    model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextParallel, chunked_loss: bool = False
+) -> PreTrainedModel:
     """Run the attention of a causal model over the sequence that the ranks of ``mesh`` share; in place.
 
     Call it before DDP, FSDP or compile. Dimensions and indices of ``style`` do not count, and sliding windows are the
     model's own. The forward takes this rank's tokens: see :func:`prepare_batch`. A batch that has not been through it
     may have a 2-D ``attention_mask`` (local or global) or ``position_ids``, which are then gathered in every forward.
+
+    Args:
+        chunked_loss: compute the loss without whole logits, for a chunk of tokens at a time. The output of a forward
+            with labels has no logits then. Models may scale, cap and cast logits; any other step raises an error.
 
     Returns:
         The model.
@@ -70,6 +77,9 @@ def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextPar
             f"style has window={style.mode.window}, but the model decides which layers have a sliding window: drop it"
         )
     check_model(model, decoder)
+    if chunked_loss and model is decoder:
+        raise ValueError(f"chunked_loss=True, but {name} is a model without a head. Prepare the model with its head")
+    chunked = ChunkedLoss(model) if chunked_loss else None
     hook = DecoderHook(style, mesh, decoder)
     if hook.direct:
         route(hook.direct)
@@ -78,7 +88,7 @@ def prepare_model(model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextPar
     decoder.register_forward_pre_hook(hook.before, with_kwargs=True, prepend=True)
     decoder.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
     if model is not decoder:
-        head = HeadHook(hook)
+        head = HeadHook(hook, chunked)
         model.register_forward_pre_hook(head.before, with_kwargs=True)
         model.register_forward_hook(head.after, with_kwargs=True, always_call=True)
     return model
@@ -98,12 +108,7 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
             Packed documents have any name that :meth:`ContextParallelHandler.get_batch_on_this_cp_rank` knows, or
             position ids that restart. They are kept apart in every model (some models forget that in SDPA masks).
     """
-    entries = dict(batch)
-    tokens = next((entries[x] for x in ("input_ids", "inputs_embeds") if entries.get(x) is not None), None)
-    if tokens is None:
-        raise ValueError(
-            f"batch has the entries {list(batch)}, but neither input_ids nor inputs_embeds: name the tokens so"
-        )
+    tokens, entries = check_batch(batch), dict(batch)
     documents = take_documents(entries)
     if entries.get("labels") is not None:
         if entries.get("shift_labels") is None:
@@ -125,7 +130,7 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
         # The documents of a block say what positions that restart in them would say.
         packed = mask is None and positions is not None and positions.ndim == 2 and handler.cp.batch.documents is None
         state = attention_state(handler, documents, None, positions if packed else None)
-    if state.documents is None and handler.layout in layouts.BY_DOCUMENTS and handler.cp.batch.documents is None:
+    if state.documents is None and layouts.by_documents(handler.layout) and handler.cp.batch.documents is None:
         state = replace(state, documents=documents_table([0, whole.padded]))  # the whole sequence is a document too
     placed_by = handler.documents_for(state.documents, whole.padded)
     local = whole.split(placed_by, {name: IGNORE for name in dims if "labels" in name})
@@ -293,8 +298,8 @@ class DecoderHook:
 class HeadHook:
     """The hooks of a model around its decoder: they check what its head would do, and correct its router loss."""
 
-    def __init__(self, decoder: DecoderHook) -> None:
-        self.decoder = decoder
+    def __init__(self, decoder: DecoderHook, chunked: ChunkedLoss | None) -> None:
+        self.decoder, self.chunked = decoder, chunked
         self.formula_checked = False
 
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -304,15 +309,20 @@ class HeadHook:
             check_inputs(model, kwargs)
             if router_loss.requested(model, kwargs):
                 router_loss.check(model, kwargs, args[0] if args else kwargs.get("input_ids"))
+        if self.chunked is not None:
+            self.chunked.begin(model, kwargs)
 
-    def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Make the router loss that of the whole sequence."""
+    def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Make the router loss that of the whole sequence, and take deferred logits out of the output."""
         forward.offer(None)
         mesh = self.decoder.binding.active
-        if not mesh.parallel or not isinstance(getattr(output, "aux_loss", None), Tensor):
-            return
+        if mesh.parallel and isinstance(getattr(output, "aux_loss", None), Tensor):
+            self._share_router_loss(model, kwargs, output, mesh.mesh)
+        return None if self.chunked is None else self.chunked.end(model, output)
+
+    def _share_router_loss(self, model: Any, kwargs: dict[str, Any], output: Any, mesh: DeviceMesh) -> None:
         ready, mask = kwargs.get("context_parallel"), kwargs.get("attention_mask")
         if not self.formula_checked:
             router_loss.check_formula(model, output, mask)
             self.formula_checked = True
-        router_loss.share(model, output, mask if ready is None else ready.counted, mesh.mesh)
+        router_loss.share(model, output, mask if ready is None else ready.counted, mesh)

@@ -74,6 +74,9 @@ _REMEDY = {
     "ContextParallel(allow=...)",
     "batch": "The ranks of a cp mesh share one batch: give their data loaders the same seed and the same rank of data "
     "parallelism",
+    "number of process groups": "PyTorch names a new group after the number of groups that its rank is in, and "
+    "ranks with other names never meet. Make the same number of groups with each rank of the cp mesh, or apply the "
+    "styles before you make the others",
     "styled modules": "Apply one plan, with equal styles, to the same model on every rank",
 }
 _DIGESTS = ("documents", "weights", "batch")

@@ -130,7 +130,7 @@ class Axis:
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Axis:
-        kind = BACKENDS.get(_backend(group), Axis)
+        kind = BACKENDS.get(backend_of(group), Axis)
         return kind(dist.get_rank(group), dist.get_world_size(group), group)
 
     @staticmethod
@@ -251,7 +251,7 @@ BACKENDS: dict[str, type[Axis]] = {"gloo": GlooAxis, "hccl": HcclAxis}
 """The kind of axis for each backend; any other has :class:`Axis` itself."""
 
 
-def _backend(group: dist.ProcessGroup) -> str:
+def backend_of(group: dist.ProcessGroup) -> str:
     """The backend that serves the accelerator, or the CPU if there is no other. ``get_backend`` does not name it for a
     group of several backends, nor for the default of ``init_process_group``."""
     of_device = dict(pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .agreement import Agreement, Signature
 from .batch_state import BatchState
 from .comm import Axis
+from .groups import can_split, make_group, names_of_groups, parts_of
 
 MESH_NAMES = ("ring", "ulysses")
 
@@ -152,7 +153,7 @@ def view(mesh: DeviceMesh, ulysses_degree: int | None = None) -> CPMesh:
     of a 2-D one).
 
     Process groups are made only for a true hybrid on a 1-D mesh, once per mesh and degree; all ranks of the mesh must
-    make this call, in the same order, as for every collective.
+    make this call, in the same order, as for every collective. Ranks outside the mesh need not.
     """
     if torch.compiler.is_compiling():  # a graph cannot depend on the identity of an object
         return _view(mesh, ulysses_degree)
@@ -194,10 +195,11 @@ def _view(mesh: DeviceMesh, ulysses_degree: int | None) -> CPMesh:
     else:
         # A rank that makes other groups, or none, would leave the others waiting for it. (The view without groups holds
         # what all views share, also if the ranks disagree.)
-        _view(mesh, 1).agree("groups", (("ulysses_degree", degree),), "ContextParallel")
-        block, lane = divmod(whole.rank, degree)
-        ulysses = Axis.of(_subgroup(ranks[block * degree : (block + 1) * degree]))
-        ring = Axis.of(_subgroup(ranks[lane::degree]))
+        named = () if can_split(group) else (("number of process groups", names_of_groups()),)
+        _view(mesh, 1).agree("groups", (("ulysses_degree", degree), *named), "ContextParallel")
+        blocks = parts_of([ranks[i : i + degree] for i in range(0, size, degree)])
+        lanes = parts_of([ranks[i::degree] for i in range(degree)])
+        ulysses, ring = (Axis.of(make_group(parts, group)) for parts in (blocks, lanes))
     return register(CPMesh(key, ring, ulysses, (whole,), *_shared_state(ranks, whole)))
 
 
@@ -223,11 +225,6 @@ def _shared_state(ranks: list[int], *axes: Axis) -> tuple[BatchState, Agreement 
         if [axis.group for axis in other.flat] == groups:
             return other.batch, other.agreement
     return BatchState(), Agreement.between(ranks, groups)
-
-
-def _subgroup(ranks: list[int]) -> dist.ProcessGroup:
-    # Only the members make the call: other cp groups of a larger world need not take part.
-    return dist.new_group(ranks, use_local_synchronization=True, group_desc="hyper_cp")
 
 
 def degrees_within_host(mesh: DeviceMesh) -> list[int]:

@@ -10,11 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import cp_mesh
 from .comm import Axis
+from .groups import Parts, make_group, parts_of
 
 Ranks = tuple[int, ...]
 
-_GROUPS: dict[Ranks, dist.ProcessGroup] = {}
-"""Groups made for families in this process, by their ranks."""
+_GROUPS: dict[Parts, dist.ProcessGroup] = {}
+"""This rank's group of each partition of ranks for which this process has made groups. By the whole partition: all of
+its ranks then agree on which groups there are."""
 
 
 class MeshFamily:
@@ -78,12 +80,10 @@ def split_cp_mesh(mesh: DeviceMesh, degrees: Sequence[int] | None = None) -> Mes
         degrees: context-parallel degrees, divisors of the number of ranks. Default: all of them. Degree 1 is
             always there.
 
-    All ranks of ``mesh`` must make the call, as for every collective; other ranks need not, except with NCCL and
-    ``init_process_group(device_id=...)``, where groups are split off the communicator of the world: there every
-    rank makes the call at the same time, each for its own mesh.
+    All ranks of ``mesh`` must make the call, as for every collective; other ranks need not.
 
-    Process groups of one set of ranks exist once: those of ``mesh`` are used, those of an earlier call are used
-    again, and a group that is the cp group of one degree and the dp group of another is one. On n = 2^k ranks
+    Process groups of one partition of these ranks exist once: those of ``mesh`` are used, those of an earlier call are
+    used again, and a group that is the cp group of one degree and the dp group of another is one. On n = 2^k ranks
     every rank is in 2k groups, one of which holds this rank alone.
 
     Raises:
@@ -94,19 +94,17 @@ def split_cp_mesh(mesh: DeviceMesh, degrees: Sequence[int] | None = None) -> Mes
     """
     ranks = _checked_ranks(mesh)
     wanted = _checked_degrees(degrees, len(ranks))
-    groups = {r: g for r, g in _GROUPS.items() if _alive(g)} | _groups_of(mesh)
+    groups = {parts: g for parts, g in _GROUPS.items() if _alive(g)} | _groups_of(mesh)
     _GROUPS.clear()
     built = {}
     for degree in wanted:  # the same order on every rank, which makes the group-wise set-up free of deadlock
         table = torch.tensor(ranks).view(-1, degree)
-        row, column = divmod(ranks.index(dist.get_rank()), degree)
-        members = [tuple(table[:, column].tolist()), tuple(table[row].tolist())]
-        for own in members:
-            if own not in groups:
-                # Only the members make the call: other pipeline stages or tensor-parallel ranks need not.
-                groups[own] = dist.new_group(list(own), use_local_synchronization=True, group_desc="hyper_cp")
+        members = [parts_of(table.T.tolist()), parts_of(table.tolist())]
+        for parts in members:
+            if parts not in groups:
+                groups[parts] = make_group(parts, groups.get((ranks,)) or _world_of(ranks))
         built[degree] = DeviceMesh.from_group(
-            [groups[own] for own in members], mesh.device_type, mesh=table, mesh_dim_names=("dp", "cp")
+            [groups[parts] for parts in members], mesh.device_type, mesh=table, mesh_dim_names=("dp", "cp")
         )
     _GROUPS.update(groups)
     return MeshFamily(ranks, built)
@@ -152,8 +150,15 @@ def _checked_degrees(degrees: Sequence[int] | None, size: int) -> list[int]:
     return sorted({1, *degrees})
 
 
-def _groups_of(mesh: DeviceMesh) -> dict[Ranks, dist.ProcessGroup]:
-    return {tuple(dist.get_process_group_ranks(group)): group for group in mesh.get_all_groups()}
+def _groups_of(mesh: DeviceMesh) -> dict[Parts, dist.ProcessGroup]:
+    """The groups of every dimension, by the partition of the mesh's ranks that they belong to."""
+    rows = (mesh.mesh.movedim(dim, -1).reshape(-1, size).tolist() for dim, size in enumerate(mesh.shape))
+    return {parts_of(parts): group for parts, group in zip(rows, mesh.get_all_groups(), strict=True)}
+
+
+def _world_of(ranks: Ranks) -> dist.ProcessGroup | None:
+    """The default process group, if these are its ranks."""
+    return dist.group.WORLD if len(ranks) == dist.get_world_size() else None
 
 
 def _alive(group: dist.ProcessGroup) -> bool:

@@ -21,6 +21,7 @@ from .checks import check, check_degree, check_dimensions, check_enable_gqa
 from .config import Call, CheckedCall, Mode
 from .engine import TileEngine
 from .exchange.ulysses import Ulysses
+from .kernels import scores
 
 _ops = torch.ops.hyper_cp
 SAVE_LIST: list[Any] = [_ops.attention.default, _ops.all_to_all.default, _ops.ulysses_attention.default]
@@ -58,8 +59,7 @@ def attend(
     if exchanged or cp.ulysses.size == 1:
         return core(q, k, v, checked)
     head_groups.check_groups(q.shape[1], k.shape[1], cp, mode.head_groups)
-    if isinstance(core, TileEngine) and mode.head_groups > 1 and not call.dropout_p and call.sinks is None:
-        # Dropout needs all heads in one call: its pattern depends on the number of a head on its rank. So do sinks.
+    if isinstance(core, TileEngine) and mode.head_groups > 1:
         return head_groups.attend(q, k, v, checked, core.with_lse)
     ulysses = Ulysses(cp, mode.layout, documents=call.documents)
     q, k, v = ulysses.to_heads(q, k, v)
@@ -95,6 +95,7 @@ def attention(
     return_lse: bool = False,
     head_groups: int = 1,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Context-parallel scaled dot-product attention of this rank's share of the sequence.
 
@@ -113,7 +114,8 @@ def attention(
             rank has all keys and values (cross-attention to a text), nothing travels, and each rank's gradient of
             them is its share of a sum.
         layout: which positions the ranks hold: ``"contiguous"``, ``"head_tail"``, ``"per_document"`` (each
-            document head-tail; needs documents) or ``"auto"`` (of the last two what balances them better).
+            document head-tail), ``"balanced"`` (chunks dealt by their cost) or ``"auto"`` (the cheapest of all). The
+            last three need documents.
         load_balance: head-tail exchange of queries on contiguous data (causal only; otherwise
             nothing is unbalanced and nothing is exchanged).
         attn_mask: bool (True is visible) or added to the logits, broadcastable to ``[B, H, S, S]`` over
@@ -129,15 +131,16 @@ def attention(
             the default CPU generator.
         return_lse: also return the log-sum-exp of the scaled logits.
         head_groups: exchange heads (``ulysses_degree`` > 1) in this many groups, the next one in flight while one is
-            attended, in backward too. Each rank's heads must split into them. Not with dropout or sinks (then all at
-            once).
+            attended, in backward too. Each rank's heads must split into them.
         sinks: a learned logit per query head ``[H]``, of all heads, which takes weight in the softmax of every row and
             gives no value (attention sinks, as in gpt-oss). Each rank returns the gradient through its own rows and
             heads: reduce it over the cp ranks like that of any replicated parameter.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` before masks and the softmax (as in Gemma 2). Plain
+            math computes that on the CPU and on NPUs, FlexAttention on CUDA.
 
     Returns:
         This rank's output ``[B, H, S/n, Dv]``; with ``return_lse`` and ``[B, H, S/n]`` in fp32 (fp64 for fp64
-        inputs), which has no gradient and is -inf for queries that see nothing.
+        inputs), which has no gradient (but with softcap) and is -inf for queries that see nothing.
 
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.
@@ -149,6 +152,7 @@ def attention(
     check_enable_gqa("attention", q.shape[1], k.shape[1], enable_gqa)
     mode = Mode(kv_exchange, layout, load_balance, window, head_groups)  # type: ignore[arg-type]
     check_degree(mode, cp)
-    call = Call(is_causal, scale, attn_mask, documents_table(documents), dropout_p, sinks=sinks)
+    score = None if softcap is None else scores.softcap(softcap)
+    call = Call(is_causal, scale, attn_mask, documents_table(documents), dropout_p, sinks=sinks, score=score)
     found: Tensor | tuple[Tensor, Tensor] = attend(q, k, v, cp, mode, call, TileEngine(return_lse))
     return found

@@ -70,6 +70,7 @@ def check(
             exchanged,
             lengths,
             None if call.sinks is None else _sinks(call, q, cp, exchanged),
+            call.score,
         ),
     )
 
@@ -116,6 +117,7 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
         ("attn_mask", call.mask is not None),
         ("sinks", call.sinks is not None),
         ("dropout", call.dropout_p > 0),
+        ("score", "" if call.score is None else call.score.signature),
     )
     cp.agree("call", signature, call.name, (("scale", call.scale), ("dropout_p", call.dropout_p)))
     table = documents.read(call.documents)
@@ -282,7 +284,7 @@ def check_options(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) 
             "Cross-attention of different lengths takes no is_causal, window or documents: document boundaries "
             "describe queries only. Pass an explicit attn_mask, which says which keys each query sees"
         )
-    if mode.layout in layouts.BY_DOCUMENTS and mode.kv_exchange != "replicated" and cp.size > 1:
+    if layouts.by_documents(mode.layout) and mode.kv_exchange != "replicated" and cp.size > 1:
         raise ValueError(
             f"layout={mode.layout!r} places queries by their documents, which say nothing about keys of another "
             "length. Pass all keys on every rank with kv_exchange='replicated'"

@@ -12,6 +12,7 @@ from ..mesh.cp_mesh import CPMesh
 from ..schedule import arrivals, tiles
 from ..schedule import layout as layouts
 from ..schedule.tiles import Band
+from .kernels.scores import Score
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Call:
     """The module that calls, for errors and for the comparison between ranks."""
     sinks: Tensor | None = None
     """A logit per query head that takes weight and gives no value: ``[H]`` of all heads, or of this rank's."""
+    score: Score | None = None
+    """A function that changes logits, of global positions and heads."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +96,13 @@ class CheckedCall:
     """Global numbers of queries and keys."""
     sinks: Tensor | None = None
     """``[H]``, of the heads that this rank attends."""
+    score: Score | None = None
 
     def settings(self, kernel: str) -> str:
         """The :class:`OpSettings` of this call as text."""
-        m = self.mode
-        return OpSettings(m.layout, m.kv_exchange, m.load_balance, self.band, m.head_groups, kernel, self.cp.key).text()
+        m, score = self.mode, "" if self.score is None else self.score.key
+        exchange = m.layout, m.kv_exchange, m.load_balance
+        return OpSettings(*exchange, self.band, m.head_groups, kernel, self.cp.key, score).text()
 
 
 @dataclass(frozen=True)
@@ -114,16 +119,26 @@ class OpSettings:
     """The name of the kernel, or "" if it is chosen when the op runs."""
     mesh: str
     """The key of the mesh, see :func:`hyper_cp.mesh.cp_mesh.by_key`."""
+    score: str = ""
+    """The key of the function that changes logits, see :func:`hyper_cp.ops.kernels.scores.find`, or ""."""
+    first_head: int | None = None
+    """The global number of the first query head, in a group of heads; None: the heads are all those of this rank."""
+
+    def heads_before(self, rank: int, heads: int) -> int:
+        """The global number of the first of ``heads`` query heads on a rank of the Ulysses dimension."""
+        return rank * heads if self.first_head is None else self.first_head
 
     def text(self) -> str:
         lower, upper = self.band
-        names = f"{self.layout}|{self.kv_exchange}|{self.kernel}"  # registered names contain no "|"
-        return f"{names}|{int(self.load_balance)}|{lower}|{upper}|{self.head_groups}|{self.mesh}"
+        names = f"{self.layout}|{self.kv_exchange}|{self.kernel}|{self.score}"  # registered names contain no "|"
+        heads = f"{self.head_groups}|{self.first_head}"
+        return f"{names}|{int(self.load_balance)}|{lower}|{upper}|{heads}|{self.mesh}"
 
 
 @lru_cache(maxsize=1024)
 def op_settings(text: str) -> OpSettings:
     """The settings that :meth:`OpSettings.text` has written."""
-    layout, kv_exchange, kernel, load_balance, lower, upper, head_groups, mesh = text.split("|", 7)
-    band = (None if lower == "None" else int(lower), None if upper == "None" else int(upper))
-    return OpSettings(layout, kv_exchange, load_balance == "1", band, int(head_groups), kernel, mesh)
+    layout, kv_exchange, kernel, score, load_balance, *numbers, mesh = text.split("|", 9)
+    lower, upper, head_groups, first_head = (None if x == "None" else int(x) for x in numbers)
+    exchange = layout, kv_exchange, load_balance == "1"
+    return OpSettings(*exchange, (lower, upper), head_groups or 1, kernel, mesh, score, first_head)

@@ -23,7 +23,8 @@ from .config import CheckedCall, OpSettings, op_settings
 from .exchange.tails import SwappedTails
 from .kernels.dropout import Dropout, draw_seed
 from .kernels.inputs import TileInputs
-from .kernels.partials import Partials, RowSum, accumulation_dtype, like_queries, part
+from .kernels.partials import Partials, RowSum, accumulation_dtype, add, like_queries, part
+from .kernels.scores import TileScores, find
 
 
 class TileEngine:
@@ -37,13 +38,10 @@ class TileEngine:
         """There is nothing to check beside the call itself."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Any:
-        own = call.documents is None and call.mode.window is None and call.sinks is None and not self.with_lse
-        if call.cp.size == 1 and own:
+        own = call.documents is None and call.mode.window is None and call.sinks is None and call.score is None
+        if call.cp.size == 1 and own and not self.with_lse:
             return self._alone(q, k, v, call)
-        seed = draw_seed() if call.dropout_p else None
-        settings = call.settings(kernels.choose(q, k, v, call.is_causal, call.dropout_p))
-        numbers = call.scale, call.dropout_p
-        found = attention_op(q, k, v, call.sinks, call.documents, call.mask, seed, *numbers, settings)
+        found = attention_op(q, k, v, *op_arguments(q, k, v, call))
         return found[:2] if self.with_lse else found[0]
 
     def _alone(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Tensor:
@@ -54,6 +52,15 @@ class TileEngine:
         )
 
 
+def op_arguments(q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> tuple[Any, ...]:
+    """The arguments after q, k, v of the op that computes a call."""
+    seed, score = draw_seed() if call.dropout_p else None, call.score
+    kernel = kernels.choose(q, k, v, call.is_causal, call.dropout_p, score is not None)
+    captured = [] if score is None else list(score.captured)
+    tensors = call.sinks, captured, call.documents, call.mask, seed
+    return *tensors, call.scale, call.dropout_p, call.settings(kernel)
+
+
 class _Work:
     """The work of one call on this rank: its schedule, its kernel, and what each tile sees."""
 
@@ -62,6 +69,7 @@ class _Work:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        captured: list[Tensor],
         documents: Tensor | None,
         mask: Tensor | None,
         seed: Tensor | None,
@@ -71,10 +79,10 @@ class _Work:
         chosen: Tensor | None = None,
     ) -> None:
         self.cp = cp = cp_mesh.by_key(settings.mesh)
-        name = settings.kernel
+        score, name = find(settings.score), settings.kernel
         if not name and chosen is not None:  # the forward chose when it ran
             name = kernels.name_of(int(chosen.item()), q.device.type)
-        self.scale, self.kernel = scale, kernels.get(name, q, k, v)
+        self.scale, self.kernel = scale, kernels.get(name, q, k, v, score is not None)
         self.kernel_name = name or self.kernel.name
         length = q.shape[2] * cp.ring.size
         kv_length = k.shape[2] * (1 if settings.kv_exchange == "replicated" else cp.ring.size)
@@ -98,11 +106,14 @@ class _Work:
         )
         kernels.check(self.kernel, mask is not None, band)
         self.band, self.mask = band, None if mask is None else masks.MaskSlices(mask, self.schedule)
-        heads_before = cp.ulysses.rank * q.shape[1]
+        heads_before = settings.heads_before(cp.ulysses.rank, q.shape[1])
         queries = self.schedule.queries
         self.dropout = None if seed is None else Dropout(dropout_p, seed, q, heads_before, queries)
+        self.scores = None if score is None else TileScores(score, q, heads_before, queries, captured)
 
-    def inputs(self, step: Step, tile: Tile, q_rows: Tensor, k: Tensor, v: Tensor) -> TileInputs:
+    def inputs(
+        self, step: Step, tile: Tile, q_rows: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None = None
+    ) -> TileInputs:
         """A tile of queries ``q_rows`` and of the keys that a step uses."""
         return TileInputs(
             q_rows,
@@ -113,6 +124,8 @@ class _Work:
             None if self.mask is None else self.mask.of(step, tile),
             tile.parts,
             None if self.dropout is None else self.dropout.of(step, tile),
+            None if self.scores is None else self.scores.of(step, tile),
+            dlse,
             self.schedule.recurring,
         )
 
@@ -142,7 +155,7 @@ class _KeyGradients:
             apart.add(tile.k, tile.batch, x)
         for total, x in zip(() if self.sums else self.totals, gradients, strict=False):
             for start, rows in self.rows.within(tile.k):  # from `start` of the tile on
-                part(total, rows, tile.batch).add_(x.narrow(2, start, rows[1] - rows[0]))
+                add(part(total, rows, tile.batch), x.narrow(2, start, rows[1] - rows[0]))
 
     def finish(self) -> None:
         """Add what has been summed up apart."""
@@ -168,6 +181,7 @@ def attention_op(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
+    captured: list[Tensor],
     documents: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
@@ -180,6 +194,7 @@ def attention_op(
 
     Args:
         sinks: one logit for each head of ``q`` that takes weight and gives no value, ``[H]``.
+        captured: tensors that the score function uses and gives gradients to.
         documents: table of cumulative lengths, on the CPU.
         mask: explicit, of the heads of this rank.
         seed: of dropout, ``[1]`` on the CPU.
@@ -187,7 +202,7 @@ def attention_op(
     """
     options = op_settings(settings)
     q, k, v = _last_dim_contiguous(q, k, v)
-    work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, options)
+    work = _Work(q, k, v, captured, documents, mask, seed, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
     causal = None if work.mask is not None else work.band[1] == 0
     work.cp.batch.record_attention(q.shape[2] // work.cp.ulysses.size, documents, causal)
@@ -218,25 +233,32 @@ def attention_backward_op(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    dlse: Tensor | None,
     chosen: Tensor,
     mark: Tensor,
+    captured: list[Tensor],
     documents: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
     scale: float,
     dropout_p: float,
     settings: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` of this rank's share. ``chosen``: the kernel that made ``out``, as :func:`attention_op` returns
-    it; ``mark``: the fingerprint of the documents that it was made with."""
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """``(dq, dk, dv)`` of this rank's share, and its gradients of ``captured``.
+
+    Args:
+        dlse: the gradient of the log-sum-exp, of calls with a score function.
+        chosen: the kernel that made ``out``, as :func:`attention_op` returns it.
+        mark: the fingerprint of the documents that ``out`` was made with.
+    """
     options = op_settings(settings)
     _check_recompute(documents, options.mesh, mark)
     dout, q, k, v = _last_dim_contiguous(dout, q, k, v)
-    work = _Work(q, k, v, documents, mask, seed, scale, dropout_p, options, chosen)
+    work = _Work(q, k, v, captured, documents, mask, seed, scale, dropout_p, options, chosen)
     plan, ring = work.schedule, work.cp.ring
     with _no_autocast(q.device.type), comm.wait_on_error():
         blocks = exchange.BACKWARD[options.kv_exchange](ring, k, v, plan, accumulation_dtype(q.dtype))
-        queries = SwappedTails(ring, plan.swap, q, dout, out, lse)
+        queries = SwappedTails(ring, plan.swap, q, dout, out, lse, *([] if dlse is None else [dlse]))
         dq = RowSum(q)
         for step, (k_block, v_block, dk, dv) in zip(plan.backward, blocks, strict=True):
             if step is plan.backward[-1]:
@@ -247,15 +269,17 @@ def attention_backward_op(
             key_gradients = _KeyGradients(keys, dk, dv)
             for tile in step.tiles:
                 q_rows, *of_rows = queries.rows(tile.q, tile.batch)
-                inputs = work.inputs(step, tile, q_rows, keys.k, keys.v)
-                dq_tile, *gradients = work.kernel.backward(inputs, *of_rows)
+                inputs = work.inputs(step, tile, q_rows, keys.k, keys.v, *of_rows[3:])
+                dq_tile, *gradients = work.kernel.backward(inputs, *of_rows[:3])
                 dq.add(tile.q, tile.batch, dq_tile)
                 key_gradients.add(tile, *gradients)
                 del inputs, dq_tile, gradients  # freed before the next tile
             key_gradients.finish()
         (dq_local,) = queries.results(dq.result)
     dk_home, dv_home = (home.to(x.dtype) for home, x in zip(blocks.home, (k, v), strict=True))
-    return _bshd_in_memory(dq_local), _bshd_in_memory(dk_home), _bshd_in_memory(dv_home)
+    others = [] if work.scores is None else work.scores.gradients
+    of_captured = [total.to(x.dtype) for total, x in zip(others, captured, strict=True)]
+    return _bshd_in_memory(dq_local), _bshd_in_memory(dk_home), _bshd_in_memory(dv_home), of_captured
 
 
 def _bshd_in_memory(x: Tensor) -> Tensor:
@@ -270,30 +294,48 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
 
 
 @attention_backward_op.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Any,
+    chosen: Any,
+    mark: Any,
+    captured: Any,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     dq, dk, dv = (like_queries(x, x.shape[3], x.dtype) for x in (q, k, v))
-    return dq, dk, dv
+    return dq, dk, dv, [torch.empty_like(x) for x in captured]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, sinks, ctx.documents, mask, seed, *ctx.numbers, ctx.settings = inputs
-    mark = fingerprint(ctx.documents, op_settings(ctx.settings).mesh)
-    ctx.save_for_backward(q, k, v, *output, mark, mask, seed, sinks)
-    ctx.mark_non_differentiable(*output[1:])
+    q, k, v, sinks, captured, ctx.documents, mask, seed, *ctx.numbers, ctx.settings = inputs
+    options = op_settings(ctx.settings)
+    mark = fingerprint(ctx.documents, options.mesh)
+    ctx.save_for_backward(q, k, v, *output, mark, mask, seed, sinks, *captured)
+    ctx.score = find(options.score)  # backward finds it by its key for as long as somebody holds it
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1 if ctx.score is None else 2 :])
 
 
-def _differentiate(ctx: Any, dout: Tensor, *_: Tensor | None) -> tuple[Any, ...]:
-    *saved, mask, seed, sinks = ctx.saved_tensors
-    grads = attention_backward_op(dout, *saved, ctx.documents, mask, seed, *ctx.numbers, ctx.settings)
-    sink_gradient = None if sinks is None else _gradient_of_sinks(sinks, dout, *saved[3:5])
-    return *grads, sink_gradient, None, None, None, None, None, None
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
+    q, k, v, out, lse, chosen, mark, mask, seed, sinks, *captured = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    others = dlse, chosen, mark, captured, ctx.documents, mask, seed
+    *grads, of_captured = attention_backward_op(dout, q, k, v, out, lse, *others, *ctx.numbers, ctx.settings)
+    of_sinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse, dlse)
+    return *grads, of_sinks, of_captured, None, None, None, None, None, None
 
 
-def _gradient_of_sinks(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+def gradient_of_sinks(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None) -> Tensor:
     """The gradient of the sinks ``[H]`` through this rank's rows. A sink's value is zero, so the gradient of its logit
-    is its weight times minus the (dout . out) of the row."""
+    is its weight times minus the (dout . out) of the row (plus the gradient of the log-sum-exp, if there is one)."""
     weight = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp().nan_to_num(0.0)  # both may be -inf
     per_row = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    per_row = per_row if dlse is None else per_row - dlse
     return (weight * per_row).sum((0, 2)).neg().to(sinks.dtype)
 
 

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
-from ..schedule.layout import BY_DOCUMENTS
+from ..schedule.layout import by_documents
 from ..schedule.lookup import resolve
 from ..schedule.ranges import Range
 from .config import CheckedCall
@@ -40,7 +40,7 @@ class Flex:
 
     def check(self, q: Tensor, k: Tensor, call: CheckedCall) -> None:
         cp, mode = call.cp, call.mode
-        if mode.layout in BY_DOCUMENTS:
+        if by_documents(mode.layout):
             raise NotImplementedError(
                 f"{self.name} calls flex_attention with layout={mode.layout!r}, which places tokens by documents that "
                 "its masks do not know. Use layout='head_tail' or 'contiguous'"

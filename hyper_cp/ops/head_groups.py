@@ -20,6 +20,7 @@ Ulysses (2309.14509).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,15 +28,16 @@ from torch import Tensor
 
 from ..mesh import comm, cp_mesh
 from ..mesh.cp_mesh import CPMesh
+from ..mesh.groups import check_launch_order
 from ..schedule import layout as layouts
 from ..schedule.documents import read
 from ..schedule.lookup import ascending, resolve
-from . import kernels
 from .config import CheckedCall, OpSettings, op_settings
-from .engine import attention_backward_op, attention_op, fingerprint
+from .engine import attention_backward_op, attention_op, fingerprint, gradient_of_sinks, op_arguments
 from .exchange import ulysses
 from .exchange.ulysses import Ulysses, heads_after_sharing, shared_heads
 from .kernels.partials import accumulation_dtype, like_queries
+from .kernels.scores import find
 
 
 def check_groups(q_heads: int, kv_heads: int, cp: CPMesh, groups: int) -> None:
@@ -59,13 +61,12 @@ def check_groups(q_heads: int, kv_heads: int, cp: CPMesh, groups: int) -> None:
 def attend(q: Tensor, k: Tensor, v: Tensor, call: CheckedCall, with_lse: bool) -> Any:
     """Exchange, attend and exchange back the shards ``[B, H, S, D]`` of one cp rank, in groups of heads. The result is
     the output, or ``(output, log-sum-exp)``."""
-    degree, groups = call.cp.ulysses.size, call.mode.head_groups
+    degree = call.cp.ulysses.size
     k, v = (shared_heads(x, degree, 1) for x in (k, v))
-    settings = call.settings(kernels.choose(q, k, v, call.is_causal))
-    out, _, *rest = ulysses_attention_op(q, k, v, call.documents, call.mask, call.scale, settings)
+    out, lse, *_ = ulysses_attention_op(q, k, v, *op_arguments(q, k, v, call))
     if not with_lse:
         return out
-    lse = torch.cat(rest[:groups], 1)  # [B, H/degree, S*degree]: of the heads of this rank
+    # [B, H/degree, S*degree]: of the heads of this rank
     return out, Ulysses(call.cp, call.mode.layout, documents=call.documents).to_sequence(lse)
 
 
@@ -74,12 +75,15 @@ class Groups:
     ring rank, H of one group)."""
 
     def __init__(self, settings: OpSettings, documents: Tensor | None, kv_heads: int) -> None:
+        self.settings = settings
         self.cp, self.layout = cp_mesh.by_key(settings.mesh), settings.layout
-        self.documents = documents if settings.layout in layouts.BY_DOCUMENTS else None
+        self.documents = documents if layouts.by_documents(settings.layout) else None
         self.number = settings.head_groups
         self.kv_number = min(self.number, kv_heads)
         self.sharing = self.number // self.kv_number
         """Groups that use the same keys and values."""
+        if self.cp.ring.size > 1:
+            check_launch_order(self.cp.ring, self.cp.ulysses)
 
     def heads_of(self, x: Tensor, number: int, index: int) -> Tensor:
         """``[B, n, h, S, D]``, a view: the heads of ``x`` that are in one of ``number`` groups, by rank."""
@@ -100,9 +104,13 @@ class Groups:
         place = self.heads_of(into, number, index)
         return ulysses.collect_heads(self.cp.ulysses, x, 2, 1, self.order(x.shape[2])).then(place.copy_)
 
-    def mask(self, mask: Tensor | None, heads: int, index: int) -> Tensor | None:
-        """The part of a mask ``[B|1, H|1, ...]`` for the ``heads`` of a group."""
-        return mask if mask is None or mask.shape[1] == 1 else mask.narrow(1, index * heads, heads)
+    def inputs(self, index: int, heads: int, sinks: Tensor | None, mask: Tensor | None) -> tuple[Any, Any, str]:
+        """The parts of sinks ``[H]`` and of a mask ``[B|1, H|1, ...]`` for the ``heads`` of a group, and the settings
+        of its ops."""
+        first = self.cp.ulysses.rank * self.number * heads + index * heads
+        sinks = None if sinks is None else sinks.narrow(0, index * heads, heads)
+        mask = mask if mask is None or mask.shape[1] == 1 else mask.narrow(1, index * heads, heads)
+        return sinks, mask, replace(self.settings, first_head=first).text()
 
 
 def _wait(pending: Sequence[comm.Pending]) -> list[Tensor]:
@@ -111,11 +119,21 @@ def _wait(pending: Sequence[comm.Pending]) -> list[Tensor]:
 
 @torch.library.custom_op("hyper_cp::ulysses_attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def ulysses_attention_op(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, mask: Tensor | None, scale: float, settings: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    captured: list[Tensor],
+    documents: Tensor | None,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    settings: str,
 ) -> list[Tensor]:
-    """``[out]`` of this rank's ``[B, H, S, D]``, then what backward needs: the kernel that ran, and per group all
-    log-sum-exps, all outputs, all q, all k, all v. Arguments: see :func:`engine.attention_op`; ``mask``: of this rank's
-    heads after the exchange."""
+    """``[out]`` of this rank's ``[B, H, S, D]``, the log-sum-exp of the heads that it attends, then what backward
+    needs: the kernel that ran, and per group all outputs, all q, all k, all v. Arguments: see
+    :func:`engine.attention_op`; ``sinks`` and ``mask``: of this rank's heads after the exchange."""
     options = op_settings(settings)
     plan = Groups(options, documents, k.shape[1] // cp_mesh.by_key(options.mesh).ulysses.size)
     groups = plan.number
@@ -137,22 +155,21 @@ def ulysses_attention_op(
             queries.append(x)
             keys.extend(kv[:1])
             values.extend(kv[1:])
-            part = plan.mask(mask, x.shape[1], group)
-            x, lse, kernel = attention_op(x, keys[-1], values[-1], None, documents, part, None, scale, 0.0, settings)
+            sink, part, text = plan.inputs(group, x.shape[1], sinks, mask)
+            others = sink, captured, documents, part, seed, scale, dropout_p, text
+            x, lse, kernel = attention_op(x, keys[-1], values[-1], *others)
             outs.append(x)
             lses.append(lse)
             posted = [plan.to_rank(x, out, groups, group)]
             _wait(leaving)
             arriving, leaving = ahead, posted
         _wait(leaving)
-    return [out, kernel, *lses, *outs, *queries, *keys, *values]
+    return [out, torch.cat(lses, 1), kernel, *outs, *queries, *keys, *values]
 
 
 @ulysses_attention_op.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, mask: Tensor | None, scale: float, settings: str
-) -> list[Tensor]:
-    options = op_settings(settings)
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
+    options = op_settings(others[-1])
     groups, degree = options.head_groups, cp_mesh.by_key(options.mesh).ulysses.size
     kv_groups = min(groups, k.shape[1] // degree)
 
@@ -161,11 +178,10 @@ def _(
         return x.new_empty(b, h // degree // number, s * degree, d)
 
     one = group_of(q, groups)
-    dtype = accumulation_dtype(q.dtype)
     return [
         like_queries(q, v.shape[3], q.dtype),
+        q.new_empty(*group_of(q, 1).shape[:3], dtype=accumulation_dtype(q.dtype)),
         torch.empty(1, dtype=torch.int64),
-        *(one.new_empty(one.shape[:3], dtype=dtype) for _ in range(groups)),
         *(like_queries(one, v.shape[3], q.dtype) for _ in range(groups)),
         *(group_of(q, groups) for _ in range(groups)),
         *(group_of(x, kv_groups) for x in (k, v) for _ in range(kv_groups)),
@@ -175,22 +191,29 @@ def _(
 @torch.library.custom_op("hyper_cp::ulysses_attention_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def ulysses_attention_backward_op(
     dout: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
     saved: list[Tensor],
-    chosen: Tensor,
     mark: Tensor,
+    sinks: Tensor | None,
+    captured: list[Tensor],
     documents: Tensor | None,
     mask: Tensor | None,
+    seed: Tensor | None,
     scale: float,
+    dropout_p: float,
     settings: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` of this rank. ``saved``: what :func:`ulysses_attention_op` returns per group; ``chosen``: the
-    kernel that it ran; ``mark``: the fingerprint of its documents."""
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """``(dq, dk, dv)`` of this rank, and its gradients of ``sinks`` (if given) and of ``captured``. ``saved``: the
+    results of :func:`ulysses_attention_op` after the log-sum-exp. ``mark``: the fingerprint of its documents."""
     options = op_settings(settings)
     groups = options.head_groups
-    lses, outs, queries, keys, values = _sorted(saved, groups)
+    outs, queries, keys, values = _sorted(saved, groups)
     plan = Groups(options, documents, keys[0].shape[1] * len(keys))
     cp = plan.cp
     dq, dk, dv = (_rank_of(xs, cp.ulysses.size) for xs in (queries, keys, values))
+    of_sinks: list[Tensor] = []
+    of_captured = [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in captured]
     total: list[Tensor] = []  # dk and dv of keys and values that several groups share
     with comm.wait_on_error():
         arriving = plan.to_group(dout, groups, 0)
@@ -198,9 +221,15 @@ def ulysses_attention_backward_op(
         for group in range(groups):
             ahead = plan.to_group(dout, groups, group + 1) if group + 1 < groups else None
             q, kv = queries[group], group // plan.sharing
-            part = plan.mask(mask, q.shape[1], group)
-            local = (arriving.wait(), q, keys[kv], values[kv], outs[group], lses[group], chosen, mark)
-            grad, *kv_grads = attention_backward_op(*local, documents, part, None, scale, 0.0, settings)
+            sink, part, text = plan.inputs(group, q.shape[1], sinks, mask)
+            of_lse = None if dlse is None else dlse.chunk(groups, 1)[group]
+            results = arriving.wait(), outs[group], lse.chunk(groups, 1)[group], of_lse
+            if sink is not None:
+                of_sinks.append(gradient_of_sinks(sink, *results))
+            local = results[0], q, keys[kv], values[kv], *results[1:], saved[0], mark, captured
+            grad, *kv_grads, others = attention_backward_op(*local, documents, part, seed, scale, dropout_p, text)
+            for whole, x in zip(of_captured, others, strict=True):
+                whole.add_(x)
             posted = [plan.to_rank(grad, dq, groups, group)]
             total = _added(total, kv_grads) if plan.sharing > 1 else kv_grads
             if (group + 1) % plan.sharing == 0:  # no later group adds to these
@@ -212,31 +241,32 @@ def ulysses_attention_backward_op(
             if ahead is not None:
                 arriving = ahead
         _wait(leaving)
-    return dq, dk, dv
+    extra = [torch.cat(of_sinks)] if of_sinks else []
+    return dq, dk, dv, extra + [whole.to(x.dtype) for whole, x in zip(of_captured, captured, strict=True)]
 
 
 @ulysses_attention_backward_op.register_fake
 def _(
     dout: Tensor,
+    lse: Any,
+    dlse: Any,
     saved: list[Tensor],
-    chosen: Tensor,
-    mark: Tensor,
-    documents: Tensor | None,
-    mask: Tensor | None,
-    scale: float,
-    settings: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    options = op_settings(settings)
+    mark: Any,
+    sinks: Tensor | None,
+    captured: list[Tensor],
+    *others: Any,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    options = op_settings(others[-1])
     groups, degree = options.head_groups, cp_mesh.by_key(options.mesh).ulysses.size
-    dq, dk, dv = (_rank_of(xs, degree) for xs in _sorted(saved, groups)[2:])
-    return dq, dk, dv
+    dq, dk, dv = (_rank_of(xs, degree) for xs in _sorted(saved, groups)[1:])
+    return dq, dk, dv, [torch.empty_like(x) for x in ([] if sinks is None else [sinks]) + list(captured)]
 
 
 def _sorted(saved: list[Tensor], groups: int) -> list[list[Tensor]]:
-    """Log-sum-exps, outputs, q, k and v, each per group."""
-    rest = (len(saved) - 3 * groups) // 2
-    lists, start = [], 0
-    for number in (groups, groups, groups, rest, rest):
+    """Outputs, q, k and v, each per group. The first of ``saved`` is the kernel."""
+    rest = (len(saved) - 1 - 2 * groups) // 2
+    lists, start = [], 1
+    for number in (groups, groups, rest, rest):
         lists.append(saved[start : start + number])
         start += number
     return lists
@@ -259,22 +289,31 @@ def _added(total: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, _, _, ctx.documents, mask, ctx.scale, ctx.settings = inputs
-    mark = fingerprint(ctx.documents, op_settings(ctx.settings).mesh)
-    ctx.save_for_backward(mark, mask, *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
+    _, _, _, sinks, captured, ctx.documents, mask, seed, *ctx.numbers, ctx.settings = inputs
+    options = op_settings(ctx.settings)
+    mark = fingerprint(ctx.documents, options.mesh)
+    ctx.sizes = len(captured)
+    ctx.save_for_backward(mark, mask, seed, sinks, *captured, *output[1:])
+    ctx.score = find(options.score)  # see engine
+    ctx.mark_non_differentiable(*output[1 if ctx.score is None else 2 :])
     ctx.set_materialize_grads(False)  # zeros for what has no gradient would be as large as all of q, k, v
 
 
 def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    dout, (mark, mask, chosen, *saved) = grads[0], ctx.saved_tensors
-    nothing = [None] * 4
+    dout, dlse, *_ = grads
+    mark, mask, seed, sinks, *rest = ctx.saved_tensors
+    captured, (lse, *saved) = rest[: ctx.sizes], rest[ctx.sizes :]
+    nothing = [None] * 6
+    if dout is None and dlse is None:
+        return (None, None, None, None, [None] * len(captured), *nothing)
     if dout is None:
-        return (None, None, None, *nothing)
-    return (
-        *ulysses_attention_backward_op(dout, saved, chosen, mark, ctx.documents, mask, ctx.scale, ctx.settings),
-        *nothing,
-    )
+        outs, queries, _, _ = _sorted(saved, op_settings(ctx.settings).head_groups)
+        shape = _rank_of(queries, cp_mesh.by_key(op_settings(ctx.settings).mesh).ulysses.size)
+        dout = like_queries(shape, outs[0].shape[3], shape.dtype).zero_()
+    inputs = dout, lse, dlse, saved, mark, sinks, captured, ctx.documents, mask, seed
+    *of_qkv, others = ulysses_attention_backward_op(*inputs, *ctx.numbers, ctx.settings)
+    of_sinks = None if sinks is None else others[0]
+    return (*of_qkv, of_sinks, others[len(others) - len(captured) :], *nothing)
 
 
 ulysses_attention_op.register_autograd(_differentiate, setup_context=_save)

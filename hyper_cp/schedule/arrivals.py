@@ -149,6 +149,12 @@ def needed(problem: Problem) -> Arrivals:
     return Arrivals(tuple(blocks), tuple(routes))
 
 
+def received(problem: Problem) -> int:
+    """The number of rows that the rank receives if only needed ones travel."""
+    seen, mine = _seen(problem, problem.queries[problem.rank]), placed(problem.keys[problem.rank])
+    return int((seen[:, 1] - seen[:, 0]).sum()) - _length(within(mine, seen)[0])
+
+
 _LOCAL = -1
 
 

@@ -6,6 +6,7 @@ from a rank to the chunks that it holds; :func:`register` adds one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,14 +43,31 @@ _LAYOUTS = {
     # Every document by itself head-tail over the ranks: TransformerEngine's layout of packed sequences. Its ranges
     # come from the documents (see _by_document); one token per rank is the smallest share.
     "per_document": _Layout(1, _one_each),
-    # "head_tail" or "per_document", whichever balances the given documents better: see auto_layout.
+    # Chunks dealt by cost, at least two per rank; and the layout that costs least: see placement.
+    "balanced": _Layout(2, _head_and_tail),
     "auto": _Layout(2, _head_and_tail),
 }
 
 LAYOUTS = _LAYOUTS.keys()
 """Names of all layouts, those registered later included."""
-BY_DOCUMENTS = ("per_document", "auto")
-"""Layouts in which what a rank holds depends on the documents."""
+_BY_DOCUMENTS = ("per_document", "balanced", "auto")
+_WINDOWED = re.compile("balanced_([0-9]{1,15})")
+
+
+def window_of(layout: str) -> int | None:
+    """The window that a layout is dealt for: 4096 for ``"balanced_4096"``, None for ``"balanced"``."""
+    found = _WINDOWED.fullmatch(layout)
+    return int(found[1]) if found else None
+
+
+def by_documents(layout: str) -> bool:
+    """True if what a rank holds depends on the documents."""
+    return _family(layout) in _BY_DOCUMENTS
+
+
+def _family(layout: str) -> str:
+    """The name without a window."""
+    return "balanced" if _WINDOWED.fullmatch(layout) else layout
 
 
 def register(name: str, chunks: Callable[[int, int], Sequence[int]], chunks_per_rank: int = 1) -> None:
@@ -63,7 +81,7 @@ def register(name: str, chunks: Callable[[int, int], Sequence[int]], chunks_per_
     """
     check_name("layout", name)
     layout = _Layout(chunks_per_rank, chunks)
-    if _LAYOUTS.get(name, layout) != layout:
+    if _LAYOUTS.get(_family(name), layout) != layout:
         raise ValueError(
             f"layout={name!r} is registered already, with other chunks. Data and attention find a layout by its name. "
             "Choose another name"
@@ -90,14 +108,17 @@ def check_name(argument: str, name: str) -> None:
 
 def check_layout(layout: str) -> str:
     """Return ``layout`` if it is a known layout, else raise ``ValueError``."""
-    if not isinstance(layout, str) or layout not in _LAYOUTS:
-        raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(map(repr, LAYOUTS))}")
+    if not isinstance(layout, str) or _family(layout) not in _LAYOUTS:
+        raise ValueError(
+            f"layout={layout!r} is unknown; choose one of {', '.join(map(repr, LAYOUTS))}, or 'balanced_4096' if most "
+            "attention has a window of 4096 (any number)"
+        )
     return layout
 
 
 def chunks_per_rank(layout: str) -> int:
     """The number of chunks that each rank holds: its local length must be a multiple of it."""
-    return _LAYOUTS[check_layout(layout)].chunks_per_rank
+    return _LAYOUTS[_family(check_layout(layout))].chunks_per_rank
 
 
 def length_multiple(layout: str, world: int) -> int:

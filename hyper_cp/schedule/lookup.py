@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .auto_layout import better
 from .build import Schedule, build
 from .documents import PackedDocuments
-from .layout import BY_DOCUMENTS, ResolvedLayout
+from .layout import ResolvedLayout, by_documents
+from .placement.place import place
 from .ranges import Range, Ranges, Rows
 from .tiles import Band
 
@@ -27,32 +27,19 @@ def resolve(layout: str, world: int, length: int, documents: PackedDocuments | N
     A pure function of its arguments: data and attention come to the same answer on every rank. ``documents`` matters
     to the layouts that depend on them only; a single rank holds everything in any layout.
     """
-    if layout not in BY_DOCUMENTS or world == 1:
+    if not by_documents(layout) or world == 1:
         return _by_length("contiguous" if world == 1 else layout, world, length)
     if documents is None:
         raise ValueError(
             f"layout={layout!r} places tokens by document, but no documents are given: enter handler.documents(...) "
             "around dispatch, forward and combine, or pass documents= ([0, S] for one document)"
         )
-    return documents.derived((layout, world, length), lambda: _by_documents(layout, world, length, documents))
+    return documents.derived((layout, world, length), lambda: place(layout, world, length, documents))
 
 
 @lru_cache(maxsize=256)
 def _by_length(layout: str, world: int, length: int) -> ResolvedLayout:
     return ResolvedLayout.of(layout, world, length)
-
-
-def _by_documents(layout: str, world: int, length: int, documents: PackedDocuments) -> ResolvedLayout:
-    documents.check_length(length)
-    row = documents.one_row
-    if layout == "per_document" and row is None:
-        raise ValueError(
-            f"layout='per_document' needs the same documents in every batch row, but the {len(documents.rows)} rows "
-            "differ: pack one sequence per batch, or use layout='head_tail'"
-        )
-    if row is None or (layout == "auto" and better(length, world, documents) == "head_tail"):
-        return _by_length("head_tail", world, length)
-    return ResolvedLayout.of("per_document", world, length, row)
 
 
 def ascending(layout: ResolvedLayout, ranks: range) -> tuple[Rows, Rows]:
@@ -123,7 +110,7 @@ def _with_documents(call: _Call, documents: PackedDocuments, batch: int) -> Sche
     if call.q_length == call.kv_length:
         documents.check(batch, call.q_length)
     hides = call.q_length == call.kv_length and documents.rows != ((0, call.q_length),)
-    if call.layout not in BY_DOCUMENTS and not hides:
+    if not by_documents(call.layout) and not hides:
         return _without_documents(call)
     return _built(call, documents, hides)
 

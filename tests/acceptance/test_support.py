@@ -102,7 +102,7 @@ def cells(on_npu: bool) -> dict[tuple[str, str], str]:
             found[name, mode_name] = "refused"
             continue
         layouts = ["contiguous"] if mode.get("load_balance") else ["contiguous", "head_tail"]
-        layouts += ["per_document", "auto"] if "documents" in row and not mode.get("load_balance") else []
+        layouts += ["per_document", "balanced"] if "documents" in row and not mode.get("load_balance") else []
         dtype = torch.float32 if on_npu or name == "FlexAttention" else torch.float64
         cases = [AttentionCase(S, dim=16, dtype=dtype, layout=x, **{"v_dim": 16, **row}, **mode) for x in layouts]
         with kernels.register(npu.KERNEL, "cpu", npu.accepts) if on_npu else nullcontext():

@@ -53,6 +53,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "reformer": {"is_decoder": True},
+    # SDPA, their default, leaves out the softcap on one device.
+    "gemma2": {"attn_implementation": "eager", "attn_logit_softcapping": 2.0},
+    "vaultgemma": {"attn_implementation": "eager", "attn_logit_softcapping": 2.0},
 }
 """Changes that a type needs in addition."""
 

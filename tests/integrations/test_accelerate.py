@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hyper_cp import ContextParallel
-from tests.harness.hf_models import make, tokens
+from tests.harness.hf_models import SMALL, make, tokens
 from tests.harness.ranks import on_ranks
 
 pytest.importorskip("accelerate")
@@ -216,9 +216,9 @@ def test_trainer(ranks: Any, tmp_path: Any, cp: int, layout: str, world: int) ->
 
 
 @on_ranks
-def refused(case: str) -> None:
+def refused(case: str, directory: str) -> None:
     from torch import nn
-    from transformers import Trainer, TrainingArguments
+    from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
     from hyper_cp.integrations.accelerate import ParallelismConfig, enable
     from hyper_cp.integrations.trainer import ContextParallelTrainer
@@ -243,9 +243,15 @@ def refused(case: str) -> None:
         class Both(ContextParallelTrainer, Trainer):
             pass
 
-        config = ParallelismConfig(cp_size=2)
-        options = {"use_cpu": True, "report_to": [], "label_smoothing_factor": 0.1}
-        Both(make("llama"), TrainingArguments("unused", parallelism_config=config, **options), style=style)
+        config, options = ParallelismConfig(cp_size=2), {"use_cpu": True, "report_to": [], "disable_tqdm": True}
+        if case == "smoothing":
+            options["label_smoothing_factor"] = 0.1
+        model = make("llama").float()
+        if case == "outputs":  # of no token: a loss of the routers
+            small = {**SMALL, "num_local_experts": 2, "output_router_logits": True}
+            model = MixtralForCausalLM(MixtralConfig(**small, attn_implementation="sdpa"))
+        arguments = TrainingArguments(directory, parallelism_config=config, **options)
+        Both(model, arguments, style=style).predict(samples(2))
 
 
 @pytest.mark.parametrize(
@@ -257,7 +263,8 @@ def refused(case: str) -> None:
         ("dimensions", "ValueError", "1 buffers and 0 buffer_seq_dims"),
         ("gradient", "ValueError", "requires a gradient.*handler.dispatch"),
         ("smoothing", "NotImplementedError", "label_smoothing_factor"),
+        ("outputs", "NotImplementedError", r"output of shape \(\) from MixtralForCausalLM.*ignore_keys"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(ranks: Any, case: str, error: str, words: str) -> None:
-    ranks.raises(4 if case == "size" else 2, error, words, refused, case)
+def test_what_cannot_be_honoured_is_refused(ranks: Any, tmp_path: Any, case: str, error: str, words: str) -> None:
+    ranks.raises(4 if case == "size" else 2, error, words, refused, case, str(tmp_path))

@@ -307,7 +307,7 @@ def refused(case: str) -> None:
     elif case == "local 4-D mask":
         mask = torch.ones(2, 1, 12, 12, dtype=torch.bool).tril()
         prepared(make("llama"))[0](**local, attention_mask=mask)
-    else:  # softcap, new_bias
+    else:  # position_bias, new_bias
         q = torch.zeros(1, 2, 4, 8)
         model, _ = prepared(make("llama"))
         seen = model.model.layers[0].register_forward_pre_hook(
@@ -338,7 +338,7 @@ def refused(case: str) -> None:
         ("numbered documents", "ValueError", "up to 2.*documents="),
         ("two kinds of documents", "ValueError", "'documents', 'cu_seq_lens_q' name different documents"),
         ("local 4-D mask", "ValueError", "attn_mask has shape.*global"),
-        ("softcap", "NotImplementedError", "Capped asks for softcap"),
+        ("position_bias", "NotImplementedError", "Capped asks for position_bias"),
         ("new_bias", "NotImplementedError", "Capped calls attention with new_bias.*does not know"),
     ],
 )

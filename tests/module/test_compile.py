@@ -128,14 +128,14 @@ def opcheck_all(world: int) -> None:
         for kv, layout, balance in (("ring", "head_tail", False), ("all_gather", "contiguous", True)):
             documents, mask = torch.tensor([[0, 5, 16]]), None
             said = OpSettings(layout, kv, balance, (-9, 0), 1, "cpu flash", cp.key).text()
-            settings = (documents, mask, None, 0.25, 0.0, said)
+            settings = ([], documents, mask, None, 0.25, 0.0, said)
             torch.library.opcheck(ops.attention.default, (q, k, v, torch.zeros(4, requires_grad=True), *settings))
             with torch.no_grad():
                 out, lse, chosen = ops.attention(q, k, v, None, *settings)
                 mark = ops.fingerprint(documents, cp.key)
                 torch.library.opcheck(
                     ops.attention_backward.default,
-                    (torch.ones_like(out), q.detach(), k.detach(), v.detach(), out, lse, chosen, mark, *settings),
+                    (torch.ones_like(out), q.detach(), k.detach(), v.detach(), out, lse, None, chosen, mark, *settings),
                 )
     x = torch.randn(2, 8, 3, requires_grad=True)
     torch.library.opcheck(ops.gather_sequence.default, (x, None, cp.key, "head_tail", 1))

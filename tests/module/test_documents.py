@@ -96,7 +96,7 @@ def test_documents_and_windows_through_the_style(ranks: Any, style: Style) -> No
 
 BY_DOCUMENTS: list[Style] = [
     {"ulysses_degree": None, "layout": "per_document"},
-    {"ulysses_degree": 1, "layout": "auto"},
+    {"ulysses_degree": 1, "layout": "balanced", "kv_exchange": "needed"},
     {"ulysses_degree": 2, "kv_exchange": "ring", "layout": "per_document"},
 ]
 
@@ -242,7 +242,7 @@ def compiled(style: Style) -> float:
     return worst
 
 
-@pytest.mark.parametrize("style", ONE_FAST, ids=str)
+@pytest.mark.parametrize("style", ONE_FAST[1::2], ids=str)
 def test_new_documents_do_not_recompile(ranks: Any, style: Style) -> None:
     assert max(ranks(4, compiled, style, timeout=300)) <= FP64
 

@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hyper_cp.module._torch import checkpoint as seam
-from hyper_cp.module._torch import compile_guard, flex_patch, function_modes, modules, version
+from hyper_cp.module._torch import compile_guard, dispatch_modes, flex_patch, function_modes, modules, version
 
 # --------------------------------------------------------------------------- recomputes
 
@@ -228,6 +228,27 @@ def test_a_mode_below_the_top_can_be_taken_out() -> None:
         second.__enter__()
         assert overrides._get_current_function_mode_stack() == [third, second]
     assert overrides._get_current_function_mode_stack() == []
+
+
+def test_a_dispatch_mode_sees_operators_that_are_written_in_python_inside() -> None:
+    @torch.library.custom_op("hyper_cp_test::double", mutates_args=())
+    def double(x: Tensor) -> Tensor:
+        return x.sinh() * 2
+
+    seen = []
+
+    class Mode(dispatch_modes.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            if func.namespace != "hyper_cp_test":
+                return func(*args, **(kwargs or {}))
+            with self:
+                return dispatch_modes.run_kernel(func, "cpu", args, kwargs or {})
+
+    with Mode():
+        out = double(torch.ones(2))
+    assert any("double" in name for name in seen) and any("sinh" in name for name in seen)
+    assert torch.equal(out, torch.ones(2).sinh() * 2)
 
 
 def test_compilations_are_counted() -> None:

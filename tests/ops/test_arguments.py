@@ -93,7 +93,7 @@ def drawn_call(draw: st.DrawFn) -> Arguments:
         "enable_gqa": rarely([True, False], None),
         "ulysses_degree": rarely([1, None, 2], 0, -1, 3, "auto", True, 1.5),
         "kv_exchange": rarely(["all_gather", "ring", "replicated"], "p2p", None, 3, ["ring"]),
-        "layout": rarely(["contiguous", "head_tail", "per_document", "auto"], "zigzag", None, 3, []),
+        "layout": rarely(["contiguous", "head_tail", "per_document", "balanced", "auto"], "zigzag", None, 3, []),
         "load_balance": rarely([False, True], None, 1, "x"),
         "attn_mask": rarely([None, None, None, *masks], *odd, 3, "x", [[True]]),
         "window": rarely([None, None, (2, 1)], (-2, 1), (1,), "ab", 5, (1.5, 2), (0, 0), (None, -1), [1, 2], ()),

@@ -64,11 +64,13 @@ def test_documents_in_layouts_by_document(ranks: Any, world: int) -> None:
             kv_exchange=exchange,
             layout=layout,
         )
-        for layout, length in (("per_document", 11 * world), ("auto", 12 * world))
+        for layout, length in (("per_document", 11 * world), ("balanced", 12 * world))
         for exchange, kind in (("ring", "many"), ("ring", "singles"), ("all_gather", "many"), ("needed", "many"))
         for degree in (d for d in range(1, world + 1) if world % d == 0 and 8 % d == 0)
     ]
     cases += [replace(cases[0], is_causal=False), replace(cases[0], window=(3, 0)), replace(cases[-1], window=(4, 2))]
+    cases += [replace(case, kv_heads=2, v_dim=5, documents=boundaries(12 * world, "rows")) for case in cases[-5:-3]]
+    cases += [replace(cases[-1], layout="auto"), replace(cases[-1], layout="balanced_3", window=(3, 0))]
     check(ranks(world, run_cases, cases), FP64)
 
 

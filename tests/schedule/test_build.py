@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyper_cp.schedule import arrivals
+from hyper_cp.schedule import arrivals, lookup
 from hyper_cp.schedule import build as schedule
+from hyper_cp.schedule.documents import PackedDocuments
 from hyper_cp.schedule.layout import ResolvedLayout
-from hyper_cp.schedule.lookup import resolve
 from hyper_cp.schedule.ranges import merge_ranges
 from tests.harness.oracle import token_positions
 
@@ -20,7 +20,7 @@ CAUSAL, FULL = (None, 0), (None, None)
 
 
 def held_by(layout: str, ring: int, ulysses: int, length: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    return resolve(layout, ring * ulysses, length).by_ring(ulysses).held
+    return lookup.resolve(layout, ring * ulysses, length).by_ring(ulysses).held
 
 
 def query_positions(layout: str, balance: bool, rank: int, ring: int, ulysses: int, length: int) -> list[int]:
@@ -87,7 +87,7 @@ def in_documents(length: int, boundaries: tuple[int, ...]) -> np.ndarray:
 @st.composite
 def packed_problems(draw: st.DrawFn) -> tuple:
     ring, ulysses = draw(st.integers(1, 6)), draw(st.sampled_from([1, 2, 3]))
-    layout = draw(st.sampled_from(["contiguous", "head_tail", "per_document"]))
+    layout = draw(st.sampled_from(["contiguous", "head_tail", "per_document", "balanced"]))
     kv = draw(st.sampled_from(["ring", "all_gather", "needed"]))
     balance = layout == "contiguous" and draw(st.booleans())
     length = 2 * ring * ulysses * draw(st.integers(1, 5))
@@ -100,7 +100,7 @@ def packed_problems(draw: st.DrawFn) -> tuple:
 def test_every_visible_pair_of_packed_documents_exactly_once(problem: tuple, min_rows: int) -> None:
     ring, ulysses, layout, kv, balance, length, band, boundaries = problem
     world = ring * ulysses
-    resolved = ResolvedLayout.of(layout, world, length, boundaries)
+    resolved = lookup.resolve(layout, world, length, PackedDocuments([list(boundaries)]))
     own = [sorted(p for u in range(ulysses) for p in resolved.positions(r * ulysses + u).tolist()) for r in range(ring)]
     held = tuple(merge_ranges((p, p + 1) for p in mine) for mine in own)
     assert held == resolved.by_ring(ulysses).held

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyper_cp.schedule.auto_layout import balance
 from hyper_cp.schedule.documents import read
 from hyper_cp.schedule.layout import ResolvedLayout
 from hyper_cp.schedule.lookup import resolve
+from hyper_cp.schedule.placement.balance import balance
 from hyper_cp.schedule.ranges import merge_ranges
 from tests.harness.oracle import token_positions
 
@@ -85,17 +85,18 @@ def test_balance_of_each_layout() -> None:
     length = 64 * 1024
     documents = [0, length // 2, *range(length // 2 + 512, length + 1, 512)]
     found = balance(length, 8, documents)
-    assert set(found) == {"contiguous", "head_tail", "per_document"}
-    for name, ratio in (("contiguous", 3.5), ("head_tail", 1.9), ("per_document", 1.0)):
-        resolved = ResolvedLayout.of(name, 8, length, tuple(documents))
+    assert set(found) == {"contiguous", "head_tail", "per_document", "balanced"}
+    packed_documents = read(torch.tensor([documents]))
+    for name, ratio in (("contiguous", 3.5), ("head_tail", 1.9), ("per_document", 1.0), ("balanced", 1.0)):
+        resolved = resolve(name, 8, length, packed_documents)
         starts = torch.tensor(documents)
         rows = [resolved.positions(r) for r in range(8)]
         pairs = [int((p - starts[torch.searchsorted(starts, p, right=True) - 1] + 1).sum()) for p in rows]
         assert list(found[name].pairs) == pairs
         assert found[name].ratio == pytest.approx(ratio, abs=0.3)
-    assert resolve("auto", 8, length, read(torch.tensor([documents]))).name == "per_document"
+    assert resolve("auto", 8, length, packed_documents).name == "balanced", "per_document moves twice as much"
     short = torch.arange(0, length + 1, 64)[None]
-    assert resolve("auto", 8, length, read(short)).name == "head_tail", "documents of 64 tokens are not cut in 16"
+    assert resolve("auto", 8, length, read(short)).name == "contiguous", "documents of 64 tokens are not cut at all"
 
 
 def test_layouts_by_document_need_documents() -> None:
@@ -104,7 +105,7 @@ def test_layouts_by_document_need_documents() -> None:
     rows = read(torch.tensor([[0, 4, 8], [0, 2, 8]]))
     with pytest.raises(ValueError, match="needs the same documents in every batch row"):
         resolve("per_document", 2, 8, rows)
-    assert resolve("auto", 2, 8, rows).name == "head_tail"
+    assert resolve("auto", 2, 8, rows).name == "balanced"
 
 
 @given(st.lists(st.integers(0, 30), max_size=12, unique=True))

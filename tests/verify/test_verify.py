@@ -20,7 +20,7 @@ from hyper_cp.verify import Report
 from tests.harness import planted
 from tests.harness.attention_case import cp_mesh
 from tests.harness.planted import LENGTH, styled, whole_batch
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import error_of, on_ranks
 
 DOCS = Path(__file__).parents[2] / "docs" / "verify.md"
 Summary = tuple[bool, str | None, str | None, str, str]
@@ -262,6 +262,37 @@ def refused(case: str) -> None:
 )
 def test_wrong_uses_raise(case: str, error: type[Exception], match: str, ranks: Any) -> None:
     ranks.raises(2, error, match, refused, case)
+
+
+@on_ranks
+def arguments_refused() -> list[str]:
+    """Values of verify's arguments, and the error that each raises."""
+    mesh, batch = cp_mesh(), whole_batch()
+    model = styled(mesh, ulysses_degree=1)
+    plain: Any = {"model": planted.Planted(), "loss_fn": planted.in_block_of_the_mesh}
+    ids = batch["input_ids"]
+    values: dict[str, list[Any]] = {
+        "model": [3, None, nn.Linear(2, 2)],
+        "mesh": ["cp", None, 2],
+        "batch": [{}, [], None, "x", {"input_ids": ids[0]}, {"input_ids": ids.tolist()}, {"input_ids": ids[:, :0]}],
+        "rtol": ["x", True, float("nan"), -1],
+        "atol": ["x", True, float("inf"), []],
+        "gradients": ["x", 3, None, []],
+        "loss_fn": [3, "x", lambda model, batch, handler: 3],
+        "layout": ["x", 3, []],
+    }
+    found = []
+    for name, tried in values.items():
+        for value in tried:
+            given = {"model": model, "mesh": mesh, "batch": batch, **(plain if name == "layout" else {}), name: value}
+            found.append(f"{name}={value!r:.40}: {error_of(lambda given=given: verify(**given))}")
+    return found
+
+
+def test_no_value_of_an_argument_crashes(ranks: Any) -> None:
+    ours = re.compile(r"^(\w+)=.*?: (ValueError|TypeError|NotImplementedError|RuntimeError): ")
+    for found in ranks(2, arguments_refused):
+        assert len(found) == 31 and not [line for line in found if not ours.match(line)]
 
 
 def test_one_rank_has_nothing_to_compare(ranks: Any) -> None:

@@ -12,16 +12,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...ops.attention import cp_attention
 from ...ops.config import Call
+from ...ops.kernels import scores
 from ...schedule import layout as layouts
 from ...schedule.documents import documents_table, read
 from .forward import ForwardState, OneDevice, State, running, state_for
 
 NAME = "hyper_cp"
-UNSUPPORTED = ("dropout", "softcap", "position_bias", "cache")
+UNSUPPORTED = ("dropout", "position_bias", "cache")
 """Options of attention calls that the engine does not have."""
 KNOWN = {
     *UNSUPPORTED,
-    *("scaling", "sliding_window", "is_causal", "s_aux"),
+    *("scaling", "sliding_window", "is_causal", "s_aux", "softcap"),
     *("position_ids", "cache_position", "position_embeddings", "use_cache", "layer_idx", "target_dtype"),
 }
 """Options that are honoured, and some that say nothing about attention."""
@@ -122,7 +123,7 @@ def _chunks(state: ForwardState, length: int, size: int) -> Tensor | None:
     length *= state.mesh.views[0].size
     if length <= size:
         return state.batch.documents
-    if state.batch.keys is not None or state.style.mode.layout in layouts.BY_DOCUMENTS:
+    if state.batch.keys is not None or layouts.by_documents(state.style.mode.layout):
         raise NotImplementedError(
             f"the model has layers with chunked attention (size {size}), in which chunks count from the first token of "
             f"a document. That is not supported with layout={state.style.mode.layout!r}, nor with padding between "
@@ -172,7 +173,9 @@ def attention_forward(
     cp, mode = state.mesh.view(query.shape[1], key.shape[1]), replace(state.style.mode, window=window)
     # is_causal=False: the window ends at the query, so it is causal already; and unlike is_causal it allows a mask.
     documents = batch.documents if request is None or request.documents is None else request.documents
-    call = Call(False, options.get("scaling"), mask, documents, name=name, sinks=options.get("s_aux"))
+    cap = options.get("softcap")
+    score = None if cap is None else scores.softcap(cap)
+    call = Call(False, options.get("scaling"), mask, documents, name=name, sinks=options.get("s_aux"), score=score)
     out = cp_attention(query, key, value, cp, mode, call)
     if batch.tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention
         out = out.masked_fill(~batch.tokens, 0.0)
@@ -196,8 +199,7 @@ def _refuse_unsupported(name: str, options: dict[str, Any]) -> None:
     if wanted:
         raise NotImplementedError(
             f"{name} asks for {', '.join(wanted)} in attention, which context parallelism does not support yet. "
-            "Set attention_dropout=0.0, attn_logit_softcapping=None in the config, or use a model without position "
-            "biases and paged caches"
+            "Set attention_dropout=0.0 in the config, or use a model without position biases and paged caches"
         )
 
 

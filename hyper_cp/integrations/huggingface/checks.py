@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -171,6 +172,47 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             f"{name} got {', '.join(media)}. The model would insert all of it into this rank's share. Compute "
             "inputs_embeds (and position_ids) of the whole sequence first, and pass these to prepare_batch"
         )
+
+
+def check_batch(batch: Any) -> Tensor:
+    """Return the tokens of a whole batch. Raise unless it is a mapping whose entries fit to them."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"batch is a {type(batch).__name__}. It is to be what the model takes as keywords. Pass a dict such as "
+            '{"input_ids": ..., "labels": ...}'
+        )
+    name = next((x for x in ("input_ids", "inputs_embeds") if batch.get(x) is not None), None)
+    if name is None:
+        raise ValueError(
+            f"batch has the entries {list(batch)}, but neither input_ids nor inputs_embeds: name the tokens so"
+        )
+    tokens = batch[name]
+    if not isinstance(tokens, Tensor) or tokens.ndim < 2 or 0 in tokens.shape[:2]:
+        raise ValueError(
+            f"{name} is {_described(tokens)}. The sequence is its dimension 1, which the ranks share. Pass a tensor "
+            "[B, S, ...] with at least one token"
+        )
+    rows, length = tokens.shape[:2]
+    for entry in ("labels", "shift_labels"):
+        x = batch.get(entry)
+        if x is not None and (not isinstance(x, Tensor) or x.ndim < 2 or x.shape[:2] != tokens.shape[:2]):
+            raise ValueError(
+                f"{entry} is {_described(x)}, but {name} holds {rows} x {length} tokens. Labels are shifted and split "
+                f"with the tokens. Pass one for each token: [{rows}, {length}]"
+            )
+    positions = batch.get("position_ids")
+    if positions is not None and (
+        not isinstance(positions, Tensor) or positions.ndim < 2 or positions.shape[-1] != length
+    ):
+        raise ValueError(
+            f"position_ids is {_described(positions)}, but {name} holds {length} tokens in a row. The positions of "
+            f"all tokens are split with them. Pass a tensor [{rows}, {length}], or leave it out"
+        )
+    return tokens
+
+
+def _described(x: Any) -> str:
+    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
 def check_dispatched(handler: ContextParallelHandler, tokens: Tensor, name: str) -> None:

@@ -50,7 +50,7 @@ class Ulysses:
     def _exchange(self, xs: list[Tensor], to_heads: bool) -> list[Tensor]:
         if self.cp.ulysses.size == 1:
             return xs
-        table = self.documents if self.layout in layouts.BY_DOCUMENTS else None
+        table = self.documents if layouts.by_documents(self.layout) else None
         return all_to_all_op(xs, table, self.cp.key, self.layout, self.seq_dim, self.head_dim, to_heads)
 
 

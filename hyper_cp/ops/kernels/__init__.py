@@ -48,13 +48,19 @@ class _Entry:
     kernel: Kernel
     accepts: Accepts
     plain_with_dropout: bool
+    scores: bool
 
 
 _by_device: dict[str, OrderedDict[int, _Entry]] = {}
 
 
 def register(
-    kernel: Kernel, device_type: str, accepts: Accepts | None = None, *, plain_with_dropout: bool = False
+    kernel: Kernel,
+    device_type: str,
+    accepts: Accepts | None = None,
+    *,
+    plain_with_dropout: bool = False,
+    scores: bool = False,
 ) -> RemovableHandle:
     """Add a kernel for tensors of a device type. A vendor's package does so when it is imported; a test does so in a
     ``with`` statement.
@@ -71,6 +77,8 @@ def register(
             user's settings forbid every kernel.
         plain_with_dropout: with dropout, run accepted calls by plain math, which needs memory for whole tiles of
             logits. By default they are refused: only the reference kernel takes a given dropout pattern.
+        scores: the kernel is for calls that change their logits by a function (``tile.score``), and runs no others.
+            Without such a kernel, they run on plain math.
 
     Returns:
         A handle: ``handle.remove()``, or the end of ``with register(...):``, removes the kernel again.
@@ -98,7 +106,7 @@ def register(
         )
     entries = _by_device.setdefault(device_type, OrderedDict())
     handle = RemovableHandle(entries)
-    entries[handle.id] = _Entry(kernel, accepts or _always, plain_with_dropout)
+    entries[handle.id] = _Entry(kernel, accepts or _always, plain_with_dropout, scores)
     return handle
 
 
@@ -111,22 +119,24 @@ def available(device_type: str) -> dict[str, Kernel]:
     return {REFERENCE.name: REFERENCE, **{entry.kernel.name: entry.kernel for entry in _entries(device_type)}}
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout_p: float = 0.0) -> str:
+def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout_p: float = 0.0, scores: bool = False) -> str:
     """The name of the kernel that runs this call's tiles, in forward and backward. Under torch.compile it is "": the
-    choice is left to the run. Raises if the user's settings leave no kernel."""
+    choice is left to the run. ``scores``: the call changes its logits by a function. Raises if the user's settings
+    leave no kernel."""
     if dropout_p:  # only plain math takes a given dropout pattern
         _check_plain(_accepting(q, k, v, is_causal), q.device.type)
         return REFERENCE.name
     if torch.compiler.is_compiling():
         return ""
-    entry = _accepting(q, k, v, is_causal)
+    entry = _accepting(q, k, v, is_causal, scores)
     name = REFERENCE.name if entry is None else entry.kernel.name
     logger.debug("attention of %s on %s: %s", tuple(q.shape), q.device, name)
     return name
 
 
-def _accepting(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> _Entry | None:
-    return next((entry for entry in _entries(q.device.type)[::-1] if entry.accepts(q, k, v, is_causal)), None)
+def _accepting(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scores: bool = False) -> _Entry | None:
+    entries = [entry for entry in _entries(q.device.type)[::-1] if entry.scores == scores]
+    return next((entry for entry in entries if entry.accepts(q, k, v, is_causal)), None)
 
 
 def _entries(device_type: str) -> list[_Entry]:
@@ -143,9 +153,9 @@ def _check_plain(entry: _Entry | None, device_type: str) -> None:
         )
 
 
-def get(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
+def get(name: str, q: Tensor, k: Tensor, v: Tensor, scores: bool = False) -> Kernel:
     """The kernel of this name for the device of q; with "", choose one now."""
-    kernel = available(q.device.type).get(name or choose(q, k, v, False))
+    kernel = available(q.device.type).get(name or choose(q, k, v, False, scores=scores))
     if kernel is None:
         raise LookupError(
             f"no kernel with the name {name!r} is registered for the device type {q.device.type!r}. The forward ran on "
@@ -161,8 +171,8 @@ def check(kernel: Kernel, masked: bool, band: Band) -> None:
 
 
 def number_of(name: str) -> int:
-    """A number that stands for the name of a kernel, which an op can return in a tensor: under torch.compile it chooses its
-    kernel when it runs, and backward must run the same one."""
+    """A number that stands for the name of a kernel, which an op can return in a tensor: under torch.compile it chooses
+    its kernel when it runs, and backward must run the same one."""
     return zlib.crc32(name.encode())
 
 

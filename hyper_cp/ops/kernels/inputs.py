@@ -12,6 +12,7 @@ from torch import Tensor
 from ...schedule.ranges import Range
 from ...schedule.tiles import CAUSAL, Band, from_bottom_right
 from .partials import accumulation_dtype, like_queries, part
+from .scores import TileScore
 
 Parts = tuple[tuple[Range, Range], ...]
 """Rectangles (rows, columns) of a tile, none empty, ascending and disjoint in rows and in columns."""
@@ -39,6 +40,11 @@ class TileInputs:
     ``keep`` are None then. A kernel that has no call for several rectangles uses :func:`forward_each`."""
     keep: Tensor | None = None
     """Factors [B, H, Sq, Sk] of the attention weights: dropout. Only the reference kernel is given any."""
+    score: TileScore | None = None
+    """A function of the scaled logits [B, H, Sq, Sk] that is applied before ``band`` and ``mask``. Only kernels that
+    are registered for scores are given any, and the reference kernel."""
+    dlse: Tensor | None = None
+    """In backward of a tile with a score: the gradient [B, H, Sq] of the merged log-sum-exp. None is zero."""
     recurring: bool = True
     """False if the lengths of such tiles change from batch to batch, as with documents: a kernel that builds a plan per
     shape would build one for each."""
@@ -50,8 +56,10 @@ class TileInputs:
 
     def rectangle(self, rows: Range, cols: Range, band: Band, mask: Tensor | None = None) -> TileInputs:
         """Some rows and columns as a tile of their own, under their own band and mask."""
+        score = None if self.score is None else self.score.rectangle(rows, cols)
+        dlse = None if self.dlse is None else part(self.dlse, rows)
         tensors = part(self.q, rows), part(self.k, cols), part(self.v, cols)
-        return TileInputs(*tensors, band, self.scale, mask, recurring=self.recurring)
+        return TileInputs(*tensors, band, self.scale, mask, score=score, dlse=dlse, recurring=self.recurring)
 
     def rectangles(self) -> Iterator[tuple[Range, Range, TileInputs]]:
         """The parts with their rows and columns, each as a tile of its own."""

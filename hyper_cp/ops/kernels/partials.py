@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...schedule.ranges import Range
+from .fused import sums
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -37,6 +38,23 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)  # a comparison takes a tenth of the time of a cast to the same dtype
 
 
+def merge(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge the partial ``(out, lse)`` into ``(total, total_lse)``, which are in the accumulation dtype."""
+    if sums.merge(total, total_lse, out, lse):
+        return
+    out, lse = _cast(out, total.dtype), _cast(lse, total.dtype)
+    # If both are -inf, neither has seen anything: their difference is not a number, the weight is 0.
+    weight = (lse - total_lse).sigmoid_().nan_to_num_(0.0)
+    total.lerp_(out, weight.unsqueeze(-1))
+    torch.logaddexp(total_lse, lse, out=total_lse)
+
+
+def add(total: Tensor, x: Tensor) -> None:
+    """Add ``x`` to ``total``, which is in the accumulation dtype."""
+    if not sums.add(total, x):
+        total.add_(x)
+
+
 class Partials:
     """The running (output, log-sum-exp) of a rank's queries ``[B, H, S, D]``. ``sinks`` ``[H]`` are merged into
     results, which are taken once for each row."""
@@ -50,16 +68,11 @@ class Partials:
     def add(self, rows: Range, batch: Range | None, out: Tensor, lse: Tensor) -> None:
         """Merge the partial of a range of queries. Takes over ``out`` and ``lse``, which the kernel
         made for this call: they may become the accumulators."""
-        out, lse = _cast(out, self._dtype), _cast(lse, self._dtype)
         if self._out is None and batch is None and rows[1] - rows[0] == self._q.shape[2]:
-            self._out, self._lse = out, lse
+            self._out, self._lse = _cast(out, self._dtype), _cast(lse, self._dtype)
             return
         total, total_lse = self._accumulators()
-        total, total_lse = part(total, rows, batch), part(total_lse, rows, batch)
-        # If both are -inf, neither has seen anything: their difference is not a number, the weight is 0.
-        weight = (lse - total_lse).sigmoid_().nan_to_num_(0.0)
-        total.lerp_(out, weight.unsqueeze(-1))
-        torch.logaddexp(total_lse, lse, out=total_lse)
+        merge(part(total, rows, batch), part(total_lse, rows, batch), out, lse)
 
     def _accumulators(self) -> tuple[Tensor, Tensor]:
         if self._out is None or self._lse is None:
@@ -90,7 +103,7 @@ class RowSum:
         if self._total is None and batch is None and rows[1] - rows[0] == self._like.shape[2]:
             self._total = _cast(x, self._dtype)
         else:
-            part(self.total(), rows, batch).add_(x)
+            add(part(self.total(), rows, batch), x)
 
     def total(self) -> Tensor:
         """The sum over all rows, in the accumulation dtype."""

@@ -44,7 +44,8 @@ class ReferenceKernel:
         if tile.parts is not None:
             return forward_each(self, tile)
         q, k, v = _wide(tile.q.shape[1], tile.q, tile.k, tile.v)
-        logits = _logits(q, k, tile)
+        logits = q @ k.mT * tile.scale
+        logits = _masked(logits if tile.score is None else tile.score(logits), tile)
         lse = torch.logsumexp(logits, dim=-1)
         weights = _weights(logits, lse)
         return (weights if tile.keep is None else weights * tile.keep) @ v, lse
@@ -53,12 +54,18 @@ class ReferenceKernel:
         if tile.parts is not None:
             return backward_each(self, tile, dout, out, lse)
         q, k, v, out, dout = _wide(tile.q.shape[1], tile.q, tile.k, tile.v, out, dout)
-        kept = weights = _weights(_logits(q, k, tile), lse.to(q.dtype))
+        logits, gradient = q @ k.mT * tile.scale, None
+        if tile.score is not None:
+            logits, gradient = tile.score.differentiated(logits)
+        kept = weights = _weights(_masked(logits, tile), lse.to(q.dtype))
         delta = (dout * out).sum(-1, keepdim=True)
+        if tile.dlse is not None:
+            delta = delta - tile.dlse.unsqueeze(-1)
         dweights = dout @ v.mT
         if tile.keep is not None:  # the softmax is over all weights, the output from those kept
             dweights, kept = dweights * tile.keep, weights * tile.keep
-        dlogits = weights * (dweights - delta) * tile.scale
+        dlogits = weights * (dweights - delta)
+        dlogits = (dlogits if gradient is None else gradient(dlogits)) * tile.scale
         kv_heads = tile.k.shape[1]
         return dlogits @ k, sum_heads(dlogits.mT @ q, kv_heads), sum_heads(kept.mT @ dout, kv_heads)
 
@@ -69,11 +76,10 @@ def _wide(heads: int, *tensors: Tensor) -> list[Tensor]:
     return [repeat_heads(x.to(dtype), heads) for x in tensors]
 
 
-def _logits(q: Tensor, k: Tensor, tile: TileInputs) -> Tensor:
-    logits = q @ k.mT * tile.scale
+def _masked(logits: Tensor, tile: TileInputs) -> Tensor:
     if tile.band == FULL and tile.mask is None:
         return logits
-    return logits + additive_mask(q.shape[2], k.shape[2], tile.band, tile.mask, q)
+    return logits + additive_mask(logits.shape[2], logits.shape[3], tile.band, tile.mask, logits)
 
 
 def _weights(logits: Tensor, lse: Tensor) -> Tensor:

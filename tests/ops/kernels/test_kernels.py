@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -179,16 +176,3 @@ def test_the_npu_makes_large_masks_by_rows(standin: Any) -> None:
 
 def test_an_unknown_device_gets_plain_math() -> None:
     assert kernels.get("", *(torch.empty(1, 1, 2, 4, device="meta") for _ in range(3))) is reference.KERNEL
-
-
-# --------------------------------------------------------------------------- the check for a GPU
-
-
-@pytest.mark.slow
-def test_device_check_runs_where_there_is_only_a_cpu() -> None:
-    script = Path(__file__).parents[3] / "benchmarks" / "device_check.py"
-    small = "--device cpu --dtype float32 --lengths 256 --heads 8 --kv-heads 8 --dim 64 --ranks 2 --rounds 1"
-    done = subprocess.run([sys.executable, str(script), *small.split()], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "WRONG" not in done.stdout and done.stdout.count("ranks, torch.float32") == 15
-    assert "ring, head_tail" in done.stdout.splitlines()[-5]

@@ -1,15 +1,17 @@
-"""The balance that layouts give to packed documents: the report of it, and the choice of "auto"."""
+"""The report of what each layout gives to ranks: their work, and what has to travel."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from . import build as schedule
-from . import layout as layouts
-from .documents import PackedDocuments, documents_table, read
-from .ranges import Documents
-from .tiles import CAUSAL, Band, Tile, band_of, check_window
+from .. import build as schedule
+from .. import layout as layouts
+from ..arrivals import Problem, arrivals, received
+from ..documents import PackedDocuments, documents_table, read
+from ..layout import ResolvedLayout
+from ..tiles import Band, Tile, band_of, check_window
+from .place import place
 
 # Kernels work in blocks of about so many rows and columns: a smaller tile takes as long as a whole block.
 _BLOCK = 128
@@ -17,22 +19,34 @@ _BLOCK = 128
 
 @dataclass(frozen=True)
 class Balance:
-    """The work that a layout gives to each rank.
+    """The work that a layout gives to each rank, and what has to travel.
 
     Attributes:
         pairs: visible (query, key) pairs that it computes.
         blocks: these in blocks of 128 x 128, which small tiles fill badly.
         tiles: the number of tiles that it runs.
+        rows: positions of keys and values that it receives with ``kv_exchange="needed"``.
+        hops: of a ring (the same on all ranks), each of which moves the keys and values of a whole rank.
+        length: the global sequence length.
     """
 
     pairs: tuple[int, ...]
     blocks: tuple[int, ...]
     tiles: tuple[int, ...]
+    rows: tuple[int, ...]
+    hops: int
+    length: int
 
     @property
     def ratio(self) -> float:
         """The fullest rank's pairs over the mean: 1 is perfect."""
         return max(self.pairs) * len(self.pairs) / max(1, sum(self.pairs))
+
+    @property
+    def share(self) -> float:
+        """The rows that ``kv_exchange="needed"`` moves as a share of those that an all-gather moves. (A ring moves
+        ``hops / (ranks - 1)`` of these.)"""
+        return sum(self.rows) / max(1, self.length * (len(self.rows) - 1))
 
 
 def balance(
@@ -46,7 +60,8 @@ def balance(
         documents: cumulative lengths ``[0, ..., S]``; None: one document.
 
     Returns:
-        ``{layout: Balance}`` for ``"contiguous"``, ``"head_tail"`` and ``"per_document"``.
+        ``{layout: Balance}`` for ``"contiguous"``, ``"head_tail"``, ``"per_document"`` and ``"balanced"``, and under a
+        window of, say, 4096 for ``"balanced_4096"``.
     """
     for name, value in (("length", length), ("ranks", ranks)):
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**48:
@@ -57,36 +72,37 @@ def balance(
     if packed is None or packed.one_row is None:
         raise ValueError("documents differ between batch rows: ask for the balance of each row")
     packed.check_length(length)
-    band = band_of(is_causal, check_window(window))
+    lower, upper = band_of(is_causal, check_window(window))
     names = [n for n in layouts.LAYOUTS if n != "auto" and length % layouts.length_multiple(n, ranks) == 0]
-    return {name: _balance(name, length, ranks, packed, band) for name in names}
+    names += [f"balanced_{-lower}"] if lower is not None and "balanced" in names else []
+    return {name: _balance(name, length, ranks, packed, (lower, upper)) for name in names}
 
 
 def _balance(layout: str, length: int, ranks: int, documents: PackedDocuments, band: Band) -> Balance:
     """The balance of documents that all batch rows share."""
     return documents.derived(
-        ("balance", layout, ranks, band), lambda: _measured(layout, length, ranks, documents.rows, band)
+        ("balance", layout, ranks, band), lambda: _measured(layout, length, ranks, documents, band)
     )
 
 
-def _measured(layout: str, length: int, ranks: int, rows: tuple[Documents, ...], band: Band) -> Balance:
-    held = layouts.ResolvedLayout.of(layout, ranks, length, rows[0]).held
+def _measured(layout: str, length: int, ranks: int, documents: PackedDocuments, band: Band) -> Balance:
+    by_documents = layouts.by_documents(layout)
+    resolved = place(layout, ranks, length, documents) if by_documents else ResolvedLayout.of(layout, ranks, length)
+    held, rows = resolved.held, documents.rows
     whole = (((0, length),),) * ranks  # where keys come from changes nothing of the work, but takes time to find out
     plans = [schedule.build(held, whole, r, "replicated", False, band, rows, parts=False) for r in range(ranks)]
     tiles = [[t for step in plan.forward for tile in step.tiles for t in tile.rectangles] for plan in plans]
+    problems = [Problem(rank, held, held, band, rows) for rank in range(ranks)]
     return Balance(
         tuple(plan.area for plan in plans),
         tuple(sum(map(_blocks, mine)) for mine in tiles),
         tuple(map(len, tiles)),
+        tuple(map(received, problems)),
+        len(arrivals("ring", problems[0]).blocks) - 1,
+        length,
     )
 
 
 def _blocks(tile: Tile) -> int:
     rows, cols = (-(-(b - a) // _BLOCK) for a, b in (tile.q, tile.k))
     return rows * (rows + 1) // 2 if tile.kind == "causal" else rows * cols
-
-
-def better(length: int, world: int, documents: PackedDocuments) -> str:
-    """The layout, of those that "auto" chooses from, whose fullest rank has less to do under a causal mask."""
-    blocks = {n: max(_balance(n, length, world, documents, CAUSAL).blocks) for n in ("head_tail", "per_document")}
-    return min(blocks, key=lambda name: blocks[name])

@@ -1,0 +1,94 @@
+"""Kernels in CUDA graphs, and the op in compiled functions: a replay must do what the next call asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyper_cp.mesh import cp_mesh
+from hyper_cp.mesh.comm import Axis
+from hyper_cp.ops import engine, kernels
+from hyper_cp.schedule.documents import documents_table
+
+from .ranks import settings_of
+from .results import REFUSALS, Result, check
+from .tiles import CAUSAL, FULL, SCALE, Tile, answer, tensors_of, visible_of
+
+Pairs = list[tuple[Tensor, Tensor]]
+TILE = Tile(128, 128, CAUSAL, heads=(4, 2))
+DOCUMENTS = [(0, 128), (0, 40, 128), (0, 63, 64, 128)]
+
+
+def captured(kernel: Any, tile: Tile, device: str, dtype: torch.dtype) -> Pairs:
+    """Capture forward and backward of a tile in a CUDA graph, and replay it with other values. Empty without graphs."""
+    module = torch.get_device_module(device)
+    if not hasattr(module, "CUDAGraph"):
+        return []
+    q, k, v, dout = static = tensors_of(tile, device, dtype)
+    want = answer(*static, visible_of(tile, device), SCALE)
+    out, lse = want[0].to(dtype), want[1].float()
+
+    def step() -> tuple[Tensor, ...]:
+        given = kernels.TileInputs(q, k, v, tile.band, SCALE, parts=tile.parts)
+        return (*kernel.forward(given), *kernel.backward(given, dout, out, lse))
+
+    side = module.Stream()
+    side.wait_stream(module.current_stream())
+    with module.stream(side):
+        step()  # what is made once (plans, workspaces) is made outside of the graph
+    module.current_stream().wait_stream(side)
+    graph = module.CUDAGraph()
+    with module.graph(graph):
+        results = step()
+    for x, other in zip(static, tensors_of(tile, device, dtype, seed=1), strict=True):
+        x.copy_(other)
+    want = answer(*static, visible_of(tile, device), SCALE)
+    out.copy_(want[0])
+    lse.copy_(want[1])
+    graph.replay()
+    module.synchronize()
+    return list(zip(results, want, strict=True))
+
+
+def check_graphs(device: str, dtype: torch.dtype) -> Iterator[Result]:
+    """Every kernel that is captured, on tiles whose kernels are the same in every replay."""
+    for name, kernel in kernels.available(torch.device(device).type).items():
+        for tile in (TILE, replace(TILE, band=FULL)):
+            what, refusal = f"CUDA graph: {name} {dtype} {tile}", REFUSALS.get((name, dtype), "")
+            yield check(what, dtype, lambda k=kernel, t=tile: captured(k, t, device, dtype), refusal)
+
+
+def compiled(device: str, dtype: torch.dtype, backend: str, options: dict[str, Any]) -> Pairs:
+    """Compile the op once and call it with one table of documents after another: with each, the results of that one."""
+    cp = cp_mesh.register(cp_mesh.CPMesh("alone", Axis.alone(), Axis.alone(), (Axis.alone(),), cp_mesh.BatchState()))
+    q, k, v, dout = tensors_of(replace(TILE, heads=(4, 4)), device, dtype)
+    mode = {"layout": "contiguous"}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+        settings = settings_of(cp, mode, kernels.choose(q, k, v, True))
+        out: Tensor = engine.attention_op(q, k, v, None, [], documents, None, None, SCALE, 0.0, settings)[0]
+        return out * 1.0
+
+    run = torch.compile(attend, fullgraph=True, backend=backend, **options)
+    pairs: Pairs = []
+    for ends in DOCUMENTS * 2:
+        inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        out = run(*inputs, documents_table(list(ends)))
+        found = [out.detach().clone(), *torch.autograd.grad(out, inputs, dout)]
+        parts = tuple(((a, b), (a, b)) for a, b in pairwise(ends))
+        want = answer(*inputs, dout, visible_of(replace(TILE, parts=parts), device), SCALE)
+        pairs += zip([x.clone() for x in found], [want[0], *want[2:]], strict=True)
+    return pairs
+
+
+def check_compiled(device: str, dtype: torch.dtype, backends: Sequence[str]) -> Iterator[Result]:
+    """The op in compiled functions, with and without CUDA graphs."""
+    for name in backends:
+        backend, *mode = name.split("/")
+        options = {"mode": mode[0]} if mode else {}
+        yield check(f"compiled by {name}, {dtype}", dtype, lambda b=backend, o=options: compiled(device, dtype, b, o))

@@ -1,0 +1,176 @@
+"""Estimates a training step in every strategy, and names the one to use first. Nothing runs.
+
+    hyper-cp plan config.json --sequence 131072 --gpus 64 --cluster h100
+    hyper-cp plan meta-llama/Llama-3.1-8B --documents lengths.txt --gpus 16 --measured doctor.json --plot plan.png
+    hyper-cp plan --layers 32 --heads 32 --kv-heads 8 --width 4096 --vocabulary 128256 --sequence 1M --gpus 64
+
+docs/planner.md describes the model behind it. The exit code is 1 if nothing fits, and 2 if something cannot be planned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..planner import PlanReport, plan
+from ..schedule.planning.inputs.profiles import PROFILES, cluster_of
+
+SIZES = ("layers", "heads", "kv_heads", "head_dim", "width", "ffn", "vocabulary")
+CLUSTER = ("gpus_per_host", "tflops", "inside_gb_s", "between_gb_s", "memory_gb_s")
+CHOICES = ("cp_size", "ulysses_degree", "kv_exchange", "layout", "checkpointing")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``hyper-cp plan``."""
+    parser.add_argument(
+        "model", nargs="?", help="a config.json, its folder, or a name that transformers.AutoConfig finds"
+    )
+    for name in SIZES:
+        parser.add_argument(_option(name), type=int, help=argparse.SUPPRESS if name != "layers" else "or the sizes")
+    parser.add_argument("--sequence", type=_tokens, help="global length in tokens; 128K and 1M are 2**17 and 2**20")
+    parser.add_argument("--documents", help="a file of lengths, or lengths with commas: packed into one sequence")
+    parser.add_argument("--gpus", type=int, required=True, help="number of devices in all")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a step on each group of cp ranks")
+    parser.add_argument("--full", action="store_true", help="queries see all keys, not only earlier ones")
+    parser.add_argument("--cluster", default="h100", help=f"a profile: {', '.join(PROFILES)} (default h100)")
+    for name, what in zip(
+        CLUSTER, ("", " of bf16 peak", " inside a host", " between hosts", " of memory"), strict=True
+    ):
+        kind: Any = int if name == "gpus_per_host" else float
+        parser.add_argument(_option(name), type=kind, help=f"instead of the profile's{what}")
+    parser.add_argument("--memory-gb", type=float, help="memory of a device that a step may use")
+    parser.add_argument("--measured", help="measurements (hyper-cp doctor --json), which replace the profile's numbers")
+    for name in CHOICES:
+        kind = int if name in ("cp_size", "ulysses_degree") else str
+        parser.add_argument(_option(name), type=kind, help="plan for this one only")
+    parser.add_argument("--dtype", default="bfloat16", help="of activations (default bfloat16)")
+    parser.add_argument("--rows", type=int, default=16, help="rows of the table (default 16)")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="draw speed and memory of the modes (the extra viz)")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _tokens(text: str) -> int:
+    """A number of tokens; K and M are powers of two."""
+    factor = {"K": 2**10, "M": 2**20}.get(text[-1:].upper(), 1)
+    return int(text[:-1] if factor > 1 else text) * factor
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan, print, and return the exit code."""
+    try:
+        report = _planned(args)
+        if args.plot:
+            save_plot(report, args.plot)
+    except (TypeError, ValueError) as error:
+        print(f"hyper-cp plan: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(report.json())
+    else:
+        show(report, args.rows)
+    return int(report.best is None)
+
+
+def _planned(args: argparse.Namespace) -> PlanReport:
+    sizes = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
+    if (args.model is None) == (not sizes):
+        raise ValueError(
+            f"model={args.model!r} with the sizes {sizes}. One of them says what to plan for. Pass a configuration, or "
+            "--layers --heads --width --vocabulary (and --kv-heads --ffn --head-dim)"
+        )
+    if (args.sequence is None) == (args.documents is None):
+        raise ValueError(
+            f"--sequence is {args.sequence} and --documents {args.documents}. One of them says how long the sequence "
+            "is. Pass one of the two"
+        )
+    changes = {name: value for name in CLUSTER if (value := getattr(args, name)) is not None}
+    return plan(
+        args.model if args.model is not None else sizes,
+        args.sequence if args.documents is None else _lengths(args.documents),
+        gpus=args.gpus,
+        cluster=cluster_of(args.cluster, **changes),
+        measured=args.measured,
+        causal=not args.full,
+        batch=args.batch,
+        dtype=args.dtype,
+        memory_gb=args.memory_gb,
+        **{name: getattr(args, name) for name in CHOICES},
+    )
+
+
+def _lengths(text: str) -> list[int]:
+    path = Path(text)
+    try:
+        words = (path.read_text() if path.is_file() else text).replace(",", " ").split()
+        return [_tokens(word) for word in words]
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--documents {text!r} cannot be read: {error}. It is a list of lengths in tokens. Pass a file with one "
+            "length a line, or lengths with commas"
+        ) from error
+
+
+def show(report: PlanReport, rows: int) -> None:
+    """Print the report: as a table of rich, if it is installed, otherwise as plain text."""
+    if not importlib.util.find_spec("rich"):
+        print(report.text(rows))
+        return
+    from rich.console import Console  # optional: nothing else needs it
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 240, highlight=False)
+    cells = report.rows(rows)
+    header, lines = cells[0], cells[1:]
+    table = Table()
+    for name in header:
+        table.add_column(
+            name, justify="right" if name not in ("mode", "layout", "checkpointing", "loss", "why") else "left"
+        )
+    for line, estimate in zip(lines, report.of_modes(), strict=False):
+        best = estimate is report.best
+        table.add_row(*line, style="bold green" if best else None if estimate.fits else "dim")
+    for line in report.heading():
+        console.print(line)
+    console.print(table)
+
+
+def save_plot(report: PlanReport, path: str) -> None:
+    """Draw tokens per second over peak memory, a point for each mode, into an image file.
+
+    Raises:
+        ValueError: if matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # optional: the extra "viz"
+    except ImportError as error:
+        raise ValueError(
+            f"--plot {path} needs matplotlib, which is not installed. Nothing else needs it. Install hyper-cp[viz]"
+        ) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for e in report.of_modes():
+        name = e.strategy.mode if e.strategy.ulysses_degree in (1, e.strategy.cp_size) else "hybrid"
+        groups.setdefault(name, []).append((e.memory.peak / 1e9, e.tokens_per_second))
+    for name, points in groups.items():
+        x, y = zip(*points, strict=True)
+        axes.scatter(x, y, label=name, s=24, alpha=0.8)
+    axes.axvline(report.memory_bytes / 1e9, color="black", linestyle="--", label="memory of a device")
+    if report.best is not None:
+        best = report.best
+        place = best.memory.peak / 1e9, best.tokens_per_second
+        axes.annotate(f"{best.strategy.mode}, cp {best.strategy.cp_size}", place)
+    axes.set(
+        title=report.heading()[0], xlabel="peak GB of a rank", ylabel="tokens per second, all devices", xscale="log"
+    )
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)

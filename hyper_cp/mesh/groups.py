@@ -1,0 +1,119 @@
+"""Process groups that the library makes for itself, by their members only.
+
+With ``init_process_group(device_id=...)`` PyTorch splits the communicator of a new group off that of the world: every
+rank of the world must then make the call, whatever ``use_local_synchronization`` says. Ranks without attention, such as
+other pipeline stages, would never make it. So groups are split off a group of the same ranks, or made without a parent.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+
+from .comm import Axis, backend_of
+
+MAX_CTAS = 16
+"""The most thread blocks of an NCCL kernel on these groups (of 132 multiprocessors on an H100), so that attention
+keeps the rest; ``HYPER_CP_MAX_CTAS`` overrides it, and 0 leaves the number to NCCL. Not measured on a GPU yet."""
+
+Parts = tuple[tuple[int, ...], ...]
+"""Disjoint sets of global ranks, ascending."""
+
+
+def parts_of(rows: Sequence[Sequence[int]]) -> Parts:
+    """The same for every order of the rows."""
+    return tuple(sorted(map(tuple, rows)))
+
+
+def make_group(parts: Parts, parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Make a process group for each of ``parts`` and return the one with this rank.
+
+    All ranks of ``parts`` make this call, in the same order, and no other rank does.
+
+    Args:
+        parts: they cover ``parent``.
+        parent: a group of the ranks of all ``parts``, if there is one.
+    """
+    (own,) = (part for part in parts if dist.get_rank() in part)
+    if parent is not None and can_split(parent):
+        place = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(parent))}
+        split = [[place[rank] for rank in part] for part in parts]
+        made = dist.split_group(parent, split, pg_options=options(parent), group_desc="hyper_cp")
+        assert made is not None  # this rank is in a part
+        return made
+    with _without_parent() as world:
+        made = dist.new_group(
+            list(own), use_local_synchronization=True, pg_options=options(world), group_desc="hyper_cp"
+        )
+    return made
+
+
+def can_split(group: dist.ProcessGroup) -> bool:
+    """True if the group has a communicator already, of a backend that can split it. (PyTorch splits no other: its
+    ranks could not know whether all of them have one.)"""
+    device = group.bound_device_id
+    # Private: only the backend says whether it can split, and no public function returns it.
+    return device is not None and bool(group._get_backend(device).supports_splitting)
+
+
+def names_of_groups() -> int:
+    """The number that PyTorch makes the name of the next group from. Ranks with different numbers, because some are in
+    more groups than others, give it different names and never meet."""
+    return len(dist.distributed_c10d._world.pg_names)  # private: no public function returns it
+
+
+@contextmanager
+def _without_parent() -> Iterator[dist.ProcessGroup]:
+    """While the world is bound to no device, PyTorch makes a group out of its members alone."""
+    world = dist.group.WORLD
+    assert world is not None  # a mesh exists, so there is a default group
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield world
+    finally:
+        world.bound_device_id = device
+
+
+def options(like: dist.ProcessGroup) -> Any:
+    """Options of a new group with the backend of ``like``; None for the backend's own.
+
+    A transfer of NCCL is a kernel. At normal priority it queues behind an attention kernel that fills the GPU, and
+    nothing overlaps; with as many thread blocks as NCCL likes it takes multiprocessors from attention.
+    """
+    nccl = getattr(dist, "ProcessGroupNCCL", None)  # builds without NCCL have no such class
+    if nccl is None or backend_of(like) != "nccl":
+        return None
+    made = nccl.Options(is_high_priority_stream=True)
+    limit = int(os.environ.get("HYPER_CP_MAX_CTAS", MAX_CTAS))
+    if limit and hasattr(made, "config"):
+        made.config.max_ctas = limit
+    return made
+
+
+def check_launch_order(*axes: Axis) -> None:
+    """Warn once in a process if transfers on several NCCL groups may be in flight at once without an order.
+
+    Their kernels wait for those of other ranks. If one GPU starts with one group and another GPU with the other group,
+    and there is no room for both, each waits for the other.
+    """
+    if any(backend_of(axis.group) == "nccl" for axis in axes if axis.size > 1):
+        _warn_of_launch_order(os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0"))
+
+
+@cache
+def _warn_of_launch_order(value: str) -> None:
+    if value in ("", "0"):
+        warnings.warn(
+            f"head_groups > 1 in a hybrid keeps two NCCL groups in flight, with NCCL_LAUNCH_ORDER_IMPLICIT={value!r}. "
+            "GPUs may then start their transfers in different orders and wait for each other for good. Set "
+            "NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26 or newer) before the first process group is made, or use "
+            "head_groups=1",
+            RuntimeWarning,
+            stacklevel=2,
+        )

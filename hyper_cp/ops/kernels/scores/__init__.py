@@ -1,0 +1,182 @@
+"""Functions that change the logits of attention before the softmax: softcap, and FlexAttention's mods.
+
+The engine knows one thing, a :class:`Score`. It finds the score of a call by the text ``score.key``, which travels in
+the settings of an op, and hands each tile a :class:`TileScore`: the score with the global positions, heads and batch
+rows of that tile. A kernel applies it to the scaled logits before masks and bands.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from ....schedule.build import Step
+from ....schedule.ranges import Range, Rows
+from ....schedule.tiles import Tile
+from ..partials import accumulation_dtype
+
+
+@dataclass(eq=False)
+class Where:
+    """The global numbers of a tile's logits ``[B, H, Sq, Sk]``: int64 on the device, one tensor per dimension."""
+
+    batch: Tensor
+    heads: Tensor
+    rows: Tensor
+    cols: Tensor
+
+
+class Score(ABC):
+    """A function of the scaled logits, element by element, before the softmax.
+
+    Attributes:
+        key: the text by which ops find it, without "|".
+        signature: what ranks compare of it.
+        positional: True if it depends on where a logit stands.
+        captured: tensors beside the logits that it gives gradients to.
+    """
+
+    key: str
+    signature: str
+    positional: bool = True
+    captured: tuple[Tensor, ...] = ()
+
+    @abstractmethod
+    def __call__(self, logits: Tensor, where: Where | None, captured: Sequence[Tensor]) -> Tensor:
+        """The changed logits ``[B, H, Sq, Sk]``, -inf where hidden. ``torch.func`` differentiates it; ``captured``
+        stands for the score's own."""
+
+
+@dataclass(eq=False)
+class TileScore:
+    """A score at one tile."""
+
+    score: Score
+    where: Where | None
+    captured: Sequence[Tensor] = ()
+    gradients: Sequence[Tensor] = field(default=())
+    """Sums, in the accumulation dtype, to which backward adds the gradients of ``captured``."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """The changed logits."""
+        return self.score(logits, self.where, self.captured)
+
+    def differentiated(self, logits: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """The changed logits, and the function from their gradient to that of ``logits``, which also adds to
+        ``gradients``."""
+
+        def changed(x: Tensor, *captured: Tensor) -> Tensor:
+            return self.score(x, self.where, captured)
+
+        value, pull = torch.func.vjp(changed, logits, *self.captured)
+
+        def gradient(dvalue: Tensor) -> Tensor:
+            dlogits, *others = pull(dvalue)
+            for total, x in zip(self.gradients, others, strict=True):
+                total.add_(x)
+            return dlogits
+
+        return value, gradient
+
+    def rectangle(self, rows: Range, cols: Range) -> TileScore:
+        """The score at some rows and columns of the tile."""
+        at = self.where
+        if at is not None:
+            at = replace(at, rows=at.rows[rows[0] : rows[1]], cols=at.cols[cols[0] : cols[1]])
+        return replace(self, where=at)
+
+
+class TileScores:
+    """The score of a call at each of its tiles.
+
+    Args:
+        like: this rank's queries ``[B, H, S, D]``.
+        heads_before: global heads before the first of ``like``.
+        queries: the global positions of its rows.
+        captured: the tensors that the score captures; ``gradients``: sums for their gradients, in backward.
+    """
+
+    def __init__(
+        self, score: Score, like: Tensor, heads_before: int, queries: Sequence[Range], captured: Sequence[Tensor]
+    ) -> None:
+        self.score, self.captured = score, captured
+        self.gradients = [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in captured]
+        self.step: Step | None = None
+        if score.positional:
+            self.batch = torch.arange(like.shape[0], device=like.device)
+            self.heads = torch.arange(heads_before, heads_before + like.shape[1], device=like.device)
+            self.rows = Rows(queries).index(like.device)
+
+    def of(self, step: Step, tile: Tile) -> TileScore:
+        """The score at a tile of a step."""
+        if not self.score.positional:
+            return TileScore(self.score, None, self.captured, self.gradients)
+        if step is not self.step:
+            self.step, self.cols = step, Rows(step.keys).index(self.batch.device)
+        batch = slice(None) if tile.batch is None else slice(*tile.batch)
+        where = Where(self.batch[batch], self.heads, self.rows[slice(*tile.q)], self.cols[slice(*tile.k)])
+        return TileScore(self.score, where, self.captured, self.gradients)
+
+
+# --------------------------------------------------------------------------- softcap
+
+_SOFTCAP = "softcap="
+
+
+class Softcap(Score):
+    """``cap * tanh(logits / cap)``: logits stay between -cap and cap (Gemma 2)."""
+
+    positional = False
+
+    def __init__(self, cap: float) -> None:
+        self.cap = cap
+        self.key = self.signature = f"{_SOFTCAP}{cap}"
+
+    def __call__(self, logits: Tensor, where: Where | None, captured: Sequence[Tensor]) -> Tensor:
+        return self.cap * torch.tanh(logits / self.cap)
+
+
+def softcap(cap: float) -> Softcap:
+    """The score of ``softcap=cap``. Raise if that is not a positive number."""
+    if not isinstance(cap, Real) or isinstance(cap, bool):
+        raise TypeError(
+            f"softcap={cap!r} is a {type(cap).__name__}, not a number. Logits become softcap * tanh(logits / softcap). "
+            "Pass a positive float, or None for no softcap"
+        )
+    if not 0 < cap < float("inf"):
+        raise ValueError(
+            f"softcap={cap} must be a positive number. Logits become softcap * tanh(logits / softcap). Pass None for "
+            "no softcap"
+        )
+    return Softcap(float(cap))
+
+
+# --------------------------------------------------------------------------- by key
+
+_registered: WeakValueDictionary[str, Score] = WeakValueDictionary()
+
+
+def register(score: Score) -> None:
+    """Make a score known by its key for as long as it lives. A call holds it, and so does its node in autograd."""
+    _registered[score.key] = score
+
+
+def find(key: str) -> Score | None:
+    """The score of a key; None for the empty key."""
+    if not key:
+        return None
+    if key.startswith(_SOFTCAP):
+        return Softcap(float(key.removeprefix(_SOFTCAP)))
+    score = _registered.get(key)
+    if score is None:
+        raise LookupError(
+            f"the score function {key!r} of an attention call is gone. It lives as long as the call's node in autograd "
+            "in the process that made it. Call attention again"
+        )
+    return score

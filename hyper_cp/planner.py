@@ -1,0 +1,358 @@
+"""plan: the cost of every strategy for a model, a cluster and a sequence, and the one to use first."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from .schedule import layout as layouts
+from .schedule.documents import PackedDocuments
+from .schedule.planning.inputs.checks import check_amount, check_count
+from .schedule.planning.inputs.cluster import Cluster, with_measurements
+from .schedule.planning.inputs.model import ModelShape, configuration, model_shape
+from .schedule.planning.inputs.profiles import cluster_of
+from .schedule.planning.reasons import explain
+from .schedule.planning.strategies import (
+    CHECKPOINTING,
+    KV_EXCHANGES,
+    Estimate,
+    Estimator,
+    Problem,
+    Strategy,
+    modes,
+)
+
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """Every strategy with its cost, the best first.
+
+    Attributes:
+        strategies: those that fit by falling tokens per second, then those that do not fit by rising memory.
+        model, cluster, gpus, length, documents, batch: what was planned for.
+        memory_bytes: of a device.
+    """
+
+    strategies: tuple[Estimate, ...]
+    model: ModelShape
+    cluster: Cluster
+    gpus: int
+    length: int
+    documents: int
+    batch: int
+    memory_bytes: float
+
+    @property
+    def best(self) -> Estimate | None:
+        """The strategy to use first; None if nothing fits."""
+        return self.strategies[0] if self.strategies[0].fits else None
+
+    def of_modes(self) -> list[Estimate]:
+        """The best estimate of each mode (cp size, degree, exchange, layout), over checkpointing and loss."""
+        seen: set[tuple[object, ...]] = set()
+        found = []
+        for estimate in self.strategies:
+            s = estimate.strategy
+            key = s.cp_size, s.ulysses_degree, s.kv_exchange, s.layout
+            if key not in seen:
+                seen.add(key)
+                found.append(estimate)
+        return found
+
+    def rows(self, most: int | None = None) -> list[list[str]]:
+        """The table as text: a header, then the best estimate of each mode, ``most`` of them at most."""
+        header = ["mode", "cp", "layout", "checkpointing", "loss", "tokens/rank", "PFLOP", "GB in host", "GB between"]
+        header += ["messages", "balance", "exposed s", "step s", "tokens/s", "peak GB", "why"]
+        lines = [header]
+        for e in self.of_modes()[:most]:
+            s = e.strategy
+            lines.append(
+                [
+                    s.mode,
+                    str(s.cp_size),
+                    s.layout,
+                    s.checkpointing,
+                    "chunked" if s.chunked_loss else "plain",
+                    f"{e.tokens_per_rank:,}",
+                    f"{e.flops / 1e15:.2f}",
+                    f"{e.bytes_inside / 1e9:.2f}",
+                    f"{e.bytes_between / 1e9:.2f}",
+                    str(e.messages),
+                    f"{e.balance:.2f}",
+                    f"{e.exposed_seconds:.3f}",
+                    f"{e.step_seconds:.3f}",
+                    f"{e.tokens_per_second:,.0f}",
+                    f"{e.memory.peak / 1e9:.1f}",
+                    e.why,
+                ]
+            )
+        return lines
+
+    def heading(self) -> list[str]:
+        """The lines above the table: the problem, and the answer."""
+        packed = f" in {self.documents} documents" if self.documents > 1 else ""
+        memory = self.memory_bytes / 1e9
+        lines = [
+            f"{self.length:,} tokens{packed}, {self.gpus} x {self.cluster.name}, {memory:.0f} GB each for a step; "
+            f"{self.model.parameters / 1e9:.1f} billion parameters"
+        ]
+        best = self.best
+        if best is None:
+            least = self.strategies[0]
+            lines.append(
+                f"Nothing fits: the smallest peak is {least.memory.peak / 1e9:.1f} GB ({least.strategy.mode}, cp "
+                f"{least.strategy.cp_size}), of which {least.memory.states / 1e9:.1f} GB are parameters, gradients and "
+                "optimizer states. Use more devices, a shorter sequence, or states that are split further"
+            )
+        else:
+            style = ", ".join(f"{name}={value!r}" for name, value in best.strategy.style().items())
+            lines.append(f"Use first: cp mesh of {best.strategy.cp_size}, ContextParallel({style}). {best.why}")
+        return lines
+
+    def __str__(self) -> str:
+        return self.text(16)
+
+    def text(self, most: int) -> str:
+        """The heading and ``most`` rows of the table as plain text."""
+        rows = self.rows(most)
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        left = len(self.of_modes()) - len(rows) + 1
+        more = [f"and {left} more modes; json() has all"] if left > 0 else []
+        return "\n".join([*self.heading(), *table, *more])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values, all strategies included."""
+        found = []
+        for e in self.strategies:
+            values = asdict(e) | {"mode": e.strategy.mode, "style": e.strategy.style(), "step_seconds": e.step_seconds}
+            values["memory"] |= {"peak": e.memory.peak}
+            found.append(values)
+        return {
+            "format": "hyper-cp plan",
+            "version": 1,
+            "model": asdict(self.model),
+            "cluster": asdict(self.cluster),
+            "gpus": self.gpus,
+            "length": self.length,
+            "documents": self.documents,
+            "batch": self.batch,
+            "memory_bytes": self.memory_bytes,
+            "best": None if self.best is None else 0,
+            "strategies": found,
+        }
+
+    def json(self) -> str:
+        """:meth:`as_dict` as JSON."""
+        return json.dumps(self.as_dict(), indent=1)
+
+
+def plan(
+    model: Any,
+    sequence: int | Sequence[int],
+    *,
+    gpus: int,
+    cluster: Cluster | str = "h100",
+    measured: Any = None,
+    causal: bool = True,
+    batch: int = 1,
+    cp_size: int | None = None,
+    ulysses_degree: int | None = None,
+    kv_exchange: str | None = None,
+    layout: str | None = None,
+    checkpointing: str | None = None,
+    chunked_loss: bool | None = None,
+    dtype: str = "bfloat16",
+    bytes_per_parameter: float = 16.0,
+    shards: int | None = None,
+    memory_gb: float | None = None,
+) -> PlanReport:
+    """Estimate a training step in every strategy, and name the one to use first. Nothing runs, nothing communicates.
+
+    Work, balance and what travels come from the schedule that a run would use (for rings of more than 16 ranks, from
+    formulas that agree with it); bytes are those of docs/communication.md; times are a model (docs/planner.md), with
+    the shares of the datasheet's peaks that a :class:`Cluster` names.
+
+    Args:
+        model: a Hugging Face configuration or model, any object or dict with such attributes, the path of a
+            ``config.json`` or of its folder, a name that ``transformers.AutoConfig`` finds, or a :class:`ModelShape`.
+        sequence: the global length in tokens, or the lengths of the documents that are packed into one sequence.
+        gpus: ranks in all. Each group of a cp size has sequences of its own.
+        cluster: the name of a profile (h100, h200, a100, b200, 910b, 910c) or a :class:`Cluster`.
+        measured: the path of measurements (``hyper-cp doctor --json``), which replace the profile's numbers.
+        causal: False if queries see all keys of their document.
+        batch: sequences of a step on each group.
+        cp_size, ulysses_degree, kv_exchange, layout, checkpointing, chunked_loss: None: every one that is possible;
+            otherwise only this.
+        dtype: of activations.
+        bytes_per_parameter: of a parameter with its gradient and optimizer states (16: fp32 with Adam).
+        shards: ranks over which these are split, as FSDP does (None: all GPUs).
+        memory_gb: memory of a device that a step may use, GB (None: the cluster's, less a part for fragmentation).
+
+    Returns:
+        A :class:`PlanReport`: ``print`` it, or take ``best.strategy.style()``, the arguments of ``ContextParallel``.
+
+    Raises:
+        ValueError: for numbers that are not positive, an unknown profile or name, heads that do not split over
+            ``ulysses_degree``, a length that does not split over ``cp_size``.
+        TypeError: for a model without the sizes that the cost depends on.
+
+    Example::
+
+        >>> llama = dict(layers=32, heads=32, kv_heads=8, width=4096, ffn=14336, vocabulary=128256)
+        >>> best = plan(llama, 131072, gpus=8).best
+        >>> best.fits
+        True
+    """
+    shape = model_shape(configuration(model))
+    documents = _documents(sequence)
+    length = documents.rows[0][-1]
+    for name, value in {"gpus": gpus, "batch": batch, "shards": gpus if shards is None else shards}.items():
+        check_count(name, value, "Costs are per rank")
+    check_amount("bytes_per_parameter", bytes_per_parameter, "Parameters take memory")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is unknown. Bytes depend on it. Choose one of {', '.join(DTYPES)}")
+    devices = cluster_of(cluster)
+    devices = devices if measured is None else with_measurements(devices, measured)
+    usable = devices.memory_gb * devices.memory_share if memory_gb is None else memory_gb
+    check_amount("memory_gb", usable, "A step takes memory")
+    sizes = _sizes(gpus, cp_size)
+    degrees = _degrees(shape, ulysses_degree, sizes)
+    exchanges = _chosen("kv_exchange", kv_exchange, KV_EXCHANGES)
+    names = _chosen("layout", layout, [name for name in layouts.LAYOUTS if name != "auto"])
+    kinds = _chosen("checkpointing", checkpointing, CHECKPOINTING)
+    losses = (False, True) if chunked_loss is None else (chunked_loss,)
+    problem = Problem(
+        shape,
+        devices,
+        gpus,
+        documents,
+        causal,
+        batch,
+        DTYPES[dtype],
+        bytes_per_parameter,
+        gpus if shards is None else shards,
+        usable * 1e9,
+    )
+    candidates = [
+        mode
+        for size in sizes
+        for mode in modes(problem, size, degrees, names)
+        if mode.kv_exchange is None or mode.kv_exchange in exchanges
+    ]
+    if not candidates:
+        raise ValueError(_nothing(length, sizes, degrees, names, cp_size))
+    estimator = Estimator(problem)
+    found = [e for mode in candidates for e in estimator.estimates(mode, estimator.cost(mode), kinds, losses)]
+    found = _sorted(found)
+    return PlanReport(
+        tuple(replace(e, why=explain(e, found[0], problem.memory_bytes)) for e in found),
+        shape,
+        devices,
+        gpus,
+        length,
+        len(documents.rows[0]) - 1,
+        batch,
+        problem.memory_bytes,
+    )
+
+
+AS_FAST = 1.01
+"""Strategies whose times differ by less than this are equally fast: the one with less memory comes first."""
+
+
+def _sorted(found: list[Estimate]) -> list[Estimate]:
+    """Those that fit first, by falling speed, then the others, by rising memory."""
+    fastest = max((e.tokens_per_second for e in found if e.fits), default=0.0)
+
+    def order(e: Estimate) -> tuple[object, ...]:
+        peak, s = e.memory.peak, e.strategy
+        rest = s.cp_size, s.ulysses_degree, s.kv_exchange or "", s.layout, s.checkpointing, s.chunked_loss
+        if not e.fits:
+            return 1, 0, peak, rest
+        return 0, int(math.log(fastest / e.tokens_per_second) / math.log(AS_FAST)), peak, rest
+
+    return sorted(found, key=order)
+
+
+# --------------------------------------------------------------------------- arguments
+
+
+def _documents(sequence: int | Sequence[int]) -> PackedDocuments:
+    lengths = [sequence] if isinstance(sequence, int) else sequence
+    if isinstance(lengths, str) or not isinstance(lengths, Sequence):
+        raise TypeError(
+            f"sequence is a {type(sequence).__name__}. It is the number of tokens that ranks share. Pass an int, or a "
+            "list of the lengths of packed documents"
+        )
+    if not lengths:
+        raise ValueError("sequence=[] has no documents. There is nothing to plan. Pass at least one length")
+    for number, value in enumerate(lengths):
+        name = "sequence" if isinstance(sequence, int) else f"sequence[{number}]"
+        check_count(name, value, "It is a length in tokens")
+    return PackedDocuments([list(accumulate(lengths, initial=0))])
+
+
+def _sizes(gpus: int, cp_size: int | None) -> list[int]:
+    """The cp sizes to plan for."""
+    if cp_size is None:
+        return [n for n in range(1, gpus + 1) if gpus % n == 0]
+    if check_count("cp_size", cp_size, "It is a number of ranks") > gpus or gpus % cp_size:
+        raise ValueError(
+            f"cp_size={cp_size} does not divide gpus={gpus}. All ranks form groups of that size. Choose a divisor"
+        )
+    return [cp_size]
+
+
+def _degrees(shape: ModelShape, degree: int | None, sizes: list[int]) -> list[int]:
+    """The Ulysses degrees to plan for."""
+    if degree is None:
+        return [d for d in range(1, max(sizes) + 1) if shape.heads % d == 0]
+    check_count("ulysses_degree", degree, "It is a number of ranks")
+    if shape.heads % degree:
+        raise ValueError(
+            f"ulysses_degree={degree} does not divide the {shape.heads} query heads. Each rank attends equally many "
+            "heads. Choose a divisor of the heads"
+        )
+    if all(size % degree for size in sizes):
+        raise ValueError(
+            f"ulysses_degree={degree} divides no cp size of {sizes}. Ulysses groups fill the cp mesh. Choose a divisor "
+            "of the cp size"
+        )
+    return [degree]
+
+
+def _chosen(name: str, value: Any, known: Sequence[str]) -> Sequence[str]:
+    if value is None:
+        return tuple(known)
+    if value not in known:
+        raise ValueError(
+            f"{name}={value!r} is not planned for. Its cost is unknown. Choose one of {', '.join(known)}, or None for "
+            "all of them"
+        )
+    return (value,)
+
+
+def _nothing(length: int, sizes: list[int], degrees: list[int], names: Sequence[str], cp_size: int | None) -> str:
+    """The reason why no strategy is possible."""
+    multiples = [layouts.length_multiple(name, size) for size in sizes for name in names]
+    if all(length % multiple for multiple in multiples):
+        least = min(multiples)
+        return (
+            f"sequence={length} tokens do not split over cp_size={cp_size}. Every rank holds equally many tokens (of "
+            f"two chunks in head_tail). Pad the sequence to a multiple of {least}, as the handler does: "
+            f"{-(-length // least) * least}"
+        )
+    return (
+        f"no strategy has cp sizes {sizes}, Ulysses degrees {degrees} and layouts {list(names)} together. A layout by "
+        "documents needs several of them, and the sequence must split over the ranks. Leave one of these arguments out"
+    )
+
+
+__all__ = ["Cluster", "Estimate", "ModelShape", "PlanReport", "Strategy", "plan"]

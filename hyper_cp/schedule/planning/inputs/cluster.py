@@ -1,0 +1,160 @@
+"""Devices and links: their numbers, and measurements that replace them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from .checks import check_amount, check_count
+
+GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One kind of device and the links between devices, by rank.
+
+    Args:
+        name: for reports.
+        gpus_per_host: ranks with the fast link to each other; rank r is on host r // gpus_per_host.
+        memory_gb: memory of a device in GB (1e9 bytes).
+        memory_gb_s: bandwidth of that memory, GB/s.
+        tflops: peak of dense bf16 matrix products, TFLOP/s.
+        inside_gb_s, between_gb_s: bandwidth of a device's link inside its host, and of its share of the links between
+            hosts, one way, GB/s.
+        memory_share: the part of the memory that a step may use; the rest is fragmentation and what libraries keep.
+        link_share, matmul_share, forward_share, backward_share: parts of these peaks that transfers, matrix products,
+            and attention forward and backward reach. They are assumptions; measure them (``measured=``).
+        inside_us, between_us: time of an empty message, microseconds.
+        launch_us: host time of a tile's kernels, microseconds.
+        source: where the peaks come from.
+
+    Raises:
+        ValueError: for a number that is not positive.
+    """
+
+    name: str
+    gpus_per_host: int
+    memory_gb: float
+    memory_gb_s: float
+    tflops: float
+    inside_gb_s: float
+    between_gb_s: float
+    memory_share: float = 0.9
+    link_share: float = 0.8
+    matmul_share: float = 0.65
+    forward_share: float = 0.65
+    backward_share: float = 0.59
+    inside_us: float = 10.0
+    between_us: float = 20.0
+    launch_us: float = 8.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        check_count("gpus_per_host", self.gpus_per_host, "Ranks are put on hosts in order")
+        for field in fields(self):
+            if field.type == "float":
+                check_amount(field.name, getattr(self, field.name), f"It is a property of the cluster {self.name!r}")
+        for name in ("memory_share", "link_share", "matmul_share", "forward_share", "backward_share"):
+            if getattr(self, name) > 1:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is more than 1. It is the part of a peak that is reached. Pass a "
+                    "number above 0 and up to 1"
+                )
+
+    @property
+    def inside(self) -> float:
+        """Bytes per second that a rank sends inside its host."""
+        return self.inside_gb_s * GIGA * self.link_share
+
+    @property
+    def between(self) -> float:
+        """Bytes per second that a rank sends to other hosts."""
+        return self.between_gb_s * GIGA * self.link_share
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """Bytes per second that elementwise kernels read and write."""
+        return self.memory_gb_s * GIGA * self.link_share
+
+    def flops(self, share: str) -> float:
+        """FLOP/s that kernels reach; ``share`` names their part of the peak, ``"matmul_share"`` for example."""
+        return self.tflops * 1e12 * float(getattr(self, share))
+
+
+# --------------------------------------------------------------------------- measurements
+
+FORMAT = "hyper-cp measurements"
+VERSION = 1
+MEASURED = {
+    "gpus_per_host": "gpus_per_host",
+    "memory_gb": "memory_gb",
+    "memory_gb_s": "memory_gb_s",
+    "inside_gb_s": "inside_gb_s",
+    "between_gb_s": "between_gb_s",
+    "inside_us": "inside_us",
+    "between_us": "between_us",
+    "launch_us": "launch_us",
+    "matmul_tflops": "matmul_share",
+    "attention_forward_tflops": "forward_share",
+    "attention_backward_tflops": "backward_share",
+}
+"""Numbers that a file of measurements may have, and the number of a :class:`Cluster` that each decides."""
+
+
+def with_measurements(cluster: Cluster, measured: Any) -> Cluster:
+    """``cluster`` with what was measured in place of the datasheet's numbers.
+
+    Args:
+        measured: the path of a JSON file, or its contents as a dict: ``{"format": "hyper-cp measurements", "version":
+            1, "device": "a name", "inside_gb_s": 361.0, ...}`` with any of the keys of ``MEASURED``. Bandwidths and
+            TFLOP/s are those that were reached, so no share is taken off them. Other keys are ignored.
+
+    Raises:
+        ValueError: if this is not such a file, or if a number is not positive.
+    """
+    content, where = _read(measured)
+    if content.get("format") != FORMAT or content.get("version") != VERSION:
+        raise ValueError(
+            f"{where} has format={content.get('format')!r} and version={content.get('version')!r}. Measurements begin "
+            f'with "format": "{FORMAT}", "version": {VERSION}. Pass the output of hyper-cp doctor --json'
+        )
+    found = {name: content[name] for name in MEASURED if content.get(name) is not None}
+    for name, value in found.items():
+        (check_count if name == "gpus_per_host" else check_amount)(name, value, f"It was measured, says {where}")
+    # A bandwidth that was reached is not reduced once more: the share of links becomes 1, so those that were not
+    # measured are reduced here.
+    numbers: dict[str, Any] = {
+        name: getattr(cluster, name) * cluster.link_share
+        for name in ("memory_gb_s", "inside_gb_s", "between_gb_s")
+        if name not in found
+    }
+    speeds = {name: value for name, value in found.items() if name.endswith("tflops")}
+    peak = max([cluster.tflops, *speeds.values()])
+    shares = ("matmul_share", "forward_share", "backward_share")
+    numbers |= {share: getattr(cluster, share) * cluster.tflops / peak for share in shares}
+    numbers |= {MEASURED[name]: value / peak for name, value in speeds.items()}
+    numbers |= {name: value for name, value in found.items() if name not in speeds}
+    device = content.get("device", cluster.name)
+    return replace(cluster, **numbers, name=f"{device}, measured", tflops=peak, link_share=1.0, source=where)
+
+
+def _read(measured: Any) -> tuple[Mapping[str, Any], str]:
+    if isinstance(measured, Mapping):
+        return measured, "measured"
+    try:
+        content = json.loads(Path(measured).read_text())
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"measured={str(measured)!r} cannot be read as JSON: {error}. It holds the bandwidths that were measured. "
+            "Pass the path of a file that hyper-cp doctor --json has written"
+        ) from error
+    if not isinstance(content, Mapping):
+        raise ValueError(
+            f"measured={str(measured)!r} holds a {type(content).__name__}. Measurements are one JSON object. Pass the "
+            "path of a file that hyper-cp doctor --json has written"
+        )
+    return content, str(measured)

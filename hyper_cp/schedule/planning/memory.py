@@ -1,0 +1,144 @@
+"""Memory of one rank in a training step, by formula: states, tensors saved for backward, and the largest work space.
+
+The model is a decoder of Llama's kind in plain PyTorch: RMSNorm, SwiGLU, and this library's attention. Its layers are
+counted tensor by tensor, as autograd saves them. Allocators add fragmentation, which is not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .inputs.model import ModelShape
+from .traffic import ACCUMULATED, Ranks, shared_heads
+from .work import RankWork
+
+CHECKPOINTING = ("none", "attention", "layers")
+"""Activation checkpointing: none, of every layer but for its attention (``SAVE_LIST``), of every layer."""
+
+LOSS_CHUNK = 2**28
+"""Bytes of the fp32 logits that are alive at a time in a chunked loss."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank.
+
+    Attributes:
+        states: parameters, gradients and optimizer states, and the weights of two layers that are gathered.
+        saved: everything saved for backward by the layers, when the loss is reached.
+        loss: logits and what the loss saves and makes of them.
+        work: the largest work space of one layer in backward, its recomputed activations included.
+    """
+
+    states: float
+    saved: float
+    loss: float
+    work: float
+
+    @property
+    def activations(self) -> float:
+        """The peak above the states: saved tensors, and the loss or the first layer's backward."""
+        return self.saved + max(self.loss, self.work)
+
+    @property
+    def peak(self) -> float:
+        """The peak of a step."""
+        return self.states + self.activations
+
+
+def state_bytes(model: ModelShape, shards: int, per_parameter: float, element: int) -> float:
+    """Bytes of parameters, gradients and optimizer states that are split over ``shards`` ranks (FSDP), with two layers
+    gathered at a time if there are several."""
+    gathered = 2 * model.stored_layer_weights * element if shards > 1 else 0
+    return model.parameters * per_parameter / shards + gathered
+
+
+def layer_saved(model: ModelShape, ranks: Ranks, tokens: float, element: int) -> float:
+    """Bytes that one layer saves for backward without checkpointing, for ``tokens`` tokens of a rank.
+
+    The tensors of both norms, q, k, v, the output of attention (twice if heads are exchanged: as attention returns it
+    and as the projection receives it), its log-sum-exp, and four tensors of the MLP's inner size.
+    """
+    keys = 2 * shared_heads(model.kv_heads, ranks.ulysses) * model.head_dim
+    outputs = 2 if ranks.ulysses > 1 else 1
+    channels = (1 + outputs) * model.query_width + keys + 4 * model.ffn
+    return tokens * (channels * element + model.heads * ACCUMULATED + 2 * norm_saved(model, element))
+
+
+def norm_saved(model: ModelShape, element: int) -> float:
+    """Bytes of a token that one RMSNorm saves: its input, its scale, and its output, which the next module saves.
+    Unless it is one kernel, also the input in fp32 and the normalised input."""
+    wide = max(element, ACCUMULATED)
+    channels = {"fused": 2 * element, "plain": 2 * wide + element, "transformers": wide + 2 * element}
+    return model.width * channels[model.norm] + ACCUMULATED
+
+
+def saved_between(model: ModelShape, ranks: Ranks, tokens: float, element: int, checkpointing: str) -> float:
+    """Bytes that one layer keeps until its backward begins."""
+    if checkpointing == "none":
+        return layer_saved(model, ranks, tokens, element)
+    kept = tokens * model.width * element
+    if checkpointing == "attention":
+        kept += tokens * (model.query_width * element + model.heads * ACCUMULATED)
+    return kept
+
+
+def exchange_bytes(
+    model: ModelShape, ranks: Ranks, kv_exchange: str, batch: int, length: int, work: RankWork, element: int
+) -> float:
+    """Bytes of buffers in attention's backward: keys and values that arrive, and fp32 sums of gradients."""
+    width = shared_heads(model.kv_heads, ranks.ulysses) * model.head_dim / ranks.ulysses
+    position = 2 * width * batch
+    share = length / ranks.ring * position
+    rows = length / ranks.ring * model.query_width / ranks.ulysses * batch
+    own = share * ACCUMULATED + rows * (ACCUMULATED + 2 * element)  # sums of dk, dv and dq; dout and the dq returned
+    if not work.hops:
+        return own
+    if kv_exchange == "ring":
+        return own + share * (2 * element + 3 * ACCUMULATED)
+    arriving = (
+        max(map(float, (stage.sum() for stage in work.received))) * position
+        if kv_exchange == "needed"
+        else length * position
+    )
+    stages = 2 if kv_exchange == "needed" else 1
+    return own + arriving * (stages * element + stages * ACCUMULATED) + share * element
+
+
+def memory(
+    model: ModelShape,
+    ranks: Ranks,
+    kv_exchange: str,
+    batch: int,
+    length: int,
+    work: RankWork,
+    *,
+    checkpointing: str,
+    chunked_loss: bool,
+    element: int,
+    states: float,
+) -> Memory:
+    """The memory of one rank, see :class:`Memory`."""
+    tokens = batch * length / ranks.size
+    saved = model.layers * saved_between(model, ranks, tokens, element, checkpointing)
+    saved += tokens * norm_saved(model, element)  # the last one; its output is the head's input
+    recomputed = 0.0
+    if checkpointing != "none":
+        recomputed = layer_saved(model, ranks, tokens, element) - saved_between(
+            model, ranks, tokens, element, checkpointing
+        )
+    mlp = tokens * (3 * model.ffn + 2 * model.width) * element
+    attention = exchange_bytes(model, ranks, kv_exchange, batch, length, work, element)
+    attention += 2 * tokens * model.width * element
+    return Memory(states, saved, loss_bytes(model, tokens, chunked_loss, element), recomputed + max(mlp, attention))
+
+
+def loss_bytes(model: ModelShape, tokens: float, chunked: bool, element: int) -> float:
+    """Bytes of the loss: logits, their log-softmax in fp32, and the gradient of both. A chunked loss has those of a
+    chunk, the gradient of its input, and that of the head in fp32."""
+    wide = ACCUMULATED if element < ACCUMULATED else 0  # the fp32 copy of logits in half precision
+    per_token = model.vocabulary * (element + wide + 2 * max(element, ACCUMULATED))
+    if not chunked:
+        return tokens * per_token
+    chunk = min(tokens, max(1, LOSS_CHUNK // (ACCUMULATED * model.vocabulary)))
+    return chunk * per_token + tokens * model.width * element + model.head_weights * ACCUMULATED

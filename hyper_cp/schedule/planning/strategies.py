@@ -1,0 +1,248 @@
+"""Strategies and their estimates: every combination that fits the heads and the length, each with its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from .. import layout as layouts
+from ..documents import PackedDocuments
+from .inputs.cluster import Cluster
+from .inputs.model import ModelShape
+from .memory import CHECKPOINTING, Memory, memory, state_bytes
+from .pairs import FORMULAS, Pairs
+from .timeline import AttentionTime, Kernels, attention_time
+from .traffic import Ranks, Transfers, shared_heads, transfers
+from .work import DEALT, RingWork, ring_work
+
+KV_EXCHANGES = ("all_gather", "ring", "needed")
+"""Exchanges whose order of transfers the model knows."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to run a step.
+
+    Attributes:
+        cp_size: ranks that share a sequence.
+        ulysses_degree: adjacent ranks that trade sequence for heads.
+        kv_exchange: the way of keys and values between the others; None if there are none (pure Ulysses, one rank).
+        layout: of the sequence on the ranks.
+        checkpointing: ``"none"``, ``"attention"`` (every layer but for its attention: ``SAVE_LIST`` in a selective
+            policy) or ``"layers"``.
+        chunked_loss: True if logits are made chunk by chunk.
+    """
+
+    cp_size: int
+    ulysses_degree: int
+    kv_exchange: str | None
+    layout: str
+    checkpointing: str
+    chunked_loss: bool
+
+    @property
+    def ring(self) -> int:
+        """Ranks of the ring dimension."""
+        return self.cp_size // self.ulysses_degree
+
+    @property
+    def mode(self) -> str:
+        """The name of the mode, as in the README's table."""
+        names = {"all_gather": "all-gather", None: "Ulysses" if self.cp_size > 1 else "one rank"}
+        name = names.get(self.kv_exchange, str(self.kv_exchange))
+        return f"Ulysses {self.ulysses_degree} x {name}" if 1 < self.ulysses_degree < self.cp_size else name
+
+    def style(self) -> dict[str, object]:
+        """The arguments of ``ContextParallel``, on a cp mesh of ``cp_size`` ranks."""
+        exchange = {} if self.kv_exchange is None else {"kv_exchange": self.kv_exchange}
+        degree = None if self.kv_exchange is None else self.ulysses_degree
+        return {"ulysses_degree": degree, **exchange, "layout": self.layout}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The cost of one strategy.
+
+    Attributes:
+        tokens_per_rank: positions that a rank holds, all batch rows together.
+        flops: of the fullest rank, forward, recompute and backward.
+        bytes_inside, bytes_between: that a rank sends in a step inside its host and to other hosts, for attention.
+        messages: that it sends in a step.
+        balance: the fullest rank's visible pairs over the mean.
+        compute_seconds: kernels of the fullest rank.
+        exposed_seconds: that it waits for transfers, or copies for them.
+        attention: of one layer.
+        memory: of a rank.
+        fits: True if the peak is below the device's memory.
+        tokens_per_second: of all GPUs, each group of ``cp_size`` of them with sequences of its own.
+        why: the reason why it is, or is not, the one to use.
+    """
+
+    strategy: Strategy
+    tokens_per_rank: int
+    flops: float
+    bytes_inside: float
+    bytes_between: float
+    messages: int
+    balance: float
+    compute_seconds: float
+    exposed_seconds: float
+    attention: AttentionTime
+    memory: Memory
+    fits: bool
+    tokens_per_second: float
+    why: str = field(default="", compare=False)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step of one sequence (or one batch of them), without the exchange of weights and gradients."""
+        return self.compute_seconds + self.exposed_seconds
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything that all strategies share.
+
+    Attributes:
+        gpus: ranks in all.
+        documents: those packed into each sequence.
+        batch: sequences of a step on each group.
+        element: bytes of an element of activations.
+        per_parameter: bytes of a parameter with its gradient and optimizer states.
+        shards: ranks over which these are split.
+        memory_bytes: of a device, that may be used.
+    """
+
+    model: ModelShape
+    cluster: Cluster
+    gpus: int
+    documents: PackedDocuments
+    causal: bool
+    batch: int
+    element: int
+    per_parameter: float
+    shards: int
+    memory_bytes: float
+
+    @property
+    def length(self) -> int:
+        """The global length of a sequence."""
+        return self.documents.rows[0][-1]
+
+
+def modes(problem: Problem, cp_size: int, degrees: Sequence[int], names: Sequence[str]) -> Iterator[Strategy]:
+    """The modes of one cp size: degree, exchange and layout. Checkpointing and loss are those of the plain step."""
+    packed = len(problem.documents.rows[0]) > 2
+    for degree in degrees:
+        ring = cp_size // degree
+        if cp_size % degree:
+            continue
+        for layout in names if ring > 1 else names[:1]:  # Ulysses is balanced in all
+            if layout == "auto" or problem.length % layouts.length_multiple(layout, cp_size):
+                continue  # "auto" is one of the others
+            if (layouts.by_documents(layout) and not packed) or (ring > DEALT and layout not in FORMULAS):
+                continue  # for one document these are "head_tail"
+            for exchange in KV_EXCHANGES if ring > 1 else (None,):
+                yield Strategy(cp_size, degree, exchange, layout, "none", False)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The part of an estimate that is the same for all kinds of checkpointing and loss."""
+
+    ring: RingWork
+    move: Transfers
+    attention: AttentionTime
+
+
+class Estimator:
+    """Estimates strategies of one problem. The work of a ring is made once for each layout and exchange."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.pairs = Pairs(problem.documents.rows[0], problem.causal)
+        self._works: dict[tuple[str, int, str], RingWork] = {}
+        self.states = state_bytes(problem.model, problem.shards, problem.per_parameter, problem.element)
+
+    def _work(self, layout: str, ring: int, kv_exchange: str) -> RingWork:
+        key = (layout, ring, kv_exchange) if ring > 1 else ("contiguous", 1, "all_gather")
+        found = self._works.get(key)
+        if found is None:
+            found = self._works[key] = ring_work(*key, self.problem.documents, self.pairs)
+        return found
+
+    def cost(self, mode: Strategy) -> Cost:
+        """The attention of one layer in this mode."""
+        p, exchange = self.problem, mode.kv_exchange or "all_gather"
+        ranks = Ranks(mode.ring, mode.ulysses_degree, p.cluster.gpus_per_host)
+        work = self._work(mode.layout, mode.ring, exchange)
+        moves = {
+            rank: transfers(p.model, p.cluster, ranks, exchange, p.batch, p.length, rank, mine, p.element)
+            for rank, mine in work.ranks.items()
+        }
+        kv_heads = shared_heads(p.model.kv_heads, mode.ulysses_degree) / mode.ulysses_degree
+        kernels = Kernels(
+            p.model, p.cluster, p.model.heads / mode.ulysses_degree, kv_heads, p.batch, p.length / mode.ring
+        )
+        time = attention_time(exchange, kernels, list(work.ranks.values()), list(moves.values()))
+        most = max(moves.values(), key=lambda move: move.bytes_inside + move.bytes_between)
+        return Cost(work, most, time)
+
+    def estimates(
+        self, mode: Strategy, cost: Cost, checkpointing: Sequence[str], chunked: Sequence[bool]
+    ) -> Iterator[Estimate]:
+        """The estimate of a mode with each kind of checkpointing and loss."""
+        for kind in checkpointing:
+            for loss in chunked:
+                yield self._estimate(
+                    Strategy(mode.cp_size, mode.ulysses_degree, mode.kv_exchange, mode.layout, kind, loss), cost
+                )
+
+    def _estimate(self, strategy: Strategy, cost: Cost) -> Estimate:
+        p, model, attention = self.problem, self.problem.model, cost.attention
+        tokens = p.batch * p.length // strategy.cp_size
+        recompute = 0 if strategy.checkpointing == "none" else 1
+        head = 4 if strategy.chunked_loss else 3  # backward makes each chunk's logits again
+        again = 1 if strategy.checkpointing == "layers" else 0  # attention runs again
+        linear = 2.0 * tokens * (model.layers * (3 + recompute) * model.layer_weights + head * model.head_weights)
+        per_pair = 4.0 * model.query_width / strategy.ulysses_degree * p.batch
+        flops = linear + model.layers * per_pair * (3.5 + again) * float(cost.ring.pairs.max())
+        kernels = attention.kernels_forward * (1 + again) + attention.kernels_backward
+        exposed = attention.exposed + again * (attention.forward - attention.kernels_forward)
+        compute = linear / p.cluster.flops("matmul_share") + model.layers * kernels
+        ranks = Ranks(strategy.ring, strategy.ulysses_degree, p.cluster.gpus_per_host)
+        fullest = cost.ring.ranks[cost.ring.rank]
+        needs = memory(
+            model,
+            ranks,
+            strategy.kv_exchange or "all_gather",
+            p.batch,
+            p.length,
+            fullest,
+            checkpointing=strategy.checkpointing,
+            chunked_loss=strategy.chunked_loss,
+            element=p.element,
+            states=self.states,
+        )
+        # A recompute of attention sends again what forward has sent: about a third of both passes.
+        repeated = model.layers * (1 + again / 3)
+        step = compute + model.layers * exposed
+        groups = p.gpus // strategy.cp_size
+        return Estimate(
+            strategy,
+            tokens,
+            flops,
+            cost.move.bytes_inside * repeated,
+            cost.move.bytes_between * repeated,
+            round(cost.move.messages * repeated),
+            cost.ring.balance,
+            compute,
+            model.layers * exposed,
+            attention,
+            needs,
+            needs.peak <= p.memory_bytes,
+            groups * p.batch * p.length / step,
+        )
+
+
+__all__ = ["CHECKPOINTING", "KV_EXCHANGES", "Cost", "Estimate", "Estimator", "Problem", "Strategy", "modes"]

@@ -1,0 +1,204 @@
+"""The time of one attention layer: each mode's order of posting, computing and waiting, replayed with durations.
+
+The order is that of ``ops/exchange/``. A rank has one link, which carries its transfers one after another in the order
+of posting, and computes beside them. A ring advances as fast as its slowest rank in each hop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .inputs.cluster import Cluster
+from .inputs.model import ModelShape
+from .traffic import Transfers
+from .work import RankWork, StepWork
+
+MERGED_BYTES = 18
+"""Bytes that merging one output element of a further partial reads and writes (fp32 sums, the partial in bf16)."""
+
+ADDED_BYTES = 10
+"""Bytes that adding one element of a gradient to its sum reads and writes."""
+
+BACKWARD = 2.5
+"""FLOPs of attention backward over forward: five matrix products instead of two."""
+
+
+class Clock:
+    """A rank's time, and the time at which its link is free."""
+
+    def __init__(self) -> None:
+        self.now = self.free = 0.0
+
+    def compute(self, seconds: float) -> None:
+        """Run a kernel."""
+        self.now += seconds
+
+    def post(self, *seconds: float) -> float:
+        """Post a transfer; returns when it arrives."""
+        self.free = max(self.free, self.now) + sum(seconds)
+        return self.free
+
+    def wait(self, arrival: float) -> None:
+        """Wait for a transfer."""
+        self.now = max(self.now, arrival)
+
+
+@dataclass(frozen=True)
+class AttentionTime:
+    """Seconds of one layer's attention.
+
+    Attributes:
+        forward, backward: of the whole call.
+        kernels_forward, kernels_backward: the part that its kernels run, on the fullest rank.
+    """
+
+    forward: float
+    backward: float
+    kernels_forward: float
+    kernels_backward: float
+
+    @property
+    def exposed(self) -> float:
+        """Seconds, forward and backward, in which no kernel runs."""
+        return self.forward + self.backward - self.kernels_forward - self.kernels_backward
+
+
+class Kernels:
+    """Durations of a step's kernels on one rank, which attends ``heads`` query heads and ``kv_heads`` key heads."""
+
+    def __init__(self, model: ModelShape, cluster: Cluster, heads: float, kv_heads: float, batch: int, rows: float):
+        self.cluster, self.own_rows = cluster, rows
+        self.width, self.kv_width = heads * model.head_dim * batch, kv_heads * model.head_dim * batch
+
+    def forward(self, step: StepWork, first: bool = False) -> float:
+        """Seconds of a step. ``first``: its rows are stored, not merged."""
+        merged = max(0.0, step.rows - self.own_rows) if first else step.rows
+        return (
+            4 * step.pairs * self.width / self.cluster.flops("forward_share")
+            + step.tiles * self.cluster.launch_us * 1e-6
+            + merged * self.width * MERGED_BYTES / self.cluster.memory_bandwidth
+        )
+
+    def backward(self, step: StepWork, first: bool = False) -> float:
+        """Seconds of a step. ``first``: its gradients are stored, not added."""
+        added = 0.0 if first else step.rows * self.width + 2 * step.keys * self.kv_width
+        return (
+            4 * BACKWARD * step.pairs * self.width / self.cluster.flops("backward_share")
+            + 2 * step.tiles * self.cluster.launch_us * 1e-6
+            + added * ADDED_BYTES / self.cluster.memory_bandwidth
+        )
+
+
+def attention_time(
+    kv_exchange: str, kernels: Kernels, works: Sequence[RankWork], moves: Sequence[Transfers]
+) -> AttentionTime:
+    """Replay one layer on each of some ranks; the slowest counts.
+
+    Args:
+        works, moves: the work and the transfers of each of these ranks.
+    """
+    forward = [_steps([kernels.forward(s, i == 0) for i, s in enumerate(w.forward)]) for w in works]
+    backward = [_steps([kernels.backward(s, i == 0) for i, s in enumerate(w.backward)]) for w in works]
+    busy_forward, busy_backward = (max(map(_sum, times, works)) for times in (forward, backward))
+    ulysses = [max(m.ulysses[i] for m in moves) for i in (0, 1)]
+    if not works[0].hops:
+        return AttentionTime(busy_forward + ulysses[0], busy_backward + ulysses[1], busy_forward, busy_backward)
+    if kv_exchange == "ring":
+        forward, backward = ([_slowest(times)] for times in (forward, backward))
+    replay = _RING if kv_exchange == "ring" else _STAGES
+    found = [
+        (replay[0](f, move, work), replay[1](b, move, work))
+        for f, b, move, work in zip(forward, backward, moves, works, strict=False)
+    ]
+    times = [max(side) + exchange for side, exchange in zip(zip(*found, strict=True), ulysses, strict=True)]
+    return AttentionTime(times[0], times[1], busy_forward, busy_backward)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Seconds of a rank's steps."""
+
+    local: float
+    arriving: list[float]
+    last: float
+
+
+def _steps(seconds: list[float]) -> _Steps:
+    return _Steps(seconds[0], seconds[1:-1], seconds[-1])
+
+
+def _sum(steps: _Steps, work: RankWork) -> float:
+    """Seconds of all steps, those that are not listed included."""
+    more = (work.hops - len(steps.arriving)) * steps.arriving[-1] if steps.arriving else 0.0
+    return steps.local + sum(steps.arriving) + more + steps.last
+
+
+def _slowest(ranks: list[_Steps]) -> _Steps:
+    """The slowest of some ranks in each step."""
+    arriving = [max(hop) for hop in zip(*(steps.arriving for steps in ranks), strict=True)]
+    return _Steps(max(s.local for s in ranks), arriving, max(s.last for s in ranks))
+
+
+def _ring_forward(steps: _Steps, move: Transfers, work: RankWork) -> float:
+    clock, (hop,) = Clock(), move.arriving
+    arrival = clock.post(hop)
+    clock.compute(steps.local)
+    for index, seconds in enumerate(steps.arriving):
+        clock.wait(arrival)
+        if index + 1 < work.hops:
+            arrival = clock.post(hop)
+        clock.compute(seconds)
+    more = work.hops - len(steps.arriving)
+    return clock.now + steps.last + more * max(hop, steps.arriving[-1])
+
+
+def _ring_backward(steps: _Steps, move: Transfers, work: RankWork) -> float:
+    clock, (hop,), (sums,) = Clock(), move.again, move.gradients
+    arrival = clock.post(hop)
+    clock.compute(steps.local)
+    for index, seconds in enumerate(steps.arriving):
+        clock.wait(arrival)
+        arrival = clock.post(hop if index + 1 < work.hops else 0.0, sums if index else 0.0)
+        clock.compute(seconds)
+        if index:
+            clock.wait(arrival)
+    home = clock.post(move.home)
+    clock.compute(steps.last)
+    clock.wait(home)
+    more = work.hops - len(steps.arriving)
+    return clock.now + more * max(hop + sums, steps.arriving[-1])
+
+
+def _stages_forward(steps: _Steps, move: Transfers, work: RankWork) -> float:
+    clock = Clock()
+    arrival = clock.post(move.arriving[0])
+    clock.compute(steps.local)
+    for index, seconds in enumerate(steps.arriving):
+        clock.wait(arrival)
+        if index + 1 < len(steps.arriving):
+            arrival = clock.post(move.arriving[index + 1])
+        clock.compute(seconds)
+    clock.compute(steps.last)
+    return clock.now
+
+
+def _stages_backward(steps: _Steps, move: Transfers, work: RankWork) -> float:
+    clock = Clock()
+    arrival, home = clock.post(move.again[0]), 0.0
+    clock.compute(steps.local)
+    for index, seconds in enumerate(steps.arriving):
+        clock.wait(arrival)
+        if index + 1 < len(steps.arriving):
+            arrival = clock.post(move.again[index + 1])
+        clock.compute(seconds)
+        posted = clock.post(move.gradients[index])
+        clock.wait(home)
+        home = posted
+    clock.compute(steps.last)
+    clock.wait(home)
+    return clock.now
+
+
+_RING = _ring_forward, _ring_backward
+_STAGES = _stages_forward, _stages_backward

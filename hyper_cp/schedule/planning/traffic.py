@@ -1,0 +1,185 @@
+"""Bytes, messages and seconds of the transfers of one attention layer: docs/communication.md, with links of two speeds.
+
+A transfer takes as long as the slower of its two parts, inside a host and between hosts, which run at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .inputs.cluster import Cluster
+from .inputs.model import ModelShape
+from .work import RankWork
+
+ACCUMULATED = 4
+"""Bytes of an element of sums of gradients (fp32)."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A cp mesh of ``ring x ulysses`` ranks, Ulysses innermost, on hosts that are filled in order."""
+
+    ring: int
+    ulysses: int
+    gpus_per_host: int
+
+    @property
+    def size(self) -> int:
+        return self.ring * self.ulysses
+
+    @property
+    def ulysses_inside(self) -> int:
+        """Ranks of a Ulysses group on one host."""
+        return min(self.ulysses, self.gpus_per_host)
+
+    @property
+    def ring_inside(self) -> int:
+        """Ranks of a ring on one host."""
+        return min(self.ring, max(1, self.gpus_per_host // self.ulysses))
+
+    @property
+    def crosses(self) -> bool:
+        """True if a ring goes over several hosts."""
+        return self.ring_inside < self.ring
+
+
+@dataclass
+class Transfers:
+    """The transfers of one rank in one layer, forward and backward.
+
+    Attributes:
+        bytes_inside, bytes_between: that it sends inside its host and to other hosts. Of a ring, whose ranks at the end
+            of a host send everything to another, this is the mean.
+        messages: point-to-point messages that it sends.
+        ulysses: seconds of the exchanges of heads, forward and backward.
+        arriving: seconds of each transfer of keys and values, forward.
+        again: the same in backward.
+        gradients: seconds of each transfer of their gradients; of the ring, of one hop.
+        home: seconds of the ring's last transfer, which brings a rank's gradients home.
+    """
+
+    bytes_inside: float = 0.0
+    bytes_between: float = 0.0
+    messages: int = 0
+    ulysses: tuple[float, float] = (0.0, 0.0)
+    arriving: list[float] = field(default_factory=list)
+    again: list[float] = field(default_factory=list)
+    gradients: list[float] = field(default_factory=list)
+    home: float = 0.0
+
+
+def shared_heads(kv_heads: int, ulysses: int) -> int:
+    """The key/value heads that travel: heads that do not split over the Ulysses ranks are repeated until they do."""
+    return kv_heads if kv_heads % ulysses == 0 else math.lcm(kv_heads, ulysses)
+
+
+def transfers(
+    model: ModelShape,
+    cluster: Cluster,
+    ranks: Ranks,
+    kv_exchange: str,
+    batch: int,
+    length: int,
+    rank: int,
+    work: RankWork,
+    element: int,
+) -> Transfers:
+    """The transfers of one rank.
+
+    Args:
+        batch, length: of the global tensors.
+        rank, work: a ring rank and its work.
+        element: bytes of an element of q, k and v.
+    """
+    found = Transfers()
+    kv_width = shared_heads(model.kv_heads, ranks.ulysses) * model.head_dim
+    if ranks.ulysses > 1:
+        tokens = batch * length / ranks.size
+        _add_ulysses(found, cluster, ranks, tokens * 2 * (model.query_width + kv_width) * element)
+    if work.hops:
+        position = batch * 2 * kv_width / ranks.ulysses  # elements of keys and values of one position
+        share = length / ranks.ring * position
+        if kv_exchange == "ring":
+            _add_ring(found, cluster, ranks, work.hops, share, element)
+        elif kv_exchange == "all_gather":
+            _add_gather(found, cluster, ranks, share, element)
+        else:
+            _add_needed(found, cluster, ranks, rank, work, position, element)
+    return found
+
+
+def _seconds(cluster: Cluster, inside: float, between: float, peers: int, crosses: bool) -> float:
+    latency = (cluster.between_us if crosses else cluster.inside_us) * 1e-6 * (1 + math.log2(max(1, peers)))
+    return max(inside / cluster.inside, between / cluster.between) + latency
+
+
+def _add_ulysses(found: Transfers, cluster: Cluster, ranks: Ranks, whole: float) -> None:
+    """All-to-all of q, k, v and of the output; backward has the same of their gradients."""
+    peers, near = ranks.ulysses - 1, ranks.ulysses_inside - 1
+    inside, between = (whole * part / ranks.ulysses for part in (near, peers - near))
+    # Packing and unpacking reads and writes everything twice.
+    seconds = _seconds(cluster, inside, between, ranks.ulysses, peers > near) + 4 * whole / cluster.memory_bandwidth
+    found.ulysses = seconds, seconds
+    found.bytes_inside += 2 * inside
+    found.bytes_between += 2 * between
+    found.messages += 8 * peers
+
+
+def _add_ring(found: Transfers, cluster: Cluster, ranks: Ranks, hops: int, share: float, element: int) -> None:
+    """A hop takes as long as the slowest rank's: of those that send to another host, if there are any."""
+
+    def hop(nbytes: float, crosses: bool = ranks.crosses) -> float:
+        return _seconds(cluster, 0.0 if crosses else nbytes, nbytes if crosses else 0.0, 1, crosses)
+
+    found.arriving = found.again = [hop(share * element)]
+    found.gradients = [hop(share * ACCUMULATED)]
+    found.home = hop(share * ACCUMULATED)
+    total = hops * share * (2 * element + ACCUMULATED)
+    part = 1 / ranks.ring_inside if ranks.crosses else 0.0
+    found.bytes_inside += total * (1 - part)
+    found.bytes_between += total * part
+    found.messages += 3 * hops
+
+
+def _add_gather(found: Transfers, cluster: Cluster, ranks: Ranks, share: float, element: int) -> None:
+    """A gather brings each host's keys to another host once, and spreads them inside: all its links share that. The
+    reduce-scatter of gradients is its mirror image, in the accumulation dtype."""
+    others = ranks.ring - 1
+    from_hosts = (ranks.ring - ranks.ring_inside) / ranks.ring_inside if ranks.crosses else 0.0
+    near = others if ranks.ring_inside > 1 else 0
+
+    def one(size: int) -> float:
+        return _seconds(cluster, near * share * size, from_hosts * share * size, ranks.ring, ranks.crosses)
+
+    found.arriving = found.again = [one(element)]
+    found.gradients = [one(ACCUMULATED)]
+    total = share * (2 * element + ACCUMULATED)
+    found.bytes_inside += max(0.0, others - from_hosts) * total
+    found.bytes_between += from_hosts * total
+    found.messages += 6 * others
+
+
+def _add_needed(
+    found: Transfers, cluster: Cluster, ranks: Ranks, rank: int, work: RankWork, position: float, element: int
+) -> None:
+    """Each stage's rows travel directly between the ranks that hold and need them. Bytes are those that this rank
+    receives, and returns as gradients."""
+    host = np.arange(ranks.ring) // ranks.ring_inside
+    near = host == host[rank]
+    for received, given in zip(work.received, work.returned, strict=True):
+        incoming, outgoing = ((rows[near].sum() * position, rows[~near].sum() * position) for rows in (received, given))
+        inside, between = (float(max(a, b)) for a, b in zip(incoming, outgoing, strict=True))
+        peers = int((received > 0).sum())
+
+        def stage(size: int, inside: float = inside, between: float = between, peers: int = peers) -> float:
+            return _seconds(cluster, inside * size, between * size, peers, between > 0)
+
+        found.arriving.append(stage(element))
+        found.gradients.append(stage(ACCUMULATED))
+        found.bytes_inside += float(incoming[0]) * (2 * element + ACCUMULATED)
+        found.bytes_between += float(incoming[1]) * (2 * element + ACCUMULATED)
+        found.messages += 3 * peers
+    found.again = found.arriving

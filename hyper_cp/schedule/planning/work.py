@@ -1,0 +1,172 @@
+"""The work of a ring: what its ranks owe step by step, from the real schedule, or by formula for many ranks.
+
+A schedule depends on the ring alone. A ring rank of a hybrid holds what its Ulysses ranks hold together; in the
+layouts by chunks this is the same as one rank of a smaller ring holds, and in "per_document" it differs by the tokens
+that remain after a division only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..arrivals import STAGES
+from ..build import Step, build
+from ..documents import PackedDocuments
+from ..lookup import resolve
+from ..ranges import Numbers, bounds
+from ..tiles import CAUSAL, FULL
+from . import pairs as counting
+from .pairs import FORMULAS, Pairs
+
+REAL = 16
+"""Up to so many ranks of a ring the real schedule is built; beyond, formulas count."""
+
+BLOCK = 128
+"""Kernels work in blocks of about so many rows and columns: a smaller tile takes as long as a whole block."""
+
+DEALT = 128
+"""Up to so many ranks of a ring, layouts without a formula are placed."""
+
+LISTED = 32
+"""So many arriving steps of a long ring are listed at most; the last one stands for the rest."""
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The tiles of one step.
+
+    Attributes:
+        pairs: of a query and a key, in whole blocks.
+        rows: query rows of all tiles, each of which merges its partial.
+        tiles: kernel calls.
+        keys: key rows that are used, whose gradients are added.
+    """
+
+    pairs: float = 0.0
+    rows: float = 0.0
+    tiles: float = 0.0
+    keys: float = 0.0
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """The work of one ring rank, step by step.
+
+    Attributes:
+        forward, backward: the local step, those that arrive, and the last local one.
+        hops: how many steps arrive. If fewer are listed, the last of them stands for the rest.
+        received: for ``"needed"``, the rows that arrive in each stage, by ring rank: arrays ``[ring]``.
+        returned: the same for the rows that this rank gives, whose gradients come back.
+    """
+
+    forward: tuple[StepWork, ...]
+    backward: tuple[StepWork, ...]
+    hops: int
+    received: tuple[Numbers, ...] = ()
+    returned: tuple[Numbers, ...] = ()
+
+    @property
+    def listed(self) -> int:
+        """The number of arriving steps that are listed."""
+        return len(self.forward) - 2
+
+
+@dataclass(frozen=True)
+class RingWork:
+    """The work of a ring.
+
+    Attributes:
+        pairs: visible pairs of each ring rank, exact: ``[ring]``.
+        ranks: the work of some ranks, by rank: the fullest, the first, the middle and the last (all, if they are few),
+            or by formula that of the fullest.
+        rank: the fullest.
+    """
+
+    pairs: Numbers
+    ranks: dict[int, RankWork]
+    rank: int
+
+    @property
+    def balance(self) -> float:
+        """The fullest rank's pairs over the mean: 1 is perfect."""
+        return float(self.pairs.max() / max(1.0, self.pairs.mean()))
+
+
+def ring_work(layout: str, ring: int, kv_exchange: str, documents: PackedDocuments, pairs: Pairs) -> RingWork:
+    """The work of a ring of ``ring`` ranks for packed documents that all batch rows share."""
+    row = documents.rows[0]
+    if ring > REAL:
+        return _by_formula(layout, ring, kv_exchange, documents, pairs)
+    held = resolve(layout, ring, row[-1], documents).held
+    owed = np.array([pairs.of(bounds(ranges)).sum() for ranges in held])
+    rows = documents.rows if len(row) > 2 else None
+    fullest = int(owed.argmax())
+    chosen = range(ring) if ring <= 4 else sorted({fullest, 0, ring // 2, ring - 1})
+    found = {}
+    for rank in chosen:
+        plan = build(held, held, rank, kv_exchange, False, CAUSAL if pairs.causal else FULL, rows)
+        found[rank] = RankWork(
+            tuple(map(_of_step, plan.forward)),
+            tuple(map(_of_step, plan.backward)),
+            plan.hops,
+            tuple(np.array(route.received) for route in plan.routes),
+            tuple(np.array(route.sent) for route in plan.routes),
+        )
+    return RingWork(owed, found, fullest)
+
+
+def _of_step(step: Step) -> StepWork:
+    if not step.tiles:
+        return StepWork()
+    rectangles = [tile for whole in step.tiles for tile in whole.rectangles]
+    sides = np.array([(t.q[1] - t.q[0], t.k[1] - t.k[0]) for t in rectangles])
+    causal = np.array([t.kind == "causal" for t in rectangles])
+    rows, cols = (-(-sides // BLOCK)).T
+    blocks = np.where(causal, rows * (rows + 1) // 2, rows * cols)
+    keys = sum(stop - start for start, stop in step.take)
+    return StepWork(float(blocks.sum()) * BLOCK**2, float(sides[:, 0].sum()), len(step.tiles), keys)
+
+
+# --------------------------------------------------------------------------- by formula
+
+
+def _by_formula(layout: str, ring: int, kv_exchange: str, documents: PackedDocuments, pairs: Pairs) -> RingWork:
+    length = documents.rows[0][-1]
+    share = length // ring
+    if layout == "per_document":
+        owed, rank = pairs.by_rank(layout, ring), 0
+        squares = float((pairs.lengths.astype(float) ** 2).sum()) / ring**2
+        local, remote = (squares / 2 if pairs.causal else squares), length * (1 - 1 / ring)
+    elif layout in FORMULAS:
+        owed = pairs.by_rank(layout, ring)
+        rank = int(owed.argmax())
+        local, remote = pairs.local_and_remote(counting.held(layout, rank, ring, length))
+    else:
+        held = resolve(layout, ring, length, documents).held
+        owed = np.array([pairs.of(bounds(ranges)).sum() for ranges in held])
+        rank = int(owed.argmax())
+        local, remote = pairs.local_and_remote(list(held[rank]))
+    number = counting.hops(layout, ring, length, pairs)
+    arriving = float(owed[rank]) - local
+    # Under a causal mask, blocks of later ranks are seen by the tails of head-tail alone, so three quarters of the rows
+    # have a tile with an average block. Documents are shorter than blocks of full tiles.
+    part = 0.75 if layout != "contiguous" and pairs.causal else 1.0
+    if kv_exchange == "ring":
+        steps = [StepWork(arriving / max(1, number), share * part, 1.0, share * part)] * min(number, LISTED)
+        received: tuple[Numbers, ...] = ()
+    else:
+        # The rows that arrive come in stages by their distance; whole shares come at once.
+        stages = 0 if not number else 1 if kv_exchange != "needed" else (number - 1) * STAGES // (ring - 1) + 1
+        steps = [StepWork(arriving / max(1, stages), share, 2.0, remote / max(1, stages))] * stages
+        number = stages
+        each = remote / max(1, ring - 1) / max(1, stages)
+        others = np.full(ring, each)
+        others[rank] = 0.0
+        received = (others,) * stages if kv_exchange == "needed" else ()
+    whole = StepWork(float(local), float(share), 2.0, float(share))
+    half = StepWork(local / 2, share / 2, 1.0, float(share))
+    forward = (whole, *steps, StepWork())
+    backward = (half, *steps, half) if steps else (whole, StepWork())
+    return RingWork(owed, {rank: RankWork(forward, backward, number, received, received)}, rank)

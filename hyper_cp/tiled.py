@@ -1,0 +1,216 @@
+"""Runs a position-wise module, such as an MLP, chunk by chunk over the local sequence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from .module.guards import mixing
+from .module.mesh_binding import binding_of
+
+_ATTENTION = re.compile(r"Attention|Attn")
+
+
+def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
+    """Make a position-wise module run chunk by chunk over its sequence, in place; return it.
+
+    Nothing inside the module is saved for backward, which runs each chunk again: what an MLP makes between its
+    projections exists for one chunk at a time. Values and gradients are those of one call. Gradients of parameters are
+    added up in fp32 (fp64 for fp64), rounded once, and leave the module once: FSDP2 gathers its weights once in forward
+    and once in backward and reduces their gradients once, and DDP does not see chunks. A recompute draws the same
+    random numbers (dropout)::
+
+        for layer in model.layers:
+            tiled(layer.ffn, 8)  # before or after fully_shard and parallelize_module, before torch.compile of others
+
+    Args:
+        module: treats every position by itself. Its forward takes one tensor (anything else is passed on) and returns
+            one tensor with the same sequence.
+        chunks: their number; fewer if the sequence is shorter.
+        seq_dim: the sequence dimension of its input and output; negative ones count from the end.
+
+    Raises:
+        ValueError: if the module mixes positions, or is sharded inside by FSDP2.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}: pass an nn.Module, for example the MLP of a layer")
+    for name, value in (("chunks", chunks), ("seq_dim", seq_dim)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} is a {type(value).__name__}: pass an int")
+    if chunks < 1:
+        raise ValueError(f"chunks={chunks} must be at least 1, the number of parts of the local sequence")
+    if "forward" in vars(module):
+        raise ValueError(
+            f"module {type(module).__name__} has a forward of its own instance: it is tiled or compiled already, or "
+            "another library has replaced it. Tile the module itself, once, before the others"
+        )
+    for name, inner in module.named_modules():
+        how = _mixes(inner)
+        if how is not None:
+            where = f"module {name!r} ({type(inner).__name__}) inside it" if name else "it"
+            raise ValueError(
+                f"module {type(module).__name__} cannot be tiled: {where} {how}, so a chunk alone would compute "
+                "something else. Tile only what treats every position by itself, such as the MLP"
+            )
+    module.forward = _Tiled(module, chunks, seq_dim)
+    return module
+
+
+def _mixes(module: nn.Module) -> str | None:
+    if binding_of(module) is not None or isinstance(module, nn.MultiheadAttention):
+        return "is attention"
+    return "is attention" if _ATTENTION.search(type(module).__name__) else mixing(module)
+
+
+class _Tiled:
+    """The forward of a tiled module."""
+
+    def __init__(self, module: nn.Module, chunks: int, seq_dim: int) -> None:
+        self.module, self.chunks, self.seq_dim = module, chunks, seq_dim
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        inside = [name for name, m in self.module.named_modules() if name and isinstance(m, FSDPModule)]
+        if inside:
+            raise ValueError(
+                f"module {self._name} is tiled, and fully_shard was applied to {inside[0]!r} inside it, whose weights "
+                "would be gathered for every chunk. Apply fully_shard to the tiled module, or to a block around it"
+            )
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if len(tensors) != 1:
+            raise TypeError(
+                f"module {self._name} is tiled and got {len(tensors)} tensors: which of them have the sequence is "
+                "unknown. Tile a module whose forward takes one tensor"
+            )
+        (x,) = tensors
+        if not -x.ndim <= self.seq_dim < x.ndim:
+            raise ValueError(
+                f"module {self._name} is tiled along seq_dim={self.seq_dim}, but its input has shape {tuple(x.shape)}. "
+                "Pass tiled the dimension of the sequence"
+            )
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        out: Tensor = _Chunks.apply(_Call(self, args, kwargs, x, len(parameters)), x, *parameters)
+        return out
+
+    @property
+    def _name(self) -> str:
+        return type(self.module).__name__
+
+
+class _Call:
+    """One call of a tiled module: its arguments except the tensor, and the states that a recompute must find again."""
+
+    def __init__(
+        self, tiled: _Tiled, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor, parameters: int
+    ) -> None:
+        self.module, self.parameters = tiled.module, parameters
+        self.args = [None if a is x else a for a in args]
+        self.kwargs = {name: None if a is x else a for name, a in kwargs.items()}
+        self.place: Any = next((i for i, a in enumerate(args) if a is x), None)
+        self.name = next((name for name, a in kwargs.items() if a is x), None)
+        self.dim = tiled.seq_dim % x.ndim
+        self.size = max(1, -(-x.shape[self.dim] // tiled.chunks))
+        self.device = x.device.type
+        self.random = torch.get_rng_state(), *get_device_states(x)
+        self.autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {self.device, "cpu"}
+        ]
+
+    def run(self, x: Tensor) -> Tensor:
+        """Call the module's own forward with one chunk."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        if self.name is None:
+            args[self.place] = x
+        else:
+            kwargs[self.name] = x
+        out: Any = type(self.module).forward(self.module, *args, **kwargs)
+        if not isinstance(out, Tensor) or out.ndim <= self.dim or out.shape[self.dim] != x.shape[self.dim]:
+            kind, shape = type(self.module).__name__, getattr(out, "shape", None)
+            raise ValueError(
+                f"module {kind} is tiled and returned a {type(out).__name__} (shape {shape}) for a chunk of shape "
+                f"{tuple(x.shape)}. Tile a module that returns one tensor, with the sequence in dimension {self.dim}"
+            )
+        return out
+
+    def parts(self, length: int) -> Iterator[tuple[int, int]]:
+        """Start and length of every chunk; one empty chunk of an empty sequence."""
+        return ((start, min(self.size, length - start)) for start in range(0, max(1, length), self.size))
+
+    @contextmanager
+    def autocasts(self) -> Iterator[None]:
+        """Cast as in forward, and keep no casts: one that was made without gradients must not serve a recompute."""
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False))
+            yield
+
+    @contextmanager
+    def as_in_forward(self) -> Iterator[None]:
+        """Restore the random numbers and autocast of the forward for the time of a recompute."""
+        state, devices, states = self.random
+        kind = self.device if devices else "cuda"  # without devices its name has no meaning
+        with torch.random.fork_rng(devices, device_type=kind), self.autocasts(), torch.enable_grad():
+            torch.set_rng_state(state)
+            if devices:
+                set_device_states(devices, states, device_type=self.device)
+            yield
+
+
+class _Chunks(torch.autograd.Function):
+    """The chunks of one call. Parameters are inputs, so that autograd receives the gradient of each once."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(x)
+        out = None
+        with call.autocasts():
+            for start, length in call.parts(x.shape[call.dim]):
+                part = call.run(x.narrow(call.dim, start, length))
+                if out is None:
+                    shape = list(part.shape)
+                    shape[call.dim] = x.shape[call.dim]
+                    out = part.new_empty(shape)
+                out.narrow(call.dim, start, length).copy_(part)
+                del part  # before the next chunk is made
+        return out  # type: ignore[return-value]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        call, (x,), of_x = ctx.call, ctx.saved_tensors, ctx.needs_input_grad[1]
+        parameters = [p for p in call.module.parameters() if p.requires_grad]
+        if len(parameters) != call.parameters:
+            raise RuntimeError(
+                f"module {type(call.module).__name__} is tiled and had {call.parameters} parameters with gradients in "
+                f"forward, and {len(parameters)} in backward. Freeze parameters before the forward"
+            )
+        total: list[Tensor | None] = [None] * len(parameters)
+        grad_x = torch.zeros_like(x) if of_x else None
+        with call.as_in_forward():
+            for start, length in call.parts(x.shape[call.dim]):
+                part = x.narrow(call.dim, start, length).detach().requires_grad_(of_x)
+                out = call.run(part)
+                wanted = [*parameters, *([part] if of_x else [])]
+                found = [*torch.autograd.grad(out, wanted, grad.narrow(call.dim, start, length), allow_unused=True)]
+                if grad_x is not None and (of_part := found.pop()) is not None:
+                    grad_x.narrow(call.dim, start, length).copy_(of_part)
+                total = [_add(a, b) for a, b in zip(total, found, strict=True)]
+                del part, out, found, wanted
+        rounded = (a if a is None else a.to(p.dtype) for a, p in zip(total, parameters, strict=True))
+        return (None, grad_x, *rounded)
+
+
+def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    """Add a gradient to a sum in fp32 or fp64, in place."""
+    if grad is None:
+        return total
+    exact = torch.promote_types(grad.dtype, torch.float32)
+    return grad.to(exact) if total is None else total.add_(grad)

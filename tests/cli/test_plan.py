@@ -1,0 +1,58 @@
+"""hyper-cp plan: table, JSON, picture, and errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyper_cp.cli.main import main
+
+SIZES = ["--layers", "4", "--heads", "8", "--kv-heads", "2", "--width", "512", "--ffn", "1024", "--vocabulary", "1000"]
+
+
+def test_the_table_with_and_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["plan", *SIZES, "--sequence", "16K", "--gpus", "4", "--rows", "3"]
+    assert main(command) == 0
+    first = capsys.readouterr().out
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
+    assert main(command) == 0
+    plain = capsys.readouterr().out
+    for text in (first, plain):
+        assert "16,384 tokens" in text and "Use first: cp mesh of" in text and "tokens/s" in text
+    assert "more modes" in plain and "│" not in plain
+
+
+def test_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths, picture = tmp_path / "lengths.txt", tmp_path / "plan.png"
+    lengths.write_text("4096\n2048\n2048\n")
+    command = ["plan", *SIZES, "--documents", str(lengths), "--gpus", "2", "--json", "--plot", str(picture)]
+    assert main(command) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["format"] == "hyper-cp plan" and found["length"] == 8192 and found["documents"] == 3
+    assert found["best"] == 0 and {"why", "memory", "balance", "style"} <= found["strategies"][0].keys()
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (["--sequence", "1K", "--gpus", "2"], "says what to plan for"),
+        ([*SIZES, "--gpus", "2"], "says how long the sequence"),
+        ([*SIZES, "--documents", "1,x", "--gpus", "2"], "cannot be read"),
+        ([*SIZES, "--sequence", "1K", "--gpus", "2", "--cluster", "abacus"], "unknown profile"),
+        ([*SIZES, "--sequence", "1K", "--gpus", "2", "--tflops", "-1"], "no positive number"),
+    ],
+)
+def test_mistakes_end_in_an_error(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_exit_code_says_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SIZES, "--sequence", "1M", "--gpus", "1", "--memory-gb", "1"]) == 1
+    assert "Nothing fits" in capsys.readouterr().out

@@ -1,0 +1,131 @@
+"""The layout "balanced" without processes: its deal, its cost against definitions, and what it reaches."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hyper_cp.schedule import lookup
+from hyper_cp.schedule.documents import PackedDocuments
+from hyper_cp.schedule.layout import ResolvedLayout, check_layout, register
+from hyper_cp.schedule.placement.balance import balance
+from hyper_cp.schedule.placement.cost import cost
+from tests.harness.oracle import visible_pairs
+
+
+@st.composite
+def dealt(draw: st.DrawFn) -> tuple[ResolvedLayout, tuple[tuple[int, ...], ...], int | None]:
+    """A balanced layout, the documents of batch rows that differ and the window that it was dealt for."""
+    world = draw(st.integers(2, 9))
+    length = world * draw(st.sampled_from([2, 4, 6, 8, 10, 14, 16]))
+    cuts = st.lists(st.integers(0, length), max_size=8).map(sorted)
+    rows = [[0, *draw(cuts), length] for _ in range(draw(st.sampled_from([1, 1, 2])))]
+    width = max(map(len, rows))
+    table = [row + [length] * (width - len(row)) for row in rows]
+    window = draw(st.one_of(st.none(), st.integers(0, length)))
+    name = "balanced" if window is None else f"balanced_{window}"
+    documents = PackedDocuments(table)
+    found = lookup.resolve(name, world, length, documents)
+    again = lookup.resolve(name, world, length, PackedDocuments(table))
+    assert found is not again and found.held == again.held, "every rank finds the same"
+    return found, documents.rows, window
+
+
+@settings(max_examples=30)
+@given(dealt())
+def test_a_deal_gives_every_position_to_one_rank_and_all_ranks_equally_many(
+    problem: tuple[ResolvedLayout, tuple[tuple[int, ...], ...], int | None],
+) -> None:
+    layout, rows, window = problem
+    held = [layout.positions(rank).tolist() for rank in range(layout.world)]
+    assert sorted(p for mine in held for p in mine) == list(range(layout.length))
+    assert {len(mine) for mine in held} == {layout.length // layout.world}
+    assert all(mine == sorted(mine) for mine in held)
+    counted = cost(layout.held, rows, window)
+    visible = visible_pairs(layout.length, True, None if window is None else (window, 0), rows)[:, 0]
+    for rank, mine in enumerate(held):
+        assert counted.pairs[rank] == visible[:, mine].sum()
+        seen = visible[:, mine].any(0).any(0)
+        assert counted.rows[rank] == seen.sum() - seen[mine].sum()
+
+
+# Of the same kind as those in which the known layouts were measured: packed documents of mean lengths 4K and 16K, and
+# one document of half the sequence before documents of 2K.
+LENGTH = 64 * 1024
+MEASURED = {
+    "mean 4K": (
+        [0, 274, 1046, 5538, 5741, 5937, 12594, 20402, 38579, 39598, 45108, 48077, 49976, 54466, 56558, LENGTH],
+        0.19,
+    ),
+    "mean 16K": ([0, 1481, 8798, 10192, 30179, 62193, LENGTH], 0.32),
+    "half one document": ([0, *range(LENGTH // 2, LENGTH + 1, 2048)], 0.37),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_balanced_does_little_more_than_its_share_and_moves_little(name: str) -> None:
+    """Counted position by position: work of the fullest rank over the mean, and rows as a share of an all-gather's."""
+    documents, most = MEASURED[name]
+    layout = lookup.resolve("balanced", 8, LENGTH, PackedDocuments([documents]))
+    starts = torch.tensor(documents)
+    pairs, rows = [], 0
+    for rank in range(8):
+        mine = layout.positions(rank)
+        first = starts[torch.searchsorted(starts, mine, right=True) - 1]
+        pairs.append(int((mine - first + 1).sum()))
+        seen = torch.zeros(LENGTH, dtype=torch.bool)
+        for start, stop in pairwise(documents):
+            inside = mine[(mine >= start) & (mine < stop)]
+            seen[start : int(inside.max()) + 1 if len(inside) else start] = True
+        rows += int(seen.sum()) - len(mine)
+    assert max(pairs) * 8 / sum(pairs) <= 1.03
+    assert rows / (7 * LENGTH) <= most
+    ours = balance(LENGTH, 8, documents)["balanced"]
+    assert ours.pairs == tuple(pairs) and sum(ours.rows) == rows
+    assert lookup.resolve("auto", 8, LENGTH, PackedDocuments([documents])).held == layout.held
+
+
+@pytest.mark.parametrize("world", [2, 3, 8, 64])
+def test_plain_causal_is_head_tail(world: int) -> None:
+    documents = PackedDocuments([[0, 16 * world]])
+    found = lookup.resolve("balanced", world, 16 * world, documents)
+    assert found.held == lookup.resolve("head_tail", world, 16 * world).held
+    assert lookup.resolve("auto", world, 16 * world, documents).name == "head_tail"
+
+
+def test_a_window_in_the_name_keeps_neighbours_together() -> None:
+    """Under a window, contiguous chunks have nearly equal work and need their neighbour's last keys only."""
+    documents = PackedDocuments([[0, LENGTH]])
+    assert len(lookup.resolve("balanced_4096", 8, LENGTH, documents).held[3]) == 1
+    found = balance(LENGTH, 8, window=(4096, 0))
+    assert found["balanced_4096"].share < 0.07 < 0.12 < found["balanced"].share + 0.001
+    assert (found["balanced_4096"].hops, found["balanced"].hops) == (1, 7)
+
+
+def test_a_plan_for_many_ranks_and_documents_is_quick() -> None:
+    """0.1 s of processor time on the machine that it was written on; the bar leaves room for a slower one."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.rand(5000, generator=generator) + 0.5
+    ends = (lengths.cumsum(0) / lengths.sum() * 2**20).long().unique().tolist()
+    documents = PackedDocuments([[0, *ends[:-1], 2**20]])
+    start = time.process_time()
+    found = lookup.resolve("balanced", 64, 2**20, documents)
+    assert time.process_time() - start < 0.5
+    figures = cost(found.held, documents.rows, None)
+    assert figures.work <= 1.031 and figures.share <= 0.01
+
+
+@pytest.mark.parametrize("name", ["balanced_", "balanced_-1", "balanced_x", "balanced_1_2", "balanced 4"])
+def test_names_that_are_no_window_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"is unknown; choose one of .*'balanced', 'auto', or 'balanced_4096' if most"):
+        check_layout(name)
+
+
+def test_names_with_a_window_are_taken() -> None:
+    with pytest.raises(ValueError, match="layout='balanced_12' is registered already"):
+        register("balanced_12", lambda rank, world: (rank,))

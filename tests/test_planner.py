@@ -1,0 +1,192 @@
+"""plan(): the report, the choice, what does not fit, and errors for impossible input. Nothing runs on ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hyper_cp import PlanReport, plan
+from hyper_cp.ops.config import Mode
+from hyper_cp.schedule.planning.inputs.cluster import Cluster, with_measurements
+from hyper_cp.schedule.planning.inputs.model import ModelShape, model_shape
+from hyper_cp.schedule.planning.inputs.profiles import PROFILES
+
+LLAMA = {"layers": 32, "heads": 32, "kv_heads": 8, "width": 4096, "ffn": 14336, "vocabulary": 128256}
+
+
+@pytest.fixture(scope="module")
+def report() -> PlanReport:
+    return plan(LLAMA, [4096] * 20 + [49152], gpus=8)
+
+
+def test_every_strategy_is_there_and_the_first_is_the_best(report: PlanReport) -> None:
+    best = report.best
+    assert best is report.strategies[0] and best is not None and best.fits and report.documents == 21
+    fastest = max(e.tokens_per_second for e in report.strategies if e.fits)
+    assert best.tokens_per_second >= 0.99 * fastest
+    modes = {(e.strategy.ulysses_degree, e.strategy.kv_exchange, e.strategy.layout) for e in report.strategies}
+    assert {(1, "ring", "head_tail"), (2, "needed", "per_document"), (4, "all_gather", "contiguous")} <= modes
+    assert {e.strategy.cp_size for e in report.strategies} == {1, 2, 4, 8}
+    kinds = {(e.strategy.checkpointing, e.strategy.chunked_loss) for e in report.strategies}
+    assert len(kinds) == 6
+    fits = [e.fits for e in report.strategies]
+    assert fits == sorted(fits, reverse=True) and all(e.why for e in report.strategies)
+
+
+def test_the_style_of_a_strategy_is_one_that_the_library_takes(report: PlanReport) -> None:
+    for e in report.strategies:
+        style = e.strategy.style()
+        Mode(**{name: value for name, value in style.items() if name != "ulysses_degree"})  # type: ignore[arg-type]
+        assert style["ulysses_degree"] is None or e.strategy.cp_size % style["ulysses_degree"] == 0  # type: ignore
+
+
+def test_the_report_says_why_the_others_lose(report: PlanReport) -> None:
+    text = str(report)
+    assert "Use first: cp mesh of" in text and "ContextParallel(" in text
+    whys = " ".join(e.why for e in report.strategies)
+    assert "does not fit" in whys and "transfers that nothing hides" in whys and "the mean work" in whys
+    assert "activations again" in whys
+
+
+def test_contiguous_causal_work_is_as_unbalanced_as_its_schedule() -> None:
+    found = plan(LLAMA, 2**17, gpus=8, cp_size=8, ulysses_degree=1, layout="contiguous", kv_exchange="ring")
+    assert {round(e.balance, 3) for e in found.strategies} == {1.875}  # 2 - 1/n
+
+
+def test_bytes_are_those_of_the_communication_page() -> None:
+    """One layer, bf16, forward and backward, 8 ranks on one host: docs/communication.md."""
+    one = dict(LLAMA, layers=1)
+    share = 2**17 // 8 * 8 * 128  # elements of k, and of v
+    want = {
+        "ring": 7 * 2 * share * (2 + 2 + 4),
+        "all_gather": 7 * 2 * share * (2 + 2 + 4),
+        None: 2 * 7 * (2**17 // 8 * 128 * (32 + 8 + 8 + 32)) * 2 // 8,
+    }
+    found = plan(one, 2**17, gpus=8, cp_size=8, checkpointing="none", chunked_loss=False)
+    for e in found.strategies:
+        s = e.strategy
+        if s.layout == ("contiguous" if s.kv_exchange is None else "head_tail") and s.ulysses_degree in (1, 8):
+            wanted = want.get(s.kv_exchange)
+            assert wanted is None or e.bytes_inside == pytest.approx(wanted), s
+            assert e.bytes_between == 0
+
+
+def test_what_does_not_fit_is_said_so() -> None:
+    found = plan(LLAMA, 2**23, gpus=2, cluster="a100")
+    assert found.best is None and str(found).splitlines()[1].startswith("Nothing fits: the smallest peak is")
+    assert all(e.why.startswith("does not fit") for e in found.strategies)
+
+
+def test_long_sequences_on_many_devices_take_under_a_second() -> None:
+    plan(LLAMA, 2**14, gpus=2)  # imports and caches
+    start = time.process_time()
+    found = plan(LLAMA, 10 * 2**20, gpus=4096)
+    assert time.process_time() - start < 1.0
+    assert found.best is not None and found.best.strategy.cp_size >= 64
+    assert {e.strategy.cp_size for e in found.strategies} >= {64, 512, 4096}
+
+
+def test_thousands_of_documents_on_many_devices() -> None:
+    found = plan(LLAMA, [2560] * 4096, gpus=1024, cp_size=1024)
+    assert found.best is not None and found.best.balance < 1.01
+
+
+# --------------------------------------------------------------------------- models
+
+
+def test_a_model_is_read_from_whatever_describes_it(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64}
+    config = sizes | {"intermediate_size": 96, "vocab_size": 100, "model_type": "llama"}
+    want = ModelShape(4, 8, 64, 100, kv_heads=2, ffn=96, norm="transformers")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert model_shape(config) == model_shape(SimpleNamespace(**config)) == want
+    assert model_shape(SimpleNamespace(config=SimpleNamespace(text_config=SimpleNamespace(**config)))) == want
+    for path in (tmp_path, tmp_path / "config.json", str(tmp_path)):
+        assert plan(path, 1024, gpus=2).model == want
+    gpt = {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": 50}
+    assert model_shape(gpt) == ModelShape(2, 4, 32, 50, kv_heads=4, ffn=128)
+    experts = config | {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    shape = model_shape(experts)
+    assert (shape.ffn, shape.stored_ffn) == (48, 384)
+
+
+def test_the_parameters_of_known_models() -> None:
+    assert model_shape(LLAMA).parameters == pytest.approx(8.03e9, rel=0.005)
+
+
+# --------------------------------------------------------------------------- clusters and measurements
+
+
+def test_profiles_name_their_sources() -> None:
+    assert set(PROFILES) == {"h100", "h200", "a100", "b200", "910b", "910c"}
+    assert all(len(c.source) > 40 for c in PROFILES.values())
+
+
+def test_measurements_replace_the_profile(tmp_path: Path) -> None:
+    content = {"format": "hyper-cp measurements", "version": 1, "device": "GPU of mine", "inside_gb_s": 100.0}
+    content |= {"attention_forward_tflops": 1200.0, "gpus_per_host": 4, "unknown": [1]}
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(content))
+    h100 = PROFILES["h100"]
+    found = with_measurements(h100, file)
+    assert found == with_measurements(h100, str(file)) and found.gpus_per_host == 4
+    assert found.inside == 100e9 and found.between == pytest.approx(h100.between)
+    assert found.flops("forward_share") == pytest.approx(1200e12)
+    assert found.flops("matmul_share") == pytest.approx(h100.flops("matmul_share"))
+    assert "GPU of mine" in str(plan(LLAMA, 2**16, gpus=4, measured=content))
+
+
+# --------------------------------------------------------------------------- impossible input
+
+NO_CONFIG = {"layers": 2, "heads": 4}
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("ulysses_degree=5 does not divide the 32 query heads", {"ulysses_degree": 5}),
+    ("ulysses_degree=16 divides no cp size", {"ulysses_degree": 16}),
+    ("sequence=100003 tokens do not split over cp_size=8", {"sequence": 100003, "cp_size": 8}),
+    ("cp_size=3 does not divide gpus=8", {"cp_size": 3}),
+    ("cp_size=16 does not divide gpus=8", {"cp_size": 16}),
+    ("gpus=0 is no positive int", {"gpus": 0}),
+    ("gpus=2.5 is no positive int", {"gpus": 2.5}),
+    ("memory_gb=-80.0 is no positive number", {"memory_gb": -80.0}),
+    ("cluster='h1000' is an unknown profile", {"cluster": "h1000"}),
+    ("kv_exchange='replicated' is not planned for", {"kv_exchange": "replicated"}),
+    ("layout='zigzag' is not planned for", {"layout": "zigzag"}),
+    ("checkpointing='some' is not planned for", {"checkpointing": "some"}),
+    ("dtype='int4' is unknown", {"dtype": "int4"}),
+    ("batch=-1 is no positive int", {"batch": -1}),
+    ("sequence=-8 is no positive int", {"sequence": -8}),
+    (r"sequence\[1\]=0 is no positive int", {"sequence": [8, 0]}),
+    (r"sequence=\[\] has no documents", {"sequence": []}),
+    ("measured='/nowhere.json' cannot be read", {"measured": "/nowhere.json"}),
+    ("measured has format=None", {"measured": {}}),
+    (
+        "inside_gb_s=-1 is no positive number",
+        {"measured": {"format": "hyper-cp measurements", "version": 1, "inside_gb_s": -1}},
+    ),
+    ("no vocab_size", {"model": {"layers": 2, "heads": 4, "width": 8}}),
+    ("heads=6 is no multiple of kv_heads=4", {"model": dict(LLAMA, heads=6, kv_heads=4, head_dim=64)}),
+    ("width=100 does not split over heads=32", {"model": dict(LLAMA, width=100)}),
+    ("layers=0 is no positive int", {"model": dict(LLAMA, layers=0)}),
+    ("no strategy has cp sizes", {"cp_size": 8, "ulysses_degree": 2, "layout": "per_document"}),
+]
+
+
+@pytest.mark.parametrize("message,given", BAD, ids=[message for message, _ in BAD])
+def test_impossible_input_is_refused_in_three_sentences(message: str, given: dict[str, Any]) -> None:
+    arguments = {"model": LLAMA, "sequence": 2**16, "gpus": 8} | given
+    with pytest.raises((ValueError, TypeError), match=message) as error:
+        plan(arguments.pop("model"), arguments.pop("sequence"), **arguments)
+    assert len(re.split(r"\. (?=[A-Z])", str(error.value))) == 3, str(error.value)
+
+
+def test_a_cluster_has_positive_numbers() -> None:
+    with pytest.raises(ValueError, match=r"memory_gb=-1 is no positive number"):
+        Cluster("mine", 8, -1, 3000.0, 900.0, 400.0, 50.0)
+    with pytest.raises(ValueError, match=r"link_share=1.5 is more than 1"):
+        Cluster("mine", 8, 80.0, 3000.0, 900.0, 400.0, 50.0, link_share=1.5)

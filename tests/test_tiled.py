@@ -1,0 +1,211 @@
+"""Modules that run chunk by chunk: exact, one gather and one reduction under FSDP2, counted memory, refusals."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from hyper_cp import tiled
+from hyper_cp.memory import MemoryCounter
+from tests.harness.oracle import relative_error
+from tests.harness.ranks import error_of, on_ranks
+
+WIDTH, HIDDEN, LENGTH = 6, 10, 13
+
+
+class MLP(nn.Module):
+    def __init__(self, dropout: float = 0.0, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm, self.unused = nn.LayerNorm(WIDTH), nn.Linear(1, 1)
+        self.w1, self.w2 = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.w2(self.dropout(F.silu(self.w1(self.norm(x))))) * scale
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Checkpointed(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+
+
+def data(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(2)
+    x, grad = (torch.randn(3, LENGTH, WIDTH, generator=g, dtype=torch.float64) for _ in range(2))
+    return x.to(dtype).requires_grad_(), grad.to(dtype)
+
+
+def run(module: Any, dtype: torch.dtype = torch.float64, autocast: bool = False, **kwargs: Any) -> list[Tensor]:
+    """Output and all gradients of one call."""
+    x, grad = data(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = module(x, **kwargs)
+        out.backward(grad.to(out.dtype))  # inside, where a cache of casts would still be there
+    assert x.grad is not None
+    return [out.detach(), x.grad, *gradients(module)]
+
+
+@pytest.mark.parametrize("chunks", [1, 4, 100])
+def test_values_and_gradients_are_those_of_one_call(chunks: int) -> None:
+    plain = MLP().double()
+    module = tiled(copy.deepcopy(plain), chunks)
+    for case in (module, copy.deepcopy(module), tiled(copy.deepcopy(plain), chunks, seq_dim=-2)):
+        found, wanted = run(case, scale=3.0), run(plain, scale=3.0)
+        plain.zero_grad()
+        assert len(found) == len(wanted) == 8 and max(map(relative_error, found, wanted)) <= 1e-14
+        assert list(case.state_dict()) == list(plain.state_dict()) and case.unused.weight.grad is None
+    with torch.no_grad():
+        assert relative_error(module(data()[0]), plain(data()[0])) <= 1e-14
+
+
+def test_half_precision_is_added_up_in_fp32() -> None:
+    exact, plain = run(MLP().double()), run(MLP().bfloat16(), torch.bfloat16)
+    found = run(tiled(MLP().bfloat16(), LENGTH), torch.bfloat16)
+    for a, b, c in zip(found, plain, exact, strict=True):
+        assert a.dtype == b.dtype and relative_error(a, c) <= 2 * relative_error(b, c)
+
+
+def test_autocast_dropout_and_checkpoints() -> None:
+    found, wanted = run(tiled(MLP(), 4), torch.float32, True), run(MLP(), torch.float32, True)
+    assert max(map(relative_error, found, wanted)) <= 1e-2
+    assert [a.dtype for a in found] == [b.dtype for b in wanted]
+    module = tiled(MLP(0.5).double(), 4)
+    torch.manual_seed(3)
+    once = run(module)
+    x, grad = data()
+    torch.manual_seed(3)
+    parts = [type(module).forward(module, part) for part in x.split(4, 1)]  # 13 positions in 4 chunks
+    module.zero_grad()
+    torch.cat(parts, 1).backward(grad)
+    assert max(map(relative_error, once, [torch.cat(parts, 1), x.grad, *gradients(module)])) <= 1e-14  # type: ignore[arg-type]
+    torch.manual_seed(3)
+    module.zero_grad()
+    again = run(Checkpointed(module))
+    assert max(map(relative_error, once, again)) <= 1e-14
+
+
+def test_one_chunk_of_the_inside_is_alive() -> None:
+    length, hidden = 256, 512
+    x = torch.randn(1, length, WIDTH, requires_grad=True)
+    inside, peaks, saved = length * hidden * 4, [], []
+    for chunks in (None, 16):
+        module = MLP(hidden=hidden) if chunks is None else tiled(MLP(hidden=hidden), chunks)
+        with MemoryCounter() as memory:
+            out = module(x)
+            saved.append(memory.alive["cpu"] - out.nbytes)
+            out.sum().backward()
+        peaks.append(memory.peak["cpu"])
+    assert saved[0] >= 2 * inside and saved[1] <= 64
+    assert peaks[0] >= 3 * inside and peaks[1] <= 5 * inside / 16 + 6 * x.nbytes + 3 * 2 * WIDTH * hidden * 4
+
+
+# --------------------------------------------------------------------------- on ranks
+
+
+@on_ranks
+def sharded() -> tuple[list[float], list[int], str]:
+    """Errors under FSDP2 (the module itself, and a block around it), DDP and tensor parallelism; gathers and reductions
+    of the weights under FSDP2."""
+    mesh, found, counts = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), [], []
+    wanted = run(MLP().double())
+
+    def compare(module: nn.Module, whole: nn.Module) -> None:
+        found.extend(map(relative_error, run(module), wanted))
+
+    for own in (True, False):
+        inner = tiled(MLP().double(), 4)
+        module = Around(inner)
+        if own:
+            fully_shard(inner, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+        import torch.distributed.fsdp._fully_shard._fsdp_param_group as group
+
+        with (
+            mock.patch.object(group, "foreach_all_gather", wraps=group.foreach_all_gather) as gathers,
+            mock.patch.object(group, "foreach_reduce", wraps=group.foreach_reduce) as reductions,
+        ):
+            compare(module, inner)
+        counts += [gathers.call_count, reductions.call_count]
+    ddp = DistributedDataParallel(Around(tiled(MLP().double(), 4)), find_unused_parameters=True)
+    compare(ddp, ddp)
+    parallel = tiled(MLP().double(), 4)
+    parallelize_module(parallel, mesh, {"w1": ColwiseParallel(), "w2": RowwiseParallel()})
+    compare(parallel, parallel)
+    inside = tiled(MLP().double(), 2)
+    fully_shard(inside.w1, mesh=mesh)
+    return found, counts, error_of(lambda: inside(data()[0]))
+
+
+def test_weights_are_gathered_once_and_gradients_reduced_once(ranks: Any) -> None:
+    for found, counts, refused in ranks(2, sharded):
+        assert max(found) <= 1e-12
+        assert counts == [2, 1, 1, 1]  # once a pass; a root keeps its weights between forward and backward
+        assert refused.startswith("ValueError: module FSDPMLP" if "FSDPMLP" in refused else "ValueError: module MLP")
+        assert "fully_shard was applied to 'w1' inside it" in refused
+
+
+# --------------------------------------------------------------------------- wrong use
+
+
+class LlamaAttention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor, y: Any = None) -> Any:
+        return (x, y)
+
+
+def test_wrong_use_is_refused() -> None:
+    x = torch.zeros(2, 8, WIDTH)
+    again = tiled(MLP(), 2)
+    for call, kind, words in [
+        (lambda: tiled(nn.Sequential(MLP(), nn.Conv1d(6, 6, 3)), 2), ValueError, "'1' .Conv1d. inside it convolves 3"),
+        (lambda: tiled(nn.LSTM(6, 6), 2), ValueError, "it carries a state"),
+        (lambda: tiled(Around(LlamaAttention()), 2), ValueError, "'inner' .LlamaAttention. inside it is attention"),
+        (lambda: tiled(nn.MultiheadAttention(6, 2), 2), ValueError, "it is attention"),
+        (lambda: tiled(again, 2), ValueError, "it is tiled or compiled already"),
+        (lambda: tiled(F.silu, 2), TypeError, "module is a function"),  # type: ignore[arg-type]
+        (lambda: tiled(MLP(), 0), ValueError, "chunks=0"),
+        (lambda: tiled(MLP(), 2.0), TypeError, "chunks is a float"),  # type: ignore[arg-type]
+        (lambda: tiled(MLP(), 2, seq_dim="s"), TypeError, "seq_dim is a str"),  # type: ignore[arg-type]
+        (lambda: tiled(MLP(), 2, seq_dim=3)(x), ValueError, "along seq_dim=3, but its input has shape"),
+        (lambda: tiled(Pair(), 2)(x), ValueError, "returned a tuple"),
+        (lambda: tiled(Pair(), 2)(x, x), TypeError, "got 2 tensors"),
+        (lambda: tiled(nn.Flatten(1), 2)(x), ValueError, r"returned a Tensor .shape torch.Size..2, 24.."),
+    ]:
+        with pytest.raises(kind, match=words):
+            call()
+    module = tiled(MLP(), 2)
+    out = module(x.requires_grad_())
+    module.w1.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="Freeze parameters before the forward"):
+        out.sum().backward()
