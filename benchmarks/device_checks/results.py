@@ -17,7 +17,9 @@ REFUSALS: dict[tuple[str, torch.dtype], str] = {
     ("cuda flash", torch.float64): HALF_ONLY,
     ("cuda cudnn", torch.float32): HALF_ONLY,
     ("cuda cudnn", torch.float64): HALF_ONLY,
+    ("cuda memory-efficient", torch.float32): f"FlashAttention has its windows and packed tiles: {HALF_ONLY}",
     ("cuda memory-efficient", torch.float64): "the operator takes no float64",
+    ("cuda memory-efficient without flash", torch.float64): "the operator takes no float64",
     ("npu fusion attention", torch.float64): "the operator takes no float64",
 }
 """Dtypes that a kernel may refuse, with the reason. Every other error is a failure, and a kernel that runs in spite of

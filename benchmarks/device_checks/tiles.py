@@ -53,6 +53,9 @@ TILES = [
     Tile(256, 256, FULL, SQUARES),
     Tile(201, 300, FULL, OBLONG),
     Tile(320, 320, CAUSAL, MANY),
+    Tile(320, 320, (-3, 0), MANY),
+    Tile(256, 256, (-40, 0), SQUARES),
+    Tile(201, 300, (-50, 70), (((0, 64), (10, 138)), ((64, 200), (138, 290)), ((200, 201), (290, 300)))),
     # one key, one query, odd lengths
     Tile(1, 1),
     Tile(77, 1),
@@ -86,7 +89,9 @@ def visible_of(tile: Tile, device: str) -> Tensor:
     if tile.parts is not None:
         visible = torch.zeros(tile.rows, tile.cols, dtype=torch.bool, device=device)
         for (top, bottom), (left, right) in tile.parts:
-            visible[top:bottom, left:right] = visible_of(Tile(bottom - top, right - left, tile.band), device)
+            height, width = bottom - top, right - left
+            lower, upper = (None if bound is None else bound + width - height for bound in tile.band)
+            visible[top:bottom, left:right] = visible_of(Tile(height, width, (lower, upper)), device)
         return visible
     distance = torch.arange(tile.cols, device=device)[None] - torch.arange(tile.rows, device=device)[:, None]
     lower, upper = tile.band
@@ -168,9 +173,17 @@ def run_tile(kernel: Any, tile: Tile, tensors: Sequence[Tensor], layouts: dict[s
     return list(zip((out, lse, *kernel.backward(given, dout, merged, merged_lse)), want, strict=True))
 
 
+def of_device(device: str) -> dict[str, kernels.Kernel]:
+    """The kernels of a device. Those that lack operators which a user may forbid are made of the same ones; the one
+    that runs fp32 on CUDA stays."""
+    found = kernels.available(torch.device(device).type)
+    kept = "cuda memory-efficient without flash"
+    return {name: kernel for name, kernel in found.items() if " without " not in name or name == kept}
+
+
 def check_kernels(device: str, dtypes: Sequence[torch.dtype]) -> Iterator[Result]:
     """Every kernel of the device, dtype and tile."""
-    found = kernels.available(torch.device(device).type)
+    found = of_device(device)
     for dtype in dtypes:
         for tile in TILES:
             tensors = tensors_of(tile, device, dtype)
@@ -186,7 +199,7 @@ def check_kernels(device: str, dtypes: Sequence[torch.dtype]) -> Iterator[Result
 
 def check_layouts(device: str, dtype: torch.dtype) -> Iterator[Result]:
     """Every kernel of the device with its tensors in every memory layout."""
-    for name, kernel in kernels.available(torch.device(device).type).items():
+    for name, kernel in of_device(device).items():
         for tile in IN_EVERY_LAYOUT:
             tensors = tensors_of(tile, device, dtype)
             for how, layouts in arrangements(tile, tensors):

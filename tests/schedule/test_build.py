@@ -140,6 +140,19 @@ def test_documents_are_few_tiles(kv: str) -> None:
             assert all(len(step.tiles) <= many for step in plan.forward), (layout, [len(s.tiles) for s in plan.forward])
 
 
+def test_windows_of_documents_are_few_tiles() -> None:
+    """Documents shorter and longer than the window, and parts of them, are sequences of the same calls."""
+    boundaries = tuple(sorted({*range(0, 1025, 16), *range(512, 700), 100, 203, 871}))
+    for kv, layout, most in (("ring", "contiguous", 2), ("all_gather", "head_tail", 2), ("ring", "per_document", 8)):
+        held = ResolvedLayout.of(layout, 4, 1024, boundaries).held
+        tiles = [
+            len(step.tiles)
+            for rank in range(4)
+            for step in schedule.build(held, held, rank, kv, False, (-10, 0), (boundaries,)).forward
+        ]
+        assert max(tiles) <= most, (kv, layout, tiles)
+
+
 @st.composite
 def problems(draw: st.DrawFn) -> tuple:
     ring, ulysses = draw(st.integers(1, 8)), draw(st.sampled_from([1, 2, 3]))
