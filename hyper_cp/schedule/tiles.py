@@ -353,7 +353,7 @@ class _Pack:
 
 
 def _left_and_right(tile: Tile) -> tuple[int | None, int | None]:
-    """How many keys before and after its own diagonal a query sees; the diagonal ends at the bottom right corner."""
+    """The numbers of keys that a query sees before and after the diagonal that ends at the bottom right corner."""
     lower, upper = shift(tile.band, tile.q[1] - tile.q[0] - tile.k[1] + tile.k[0])
     return None if lower is None else -lower, upper
 

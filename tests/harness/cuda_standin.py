@@ -200,8 +200,8 @@ class Operators:
 
 @dataclass(frozen=True)
 class Card:
-    """What a card runs: its compute capability, and if its wheel puts cuDNN first. The user's settings are PyTorch's
-    own, which ``sdpa_kernel`` sets."""
+    """A card: its compute capability, and if its wheel puts cuDNN first. The user's settings are PyTorch's own, which
+    ``sdpa_kernel`` sets."""
 
     major: int
     cudnn_first: bool = False
@@ -219,7 +219,7 @@ class Card:
         return half and (max(dims) <= 128 or (dims == (192, 128) and self.major == 9)) and p.key.shape[2] > 1
 
     def choice(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, enable_gqa: bool = False) -> int:
-        """What plain SDPA would choose."""
+        """The backend that plain SDPA would choose."""
         backends = torch.backends.cuda
         params = mock.Mock(query=q, key=k, value=v)
         takes: list[tuple[SDPBackend, bool, Callable[[Any], bool]]] = [

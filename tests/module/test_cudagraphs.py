@@ -1,4 +1,4 @@
-"""What a captured CUDA graph must not replay, and what a compiled graph decides when it runs: seen on the CPU."""
+"""Decisions that a captured CUDA graph must not replay, and that a compiled graph makes when it runs, on the CPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_inductor_partitions_around_the_ops() -> None:
         return should_partition(self, node, *args, **keywords)
 
     def attend(q: Tensor, documents: Tensor) -> Tensor:
-        out: Tensor = torch.ops.hyper_cp.attention(q, q, q, None, documents, None, None, 0.3, 0.0, settings)[0]
+        out: Tensor = torch.ops.hyper_cp.attention(q, q, q, None, [], documents, None, None, 0.3, 0.0, settings)[0]
         return out
 
     q, documents = torch.randn(1, 2, 8, 8, requires_grad=True), torch.tensor([[0, 3, 8]])

@@ -211,7 +211,7 @@ class _Launches(TorchDispatchMode):
 
 @pytest.mark.parametrize("kv_exchange", ["ring", "all_gather"])
 def test_a_window_is_few_launches(kv_exchange: str) -> None:
-    """S=128K, window 1024, 8 ranks: all tiles of a layer, forward and backward. With masks they are 1400."""
+    """S=128K, window 1024, 8 ranks: all tiles of a layer, forward and backward. With masks they are 2500."""
     length, ranks = 128 * 1024, 8
     for rank in range(ranks):
         plan = schedule("head_tail", rank, ranks, 1, kv_exchange, False, (-1024, 0), length, length)
