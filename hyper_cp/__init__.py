@@ -12,7 +12,7 @@ from .integrations.megatron import get_cp_handler_cls
 from .mesh.family import MeshFamily, split_cp_mesh
 from .mesh_swap import context_parallel_mesh
 from .planner import PlanReport, plan
-from .style import ContextParallel, styled_modules
+from .style import ContextParallel, RecurrentContextParallel, styled_modules
 from .tiled import tiled
 from .verify import verify
 
@@ -25,6 +25,7 @@ __all__ = [
     "DynamicContextParallel",
     "MeshFamily",
     "PlanReport",
+    "RecurrentContextParallel",
     "context_parallel",
     "context_parallel_mesh",
     "get_cp_handler_cls",

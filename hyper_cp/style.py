@@ -1,4 +1,4 @@
-"""ContextParallel: the ParallelStyle that a user puts in a plan."""
+"""ContextParallel and RecurrentContextParallel: the ParallelStyles that a user puts in a plan."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .module._torch.modules import checkpointed, is_compiled
 from .module.guards import guard_plan
 from .module.hooks import AttentionHooks
 from .module.mesh_binding import Binding, binding_of, describe
+from .module.mixers.hooks import StyledMixerHooks
 from .ops.config import Mode
 
 
@@ -171,7 +172,7 @@ class ContextParallel(ParallelStyle):
             return module
         if binding_of(module) is not None:
             raise ValueError(
-                f"ContextParallel is already applied to {describe(module)}. Applying it twice would split "
+                f"{type(self).__name__} is already applied to {describe(module)}. Applying it twice would split "
                 "the sequence twice. Apply the plan once"
             )
         refuse_uncalled(module)
@@ -181,12 +182,66 @@ class ContextParallel(ParallelStyle):
                 "heads of q, k, v itself. Set qkv_indices=None: its attention is then routed, in every mode"
             )
         refuse_compiled(module, describe(module))
-        hooks = AttentionHooks(self, device_mesh, module)
+        hooks = self._hooks(module, device_mesh)
         guard_plan(module, hooks.binding, device_mesh)
-        module.register_forward_pre_hook(hooks.before, with_kwargs=True)
-        # Runs after an exception too: nothing of a call may be left behind.
-        module.register_forward_hook(hooks.after, with_kwargs=True, always_call=True)
+        hooks.attach(module)
         return module
+
+    def _hooks(self, module: nn.Module, device_mesh: DeviceMesh) -> AttentionHooks | StyledMixerHooks:
+        return AttentionHooks(self, device_mesh, module)
+
+
+class RecurrentContextParallel(ContextParallel):
+    """Run modules whose state runs along the sequence (mixers) on a sequence that is split over the ranks of a cp mesh.
+
+    Put it on modules that call one of these functions as a global of their file, in a ``parallelize_module`` plan:
+    ``causal_conv1d_fn``, ``chunk_gated_delta_rule``, ``chunk_kda``, ``chunk_gla``, ``chunk_simple_gla`` (fla),
+    ``mamba_chunk_scan_combined``, ``selective_scan_fn`` (mamba_ssm), or the plain torch ones that transformers has in
+    their place. While such a module runs, these functions mean recurrences and convolutions over the whole sequence.
+    Fused ones (``mamba_inner_fn``, ``mamba_split_conv1d_scan_combined``) answer None, upon which a mixer of
+    transformers calls their parts. In other modules call :func:`hyper_cp.ops.linear_recurrence` and
+    :func:`hyper_cp.ops.causal_conv1d`.
+
+    Args:
+        ulysses_degree: 1 (default) passes states between ranks, for any number of heads. ``None`` exchanges the
+            sequence of all ranks for heads of states, which must split over them (on a 2-D mesh: those of its
+            ``ulysses`` dimension).
+        layout: as in :class:`ContextParallel`; the same as that of the attention modules of the model.
+        allow: as in :class:`ContextParallel`.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: for a module that calls none of these functions (when the plan is
+            applied), for a cache, an initial state or ``seq_idx`` in a call, before communication.
+        RuntimeError: if the module returns without having called one of them.
+
+    Example::
+
+        >>> # xdoctest: +SKIP(distributed)
+        >>> mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("cp",))
+        >>> plan = {"layers.*.mixer": RecurrentContextParallel(layout="head_tail")}
+        >>> parallelize_module(model, mesh, plan)
+    """
+
+    mixers = True
+
+    def __init__(
+        self, ulysses_degree: int | None = 1, *, layout: str = "contiguous", allow: Sequence[str] = ()
+    ) -> None:
+        if ulysses_degree not in (None, 1):
+            raise ValueError(
+                f"ulysses_degree={ulysses_degree!r} of RecurrentContextParallel must be 1 (states pass between ranks) "
+                "or None (all ranks of the mesh exchange heads). States are small, so that degrees between them gain "
+                "nothing. Set it to 1"
+            )
+        super().__init__(ulysses_degree=None, qkv_indices=None, layout=layout, allow=allow)
+        self.exchange_heads = ulysses_degree is None
+
+    def __repr__(self) -> str:
+        degree = None if self.exchange_heads else 1
+        return f"RecurrentContextParallel(ulysses_degree={degree}, layout={self.mode.layout!r}, allow={self.allow})"
+
+    def _hooks(self, module: nn.Module, device_mesh: DeviceMesh) -> StyledMixerHooks:
+        return StyledMixerHooks(self, device_mesh, module, self.exchange_heads)
 
 
 def refuse_uncalled(module: nn.Module) -> None:

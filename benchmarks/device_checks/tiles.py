@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hyper_cp.ops import kernels
 
-from .results import REFUSALS, Result, check
+from .results import Result, check, refusal
 
 Band = tuple[int | None, int | None]
 Parts = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
@@ -36,6 +36,15 @@ class Tile:
     heads: tuple[int, int] = (8, 2)
     dims: tuple[int, int] = (64, 64)
 
+    @property
+    def kind(self) -> str:
+        """``"packed"``, or ``"windows"`` if these are under a band; ``"banded"`` if an operator for rectangles cannot
+        express it; or ``"dense"``."""
+        square = self.band == CAUSAL and self.rows == self.cols
+        if self.parts and self.band not in (FULL, CAUSAL):
+            return "windows"
+        return "packed" if self.parts else "dense" if square or self.band == FULL else "banded"
+
     def __str__(self) -> str:
         packed = f" packed, {len(self.parts)} parts" if self.parts else ""
         v = "" if self.dims[0] == self.dims[1] else f"/{self.dims[1]}"
@@ -53,9 +62,9 @@ TILES = [
     Tile(256, 256, FULL, SQUARES),
     Tile(201, 300, FULL, OBLONG),
     Tile(320, 320, CAUSAL, MANY),
-    Tile(320, 320, (-3, 0), MANY),
+    Tile(320, 320, (-3, 0), MANY),  # bands of packed tiles count from the bottom right
     Tile(256, 256, (-40, 0), SQUARES),
-    Tile(201, 300, (-50, 70), (((0, 64), (10, 138)), ((64, 200), (138, 290)), ((200, 201), (290, 300)))),
+    Tile(201, 300, (-50, 70), OBLONG),
     # one key, one query, odd lengths
     Tile(1, 1),
     Tile(77, 1),
@@ -173,23 +182,15 @@ def run_tile(kernel: Any, tile: Tile, tensors: Sequence[Tensor], layouts: dict[s
     return list(zip((out, lse, *kernel.backward(given, dout, merged, merged_lse)), want, strict=True))
 
 
-def of_device(device: str) -> dict[str, kernels.Kernel]:
-    """The kernels of a device. Those that lack operators which a user may forbid are made of the same ones; the one
-    that runs fp32 on CUDA stays."""
-    found = kernels.available(torch.device(device).type)
-    kept = "cuda memory-efficient without flash"
-    return {name: kernel for name, kernel in found.items() if " without " not in name or name == kept}
-
-
 def check_kernels(device: str, dtypes: Sequence[torch.dtype]) -> Iterator[Result]:
     """Every kernel of the device, dtype and tile."""
-    found = of_device(device)
+    found = kernels.available(torch.device(device).type)
     for dtype in dtypes:
         for tile in TILES:
             tensors = tensors_of(tile, device, dtype)
             for name, kernel in found.items():
-                what, refusal = f"{name} {dtype} {tile}", REFUSALS.get((name, dtype), "")
-                yield check(what, dtype, lambda k=kernel, t=tile, x=tensors: run_tile(k, t, x, {}, device), refusal)
+                what, permitted = f"{name} {dtype} {tile}", refusal(name, dtype, tile.kind)
+                yield check(what, dtype, lambda k=kernel, t=tile, x=tensors: run_tile(k, t, x, {}, device), permitted)
         for tile in MIXED:
             tensors = tensors_of(tile, device, dtype)
             chosen = kernels.get(kernels.choose(*tensors[:3], tile.band == CAUSAL), *tensors[:3])
@@ -199,13 +200,13 @@ def check_kernels(device: str, dtypes: Sequence[torch.dtype]) -> Iterator[Result
 
 def check_layouts(device: str, dtype: torch.dtype) -> Iterator[Result]:
     """Every kernel of the device with its tensors in every memory layout."""
-    for name, kernel in of_device(device).items():
+    for name, kernel in kernels.available(torch.device(device).type).items():
         for tile in IN_EVERY_LAYOUT:
             tensors = tensors_of(tile, device, dtype)
             for how, layouts in arrangements(tile, tensors):
-                what, refusal = f"{name} {dtype} {tile}, {how}", REFUSALS.get((name, dtype), "")
+                what, permitted = f"{name} {dtype} {tile}, {how}", refusal(name, dtype, tile.kind)
                 run = lambda k=kernel, t=tile, x=tensors, w=layouts: run_tile(k, t, x, w, device)  # noqa: E731
-                yield check(what, dtype, run, refusal)
+                yield check(what, dtype, run, permitted)
 
 
 def timed_tiles(length: int, heads: tuple[int, int], dim: int) -> list[Tile]:

@@ -136,8 +136,8 @@ def show(report: PlanReport, rows: int) -> None:
     for line, estimate in zip(lines, report.of_modes(), strict=False):
         best = estimate is report.best
         table.add_row(*line, style="bold green" if best else None if estimate.fits else "dim")
-    for line in report.heading():
-        console.print(line)
+    for text in report.heading():
+        console.print(text)
     console.print(table)
 
 

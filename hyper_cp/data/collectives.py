@@ -5,10 +5,6 @@ A ``documents`` argument of these ops is the table of the batch (see :mod:`hyper
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,10 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh import cp_mesh
 from ..mesh.comm import Axis, gather_ranks
+from ..ops.exchange.held_rows import fetch, rows_plan
 from ..schedule.documents import read
-from ..schedule.layout import ResolvedLayout
 from ..schedule.lookup import ascending, resolve
-from ..schedule.ranges import Range, merge_ranges
 
 # --------------------------------------------------------------------------- whole sequences
 
@@ -92,67 +87,6 @@ def scale_gradient(x: Tensor, factor: int) -> Tensor:
 # --------------------------------------------------------------------------- rolling
 
 
-Source = tuple[int | None, int, int]
-"""``(rank, start, stop)``: local rows of a rank, or so many zeros if the rank is None."""
-
-
-@dataclass(frozen=True)
-class RollPlan:
-    """The rows that move when a sharded sequence is rolled; the same on every rank except ``parts``."""
-
-    sent: tuple[tuple[Range, ...], ...]
-    """The local ranges of each rank that other ranks need."""
-    width: int
-    """The most rows that a rank sends; 0 if nothing has to move."""
-    parts: tuple[Source, ...]
-    """This rank's result in order: its own local rows, rows among those that another rank has sent, or zeros."""
-
-
-def roll_plan(layout: ResolvedLayout, rank: int, shifts: int) -> RollPlan:
-    """Plan a roll of a sharded sequence by ``shifts``: the row at p - shifts moves to p; rows from outside are zero."""
-    needed: list[list[Range]] = [[] for _ in range(layout.world)]
-    for receiver in range(layout.world):
-        for owner, start, stop in _sources(layout, receiver, shifts):
-            if owner is not None and owner != receiver:
-                needed[owner].append((start, stop))
-    sent = tuple(map(merge_ranges, needed))  # a position goes to one place: nothing overlaps
-    width = max(sum(stop - start for start, stop in rows) for rows in sent)
-    parts = (
-        (owner, start, stop) if owner is None or owner == rank else (owner, *_among(sent[owner], start, stop))
-        for owner, start, stop in _sources(layout, rank, shifts)
-    )
-    return RollPlan(sent, width, tuple(parts))
-
-
-def _sources(layout: ResolvedLayout, rank: int, shifts: int) -> Iterator[Source]:
-    """The rows that make up the share of ``rank`` of the rolled sequence, in order."""
-    pieces = layout.pieces(range(layout.world)).tolist()
-    starts = [*accumulate((stop - start for _, start, stop in pieces), initial=0)]  # global, and the length
-    for start, stop in layout.ranges(rank):
-        at, end = start - shifts, stop - shifts
-        if at < 0:
-            yield None, 0, min(0, end) - at
-            at = min(0, end)
-        while at < min(end, layout.length):
-            piece = bisect_right(starts, at) - 1
-            owner, local, _ = pieces[piece]
-            upto = min(end, starts[piece + 1])
-            yield owner, local + at - starts[piece], local + upto - starts[piece]
-            at = upto
-        if at < end:
-            yield None, 0, end - at
-
-
-def _among(sent: Sequence[Range], start: int, stop: int) -> Range:
-    """Local rows of a rank by their index among the rows that it has sent."""
-    before = 0
-    for first, last in sent:
-        if first <= start < last:
-            return before + start - first, before + stop - first
-        before += last - first
-    raise RuntimeError(f"rows {start} to {stop} are needed, but not among the rows that are sent: {sent}")
-
-
 @torch.library.custom_op("hyper_cp::roll_sequence", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def roll_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int, shifts: int) -> Tensor:
     """This rank's share ``[.. S/n ..]`` of the sequence rolled by ``shifts``; values from another document or from
@@ -160,22 +94,8 @@ def roll_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str, s
     cp = cp_mesh.by_key(mesh)
     packed = read(documents)
     resolved = resolve(layout, cp.size, x.shape[seq_dim] * cp.size, packed)
-    plan = roll_plan(resolved, cp.rank, shifts)
-    rows = x.movedim(seq_dim, 0)
-    received = rows.new_empty(cp.size, 0)
-    if plan.width:
-        send = rows.new_zeros(plan.width, *rows.shape[1:])
-        mine = [rows[start:stop] for start, stop in plan.sent[cp.rank]]
-        if mine:
-            torch.cat(mine, out=send[: sum(len(m) for m in mine)])
-        received = gather_ranks(cp.flat, send)
-    parts = [
-        rows.new_zeros(stop - start, *rows.shape[1:])
-        if owner is None
-        else (rows if owner == cp.rank else received[owner])[start:stop]
-        for owner, start, stop in plan.parts
-    ]
-    out = torch.cat(parts).movedim(0, seq_dim).contiguous()
+    plan = rows_plan(resolved, cp.rank, shifts, -shifts)
+    out = fetch(x.movedim(seq_dim, 0), plan, cp.flat, cp.rank).movedim(0, seq_dim).contiguous()
     if packed is None:
         return out
     at = resolved.positions(cp.rank)

@@ -28,21 +28,34 @@ from ..data.packing import AttentionState, attention_state, padded_mask, take_do
 from ..handler import ContextParallelHandler
 from ..module._torch import checkpoint
 from ..module.mesh_binding import Binding, binding_of, describe
+from ..module.mixers.hooks import MixerHooks
 from ..module.model import introduce
 from ..schedule import layout as layouts
 from ..schedule.documents import documents_table
 from ..style import ContextParallel, style_of
 from .huggingface import forward, router_loss
 from .huggingface.attention import NAME, register
-from .huggingface.checks import check_batch, check_dispatched, check_inputs, check_model, decoder_of, own_positions
+from .huggingface.checks import (
+    check_batch,
+    check_dispatched,
+    check_inputs,
+    check_model,
+    decoder_of,
+    has_attention,
+    masks_by_types,
+    mixers_of,
+    own_positions,
+)
 from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.direct import direct_attention, no_mask, route
-from .huggingface.forward import ForwardState, OneDevice, PreparedBatch
+from .huggingface.forward import ForwardState, OneDevice, PreparedBatch, mixer_state
 from .huggingface.rotary import prepare_rotary
 
 __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
 
 IGNORE = -100
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Names of the types of tokens (text, image ...) in batches."""
 
 
 def prepare_model(
@@ -81,9 +94,11 @@ def prepare_model(
         raise ValueError(f"chunked_loss=True, but {name} is a model without a head. Prepare the model with its head")
     chunked = ChunkedLoss(model) if chunked_loss else None
     hook = DecoderHook(style, mesh, decoder)
+    for mixer in mixers_of(decoder):
+        MixerHooks(mixer, describe(mixer), mixer_state).attach(mixer)
     if hook.direct:
         route(hook.direct)
-    else:
+    elif has_attention(decoder):
         decoder.set_attn_implementation(NAME)
     decoder.register_forward_pre_hook(hook.before, with_kwargs=True, prepend=True)
     decoder.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
@@ -140,7 +155,18 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
         local["position_ids"] = at.clamp(max=whole.length - 1)
     last = whole.length - 1 if positions is None else positions.max()
     counted = None if counted is None else handler.local_share(counted, 1, placed_by)
-    return {**local, "context_parallel": replace(prepared(state, last, counted), numbered=positions is None)}
+    types = {
+        name: _types(entries[name], mask, padding) for name in TOKEN_TYPES if isinstance(entries.get(name), Tensor)
+    }
+    ready = replace(prepared(state, last, counted), numbered=positions is None, token_types=types)
+    return {**local, "context_parallel": ready}
+
+
+def _types(types: Tensor, mask: Any, padding: tuple[int, int]) -> Tensor:
+    """Types of all tokens ``[B, S]``, -1 on padding."""
+    types = F.pad(types, padding, value=-1)
+    hidden = isinstance(mask, Tensor) and mask.ndim == 2
+    return types.masked_fill(~mask.bool(), -1) if hidden else types
 
 
 def prepared(attention: AttentionState, last_position: int | Tensor, counted: Tensor | None) -> PreparedBatch:
@@ -194,7 +220,7 @@ class DecoderHook:
             self._check_positions(batch, kwargs)
             state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs))
             introduce(self.binding, module, mesh)
-            self._complete(handler, tokens, kwargs)
+            self._complete(handler, tokens, batch, kwargs)
             if ready is None and mesh.parallel and not self.compared:
                 check_dispatched(handler, tokens, self.binding.name)
                 self.compared = True
@@ -212,9 +238,10 @@ class DecoderHook:
             raise TypeError(
                 f"{self.binding.name} got {len(args)} positional arguments: pass all but input_ids by keyword"
             )
-        if kwargs.get("past_key_values") is not None:
+        cache = [name for name in ("past_key_values", "cache_params") if kwargs.get(name) is not None]
+        if cache:
             raise NotImplementedError(
-                f"{self.binding.name} got past_key_values. Context parallelism does not run with a key/value cache, "
+                f"{self.binding.name} got {cache[0]}. Context parallelism does not run with a key/value cache, "
                 "and generated tokens are not shares of a sequence. Pass use_cache=False, and generate with a "
                 "model without prepare_model, or in context_parallel_mesh(model, a mesh of one rank)"
             )
@@ -229,13 +256,17 @@ class DecoderHook:
                 "makes them"
             )
 
-    def _complete(self, handler: ContextParallelHandler, tokens: Tensor, kwargs: dict[str, Any]) -> None:
+    def _complete(
+        self, handler: ContextParallelHandler, tokens: Tensor, batch: PreparedBatch, kwargs: dict[str, Any]
+    ) -> None:
         """Add the arguments that the decoder would otherwise make for its local tokens only."""
         mask = kwargs.get("attention_mask")
         if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
             # Without a mask transformers takes the jumps of local positions for packed sequences.
+            # Mixers set padding to zero.
             ones = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-            kwargs["attention_mask"] = no_mask(tokens.device) if self.direct else ones
+            counted = ones if batch.counted is None else batch.counted
+            kwargs["attention_mask"] = no_mask(tokens.device) if self.direct else counted
         if kwargs.get("position_ids") is None:
             length = tokens.shape[1] * handler.cp.size
             kwargs["position_ids"] = handler.position_ids(length, device=tokens.device)[None]
@@ -302,15 +333,28 @@ class HeadHook:
         self.decoder, self.chunked = decoder, chunked
         self.formula_checked = False
 
-    def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse arguments that the head would apply to this rank's share only."""
-        forward.offer(kwargs.get("context_parallel"))
+    def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Refuse arguments that the head would apply to this rank's share only. A model that makes masks of the types
+        of tokens is given those of the whole sequence."""
+        ready = kwargs.get("context_parallel")
+        forward.offer(ready)
         if self.decoder.binding.active.parallel:
             check_inputs(model, kwargs)
             if router_loss.requested(model, kwargs):
                 router_loss.check(model, kwargs, args[0] if args else kwargs.get("input_ids"))
         if self.chunked is not None:
             self.chunked.begin(model, kwargs)
+        types = {} if ready is None else {name: x for name, x in ready.token_types.items() if name in kwargs}
+        if not types or not masks_by_types(model) or not self.decoder.binding.active.parallel:
+            return None
+        types = {name: x.to(kwargs[name].device) for name, x in types.items()}
+        # A mask of ones: without any, transformers takes the jumps of local positions for packed sequences.
+        ones = (
+            {}
+            if kwargs.get("attention_mask") is not None
+            else {"attention_mask": torch.ones_like(kwargs[next(iter(types))])}
+        )
+        return args, {**kwargs, **types, **ones}
 
     def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Make the router loss that of the whole sequence, and take deferred logits out of the output."""

@@ -168,6 +168,11 @@ def view(mesh: DeviceMesh, ulysses_degree: int | None = None) -> CPMesh:
     return cp
 
 
+def whole_view(mesh: DeviceMesh | CPMesh) -> CPMesh:
+    """A view of ``mesh`` for what goes along all of its ranks (``flat``), whatever the Ulysses degree."""
+    return mesh if isinstance(mesh, CPMesh) else view(mesh, 1 if mesh.ndim == 1 else None)
+
+
 def _view(mesh: DeviceMesh, ulysses_degree: int | None) -> CPMesh:
     check_mesh(mesh)
     if mesh.ndim == 2:

@@ -23,6 +23,7 @@ from ._torch.compile_guard import plan_being_applied
 from ._torch.modules import calls_running, hook_owners, is_compiled, running_modules
 from .dispatch_mode import EnteredMode, current_call
 from .mesh_binding import Binding
+from .mixers.calls import is_mixer
 from .model import Model
 
 logger = getLogger(__name__)
@@ -34,6 +35,9 @@ _KNOWN = re.compile(
     r"Mamba|DeltaNet|DeltaAttention|R[Ww][Kk][Vv]|RetNet|Retention|Hyena|LinearAttention|RG?LRU|LSTM|ShortConv"
 )
 """Names of types that run a recurrence or a convolution along the sequence, in the libraries that have them."""
+_BESIDE = re.compile(r"Norm|MLP")
+"""Names of their parts that do not."""
+_BY_NAME = "mixes positions along the sequence"
 
 
 def mixing(module: nn.Module) -> str | None:
@@ -48,7 +52,10 @@ def mixing(module: nn.Module) -> str | None:
         return "takes its statistics over positions"
     if isinstance(module, _POOLS):
         return "pools positions"
-    return "mixes positions along the sequence" if _KNOWN.search(type(module).__name__) else None
+    if is_mixer(type(module)):
+        return "runs along the sequence"
+    name = type(module).__name__
+    return _BY_NAME if _KNOWN.search(name) and not _BESIDE.search(name) else None
 
 
 def refuse_mixing(model: Model, whole: tuple[type[nn.Module], ...] = ()) -> None:
@@ -62,16 +69,22 @@ def refuse_mixing(model: Model, whole: tuple[type[nn.Module], ...] = ()) -> None
     found: dict[str, str] = {}
     for name, module in modules.items():
         how = mixing(module)
+        if how == _BY_NAME and any(is_mixer(type(inner)) for inner in module.modules() if inner is not module):
+            continue  # a block or a model that is named after its mixers, which are judged themselves
         if how is None or model.allows(name) or any(name.startswith(f"{outer}." if outer else "") for outer in inside):
             continue
         if not any(name.startswith(f"{outer}." if outer else "") for outer in found):  # not what is inside one of them
             found[name] = f"module {name!r} ({type(module).__name__}) {how}"
     if found:
+        routable = [name for name in found if is_mixer(type(modules[name]))]
+        recurrent = (
+            f"RecurrentContextParallel on {_pattern(routable)} in the plan runs it over all ranks. " if routable else ""
+        )
         some, others = list(found.values())[:3], len(found) - 3
         raise ValueError(
             f"{'; '.join(some)}{f'; {others} others' if others > 0 else ''}. Under ContextParallel it has only this "
-            "rank's share of the sequence, so it would compute something else than on one device. Take it out of the "
-            "model, or, if it does not work along the split sequence, vouch for it: "
+            f"rank's share of the sequence, so it would compute something else than on one device. {recurrent}Take it "
+            "out of the model, or, if it does not work along the split sequence, vouch for it: "
             f"ContextParallel(allow={_pattern(found)})"
         )
 

@@ -43,6 +43,12 @@ class AttentionHooks:
     def name(self) -> str:
         return self.binding.name
 
+    def attach(self, module: nn.Module) -> None:
+        """Register the hooks."""
+        module.register_forward_pre_hook(self.before, with_kwargs=True)
+        # Runs after an exception too: nothing of a call may be left behind.
+        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+
     # ---- before the module's forward
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

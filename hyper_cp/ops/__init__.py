@@ -1,6 +1,19 @@
-"""The engine: context-parallel attention as a function, the names of its ops, the balance of layouts."""
+"""The engines: attention, linear recurrences and convolutions as functions, their ops, the balance of layouts."""
+
+from typing import Any
+
+import torch
 
 from ..schedule.placement.balance import Balance, balance
-from .attention import SAVE_LIST, attention
+from .attention import attention
+from .recurrence.convolution import causal_conv1d
+from .recurrence.linear import linear_recurrence
 
-__all__ = ["SAVE_LIST", "Balance", "attention", "balance"]
+__all__ = ["SAVE_LIST", "Balance", "attention", "balance", "causal_conv1d", "linear_recurrence"]
+
+SAVE_LIST: list[Any] = [
+    getattr(torch.ops.hyper_cp, name).default
+    for name in ("attention", "all_to_all", "ulysses_attention", "linear_recurrence", "causal_conv1d")
+]
+"""The library's forward ops, for a selective activation-checkpointing policy (MUST_SAVE): their outputs are not
+computed or communicated again in a recompute."""

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..mesh import comm, cp_mesh
+from ..mesh.cp_mesh import CPMesh
 from ..schedule import lookup
 from ..schedule.build import Step
 from ..schedule.documents import read
 from ..schedule.tiles import Band, Tile, intersect
 from . import exchange, kernels, masks
-from .config import CheckedCall, OpSettings, op_settings
+from .config import Call, CheckedCall, Mode, OpSettings, op_settings
 from .exchange.tails import SwappedTails
 from .kernels.dropout import Dropout, draw_seed
 from .kernels.inputs import TileInputs
@@ -34,8 +35,19 @@ class TileEngine:
     def __init__(self, with_lse: bool = False) -> None:
         self.with_lse = with_lse
 
+    def compiles(self, cp: CPMesh, mode: Mode, call: Call) -> bool:
+        """The engine is one op in a graph."""
+        return True
+
+    def settle(self, q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[TileEngine, Call]:
+        """The engine takes every call as it is."""
+        return self, call
+
     def check(self, q: Tensor, k: Tensor, call: CheckedCall) -> None:
-        """There is nothing to check beside the call itself."""
+        """Raise if the score function of the call, if it has one, does not fit it."""
+        if call.score is not None:
+            heads = q.shape[1] * (call.cp.ulysses.size if call.exchanged else 1)
+            call.score.check(call.name, q.shape[0], heads, call.lengths)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Any:
         own = call.documents is None and call.mode.window is None and call.sinks is None and call.score is None
@@ -103,6 +115,7 @@ class _Work:
             parts=mask is None and seed is None,
             documents=read(documents),
             batch=q.shape[0],
+            blocks=None if score is None else score.blocks,
         )
         kernels.check(self.kernel, mask is not None, band)
         self.band, self.mask = band, None if mask is None else masks.MaskSlices(mask, self.schedule)
@@ -204,7 +217,8 @@ def attention_op(
     q, k, v = _last_dim_contiguous(q, k, v)
     work = _Work(q, k, v, captured, documents, mask, seed, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
-    causal = None if work.mask is not None else work.band[1] == 0
+    known = work.mask is None and (work.scores is None or not work.scores.score.positional)
+    causal = work.band[1] == 0 if known else None
     work.cp.batch.record_attention(q.shape[2] // work.cp.ulysses.size, documents, causal)
     with _no_autocast(q.device.type), comm.wait_on_error():
         blocks = exchange.FORWARD[options.kv_exchange](ring, k, v, plan)

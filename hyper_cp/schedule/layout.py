@@ -153,6 +153,7 @@ class ResolvedLayout:
         held: the ranges of every rank, by rank.
         length: the global sequence length.
         orders: what :func:`lookup.ascending` has made of it, by ranks.
+        plans: the rows around its ranges that ranks fetch from each other, by what they fetch.
     """
 
     def __init__(self, name: str, held: tuple[Sequence[Range], ...]) -> None:
@@ -161,6 +162,7 @@ class ResolvedLayout:
         self._pieces: dict[range, Numbers] = {}
         self._by_ring: dict[int, ResolvedLayout] = {}
         self.orders: dict[range, Any] = {}
+        self.plans: dict[tuple[int, ...], Any] = {}
 
     @classmethod
     def of(cls, layout: str, world: int, length: int, documents: Documents | None = None) -> ResolvedLayout:

@@ -114,7 +114,7 @@ def merge_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:
 # --------------------------------------------------------------------------- rows of a tensor
 
 
-def _pinned(x: Tensor) -> Tensor:
+def pinned(x: Tensor) -> Tensor:
     """A copy in pinned memory, from which copies to an accelerator do not wait, if its backend has any."""
     try:
         return x.pin_memory()
@@ -166,7 +166,7 @@ class Rows:
             starts, stops = bounds(self.ranges).T
             first = np.repeat(starts - before(stops - starts), stops - starts)
             found = torch.from_numpy(first + np.arange(self.length))
-            found = found if device.type == "cpu" else _pinned(found)
+            found = found if device.type == "cpu" else pinned(found)
             found = self._index[device] = found if device.type == "cuda" else found.to(device, non_blocking=True)
         return found.to(device, non_blocking=True) if device.type == "cuda" else found
 

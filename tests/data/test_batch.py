@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallelHandler
-from hyper_cp.data.collectives import roll_plan
 from hyper_cp.mesh import comm
+from hyper_cp.ops.exchange.held_rows import rows_plan
 from hyper_cp.schedule.lookup import resolve
 from tests.harness.oracle import token_positions
 from tests.harness.ranks import on_ranks
@@ -44,7 +44,7 @@ def test_a_roll_plan_moves_each_row_to_its_place(layout: str, world: int, unit: 
     resolved = resolve(layout, world, length)
     whole = torch.arange(1, length + 1)
     local = [whole[torch.tensor(token_positions(layout, r, world, length))] for r in range(world)]
-    plans = [roll_plan(resolved, r, shifts) for r in range(world)]
+    plans = [rows_plan(resolved, r, shifts, -shifts) for r in range(world)]
     for rank, plan in enumerate(plans):
         sent = [
             torch.cat([x[a:b] for a, b in rows]) if rows else x[:0] for x, rows in zip(local, plan.sent, strict=True)

@@ -31,6 +31,13 @@ SIZES: dict[str, Any] = {
     **_each("qk_rope_head_dim qk_nope_head_dim v_head_dim", 8),
     **_each("num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts", 4),
     **_each("num_experts_per_tok num_experts_per_token moe_k moe_topk", 2),
+    **_each("linear_num_value_heads linear_num_heads mamba_n_heads mamba_num_heads", 4),
+    **_each("linear_num_key_heads n_groups mamba_n_groups mamba_ngroups n_mamba_heads", 2),
+    **_each("linear_key_head_dim linear_value_head_dim linear_head_dim", 8),
+    **_each("mamba_d_head mamba_head_dim", 16),
+    **_each("mamba_d_ssm attention_hidden_size", 64),
+    **_each("state_size mamba_d_state ssm_state_size time_step_rank mamba_dt_rank", 4),
+    **_each("chunk_size mamba_chunk_size", 8),
     **_each("n_group topk_group first_k_dense_replace", 1),
     **_each("sliding_window attention_window window_size", 5),
     **_each("pad_token_id", 0),
@@ -41,15 +48,36 @@ SIZES: dict[str, Any] = {
 }
 """Values for those of these attributes that a configuration has."""
 
+HYBRIDS = (
+    *("granitemoehybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("kimi_linear", "olmo_hybrid", "bailing_hybrid"),
+)
+"""Types of which two layers would be two of the same kind."""
+
 CHANGES: dict[str, dict[str, Any]] = {
-    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
-    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "bamba": {"attn_layer_indices": [1]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "attention_head_dim": 16, "num_key_value_heads": 4},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"],
+        **_each("indexer_n_heads indexer_kv_heads", 1),
+        **_each("indexer_head_dim indexer_budget indexer_compress_ratio", 8),
+    },
+    "nemotron_h": {"num_hidden_layers": 4},
+    **{kind: {"layer_types": ["linear_attention", "full_attention"]} for kind in HYBRIDS},
     "llama4_text": {"attention_chunk_size": 5, "attn_temperature_tuning": False},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "dots1": {"n_shared_experts": 1},
+    "lfm2": {"layer_types": ["full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "gemma3n_text": {"num_kv_shared_layers": 0},
-    "zamba": {"layers_block_type": None, "layer_types": ["linear_attention", "hybrid"]},
+    "zamba": {
+        "layers_block_type": None,
+        "layer_types": ["linear_attention", "hybrid"] * 2,
+        "num_hidden_layers": 4,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+    },
     "zaya": {"num_experts_per_tok": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "reformer": {"is_decoder": True},

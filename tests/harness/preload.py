@@ -36,3 +36,6 @@ torch._dynamo.reset()
 # These objects remain alive: the collector of a rank need not visit them, nor copy their pages.
 gc.collect()
 gc.freeze()
+# What a job makes lives as long as the job. A compilation makes millions of objects, which the collector would visit
+# again and again.
+gc.set_threshold(50_000, 20, 20)

@@ -13,9 +13,11 @@ from transformers import PreTrainedModel
 
 from ...data.collectives import by_rank
 from ...handler import ContextParallelHandler
+from ...module.mixers.calls import is_mixer
 from .direct import direct_attention
 
-LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
+"""Types of layers that do not mix positions, or do so by attention only."""
 POOLED = re.compile(
     r"For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForReward|DoubleHeads"
 )
@@ -48,20 +50,19 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             "the model without its head (model.base_model), gather its output with handler.combine(hidden, 1), and "
             "apply the head to that"
         )
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
-    mixers = sorted({type(m).__name__ for m in decoder.modules() if _mixes_positions(m)})
-    if other or mixers:
-        what = f"layers of type {', '.join(other)}" if other else f"modules that mix positions ({', '.join(mixers)})"
+    mixing = unrouted_mixers(decoder)
+    if mixing:
         raise NotImplementedError(
-            f"{name} has {what}. They compute along the sequence without attention, and would end at this rank's "
-            f"share. Use a model with layers of type {', '.join(sorted(LAYER_TYPES))} only"
+            f"{name} has {', '.join(mixing)}. They compute along the sequence without attention, by none of the "
+            "functions that context parallelism routes, and would end at this rank's share. Use a model whose mixers "
+            "call causal_conv1d_fn, chunk_gated_delta_rule and their kind (docs/recurrent_layers.md)"
         )
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         raise NotImplementedError(
             f"{name} adds ALiBi biases to attention scores, which it makes for the positions of a share. Use a model "
             "with rotary or learned positions"
         )
-    if not decoder._can_set_attn_implementation() and not direct_attention(decoder):
+    if has_attention(decoder) and not decoder._can_set_attn_implementation() and not direct_attention(decoder):
         raise NotImplementedError(
             f"{name} computes attention by itself, not through transformers' AttentionInterface or SDPA, so it cannot "
             'be replaced. Use a model that does; one that can call SDPA needs attn_implementation="sdpa"'
@@ -72,18 +73,44 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} has {', '.join(counting)}, which counts positions by itself, from 0 on every rank (for a scale of "
             "attention that grows with them). Use a model without it (Llama 4: attn_temperature_tuning=False)"
         )
-    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+    if "position_ids" not in inspect.signature(decoder.forward).parameters and has_attention(decoder):
         raise NotImplementedError(
             f"{name} takes no position_ids: it counts positions itself, and would count them from 0 on every rank. "
             "Use a model whose forward takes position_ids"
         )
     both = sorted({type(m).__name__ for m in decoder.modules() if getattr(m, "is_causal", True) is False})
-    if both or not getattr(config, "is_causal", True):
+    if (both or not getattr(config, "is_causal", True)) and not masks_by_types(model):
         raise NotImplementedError(
             f"{name} has attention that is not causal ({', '.join(both) or 'is_causal=False in its config'}), as in an "
             "encoder or in cross-attention. prepare_model supports causal decoders only. Put ContextParallel styles on "
             "its attention modules with parallelize_module"
         )
+
+
+def mixers_of(decoder: nn.Module) -> list[nn.Module]:
+    """The modules that run along the sequence by functions which are routed."""
+    return [module for module in decoder.modules() if is_mixer(type(module))]
+
+
+def has_attention(decoder: nn.Module) -> bool:
+    """False for a decoder that consists of mixers only: it needs neither positions nor attention masks."""
+    kinds = {type(module) for module in decoder.modules() if not is_mixer(type(module))}
+    return not mixers_of(decoder) or any("Attention" in kind.__name__ for kind in kinds)
+
+
+def unrouted_mixers(decoder: PreTrainedModel) -> list[str]:
+    """The layers and modules that mix positions by something else than attention or a routed function."""
+    routed = {id(inner) for module in mixers_of(decoder) for inner in module.modules()}
+    modules = {type(m).__name__ for m in decoder.modules() if _mixes_positions(m) and id(m) not in routed}
+    types = list(getattr(decoder.config, "layer_types", None) or ())
+    lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == len(types)]
+    layers = lists[0] if lists else [nn.Identity()] * len(types)
+    kinds = {
+        kind
+        for kind, layer in zip(types, layers, strict=True)
+        if kind not in LAYER_TYPES and not any(id(m) in routed for m in layer.modules())
+    }
+    return [f"layers of type {kind}" for kind in sorted(kinds)] or [f"modules {name}" for name in sorted(modules)]
 
 
 def _counts_positions(module: nn.Module) -> bool:
@@ -114,6 +141,11 @@ def _source_of_forward(model: nn.Module) -> str:
         return inspect.getsource(inspect.unwrap(type(model).forward))
     except (OSError, TypeError):
         return ""
+
+
+def masks_by_types(model: nn.Module) -> bool:
+    """True if a model makes masks of the types of its tokens, in which the tokens of one image see each other."""
+    return any("block_sequence_ids" in _source_of_forward(module) for module in (model, *model.children()))
 
 
 def own_positions(decoder: nn.Module) -> str | None:

@@ -7,7 +7,7 @@ on are called without it: they find the forward that is running.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from ...data.packing import AttentionState
 from ...module._torch import checkpoint
 from ...module._torch.modules import is_running
 from ...module.mesh_binding import Style, StyledMesh
+from ...module.mixers.hooks import Where
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,13 @@ class PreparedBatch(AttentionState):
     def to(self, device: torch.device) -> PreparedBatch:
         """The same on the device where the model computes."""
         moved = super().to(device)
-        return replace(self, tokens=moved.tokens, keys=moved.keys, counted=_moved(self.counted, device))
+        types = {name: x.to(device) for name, x in self.token_types.items()}
+        counted = _moved(self.counted, device)
+        return replace(self, tokens=moved.tokens, keys=moved.keys, counted=counted, token_types=types)
 
+    token_types: dict[str, Tensor] = field(default_factory=dict)
+    """Types of all tokens of the sequence ``[B, S]``, -1 on padding, by their name in the batch. Some models make masks
+    of them, in which images see themselves whole."""
     numbered: bool = False
     """True if the batch had no position ids, and they count from 0 to the end of the sequence."""
 
@@ -109,3 +115,12 @@ def state_for(owner: nn.Module) -> State | None:
     """The state of the running forward; in a recompute, that of the forward in which ``owner`` was called first."""
     (state,) = checkpoint.batch_state(owner, lambda: (running(),))
     return state
+
+
+def mixer_state(module: nn.Module) -> Where | None:
+    """The mesh, layout and documents for a mixer of a prepared model. States pass between all ranks of the mesh,
+    whatever the Ulysses degree of attention, so that any number of heads will do."""
+    state = state_for(module)
+    if not isinstance(state, ForwardState):
+        return None
+    return state.mesh.views[0], state.style.mode.layout, state.batch.documents, 1

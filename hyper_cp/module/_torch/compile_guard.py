@@ -62,12 +62,15 @@ def _compiled_modules(module: nn.Module) -> list[nn.Module]:
 
 def plan_being_applied() -> tuple[int | None, nn.Module | None, list[str]]:
     """The address of the frame of ``parallelize_module``, its module (None if it is not on the stack), and the names
-    that the styles of its plan allow."""
+    that the styles of its plan allow to mix positions."""
     frame, call, root, plan = inspect.currentframe(), None, None, None
     while frame is not None:
         if frame.f_code is parallelize_module.__code__:  # the outermost in the end
             root, plan = frame.f_locals["module"], frame.f_locals["parallelize_plan"]
             call = id(frame)
         frame = frame.f_back
-    styles = plan.values() if isinstance(plan, dict) else [plan]
-    return call, root, [name for style in styles for name in getattr(style, "allow", ())]
+    keys, styles = ([*plan], [*plan.values()]) if isinstance(plan, dict) else ([""], [plan])
+    allowed = [name for style in styles for name in getattr(style, "allow", ())]
+    # Mixers may mix positions: their style makes them do so over all ranks.
+    mixers = [key for key, style in zip(keys, styles, strict=True) if getattr(style, "mixers", False)]
+    return call, root, allowed + mixers

@@ -23,6 +23,7 @@ from . import cpu, cuda, npu
 from .inputs import Kernel, TileInputs
 from .operators import OperatorKernel
 from .reference import KERNEL as REFERENCE
+from .scores import fused
 
 __all__ = [
     "REFERENCE",
@@ -186,3 +187,4 @@ register(cpu.KERNEL, "cpu", cpu.accepts, plain_with_dropout=True)  # as F.scaled
 register(npu.KERNEL, "npu", npu.accepts)
 for _kernel in cuda.KERNELS.values():
     register(_kernel, "cuda", partial(cuda.accepts, _kernel))
+register(fused.KERNEL, "cuda", fused.accepts, scores=True)

@@ -1,0 +1,1 @@
+"""Mixers under context parallelism: modules that run a recurrence or a convolution along the sequence."""

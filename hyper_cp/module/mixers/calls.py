@@ -1,0 +1,286 @@
+"""The functions with which mixers run along the sequence, each answered by a recurrence over all ranks.
+
+Mixers call them as globals of their own file: those of ``fla``, ``mamba_ssm`` and ``causal_conv1d``, or the plain torch
+ones that transformers has in their place. :func:`route` puts a function in front of each of them, which calls the
+original one unless a mixer runs under context parallelism in this thread. A new call is a new entry of ``ROUTED``. An
+option that cannot be honoured is refused here with its name, never reinterpreted.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...mesh.cp_mesh import CPMesh
+from ...ops.kernels.partials import accumulation_dtype
+from ...ops.recurrence.convolution import causal_conv1d
+from ...ops.recurrence.linear import linear_recurrence
+from .._torch.modules import is_running
+
+
+@dataclass
+class RunningMixer:
+    """A running call of a mixer: what its recurrent calls need beside their arguments."""
+
+    name: str
+    module: nn.Module
+    cp: CPMesh
+    layout: str
+    documents: Tensor | None
+    ulysses_degree: int | None = 1
+    routed: int = 0
+    """Calls that were routed so far."""
+
+    def alive(self) -> bool:
+        """True while the module's call is on the stack of this thread."""
+        return torch.compiler.is_compiling() or is_running(self.module)
+
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None = None) -> Tensor:
+        """A linear recurrence over the sequence of all ranks."""
+        where = {"mesh": self.cp, "layout": self.layout, "documents": self.documents, "name": self.name}
+        return linear_recurrence(q, k, v, decay, beta, **where, ulysses_degree=self.ulysses_degree)  # type: ignore[arg-type]
+
+
+def _refuse(mixer: RunningMixer, function: str, options: dict[str, Any]) -> None:
+    """Raise for options that are given and cannot be honoured."""
+    given = [name for name, x in options.items() if x is not None and x is not False]
+    packed = [name for name in given if name in ("seq_idx", "cu_seqlens", "cu_seqlens_cpu")]
+    if packed:
+        raise ValueError(
+            f"{mixer.name} passes {packed[0]} to {function}. Under context parallelism documents are those of the "
+            "whole sequence, on the host. Pass them in the batch (prepare_batch), in a handler.documents block, or as "
+            "documents="
+        )
+    if given:
+        raise NotImplementedError(
+            f"{mixer.name} calls {function} with {', '.join(given)}. Context parallelism runs forward from a zero "
+            "state at every document, and keeps no cache of states. Pass use_cache=False, and gates and inputs in the "
+            "usual form [batch, positions, heads, ...]"
+        )
+
+
+# --------------------------------------------------------------------------- the calls
+
+
+def _convolution(
+    mixer: RunningMixer,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Any = None,
+    initial_states: Any = None,
+    return_final_states: bool = False,
+    final_states_out: Any = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """``causal_conv1d_fn``: x ``[B, C, S]``, weight ``[C, w]``."""
+    states = {"initial_states": initial_states, "return_final_states": return_final_states}
+    _refuse(mixer, "causal_conv1d_fn", {"seq_idx": seq_idx, **states, "final_states_out": final_states_out})
+    where = {"mesh": mixer.cp, "layout": mixer.layout, "documents": mixer.documents, "name": mixer.name}
+    return causal_conv1d(x, weight, bias, activation=activation, **where)  # type: ignore[arg-type]
+
+
+def _delta_rule(mixer: RunningMixer, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """``chunk_gated_delta_rule`` and ``chunk_kda``, which fla and transformers call the same way."""
+    return _delta(mixer, *args, **{_FLA.get(name, name): x for name, x in kwargs.items()})
+
+
+_FLA = {"q": "query", "k": "key", "v": "value"}
+
+
+def _delta(
+    mixer: RunningMixer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    cu_seqlens: Any = None,
+    head_first: bool = False,
+    reverse: bool = False,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    states = {"initial_state": initial_state, "output_final_state": output_final_state}
+    others = {"use_gate_in_kernel": use_gate_in_kernel, "head_first": head_first, "reverse": reverse}
+    _refuse(mixer, "a recurrent kernel", {**states, **others, "cu_seqlens": cu_seqlens})
+    if use_qk_l2norm_in_kernel:
+        query, key = _normalised(query), _normalised(key)
+    query = query * (key.shape[-1] ** -0.5 if scale is None else scale)
+    return mixer.recur(query, key, value, g, beta), None
+
+
+def _normalised(x: Tensor) -> Tensor:
+    wide = x.to(accumulation_dtype(x.dtype))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _ssd(
+    mixer: RunningMixer,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int = 0,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Any = None,
+    seq_idx: Any = None,
+    cu_seqlens: Any = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **_: Any,
+) -> Tensor:
+    """``mamba_chunk_scan_combined`` (Mamba 2): x ``[B, S, H, P]``, dt ``[B, S, H]``, B and C ``[B, S, G, N]``."""
+    states = {"initial_states": initial_states, "return_final_states": return_final_states}
+    _refuse(mixer, "mamba_chunk_scan_combined", {**states, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens})
+    dtype = accumulation_dtype(x.dtype)
+    dt = _step(dt.to(dtype), dt_bias, dt_softplus).clamp(dt_limit[0], dt_limit[1])
+    out = mixer.recur(C.to(dtype), B.to(dtype), x.to(dtype) * dt[..., None], A.to(dtype) * dt)
+    if D is not None:
+        out = out + x.to(dtype) * (D if D.ndim == 2 else D[:, None]).to(dtype)
+    out = out if z is None else out * F.silu(z.to(dtype))
+    return out.to(x.dtype).contiguous()
+
+
+def _step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return F.softplus(dt) if softplus else dt
+
+
+def _selective_scan(
+    mixer: RunningMixer,
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_: Any,
+) -> Tensor:
+    """``selective_scan_fn`` (Mamba 1): u and delta ``[B, D, S]``, A ``[D, N]``, B and C ``[B, N, S]`` or ``[B, G, N,
+    S]``. Every channel is a head, whose state has N numbers."""
+    if A.is_complex() or B.ndim < 3 or C.ndim < 3:
+        raise NotImplementedError(
+            f"{mixer.name} calls selective_scan_fn with A {tuple(A.shape)} of {A.dtype} and B {tuple(B.shape)}. "
+            "Context parallelism has real states, and B and C for every position. Leave the module out of the plan"
+        )
+    _refuse(mixer, "selective_scan_fn", {"return_last_state": return_last_state})
+    dtype = accumulation_dtype(u.dtype)
+    dt = _step(delta.to(dtype).mT, delta_bias, delta_softplus)
+    x, q, k = u.to(dtype).mT, _groups(C, dtype), _groups(B, dtype)
+    out = mixer.recur(q, k, (x * dt)[..., None], dt[..., None] * A.to(dtype)).squeeze(-1)
+    out = out if D is None else out + x * D.to(dtype)
+    out = out if z is None else out * F.silu(z.to(dtype).mT)
+    return out.to(u.dtype).mT
+
+
+def _groups(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[B, N, S]`` or ``[B, G, N, S]`` to ``[B, S, G, N]``."""
+    return (x if x.ndim == 4 else x[:, None]).to(dtype).permute(0, 3, 1, 2)
+
+
+def _not_fused(mixer: RunningMixer, *_: Any, **__: Any) -> None:
+    """A whole mixer in one function. None is the answer of transformers where there is no such kernel: the mixer then
+    calls its parts."""
+
+
+# --------------------------------------------------------------------------- the table
+
+ROUTED: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolution,
+    **dict.fromkeys(("chunk_gated_delta_rule", "torch_chunk_gated_delta_rule"), _delta_rule),
+    **dict.fromkeys(("chunk_kda", "chunk_kimi_delta_attention"), _delta_rule),
+    **dict.fromkeys(("chunk_gla", "chunk_simple_gla"), _delta_rule),
+    **dict.fromkeys(("mamba_chunk_scan_combined", "mamba_chunk_scan", "mamba2_chunk_scan"), _ssd),
+    **dict.fromkeys(("selective_scan_fn", "mamba_selective_scan"), _selective_scan),
+    **dict.fromkeys(("mamba_inner_fn",), _not_fused),
+    **dict.fromkeys(("mamba_split_conv1d_scan_combined", "mamba2_split_conv1d_scan_combined"), _not_fused),
+}
+"""The functions by the names that they have in the files of mixers."""
+
+
+class _Thread(threading.local):
+    """The mixers that are running in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.mixers: list[RunningMixer] = []
+
+
+_thread = _Thread()
+
+
+def mixer_stack() -> list[RunningMixer]:
+    """The stack of running mixers of this thread."""
+    return _thread.mixers
+
+
+def is_mixer(kind: type[nn.Module]) -> bool:
+    """True if a method of a type of module calls one of the functions."""
+    return bool(_called(kind))
+
+
+def _called(kind: type[nn.Module]) -> tuple[tuple[str, str], ...]:
+    """The files and names of the functions that the methods of a type call."""
+    if kind in _known:
+        return _known[kind]
+    found: dict[tuple[str, str], None] = {}
+    for owner in kind.__mro__:
+        for method in vars(owner).values() if issubclass(owner, nn.Module) else ():
+            method = inspect.unwrap(method) if inspect.isfunction(method) else None
+            if method is None or method.__module__.startswith("torch."):
+                continue
+            for name in ROUTED.keys() & {*method.__code__.co_names}:
+                if name in vars(sys.modules.get(method.__module__, sys)):
+                    found[method.__module__, name] = None
+    _known[kind] = tuple(found)
+    return _known[kind]
+
+
+_known: WeakKeyDictionary[type, tuple[tuple[str, str], ...]] = WeakKeyDictionary()
+
+
+def route(kind: type[nn.Module]) -> None:
+    """Put :data:`ROUTED` in front of the functions that mixers of a type call, once; see the head of this file."""
+    for file, name in _called(kind):
+        names = vars(sys.modules[file])
+        if not hasattr(names[name], "hyper_cp_routes"):
+            names[name] = _in_front(name, names[name])
+
+
+def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    answer = ROUTED[name]
+
+    @functools.wraps(original)
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        mixers = mixer_stack()
+        if mixers and mixers[-1].alive():
+            mixers[-1].routed += 1
+            return answer(mixers[-1], *args, **kwargs)
+        return original(*args, **kwargs)
+
+    routed.hyper_cp_routes = name  # type: ignore[attr-defined]
+    return routed

@@ -1,0 +1,129 @@
+"""The hooks of one mixer: while its forward runs, its recurrent calls mean recurrences over all ranks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...mesh.cp_mesh import CPMesh
+from ...schedule.documents import documents_table
+from .._torch import checkpoint
+from .._torch.modules import calls_running
+from ..mesh_binding import Binding, Style, describe
+from ..model import introduce
+from .calls import RunningMixer, is_mixer, mixer_stack, route
+
+Where = tuple[CPMesh, str, Tensor | None, int | None]
+"""The mesh, layout, documents and Ulysses degree of a call."""
+
+
+class MixerHooks:
+    """The forward-pre-hook and the forward hook of a mixer.
+
+    Args:
+        name: names the module in errors.
+        where: reads the mesh, layout and documents of a call of the module; None: one rank, nothing is routed.
+    """
+
+    def __init__(self, module: nn.Module, name: str, where: Callable[[nn.Module], Where | None]) -> None:
+        self.name, self.where = name, where
+        if not is_mixer(type(module)):
+            raise NotImplementedError(
+                f"{name} calls none of the functions that context parallelism can route along the sequence "
+                "(causal_conv1d_fn, chunk_gated_delta_rule, chunk_kda, chunk_gla, mamba_chunk_scan_combined, "
+                "selective_scan_fn). It would run over this rank's share only. Call hyper_cp.ops.linear_recurrence in "
+                "it, or leave it out of the model"
+            )
+        if getattr(module, "bidirectional", False) or getattr(module, "is_causal", True) is False:
+            raise NotImplementedError(
+                f"{name} is bidirectional (bidirectional=True or is_causal=False). Context parallelism passes states "
+                "forward along the sequence, and the way back would need a pass of its own. Flip the sequence outside "
+                "of the module, or use one device"
+            )
+        route(type(module))
+
+    def attach(self, module: nn.Module) -> None:
+        """Register the hooks."""
+        module.register_forward_pre_hook(self.before, with_kwargs=True)
+        module.register_forward_hook(self.after, always_call=True)
+        for child in module.modules():
+            if isinstance(child, (nn.Conv1d, nn.RNNBase)):
+                child.register_forward_pre_hook(self.refuse_child)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Begin to route."""
+        stack = mixer_stack()
+        while stack and not (
+            stack[-1].alive() and (torch.compiler.is_compiling() or not self._over(stack[-1], module))
+        ):
+            stack.pop()  # a KeyboardInterrupt ended that call without its hooks
+        found = self.where(module)
+        if found is not None:
+            stack.append(RunningMixer(self.name, module, *found))
+        return args, kwargs
+
+    def _over(self, outer: RunningMixer, module: nn.Module) -> bool:
+        return outer.module is module and calls_running(module) < 2
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Stop routing; raise if nothing was routed."""
+        stack = mixer_stack()
+        if not stack or stack[-1].module is not module:
+            return
+        mixer = stack.pop()
+        if output is not None and mixer.routed == 0:
+            raise RuntimeError(
+                f"{self.name} returned without calling one of the functions that context parallelism routes, so it ran "
+                "over this rank's share of the sequence only. Pass use_cache=False and no states; if it is another "
+                "kind of module, leave it out of the plan"
+            )
+
+    def refuse_child(self, child: nn.Module, args: Any) -> None:
+        """Raise for a convolution or a recurrence that is called as a module, and not by its weights."""
+        stack = mixer_stack()
+        if stack and stack[-1].alive() and any(child is inner for inner in stack[-1].module.modules()):
+            raise NotImplementedError(
+                f"{self.name} calls its {type(child).__name__} as a module, over this rank's share of the sequence. "
+                "Context parallelism routes causal_conv1d_fn and its kind, which take the weights. Use a version of "
+                "the model that calls them, or leave it out of the plan"
+            )
+
+
+class StyledMixerHooks(MixerHooks):
+    """Those of a module under :class:`hyper_cp.RecurrentContextParallel`."""
+
+    def __init__(self, style: Style, device_mesh: DeviceMesh, module: nn.Module, exchange_heads: bool) -> None:
+        self.exchange_heads = exchange_heads
+        self.binding = Binding(style, device_mesh, describe(module))
+        super().__init__(module, self.binding.name, self._where)
+        self.takes_documents = "documents" in inspect.signature(module.forward).parameters
+        self.given: Tensor | None = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Read the keyword ``documents``, which is ours unless the module has a parameter of that name."""
+        self.name = self.binding.name
+        self.given = documents_table(kwargs.get("documents"))
+        if "documents" in kwargs and not self.takes_documents:
+            kwargs = {name: value for name, value in kwargs.items() if name != "documents"}
+        try:
+            return super().before(module, args, kwargs)
+        finally:
+            self.given = None
+
+    def _where(self, module: nn.Module) -> Where | None:
+        given = self.given
+        documents, mesh = checkpoint.batch_state(
+            self.binding,
+            lambda: (self.binding.documents_in_force() if given is None else given, self.binding.active),
+        )
+        if not torch.compiler.is_compiling():
+            self.binding.ran = True
+        introduce(self.binding, module, mesh)
+        if not mesh.parallel and documents is None:
+            return None
+        return mesh.views[0], self.binding.style.mode.layout, documents, None if self.exchange_heads else 1

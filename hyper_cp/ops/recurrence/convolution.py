@@ -1,0 +1,161 @@
+"""Causal depthwise convolution along a split sequence: the rows before each held range travel, and nothing else.
+
+Forward fetches the ``w - 1`` rows before each held range; backward fetches them again, with the rows of the output's
+gradient behind each range, in one message.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...mesh import comm, cp_mesh
+from ...mesh.cp_mesh import CPMesh
+from ...schedule.documents import documents_table, read
+from ...schedule.lookup import resolve
+from ...schedule.ranges import Rows, placed
+from ..exchange.held_rows import fetch, rows_plan
+from ..kernels.partials import accumulation_dtype
+from .checks import agree, check_layout_of, check_tensor
+
+ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "swish": F.silu}
+"""The activations that convolutions of this kind are fused with."""
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    mesh: DeviceMesh | CPMesh,
+    activation: str | None = None,
+    layout: str = "contiguous",
+    documents: Any = None,
+    name: str = "causal_conv1d",
+) -> Tensor:
+    """Causal depthwise convolution of this rank's share of the sequence, as in ``causal_conv1d`` and Mamba.
+
+    Output t is ``sum_i weight[:, i] * x[:, :, t - w + 1 + i] + bias`` over *global* positions. Rows before the
+    sequence, and those of other documents, count as zero.
+
+    Args:
+        x: this rank's share, ``[B, C, S/n]``.
+        weight: ``[C, w]``, of any width.
+        bias: ``[C]``, if there is one.
+        mesh: the cp mesh of n ranks.
+        activation: ``"silu"`` (or ``"swish"``), applied to the result, or None.
+        layout: the positions that the ranks hold, as in :func:`hyper_cp.ops.attention`.
+        documents: cumulative lengths ``[0, ..., S]`` of packed documents (a list or tensor, or one per batch row).
+        name: names the caller in errors.
+
+    Returns:
+        ``[B, C, S/n]`` in the dtype of ``x``. Each rank's gradients of weight and bias are those through its own
+        outputs: reduce them over the cp ranks like those of any replicated parameter.
+
+    Raises:
+        ValueError, TypeError: on arguments that do not fit, before any communication.
+    """
+    check_tensor(name, "x", x, 3, "[batch, channels, positions]")
+    check_tensor(name, "weight", weight, 2, "[channels, width]")
+    if weight.shape[0] != x.shape[1] or (bias is not None and tuple(bias.shape) != (x.shape[1],)):
+        given = "" if bias is None else f" and bias {tuple(bias.shape)}"
+        raise ValueError(
+            f"{name}: weight {tuple(weight.shape)}{given} do not fit x {tuple(x.shape)}. A depthwise convolution has "
+            f"one row of weights, and one bias, for each of the {x.shape[1]} channels. Pass weight [channels, width]"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f'{name}: activation={activation!r} is unknown. It is one of None, "silu" and "swish". Apply another one '
+            "to the result"
+        )
+    cp, table = cp_mesh.whole_view(mesh), documents_table(documents)
+    agree(name, cp, layout, table, x, weight)
+    check_layout_of(name, cp, layout, table, x.shape[0], x.shape[2])
+    out: Tensor = conv_op(x, weight, bias, table, cp.key, layout)
+    return ACTIVATIONS[activation](out)
+
+
+class _Shifted:
+    """A share ``[S, B, C]``, shifted over global positions within documents."""
+
+    def __init__(self, x: Tensor, documents: Tensor | None, mesh: str, layout: str, before: int, after: int) -> None:
+        cp = cp_mesh.by_key(mesh)
+        packed = read(documents)
+        resolved = resolve(layout, cp.size, len(x) * cp.size, packed)
+        held = resolved.ranges(cp.rank)
+        self.rows = fetch(x, rows_plan(resolved, cp.rank, before, after), cp.flat, cp.rank)
+        self.ranges = [
+            (at + i * (before + after) + before, at + i * (before + after) + before + stop - start)
+            for i, (at, start, stop) in enumerate(placed(held).tolist())
+        ]
+        self.packed, self.at = packed, resolved.positions(cp.rank) if packed is not None else torch.empty(0)
+        cp.batch.record_length(len(x))
+
+    def by(self, shift: int) -> Tensor:
+        """The rows at p - shift for every held position p; zero if these are in another document."""
+        found = Rows([(a - shift, b - shift) for a, b in self.ranges]).take(self.rows, 0)
+        if self.packed is None or shift == 0:
+            return found
+        crosses = self.packed.numbers(self.at) != self.packed.numbers(self.at - shift)
+        return found.masked_fill(crosses.to(found.device).mT[..., None], 0)
+
+
+@torch.library.custom_op("hyper_cp::causal_conv1d", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def conv_op(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None, mesh: str, layout: str) -> Tensor:
+    """See :func:`causal_conv1d`, without activation."""
+    width, dtype = weight.shape[1], accumulation_dtype(x.dtype)
+    with comm.wait_on_error():
+        rows = _Shifted(x.movedim(2, 0), documents, mesh, layout, width - 1, 0)
+    out = x.new_zeros(x.shape[2], *x.shape[:2], dtype=dtype)
+    for i, taps in enumerate(weight.to(dtype).unbind(1)):
+        out.addcmul_(rows.by(width - 1 - i).to(dtype), taps)
+    if bias is not None:
+        out += bias.to(dtype)
+    return out.to(x.dtype).movedim(0, 2).contiguous()
+
+
+@torch.library.custom_op("hyper_cp::causal_conv1d_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def conv_backward_op(
+    dout: Tensor, x: Tensor, weight: Tensor, documents: Tensor | None, mesh: str, layout: str
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight."""
+    width, dtype = weight.shape[1], accumulation_dtype(x.dtype)
+    channels, own = x.shape[1], dout.movedim(2, 0).to(dtype)
+    with comm.wait_on_error():
+        both = torch.cat((x, dout.to(x.dtype)), 1).movedim(2, 0)
+        rows = _Shifted(both, documents, mesh, layout, width - 1, width - 1)
+    dx, dweight = torch.zeros_like(own), []
+    for i, taps in enumerate(weight.to(dtype).unbind(1)):
+        shift = width - 1 - i
+        dweight.append((own * rows.by(shift)[..., :channels].to(dtype)).sum((0, 1)))
+        dx.addcmul_(rows.by(-shift)[..., channels:].to(dtype), taps)
+    return dx.to(x.dtype).movedim(0, 2).contiguous(), torch.stack(dweight, 1).to(weight.dtype)
+
+
+@conv_op.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@conv_backward_op.register_fake
+def _(dout: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, ctx.documents, ctx.mesh, ctx.layout = inputs
+    ctx.bias = None if bias is None else bias.dtype
+    ctx.save_for_backward(x, weight)
+
+
+def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    grads = conv_backward_op(dout, *ctx.saved_tensors, ctx.documents, ctx.mesh, ctx.layout)
+    dbias = None if ctx.bias is None else dout.sum((0, 2), dtype=accumulation_dtype(dout.dtype)).to(ctx.bias)
+    return *grads, dbias, None, None, None
+
+
+conv_op.register_autograd(_differentiate, setup_context=_save)

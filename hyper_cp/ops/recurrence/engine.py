@@ -1,0 +1,135 @@
+"""The engine of linear recurrences: one custom op that maps every piece, passes states and reads outputs from them.
+
+Forward maps all pieces of this rank at once, exchanges the maps of its ranges with the other ranks, and adds to each
+piece's outputs what its entering state gives. Only the inputs are saved. Backward maps the pieces again and sends one
+message that holds what both directions need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...mesh import comm, cp_mesh
+from ...schedule.documents import read
+from ..kernels.partials import accumulation_dtype
+from . import kernels
+from .kernels.chunked import Affine, Inputs
+from .segments import segments
+from .states import Passing
+
+
+@dataclass(frozen=True)
+class RecurrenceSettings:
+    """Everything that the ops need beside tensors, as one string."""
+
+    layout: str
+    kernel: str
+    exchanged: bool
+    """True if heads have been exchanged for the sequence of a whole ring rank."""
+    mesh: str
+
+    def text(self) -> str:
+        return f"{self.layout}|{self.kernel}|{int(self.exchanged)}|{self.mesh}"
+
+
+@lru_cache(maxsize=256)
+def _settings(text: str) -> RecurrenceSettings:
+    layout, kernel, exchanged, mesh = text.split("|", 3)
+    return RecurrenceSettings(layout, kernel, exchanged == "1", mesh)
+
+
+class _Work:
+    """The segments of a call on this rank, its kernel, and the axes along which states pass."""
+
+    def __init__(self, v: Tensor, g: Tensor, documents: Tensor | None, settings: RecurrenceSettings) -> None:
+        cp = cp_mesh.by_key(settings.mesh)
+        self.kernel = kernels.get(settings.kernel)
+        degree = cp.ulysses.size if settings.exchanged else 1
+        self.axes = (cp.ring,) if settings.exchanged else cp.flat
+        self.rank, world = (cp.ring.rank, cp.ring.size) if settings.exchanged else (cp.rank, cp.size)
+        self.dtype = accumulation_dtype(v.dtype)
+        size = self.kernel.size(g)
+        length = v.shape[1] * world
+        self.segments = segments(settings.layout, self.rank, world, degree, length, size, read(documents))
+        cp.batch.record_length(v.shape[1] // degree)
+
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Inputs:
+        return Inputs(*(None if x is None else self._wide(self.segments.split(x)) for x in (q, k, v, g, beta)))  # type: ignore[arg-type]
+
+    def _wide(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype) if self.kernel.wide else x
+
+    def entered(self, maps: Affine) -> Affine:
+        """The maps with no state where a document begins, in the dtype of states."""
+        entering, (M, P, Q, O) = self.segments.entering(maps.P), maps  # noqa: E741
+        return maps if entering is None else Affine(M * entering, P, Q * entering, O)
+
+    def passing(self, maps: Affine) -> Passing:
+        return Passing(self.segments, maps.M, self.axes, self.rank)
+
+
+@torch.library.custom_op("hyper_cp::linear_recurrence", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def recurrence_op(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, documents: Tensor | None, settings: str
+) -> Tensor:
+    """Outputs ``[B, S, H, dv]`` of this rank's share."""
+    work = _Work(v, g, documents, _settings(settings))
+    with torch.autocast(v.device.type, enabled=False), comm.wait_on_error():
+        maps = work.entered(work.kernel.forward(work.inputs(q, k, v, g, beta)))
+        states = work.passing(maps).forward(maps.P)
+        return work.segments.join(maps.O + maps.Q @ states).to(v.dtype).contiguous()
+
+
+@torch.library.custom_op("hyper_cp::linear_recurrence_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def recurrence_backward_op(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    documents: Tensor | None,
+    settings: str,
+) -> list[Tensor]:
+    """Gradients of q, k, v, g and, if it is given, beta."""
+    work = _Work(v, g, documents, _settings(settings))
+    with torch.autocast(v.device.type, enabled=False), comm.wait_on_error():
+        inputs = work.inputs(q, k, v, g, beta)
+        found, pull = work.kernel.differentiable(inputs)
+        maps = work.entered(found)
+        dO = work.segments.split(dout).to(maps.O.dtype)
+        states, gradients = work.passing(maps).both(maps.P, maps.Q.mT @ dO)
+        dM = (gradients @ states.mT if maps.M.shape[-1] > 1 else gradients * states).sum_to_size(maps.M.shape)
+        # What does not enter a piece has no gradient; the factors of `entered` are the same in both directions.
+        of_maps = work.entered(Affine(dM, gradients, dO @ states.mT, dO))
+        given = [x for x in (q, k, v, g, beta) if x is not None]
+        pulled = [x for x in pull(of_maps) if x is not None]
+        return [work.segments.join(d).to(x.dtype).contiguous() for d, x in zip(pulled, given, strict=True)]
+
+
+@recurrence_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+@recurrence_backward_op.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, *_: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (q, k, v, g, beta) if x is not None]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.documents, ctx.settings = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    grads = recurrence_backward_op(dout, *ctx.saved_tensors, ctx.documents, ctx.settings)
+    return *grads, *([None] * (7 - len(grads)))
+
+
+recurrence_op.register_autograd(_differentiate, setup_context=_save)

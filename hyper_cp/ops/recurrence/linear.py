@@ -1,0 +1,158 @@
+"""Linear recurrences over a split sequence, as a function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...mesh import cp_mesh
+from ...mesh.cp_mesh import CPMesh
+from ...schedule.documents import documents_table
+from ..exchange.ulysses import Ulysses
+from . import kernels
+from .checks import agree, check_layout_of, check_tensor
+from .engine import RecurrenceSettings, recurrence_op
+
+FORM = "[batch, positions, heads, numbers of a head]"
+
+
+def linear_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor | None = None,
+    *,
+    mesh: DeviceMesh | CPMesh,
+    scale: float = 1.0,
+    layout: str = "contiguous",
+    documents: Any = None,
+    ulysses_degree: int | None = 1,
+    kernel: str | None = None,
+    name: str = "linear_recurrence",
+) -> Tensor:
+    """Outputs of a layer whose state runs along the sequence, for this rank's share of it.
+
+    For each head, with a state H ``[dk, dv]`` that is zero before the first token of every document::
+
+        H_t = exp(decay_t) * H_{t-1} + k_t v_t^T                                       # without beta
+        H_t = (1 - beta_t k_t k_t^T) (exp(decay_t) * H_{t-1}) + beta_t k_t v_t^T       # with beta: the delta rule
+        out_t = scale * H_t^T q_t
+
+    ====================================================  ==============  =========
+    layer                                                 decay           beta
+    ====================================================  ==============  =========
+    RetNet: a constant of each head                       ``[H]``         None
+    Mamba 2 (SSD): q = C, k = B, v = dt x                 ``[B,S/n,H]``   None
+    GLA: a number for each channel of k                   ``[B,S/n,H,dk]``  None
+    Mamba 1: a head for each channel, dk = state size,    ``[B,S/n,H,dk]``  None
+    dv = 1
+    gated delta net                                       ``[B,S/n,H]``   ``[B,S/n,H]``
+    Kimi delta attention                                  ``[B,S/n,H,dk]``  ``[B,S/n,H]``
+    ====================================================  ==============  =========
+
+    Each rank computes the affine map that every range of positions it holds is, gathers those of all ranks (one
+    all-gather in each direction, whose size does not depend on the length) and runs its ranges from the right states.
+
+    Args:
+        q, k: ``[B, S/n, Hk, dk]``; Hk heads serve H / Hk consecutive heads of v each.
+        v: ``[B, S/n, H, dv]``.
+        decay: logarithms of the decay, finite, at most 0. They may have another dtype than q, k and v.
+        beta: the strength of the delta rule.
+        mesh: the cp mesh of n ranks.
+        layout: the positions that the ranks hold, as in :func:`hyper_cp.ops.attention`.
+        documents: cumulative lengths ``[0, ..., S]`` of packed documents (a list or tensor, or one per batch row).
+        ulysses_degree: 1 passes states between ranks, for any number of heads, with the least communication. A larger
+            number (None: all ranks) first exchanges the sequence of so many adjacent ranks for heads, which must split.
+        kernel: ``"torch"`` (chunked, any device), ``"fla"`` (flash-linear-attention), or None to choose by device.
+        name: names the caller in errors.
+
+    Returns:
+        ``[B, S/n, H, dv]`` in the dtype of v. States are fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError, TypeError: on arguments that do not fit, before any communication.
+
+    Source: state passing between ranks as in LASP-2 (arXiv 2502.07563) and Mamba's context parallelism; the maps as in
+        Mamba 2 (2405.21060), DeltaNet (2406.06484), gated delta net (2412.06464) and Kimi Linear (2510.26692).
+    """
+    for argument, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, argument, x, 4, FORM)
+    decay, beta = _decays(name, v, decay), None if beta is None else _beta(name, v, beta)
+    _check(name, q, k, v, decay)
+    exchanged = ulysses_degree != 1
+    cp = (mesh if isinstance(mesh, CPMesh) else cp_mesh.view(mesh, ulysses_degree)) if exchanged else None
+    cp = cp_mesh.whole_view(mesh) if cp is None else cp
+    table = documents_table(documents)
+    agree(name, cp, layout, table, q, k, v, decay, beta)
+    check_layout_of(name, cp, layout, table, v.shape[0], v.shape[1])
+    q = q * scale if scale != 1.0 else q
+    settings = RecurrenceSettings(layout, kernels.choose(kernel, name, q, v, decay, beta), exchanged, cp.key).text()
+    if not exchanged or cp.ulysses.size == 1:
+        out: Tensor = recurrence_op(q, k, v, decay, beta, table, settings)
+        return out
+    _check_split(name, v, cp)
+    ulysses = Ulysses(cp, layout, 1, 2, table)
+    # Those with fewer heads come last: they are shared by ranks if they do not split.
+    given = [x for x in (v, decay, beta, q, k) if x is not None]
+    v, decay, *rest = ulysses.to_heads(*given)
+    q, k = rest[-2:]
+    result: Tensor = ulysses.to_sequence(
+        recurrence_op(q, k, v, decay, rest[0] if beta is not None else None, table, settings)
+    )
+    return result
+
+
+def _decays(name: str, v: Tensor, decay: Tensor) -> Tensor:
+    """Decays as ``[B, S, H, 1 or dk]``."""
+    heads = v.shape[2]
+    if isinstance(decay, Tensor) and decay.ndim == 1 and decay.is_floating_point():
+        decay = decay.expand(*v.shape[:2], -1)
+    if isinstance(decay, Tensor) and decay.ndim == 3:
+        decay = decay[..., None]
+    check_tensor(name, "decay", decay, 4, "[heads], [batch, positions, heads] or [batch, positions, heads, dk]")
+    if decay.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"{name}: decay {tuple(decay.shape)} does not fit v {tuple(v.shape)}. It needs the batch, the positions "
+            f"and the {heads} heads of v. Expand or reshape it"
+        )
+    return decay
+
+
+def _beta(name: str, v: Tensor, beta: Tensor) -> Tensor:
+    check_tensor(name, "beta", beta, 3, "[batch, positions, heads]")
+    if beta.shape != v.shape[:3]:
+        raise ValueError(
+            f"{name}: beta {tuple(beta.shape)} does not fit v {tuple(v.shape)}. It needs a number for each position "
+            "and head of v. Reshape it"
+        )
+    return beta[..., None]
+
+
+def _check(name: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> None:
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"{name}: q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}. They must be equal. Cast them"
+        )
+    if q.shape != k.shape or q.shape[:2] != v.shape[:2] or v.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{name}: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit. q and k have equal "
+            "shapes, batch and positions of v, and a number of heads that divides that of v. Reshape them"
+        )
+    if decay.shape[3] not in (1, k.shape[3]):
+        raise ValueError(
+            f"{name}: decay {tuple(decay.shape)} does not fit k {tuple(k.shape)}. A head has one decay, or one for "
+            f"each of the {k.shape[3]} channels of k. Reshape it"
+        )
+
+
+def _check_split(name: str, v: Tensor, cp: CPMesh) -> None:
+    heads, degree = v.shape[2], cp.ulysses.size
+    if heads % degree:
+        works = [d for d in cp_mesh.divisors(cp.size) if heads % d == 0]
+        raise ValueError(
+            f"{name}: ulysses_degree={degree} cannot split {heads} heads of states. They must be a multiple of the "
+            f"degree. Set it to one of {', '.join(map(str, works))}; 1 passes states instead, for any number of heads"
+        )

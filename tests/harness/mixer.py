@@ -1,0 +1,90 @@
+"""A mixer as models write them: it calls recurrent functions as globals of its file. They are plain torch here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.harness.recurrence_oracle import convolve, recur
+
+
+def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+    out = convolve(x, weight, bias, None)
+    return F.silu(out) if options.get("activation") else out
+
+
+def chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    return recur(q * k.shape[-1] ** -0.5, k, v, g, beta, None), None
+
+
+def chunk_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    return recur(q * k.shape[-1] ** -0.5, k, v, g, None, None), None
+
+
+class Mixer(nn.Module):
+    """A gated delta net with a short convolution, ``[B, S, C] -> [B, S, C]``."""
+
+    def __init__(self, heads: int = 2, size: int = 4, **options: Any) -> None:
+        super().__init__()
+        self.heads, self.options = heads, options
+        width = heads * size
+        self.qkv, self.gates, self.out = (
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, 2 * heads),
+            nn.Linear(width, width),
+        )
+        self.conv1d = nn.Conv1d(3 * width, 3 * width, 4, groups=3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = causal_conv1d_fn(
+            self.qkv(x).transpose(1, 2), self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu"
+        )
+        q, k, v = mixed.transpose(1, 2).unflatten(2, (3 * self.heads, -1)).chunk(3, 2)
+        g, beta = self.gates(x).chunk(2, -1)
+        out, _ = chunk_gated_delta_rule(q, F.normalize(k, dim=-1), v, F.logsigmoid(g), beta.sigmoid(), **self.options)
+        return self.out(out.flatten(2))
+
+
+class CallsModule(Mixer):
+    """A mixer that calls its convolution as a module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.conv1d(x.repeat(1, 1, 3).transpose(1, 2)).sum()
+
+
+class Idle(Mixer):
+    """A mixer that calls nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if len(x) else super().forward(x)
+
+
+class DeltaNetElsewhere(nn.Module):
+    """A mixer that computes its recurrence itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+
+class Stack(nn.Module):
+    """Layers of mixers; ``names`` of their attributes."""
+
+    def __init__(self, *kinds: type[nn.Module], **options: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(kind(**options) for kind in kinds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def make(*kinds: type[nn.Module], **options: Any) -> Stack:
+    """A stack in double precision with the same weights on every rank."""
+    torch.manual_seed(3)
+    return Stack(*(kinds or (Mixer, Mixer)), **options).double()

@@ -1,0 +1,137 @@
+"""Hybrid models of transformers on two and four ranks, packed documents included, against each document alone."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp.mesh.comm import record_traffic
+from tests.harness.hf_causal import tiny_causal
+from tests.harness.hf_models import InDouble, tokens
+from tests.harness.ranks import Ranks, error_of, on_ranks, sum_over_ranks
+
+pytest.importorskip("transformers")
+
+KINDS = (
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid", "bailing_hybrid"),
+    *("mamba", "falcon_mamba", "mamba2", "falcon_h1", "nemotron_h", "bamba", "granitemoehybrid"),
+    *("jamba", "zamba", "zamba2", "lfm2", "lfm2_moe"),
+)
+DOCUMENTS = {  # lengths that the numbers of ranks do not divide, so that the batch is padded, and all others
+    "contiguous": [0, 5, 6, 17, 22],
+    "head_tail": [0, 7, 8, 19, 24],
+}
+
+
+def alone(model: Any, ids: Tensor, documents: list[int]) -> tuple[Tensor, Tensor]:
+    """Logits and gradients, each document by itself; its first token is predicted by none."""
+    logits, total = [], ids.numel() - len(ids) * (len(documents) - 1)
+    for a, b in pairwise(documents):
+        logits.append(model(input_ids=ids[:, a:b], use_cache=False).logits)
+        predicted = logits[-1][:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(predicted, ids[:, a + 1 : b].flatten(), reduction="sum") / total
+        if b - a > 1:
+            loss.backward()
+    return torch.cat(logits, 1).detach(), gradients(model)
+
+
+def gradients(model: Any) -> Tensor:
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+
+
+def packed(model: Any, handler: ContextParallelHandler, ids: Tensor, documents: list[int]) -> tuple[Tensor, Tensor]:
+    """The same of a prepared model, with the documents in one batch."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    labels = ids.clone()
+    labels[:, documents[:-1]] = -100
+    local = prepare_batch(handler, {"input_ids": ids, "labels": labels, "cu_seqlens": documents})
+    output = model(**local)
+    output.loss.backward()
+    with handler.documents(local["context_parallel"].documents):
+        logits = handler.combine(output.logits.detach(), 1, length=ids.shape[1])
+    return logits, sum_over_ranks(gradients(model))[0]
+
+
+@on_ranks
+def errors(kinds: list[str]) -> dict[str, float]:
+    import transformers
+
+    from hyper_cp.integrations.transformers import prepare_model
+
+    transformers.logging.set_verbosity(50)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    found = {}
+    for i, kind in enumerate(kinds):
+        layout = list(DOCUMENTS)[i % 2]
+        documents, model = DOCUMENTS[layout], tiny_causal(kind)
+        ids = tokens(documents[-1])
+        style = ContextParallel(ulysses_degree=1, kv_exchange="ring", layout=layout)
+        copied = prepare_model(copy.deepcopy(model), mesh, style=style)
+        with InDouble():
+            want = alone(model, ids, documents)
+            got = packed(copied, ContextParallelHandler(mesh, style), ids, documents)
+        worst = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, want, strict=True)]
+        found[f"{kind} {layout}"] = max(worst)
+    return found
+
+
+@pytest.mark.slow
+def test_packed_documents_are_those_of_each_document_alone(ranks: Ranks) -> None:
+    """Over two ranks the sweep of ``test_every_causal_model`` runs all of these types, plain and padded."""
+    bad = {name: e for found in ranks(4, errors, list(KINDS)) for name, e in found.items() if not e <= 1e-9}
+    assert not bad, bad
+
+
+def test_two_types_are_exact(ranks: Ranks) -> None:
+    for found in ranks(2, errors, ["qwen3_next", "mamba2"]):
+        assert all(error <= 1e-9 for error in found.values()), found
+
+
+@on_ranks
+def steps() -> dict[str, Any]:
+    """Half precision, activation checkpointing, a cache, and the number of transfers of a mixer."""
+    import transformers
+
+    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
+
+    transformers.logging.set_verbosity(50)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    style, ids = ContextParallel(ulysses_degree=1, layout="head_tail"), tokens(24)
+    handler, model = ContextParallelHandler(mesh, style), tiny_causal("mamba2")
+    want = model(input_ids=ids, use_cache=False).logits
+    half = copy.deepcopy(model).bfloat16()
+    one = (half(input_ids=ids, use_cache=False).logits - want).abs().max().item()
+    prepare_model(half, mesh, style=style)
+    local = prepare_batch(handler, {"input_ids": ids, "labels": ids})
+    with record_traffic() as traffic:
+        output = half(**local)
+    cp = (handler.combine(output.logits, 1) - want).abs().max().item()
+    forward = [operation for operation, _ in traffic.entries if operation != "agreement"]
+    trained = prepare_model(copy.deepcopy(model).train(), mesh, style=style)
+    trained(**local).loss.backward()
+    plain = gradients(trained)
+    trained.zero_grad()
+    (getattr(trained, "activation_checkpointing_enable", None) or trained.gradient_checkpointing_enable)()
+    trained(**local).loss.backward()
+    recomputed = (gradients(trained) - plain).abs().max().item()
+    cached = prepare_model(copy.deepcopy(model), mesh, style=style)
+    cache = error_of(lambda: cached(input_ids=local["input_ids"], use_cache=True))
+    return {"half": (one, cp), "forward": forward, "recomputed": recomputed, "cache": cache}
+
+
+def test_half_precision_checkpointing_and_a_cache(ranks: Ranks) -> None:
+    for found in ranks(2, steps):
+        one, cp = found["half"]
+        assert cp <= 2 * one, found["half"]
+        assert found["forward"] == ["all_gather"] * 4, "a convolution and a recurrence in each of two layers"
+        assert found["recomputed"] < 1e-12
+        assert found["cache"].startswith("NotImplementedError") and "cache" in found["cache"]

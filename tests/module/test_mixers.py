@@ -1,0 +1,176 @@
+"""``RecurrentContextParallel``: mixers of a plan over all ranks, with documents, compile, checkpointing; refusals."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from hyper_cp import ContextParallelHandler, RecurrentContextParallel, context_parallel_mesh, split_cp_mesh
+from hyper_cp.mesh.comm import record_traffic
+from hyper_cp.ops import SAVE_LIST
+from tests.harness import mixer
+from tests.harness.ranks import Ranks, error_of, on_ranks, sum_over_ranks
+
+DOCUMENTS = [0, 3, 13, 24]
+
+
+def inputs(length: int = 24) -> Tensor:
+    return torch.randn(2, length, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def alone(documents: list[int] | None) -> tuple[Tensor, Tensor]:
+    """Outputs and gradients of one device, each document by itself."""
+    model, x = mixer.make(), inputs()
+    edges = [0, 24] if documents is None else documents
+    out = torch.cat([model(x[:, a:b]) for a, b in pairwise(edges)], 1)
+    out.square().sum().backward()
+    return out.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def styled(layout: str = "contiguous", degree: int | None = 1, mesh: Any = None) -> tuple[nn.Module, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)) if mesh is None else mesh
+    model = mixer.make()
+    parallelize_module(model, mesh, {"layers.*": RecurrentContextParallel(degree, layout=layout)})
+    return model, ContextParallelHandler(mesh, layout)
+
+
+def gradient(model: nn.Module) -> Tensor:
+    return sum_over_ranks(torch.cat([p.grad.flatten() for p in model.parameters()]))[0]
+
+
+def worst(model: nn.Module, handler: Any, out: Tensor, documents: list[int] | None) -> float:
+    want, want_gradient = alone(documents)
+    got = handler.combine(out.detach(), 1)
+    return max((got - want).abs().max().item(), (gradient(model) - want_gradient).abs().max().item())
+
+
+def recomputed(model: nn.Module, policy: Any = None) -> Any:
+    more = {} if policy is None else {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}
+    return lambda x: checkpoint(model, x, use_reentrant=False, **more)
+
+
+def save_ours(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in SAVE_LIST else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@on_ranks
+def runs() -> dict[str, float]:
+    found, x = {}, inputs()
+    cases: list[Any] = [("contiguous", None, 1), ("head_tail", DOCUMENTS, 1), ("per_document", DOCUMENTS, 1)]
+    cases += [("head_tail", DOCUMENTS, None)] if dist.get_world_size() == 2 else []
+    for layout, documents, degree in cases:
+        model, handler = styled(layout, degree)
+        with handler.documents(documents):
+            out = model(handler.dispatch(x, 1))
+            out.square().sum().backward()
+            found[f"{layout} {degree}"] = worst(model, handler, out, documents)
+    for name, policy in (("recomputed", None), ("saved", save_ours)):
+        model, handler = styled("head_tail")
+        with handler.documents(DOCUMENTS):
+            local = handler.dispatch(x, 1)
+            out = recomputed(model, policy)(local)
+        with record_traffic() as traffic:  # after the block with the documents
+            out.square().sum().backward()
+        gathers = sum(operation == "all_gather" for operation, _ in traffic.entries)
+        assert gathers == (4 if policy else 8), "two mixers, a convolution and a recurrence each"
+        with handler.documents(DOCUMENTS):
+            found[name] = worst(model, handler, out, DOCUMENTS)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_mixers_of_a_plan_are_exact(world: int, ranks: Ranks) -> None:
+    for found in ranks(world, runs):
+        assert all(error <= 1e-10 for error in found.values()), found
+
+
+@on_ranks
+def compiled() -> dict[str, Any]:
+    found, x = {}, inputs()
+    model, handler = styled("head_tail")
+    graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for documents in ([0, 3, 13, 24], [0, 11, 20, 24]):
+        model.zero_grad()
+        stance = torch.compiler.set_stance("fail_on_recompile") if found else nullcontext()
+        with handler.documents(documents), stance:
+            out = graph(handler.dispatch(x, 1))
+            out.square().sum().backward()
+            found[str(documents)] = worst(model, handler, out, documents)
+    return found
+
+
+def test_mixers_compile_into_one_graph_for_all_documents(ranks: Ranks) -> None:
+    for found in ranks(2, compiled):
+        assert all(error <= 1e-10 for error in found.values()), found
+
+
+@on_ranks
+def other_meshes() -> list[float]:
+    """One rank, and a block on another mesh: the plain functions where there is nothing to share."""
+    world = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    family, found = split_cp_mesh(world), []
+    model, _ = styled("contiguous", mesh=world)
+    with context_parallel_mesh(model, family.cp(1)) as handler:
+        out = model(handler.dispatch(inputs(), 1))
+    out.square().sum().backward()
+    want, want_gradient = alone(None)
+    got = torch.cat([p.grad.flatten() for p in model.parameters()])
+    found += [(out - want).abs().max().item(), (got - want_gradient).abs().max().item()]
+    return found
+
+
+def test_mixers_follow_other_meshes(ranks: Ranks) -> None:
+    assert all(error <= 1e-12 for found in ranks(2, other_meshes) for error in found)
+
+
+@on_ranks
+def refusals() -> dict[str, str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+    def run(*kinds: Any, style: Any = None, **options: Any) -> None:
+        model = mixer.make(*kinds, **options)
+        parallelize_module(model, mesh, {"layers.*": style or RecurrentContextParallel()})
+        model(inputs()[:, :12])
+
+    def plan_without_mixers() -> None:
+        parallelize_module(mixer.make(), mesh, {"layers.0": RecurrentContextParallel()})
+
+    bidirectional = type("Bidirectional", (mixer.Mixer,), {"is_causal": False})
+    return {
+        "state": error_of(lambda: run(initial_state=torch.zeros(1))),
+        "cache": error_of(lambda: run(output_final_state=True)),
+        "documents": error_of(lambda: run(cu_seqlens=torch.tensor([0, 12]))),
+        "reverse": error_of(lambda: run(reverse=True)),
+        "conv1d": error_of(lambda: run(mixer.CallsModule)),
+        "idle": error_of(lambda: run(mixer.Idle)),
+        "elsewhere": error_of(lambda: run(mixer.DeltaNetElsewhere)),
+        "bidirectional": error_of(lambda: run(bidirectional)),
+        "heads": error_of(lambda: run(style=RecurrentContextParallel(None), heads=1, size=8)),
+        "degree": error_of(lambda: RecurrentContextParallel(4)),
+        "left out": error_of(plan_without_mixers),
+        "unharmed": error_of(lambda: mixer.make()(inputs())),
+    }
+
+
+def test_wrong_use_is_refused_with_the_reason(ranks: Ranks) -> None:
+    for found in ranks(2, refusals):
+        assert found["state"].startswith("NotImplementedError") and "initial_state" in found["state"]
+        assert "output_final_state" in found["cache"] and "reverse" in found["reverse"]
+        assert found["documents"].startswith("ValueError") and "cu_seqlens" in found["documents"]
+        assert found["conv1d"].startswith("NotImplementedError") and "as a module" in found["conv1d"]
+        assert found["idle"].startswith("RuntimeError") and "this rank's share" in found["idle"]
+        assert "calls none of the functions" in found["elsewhere"]
+        assert "is bidirectional" in found["bidirectional"]
+        assert found["heads"].startswith("ValueError") and "cannot split 1 heads" in found["heads"]
+        assert found["degree"].startswith("ValueError") and "4" in found["degree"]
+        assert "RecurrentContextParallel on ('layers.1" in found["left out"], found["left out"]
+        assert found["unharmed"] == ""

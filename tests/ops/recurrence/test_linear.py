@@ -1,0 +1,124 @@
+"""``linear_recurrence`` against a token-by-token oracle: the whole family, every layout, documents, worlds 1 to 4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp import ContextParallelHandler
+from hyper_cp.mesh.comm import record_traffic
+from hyper_cp.ops import linear_recurrence
+from tests.harness.ranks import Ranks, on_ranks, sum_over_ranks
+from tests.harness.recurrence_oracle import recur
+
+FAMILY = {
+    "retention": (1, False),
+    "scalar": (3, False),
+    "channels": (4, False),
+    "delta": (3, True),
+    "channel-wise delta": (4, True),
+}
+"""Dimensions of the decay, and the delta rule or not."""
+ONE, ROWS = [[0, 3, 4, 31, 48]], [[0, 23, 48], [0, 5, 6, 37, 48]]
+
+
+def tensors(kind: str, length: int, heads: int = 4, kv_heads: int = 2, dk: int = 3, dv: int = 5) -> list[Tensor]:
+    """q, k, v, decay, maybe beta, and the gradient of the output."""
+    g = torch.Generator().manual_seed(length)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64)
+
+    ndim, delta = FAMILY[kind]
+    q, k = random(2, length, kv_heads, dk), random(2, length, kv_heads, dk)
+    k = k / k.norm(dim=-1, keepdim=True)
+    shape = {1: (heads,), 3: (2, length, heads), 4: (2, length, heads, dk)}[ndim]
+    decay = -3 * random(*shape).square()  # strong decays too
+    beta = [random(2, length, heads).sigmoid()] if delta else []
+    return [q, k, random(2, length, heads, dv), decay, *beta, random(2, length, heads, dv)]
+
+
+def wanted(kind: str, given: list[Tensor], documents: Any) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in given[:-1]]
+    out = recur(*leaves[:4], leaves[4] if FAMILY[kind][1] else None, documents)
+    return [out.detach(), *torch.autograd.grad(out, leaves, given[-1])]
+
+
+def share(x: Tensor, at: Tensor) -> Tensor:
+    return x if x.ndim == 1 else x[:, at]
+
+
+@on_ranks
+def errors(cases: list[tuple[str, str, Any, int, int | None]]) -> dict[str, float]:
+    """The largest relative error of outputs and gradients of each case on this rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    found = {}
+    for kind, layout, documents, length, degree in cases:
+        handler = ContextParallelHandler(mesh, layout)
+        with handler.documents(documents):
+            at = handler.position_ids(length)
+        given = tensors(kind, length)
+        leaves = [share(x, at).clone().requires_grad_() for x in given[:-1]]
+        with record_traffic() as traffic:
+            out = linear_recurrence(
+                *leaves,
+                mesh=mesh,
+                layout=layout,
+                documents=documents,
+                ulysses_degree=degree,  # type: ignore[arg-type]
+            )
+            grads = list(torch.autograd.grad(out, leaves, share(given[-1], at)))
+        if FAMILY[kind][0] == 1:  # each rank has the gradient through its own positions
+            grads[3] = sum_over_ranks(grads[3])[0]
+        want = [share(x, at) for x in wanted(kind, given, documents)]
+        scale = [max(1e-3, x.abs().max().item()) for x in want]
+        worst = max((a - b).abs().max().item() / s for a, b, s in zip([out, *grads], want, scale, strict=True))
+        found[f"{kind} {layout} {documents} {length} {degree}"] = worst
+        gathers = [operation for operation, _ in traffic.entries if operation == "all_gather"]
+        if degree == 1 and mesh.size() > 1:
+            assert [operation for operation, _ in traffic.entries if operation != "agreement"] == gathers
+            assert len(gathers) == 2, "one all-gather of states in each direction"
+    return found
+
+
+def check(results: list[dict[str, float]], bar: float = 1e-10) -> None:
+    bad = {name: error for rank in results for name, error in rank.items() if not error <= bar}
+    assert not bad, bad
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_the_family_is_exact_in_every_layout(world: int, ranks: Ranks) -> None:
+    cases: list[Any] = []
+    for i, kind in enumerate(FAMILY):
+        layouts = ["contiguous", "head_tail", "per_document"] if world > 1 else ["contiguous"]
+        for layout in layouts:
+            documents = [ONE, ROWS, None][i % 3] if layout != "per_document" else ONE
+            length = 48 if documents else 24
+            cases.append((kind, layout, documents, length, 1))
+    cases.append(("channel-wise delta", "head_tail", ROWS, 48, 1))
+    cases.append(("delta", "contiguous", None, world, 1))  # one token a rank
+    cases.append(("scalar", "balanced" if world > 1 else "contiguous", ONE, 48, 1))
+    check(ranks(world, errors, cases))
+
+
+def test_heads_are_exchanged(ranks: Ranks) -> None:
+    cases = [
+        (kind, layout, ROWS, 48, degree)
+        for kind, layout, degree in (
+            ("retention", "contiguous", None),
+            ("scalar", "head_tail", 2),
+            ("delta", "head_tail", None),
+            ("channel-wise delta", "contiguous", 2),
+        )
+    ]
+    check(ranks(4, errors, cases))
+
+
+def test_long_pieces_compose(ranks: Ranks) -> None:
+    """More than one piece in each range."""
+    check(ranks(2, errors, [(kind, "head_tail", None, 140, 1) for kind in ("channels", "channel-wise delta")]))
