@@ -64,7 +64,7 @@ TILES = [
     Tile(320, 320, CAUSAL, MANY),
     Tile(320, 320, (-3, 0), MANY),  # bands of packed tiles count from the bottom right
     Tile(256, 256, (-40, 0), SQUARES),
-    Tile(201, 300, (-50, 70), OBLONG),
+    Tile(201, 300, (-50, 100), OBLONG),
     # one key, one query, odd lengths
     Tile(1, 1),
     Tile(77, 1),
