@@ -14,7 +14,7 @@ from ..mesh import cp_mesh
 from ..schedule.documents import read
 
 
-@torch.library.custom_op("hyper_cp::fingerprint", mutates_args=())
+@torch.library.custom_op("hyper_cp::fingerprint", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def fingerprint(documents: Tensor | None, mesh: str) -> Tensor:
     """``[1]`` int64 on the CPU that stands for these documents and this mesh."""
     return torch.tensor([_hash(documents, mesh)])

@@ -105,7 +105,7 @@ class _Shifted:
         return found.masked_fill(crosses.to(found.device).mT[..., None], 0)
 
 
-@torch.library.custom_op("hyper_cp::causal_conv1d", mutates_args=())
+@torch.library.custom_op("hyper_cp::causal_conv1d", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def conv_op(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None, mesh: str, layout: str) -> Tensor:
     """See :func:`causal_conv1d`, without activation."""
     width, dtype = weight.shape[1], accumulation_dtype(x.dtype)
@@ -119,7 +119,7 @@ def conv_op(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | 
     return out.to(x.dtype).movedim(0, 2).contiguous()
 
 
-@torch.library.custom_op("hyper_cp::causal_conv1d_backward", mutates_args=())
+@torch.library.custom_op("hyper_cp::causal_conv1d_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def conv_backward_op(
     dout: Tensor, x: Tensor, weight: Tensor, mark: Tensor, documents: Tensor | None, mesh: str, layout: str
 ) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ class _Work:
         return Passing(self.segments, maps.M, self.axes, self.rank)
 
 
-@torch.library.custom_op("hyper_cp::linear_recurrence", mutates_args=())
+@torch.library.custom_op("hyper_cp::linear_recurrence", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def recurrence_op(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, documents: Tensor | None, settings: str
 ) -> Tensor:
@@ -86,7 +86,7 @@ def recurrence_op(
         return work.segments.join(maps.O + maps.Q @ states).to(v.dtype).contiguous()
 
 
-@torch.library.custom_op("hyper_cp::linear_recurrence_backward", mutates_args=())
+@torch.library.custom_op("hyper_cp::linear_recurrence_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def recurrence_backward_op(
     dout: Tensor,
     q: Tensor,
