@@ -26,6 +26,7 @@ from .kernels.dropout import Dropout, draw_seed
 from .kernels.inputs import TileInputs
 from .kernels.partials import Partials, RowSum, accumulation_dtype, add, like_queries, part
 from .kernels.scores import TileScores, find
+from .recompute import check_recompute, fingerprint
 
 
 class TileEngine:
@@ -266,7 +267,7 @@ def attention_backward_op(
         mark: the fingerprint of the documents that ``out`` was made with.
     """
     options = op_settings(settings)
-    _check_recompute(documents, options.mesh, mark)
+    check_recompute(documents, options.mesh, mark)
     dout, q, k, v = _last_dim_contiguous(dout, q, k, v)
     work = _Work(q, k, v, captured, documents, mask, seed, scale, dropout_p, options, chosen)
     plan, ring = work.schedule, work.cp.ring
@@ -354,36 +355,3 @@ def gradient_of_sinks(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dls
 
 
 attention_op.register_autograd(_differentiate, setup_context=_save)
-
-
-# --------------------------------------------------------------------------- recompute
-#
-# Saved tensors are those of the recompute, if activation checkpointing made one; attributes of ctx are those of the
-# forward. So documents and mesh are kept as attributes and their fingerprint as a saved tensor: backward always uses
-# what the forward used, and detects a recompute that used something else.
-
-
-@torch.library.custom_op("hyper_cp::fingerprint", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def fingerprint(documents: Tensor | None, mesh: str) -> Tensor:
-    """``[1]`` int64 on the CPU that stands for these documents and this mesh."""
-    return torch.tensor([_hash(documents, mesh)])
-
-
-@fingerprint.register_fake
-def _(documents: Tensor | None, mesh: str) -> Tensor:
-    return torch.empty(1, dtype=torch.int64)
-
-
-def _hash(documents: Tensor | None, mesh: str) -> int:
-    return hash((mesh, None if documents is None else read(documents).digest))
-
-
-def _check_recompute(documents: Tensor | None, mesh: str, mark: Tensor) -> None:
-    if _hash(documents, mesh) != mark.item():
-        had = "no packed documents" if documents is None else f"documents={documents.tolist()}"
-        raise RuntimeError(
-            "activation checkpointing recomputed this attention with other packed documents, or on another cp mesh, "
-            f"than its forward had ({had} on {cp_mesh.by_key(mesh)}). The block that gave them "
-            "had ended, or another one was active. Pass documents= to the styled module as a keyword argument (through "
-            "the checkpointed function), or run backward inside the block"
-        )

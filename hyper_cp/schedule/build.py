@@ -142,8 +142,8 @@ def _step(
 def _listed(
     listed: BlockMap, rows: Numbers, keys: Numbers, full: Numbers, block: Numbers, cuts: list[tuple[int, Tile]]
 ) -> tuple[Numbers, Numbers, list[tuple[int, Tile]]]:
-    """What is left of :meth:`Seen.rectangles` in listed blocks: full rectangles become smaller, tiles that the band
-    cuts stay whole or go."""
+    """Restrict the result of :meth:`Seen.rectangles` to listed blocks: full rectangles become smaller, tiles that the
+    band cuts stay whole or go."""
 
     def shifts(q: int, at: int) -> tuple[int, int]:
         row = rows[np.searchsorted(rows[:, 0], q, "right") - 1]

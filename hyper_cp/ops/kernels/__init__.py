@@ -23,7 +23,7 @@ from . import cpu, cuda, npu
 from .inputs import Kernel, TileInputs
 from .operators import OperatorKernel
 from .reference import KERNEL as REFERENCE
-from .scores import fused
+from .scores import flex_kernel
 
 __all__ = [
     "REFERENCE",
@@ -187,4 +187,4 @@ register(cpu.KERNEL, "cpu", cpu.accepts, plain_with_dropout=True)  # as F.scaled
 register(npu.KERNEL, "npu", npu.accepts)
 for _kernel in cuda.KERNELS.values():
     register(_kernel, "cuda", partial(cuda.accepts, _kernel))
-register(fused.KERNEL, "cuda", fused.accepts, scores=True)
+register(flex_kernel.KERNEL, "cuda", flex_kernel.accepts, scores=True)
