@@ -27,11 +27,12 @@ def band_mask(rows: int, cols: int, band: Band, device: torch.device) -> Tensor 
 def additive_mask(rows: int, cols: int, band: Band, mask: Tensor | None, like: Tensor) -> Tensor:
     """A band and an explicit mask (bool: True is visible; or added to the logits) as one additive
     mask ``[1|b, 1|H, rows, cols]`` of the dtype of ``like``."""
-    bias = torch.zeros(1, 1, rows, cols, dtype=like.dtype, device=like.device)
+    shape = (1, 1, rows, cols) if mask is None else torch.broadcast_shapes((1, 1, rows, cols), mask.shape)
+    bias = torch.zeros(shape, dtype=like.dtype, device=like.device)  # every further step is in place: it may be large
     if mask is not None:
-        bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask.to(bias.dtype)
+        bias = bias.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else bias.copy_(mask)
     visible = band_mask(rows, cols, band, like.device)
-    return bias if visible is None else bias.masked_fill(~visible, -torch.inf)
+    return bias if visible is None else bias.masked_fill_(~visible, -torch.inf)
 
 
 class ReferenceKernel:
