@@ -7,6 +7,7 @@ Sections (``--only`` chooses):
 
 kernels   every kernel of the device against attention written out in fp64, on every kind of tile
 layouts   the same with q, k, v, out and dout in every memory layout
+merges    partials and gradients are added up in Triton (CUDA)
 replays   kernels in CUDA graphs, and the op in compiled functions that get other documents
 engine    forward and backward with n = 2, 4, 8 ranks as threads of this process, and under autocast
 tiles     times of tiles over plain SDPA of the same shape
@@ -26,10 +27,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
-from device_checks import ranks, replays, tiles, times
+from device_checks import merges, ranks, replays, tiles, times
 from device_checks.results import CRASHED, Result
 
-SECTIONS = "kernels", "layouts", "replays", "engine", "tiles", "shares"
+SECTIONS = "kernels", "layouts", "merges", "replays", "engine", "tiles", "shares"
 
 
 def section(name: str, device: str, dtype: torch.dtype, args: argparse.Namespace) -> Iterator[Result | str]:
@@ -39,6 +40,8 @@ def section(name: str, device: str, dtype: torch.dtype, args: argparse.Namespace
         yield from tiles.check_kernels(device, dtypes)
     elif name == "layouts":
         yield from tiles.check_layouts(device, dtype)
+    elif name == "merges":
+        yield from merges.check_merges(device, dtype)
     elif name == "replays":
         yield from replays.check_graphs(device, dtype)
         yield from replays.check_compiled(device, dtype, args.compile)
@@ -73,11 +76,11 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--failures", action="store_true", help="print failures and times only")
-    on_accelerator = ["aot_eager", "inductor", "inductor/reduce-overhead"]
+    on_cuda = ["aot_eager", "inductor", "inductor/reduce-overhead"]
     parser.add_argument("--compile", nargs="*", help="compiler backends, with a mode after a slash")
     args = parser.parse_args(given)
     if args.compile is None:
-        args.compile = on_accelerator if args.device != "cpu" else ["aot_eager"]
+        args.compile = on_cuda if args.device.startswith("cuda") else ["aot_eager"]
     return args
 
 

@@ -1,9 +1,10 @@
-"""Measures on real ranks how much communication a step hides: on any accelerator, or on gloo.
+"""Checks every mode on real ranks, and measures how much communication it hides: on any accelerator, or on gloo.
 
     torchrun --nproc-per-node 8 benchmarks/device_overlap.py                       # GPUs or NPUs of one host
     torchrun --nproc-per-node 2 benchmarks/device_overlap.py --device cpu --length 2048 --dtype float32
 
-For each mode it times three steps, forward and backward of one causal attention call: the step itself, the same one
+First each mode is compared with attention written out in fp64, on a short sequence; the exit code is 1 if one differs.
+Then three steps of each are timed, forward and backward of one causal attention call: the step itself, the same one
 with transfers that bring nothing (computation alone), and the same one with a kernel that computes nothing
 (communication alone; partials are still merged). The share of communication that is hidden is
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -24,12 +26,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from device_checks.ranks import SilentAxis
+from device_checks.results import Result, check
+from device_checks.tiles import CAUSAL, SCALE, Tile, answer, tensors_of, visible_of
 from device_checks.times import NoKernel, seconds
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hyper_cp.mesh import cp_mesh
 from hyper_cp.ops import attention, kernels
+from hyper_cp.schedule.lookup import resolve
 
 MODES: dict[str, dict[str, Any]] = {
     "ring, head_tail": {"kv_exchange": "ring", "layout": "head_tail"},
@@ -41,6 +46,37 @@ MODES: dict[str, dict[str, Any]] = {
     "hybrid of 2, ring": {"ulysses_degree": 2, "kv_exchange": "ring", "layout": "head_tail"},
     "hybrid of 2, ring, 2 groups": {"ulysses_degree": 2, "kv_exchange": "ring", "head_groups": 2},
 }
+
+
+Modes = Iterator[tuple[str, cp_mesh.CPMesh, dict[str, Any]]]
+
+
+def modes(mesh: DeviceMesh, args: argparse.Namespace) -> Modes:
+    """The modes that run on this mesh, each with its view of the mesh and its arguments of ``attention``."""
+    for name, settings in MODES.items():
+        if possible(settings, mesh.size(), args):
+            rest = {key: value for key, value in settings.items() if key != "ulysses_degree"}
+            yield name, cp_mesh.view(mesh, settings.get("ulysses_degree", 1)), rest
+
+
+def compare(mesh: DeviceMesh, args: argparse.Namespace) -> Iterator[Result]:
+    """Output and gradients of every mode on this rank, for a sequence of which every rank knows all."""
+    dtype, rows = getattr(torch, args.dtype), min(args.length, 128 * mesh.size())
+    tile = Tile(rows, rows, CAUSAL, batch=1, heads=(args.heads, args.kv_heads), dims=(args.dim, args.dim))
+    wholes = tensors_of(tile, mesh.device_type, dtype)
+    want = answer(*wholes, visible_of(tile, mesh.device_type), SCALE)
+    del want[1]  # the log-sum-exp
+    for name, cp, mode in modes(mesh, args):
+        mine = resolve(mode.get("layout", "contiguous"), mesh.size(), rows).positions(cp.rank).to(wholes[0].device)
+
+        def step(mine: Tensor = mine, cp: cp_mesh.CPMesh = cp, mode: dict[str, Any] = mode) -> Any:
+            q, k, v, dout = (x[:, :, mine].detach() for x in wholes)
+            inputs = [x.requires_grad_() for x in (q, k, v)]
+            out = attention(*inputs, mesh=cp, is_causal=True, enable_gqa=True, scale=SCALE, **mode)
+            found = out.detach(), *torch.autograd.grad(out, inputs, dout)
+            return list(zip(found, (x[:, :, mine] for x in want), strict=True))
+
+        yield check(f"{name}, rank {cp.rank} of {mesh.size()}, {dtype}", dtype, step)
 
 
 def silent(cp: cp_mesh.CPMesh) -> cp_mesh.CPMesh:
@@ -67,11 +103,7 @@ def measure(mesh: DeviceMesh, args: argparse.Namespace) -> Iterator[tuple[str, f
         torch.randn(1, rows, heads, args.dim, device=device, dtype=dtype).transpose(1, 2)
         for heads in (args.heads, args.kv_heads, args.kv_heads, args.heads)
     ]
-    for name, settings in MODES.items():
-        if not possible(settings, ranks, args):
-            continue
-        mode = dict(settings)
-        cp = cp_mesh.view(mesh, mode.pop("ulysses_degree", 1))
+    for name, cp, mode in modes(mesh, args):
 
         def step(cp: cp_mesh.CPMesh = cp, mode: dict[str, Any] = mode) -> tuple[Tensor, ...]:
             inputs = [x.detach().requires_grad_() for x in tensors[:3]]
@@ -111,7 +143,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def main() -> None:
+def main() -> int:
     args = arguments()
     device = torch.device(args.device)
     if device.type != "cpu":
@@ -121,11 +153,15 @@ def main() -> None:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
     if dist.get_rank() == 0:
         print(f"{mesh.size()} ranks, S={args.length} H{args.heads}/{args.kv_heads} D{args.dim} {args.dtype}, causal")
+    failed = [result for result in compare(mesh, args) if not result.passed]
+    for result in failed:
+        print(f"FAILED  {result}", flush=True)
     for row in measure(mesh, args):
         if dist.get_rank() == 0:
             print(line(*row), flush=True)
     dist.destroy_process_group()
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -29,7 +29,7 @@ from hyper_cp import (
 from hyper_cp.ops import attention
 
 HEADS, DIM, VOCAB, LONGEST = 8, 8, 16, 72
-BY_DOCUMENTS = ("per_document", "auto")
+BY_DOCUMENTS = ("per_document", "auto", "balanced")
 
 Results = Iterator[tuple[str, Tensor, Tensor]]
 """``(name, value, expected value)``"""
@@ -37,11 +37,18 @@ Results = Iterator[tuple[str, Tensor, Tensor]]
 # --------------------------------------------------------------------------- one device, which shares no code
 
 
-def one_device(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+def one_device(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softcap: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Attention ``[B, H, S, D]`` in plain math; ``seen`` broadcasts to ``[B, H, S, S]``."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     logits = torch.einsum("bhid,bhjd->bhij", q, k) * q.shape[-1] ** -0.5
-    return torch.einsum("bhij,bhjd->bhid", logits.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    logits = logits.masked_fill(~seen, -torch.inf)
+    if sinks is not None:  # one more column, which has no value
+        logits = torch.cat((logits, sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)), -1)
+    weights = logits.softmax(-1)[..., : k.shape[2]]
+    return torch.einsum("bhij,bhjd->bhid", weights, v)
 
 
 def numbers(rows: Sequence[Sequence[int]], length: int) -> Tensor:
@@ -176,20 +183,24 @@ def call(draw: Draw) -> Results:
         seen = seen & mask
     whole = [draw.normal(batch, h, length, DIM, dtype=dtype).requires_grad_() for h in (HEADS, kv_heads, kv_heads)]
     grad = draw.normal(batch, HEADS, length, DIM, dtype=dtype)
+    sinks = draw.normal(HEADS, dtype=dtype).requires_grad_() if draw.maybe(0.3) else None
+    softcap = draw.rng.choice((None, None, 0.7))
     keywords = {name: x for name, x in mode.items() if name not in ("ulysses_degree", "head_groups")}
     handler = ContextParallelHandler(mesh, ContextParallel(2, 1, mode["ulysses_degree"], **keywords))
     needed = mode["layout"] in BY_DOCUMENTS or not causal
     with handler.documents(rows or ([0, length] if needed else None)) as table:
         q, k, v = (handler.dispatch(x, 2, pad_value=0) for x in whole)
         options = {"is_causal": causal, "attn_mask": mask, "documents": table, "enable_gqa": True}
-        out = handler.combine(attention(q, k, v, mesh=mesh, **options, **mode), 2, length=length)
+        local = attention(q, k, v, mesh=mesh, softcap=softcap, sinks=sinks, **options, **mode)
+        out = handler.combine(local, 2, length=length)
         out.backward(grad)
+    whole += [] if sinks is None else [sinks]
     exact = [x.detach().double().requires_grad_() for x in whole]
-    expected = one_device(*exact, seen)
+    expected = one_device(*exact[:3], seen, softcap, *exact[3:])
     expected.backward(grad.double())
     yield "output", out, expected
     grads = summed([x.grad for x in whole], whole, mesh.get_group())
-    yield from zip(("dq", "dk", "dv"), grads, (x.grad for x in exact), strict=True)
+    yield from zip(("dq", "dk", "dv", "gradient of sinks"), grads, (x.grad for x in exact), strict=False)
 
 
 def compare_training(model: nn.Module, reference: nn.Module, loss: Tensor, expected: Tensor, group: Any) -> Results:

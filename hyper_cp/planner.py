@@ -252,7 +252,7 @@ def plan(
     found = [e for mode in candidates for e in estimator.estimates(mode, estimator.cost(mode), kinds, losses)]
     found = _sorted(found)
     return PlanReport(
-        tuple(replace(e, why=explain(e, found[0], problem.memory_bytes)) for e in found),
+        tuple(replace(e, why=explain(e, found[0], problem.memory_bytes, shape.layers)) for e in found),
         shape,
         devices,
         gpus,

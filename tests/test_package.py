@@ -65,6 +65,7 @@ HOME = "module/_torch/"
 
 WRITES = "the counter of writes to a tensor, for which PyTorch has no public name"
 VIEWS = "the tensor whose memory a view shares, for which PyTorch has no public name"
+AUTOGRAD = "autograd inside an op, for which PyTorch has no public name: see the comment there"
 READS = "read by transformers itself of a model's class or configuration"
 PRIVATE_ELSEWHERE = {
     ("context_manager.py", "_version"): WRITES,
@@ -74,6 +75,9 @@ PRIVATE_ELSEWHERE = {
     ("module/running_call.py", "_base"): VIEWS,
     ("ops/masks.py", "_version"): WRITES,
     ("ops/masks.py", "_base"): VIEWS,
+    ("ops/kernels/scores/flex_kernel.py", "_C"): AUTOGRAD,
+    ("ops/kernels/scores/flex_kernel.py", "_dispatch_tls_is_dispatch_key_excluded"): AUTOGRAD,
+    ("ops/kernels/scores/flex_kernel.py", "_dispatch_tls_set_dispatch_key_excluded"): AUTOGRAD,
     ("context_manager.py", "_base"): VIEWS,
     ("verification/record/trace.py", "_version"): WRITES,
     ("integrations/huggingface/checks.py", "_can_set_attn_implementation"): READS,

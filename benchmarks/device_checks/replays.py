@@ -16,7 +16,7 @@ from hyper_cp.ops import engine, kernels
 from hyper_cp.schedule.documents import documents_table
 
 from .ranks import settings_of
-from .results import REFUSALS, Result, check
+from .results import Result, check, refusal
 from .tiles import CAUSAL, FULL, SCALE, Tile, answer, tensors_of, visible_of
 
 Pairs = list[tuple[Tensor, Tensor]]
@@ -59,8 +59,8 @@ def check_graphs(device: str, dtype: torch.dtype) -> Iterator[Result]:
     """Every kernel that is captured, on tiles whose kernels are the same in every replay."""
     for name, kernel in kernels.available(torch.device(device).type).items():
         for tile in (TILE, replace(TILE, band=FULL)):
-            what, refusal = f"CUDA graph: {name} {dtype} {tile}", REFUSALS.get((name, dtype), "")
-            yield check(what, dtype, lambda k=kernel, t=tile: captured(k, t, device, dtype), refusal)
+            what, permitted = f"CUDA graph: {name} {dtype} {tile}", refusal(name, dtype, tile.kind)
+            yield check(what, dtype, lambda k=kernel, t=tile: captured(k, t, device, dtype), permitted)
 
 
 def compiled(device: str, dtype: torch.dtype, backend: str, options: dict[str, Any]) -> Pairs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,17 +12,21 @@ from torch import Tensor
 OK, WRONG, NOT_FINITE, CRASHED, REFUSED, ABSENT = "ok", "WRONG", "NOT FINITE", "CRASHED", "refused", "absent"
 PASSING = OK, REFUSED, ABSENT
 
-HALF_ONLY = "the operator takes bfloat16 and float16 only"
-REFUSALS: dict[tuple[str, torch.dtype], str] = {
-    ("cuda flash", torch.float32): HALF_ONLY,
-    ("cuda flash", torch.float64): HALF_ONLY,
-    ("cuda cudnn", torch.float32): HALF_ONLY,
-    ("cuda cudnn", torch.float64): HALF_ONLY,
-    ("cuda memory-efficient", torch.float64): "the operator takes no float64",
-    ("npu fusion attention", torch.float64): "the operator takes no float64",
-}
-"""Dtypes that a kernel may refuse, with the reason. Every other error is a failure, and a kernel that runs in spite of
-an entry has to be right."""
+HALF_ONLY = "FlashAttention and cuDNN take bfloat16 and float16 only"
+REFUSALS: list[tuple[str, Sequence[torch.dtype], str, str]] = [
+    (r"cuda (flash|cudnn)\b.*", (torch.float32, torch.float64), "any", HALF_ONLY),
+    (r"cuda memory-efficient\b.*", (torch.float64,), "any", "the operator takes no float64"),
+    (r"cuda memory-efficient", (torch.float32,), "packed or banded", HALF_ONLY + ", and do these tiles of this kernel"),
+    (
+        r"cuda .* without .*memory-efficient",
+        (),
+        "banded",
+        "only the memory-efficient operator takes a mask",
+    ),
+    (r"npu fusion attention", (torch.float64,), "any", "the operator takes no float64"),
+]
+"""Refusals that are permitted: a kernel's name, dtypes (none: all), kinds of tiles, and the reason. Every other error
+is a failure, and a kernel that runs in spite of an entry has to be right."""
 
 BARS = {torch.float64: 1e-10, torch.float32: 5e-6}
 """The largest error of a tensor, relative to its largest element; 3e-2 in bfloat16 and float16."""
@@ -44,17 +49,27 @@ class Result:
         return f"{self.status:10} {self.error:9.2e}  {self.what}" + (f": {self.note}" if self.note else "")
 
 
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""Results and what is expected."""
+
+
+def refusal(kernel: str, dtype: torch.dtype, kind: str = "") -> str:
+    """The reason why a kernel may refuse a dtype, or tiles of a kind, by a ``RuntimeError``; empty if it may not."""
+    for name, dtypes, kinds, reason in REFUSALS:
+        if re.fullmatch(name, kernel) and (dtype in dtypes or not dtypes) and (kinds == "any" or kind in kinds.split()):
+            return reason
+    return ""
+
+
 def bar(dtype: torch.dtype) -> float:
     return BARS.get(dtype, 3e-2)
 
 
-def check(
-    what: str, dtype: torch.dtype, run: Callable[[], Sequence[tuple[Tensor, Tensor]]], refusal: str = ""
-) -> Result:
+def check(what: str, dtype: torch.dtype, run: Callable[[], Pairs], permitted: str = "") -> Result:
     """Run a check that returns pairs of a result and what is expected, and judge it.
 
     Args:
-        refusal: the reason why the run may raise a ``RuntimeError`` instead; empty if it may not.
+        permitted: the reason why the run may raise a ``RuntimeError`` instead; empty if it may not.
     """
     try:
         pairs = run()
@@ -63,12 +78,12 @@ def check(
         return judge(what, dtype, pairs)
     except Exception as error:
         text = f"{type(error).__name__}: {str(error).strip()[:300]}"
-        if refusal and isinstance(error, RuntimeError):
-            return Result(REFUSED, what, note=f"{refusal} ({text[:90]})")
+        if permitted and isinstance(error, RuntimeError):
+            return Result(REFUSED, what, note=f"{permitted} ({text[:90]})")
         return Result(CRASHED, what, float("inf"), text)
 
 
-def judge(what: str, dtype: torch.dtype, pairs: Sequence[tuple[Tensor, Tensor]]) -> Result:
+def judge(what: str, dtype: torch.dtype, pairs: Pairs) -> Result:
     """Compare results with what is expected: finite where that is, and within the bar of the dtype."""
     worst, largest = 0.0, max(_size(x) for _, x in pairs)
     for found, expected in pairs:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hyper_cp.ops import kernels
 
-from .results import REFUSALS, Result, check
+from .results import Result, check, refusal
 
 Band = tuple[int | None, int | None]
 Parts = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
@@ -35,6 +35,12 @@ class Tile:
     batch: int = 2
     heads: tuple[int, int] = (8, 2)
     dims: tuple[int, int] = (64, 64)
+
+    @property
+    def kind(self) -> str:
+        """``"packed"``, ``"banded"`` if an operator for rectangles cannot express it, or ``"dense"``."""
+        square = self.band == CAUSAL and self.rows == self.cols
+        return "packed" if self.parts else "dense" if square or self.band == FULL else "banded"
 
     def __str__(self) -> str:
         packed = f" packed, {len(self.parts)} parts" if self.parts else ""
@@ -175,8 +181,8 @@ def check_kernels(device: str, dtypes: Sequence[torch.dtype]) -> Iterator[Result
         for tile in TILES:
             tensors = tensors_of(tile, device, dtype)
             for name, kernel in found.items():
-                what, refusal = f"{name} {dtype} {tile}", REFUSALS.get((name, dtype), "")
-                yield check(what, dtype, lambda k=kernel, t=tile, x=tensors: run_tile(k, t, x, {}, device), refusal)
+                what, permitted = f"{name} {dtype} {tile}", refusal(name, dtype, tile.kind)
+                yield check(what, dtype, lambda k=kernel, t=tile, x=tensors: run_tile(k, t, x, {}, device), permitted)
         for tile in MIXED:
             tensors = tensors_of(tile, device, dtype)
             chosen = kernels.get(kernels.choose(*tensors[:3], tile.band == CAUSAL), *tensors[:3])
@@ -190,9 +196,9 @@ def check_layouts(device: str, dtype: torch.dtype) -> Iterator[Result]:
         for tile in IN_EVERY_LAYOUT:
             tensors = tensors_of(tile, device, dtype)
             for how, layouts in arrangements(tile, tensors):
-                what, refusal = f"{name} {dtype} {tile}, {how}", REFUSALS.get((name, dtype), "")
+                what, permitted = f"{name} {dtype} {tile}, {how}", refusal(name, dtype, tile.kind)
                 run = lambda k=kernel, t=tile, x=tensors, w=layouts: run_tile(k, t, x, w, device)  # noqa: E731
-                yield check(what, dtype, run, refusal)
+                yield check(what, dtype, run, permitted)
 
 
 def timed_tiles(length: int, heads: tuple[int, int], dim: int) -> list[Tile]:

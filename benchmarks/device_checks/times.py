@@ -15,7 +15,7 @@ from torch import Tensor
 from hyper_cp.ops import kernels
 
 from .ranks import MODES, SilentAxis, mesh_of, share
-from .results import REFUSALS
+from .results import refusal
 from .tiles import CAUSAL, SCALE, tensors_of, timed_tiles
 
 
@@ -46,7 +46,7 @@ def time_tiles(device: str, dtype: torch.dtype, args: argparse.Namespace) -> Ite
 
         base = seconds(plain, device, args.rounds)
         for name, kernel in kernels.available(torch.device(device).type).items():
-            if (name, dtype) in REFUSALS or (name == "reference" and tile.rows > 4096):
+            if refusal(name, dtype, tile.kind) or (name == "reference" and tile.rows > 4096):
                 continue  # plain math would need the memory of all logits
 
             def run(kernel: Any = kernel, tile: Any = tile, x: Any = (q, k, v, dout)) -> Any:

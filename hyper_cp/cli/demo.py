@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -23,9 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from .. import ContextParallel, ContextParallelHandler, styled_modules
+from ..memory import MemoryCounter
 from ..mesh.comm import record_traffic
 from .demo_model import Llama, LlamaConfig
-from .demo_report import ONE_RANK, TOLERANCE, Result, peak_bytes, progress, reset_peak, save_picture, table
+from .demo_report import ONE_RANK, TOLERANCE, Result, progress, save_picture, table
 
 MODES: dict[str, dict[str, Any]] = {
     "ulysses": {"ulysses_degree": None},
@@ -95,16 +97,15 @@ def train(name: str, mode: dict[str, Any] | None, args: argparse.Namespace) -> R
     model, handler = build(mode)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     positions = torch.arange(args.seq_len) if handler is None else handler.position_ids(args.seq_len)
-    reset_peak()
-    losses, seconds = [], []
+    losses, seconds, activations = [], [], 0
     with record_traffic() as traffic:
         for step, (tokens, labels) in enumerate(text_batches(args.seq_len, args.steps)):
             start = time.perf_counter()
             if handler is not None:
                 tokens, labels = handler.dispatch(tokens, seq_dim=1), handler.dispatch(labels, seq_dim=1)
-            logits = model(tokens, positions)
-            # This rank's share of the mean over the whole sequence: a local sum over the global number of tokens.
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / args.seq_len
+            with MemoryCounter() if step == 0 else nullcontext() as memory:
+                loss = share_of_loss(model, tokens, labels, positions, args.seq_len)
+            activations = activations if memory is None else memory.alive["cpu"]
             optimizer.zero_grad()
             loss.backward()
             total = loss.detach() if handler is None else sum_over_ranks(loss.detach(), model)
@@ -113,7 +114,13 @@ def train(name: str, mode: dict[str, Any] | None, args: argparse.Namespace) -> R
             seconds.append(time.perf_counter() - start)
             progress(name, step + 1, args.steps, losses[-1])
     rate = args.seq_len / sorted(seconds)[len(seconds) // 2]
-    return Result(losses, rate, peak_bytes(), traffic.bytes_sent // args.steps)
+    return Result(losses, rate, activations, traffic.bytes_sent // args.steps)
+
+
+def share_of_loss(model: Llama, tokens: Tensor, labels: Tensor, positions: Tensor, length: int) -> Tensor:
+    """This rank's share of the mean over the whole sequence: a local sum over the global number of tokens."""
+    logits = model(tokens, positions)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / length
 
 
 def sum_over_ranks(loss: Tensor, model: Llama) -> Tensor:
@@ -136,7 +143,7 @@ def gather(result: Result) -> Result:
     return Result(
         result.losses,
         min(p.tokens_per_second for p in parts),
-        max(p.peak_bytes for p in parts),
+        max(p.activation_bytes for p in parts),
         max(p.bytes_per_step for p in parts),
     )
 
@@ -166,8 +173,8 @@ def report(results: dict[str, Result], args: argparse.Namespace) -> int:
           f"{args.steps} steps, fp32, torch {torch.__version__}")  # fmt: skip
     print("\n".join(lines))
     print(
-        "peak MiB: largest resident memory of a rank, torch itself included. sent MiB/step: bytes that hyper_cp sends "
-        "per rank,\nwithout the all-reduce of the replicated parameters' gradients."
+        "activations: bytes of tensors that a rank keeps between forward and backward, and what one rank alone needs.\n"
+        "sent MiB/step: bytes that hyper_cp sends per rank, without the all-reduce of the gradients of parameters."
     )
     save_picture(results, args.out)
     print(f"loss curves: {args.out}")

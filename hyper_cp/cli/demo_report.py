@@ -25,26 +25,9 @@ class Result:
 
     losses: list[float]
     tokens_per_second: float
-    peak_bytes: int
+    activation_bytes: int
+    """The most that a rank keeps between forward and backward."""
     bytes_per_step: int
-
-
-def peak_bytes() -> int:
-    """Return the peak resident memory of this process since :func:`reset_peak` (0 where the system is not Linux)."""
-    try:
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-    except (OSError, StopIteration):
-        return 0
-
-
-def reset_peak() -> None:
-    """Start a new measurement of peak memory."""
-    try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-    except OSError:
-        return  # the peak then covers the whole life of the process
 
 
 def progress(name: str, step: int, steps: int, loss: float) -> None:
@@ -62,7 +45,9 @@ def progress(name: str, step: int, steps: int, loss: float) -> None:
 def table(results: dict[str, Result]) -> tuple[list[str], list[str]]:
     """Return the lines of the final table, and the names of the modes whose losses are wrong."""
     reference = results[ONE_RANK].losses
-    lines = [f"{'mode':22} {'final loss':>10} {'max |diff|':>10} {'tokens/s':>9} {'peak MiB':>9} {'sent MiB/step':>14}"]
+    whole = results[ONE_RANK].activation_bytes / 2**20
+    titles = f"{'final loss':>10} {'max |diff|':>10} {'tokens/s':>9} {'activations, MiB':>17} {'sent MiB/step':>14}"
+    lines = [f"{'mode':22} {titles}"]
     wrong = []
     for name, r in results.items():
         differences = [abs(a - b) for a, b in zip(r.losses, reference, strict=True)]
@@ -70,7 +55,7 @@ def table(results: dict[str, Result]) -> tuple[list[str], list[str]]:
             wrong.append(name)
         lines.append(
             f"{name:22} {r.losses[-1]:>10.5f} {max(differences):>10.1e} {r.tokens_per_second:>9.0f} "
-            f"{r.peak_bytes / 2**20:>9.0f} {r.bytes_per_step / 2**20:>14.2f}"
+            f"{f'{r.activation_bytes / 2**20:.1f} of {whole:.1f}':>17} {r.bytes_per_step / 2**20:>14.2f}"
         )
     return lines, wrong
 

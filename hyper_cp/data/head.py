@@ -173,10 +173,7 @@ def _of_weight(hidden: Tensor, labels: Tensor, weight: Tensor, bias: Tensor | No
         grads = [Partial() if split and isinstance(p, Shard) else q for p, q in _pairs(weight, placed)]
         hidden = placed.to_local(grad_placements=grads)
     weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (weight, bias))  # type: ignore[assignment]
-    out: Tensor = _LogProbs.apply(
-        hidden.flatten(0, -2), weight, bias, labels.flatten().to(hidden.device), logits, vocabulary
-    )
-    out = out.view(labels.shape)
+    out: Tensor = _LogProbs.apply(hidden, weight, bias, labels.to(hidden.device), logits, vocabulary)
     return out if placed is None else DTensor.from_local(out, placed.device_mesh, placed.placements, run_check=False)
 
 
@@ -225,7 +222,8 @@ def _check_whole(hidden: DTensor, mesh: DeviceMesh) -> None:
 
 
 class _LogProbs(torch.autograd.Function):
-    """Hidden states ``[N, width]``, weight, bias and labels ``[N]`` to log-probabilities ``[N]``."""
+    """Hidden states ``[*, width]``, weight, bias and labels ``[*]`` to log-probabilities ``[*]``, which are no view:
+    FSDP2 warns of modules that return one."""
 
     @staticmethod
     def forward(
@@ -238,7 +236,7 @@ class _LogProbs(torch.autograd.Function):
         vocabulary: _Vocabulary,
     ) -> Tensor:
         loop = _Loop(hidden, weight, bias, labels, logits, vocabulary)
-        exponents = loop.hidden.new_empty(len(labels), dtype=loop.exact)
+        exponents = hidden.new_empty(labels.numel(), dtype=loop.exact)
         chosen = torch.zeros_like(exponents)
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in loop.chunks():
@@ -252,8 +250,7 @@ class _LogProbs(torch.autograd.Function):
             exponents, chosen = torch.logsumexp(parts[:, 0], 0), parts[:, 1].sum(0)
         ctx.save_for_backward(hidden, weight, bias, labels, exponents)
         ctx.logits, ctx.vocabulary, ctx.dtype = logits, vocabulary, loop.dtype
-        counts = labels != logits.ignore_index
-        return torch.where(counts, chosen - exponents, 0)
+        return torch.where(labels == logits.ignore_index, 0, (chosen - exponents).view(labels.shape))
 
     @staticmethod
     @once_differentiable
@@ -262,16 +259,16 @@ class _LogProbs(torch.autograd.Function):
         loop = _Loop(hidden, weight, bias, labels, ctx.logits, ctx.vocabulary, ctx.dtype)
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         grads = [
-            torch.empty_like(hidden) if of_hidden else None,
+            torch.empty_like(loop.hidden) if of_hidden else None,
             torch.zeros_like(weight, dtype=loop.exact) if of_weight else None,
             torch.zeros_like(bias, dtype=loop.exact) if of_bias and bias is not None else None,
         ]
-        grad = torch.where(labels == ctx.logits.ignore_index, 0, grad.to(loop.exact))
+        grad = torch.where(labels == ctx.logits.ignore_index, 0, grad.to(loop.exact)).flatten()
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in loop.chunks():
                 loop.differentiate(rows, exponents[rows], grad[rows], *grads)
         of_parameters = (g if g is None else g.to(x.dtype) for g, x in zip(grads[1:], (weight, bias), strict=True))
-        return (grads[0], *of_parameters, None, None, None)
+        return (None if grads[0] is None else grads[0].view(hidden.shape), *of_parameters, None, None, None)
 
 
 class _Loop:
@@ -298,7 +295,8 @@ class _Loop:
             )
         self.dtype = dtype or hidden.dtype
         self.exact = torch.promote_types(self.dtype, torch.float32)
-        self.hidden, self.labels, self.logits, self.vocabulary = hidden, labels, logits, vocabulary
+        self.hidden, self.labels = hidden.reshape(-1, hidden.shape[-1]), labels.flatten()
+        self.logits, self.vocabulary = logits, vocabulary
         self.scale, self.softcap = float(logits.scale), None if logits.softcap is None else float(logits.softcap)
         self.weight, self.bias = weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
 

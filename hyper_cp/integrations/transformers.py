@@ -42,6 +42,7 @@ from .huggingface.checks import (
     check_model,
     decoder_of,
     has_attention,
+    masks_by_types,
     mixers_of,
     own_positions,
 )
@@ -53,6 +54,8 @@ from .huggingface.rotary import prepare_rotary
 __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
 
 IGNORE = -100
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Names of the types of tokens (text, image ...) in batches."""
 
 
 def prepare_model(
@@ -152,7 +155,18 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
         local["position_ids"] = at.clamp(max=whole.length - 1)
     last = whole.length - 1 if positions is None else positions.max()
     counted = None if counted is None else handler.local_share(counted, 1, placed_by)
-    return {**local, "context_parallel": replace(prepared(state, last, counted), numbered=positions is None)}
+    types = {
+        name: _types(entries[name], mask, padding) for name in TOKEN_TYPES if isinstance(entries.get(name), Tensor)
+    }
+    ready = replace(prepared(state, last, counted), numbered=positions is None, token_types=types)
+    return {**local, "context_parallel": ready}
+
+
+def _types(types: Tensor, mask: Any, padding: tuple[int, int]) -> Tensor:
+    """Types of all tokens ``[B, S]``, -1 on padding."""
+    types = F.pad(types, padding, value=-1)
+    hidden = isinstance(mask, Tensor) and mask.ndim == 2
+    return types.masked_fill(~mask.bool(), -1) if hidden else types
 
 
 def prepared(attention: AttentionState, last_position: int | Tensor, counted: Tensor | None) -> PreparedBatch:
@@ -319,15 +333,28 @@ class HeadHook:
         self.decoder, self.chunked = decoder, chunked
         self.formula_checked = False
 
-    def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse arguments that the head would apply to this rank's share only."""
-        forward.offer(kwargs.get("context_parallel"))
+    def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Refuse arguments that the head would apply to this rank's share only. A model that makes masks of the types
+        of tokens is given those of the whole sequence."""
+        ready = kwargs.get("context_parallel")
+        forward.offer(ready)
         if self.decoder.binding.active.parallel:
             check_inputs(model, kwargs)
             if router_loss.requested(model, kwargs):
                 router_loss.check(model, kwargs, args[0] if args else kwargs.get("input_ids"))
         if self.chunked is not None:
             self.chunked.begin(model, kwargs)
+        types = {} if ready is None else {name: x for name, x in ready.token_types.items() if name in kwargs}
+        if not types or not masks_by_types(model) or not self.decoder.binding.active.parallel:
+            return None
+        types = {name: x.to(kwargs[name].device) for name, x in types.items()}
+        # A mask of ones: without any, transformers takes the jumps of local positions for packed sequences.
+        ones = (
+            {}
+            if kwargs.get("attention_mask") is not None
+            else {"attention_mask": torch.ones_like(kwargs[next(iter(types))])}
+        )
+        return args, {**kwargs, **types, **ones}
 
     def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Make the router loss that of the whole sequence, and take deferred logits out of the output."""

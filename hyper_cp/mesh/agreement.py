@@ -61,6 +61,7 @@ _WITHDRAWN = ""
 _NAMES = {
     "call": "attention call",
     "documents": "packed documents",
+    "blocks": "block masks",
     "plan": "styled modules",
     "groups": "groups of a hybrid",
 }
@@ -69,6 +70,8 @@ _REMEDY = {
     "shapes": "Every rank holds an equal share of one sequence: shard the batch with ContextParallelHandler.dispatch, "
     "which pads (pad_value=) lengths that do not split evenly",
     "documents": "Enter the same documents block on every rank, with global cumulative lengths",
+    "block mask": "Build the block_mask of flex_attention for the global sequence, from the same functions, on every "
+    "rank",
     "weights": "The ranks of a cp mesh hold the same weights: seed them alike, load the same checkpoint, or broadcast "
     "the parameters (DDP does). For parameters that differ on purpose, pass the names of their modules as "
     "ContextParallel(allow=...)",
@@ -79,7 +82,7 @@ _REMEDY = {
     "styles before you make the others",
     "styled modules": "Apply one plan, with equal styles, to the same model on every rank",
 }
-_DIGESTS = ("documents", "weights", "batch")
+_DIGESTS = ("documents", "block mask", "weights", "batch")
 """Fields whose values tell a reader nothing."""
 _SAME_CALLS = "Apply the same styles on every rank, and make the same attention calls in the same order"
 

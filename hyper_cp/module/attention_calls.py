@@ -35,6 +35,7 @@ class AttentionRequest:
     window: tuple[int | None, int | None] | None = None
     documents: Tensor | None = None
     dropout_p: float = 0.0
+    sinks: Tensor | None = None
     answer: Callable[[Any], Any] = lambda out: out
     core: AttentionBackend | None = None
     """None: the engine."""
@@ -81,7 +82,7 @@ def _flex(
     _check_gqa(name, query, key, enable_gqa)
     options = {"scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse, "kernel_options": kernel_options}
     flex = Flex(name, score_mod, block_mask, {**options, **others}, plain_flex_attention)
-    return AttentionRequest(query, key, value, core=flex)
+    return AttentionRequest(query, key, value, core=flex, answer=flex.answer)
 
 
 # --------------------------------------------------------------------------- nn.MultiheadAttention
@@ -201,8 +202,9 @@ def _npu_request(
     **others: Any,
 ) -> AttentionRequest:
     """Masks of the operator are True where hidden, its scale is 1 unless given, its ``actual_seq_*`` are documents
-    without the leading 0. Options that do not change the result (precision, seed, ...) are ignored."""
-    refused = {"pse": pse, "padding_mask": padding_mask, "prefix": prefix, "sink": sink, "dropout_mask": dropout_mask}
+    without the leading 0, its ``sink`` is one logit per head. Options that do not change the result (precision, seed,
+    ...) are ignored."""
+    refused = {"pse": pse, "padding_mask": padding_mask, "prefix": prefix, "dropout_mask": dropout_mask}
     given = [option for option, x in {**refused, **others}.items() if x is not None]
     given += ["keep_prob below 1"] if keep_prob != 1.0 else []
     _check_npu(name, given, input_layout, sparse_mode)
@@ -214,6 +216,7 @@ def _npu_request(
         split(value, kv_heads),
         scale=scale,
         documents=_npu_documents(name, input_layout, actual_seq_qlen, actual_seq_kvlen),
+        sinks=sink,
         answer=lambda out: _npu_outputs(join(out).contiguous(), out),
     )
     if atten_mask is None:  # the operator ignores sparse_mode and tokens then
@@ -234,7 +237,7 @@ def _check_npu(name: str, given: list[str], layout: str, sparse_mode: int) -> No
         raise NotImplementedError(
             f"{name} calls npu_fusion_attention with {what}, which is not supported under context parallelism yet. "
             "Supported: sparse_mode 0 to 4, layouts BNSD, BSND, BSH, SBH and TND, atten_mask, scale, "
-            "pre/next tokens and actual_seq_qlen = actual_seq_kvlen"
+            "pre/next tokens, sink and actual_seq_qlen = actual_seq_kvlen"
         )
 
 
@@ -285,9 +288,15 @@ ROUTED: dict[Any, Callable[..., AttentionRequest]] = {
     F.multi_head_attention_forward: _multihead,
     **{f"npu.{op}{overload}": _npu for op in _NPU for overload in ("", ".default")},
 }
-WHOLE_TOO = {F.scaled_dot_product_attention, flex_attention}
-"""Calls that are routed even where the module sees whole sequences: they may use head numbers, of which the module
-has a share."""
+_WHOLE_TOO = {F.scaled_dot_product_attention, flex_attention}
+
+
+def routed_on_whole_sequences(func: Any, kwargs: dict[str, Any]) -> bool:
+    """True for calls that are routed even where the module sees whole sequences: they may use head numbers, of which
+    the module has a share."""
+    return func in _WHOLE_TOO or kwargs.get("sink") is not None
+
+
 PLAIN: dict[Any, Callable[..., Any]] = {
     flex_attention: plain_flex_attention,
     Tensor.unflatten: torch.unflatten,  # torch.compile cannot trace the method where a mode is active

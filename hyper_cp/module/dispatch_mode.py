@@ -42,7 +42,7 @@ class DispatchMode(EnteredMode):
     ) -> Any:
         kwargs, call = kwargs or {}, self.call
         read = attention_calls.ROUTED.get(attention_calls.key_of(func))
-        if read is not None and not call.must_route and func not in attention_calls.WHOLE_TOO:
+        if not call.must_route and not attention_calls.routed_on_whole_sequences(func, kwargs):
             read = None  # whole sequences: the user's own kernel is right
         if read is not None and call.alive():  # else a KeyboardInterrupt ended the call without its hooks
             call.routed += 1

@@ -80,6 +80,7 @@ def answer(call: RunningCall, request: AttentionRequest) -> Any:
         call.documents if request.documents is None else request.documents,
         request.dropout_p,
         binding.name,
+        request.sinks,
     )
     core = TileEngine() if request.core is None else request.core
     mode, (q, k, v) = _mode(call, request), (request.query, request.key, request.value)

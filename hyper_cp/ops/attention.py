@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,7 +17,7 @@ from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
 from ..schedule.documents import documents_table
 from . import head_groups
-from .checks import check, check_degree, check_dimensions, check_enable_gqa
+from .checks import check, check_degree
 from .config import Call, CheckedCall, Mode
 from .engine import TileEngine
 from .exchange.ulysses import Ulysses
@@ -25,6 +26,14 @@ from .kernels import scores
 
 class AttentionBackend(Protocol):
     """A way to compute attention of tensors ``[B, H, S, D]`` that hold the sequence of a whole ring rank."""
+
+    def compiles(self, cp: CPMesh, mode: Mode, call: Call) -> bool:
+        """True if the call can be part of a compiled graph."""
+        ...
+
+    def settle(self, q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[AttentionBackend, Call]:
+        """The backend that computes this call, and the call as that backend takes it."""
+        ...
 
     def check(self, q: Tensor, k: Tensor, call: CheckedCall) -> None:
         """Raise, before any communication, if the call cannot be honoured. The tensors are those of the call."""
@@ -48,6 +57,9 @@ def attend(
     Args:
         q, k, v: ``[B, H, S, D]``, this rank's share of the sequence; with ``exchanged`` that of its whole ring rank.
     """
+    if torch.compiler.is_compiling() and not core.compiles(cp, mode, call):
+        return _outside_the_graph(q, k, v, cp, mode, call, core, exchanged)
+    core, call = core.settle(q, cp, mode, call)
     q, k, v, checked = check(q, k, v, call, cp, mode, exchanged=exchanged)
     core.check(q, k, checked)
     if exchanged or cp.ulysses.size == 1:
@@ -61,6 +73,13 @@ def attend(
     if isinstance(core, TileEngine) and core.with_lse:  # apart: the log-sum-exp has no gradient
         return tuple(ulysses.to_sequence(x) for x in result)
     return ulysses.to_sequence(result)
+
+
+@torch.compiler.disable
+def _outside_the_graph(
+    q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call, core: AttentionBackend, exchanged: bool
+) -> Any:
+    return attend(q, k, v, cp, mode, call, core, exchanged=exchanged)
 
 
 def cp_attention(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> Tensor:
@@ -142,11 +161,10 @@ def attention(
     Source: DeepSpeed Ulysses (arXiv 2309.14509), Ring Attention (2310.01889), USP (2405.07719).
     """
     cp = mesh if isinstance(mesh, CPMesh) else cp_mesh.view(mesh, ulysses_degree)
-    check_dimensions(q, k, v)
-    check_enable_gqa("attention", q.shape[1], k.shape[1], enable_gqa)
     mode = Mode(kv_exchange, layout, load_balance, window, head_groups)  # type: ignore[arg-type]
     check_degree(mode, cp)
     score = None if softcap is None else scores.softcap(softcap)
-    call = Call(is_causal, scale, attn_mask, documents_table(documents), dropout_p, sinks=sinks, score=score)
+    table = documents_table(documents)
+    call = Call(is_causal, scale, attn_mask, table, dropout_p, sinks=sinks, score=score, enable_gqa=enable_gqa)
     found: Tensor | tuple[Tensor, Tensor] = attend(q, k, v, cp, mode, call, TileEngine(return_lse))
     return found

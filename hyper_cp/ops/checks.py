@@ -18,6 +18,7 @@ from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
 from ..schedule import build, documents, tiles
 from ..schedule import layout as layouts
+from ..schedule.blocks import BlockMap
 from ..schedule.tiles import Band
 from .config import Call, CheckedCall, Mode
 
@@ -37,6 +38,7 @@ def check(
         ValueError, TypeError, NotImplementedError: before any communication, if the call cannot be honoured.
     """
     check_dimensions(q, k, v)
+    check_enable_gqa(call.name, q.shape[1], k.shape[1], call.enable_gqa)
     check_kinds(call)
     refuse_forward_mode(call.name, q, k, v)
     q, k, v = cast_for_autocast(q, k, v)
@@ -50,7 +52,7 @@ def check(
     lengths = q.shape[2] * ranks, mode.key_length(k.shape[2], ranks)
     check_options(call, mode, cp, lengths)
     band = tiles.band_of(call.is_causal, mode.window)
-    check_tails(mode, cp, band, lengths[0])
+    check_tails(mode, cp, band, lengths[0], None if call.score is None else call.score.blocks)
     scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
     mask = None if call.mask is None else _check_mask(call, q, cp, lengths, exchanged)
     return (
@@ -122,6 +124,8 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
     cp.agree("call", signature, call.name, (("scale", call.scale), ("dropout_p", call.dropout_p)))
     table = documents.read(call.documents)
     cp.agree("documents", (("documents", None if table is None else table.digest),), call.name)
+    if call.score is not None and call.score.blocks is not None:
+        cp.agree("blocks", (("block mask", call.score.blocks.digest),), call.name)
 
 
 # --------------------------------------------------------------------------- shares of the sequence
@@ -143,10 +147,10 @@ def check_shards(
             raise ValueError(_odd(odd[0], f"layout={mode.layout!r}", cp))
 
 
-def check_tails(mode: Mode, cp: CPMesh, band: Band, length: int) -> None:
+def check_tails(mode: Mode, cp: CPMesh, band: Band, length: int, blocks: BlockMap | None = None) -> None:
     """Raise ``ValueError`` if tails of queries are exchanged, but a ring rank has an odd number of queries."""
     queries = length // cp.ring.size
-    if queries % 2 and build.swaps(mode.load_balance, cp.ring.size, band, length):
+    if queries % 2 and build.swaps(mode.load_balance, cp.ring.size, band, length, blocks):
         raise ValueError(_odd(queries, "load_balance=True", cp))
 
 

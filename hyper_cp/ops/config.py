@@ -71,6 +71,8 @@ class Call:
     """A logit per query head that takes weight and gives no value: ``[H]`` of all heads, or of this rank's."""
     score: Score | None = None
     """A function that changes logits, of global positions and heads."""
+    enable_gqa: bool = True
+    """False: keys must have as many heads as queries."""
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..mesh import comm, cp_mesh
+from ..mesh.cp_mesh import CPMesh
 from ..schedule import lookup
 from ..schedule.build import Step
 from ..schedule.documents import read
 from ..schedule.tiles import Band, Tile, intersect
 from . import exchange, kernels, masks
-from .config import CheckedCall, OpSettings, op_settings
+from .config import Call, CheckedCall, Mode, OpSettings, op_settings
 from .exchange.tails import SwappedTails
 from .kernels.dropout import Dropout, draw_seed
 from .kernels.inputs import TileInputs
 from .kernels.partials import Partials, RowSum, accumulation_dtype, add, like_queries, part
 from .kernels.scores import TileScores, find
+from .recompute import check_recompute, fingerprint
 
 
 class TileEngine:
@@ -34,8 +36,19 @@ class TileEngine:
     def __init__(self, with_lse: bool = False) -> None:
         self.with_lse = with_lse
 
+    def compiles(self, cp: CPMesh, mode: Mode, call: Call) -> bool:
+        """The engine is one op in a graph."""
+        return True
+
+    def settle(self, q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[TileEngine, Call]:
+        """The engine takes every call as it is."""
+        return self, call
+
     def check(self, q: Tensor, k: Tensor, call: CheckedCall) -> None:
-        """There is nothing to check beside the call itself."""
+        """Raise if the score function of the call, if it has one, does not fit it."""
+        if call.score is not None:
+            heads = q.shape[1] * (call.cp.ulysses.size if call.exchanged else 1)
+            call.score.check(call.name, q.shape[0], heads, call.lengths)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Any:
         own = call.documents is None and call.mode.window is None and call.sinks is None and call.score is None
@@ -99,6 +112,7 @@ class _Work:
             parts=mask is None and seed is None,
             documents=read(documents),
             batch=q.shape[0],
+            blocks=None if score is None else score.blocks,
         )
         self.band, self.mask = band, None if mask is None else masks.MaskSlices(mask, self.schedule)
         heads_before = settings.heads_before(cp.ulysses.rank, q.shape[1])
@@ -197,7 +211,8 @@ def attention_op(
     q, k, v = _last_dim_contiguous(q, k, v)
     work = _Work(q, k, v, captured, documents, mask, seed, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
-    causal = None if work.mask is not None else work.band[1] == 0
+    known = work.mask is None and (work.scores is None or not work.scores.score.positional)
+    causal = work.band[1] == 0 if known else None
     work.cp.batch.record_attention(q.shape[2] // work.cp.ulysses.size, documents, causal)
     with _no_autocast(q.device.type), comm.wait_on_error():
         blocks = exchange.FORWARD[options.kv_exchange](ring, k, v, plan)
@@ -243,7 +258,7 @@ def attention_backward_op(
         mark: the fingerprint of the documents that ``out`` was made with.
     """
     options = op_settings(settings)
-    _check_recompute(documents, options.mesh, mark)
+    check_recompute(documents, options.mesh, mark)
     dout, q, k, v = _last_dim_contiguous(dout, q, k, v)
     work = _Work(q, k, v, captured, documents, mask, seed, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
@@ -331,36 +346,3 @@ def gradient_of_sinks(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dls
 
 
 attention_op.register_autograd(_differentiate, setup_context=_save)
-
-
-# --------------------------------------------------------------------------- recompute
-#
-# Saved tensors are those of the recompute, if activation checkpointing made one; attributes of ctx are those of the
-# forward. So documents and mesh are kept as attributes and their fingerprint as a saved tensor: backward always uses
-# what the forward used, and detects a recompute that used something else.
-
-
-@torch.library.custom_op("hyper_cp::fingerprint", mutates_args=())
-def fingerprint(documents: Tensor | None, mesh: str) -> Tensor:
-    """``[1]`` int64 on the CPU that stands for these documents and this mesh."""
-    return torch.tensor([_hash(documents, mesh)])
-
-
-@fingerprint.register_fake
-def _(documents: Tensor | None, mesh: str) -> Tensor:
-    return torch.empty(1, dtype=torch.int64)
-
-
-def _hash(documents: Tensor | None, mesh: str) -> int:
-    return hash((mesh, None if documents is None else read(documents).digest))
-
-
-def _check_recompute(documents: Tensor | None, mesh: str, mark: Tensor) -> None:
-    if _hash(documents, mesh) != mark.item():
-        had = "no packed documents" if documents is None else f"documents={documents.tolist()}"
-        raise RuntimeError(
-            "activation checkpointing recomputed this attention with other packed documents, or on another cp mesh, "
-            f"than its forward had ({had} on {cp_mesh.by_key(mesh)}). The block that gave them "
-            "had ended, or another one was active. Pass documents= to the styled module as a keyword argument (through "
-            "the checkpointed function), or run backward inside the block"
-        )

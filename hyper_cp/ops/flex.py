@@ -1,30 +1,33 @@
-"""FlexAttention on a split sequence: masks and scores written for global positions, on local queries.
+"""FlexAttention on a split sequence: masks and scores written for global positions.
 
-Keys and values are gathered over the ring dimension; the user's functions are called with global
-positions and heads; the blocks of the local mask are those rows of the user's blocks that the local
-queries touch, so the user's mask is never evaluated anew. The kernel is torch's own.
+A call hands its functions to the engine as a score (:class:`~hyper_cp.ops.kernels.scores.mods.Mods`), so it runs in
+every mode. What is left here is for compiled code, in which an op cannot take functions: keys and values are gathered
+over the ring dimension, the functions are called with global positions and heads, and the blocks of the local mask are
+those rows of the user's blocks that the local queries touch. The kernel there is torch's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
 from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
 from ..schedule.layout import by_documents
 from ..schedule.lookup import resolve
 from ..schedule.ranges import Range
-from .config import CheckedCall
+from .config import Call, CheckedCall, Mode
+from .engine import TileEngine
 from .exchange.gather_keys import gather_keys, query_positions
+from .kernels.scores.mods import Mods, block_tensors, check_block_mask, dense_blocks
 
 
 @dataclass(frozen=True)
@@ -38,55 +41,57 @@ class Flex:
     options: dict[str, Any]
     kernel: Callable[..., Any]
 
+    def settle(self, q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[Any, Call]:
+        """The engine, with the functions as a score of the call. A compiled call cannot hand functions to an op, and
+        one rank has nothing to share: both run torch's own kernel."""
+        alone = cp.size == 1 and call.documents is None and mode.window is None
+        aux = self.options.get("return_aux")
+        if torch.compiler.is_compiling() or alone or getattr(aux, "max_scores", False):
+            return self, call
+        mask_mod = None if self.block_mask is None else self.block_mask.mask_mod
+        score = Mods(self.score_mod, mask_mod, self.block_mask, q)
+        with_lse = bool(self.options.get("return_lse") or getattr(aux, "lse", False))
+        return TileEngine(with_lse), replace(call, scale=self.options.get("scale"), score=score)
+
+    def compiles(self, cp: CPMesh, mode: Mode, call: Call) -> bool:
+        """Torch's own kernel can be part of a graph, tiles cannot."""
+        return not self._needs_tiles(cp, mode, call.documents)
+
+    def _needs_tiles(self, cp: CPMesh, mode: Mode, documents: Tensor | None) -> list[str]:
+        """The settings with which a call cannot run on all keys at once."""
+        settings = {
+            f"layout={mode.layout!r}": by_documents(mode.layout),
+            f"head_groups={mode.head_groups}": cp.ulysses.size > 1 and mode.head_groups > 1,
+            f"kv_exchange={mode.kv_exchange!r}": cp.ring.size > 1 and mode.kv_exchange != "all_gather",
+            "load_balance=True": cp.ring.size > 1 and mode.load_balance,
+            f"window={mode.window}": mode.window is not None,
+            "documents": documents is not None,
+        }
+        return [text for text, needs in settings.items() if needs]
+
+    def answer(self, found: Any) -> Any:
+        """The result as ``flex_attention`` returns it."""
+        aux = self.options.get("return_aux")
+        if aux is None or (isinstance(found, tuple) and isinstance(found[1], AuxOutput)):
+            return found
+        out, lse = found if isinstance(found, tuple) else (found, None)
+        return out, AuxOutput(lse=lse)
+
     def check(self, q: Tensor, k: Tensor, call: CheckedCall) -> None:
         cp, mode = call.cp, call.mode
-        if by_documents(mode.layout):
+        name = f"{self.name} calls flex_attention with AuxRequest(max_scores=True)"
+        given = self._needs_tiles(cp, mode, call.documents)
+        if given:
             raise NotImplementedError(
-                f"{self.name} calls flex_attention with layout={mode.layout!r}, which places tokens by documents that "
-                "its masks do not know. Use layout='head_tail' or 'contiguous'"
-            )
-        if cp.ulysses.size > 1 and mode.head_groups > 1:
-            raise NotImplementedError(
-                f"{self.name} calls flex_attention with head_groups={mode.head_groups}. Its masks and scores may use "
-                "head numbers, and are compiled for all heads of a rank at once. Set head_groups=1"
-            )
-        if cp.ring.size > 1 and mode.kv_exchange != "all_gather":
-            raise NotImplementedError(
-                f"{self.name} calls flex_attention with kv_exchange={mode.kv_exchange!r} over {cp.ring.size} ranks. "
-                'Its masks are functions of all keys, which a ring never has at once. Use kv_exchange="all_gather", or '
+                f"{name} and {', '.join(given)}. The largest scores are known to torch's own kernel only, which needs "
+                'all keys of the sequence at once. Call it without max_scores, or with kv_exchange="all_gather" or '
                 "ulysses_degree=None"
             )
-        if cp.ring.size > 1 and mode.load_balance:
-            raise NotImplementedError(
-                f"{self.name} calls flex_attention with load_balance=True, which exchanges queries that its masks "
-                'do not cover. Balance the data instead: layout="head_tail", load_balance=False'
-            )
-        for what, given in (("window", mode.window), ("documents", call.documents)):
-            if given is not None:
-                raise NotImplementedError(
-                    f"{self.name} calls flex_attention with {what}={_shown(given)} active. That would have to change "
-                    "the user's block_mask. Put it into the mask_mod (see and_masks in "
-                    "torch.nn.attention.flex_attention)"
-                )
-        if self.block_mask is not None:
-            heads = q.shape[1] * (cp.ulysses.size if call.exchanged else 1)
-            self._check_mask(self.block_mask, q.shape[0], heads, call.lengths)
-
-    def _check_mask(self, mask: BlockMask, batch: int, heads: int, lengths: tuple[int, int]) -> None:
-        if tuple(mask.seq_lengths) != lengths:
-            raise ValueError(
-                f"{self.name} calls flex_attention with a block_mask for {mask.seq_lengths[0]} queries and "
-                f"{mask.seq_lengths[1]} keys, but the global sequence has {lengths[0]} and {lengths[1]}. Build it for "
-                "the global sequence, not for this rank's share: create_block_mask(mask_mod, B, H, "
-                f"{lengths[0]}, {lengths[1]})"
-            )
-        shape = mask.kv_indices.shape
-        if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads):
-            raise ValueError(
-                f"{self.name} calls flex_attention with a block_mask of shape {tuple(mask.shape)}; its first two "
-                f"dimensions must be 1 or {batch} (batch) and 1 or {heads} (global query heads)"
-            )
-        if getattr(mask, "dq_write_order", None) is not None:
+        if self.block_mask is None:
+            return
+        heads = q.shape[1] * (cp.ulysses.size if call.exchanged else 1)
+        check_block_mask(self.name, self.block_mask, q.shape[0], heads, call.lengths)
+        if getattr(self.block_mask, "dq_write_order", None) is not None:
             raise NotImplementedError(
                 f"{self.name} calls flex_attention with a block_mask made with compute_dq_write_order=True, which is "
                 "an order of blocks of the whole sequence on one device. Make it without"
@@ -106,10 +111,6 @@ class Flex:
             ):  # the blocks of two global rows need not be
                 options["kernel_options"] = {**options["kernel_options"], "BLOCKS_ARE_CONTIGUOUS": False}
         return self.kernel(q, k, v, score_mod=score_mod, block_mask=mask, **options)
-
-
-def _shown(given: Any) -> Any:
-    return given.tolist() if isinstance(given, Tensor) and not torch.compiler.is_compiling() else given
 
 
 # --------------------------------------------------------------------------- the user's functions
@@ -144,9 +145,7 @@ def local_mask(mask: BlockMask, q: Tensor, kv_length: int, cp: CPMesh, layout: s
 
     Its blocks are kept as long as the user's mask lives, so that layers share them. (Compiled: part of the graph.)
     """
-    blocks = [mask.kv_num_blocks, mask.kv_indices]
-    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-        blocks += [mask.full_kv_num_blocks, mask.full_kv_indices]
+    blocks = block_tensors(mask)
     if torch.compiler.is_compiling():
         local = _local(mask, blocks, q, kv_length, cp, layout)
     else:
@@ -189,7 +188,7 @@ def local_blocks(blocks: list[Tensor], mesh: str, layout: str, length: int, rows
     cp = cp_mesh.by_key(mesh)
     ranges = resolve(layout, cp.size, length * cp.ring.size).by_ring(cp.ulysses.size).ranges(cp.ring.rank)
     local, touched, needed = _touched(ranges, rows, blocks[0].device)
-    seen, *full = (_dense(*pair, columns) for pair in zip(blocks[::2], blocks[1::2], strict=True))
+    seen, *full = (dense_blocks(*pair, columns) for pair in zip(blocks[::2], blocks[1::2], strict=True))
     shape = (*seen.shape[:2], len(needed), columns)
 
     def counted(dense: Tensor) -> Tensor:
@@ -224,13 +223,6 @@ def _touched(ranges: tuple[Range, ...], rows: int, device: torch.device) -> tupl
         needed[-1] = len(pairs) + 1
     touched = torch.tensor([g for _, g in pairs])
     return local.to(device), touched.to(device), needed.to(device, torch.int32)
-
-
-def _dense(number: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """``[B, H, R, columns]`` int32, 1 where there is a block."""
-    listed = torch.arange(indices.shape[-1], device=indices.device) < number[..., None]
-    target = torch.where(listed, indices, columns).long()
-    return indices.new_zeros(*indices.shape[:-1], columns + 1).scatter_(-1, target, 1)[..., :columns]
 
 
 def _ordered(dense: Tensor) -> list[Tensor]:

@@ -33,11 +33,12 @@ from ..schedule import layout as layouts
 from ..schedule.documents import read
 from ..schedule.lookup import ascending, resolve
 from .config import CheckedCall, OpSettings, op_settings
-from .engine import attention_backward_op, attention_op, fingerprint, gradient_of_sinks, op_arguments
+from .engine import attention_backward_op, attention_op, gradient_of_sinks, op_arguments
 from .exchange import ulysses
 from .exchange.ulysses import Ulysses, heads_after_sharing, shared_heads
 from .kernels.partials import accumulation_dtype, like_queries
 from .kernels.scores import find
+from .recompute import fingerprint
 
 
 def check_groups(q_heads: int, kv_heads: int, cp: CPMesh, groups: int) -> None:

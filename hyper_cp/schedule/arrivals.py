@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .blocks import BlockMap
 from .layout import check_name
-from .ranges import Documents, Numbers, Range, Rows, compact, placed
-from .tiles import Band, seen_keys, within
+from .ranges import Documents, Numbers, Range, Rows, before, compact, placed
+from .tiles import Band, seen_keys, split, within
 
 Visits = Callable[[int, int], list[tuple[int, ...]]]
 """``visits(rank, size)``: for each step, the ranks whose keys and values that step's block holds, one after the other.
@@ -29,6 +30,7 @@ class Problem:
         rank: this ring rank.
         queries, keys: the global positions of queries and of keys, by ring rank.
         documents: boundaries for all batch rows, or one per row; None: one document.
+        blocks: the blocks of pairs that may be seen; None: all.
     """
 
     rank: int
@@ -36,6 +38,7 @@ class Problem:
     keys: Sequence[Sequence[Range]]
     band: Band
     documents: tuple[Documents, ...] | None
+    blocks: BlockMap | None = None
 
     @property
     def size(self) -> int:
@@ -67,10 +70,12 @@ class Arrivals:
     Attributes:
         blocks: placed ranges of each block that may be used.
         routes: what travels before each arriving block; empty if whole shares travel.
+        ahead: the number of routes that are under way at once, the same on all ranks.
     """
 
     blocks: tuple[Numbers, ...]
     routes: tuple[Route, ...] = ()
+    ahead: int = 0
 
 
 # --------------------------------------------------------------------------- whole shares of other ranks
@@ -121,50 +126,79 @@ def _usable(keys: Sequence[Sequence[Range]], sources: list[tuple[int, bool]]) ->
 
 # --------------------------------------------------------------------------- only what is needed
 
-STAGES = 2
-"""Into so many parts the rows that a rank receives are cut: the first are attended while the next travel."""
+_STAGES = 8  # more hide little more of the transfers (simulated: benchmarks/needed.py), and tiles become small
+_AHEAD = 3  # shares of a rank that are under way; a ring has two
+_LEAST = 1024  # rows of a stage, on the rank that receives most: kernels are slower on fewer
 
 
 def needed(problem: Problem) -> Arrivals:
     """Blocks are the rows that this rank's queries see, each once, from the ranks that hold them.
 
-    Ranks at about the same distance behind are one stage, so that in each stage all ranks send and receive about
-    equally much where the mask treats them alike.
+    A rank receives an equal part of its rows in each stage. It begins with the ranks just behind, so that in each stage
+    ranks send about equally much where the mask treats them alike. So many stages are under way at once that their rows
+    are at most as many as three ranks hold: a rank with much to do in one stage then seldom holds up the others.
     """
     rank, size = problem.rank, problem.size
-    keys, source = _by_position(problem.keys)
-    seen = [_seen(problem, queries) for queries in problem.queries]
-    used = {_stage(to, of, size) for to in range(size) for of in _sources(seen[to], keys, source)} - {_LOCAL}
-    wanted, at = within(keys, seen[rank])  # by this rank
-    mine = placed(problem.keys[rank])
-    given = [within(mine, ranges)[0] for ranges in seen]  # to every rank
-    blocks, routes = [mine], []
-    for stage in sorted(used):
-        received = [_at_stage(wanted[source[at] == of], rank, of, size, stage) for of in range(size)]
-        sent = [_at_stage(given[to], to, rank, size, stage) for to in range(size)]
-        rows = np.concatenate(sent)
-        blocks.append(placed(compact(np.concatenate(received)[:, 1:])))
+    flows = _Flows(problem)
+    most, share = max(flows.total), _length(placed(problem.keys[rank]))
+    if not most:
+        return Arrivals((placed(problem.keys[rank]),))
+    count = stage_count(most, share)
+    received = [flows.stages(rank, of, count) for of in range(size)]
+    sent = [flows.stages(to, rank, count) for to in range(size)]
+    blocks, routes = [placed(problem.keys[rank])], []
+    for stage in range(count):
+        incoming, outgoing = [rows[stage] for rows in received], [rows[stage] for rows in sent]
+        rows = np.concatenate(outgoing)
+        blocks.append(placed(compact(np.concatenate(incoming)[:, 1:])))
         local = np.stack((rows[:, 0], rows[:, 0] + rows[:, 2] - rows[:, 1]), 1)
-        routes.append(Route(Rows(compact(local)), *(tuple(map(_length, x)) for x in (sent, received))))
-    return Arrivals(tuple(blocks), tuple(routes))
+        routes.append(Route(Rows(compact(local)), *(tuple(map(_length, x)) for x in (outgoing, incoming))))
+    return Arrivals(tuple(blocks), tuple(routes), max(1, _AHEAD * share * count // most))
+
+
+def stage_count(most: int, share: int) -> int:
+    """The number of stages, if the rank that receives most receives ``most`` rows, and a rank holds ``share``."""
+    return min(most, max(2, min(_STAGES, most // _LEAST), -(-most // share)))
+
+
+class _Flows:
+    """The rows that every rank receives, on a line: those of the rank just behind it, then those of the next, and on.
+
+    Attributes:
+        total: the length of each rank's line.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        keys, source = _by_position(problem.keys)
+        self.rank, ranks = problem.rank, np.arange(problem.size)
+        self.rows: dict[tuple[int, int], Numbers] = {}  # placed as their rank holds them; of flows to or from this rank
+        self.start, self.total = [], []  # of each flow on its line
+        for to in ranks.tolist():
+            rows, at = within(keys, _seen(problem, problem.queries[to]))
+            lengths = np.bincount(source[at], rows[:, 2] - rows[:, 1], problem.size).astype(np.int64)
+            lengths[to] = 0
+            behind = (to - ranks) % problem.size  # both a rank's distance, and the rank at that distance
+            self.start.append(before(lengths[behind])[behind])
+            self.total.append(int(lengths.sum()))
+            for of in ranks.tolist() if to == self.rank else [self.rank]:
+                self.rows[to, of] = rows[:0] if of == to else rows[source[at] == of]
+
+    def stages(self, to: int, of: int, count: int) -> list[Numbers]:
+        """The rows from one rank to another in each stage."""
+        rows, total = self.rows[to, of], self.total[to]
+        length = rows[:, 2] - rows[:, 1]
+        line = self.start[to][of] + before(length)
+        ends = tuple(total * i // count for i in range(count + 1))
+        pieces, stage, piece_of = split(np.stack((rows[:, 0], line, line + length), 1), ends)
+        pieces[:, 1:] += (rows[:, 1] - line)[piece_of, None]
+        some = pieces[:, 2] > pieces[:, 1]  # a line that is shorter than the number of stages has empty ones
+        return [pieces[some & (stage == i)] for i in range(count)]
 
 
 def received(problem: Problem) -> int:
     """The number of rows that the rank receives if only needed ones travel."""
     seen, mine = _seen(problem, problem.queries[problem.rank]), placed(problem.keys[problem.rank])
     return int((seen[:, 1] - seen[:, 0]).sum()) - _length(within(mine, seen)[0])
-
-
-_LOCAL = -1
-
-
-def _stage(to: int, source: int, size: int) -> int:
-    distance = (to - source) % size
-    return (distance - 1) * STAGES // (size - 1) if distance else _LOCAL
-
-
-def _at_stage(rows: Numbers, to: int, source: int, size: int, stage: int) -> Numbers:
-    return rows if _stage(to, source, size) == stage else rows[:0]
 
 
 def _length(rows: Numbers) -> int:
@@ -187,7 +221,10 @@ def _seen(problem: Problem, queries: Sequence[Range]) -> Numbers:
     end = np.maximum.accumulate(found[:, 1])
     first = np.concatenate(([True], found[1:, 0] > end[:-1]))[: len(found)]
     last = np.concatenate((first[1:], [True]))[: len(found)]
-    return np.stack((found[first, 0], end[last]), 1)
+    seen = np.stack((found[first, 0], end[last]), 1)
+    if problem.blocks is None:
+        return seen
+    return within(np.column_stack((seen[:, 0], seen)), problem.blocks.keys_of(queries))[0][:, 1:]
 
 
 def _sources(seen: Numbers, keys: Numbers, source: Numbers) -> list[int]:

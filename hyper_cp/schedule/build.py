@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from .arrivals import Problem, Route, arrivals
+from .blocks import BlockMap
 from .ranges import Documents, Numbers, Range, Rows, before, compact, length_of, merge_ranges, placed, touching
 from .tiles import CAUSAL, Band, Seen, Tile, by_rows, cut, joined, packed, same_positions, shift
 
@@ -70,6 +71,7 @@ class Schedule:
             step.
         queries: the global positions that this rank attends, in the order of the tiles' rows.
         routes: for each block that arrives, the rows that travel, if only needed ones do.
+        ahead: the number of these transfers that are under way at once.
     """
 
     forward: tuple[Step, ...]
@@ -78,6 +80,7 @@ class Schedule:
     swap: bool
     queries: Sequence[Range]
     routes: tuple[Route, ...] = ()
+    ahead: int = 0
 
     @property
     def area(self) -> int:
@@ -96,11 +99,18 @@ _NOTHING = Step((), (), ())
 # --------------------------------------------------------------------------- one step
 
 
-def _step(queries: Sequence[Range], blocks: Numbers, band: Band, documents: tuple[Documents, ...] | None) -> Step:
-    """Tiles of the queries at global ``queries`` over the keys in ``blocks``, placed ranges in any order."""
+def _step(
+    queries: Sequence[Range],
+    blocks: Numbers,
+    band: Band,
+    documents: tuple[Documents, ...] | None,
+    listed: BlockMap | None,
+) -> Step:
+    """Tiles of the queries at global ``queries`` over the keys in ``blocks``, placed ranges in any order. Of what
+    ``listed`` does not list, nothing is computed."""
     blocks = _ascending(blocks)
     rows = placed(queries)
-    if band == CAUSAL and np.array_equal(rows, blocks):
+    if band == CAUSAL and listed is None and np.array_equal(rows, blocks):
         same = [
             replace(t, batch=b) for b, boundaries in _batch_rows(documents) for t in same_positions(rows, boundaries)
         ]
@@ -108,6 +118,8 @@ def _step(queries: Sequence[Range], blocks: Numbers, band: Band, documents: tupl
     found = [
         (batch, *Seen(rows, blocks, band, boundaries).rectangles()) for batch, boundaries in _batch_rows(documents)
     ]
+    if listed is not None:
+        found = [(batch, *_listed(listed, rows, blocks, *seen)) for batch, *seen in found]  # type: ignore[arg-type]
     # Of each block, what is used is from the first to the last position of a tile. Used keys lie in ascending global
     # order: the keys that a causal query sees are then the first ones.
     first, last = np.full(len(blocks), np.iinfo(np.int64).max), np.zeros(len(blocks), np.int64)
@@ -123,6 +135,33 @@ def _step(queries: Sequence[Range], blocks: Numbers, band: Band, documents: tupl
         tiles += [replace(t, batch=batch) for t in joined(full)] if batch else joined(full)
         tiles += [Tile(t.q, (t.k[0] + int(by[at]), t.k[1] + int(by[at])), t.band, batch) for at, t in cuts]
     return Step(take, keys, _sorted(tiles))
+
+
+def _listed(
+    listed: BlockMap, rows: Numbers, keys: Numbers, full: Numbers, block: Numbers, cuts: list[tuple[int, Tile]]
+) -> tuple[Numbers, Numbers, list[tuple[int, Tile]]]:
+    """Restrict the result of :meth:`Seen.rectangles` to listed blocks: full rectangles become smaller, tiles that the
+    band cuts stay whole or go."""
+
+    def shifts(q: int, at: int) -> tuple[int, int]:
+        row = rows[np.searchsorted(rows[:, 0], q, "right") - 1]
+        return int(row[1] - row[0]), int(keys[at, 1] - keys[at, 0])
+
+    def trimmed(q: Range, k: Range, at: int) -> tuple[Range, Range] | None:
+        by, of_keys = shifts(q[0], at)
+        found = listed.trimmed((q[0] + by, q[1] + by), (k[0] + of_keys, k[1] + of_keys))
+        if found is None:
+            return None
+        (q0, q1), (k0, k1) = found
+        return (q0 - by, q1 - by), (k0 - of_keys, k1 - of_keys)
+
+    pairs = [
+        (trimmed((q0, q1), (k0, k1), at), at)
+        for (q0, q1, k0, k1), at in zip(full.tolist(), block.tolist(), strict=True)
+    ]
+    left = [(*q_k[0], *q_k[1], at) for q_k, at in pairs if q_k is not None]
+    array = np.array(left, dtype=np.int64).reshape(-1, 5)
+    return array[:, :4], array[:, 4], [(at, tile) for at, tile in cuts if trimmed(tile.q, tile.k, at) is not None]
 
 
 def _taken(blocks: Numbers, first: Numbers, last: Numbers) -> tuple[Sequence[Range], Sequence[Range], Numbers]:
@@ -206,21 +245,23 @@ def build(
     band: Band,
     documents: tuple[Documents, ...] | None = None,
     parts: bool = True,
+    blocks: BlockMap | None = None,
 ) -> Schedule:
     """The schedule of ring rank ``rank``, where ring rank r holds queries of global positions ``held[r]`` and keys
     of ``held_keys[r]`` (the same, but for cross-attention). Calls find it through :func:`lookup.schedule`.
 
     ``band``: the mask in global positions (``CAUSAL``, ``FULL`` or a window). ``documents``: one for
     all batch rows, or one per row. ``load_balance`` exchanges the tail half of queries with rank
-    ``size-1-rank`` where :func:`swaps` says that this balances the work. ``parts``: tiles may have parts.
+    ``size-1-rank`` where :func:`swaps` says that this balances the work. ``parts``: tiles may have parts. ``blocks``:
+    all other pairs are hidden.
     """
     size, length = len(held), sum(map(length_of, held))
     band = _bounded(band, max(length, sum(map(length_of, held_keys))))
-    swap = swaps(load_balance, size, band, length)
+    swap = swaps(load_balance, size, band, length, blocks)
     queries = [_swapped(held, r) if swap else held[r] for r in range(size)]
-    arriving_keys = arrivals(kv_exchange, Problem(rank, queries, held_keys, band, documents))
+    arriving_keys = arrivals(kv_exchange, Problem(rank, queries, held_keys, band, documents, blocks))
     hops = len(arriving_keys.blocks) - 1
-    local, *arriving = (_step(queries[rank], block, band, documents) for block in arriving_keys.blocks)
+    local, *arriving = (_step(queries[rank], block, band, documents, blocks) for block in arriving_keys.blocks)
     rows = length_of(queries[rank])
     own = rows // 2 if swap else rows  # queries that are this rank's
     first, last = _halves(local, own) if hops else (local, _NOTHING)
@@ -231,7 +272,7 @@ def build(
     arriving = [final(step) for step in arriving]
     halved = (final(first), *arriving, final(last))
     forward = halved if swap or not hops else (final(local), *arriving, _NOTHING)
-    return Schedule(forward, halved, hops, swap, queries[rank], arriving_keys.routes)
+    return Schedule(forward, halved, hops, swap, queries[rank], arriving_keys.routes, arriving_keys.ahead)
 
 
 def _bounded(band: Band, length: int) -> Band:
@@ -248,10 +289,14 @@ def _ascending(blocks: Numbers) -> Numbers:
     return blocks[np.argsort(blocks[:, 1])]
 
 
-def swaps(load_balance: bool, size: int, band: Band, length: int) -> bool:
+def swaps(load_balance: bool, size: int, band: Band, length: int, blocks: BlockMap | None = None) -> bool:
     """True if tails of queries are exchanged. That balances work where later queries see more keys than earlier ones:
-    under a causal mask, unless a window is shorter than half of the sequence."""
+    under a causal mask, unless a window is shorter than half of the sequence, and under blocks that look so."""
     lower, upper = band
+    if load_balance and blocks is not None and size > 1:
+        shares = [((length * r // size, length * (r + 1) // size),) for r in range(size)]
+        most = [max(map(blocks.work, x)) for x in (shares, [_swapped(tuple(shares), r) for r in range(size)])]
+        return most[1] < most[0]
     return load_balance and size > 1 and upper is not None and (lower is None or -lower >= length // 2)
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .blocks import BlockMap
 from .build import Schedule, build
 from .documents import PackedDocuments
 from .layout import ResolvedLayout, by_documents
@@ -81,6 +82,7 @@ def schedule(
     parts: bool = True,
     documents: PackedDocuments | None = None,
     batch: int = 1,
+    blocks: BlockMap | None = None,
 ) -> Schedule:
     """The schedule of one ring rank for one kind of attention call. It is built on the first such call.
 
@@ -93,8 +95,12 @@ def schedule(
             mask may.
         parts: False if the kernel needs every tile to be one rectangle.
         documents: those of the ``batch`` rows; ``ValueError`` if they do not fit.
+        blocks: of a FlexAttention mask; other pairs are hidden.
     """
     call = layout, rank, ring, ulysses, kv_exchange, load_balance, band, q_length, kv_length, parts
+    if blocks is not None:
+        key = batch, None if documents is None else documents.digest, call
+        return blocks.derived(key, lambda: _with_documents(_Call(*call), documents, batch, blocks))
     if documents is None:
         return _without_documents(call)
     return documents.derived((batch, call), lambda: _with_documents(_Call(*call), documents, batch))
@@ -105,16 +111,24 @@ def _without_documents(call: tuple) -> Schedule:
     return _built(_Call(*call), None)
 
 
-def _with_documents(call: _Call, documents: PackedDocuments, batch: int) -> Schedule:
+def _with_documents(
+    call: _Call, documents: PackedDocuments | None, batch: int, blocks: BlockMap | None = None
+) -> Schedule:
+    if documents is None:
+        return _built(call, None, blocks=blocks)
     if call.q_length == call.kv_length:
         documents.check(batch, call.q_length)
     hides = call.q_length == call.kv_length and documents.rows != ((0, call.q_length),)
+    if blocks is not None:
+        return _built(call, documents, hides, blocks)
     if not by_documents(call.layout) and not hides:
         return _without_documents(call)
     return _built(call, documents, hides)
 
 
-def _built(call: _Call, documents: PackedDocuments | None, hides: bool = False) -> Schedule:
+def _built(
+    call: _Call, documents: PackedDocuments | None, hides: bool = False, blocks: BlockMap | None = None
+) -> Schedule:
     world = call.ring * call.ulysses
     queries = resolve(call.layout, world, call.q_length, documents)
     held = queries.by_ring(call.ulysses).held
@@ -126,4 +140,4 @@ def _built(call: _Call, documents: PackedDocuments | None, hides: bool = False) 
         held_keys = resolve(queries.name, world, call.kv_length, documents).by_ring(call.ulysses).held
     rows = documents.rows if documents is not None and hides else None
     settings = call.kv_exchange, call.load_balance, call.band
-    return build(held, held_keys, call.rank, *settings, rows, call.parts)
+    return build(held, held_keys, call.rank, *settings, rows, call.parts, blocks)

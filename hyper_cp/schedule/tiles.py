@@ -148,7 +148,7 @@ def shift(band: Band, by: int) -> Band:
 # A *rectangle* is a row (q start, q stop, k start, k stop) of local positions.
 
 
-def _split(ranges: Numbers, documents: Documents) -> tuple[Numbers, Numbers, Numbers]:
+def split(ranges: Numbers, documents: Documents) -> tuple[Numbers, Numbers, Numbers]:
     """Cut placed ranges where documents end: ``(pieces, document of each, index of the range it is a piece of)``."""
     ends = np.asarray(documents, dtype=np.int64)
     first = np.searchsorted(ends, ranges[:, 1], "right") - 1
@@ -174,8 +174,8 @@ class Seen:
             self.queries, self.keys, self.block = queries, keys, np.arange(len(keys))
             low, high = np.zeros(len(queries), np.int64), np.full(len(queries), len(keys))
         else:
-            self.queries, q_document, _ = _split(queries, documents)
-            self.keys, k_document, self.block = _split(keys, documents)
+            self.queries, q_document, _ = split(queries, documents)
+            self.keys, k_document, self.block = split(keys, documents)
             low, high = (np.searchsorted(k_document, q_document, side) for side in ("left", "right"))
         if upper is not None:
             high = np.minimum(high, np.searchsorted(self.keys[:, 1], self.queries[:, 2] - 1 + upper, "right"))
@@ -211,7 +211,7 @@ def seen_keys(queries: Numbers, band: Band, documents: Documents | None) -> Numb
     """Global ranges of the keys that placed queries see, one for each of their ranges in each document."""
     found = np.tile(np.array([0, np.iinfo(np.int64).max]), (len(queries), 1))
     if documents is not None:
-        queries, document, _ = _split(queries, documents)
+        queries, document, _ = split(queries, documents)
         ends = np.asarray(documents, dtype=np.int64)
         found = np.stack((ends[document], ends[document + 1]), 1)
     lower, upper = band
@@ -236,7 +236,7 @@ def within(keys: Numbers, ranges: Numbers) -> tuple[Numbers, Numbers]:
 def same_positions(ranges: Numbers, documents: Documents | None) -> list[Tile]:
     """Causal tiles of ascending positions with themselves: each document is causal by local index."""
     if documents is not None:
-        pieces, document, _ = _split(ranges, documents)
+        pieces, document, _ = split(ranges, documents)
         first = np.concatenate(([True], document[1:] != document[:-1]))
     else:
         pieces, first = ranges, np.arange(len(ranges)) == 0

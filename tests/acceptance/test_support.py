@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,8 @@ from hyper_cp.mesh import comm
 from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import npu
 from tests.harness import npu_standin
-from tests.harness.attention_case import FP32, FP64, AttentionCase, cp_mesh, one_device
-from tests.harness.flex_masks import untraced
-from tests.harness.oracle import relative_error
+from tests.harness.attention_case import FP32, FP64, AttentionCase, Problem, cp_mesh
+from tests.harness.oracle import relative_error, visible_logits
 from tests.harness.ranks import on_ranks
 
 README = Path(__file__).parents[2] / "README.md"
@@ -40,7 +40,7 @@ MODES: dict[str, dict[str, Any]] = {
     "needed": {"ulysses_degree": 1, "kv_exchange": "needed"},
     "hybrid with needed": {"ulysses_degree": 2, "kv_exchange": "needed"},
 }
-S = 32
+S, CAP = 32, 1.5
 DOCUMENTS = {"is_causal": True, "documents": ((0, 1, 12, 13, S),)}
 ROWS: dict[str, dict[str, Any]] = {
     "causal or full": {"is_causal": True},
@@ -52,6 +52,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "grouped-query heads": {"is_causal": True, "kv_heads": 1},
     "latent heads (dq = dk > dv)": {"is_causal": True, "v_dim": 8},
     "cross-attention, K/V sharded": {"keys": 16},
+    "attention sinks": {"is_causal": True},
+    "softcap": {"is_causal": True},
     "FlexAttention": {"is_causal": True},
     "dropout": {"is_causal": True},
 }
@@ -60,25 +62,47 @@ ROWS: dict[str, dict[str, Any]] = {
 def attend(row: str, case: AttentionCase, mode: dict[str, Any]) -> str:
     """``exact``, ``refused`` or ``WRONG`` on this rank, forward and backward."""
     mesh, shard = cp_mesh(), case.shard()
+    more: dict[str, Any] = {
+        "dropout": {"dropout_p": 0.4},
+        "softcap": {"softcap": CAP},
+        "attention sinks": {"sinks": torch.arange(case.heads, dtype=case.dtype)},
+    }.get(row, {})
     try:
         if row == "FlexAttention":
             out = styled_flex(mesh, {**mode, "layout": case.layout}, shard.qkv)
         else:
-            out = shard.attend(mesh, dropout_p=0.4 if row == "dropout" else 0.0)
+            out = shard.attend(mesh, **more)
     except (NotImplementedError, ValueError) as refusal:
         assert len(str(refusal)) > 60, "a refusal says what would work"
         return "refused"
     if row == "dropout":
         return "exact" if out.isfinite().all() else "WRONG"  # exact: ops/kernels/test_dropout.py
-    if row == "FlexAttention":
-        errors = {"out": relative_error(out, one_device(case.problem).out[:, :, shard.at])}
+    grads = torch.autograd.grad(out, shard.qkv, shard.dout)
+    if row in ("softcap", "attention sinks"):
+        pairs = zip((out, *grads), changed_scores(row, case.problem), strict=True)
+        errors = {str(i): relative_error(a, b[:, :, shard.at]) for i, (a, b) in enumerate(pairs)}
     else:
-        errors = shard.errors(out, torch.autograd.grad(out, shard.qkv, shard.dout))
+        errors = shard.errors(out, grads)
     return "exact" if max(errors.values()) <= (FP64 if case.dtype == torch.float64 else FP32) else "WRONG"
 
 
+@lru_cache
+def changed_scores(row: str, problem: Problem) -> list[Tensor]:
+    """The output of one device and its gradients of q, k, v, with a softcap or with one more column of sinks."""
+    q, k, v, dout = (x.double() for x in problem.tensors())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    logits, seen = visible_logits(q, k, is_causal=True)
+    logits = CAP * torch.tanh(logits / CAP) if row == "softcap" else logits
+    logits = logits.masked_fill(~seen, -torch.inf)
+    if row == "attention sinks":
+        column = torch.arange(problem.heads, dtype=torch.float64).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, column], -1)
+    out = logits.softmax(-1)[..., : problem.length] @ v
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
 class Flexible(nn.Module):
-    """Causal attention by FlexAttention (whose CPU kernel has no backward)."""
+    """Causal attention by FlexAttention."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, device="cpu", BLOCK_SIZE=16)
@@ -87,23 +111,19 @@ class Flexible(nn.Module):
 
 def styled_flex(mesh: Any, keywords: dict[str, Any], local: list[Tensor]) -> Tensor:
     style = ContextParallel(seq_dim=2, head_dim=1, **keywords)
-    return parallelize_module(Flexible(), mesh, {"": style})(*(x.detach() for x in local))
+    return parallelize_module(Flexible(), mesh, {"": style})(*local)
 
 
 @on_ranks
-@untraced()
 def cells(on_npu: bool) -> dict[tuple[str, str], str]:
     """The outcome of each cell, in every layout that the mode takes."""
     if on_npu:
         npu_standin.install()
     found = {}
     for (name, row), (mode_name, mode) in itertools.product(ROWS.items(), MODES.items()):
-        if on_npu and name == "FlexAttention":  # runs torch's kernel, not ours
-            found[name, mode_name] = "refused"
-            continue
         layouts = ["contiguous"] if mode.get("load_balance") else ["contiguous", "head_tail"]
         layouts += ["per_document", "balanced"] if "documents" in row and not mode.get("load_balance") else []
-        dtype = torch.float32 if on_npu or name == "FlexAttention" else torch.float64
+        dtype = torch.float32 if on_npu else torch.float64
         cases = [AttentionCase(S, dim=16, dtype=dtype, layout=x, **{"v_dim": 16, **row}, **mode) for x in layouts]
         with kernels.register(npu.KERNEL, "cpu", npu.accepts) if on_npu else nullcontext():
             (found[name, mode_name],) = {attend(name, case, mode) for case in cases}

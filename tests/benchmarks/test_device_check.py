@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +15,11 @@ from torch import Tensor
 
 from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import REFERENCE, TileInputs
+from hyper_cp.ops.kernels.fused import sums
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import device_check
-from device_checks import ranks, replays, results, tiles, times
+from device_checks import merges, ranks, replays, results, tiles, times
 
 SMALL = [tiles.Tile(12, 12, tiles.CAUSAL, heads=(2, 1), dims=(8, 8)), tiles.Tile(7, 1, heads=(2, 1), dims=(8, 8))]
 ARGUMENTS = "--device cpu --dtype float32 --lengths 64 --heads 4 --kv-heads 4 --dim 16 --ranks 2 --worlds 2 --rounds 1"
@@ -80,7 +84,7 @@ def test_every_section_passes_on_the_cpu(check: Any) -> None:
         assert line in text, line
     assert "ulysses, 2 ranks, autocast" in text and "compiled by aot_eager" in text
     assert text.count("of plain SDPA  cpu flash") == 6 and text.count("merging") == 1 + len(ranks.MODES)
-    assert text.count("absent") == 1 + 4  # CUDA graphs of two kernels on two tiles, and their count
+    assert text.count("absent") == 1 + 4 + 8  # CUDA graphs of two kernels on two tiles, Triton, and their count
 
 
 @pytest.mark.parametrize(
@@ -103,17 +107,31 @@ def test_a_planted_kernel_fails(check: Any, spoil: Any, backward: bool, status: 
     assert "cpu flash torch.float32" in text  # the others are checked all the same
 
 
-def test_refusals_are_listed_by_kernel_and_dtype(check: Any, monkeypatch: Any) -> None:
+def test_refusals_are_listed_by_kernel_dtype_and_kind_of_tile(check: Any, monkeypatch: Any) -> None:
     """A listed refusal passes and is shown; another exception than a RuntimeError, or another dtype, is none."""
-    monkeypatch.setitem(results.REFUSALS, ("planted", torch.float32), "only halves")
+
+    def listed(*dtypes: torch.dtype) -> None:
+        monkeypatch.setattr(results, "REFUSALS", [("planted", dtypes, "any", "only halves")])
+
     with kernels.register(Planted(crash, False), "cpu", accepts=lambda *_: False):
+        listed(torch.float32)
         code, text = check("kernels")
         assert code == 0 and text.count("refused") == len(SMALL) + 1 and "only halves (RuntimeError: an illegal" in text
-        monkeypatch.delitem(results.REFUSALS, ("planted", torch.float32))
+        listed(torch.float64)
         assert check("kernels")[0] == 1
-    monkeypatch.setitem(results.REFUSALS, ("planted", torch.float32), "only halves")
     with kernels.register(Planted(programming_error, False), "cpu", accepts=lambda *_: False):
+        listed(torch.float32)
         assert check("kernels")[0] == 1
+
+
+def test_refusals_that_are_permitted() -> None:
+    half, single = torch.bfloat16, torch.float32
+    for name in kernels.available("cuda").keys() - {"reference"}:
+        for kind in ("dense", "packed", "banded"):
+            without_masks = kind == "banded" and "without" in name and "memory-efficient" in name.split("without")[1]
+            assert bool(results.refusal(name, half, kind)) == without_masks, (name, kind)
+        assert bool(results.refusal(name, single, "dense")) == (name.split()[1] in ("flash", "cudnn"))
+    assert not any(results.refusal(name, single, "dense") for name in (*kernels.available("npu"), "cpu flash"))
 
 
 def test_a_section_that_breaks_fails_and_the_next_one_runs(check: Any, monkeypatch: Any) -> None:
@@ -121,6 +139,61 @@ def test_a_section_that_breaks_fails_and_the_next_one_runs(check: Any, monkeypat
     monkeypatch.setattr(times, "time_tiles", lambda *_: iter(["a time"]))
     code, text = check("replays", "tiles")
     assert code == 1 and "FAILED  CRASHED" in text and "section replays: ZeroDivisionError" in text and "a time" in text
+
+
+class Graph:
+    """A CUDA graph of a double: what it captured is computed again into the same tensors."""
+
+    def __init__(self) -> None:
+        self.captured: list[Any] = []
+
+    def replay(self) -> None:
+        for into, again in self.captured:
+            for x, y in zip(into, again(), strict=True):
+                x.copy_(y)
+
+
+class Captured:
+    """The reference kernel, as a graph captures it. A ``stale`` one has taken q out of the graph."""
+
+    name = "captured"
+
+    def __init__(self, graphs: list[Graph], stale: bool) -> None:
+        self.graphs, self.stale = graphs, stale
+
+    def _run(self, function: Any, tile: TileInputs, *of_rows: Tensor) -> Any:
+        if self.stale:
+            tile = replace(tile, q=tile.q.clone())
+        results = function(tile, *of_rows)
+        if self.graphs:
+            self.graphs[-1].captured.append((results, lambda: function(tile, *of_rows)))
+        return results
+
+    def forward(self, tile: TileInputs) -> Any:
+        return self._run(REFERENCE.forward, tile)
+
+    def backward(self, tile: TileInputs, *of_rows: Tensor) -> Any:
+        return self._run(REFERENCE.backward, tile, *of_rows)
+
+
+@pytest.mark.parametrize("stale, status", [(False, "ok"), (True, "WRONG")])
+def test_a_replay_with_other_values_is_checked(monkeypatch: Any, stale: bool, status: str) -> None:
+    capturing: list[Graph] = []
+
+    @contextmanager
+    def graph(made: Graph) -> Any:
+        capturing.append(made)
+        yield
+        capturing.clear()
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    module = SimpleNamespace(
+        CUDAGraph=Graph, graph=graph, stream=lambda s: nullcontext(), Stream=lambda: stream, synchronize=lambda: None
+    )
+    module.current_stream = lambda: stream
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(kernels, "available", lambda device_type: {"captured": Captured(capturing, stale)})
+    assert [result.status for result in replays.check_graphs("cpu", torch.float32)] == [status] * 2
 
 
 def test_judgement() -> None:
@@ -139,9 +212,21 @@ def test_the_tiles_of_the_real_check_are_those_that_devices_meet() -> None:
     assert any(not bool(tiles.visible_of(t, "cpu").any(-1).all()) for t in tiles.TILES)
 
 
+def test_merges_are_checked_where_triton_runs(monkeypatch: Any) -> None:
+    pytest.importorskip("triton", reason="triton has no wheel for this platform")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(merges, "SHAPES", [(2, 2, 13, 8)])
+    sums.compiled.cache_clear()
+    monkeypatch.setattr(sums, "merge", lambda *x: sums.launch_merge(*x) is None)
+    monkeypatch.setattr(sums, "add", lambda *x: sums.launch_add(*x) is None)
+    assert [result.status for result in merges.check_merges("cpu", torch.bfloat16)] == ["ok", "ok"]
+    monkeypatch.setattr(sums, "merge", lambda *x: True)  # it does nothing
+    assert [result.status for result in merges.check_merges("cpu", torch.bfloat16)] == ["NOT FINITE", "ok"]
+    sums.compiled.cache_clear()
+
+
 @pytest.mark.slow
 def test_real_tiles_on_the_cpu(capsys: Any) -> None:
-    given = "--device cpu --dtype bfloat16 --lengths 256 --worlds 2 4 --only kernels layouts engine"
-    code = device_check.main(given.split())
+    code = device_check.main(["--device", "cpu", "--dtype", "float32", "--lengths", "256", "--only", "kernels"])
     text = capsys.readouterr().out
-    assert code == 0 and "cpu flash torch.bfloat16" in text, text
+    assert code == 0 and text.count("cpu flash torch.float32") == len(tiles.TILES), text

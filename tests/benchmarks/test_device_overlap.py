@@ -7,46 +7,64 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from hyper_cp.ops import kernels
+from hyper_cp.ops.kernels import REFERENCE
 from tests.harness.ranks import on_ranks
+
+
+class WrongGradients:
+    """The reference kernel with gradients of queries that are too large."""
+
+    name = "wrong gradients"
+
+    def forward(self, tile: kernels.TileInputs) -> tuple[Tensor, Tensor]:
+        return REFERENCE.forward(tile)
+
+    def backward(self, tile: kernels.TileInputs, *of_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = REFERENCE.backward(tile, *of_rows)
+        return dq * 1.001, dk, dv
+
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 
 
+GIVEN = "--device cpu --length 32 --heads 16 --kv-heads 16 --dim 8 --dtype float32 --rounds 1"
+
+
 @on_ranks
-def measured(given: list[str]) -> list[tuple[str, float, float, float]]:
+def measured() -> tuple[list[tuple[str, float, float, float]], list[str], list[str]]:
+    """The times; the checks, and those with a kernel whose gradients are wrong."""
     sys.path.insert(0, BENCHMARKS)
     import device_overlap
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    return list(device_overlap.measure(mesh, device_overlap.arguments(given)))
+    args = device_overlap.arguments(GIVEN.split())
+    checked = [result.status for result in device_overlap.compare(mesh, args)]
+    with kernels.register(WrongGradients(), "cpu"):
+        wrong = [result.status for result in device_overlap.compare(mesh, args)]
+    return list(device_overlap.measure(mesh, args)), checked, wrong
 
 
-def test_every_mode_is_measured_on_gloo(ranks: Any) -> None:
-    given = [
-        "--device",
-        "cpu",
-        "--length",
-        "32",
-        "--heads",
-        "8",
-        "--kv-heads",
-        "8",
-        "--dim",
-        "8",
-        "--dtype",
-        "float32",
-        "--rounds",
-        "1",
-    ]
-    for world in (2, 4):
-        found = ranks(world, measured, given)
-        assert all(rows == found[0] for rows in found) and all(min(row[1:]) > 0 for row in found[0])
-        names = {row[0] for row in found[0]}
-        assert {"ring, head_tail", "needed, head_tail", "Ulysses"} <= names
-        assert ("Ulysses, 4 head groups" in names) == (world == 2)
-        assert ("hybrid of 2, ring, 2 groups" in names) == (world == 4)
+def test_every_mode_is_checked_and_measured_on_gloo(ranks: Any) -> None:
+    found = ranks(4, measured)
+    times = found[0][0]
+    assert all(rows == times for rows, *_ in found) and all(min(row[1:]) > 0 for row in times)
+    assert len(times) == 8 and times[-1][0] == "hybrid of 2, ring, 2 groups"
+    for _, checked, wrong in found:
+        assert checked == ["ok"] * 8 and wrong == ["WRONG"] * 8
+
+
+def test_hybrids_need_two_dimensions_and_heads_that_split() -> None:
+    sys.path.insert(0, BENCHMARKS)
+    import device_overlap
+
+    args = device_overlap.arguments([])  # 8 key/value heads
+    for ranks, without in ((2, {"hybrid of 2, ring", "hybrid of 2, ring, 2 groups"}), (8, {"Ulysses, 4 head groups"})):
+        names = {name for name, mode in device_overlap.MODES.items() if device_overlap.possible(mode, ranks, args)}
+        assert names == set(device_overlap.MODES) - without
 
 
 def test_a_line_says_how_much_is_hidden() -> None:

@@ -47,6 +47,26 @@ def test_table_names_a_wrong_mode(losses: list[float]) -> None:
     assert demo.table(results)[1] == ["bad"]
 
 
+def test_table_shows_activations_beside_those_of_one_rank() -> None:
+    one, shared = (demo.Result([5.0], 1.0, n * 2**20, 1) for n in (120, 31))
+    lines = demo.table({demo.ONE_RANK: one, "ring": shared})[0]
+    assert "activations, MiB" in lines[0] and " 120.0 of 120.0 " in lines[1] and " 31.0 of 120.0 " in lines[2]
+
+
+@on_ranks
+def activations() -> list[int]:
+    """Bytes kept between forward and backward: of one rank, and of each mode on this mesh."""
+    args = argparse.Namespace(steps=1, seq_len=256)
+    modes = [None, demo.MODES["ulysses"], demo.MODES["ring head-tail"], demo.MODES["colossal"]]
+    return [demo.train("", mode, args).activation_bytes for mode in modes]
+
+
+def test_activations_are_shared_by_the_ranks(ranks: Any) -> None:
+    """Each of two ranks keeps half, less what one rank's plain attention keeps of repeated key/value heads."""
+    for whole, *found in ranks(2, activations):
+        assert all(0.45 * whole <= mine <= 0.51 * whole for mine in found), (whole, found)
+
+
 def train_with_positions_of_rank_zero() -> int:
     """A classic mistake, every rank counting positions from zero, must end in a non-zero exit."""
     right = demo.ContextParallelHandler.position_ids

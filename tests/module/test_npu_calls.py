@@ -14,7 +14,7 @@ from hyper_cp.module import attention_calls as calls
 from tests.harness import npu_standin
 from tests.harness.attention_case import FP32, cp_mesh
 from tests.harness.oracle import plain_attention, relative_error, visible_pairs
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import on_ranks, sum_over_ranks
 
 Layout = tuple[Any, Any]
 LAYOUTS: dict[str, Layout] = {
@@ -109,6 +109,55 @@ def run_fusion(style: dict[str, Any]) -> dict[str, float]:
 def test_calls_of_the_npu_operator_are_routed(ranks: Any, style: dict[str, Any], standin: Any) -> None:
     for found in ranks(4, run_fusion, style):
         assert max(found.values()) <= FP32, found
+
+
+class WithSinks(nn.Module):
+    def __init__(self, sinks: Tensor) -> None:
+        super().__init__()
+        self.sinks = sinks
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        options = {"scale": 0.3, "sink": self.sinks, "atten_mask": torch.ones(2048, 2048).bool().triu(1)}
+        return torch.ops.npu.npu_fusion_attention_v3(q, k, v, q.shape[1], "BNSD", sparse_mode=3, **options)[0]
+
+
+@on_ranks
+def run_sinks(styles: list[dict[str, Any]]) -> list[float]:
+    """The largest relative error of the output and of the gradients of q, k, v and all sinks."""
+    npu_standin.install()
+    mesh, found = cp_mesh(), []
+    g = torch.Generator().manual_seed(3)
+    q, k, v, dout = (torch.randn(2, 4, 16, 8, generator=g) for _ in range(4))
+    sinks = torch.randn(4, generator=g)
+    wide = [x.double().requires_grad_() for x in (q, k, v, sinks)]
+    logits = torch.einsum("bhid,bhjd->bhij", wide[0], wide[1]) * 0.3
+    logits = logits.masked_fill(~visible_pairs(16, True, None, None), -torch.inf)
+    column = wide[3].view(1, 4, 1, 1).expand(2, 4, 16, 1)
+    want = torch.cat([logits, column], -1).softmax(-1)[..., :-1] @ wide[2]
+    expected = torch.autograd.grad(want, wide, dout.double())
+    for style in styles:
+        made = ContextParallel(seq_dim=2, head_dim=1, **style)
+        handler, own = ContextParallelHandler(mesh, made), sinks.clone().requires_grad_()
+        module = parallelize_module(WithSinks(own), mesh, {"": made})
+        local = [handler.dispatch(x, 2).requires_grad_() for x in (q, k, v)]
+        out = module(*local)
+        *grads, of_sinks = torch.autograd.grad(out, [*local, own], handler.dispatch(dout, 2))
+        pairs = [(handler.combine(a.detach(), 2), b) for a, b in zip([out, *grads], [want, *expected[:3]], strict=True)]
+        pairs.append((sum_over_ranks(of_sinks)[0], expected[3]))
+        found.append(max(relative_error(a, b.detach()) for a, b in pairs))
+    return found
+
+
+def test_the_sink_of_the_npu_operator(ranks: Any, standin: Any) -> None:
+    """Also where the module sees whole sequences, of which the operator would see a share of the heads."""
+    styles: list[dict[str, Any]] = [
+        {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
+        {"ulysses_degree": None},
+        {"ulysses_degree": 2, "qkv_indices": None, "kv_exchange": "ring"},
+    ]
+    for found in ranks(4, run_sinks, styles):
+        assert max(found) <= FP32, found
 
 
 @pytest.mark.parametrize(

@@ -236,3 +236,22 @@ def test_an_exchange_from_outside() -> None:
         for rank in range(4):
             there, back = (schedule.build(held, held, rank, kv, False, CAUSAL) for kv in ("ring", "ring_backwards"))
             assert back.forward[1:-1] == there.forward[-2:0:-1] and back.forward[0] == there.forward[0]
+
+
+@pytest.mark.parametrize("layout, least", [("head_tail", 3), ("balanced", 2), ("balanced", 500)])
+def test_needed_rows_travel_in_equal_stages(layout: str, least: int) -> None:
+    """A rank receives an equal part in each stage, never more than a rank holds; what one sends, another receives."""
+    world, length = 8, 4096
+    boundaries = (0, 700, 712, 2900, 3000, length)
+    held = lookup.resolve(layout, world, length, PackedDocuments([list(boundaries)])).held
+    with mock.patch.object(arrivals, "_LEAST", least):
+        plans = [schedule.build(held, held, r, "needed", False, CAUSAL, (boundaries,)) for r in range(world)]
+    (stages,), (ahead,) = ({len(plan.routes) for plan in plans}, {plan.ahead for plan in plans})
+    most = max(sum(sum(route.received) for route in plan.routes) for plan in plans)
+    assert stages == max(min(8, most // least), -(-most // (length // world)))
+    assert ahead * -(-most // stages) <= 3 * length // world + stages
+    for rank, plan in enumerate(plans):
+        totals = [sum(route.received) for route in plan.routes]
+        assert max(totals) - min(totals) <= 1 and max(totals) <= length // world
+        for stage, route in enumerate(plan.routes):
+            assert route.received == tuple(other.routes[stage].sent[rank] for other in plans)

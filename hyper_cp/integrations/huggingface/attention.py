@@ -13,9 +13,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ...ops.attention import cp_attention
 from ...ops.config import Call
 from ...ops.kernels import scores
+from ...ops.kernels.scores import MaskMod, Score
+from ...ops.kernels.scores.mods import Mods
 from ...schedule import layout as layouts
 from ...schedule.documents import documents_table, read
-from .forward import ForwardState, OneDevice, State, running, state_for
+from .forward import ForwardState, OneDevice, State, offered, running, state_for
 
 NAME = "hyper_cp"
 UNSUPPORTED = ("dropout", "position_bias", "cache")
@@ -47,6 +49,9 @@ class MaskRequest:
         self.model, self.window, self.state = model, window, state
         self.documents = documents
         """Boundaries of chunks, which do not see each other; None: those of the batch."""
+        self.function: MaskMod | None = None
+        """The model's own function of global positions that says which pairs are visible, in place of causality and
+        the window."""
 
     def to(self, *_: Any, **__: Any) -> MaskRequest:
         """The same: there is nothing to move or cast."""
@@ -105,6 +110,11 @@ def attention_mask(
         )
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     chunked = local_size is not None and local_size == chunk != window
+    batch = state.batch if isinstance(state, ForwardState) else offered()
+    if not allow_is_causal_skip and batch is not None and batch.token_types and "mask_function" in others:
+        request = MaskRequest(f"The model of {type(config).__name__}", None, state)
+        request.function = others["mask_function"]
+        return request
     if not allow_is_causal_skip or (local_size not in (None, window) and not chunked):
         chunks = allow_is_causal_skip
         kind = f"custom (size {local_size})" if chunks else "custom, bidirectional or explicit"
@@ -164,22 +174,32 @@ def attention_forward(
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
-    if mask is None and not causal:
+    if mask is None and not causal and request is None:
         raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
     batch, window = state.batch, None
-    if mask is None:  # else it is the caller's own for all layers, and nothing is added to it, as in transformers
+    function = None if request is None else request.function
+    if function is not None:
+        mask = batch.keys
+    elif mask is None:  # else it is the caller's own for all layers, and nothing is added to it, as in transformers
         size = _window(name, request, options.get("sliding_window"))
         mask, window = batch.keys, (None if size is None else size - 1, 0)
     cp, mode = state.mesh.view(query.shape[1], key.shape[1]), replace(state.style.mode, window=window)
     # is_causal=False: the window ends at the query, so it is causal already; and unlike is_causal it allows a mask.
     documents = batch.documents if request is None or request.documents is None else request.documents
-    cap = options.get("softcap")
-    score = None if cap is None else scores.softcap(cap)
+    score = _score(options.get("softcap"), function, query)
     call = Call(False, options.get("scaling"), mask, documents, name=name, sinks=options.get("s_aux"), score=score)
     out = cp_attention(query, key, value, cp, mode, call)
     if batch.tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention
         out = out.masked_fill(~batch.tokens, 0.0)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _score(cap: float | None, function: MaskMod | None, query: Tensor) -> Score | None:
+    """The function of logits of a call: a softcap, and the model's function of visible pairs."""
+    capped = None if cap is None else scores.softcap(cap)
+    if function is None:
+        return capped
+    return Mods(None if capped is None else capped.mods(None)[0], function, None, query)
 
 
 def _window(name: str, request: MaskRequest | None, given: int | None) -> int | None:

@@ -79,7 +79,7 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             "Use a model whose forward takes position_ids"
         )
     both = sorted({type(m).__name__ for m in decoder.modules() if getattr(m, "is_causal", True) is False})
-    if both or not getattr(config, "is_causal", True):
+    if (both or not getattr(config, "is_causal", True)) and not masks_by_types(model):
         raise NotImplementedError(
             f"{name} has attention that is not causal ({', '.join(both) or 'is_causal=False in its config'}), as in an "
             "encoder or in cross-attention. prepare_model supports causal decoders only. Put ContextParallel styles on "
@@ -141,6 +141,11 @@ def _source_of_forward(model: nn.Module) -> str:
         return inspect.getsource(inspect.unwrap(type(model).forward))
     except (OSError, TypeError):
         return ""
+
+
+def masks_by_types(model: nn.Module) -> bool:
+    """True if a model makes masks of the types of its tokens, in which the tokens of one image see each other."""
+    return any("block_sequence_ids" in _source_of_forward(module) for module in (model, *model.children()))
 
 
 def own_positions(decoder: nn.Module) -> str | None:

@@ -7,7 +7,7 @@ on are called without it: they find the forward that is running.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,13 @@ class PreparedBatch(AttentionState):
     def to(self, device: torch.device) -> PreparedBatch:
         """The same on the device where the model computes."""
         moved = super().to(device)
-        return replace(self, tokens=moved.tokens, keys=moved.keys, counted=_moved(self.counted, device))
+        types = {name: x.to(device) for name, x in self.token_types.items()}
+        counted = _moved(self.counted, device)
+        return replace(self, tokens=moved.tokens, keys=moved.keys, counted=counted, token_types=types)
 
+    token_types: dict[str, Tensor] = field(default_factory=dict)
+    """Types of all tokens of the sequence ``[B, S]``, -1 on padding, by their name in the batch. Some models make masks
+    of them, in which images see themselves whole."""
     numbered: bool = False
     """True if the batch had no position ids, and they count from 0 to the end of the sequence."""
 

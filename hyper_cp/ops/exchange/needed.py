@@ -1,12 +1,14 @@
 """Needed: a rank receives the rows of keys and values that its queries see, each once, from the ranks that hold them.
 
-Who owns what: rows in flight belong to their :class:`~hyper_cp.mesh.comm.Pending`. The rows of the next stage travel
-while those of this stage are attended, so two stages are alive at most; in backward the gradients of the stage before
-travel home beside them. All ranks take part in every stage, whether they have rows for it or not.
+Who owns what: rows in flight belong to their :class:`~hyper_cp.mesh.comm.Pending`. The rows of the next ``plan.ahead``
+stages travel while those of this stage are attended; in backward the gradients of as many stages before travel home
+beside them. So a rank that has much to do in one stage does not hold up the others. All ranks take part in every stage,
+whether they have rows for it or not.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -43,22 +45,25 @@ class NeededForward:
     """Yields the local block, the rows of each stage, and the local block again."""
 
     def __init__(self, axis: Axis, k: Tensor, v: Tensor, plan: Schedule) -> None:
-        self.axis, self.local, self.routes = axis, (k, v), plan.routes
+        self.axis, self.local, self.plan = axis, (k, v), plan
         self.format = _Rows(k, v)
-        if self.routes:
+        self.pending: deque[Pending] = deque()
+        if plan.routes:
             self.own = self.format.of(k, v)
-            self.pending = self._fetch(0)
+            for route in plan.routes[: plan.ahead]:
+                self._fetch(route)
 
-    def _fetch(self, stage: int) -> Pending:
-        route = self.routes[stage]
-        return self.axis.all_to_all_rows(route.rows.take(self.own, 0), route.sent, route.received)
+    def _fetch(self, route: Route) -> None:
+        rows = route.rows.take(self.own, 0)
+        self.pending.append(self.axis.all_to_all_rows(rows, route.sent, route.received))
 
     def stages(self) -> Iterator[tuple[Route, Tensor]]:
-        """The rows of each stage. Those of the next one are on their way when a stage is yielded."""
-        for stage, route in enumerate(self.routes):
-            rows = self.pending.wait()
-            if stage + 1 < len(self.routes):
-                self.pending = self._fetch(stage + 1)
+        """The rows of each stage. Those of the next ones are on their way when a stage is yielded."""
+        routes, ahead = self.plan.routes, self.plan.ahead
+        for stage, route in enumerate(routes):
+            rows = self.pending.popleft().wait()
+            if stage + ahead < len(routes):
+                self._fetch(routes[stage + ahead])
             yield route, rows
 
     def __iter__(self) -> Iterator[Pair]:
@@ -71,36 +76,37 @@ class NeededForward:
 class NeededBackward:
     """The rows are fetched again; their gradients return to the ranks that hold them.
 
-    Yields ``(k, v, dk, dv)`` like :class:`RingBackward`. The gradients of the last stage travel while the local block
+    Yields ``(k, v, dk, dv)`` like :class:`RingBackward`. The gradients of the last stages travel while the local block
     is attended for the second time. A rank adds what returns in the order of stages and of ranks: the same bits every
     time.
     """
 
     def __init__(self, axis: Axis, k: Tensor, v: Tensor, plan: Schedule, dtype: torch.dtype) -> None:
-        self.axis, self.dtype = axis, dtype
+        self.axis, self.dtype, self.ahead = axis, dtype, plan.ahead
         self.blocks = NeededForward(axis, k, v, plan)
         self.total = k.new_zeros(k.shape[2], sum(self.blocks.format.widths), dtype=dtype)
         self.home = self.blocks.format.pair(self.total)
+        self.returning: deque[tuple[Route, Pending]] = deque()
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        pair, returning = self.blocks.format.pair, None
+        pair = self.blocks.format.pair
         yield *self.blocks.local, *self.home
         for route, rows in self.blocks.stages():
             gradients = torch.zeros_like(rows, dtype=self.dtype)
             yield *pair(rows), *pair(gradients)
-            pending = self.axis.all_to_all_rows(gradients, route.received, route.sent)
-            self._add(returning)
-            returning = route, pending
+            if len(self.returning) == self.ahead:
+                self._add()
+            self.returning.append((route, self.axis.all_to_all_rows(gradients, route.received, route.sent)))
         yield *self.blocks.local, *self.home
-        self._add(returning)
+        while self.returning:
+            self._add()
         # The op returns both. Where a rank has one row or none, they would be taken as contiguous and not be copied.
         if len(self.total) < 2 or not self.total.numel():
             self.home = self.home[0].clone(), self.home[1].clone()
 
-    def _add(self, returning: tuple[Route, Pending] | None) -> None:
-        if returning is None:
-            return
-        route, pending = returning
+    def _add(self) -> None:
+        """Add the gradients that were sent home first, when they have arrived."""
+        route, pending = self.returning.popleft()
         index = route.rows.index(self.total.device)
         # One rank at a time, since several may return a gradient of the same row.
         for where, rows in zip(index.split(route.sent), pending.wait().split(route.sent), strict=True):

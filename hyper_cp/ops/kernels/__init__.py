@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from . import cpu, cuda, npu
 from .inputs import Kernel, TileInputs
 from .reference import KERNEL as REFERENCE
+from .scores import flex_kernel
 
 __all__ = ["REFERENCE", "Kernel", "TileInputs", "available", "choose", "get", "register"]
 
@@ -154,3 +155,4 @@ register(cpu.KERNEL, "cpu", cpu.accepts, plain_with_dropout=True)  # as F.scaled
 register(npu.KERNEL, "npu", npu.accepts)
 for _kernel in cuda.KERNELS.values():
     register(_kernel, "cuda", partial(cuda.accepts, _kernel))
+register(flex_kernel.KERNEL, "cuda", flex_kernel.accepts, scores=True)

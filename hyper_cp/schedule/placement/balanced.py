@@ -15,14 +15,15 @@ from itertools import product
 import numpy as np
 
 from ..ranges import Documents, Numbers, Range, compact, touching
-from .cost import Cost, Floats, boundaries_of, pieces, seen
+from .cost import ALL_GATHER, Cost, Floats, boundaries_of, pieces, seen
 
 _CHUNKS = (8, 6, 4, 2)  # per rank: the first that divides its positions. More would balance a little better, move more
 _FINER = 16  # where one chunk of a long document has _NEARLY the work of a rank
 _NEARLY = 0.9
 _SMALLEST = 128  # positions of a finer chunk: kernels work in blocks of about so many
 _TOLERANCE = 1.03  # the fullest rank's work over the mean that is aimed at: the last per cent would cost many rows
-_BUDGET = 850_000  # exchanges that are considered: about 0.1 s
+_BUDGET = 600_000  # exchanges that are considered: about 0.1 s
+_SENT = 1.3  # the rows that the busiest rank sends over the mean that is aimed at
 _SWEEPS = 20  # with few ranks nothing changes any more after fewer
 
 Deal = Numbers
@@ -40,7 +41,7 @@ def dealt(length: int, world: int, rows: Sequence[Documents], window: int | None
         return _ranges(_head_tail(world, 2), length)  # one document: no deal of equal work moves less
     chunks = _chunks(length, world, rows, window)
     number = len(chunks.pairs) // world
-    return _ranges(min(_candidates(chunks, world, number), key=lambda deal: chunks.cost(deal).total), length)
+    return _ranges(min(_candidates(chunks, world, number), key=chunks.total), length)
 
 
 def _chunks(length: int, world: int, rows: Sequence[Documents], window: int | None) -> _Chunks:
@@ -99,6 +100,12 @@ class _Chunks:
         received = seen(self.low[deal], self.stop[deal]) - self.length / len(deal)
         return Cost(self.pairs[deal].sum(1), received, self.length)
 
+    def total(self, deal: Deal) -> float:
+        """One number to compare deals by. The rank that receives or sends most counts as much as their mean."""
+        cost = self.cost(deal)
+        busiest = max(cost.rows.max(), self.sent(deal)[deal].sum(1).max()) / (self.length - self.length / len(deal))
+        return cost.work + ALL_GATHER * float(cost.share + busiest) / 2
+
     def gained(self, a: Deal, b: Deal) -> Floats:
         """The keys more that ``a[p]`` sees with chunk ``b[p, j]`` in place of its own ``a[p, i]``: ``[p, i, j]``.
 
@@ -120,12 +127,23 @@ class _Chunks:
         gained: Floats = left[:, :, None] + came
         return gained
 
+    def sent(self, deal: Deal) -> Floats:
+        """The rows of each chunk that its rank sends, to all other ranks together: ``[chunks]``."""
+        size = self.length // deal.size
+        starts, stop = self.stop[:-1] - size, self.stop[deal]
+        low = np.maximum(self.low[deal], np.concatenate((np.zeros((len(deal), 1)), stop[:, :-1]), 1))
+        seen = np.minimum(stop[:, :, None], starts + size) - np.maximum(low[:, :, None], starts)
+        seen = np.maximum(seen, 0).sum(1)  # [ranks, chunks]
+        seen[np.arange(len(deal))[:, None], deal] = 0
+        found: Floats = seen.sum(0)
+        return found
+
 
 def _improved(chunks: _Chunks, start: Deal, weight: int, budget: int) -> tuple[Deal, int]:
     """A deal after exchanges of chunks, and how many exchanges were considered.
 
-    An exchange gains the rows that need not travel, and the work that it takes off ranks that have too much. That has
-    a weight, which grows from sweep to sweep until no rank has too much.
+    An exchange gains the rows that need not travel, those that it takes off ranks that send too many, and the work that
+    it takes off ranks that have too much. That has a weight, which grows from sweep to sweep until no rank has.
     """
     deal = start.copy()
     world, number = deal.shape
@@ -134,6 +152,8 @@ def _improved(chunks: _Chunks, start: Deal, weight: int, budget: int) -> tuple[D
     for turn in range(_SWEEPS * len(sweep)):
         if considered >= budget or unchanged >= len(sweep):
             break
+        if turn % len(sweep) == 0:
+            ranks.count_sent()
         a, b = sweep[turn % len(sweep)]
         unchanged = 0 if ranks.exchange(a, b, weight) else unchanged + 1
         considered += len(a) * number * number
@@ -151,6 +171,12 @@ class _Ranks:
         self.most = np.floor(_TOLERANCE * self.work.mean())
         self.row = max(1.0, np.floor(self.work.sum() / chunks.length))  # pairs that a row costs as much as
 
+    def count_sent(self) -> None:
+        """Count the rows that each chunk sends. Exchanges change them little, so it is done once a sweep."""
+        self.popular = self.chunks.sent(self.deal)
+        self.sent = self.popular[self.deal].sum(1)
+        self.most_sent = np.floor(_SENT * self.sent.mean())
+
     @property
     def above(self) -> bool:
         """True if a rank has more work than is aimed at."""
@@ -160,21 +186,28 @@ class _Ranks:
         """Make the best exchange between each rank of ``a`` and its partner in ``b``, if it gains; True if any does."""
         chunks, mine, theirs = self.chunks, self.deal[a], self.deal[b]
         given = chunks.pairs[mine][:, :, None] - chunks.pairs[theirs][:, None, :]
-        excess = np.maximum(0, self.work[a][:, None, None] - given - self.most)
-        excess += np.maximum(0, self.work[b][:, None, None] + given - self.most)
+        moved = self.popular[mine][:, :, None] - self.popular[theirs][:, None, :]
+        work, work_before = _excess(self.work[a], self.work[b], given, self.most)
+        sent, sent_before = _excess(self.sent[a], self.sent[b], moved, self.most_sent)
         rows = chunks.gained(mine, theirs) + chunks.gained(theirs, mine).transpose(0, 2, 1)
-        change = (self.row * rows + weight * excess).reshape(len(a), -1)
-        before = weight * (np.maximum(0, self.work[a] - self.most) + np.maximum(0, self.work[b] - self.most))
+        change = (self.row * (rows + sent) + weight * work).reshape(len(a), -1)
         best = change.argmin(1)
-        better = np.flatnonzero(change[np.arange(len(a)), best] < before)
+        better = np.flatnonzero(change[np.arange(len(a)), best] < self.row * sent_before + weight * work_before)
         i, j = np.divmod(best[better], mine.shape[1])
         a, b = a[better], b[better]
-        self.work[a] -= given[better, i, j]
-        self.work[b] += given[better, i, j]
+        for total, by in ((self.work, given), (self.sent, moved)):
+            total[a] -= by[better, i, j]
+            total[b] += by[better, i, j]
         self.deal[a, i], self.deal[b, j] = theirs[better, j], mine[better, i]
         for ranks in (a, b):
             self.deal[ranks] = np.sort(self.deal[ranks], 1)
         return bool(len(better))
+
+
+def _excess(a: Floats, b: Floats, given: Floats, most: float) -> tuple[Floats, Floats]:
+    """The sum of what two ranks have above ``most`` after each exchange, in which a gives b so much, and before it."""
+    after = np.maximum(0, a[:, None, None] - given - most) + np.maximum(0, b[:, None, None] + given - most)
+    return after, np.maximum(0, a - most) + np.maximum(0, b - most)
 
 
 @lru_cache(maxsize=8)

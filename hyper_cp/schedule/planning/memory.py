@@ -27,7 +27,8 @@ class Memory:
         states: parameters, gradients and optimizer states, and the weights of two layers that are gathered.
         saved: everything saved for backward by the layers, when the loss is reached.
         loss: logits and what the loss saves and makes of them.
-        work: the largest work space of one layer in backward, its recomputed activations included.
+        work: the largest work space of one layer in backward, its recomputed activations included, less what the
+            backward of the last norm has freed.
     """
 
     states: float
@@ -83,26 +84,35 @@ def saved_between(model: ModelShape, ranks: Ranks, tokens: float, element: int, 
     return kept
 
 
-def exchange_bytes(
+def layer_work(
+    model: ModelShape, ranks: Ranks, kv_exchange: str, batch: int, length: int, work: RankWork, element: int
+) -> float:
+    """Bytes that the backward of one layer needs beyond everything it has saved: in the MLP two gradients of its inner
+    size, or in attention, before which the MLP and its norm have freed their tensors."""
+    tokens = batch * length / ranks.size
+    stream = 2 * tokens * model.width * element  # gradients of the residual stream
+    mlp = 2 * tokens * model.ffn * element
+    freed = tokens * (4 * model.ffn * element + norm_saved(model, element))
+    return stream + max(mlp, _attention_work(model, ranks, kv_exchange, batch, length, work, element) - freed)
+
+
+def _attention_work(
     model: ModelShape, ranks: Ranks, kv_exchange: str, batch: int, length: int, work: RankWork, element: int
 ) -> float:
     """Bytes of buffers in attention's backward: keys and values that arrive, and fp32 sums of gradients."""
     width = shared_heads(model.kv_heads, ranks.ulysses) * model.head_dim / ranks.ulysses
-    position = 2 * width * batch
+    position = 2 * width * batch  # elements of keys and values
     share = length / ranks.ring * position
-    rows = length / ranks.ring * model.query_width / ranks.ulysses * batch
+    rows = batch * length / ranks.size * model.query_width
     own = share * ACCUMULATED + rows * (ACCUMULATED + 2 * element)  # sums of dk, dv and dq; dout and the dq returned
+    message = rows * element if ranks.ulysses > 1 else 0.0
     if not work.hops:
-        return own
-    if kv_exchange == "ring":
-        return own + share * (2 * element + 3 * ACCUMULATED)
-    arriving = (
-        max(map(float, (stage.sum() for stage in work.received))) * position
-        if kv_exchange == "needed"
-        else length * position
-    )
-    stages = 2 if kv_exchange == "needed" else 1
-    return own + arriving * (stages * element + stages * ACCUMULATED) + share * element
+        return own + message
+    if kv_exchange == "ring":  # two blocks; the sum that leaves, the one that arrives, and what is added from hop 2 on
+        return own + max(message, share * (2 * element + (2 if work.hops == 1 else 3) * ACCUMULATED))
+    stages = max(1, len(work.received))
+    arriving = max((float(rows.sum()) for rows in work.received), default=float(length)) * position
+    return own + max(message, stages * arriving * (element + ACCUMULATED) + share * element)
 
 
 def memory(
@@ -127,17 +137,15 @@ def memory(
         recomputed = layer_saved(model, ranks, tokens, element) - saved_between(
             model, ranks, tokens, element, checkpointing
         )
-    mlp = tokens * (3 * model.ffn + 2 * model.width) * element
-    attention = exchange_bytes(model, ranks, kv_exchange, batch, length, work, element)
-    attention += 2 * tokens * model.width * element
-    return Memory(states, saved, loss_bytes(model, tokens, chunked_loss, element), recomputed + max(mlp, attention))
+    work_space = recomputed + layer_work(model, ranks, kv_exchange, batch, length, work, element)
+    work_space -= tokens * norm_saved(model, element)  # the last norm's backward has freed its tensors
+    return Memory(states, saved, loss_bytes(model, tokens, chunked_loss, element), max(0.0, work_space))
 
 
 def loss_bytes(model: ModelShape, tokens: float, chunked: bool, element: int) -> float:
-    """Bytes of the loss: logits, their log-softmax in fp32, and the gradient of both. A chunked loss has those of a
-    chunk, the gradient of its input, and that of the head in fp32."""
-    wide = ACCUMULATED if element < ACCUMULATED else 0  # the fp32 copy of logits in half precision
-    per_token = model.vocabulary * (element + wide + 2 * max(element, ACCUMULATED))
+    """Bytes of the loss: the log-softmax of logits in fp32, its gradient and that of the logits. A chunked loss has
+    those of a chunk, the gradient of its input, and that of the head in fp32."""
+    per_token = 3 * model.vocabulary * max(element, ACCUMULATED)
     if not chunked:
         return tokens * per_token
     chunk = min(tokens, max(1, LOSS_CHUNK // (ACCUMULATED * model.vocabulary)))

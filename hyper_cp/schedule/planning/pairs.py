@@ -90,6 +90,15 @@ class Pairs:
         own = sum(stop - start for start, stop in ranges)
         return float(local + crossing * (1 if self.causal else 2)), float(seen - own)
 
+    def merged_rows(self, ranges: Sequence[Range], chunk: int, ring: int) -> float:
+        """Query rows of a rank, each as often as another rank's share has keys for it, if shares come in chunks."""
+        rows = 0
+        for low, high in ranges:
+            at = int(self.document(np.array([low]))[0])
+            start, stop = int(self.ends[at]), int(self.ends[at + 1])
+            rows += (min(high, stop) - low) * min(ring - 1, -(-(low - start) // chunk))
+        return float(rows if self.causal else min(2 * rows, (ring - 1) * sum(b - a for a, b in ranges)))
+
 
 def held(layout: str, rank: int, ranks: int, length: int) -> list[Range]:
     """The positions of one rank of the ring in ``"contiguous"`` or ``"head_tail"``."""

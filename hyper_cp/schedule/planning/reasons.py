@@ -5,7 +5,7 @@ from __future__ import annotations
 from .strategies import Estimate
 
 
-def explain(estimate: Estimate, best: Estimate, memory_bytes: float) -> str:
+def explain(estimate: Estimate, best: Estimate, memory_bytes: float, layers: int) -> str:
     """One sentence about ``estimate``, compared with the best strategy."""
     if not estimate.fits:
         return _too_large(estimate, memory_bytes)
@@ -16,7 +16,7 @@ def explain(estimate: Estimate, best: Estimate, memory_bytes: float) -> str:
     if slower < 1.01:
         more = (estimate.memory.peak - best.memory.peak) / 1e9
         return f"as fast, with {more:.1f} GB more memory" if more >= 0.05 else "as fast"
-    return f"{slower:.2f}x the time: {_cause(estimate, best)}"
+    return f"{slower:.2f}x the time: {_cause(estimate, best, layers)}"
 
 
 def _too_large(estimate: Estimate, memory_bytes: float) -> str:
@@ -37,7 +37,7 @@ def _too_large(estimate: Estimate, memory_bytes: float) -> str:
     )
 
 
-def _cause(estimate: Estimate, best: Estimate) -> str:
+def _cause(estimate: Estimate, best: Estimate, layers: int) -> str:
     """The largest part of the time that the best strategy does not take, per token of a rank."""
 
     def per_token(e: Estimate, seconds: float) -> float:
@@ -47,7 +47,6 @@ def _cause(estimate: Estimate, best: Estimate) -> str:
         kernels = e.attention.kernels_forward + e.attention.kernels_backward
         return kernels * (1 - 1 / e.balance)
 
-    layers = max(1, round(best.exposed_seconds / best.attention.exposed)) if best.attention.exposed else 1
     causes = {
         "transfers that nothing hides": per_token(estimate, estimate.exposed_seconds)
         - per_token(best, best.exposed_seconds),

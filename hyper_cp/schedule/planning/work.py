@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrivals import STAGES
+from ..arrivals import stage_count
 from ..build import Step, build
 from ..documents import PackedDocuments
 from ..lookup import resolve
@@ -134,32 +134,38 @@ def _of_step(step: Step) -> StepWork:
 
 def _by_formula(layout: str, ring: int, kv_exchange: str, documents: PackedDocuments, pairs: Pairs) -> RingWork:
     length = documents.rows[0][-1]
-    share = length // ring
+    share, number = length // ring, counting.hops(layout, ring, length, pairs)
+    rank = 0
     if layout == "per_document":
-        owed, rank = pairs.by_rank(layout, ring), 0
+        owed = pairs.by_rank(layout, ring)
         squares = float((pairs.lengths.astype(float) ** 2).sum()) / ring**2
         local, remote = (squares / 2 if pairs.causal else squares), length * (1 - 1 / ring)
-    elif layout in FORMULAS:
-        owed = pairs.by_rank(layout, ring)
-        rank = int(owed.argmax())
-        local, remote = pairs.local_and_remote(counting.held(layout, rank, ring, length))
+        # Of an average rank's rows, the head sees half of the other ranks' blocks and the tail all of them.
+        merged = share * number * (0.75 if pairs.causal else 1.0)
     else:
-        held = resolve(layout, ring, length, documents).held
-        owed = np.array([pairs.of(bounds(ranges)).sum() for ranges in held])
-        rank = int(owed.argmax())
-        local, remote = pairs.local_and_remote(list(held[rank]))
-    number = counting.hops(layout, ring, length, pairs)
+        if layout in FORMULAS:
+            owed = pairs.by_rank(layout, ring)
+            rank = int(owed.argmax())
+            some = [counting.held(layout, r, ring, length) for r in (rank, ring // 2, ring - 1)]
+        else:
+            held = resolve(layout, ring, length, documents).held
+            owed = np.array([pairs.of(bounds(ranges)).sum() for ranges in held])
+            rank = int(owed.argmax())
+            some = [list(held[r]) for r in (rank, ring // 2, ring - 1)]
+        local, remote = pairs.local_and_remote(some[0])
+        # Ranks of equal work differ in what they receive and merge, and the others wait for the slowest.
+        remote = max(remote, *(pairs.local_and_remote(mine)[1] for mine in some[1:]))
+        chunk = share if layout == "contiguous" else min(share // 2, *(stop - start for start, stop in some[0]))
+        merged = max(pairs.merged_rows(mine, chunk, ring) for mine in some)
     arriving = float(owed[rank]) - local
-    # Under a causal mask, blocks of later ranks are seen by the tails of head-tail alone, so three quarters of the rows
-    # have a tile with an average block. Documents are shorter than blocks of full tiles.
-    part = 0.75 if layout != "contiguous" and pairs.causal else 1.0
     if kv_exchange == "ring":
-        steps = [StepWork(arriving / max(1, number), share * part, 1.0, share * part)] * min(number, LISTED)
+        steps = [StepWork(arriving / max(1, number), merged / max(1, number), 1.0, merged / max(1, number))]
+        steps *= min(number, LISTED)
         received: tuple[Numbers, ...] = ()
     else:
-        # The rows that arrive come in stages by their distance; whole shares come at once.
-        stages = 0 if not number else 1 if kv_exchange != "needed" else (number - 1) * STAGES // (ring - 1) + 1
-        steps = [StepWork(arriving / max(1, stages), share, 2.0, remote / max(1, stages))] * stages
+        # The rows that arrive come in stages; whole shares come at once.
+        stages = 0 if not number else 1 if kv_exchange != "needed" else stage_count(int(remote), int(share))
+        steps = [StepWork(arriving / max(1, stages), min(share, merged), 2.0, remote / max(1, stages))] * stages
         number = stages
         each = remote / max(1, ring - 1) / max(1, stages)
         others = np.full(ring, each)

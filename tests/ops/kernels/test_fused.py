@@ -67,6 +67,11 @@ def exact(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return sum(w.unsqueeze(-1) * out.double() for w, (out, _) in zip(weights, parts, strict=True)), total
 
 
+def test_no_rows_are_no_launch(interpreter: Any) -> None:
+    empty = torch.zeros(1, 2, 0, 8)
+    sums.launch_merge(empty, empty[..., 0], empty, empty[..., 0])
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_merge(interpreter: Any, shape: tuple[int, ...]) -> None:
     g = torch.Generator().manual_seed(0)

@@ -197,3 +197,29 @@ def run_modules(style: dict[str, Any]) -> dict[str, float]:
 def test_modules_of_users(npus: Ranks, style: dict[str, Any]) -> None:
     for found in npus(4, run_modules, style):
         assert max(found.values()) <= FP32, found
+
+
+# --------------------------------------------------------------------------- offload
+
+
+@on_ranks
+def offloaded(cases: list[AttentionCase]) -> tuple[list[tuple[AttentionCase, Errors]], int]:
+    """Errors of calls whose saved tensors are on the host between forward and backward, and the fewest tensors that a
+    call brought back."""
+    mesh, found, fewest = cp_mesh("npu"), [], 99
+    for case in cases:
+        shard = case.shard("npu")
+        with torch.autograd.graph.save_on_cpu():
+            out = shard.attend(mesh)
+        npu_device.waits.clear()
+        grads = torch.autograd.grad(out, shard.qkv, shard.dout)
+        fewest = min(fewest, npu_device.waits.count("copy from cpu to npu"))
+        found.append((case, shard.errors(out, grads)))
+    return found, fewest
+
+
+def test_saved_tensors_may_wait_on_the_host(npus: Ranks) -> None:
+    """q, k, v, the output and the log-sum-exp of every mode come back from the host for backward."""
+    results = npus(2, offloaded, [AttentionCase(24, True, **FLOAT, **mode) for mode in modes(2)])
+    check([found for found, _ in results], FP32)
+    assert all(fewest == 5 for _, fewest in results), [fewest for _, fewest in results]

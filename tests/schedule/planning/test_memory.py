@@ -1,4 +1,4 @@
-"""Predicted bytes saved for backward against those that autograd saves: within a tenth."""
+"""Predicted bytes against those that autograd saves, and against the peak of tensor storages: within a tenth."""
 
 from __future__ import annotations
 
@@ -10,16 +10,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel
 from hyper_cp.cli.demo_model import Block, Llama, LlamaConfig, rope
+from hyper_cp.data.head import Logits, log_probs
+from hyper_cp.memory import MemoryCounter
+from hyper_cp.schedule.documents import PackedDocuments
+from hyper_cp.schedule.planning import memory as planned
 from hyper_cp.schedule.planning.inputs.model import ModelShape
-from hyper_cp.schedule.planning.memory import layer_saved, norm_saved, saved_between
+from hyper_cp.schedule.planning.memory import layer_saved, layer_work, memory, norm_saved, saved_between
+from hyper_cp.schedule.planning.pairs import Pairs
 from hyper_cp.schedule.planning.traffic import Ranks
+from hyper_cp.schedule.planning.work import RankWork, StepWork, ring_work
 from tests.harness.ranks import on_ranks
 
 TOKENS = 256
+ALONE = RankWork((StepWork(), StepWork()), (StepWork(), StepWork()), 0)
+"""The work of a rank to which nothing arrives."""
+
 CONFIG = LlamaConfig(vocab=512, dim=64, layers=3, heads=8, kv_heads=4, hidden=160)
 
 
@@ -85,6 +95,33 @@ def test_a_model_and_its_loss(checkpointing: str, dtype: torch.dtype, norm: str)
     assert predicted == pytest.approx(saved_bytes(model, run), rel=0.1)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("checkpointing", ["none", "layers"])
+def test_the_peak_of_a_step(
+    checkpointing: str, dtype: torch.dtype, chunked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, chunk = 1024, 32
+    torch.manual_seed(0)
+    model = Llama(CONFIG).to(dtype)
+    ids, (cos, sin) = torch.randint(CONFIG.vocab, (1, tokens)), rope(torch.arange(tokens), CONFIG)
+    with MemoryCounter() as counter:
+        x = model.embedding(ids)
+        for layer in model.layers:
+            x = checkpoint(layer, x, cos, sin, use_reentrant=False) if checkpointing != "none" else layer(x, cos, sin)
+        x = model.norm(x)
+        if chunked:
+            loss = -log_probs(x, ids, model.output, Logits(chunk=chunk)).sum()
+        else:
+            loss = F.cross_entropy(model.output(x).float().flatten(0, 1), ids.flatten())
+        del x
+        loss.backward()
+    monkeypatch.setattr(planned, "LOSS_CHUNK", chunk * CONFIG.vocab * 4)
+    settings = {"checkpointing": checkpointing, "chunked_loss": chunked, "element": dtype.itemsize, "states": 0.0}
+    found = memory(shape(), Ranks(1, 1, 8), "all_gather", 1, tokens, ALONE, **settings)
+    assert found.activations == pytest.approx(counter.peak["cpu"], rel=0.1)
+
+
 MODES: list[dict[str, Any]] = [
     {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
     {"ulysses_degree": 1, "kv_exchange": "all_gather", "layout": "head_tail"},
@@ -95,18 +132,25 @@ MODES: list[dict[str, Any]] = [
 
 @on_ranks
 def of_a_block() -> list[tuple[float, float]]:
-    """Predicted and counted bytes of one layer on two ranks, in each mode."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    found = []
+    """Predicted and counted bytes of one layer on two ranks, in each mode: saved, then the peak of backward."""
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), []
+    documents = PackedDocuments([[0, 2 * TOKENS]])
     for mode in MODES:
+        torch.manual_seed(0)
         block = Block(CONFIG)
         style = ContextParallel(seq_dim=2, head_dim=1, **mode)
-        style._apply(block.attention.inner, mesh)
-        x = torch.randn(1, TOKENS, CONFIG.dim, requires_grad=True)
-        tables = rope(torch.arange(TOKENS), CONFIG)
-        degree = mode["ulysses_degree"] or 2
-        predicted = layer_saved(shape(), Ranks(2 // degree, degree, 8), TOKENS, 4)
-        found.append((predicted, saved_bytes(block, lambda block=block, x=x, tables=tables: block(x, *tables))))
+        parallelize_module(block, mesh, {"attention.inner": style})
+        degree, exchange = mode["ulysses_degree"] or 2, mode.get("kv_exchange", "all_gather")
+        ranks, tables = Ranks(2 // degree, degree, 8), rope(torch.arange(TOKENS), CONFIG)
+        works = ring_work(style.mode.layout, ranks.ring, exchange, documents, Pairs(documents.rows[0], True)).ranks
+        saved = layer_saved(shape(), ranks, TOKENS, 4)
+        with MemoryCounter() as counter:
+            x = torch.randn(1, TOKENS, CONFIG.dim).requires_grad_()
+            out = block(x, *tables).sum()
+            found.append((saved, counter.alive["cpu"]))
+            out.backward()
+        work = max(layer_work(shape(), ranks, exchange, 1, 2 * TOKENS, work, 4) for work in works.values())
+        found.append((saved + work, counter.peak["cpu"]))
     return found
 
 

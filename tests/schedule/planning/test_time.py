@@ -64,10 +64,11 @@ def test_the_order_of_modes_on_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> N
 PUBLISHED = {  # TFLOP/s per GPU, forward and backward, on 8 and on 64 H100: MagiAttention's cp_benchmark
     ("causal", 8): {"Ulysses": (602, 582), "USP": (592, 571), "ring": (421, 432)},
     ("causal", 64): {"Ulysses": (585, 585), "USP": (586, 571), "ring": (446, 457)},
-    ("packed", 8): {"Ulysses": (278, 332), "all-gather": (288, 178), "ring": (89, 97)},
-    ("packed", 64): {"Ulysses": (163, 248), "all-gather": (180, 55), "ring": (28, 29)},
+    ("packed", 8): {"needed": (459, 360), "Ulysses": (278, 332), "all-gather": (288, 178), "ring": (89, 97)},
+    ("packed", 64): {"needed": (237, 264), "Ulysses": (163, 248), "all-gather": (180, 55), "ring": (28, 29)},
 }
-"""The modes that this library has as well."""
+"""The modes that this library has as well. "needed" in the balanced layout stands beside MagiAttention for packed
+documents; its causal figures are left out, because its kernels and stages are not those of this library."""
 
 SAME = 0.05
 """Modes whose published figures differ by less than this have no order."""
@@ -96,6 +97,7 @@ def predicted(mask: str, ranks: int) -> dict[str, tuple[float, float]]:
         "USP": Strategy(ranks, ranks // 2 if ranks == 8 else 8, "ring", layout, "none", False),
         "all-gather": Strategy(ranks, 1, "all_gather", layout, "none", False),
         "ring": Strategy(ranks, 1, "ring", layout, "none", False),
+        "needed": Strategy(ranks, 1, "needed", "balanced", "none", False),
     }
     plan = estimator(SHAPE, PROFILES["h100"], lengths_of(mask, ranks), ranks)
     flops = 4 * 64 * 128 * plan.pairs.total / ranks / 1e12
@@ -114,3 +116,23 @@ def test_the_order_of_the_published_modes(mask: str, ranks: int) -> None:
             theirs, ours = (x[a][direction] / x[b][direction] for x in (published, found))
             if abs(math.log(theirs)) > SAME:
                 assert (theirs > 1) == (ours > 1), (mask, ranks, a, b, direction, found)
+
+
+# --------------------------------------------------------------------------- ulysses_degree="auto"
+
+
+@pytest.mark.parametrize("kv_exchange", ["ring", "all_gather"])
+@pytest.mark.parametrize("heads,kv_heads", [(32, 32), (32, 8), (64, 8), (48, 4)])
+def test_the_degree_of_auto_is_within_a_tenth_of_the_best(heads: int, kv_heads: int, kv_exchange: str) -> None:
+    """The rule of "auto", the largest degree that heads and one host allow, against the model's choice on 2 to 16 H100
+    with 8K tokens each: longer sequences hide more."""
+    model = ModelShape(layers=1, heads=heads, kv_heads=kv_heads, width=8192, head_dim=128, vocabulary=10)
+    for ranks in (2, 4, 8, 16):
+        plan, seconds = estimator(model, PROFILES["h100"], [8192 * ranks], ranks), {}
+        for degree in (d for d in (1, 2, 4, 8, 16) if d <= ranks and heads % d == 0):
+            pure = degree == ranks
+            mode = Strategy(ranks, degree, None if pure else kv_exchange, "head_tail", "none", False)
+            time = plan.cost(mode).attention
+            seconds[degree] = time.forward + time.backward
+        auto = max(d for d in seconds if d <= 8 and kv_heads % d == 0)
+        assert seconds[auto] <= 1.1 * min(seconds.values()), (ranks, seconds)

@@ -62,8 +62,9 @@ def test_a_long_ring_by_formula_has_the_work_of_its_schedule(
     for direction in ("forward", "backward"):
         totals = [sum(step.pairs for step in getattr(w, direction)) for w in (exact, mine)]
         assert totals[1] == pytest.approx(totals[0], rel=0.05)
-    rows = [sum(step.rows for step in w.forward[1:-1]) for w in (exact, mine)]
-    assert 0.7 * rows[0] <= rows[1] <= 2 * rows[0]  # the first rank's head sees no other rank's keys
+    steps = zip(*(w.forward[1:-1] for w in real.ranks.values()), strict=True)  # a ring waits for the slowest rank
+    most = sum(max(step.rows for step in ranks) for ranks in steps)
+    assert 0.5 * most <= sum(step.rows for step in mine.forward[1:-1]) <= 2 * most
     if kv_exchange == "needed":
         worst = max(sum(map(np.sum, w.received)) for w in real.ranks.values())
         assert sum(map(np.sum, mine.received)) == pytest.approx(worst, rel=0.1)

@@ -52,9 +52,10 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 ):
     """Merge the partial ``(out, lse)`` into ``(total, total_lse)``, which are fp32. Strides are named after the
     dimensions of ``[B, H, S, D]``."""
-    b = (tl.program_id(1) // heads).to(tl.int64)
-    h = (tl.program_id(1) % heads).to(tl.int64)
-    s = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    blocks = (rows + ROWS - 1) // ROWS
+    block, head = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
+    s = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = s < rows
     total_lse_at = total_lse + b * total_lse_b + h * total_lse_h + s * total_lse_s
     old_lse = tl.load(total_lse_at, mask=inside, other=float("-inf"))
@@ -94,9 +95,10 @@ def add_kernel(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr,
 ):
     """Add ``x`` to ``total``, which is fp32."""
-    b = (tl.program_id(1) // heads).to(tl.int64)
-    h = (tl.program_id(1) % heads).to(tl.int64)
-    s = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    blocks = (rows + ROWS - 1) // ROWS
+    block, head = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
+    s = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, DIM)
     seen = (s < rows)[:, None] & (d < dim)[None, :]
     total_at = total + b * total_b + h * total_h + s[:, None] * total_s + d[None, :] * total_d
@@ -127,7 +129,8 @@ def _launch(kernel: Callable[..., None], tensors: tuple[Tensor, ...]) -> None:
     b, h, s, d = tensors[0].shape
     height, width = blocks(s, d)
     strides = [stride for x in tensors for stride in x.stride()]
-    compiled(kernel)[(-(-s // height), b * h)](*tensors, h, s, d, *strides, ROWS=height, DIM=width)
+    if tensors[0].numel():  # CUDA refuses an empty grid
+        compiled(kernel)[(-(-s // height) * b * h,)](*tensors, h, s, d, *strides, ROWS=height, DIM=width)
 
 
 def launch_merge(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:

@@ -11,15 +11,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from ....schedule.blocks import BlockMap
 from ....schedule.build import Step
 from ....schedule.ranges import Range, Rows
 from ....schedule.tiles import Tile
 from ..partials import accumulation_dtype
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""``score_mod(score, batch, head, query, key)``, as FlexAttention calls it."""
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""``mask_mod(batch, head, query, key)``: True where visible."""
 
 
 @dataclass(eq=False)
@@ -40,12 +47,22 @@ class Score(ABC):
         signature: what ranks compare of it.
         positional: True if it depends on where a logit stands.
         captured: tensors beside the logits that it gives gradients to.
+        blocks: the blocks of pairs that may be visible; None: all.
     """
 
     key: str
     signature: str
     positional: bool = True
     captured: tuple[Tensor, ...] = ()
+    blocks: BlockMap | None = None
+
+    def check(self, name: str, batch: int, heads: int, lengths: tuple[int, int]) -> None:  # noqa: B027
+        """Raise, before any communication, if it does not fit a call of so many batch rows, query heads (of all
+        ranks), queries and keys."""
+
+    @abstractmethod
+    def mods(self, where: Where | None) -> tuple[ScoreMod | None, MaskMod | None]:
+        """The same as functions of one logit and its numbers in the tile, for kernels that compile such functions."""
 
     @abstractmethod
     def __call__(self, logits: Tensor, where: Where | None, captured: Sequence[Tensor]) -> Tensor:
@@ -74,7 +91,8 @@ class TileScore:
         def changed(x: Tensor, *captured: Tensor) -> Tensor:
             return self.score(x, self.where, captured)
 
-        value, pull = torch.func.vjp(changed, logits, *self.captured)
+        found: Any = torch.func.vjp(changed, logits, *self.captured)
+        value, pull = found
 
         def gradient(dvalue: Tensor) -> Tensor:
             dlogits, *others = pull(dvalue)
@@ -137,6 +155,10 @@ class Softcap(Score):
     def __init__(self, cap: float) -> None:
         self.cap = cap
         self.key = self.signature = f"{_SOFTCAP}{cap}"
+
+    def mods(self, where: Where | None) -> tuple[ScoreMod | None, MaskMod | None]:
+        cap = self.cap
+        return lambda score, b, h, i, j: cap * torch.tanh(score / cap), None
 
     def __call__(self, logits: Tensor, where: Where | None, captured: Sequence[Tensor]) -> Tensor:
         return self.cap * torch.tanh(logits / self.cap)

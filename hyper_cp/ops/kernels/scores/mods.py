@@ -1,0 +1,206 @@
+"""FlexAttention's ``score_mod`` and ``mask_mod`` as a score, evaluated over the global positions of a tile."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.overrides import TorchFunctionMode
+
+from ....schedule.blocks import BlockMap, block_map
+from ..partials import accumulation_dtype
+from . import MaskMod, Score, ScoreMod, Where, register
+
+_number = itertools.count()
+
+
+class Mods(Score):
+    """FlexAttention's functions of global batch rows, heads and positions.
+
+    Args:
+        block_mask: the mask's function, and the blocks that it lists. Pairs of other blocks are hidden.
+        like: the queries of the call, whose device and dtype the functions see.
+    """
+
+    def __init__(
+        self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, block_mask: BlockMask | None, like: Tensor
+    ) -> None:
+        self.score_mod, self.mask_mod, self.block_mask = score_mod, mask_mod, block_mask
+        self.key = f"mods={next(_number)}"
+        self.signature = f"score_mod={score_mod is not None}, mask_mod={mask_mod is not None}"
+        self.dense: Tensor | None = None
+        """``[B|1, H|1, R, C]``, True where a block is listed."""
+        if block_mask is not None:
+            self.dense, self.blocks = _listed(block_mask, like.device)
+        self.captured = tuple(_captured(score_mod, like)) if score_mod is not None else ()
+        register(self)
+
+    def check(self, name: str, batch: int, heads: int, lengths: tuple[int, int]) -> None:
+        if self.block_mask is not None:
+            check_block_mask(name, self.block_mask, batch, heads, lengths)
+
+    def mods(self, where: Where | None) -> tuple[ScoreMod | None, MaskMod | None]:
+        score_mod, mask_mod, at = self.score_mod, self.mask_mod, where
+        if at is None:
+            raise RuntimeError("these functions need positions")
+        b_, h_, i_, j_ = at.batch, at.heads, at.rows, at.cols
+        return (
+            score_mod and (lambda score, b, h, i, j: score_mod(score, b_[b], h_[h], i_[i], j_[j])),
+            mask_mod and (lambda b, h, i, j: mask_mod(b_[b], h_[h], i_[i], j_[j])),
+        )
+
+    def __call__(self, logits: Tensor, where: Where | None, captured: Sequence[Tensor]) -> Tensor:
+        if where is None:
+            raise RuntimeError("these functions need positions")
+        numbers = where.batch, where.heads, where.rows, where.cols
+        changed = logits
+        with _Evaluation(self.captured, captured):
+            if self.score_mod is not None:
+                changed = _over_tile(self.score_mod, True)(logits, *numbers).to(logits.dtype)
+            if self.mask_mod is not None:
+                visible = _over_tile(self.mask_mod, False)(*numbers)
+                changed = torch.where(visible, changed, -torch.inf)
+        if self.dense is not None and self.block_mask is not None:
+            listed = pairs_in_blocks(self.dense, self.block_mask.BLOCK_SIZE, where)
+            changed = torch.where(listed, changed, -torch.inf)
+        return changed
+
+
+def pairs_in_blocks(dense: Tensor, size: tuple[int, int], where: Where) -> Tensor:
+    """``[B|1, H|1, Sq, Sk]``, True where the block of a pair is listed."""
+    for dim, numbers in enumerate((where.batch, where.heads)):
+        dense = dense if dense.shape[dim] == 1 else dense.index_select(dim, numbers)
+    return dense.index_select(2, where.rows // size[0]).index_select(3, where.cols // size[1])
+
+
+# --------------------------------------------------------------------------- evaluation
+
+
+def _over_tile(mod: Callable[..., Tensor], takes_score: bool) -> Callable[..., Tensor]:
+    """``mod`` over all batch rows, heads, queries and keys of a tile, as FlexAttention defines it."""
+    for own in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+        mod = torch.vmap(mod, in_dims=(0, *own) if takes_score else own)
+    return mod
+
+
+class _Evaluation(TorchFunctionMode):
+    """While entered, tensors are indexed by tensors without reading these (which vmap could not), and captured tensors
+    are replaced by what stands for them."""
+
+    def __init__(self, captured: Sequence[Tensor] = (), instead: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self.instead = {id(x): y for x, y in zip(captured, instead, strict=True)}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = self._replaced(args), self._replaced(kwargs or {})
+        if func is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            plain = all(isinstance(x, (int, Tensor)) and not isinstance(x, bool) for x in index)
+            if plain and any(isinstance(x, Tensor) for x in index):
+                device = args[0].device
+                at = [x if isinstance(x, Tensor) else torch.tensor(x, device=device) for x in index]
+                return torch.ops.aten.index.Tensor(args[0], at)
+        return func(*args, **kwargs)
+
+    def _replaced(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self.instead.get(id(x), x)
+        if isinstance(x, dict):
+            return {name: self._replaced(item) for name, item in x.items()}
+        if isinstance(x, (tuple, list)) and not hasattr(x, "_fields"):
+            return type(x)(self._replaced(item) for item in x)
+        return x
+
+
+class _Collection(_Evaluation):
+    """Collects the tensors of others that require a gradient and take part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, Tensor] = {}
+        self.made: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in _tensors((args, kwargs)):
+            if x.requires_grad and id(x) not in self.made:
+                self.found[id(x)] = x
+        result = super().__torch_function__(func, types, args, kwargs)
+        self.made.update((id(x), x) for x in _tensors(result) if id(x) not in self.found)
+        return result
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    items = x.values() if isinstance(x, dict) else x if isinstance(x, (tuple, list)) else ()
+    return [found for item in items for found in _tensors(item)]
+
+
+def _captured(score_mod: ScoreMod, like: Tensor) -> list[Tensor]:
+    """The tensors that ``score_mod`` uses and that require a gradient, found by calling it once, as FlexAttention does,
+    with numbers of no dimension."""
+    if not torch.is_grad_enabled():
+        return []
+    score = torch.zeros((), dtype=accumulation_dtype(like.dtype), device=like.device)
+    with _Collection() as collection:
+        score_mod(score, *torch.zeros(4, dtype=torch.int64, device=like.device).unbind())
+    return list(collection.found.values())
+
+
+# --------------------------------------------------------------------------- block masks
+
+# Block tensors only: a function of the user's may hold the mask that is the key.
+_known: WeakKeyDictionary[BlockMask, tuple[list[Tensor], Tensor, BlockMap]] = WeakKeyDictionary()
+
+
+def block_tensors(mask: BlockMask) -> list[Tensor]:
+    """Numbers and indices of the blocks that a mask lists, and those of its full blocks, if it has any."""
+    blocks = [mask.kv_num_blocks, mask.kv_indices]
+    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+        blocks += [mask.full_kv_num_blocks, mask.full_kv_indices]
+    return blocks
+
+
+def _listed(mask: BlockMask, device: torch.device) -> tuple[Tensor, BlockMap]:
+    """The blocks of a mask ``[B|1, H|1, R, C]``, and what schedules make of them. Read once per mask, for which the
+    host waits for the device."""
+    blocks = block_tensors(mask)
+    if mask not in _known or any(a is not b for a, b in zip(_known[mask][0], blocks, strict=False)):
+        columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
+        dense = dense_blocks(blocks[0], blocks[1], columns).bool()
+        for number, indices in zip(blocks[2::2], blocks[3::2], strict=True):
+            dense |= dense_blocks(number, indices, columns).bool()
+        union = dense.flatten(0, 1).any(0).cpu().numpy()
+        rows, cols = mask.BLOCK_SIZE
+        _known[mask] = blocks, dense, block_map(union, (int(rows), int(cols)))
+    _, dense, union_map = _known[mask]
+    return dense.to(device), union_map
+
+
+def dense_blocks(number: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """``[B, H, R, columns]`` int32, 1 where there is a block."""
+    listed = torch.arange(indices.shape[-1], device=indices.device) < number[..., None]
+    target = torch.where(listed, indices, columns).long()
+    return indices.new_zeros(*indices.shape[:-1], columns + 1).scatter_(-1, target, 1)[..., :columns]
+
+
+def check_block_mask(name: str, mask: BlockMask, batch: int, heads: int, lengths: tuple[int, int]) -> None:
+    """Raise ``ValueError`` unless a mask is made for the whole sequence, and for all heads or none."""
+    if tuple(mask.seq_lengths) != lengths:
+        raise ValueError(
+            f"{name} calls flex_attention with a block_mask for {mask.seq_lengths[0]} queries and "
+            f"{mask.seq_lengths[1]} keys, but the global sequence has {lengths[0]} and {lengths[1]}. Build it for "
+            "the global sequence, not for this rank's share: create_block_mask(mask_mod, B, H, "
+            f"{lengths[0]}, {lengths[1]})"
+        )
+    shape = mask.kv_indices.shape
+    if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads):
+        raise ValueError(
+            f"{name} calls flex_attention with a block_mask of shape {tuple(mask.shape)}; its first two "
+            f"dimensions must be 1 or {batch} (batch) and 1 or {heads} (global query heads)"
+        )
