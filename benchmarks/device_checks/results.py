@@ -16,13 +16,19 @@ HALF_ONLY = "FlashAttention and cuDNN take bfloat16 and float16 only"
 REFUSALS: list[tuple[str, Sequence[torch.dtype], str, str]] = [
     (r"cuda (flash|cudnn)\b.*", (torch.float32, torch.float64), "any", HALF_ONLY),
     (r"cuda memory-efficient\b.*", (torch.float64,), "any", "the operator takes no float64"),
-    (r"cuda memory-efficient", (torch.float32,), "packed or banded", HALF_ONLY + ", and do these tiles of this kernel"),
+    (
+        r"cuda memory-efficient",
+        (torch.float32,),
+        "packed or banded or windows",
+        HALF_ONLY + ", and do these tiles of this kernel",
+    ),
     (
         r"cuda .* without .*memory-efficient",
         (),
         "banded",
         "only the memory-efficient operator takes a mask",
     ),
+    (r"cuda cudnn without flash and memory-efficient", (), "windows", "no operator takes a window"),
     (r"npu fusion attention", (torch.float64,), "any", "the operator takes no float64"),
 ]
 """Refusals that are permitted: a kernel's name, dtypes (none: all), kinds of tiles, and the reason. Every other error

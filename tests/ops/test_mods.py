@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh import comm
 from hyper_cp.ops import kernels
-from hyper_cp.ops.kernels import TileInputs
-from hyper_cp.ops.kernels.scores import TileScore, Where, fused
+from hyper_cp.ops.kernels import TileInputs, reference
+from hyper_cp.ops.kernels.scores import TileScore, Where, flex_kernel
 from hyper_cp.ops.kernels.scores.mods import Mods
 from hyper_cp.schedule.tiles import FULL
 from tests.harness.attention_case import FP64
@@ -210,7 +211,7 @@ def test_every_function_in_every_mode(ranks: Any, world: int) -> None:
 @on_ranks
 def by_flex_attention(cases: list[tuple[str, dict[str, Any]]]) -> tuple[dict[str, dict[str, float]], set[str]]:
     """The kernel of CUDA, on the CPU: torch's math there is complete."""
-    kernel = fused.FlexKernel(compiled=False)
+    kernel = flex_kernel.FlexKernel(compiled=False)
     called = set()
 
     def accepts(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
@@ -221,6 +222,7 @@ def by_flex_attention(cases: list[tuple[str, dict[str, Any]]]) -> tuple[dict[str
         return {f"{name} {style}": one(name, style) for name, style in cases}, called
 
 
+@pytest.mark.slow
 def test_flex_attention_per_tile(ranks: Any) -> None:
     chosen = [("documents", 0), ("window, sink", 4), ("prefix", 3), ("alibi", 6)]
     for found, called in ranks(2, by_flex_attention, [(name, styles(2)[i]) for name, i in chosen]):
@@ -238,7 +240,7 @@ def test_gradients_of_captured_tensors_by_flex_attention() -> None:
     score = Mods(relative(*leaves), causal, mask, q)
     where = Where(*(torch.arange(n) for n in (B, H, S, S)))
     found = []
-    for kernel in (kernels.REFERENCE, fused.FlexKernel(compiled=False)):
+    for kernel in (kernels.REFERENCE, flex_kernel.FlexKernel(compiled=False)):
         captured = [x.detach() for x in score.captured]
         totals = [torch.zeros_like(x) for x in captured]
         tile = TileInputs(q, k, v, FULL, D**-0.5, score=TileScore(score, where, captured, totals))
@@ -250,11 +252,28 @@ def test_gradients_of_captured_tensors_by_flex_attention() -> None:
     assert max(relative_error(a, b) for a, b in zip(found[1], found[0], strict=True)) <= FP64
 
 
+@pytest.mark.parametrize("band, kind", [((None, 3), "bool"), ((-9, 0), "padding"), ((None, None), "float")])
+def test_plain_math_in_chunks_of_rows_is_the_same(band: Any, kind: str) -> None:
+    q, k, v, dout, table, gain = tensors("relative")
+    mask = torch.rand(B, 1, S if kind == "bool" else 1, S) < 0.8
+    mask = torch.randn(1, H, S, S, dtype=torch.float64) if kind == "float" else mask
+    score = Mods(relative(table, gain), causal, None, q)
+    where = Where(*(torch.arange(n) for n in (B, H, S, S)))
+    found = []
+    for at_once in (1 << 20, B * H * S * 5):
+        tile = TileInputs(q, k, v, band, 0.3, mask, keep=torch.rand(B, H, S, S, generator=torch.manual_seed(2)))
+        tile.score, tile.dlse = TileScore(score, where), torch.ones(B, H, S, dtype=torch.float64)
+        with mock.patch.object(reference, "LOGITS_AT_ONCE", at_once):
+            out, lse = kernels.REFERENCE.forward(tile)
+            found.append([out, lse.exp(), *kernels.REFERENCE.backward(tile, dout, out, lse)])
+    assert max(relative_error(a, b) for a, b in zip(*found, strict=True)) <= 1e-13
+
+
 def test_cuda_runs_scores_by_flex_attention_and_nothing_else_by_it() -> None:
     entry = kernels.available("cuda")["flex attention"]
-    assert entry is fused.KERNEL
+    assert entry is flex_kernel.KERNEL
     q = torch.empty(1, 2, 8, 16, device="meta", dtype=torch.bfloat16)
-    assert fused.accepts(q, q, q, True) and not fused.accepts(q.double(), q, q, True)
+    assert flex_kernel.accepts(q, q, q, True) and not flex_kernel.accepts(q.double(), q, q, True)
 
 
 @given(
@@ -275,7 +294,7 @@ def test_blocks_of_a_tile(band: Any, shape: tuple[int, int], size: tuple[int, in
     where = Where(torch.zeros(1).long(), torch.zeros(1).long(), rows, cols)
     x = [torch.empty(1, 1, n, 1) for n in (len(rows), len(cols), len(cols))]
     tile = TileInputs(*x, band, 1.0, score=TileScore(score, where))
-    mask = fused.tile_blocks(tile, lambda b, h, i, j: i >= 0)
+    mask = flex_kernel.tile_blocks(tile, lambda b, h, i, j: i >= 0)
     distance = torch.arange(len(cols)) - torch.arange(len(rows))[:, None]
     seen = dense[0, 0][rows // size[0]][:, cols // size[1]]
     seen &= (distance >= (band[0] if band[0] is not None else -999)) & (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrivals import stage_count
+from ..arrivals import stages_of
 from ..build import Step, build
 from ..documents import PackedDocuments
 from ..lookup import resolve
@@ -59,6 +59,7 @@ class RankWork:
         hops: how many steps arrive. If fewer are listed, the last of them stands for the rest.
         received: for ``"needed"``, the rows that arrive in each stage, by ring rank: arrays ``[ring]``.
         returned: the same for the rows that this rank gives, whose gradients come back.
+        ahead: how many of these stages are under way at once.
     """
 
     forward: tuple[StepWork, ...]
@@ -66,6 +67,7 @@ class RankWork:
     hops: int
     received: tuple[Numbers, ...] = ()
     returned: tuple[Numbers, ...] = ()
+    ahead: int = 1
 
     @property
     def listed(self) -> int:
@@ -113,6 +115,7 @@ def ring_work(layout: str, ring: int, kv_exchange: str, documents: PackedDocumen
             plan.hops,
             tuple(np.array(route.received) for route in plan.routes),
             tuple(np.array(route.sent) for route in plan.routes),
+            max(1, plan.ahead),
         )
     return RingWork(owed, found, fullest)
 
@@ -157,14 +160,16 @@ def _by_formula(layout: str, ring: int, kv_exchange: str, documents: PackedDocum
         remote = max(remote, *(pairs.local_and_remote(mine)[1] for mine in some[1:]))
         chunk = share if layout == "contiguous" else min(share // 2, *(stop - start for start, stop in some[0]))
         merged = max(pairs.merged_rows(mine, chunk, ring) for mine in some)
-    arriving = float(owed[rank]) - local
+    arriving, ahead = float(owed[rank]) - local, 1
     if kv_exchange == "ring":
         steps = [StepWork(arriving / max(1, number), merged / max(1, number), 1.0, merged / max(1, number))]
         steps *= min(number, LISTED)
         received: tuple[Numbers, ...] = ()
     else:
         # The rows that arrive come in stages; whole shares come at once.
-        stages = 0 if not number else 1 if kv_exchange != "needed" else stage_count(int(remote), int(share))
+        stages = 1 if number else 0
+        if kv_exchange == "needed" and remote:
+            stages, ahead = stages_of(int(remote), share)
         steps = [StepWork(arriving / max(1, stages), min(share, merged), 2.0, remote / max(1, stages))] * stages
         number = stages
         each = remote / max(1, ring - 1) / max(1, stages)
@@ -175,4 +180,4 @@ def _by_formula(layout: str, ring: int, kv_exchange: str, documents: PackedDocum
     half = StepWork(local / 2, share / 2, 1.0, float(share))
     forward = (whole, *steps, StepWork())
     backward = (half, *steps, half) if steps else (whole, StepWork())
-    return RingWork(owed, {rank: RankWork(forward, backward, number, received, received)}, rank)
+    return RingWork(owed, {rank: RankWork(forward, backward, number, received, received, ahead)}, rank)
