@@ -193,9 +193,9 @@ class Simulation:
     def _rank(self, rank: int) -> None:
         try:
             x = self.tensors[0]
-            mine = resolve(self.mode.get("layout", "contiguous"), self.n, x.shape[2]).positions(rank).to(x.device)
+            mine = resolve(self.mode.get("layout", "contiguous"), self.n, x.shape[2]).positions(rank)
             with self.around():  # autocast holds in its own thread only
-                got = share(self.meshes[rank], self.mode, *(t[:, :, mine] for t in self.tensors))
+                got = share(self.meshes[rank], self.mode, *(t[:, :, mine.to(t.device)] for t in self.tensors))
             self.pairs += [(a, b[:, :, mine]) for a, b in zip(got, self.want, strict=True)]
         except BaseException as failure:
             self.failures.append(failure)

@@ -92,7 +92,8 @@ def check(what: str, dtype: torch.dtype, run: Callable[[], Pairs], permitted: st
 def judge(what: str, dtype: torch.dtype, pairs: Pairs) -> Result:
     """Compare results with what is expected: finite where that is, and within the bar of the dtype."""
     worst, largest = 0.0, max(_size(x) for _, x in pairs)
-    for found, expected in pairs:
+    for on_device, expected in pairs:
+        found = on_device.detach().cpu()
         if found.shape != expected.shape:
             return Result(WRONG, what, float("inf"), f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
         finite = expected.isfinite()

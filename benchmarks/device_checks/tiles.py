@@ -118,10 +118,10 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) 
 
 
 def answer(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, visible: Tensor, scale: float) -> list[Tensor]:
-    """Output, log-sum-exp and gradients in fp64."""
-    wide = [x.double().detach().requires_grad_() for x in (q, k, v)]
-    out, lse = written_out(*wide, visible, scale)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, wide, dout.double())]
+    """Output, log-sum-exp and gradients in fp64, on the CPU: some devices have no fp64."""
+    wide = [x.detach().cpu().double().requires_grad_() for x in (q, k, v)]
+    out, lse = written_out(*wide, visible.cpu(), scale)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, wide, dout.cpu().double())]
 
 
 # --------------------------------------------------------------------------- memory layouts
@@ -175,10 +175,10 @@ def run_tile(kernel: Any, tile: Tile, tensors: Sequence[Tensor], layouts: dict[s
     want = answer(*arranged, visible_of(tile, device), SCALE)
     given = kernels.TileInputs(q, k, v, tile.band, SCALE, parts=tile.parts)
     out, lse = kernel.forward(given)
-    merged = want[0].to(q.dtype)
+    merged = want[0].to(q)
     if layouts.get("out", "BSHD") != "one batch row for all":  # an output has rows of its own
         merged = LAYOUTS[layouts.get("out", "BSHD")](merged)
-    merged_lse = want[1].to(lse.dtype)
+    merged_lse = want[1].to(lse)
     return list(zip((out, lse, *kernel.backward(given, dout, merged, merged_lse)), want, strict=True))
 
 
