@@ -45,7 +45,7 @@ def model_of(kind: str) -> tuple[Any, list[int]]:
         more = {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision", "global_head_dim": 8}
         small = {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 64}
         kinds = {"image_token_id": 58, "video_token_id": 59, "audio_token_id": 60}
-        config = hf.Gemma4Config({**text, **more}, {**VISION, **small}, None, **kinds)
+        config = hf.Gemma4Config(text_config={**text, **more}, vision_config={**VISION, **small}, **kinds)
         model = hf.Gemma4ForConditionalGeneration(config)
     elif kind == "qwen2_5_vl":
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}

@@ -42,7 +42,8 @@ class TileInputs:
     """Factors [B, H, Sq, Sk] of the attention weights: dropout. Only the reference kernel is given any."""
     score: TileScore | None = None
     """A function of the scaled logits [B, H, Sq, Sk] that is applied before ``band`` and ``mask``. Only kernels that
-    are registered for scores are given any, and the reference kernel."""
+    are registered for scores are given any, and the reference kernel. Their backward also adds to the score's
+    ``gradients``."""
     dlse: Tensor | None = None
     """In backward of a tile with a score: the gradient [B, H, Sq] of the merged log-sum-exp. None is zero."""
     recurring: bool = True

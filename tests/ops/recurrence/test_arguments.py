@@ -92,5 +92,5 @@ def saved() -> tuple[int, int, float, float]:
 
 def test_a_call_saves_its_inputs_and_rounds_like_one_device(ranks: Ranks) -> None:
     for total, given, error, alone in ranks(2, saved):
-        assert total == given
+        assert total == given + 8  # and the fingerprint of the documents
         assert error <= 2 * alone
