@@ -35,6 +35,8 @@ class Tile:
     batch: int = 2
     heads: tuple[int, int] = (8, 2)
     dims: tuple[int, int] = (64, 64)
+    recurring: bool = True
+    """False: as with documents, whose lengths are others in every batch. A kernel may then use another operator."""
 
     @property
     def kind(self) -> str:
@@ -49,7 +51,7 @@ class Tile:
         packed = f" packed, {len(self.parts)} parts" if self.parts else ""
         v = "" if self.dims[0] == self.dims[1] else f"/{self.dims[1]}"
         heads = f"B{self.batch} H{self.heads[0]}/{self.heads[1]} D{self.dims[0]}{v}"
-        return f"{heads} {self.rows}x{self.cols} {self.band}{packed}"
+        return f"{heads} {self.rows}x{self.cols} {self.band}{packed}{'' if self.recurring else ', new lengths'}"
 
 
 TILES = [
@@ -74,6 +76,10 @@ TILES = [
     Tile(31, 33, (-40, 2)),
     Tile(65, 65, (-7, 0), batch=1),
     Tile(70, 40, (-80, -20)),  # rows that see nothing
+    # lengths that do not recur
+    Tile(256, 256, CAUSAL, recurring=False),
+    Tile(61, 203, recurring=False),
+    Tile(77, 1, recurring=False),
     # batches, heads, head dims
     Tile(128, 128, CAUSAL, batch=1),
     Tile(128, 96, batch=3),
@@ -173,7 +179,7 @@ def run_tile(kernel: Any, tile: Tile, tensors: Sequence[Tensor], layouts: dict[s
     arranged = [LAYOUTS[layouts.get(name, "BSHD")](x) for name, x in zip(("q", "k", "v", "dout"), tensors, strict=True)]
     q, k, v, dout = arranged
     want = answer(*arranged, visible_of(tile, device), SCALE)
-    given = kernels.TileInputs(q, k, v, tile.band, SCALE, parts=tile.parts)
+    given = kernels.TileInputs(q, k, v, tile.band, SCALE, parts=tile.parts, recurring=tile.recurring)
     out, lse = kernel.forward(given)
     merged = want[0].to(q)
     if layouts.get("out", "BSHD") != "one batch row for all":  # an output has rows of its own
