@@ -75,7 +75,10 @@ def attend(
     return ulysses.to_sequence(result)
 
 
-@torch.compiler.disable
+@torch.compiler.disable(
+    reason="FlexAttention runs in tiles in this mode, and its functions cannot be part of a compiled graph. Compile "
+    'without fullgraph=True, or use kv_exchange="all_gather" or ulysses_degree=None'
+)
 def _outside_the_graph(
     q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call, core: AttentionBackend, exchanged: bool
 ) -> Any:

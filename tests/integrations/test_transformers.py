@@ -258,7 +258,7 @@ class Capped(nn.Module):
 
 @on_ranks
 def refused(case: str) -> None:
-    from transformers import AutoModelForCausalLM, DynamicCache, MambaConfig
+    from transformers import AutoModelForCausalLM, DynamicCache, RecurrentGemmaConfig
 
     from hyper_cp.integrations.huggingface.attention import attention_forward, attention_mask
     from hyper_cp.integrations.transformers import prepare_batch, prepare_model, register
@@ -286,7 +286,8 @@ def refused(case: str) -> None:
         model, _ = prepared(make("gemma3", use_bidirectional_attention=True))
         model(**local)
     elif case == "recurrent":
-        config = MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=0)
+        sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        config = RecurrentGemmaConfig(**sizes, num_attention_heads=2, head_dim=8, lru_width=16, pad_token_id=0)
         prepared(AutoModelForCausalLM.from_config(config))
     elif case == "twice the same":
         model, handler = prepared(make("llama"))
@@ -330,7 +331,7 @@ def refused(case: str) -> None:
         ("cache", "NotImplementedError", "use_cache=False"),
         ("generate", "NotImplementedError", "logits_to_keep=1, as generate passes it"),
         ("not causal", "NotImplementedError", r"not causal \(Gemma3Attention\).*causal decoders only"),
-        ("recurrent", "NotImplementedError", "MambaModel has layers of type linear_attention"),
+        ("recurrent", "NotImplementedError", "RecurrentGemmaModel has layers of type linear_attention"),
         ("twice the same", "ValueError", "documents or padding twice"),
         ("block and batch", "ValueError", "documents or padding twice"),
         ("custom mask", "NotImplementedError", r"custom \(size 3\)"),
