@@ -153,12 +153,17 @@ def needed(problem: Problem) -> Arrivals:
         blocks.append(placed(compact(np.concatenate(incoming)[:, 1:])))
         local = np.stack((rows[:, 0], rows[:, 0] + rows[:, 2] - rows[:, 1]), 1)
         routes.append(Route(Rows(compact(local)), *(tuple(map(_length, x)) for x in (outgoing, incoming))))
-    return Arrivals(tuple(blocks), tuple(routes), max(1, _AHEAD * share * count // most))
+    return Arrivals(tuple(blocks), tuple(routes), stages_ahead(count, most, share))
 
 
 def stage_count(most: int, share: int) -> int:
     """The number of stages, if the rank that receives most receives ``most`` rows, and a rank holds ``share``."""
     return min(most, max(2, min(_STAGES, most // _LEAST), -(-most // share)))
+
+
+def stages_ahead(count: int, most: int, share: int) -> int:
+    """The number of stages that are under way at once, of ``count`` stages; see :func:`stage_count`."""
+    return max(1, _AHEAD * share * count // max(1, most))
 
 
 class _Flows:

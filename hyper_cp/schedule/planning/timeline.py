@@ -172,31 +172,31 @@ def _ring_backward(steps: _Steps, move: Transfers, work: RankWork) -> float:
 
 def _stages_forward(steps: _Steps, move: Transfers, work: RankWork) -> float:
     clock = Clock()
-    arrival = clock.post(move.arriving[0])
+    arrivals = [clock.post(seconds) for seconds in move.arriving[: work.ahead]]
     clock.compute(steps.local)
     for index, seconds in enumerate(steps.arriving):
-        clock.wait(arrival)
-        if index + 1 < len(steps.arriving):
-            arrival = clock.post(move.arriving[index + 1])
+        clock.wait(arrivals[index])
+        if index + work.ahead < len(steps.arriving):
+            arrivals.append(clock.post(move.arriving[index + work.ahead]))
         clock.compute(seconds)
     clock.compute(steps.last)
     return clock.now
 
 
 def _stages_backward(steps: _Steps, move: Transfers, work: RankWork) -> float:
-    clock = Clock()
-    arrival, home = clock.post(move.again[0]), 0.0
+    clock, home = Clock(), [0.0]
+    arrivals = [clock.post(seconds) for seconds in move.again[: work.ahead]]
     clock.compute(steps.local)
     for index, seconds in enumerate(steps.arriving):
-        clock.wait(arrival)
-        if index + 1 < len(steps.arriving):
-            arrival = clock.post(move.again[index + 1])
+        clock.wait(arrivals[index])
+        if index + work.ahead < len(steps.arriving):
+            arrivals.append(clock.post(move.again[index + work.ahead]))
         clock.compute(seconds)
-        posted = clock.post(move.gradients[index])
-        clock.wait(home)
-        home = posted
+        if index >= work.ahead:
+            clock.wait(home[index - work.ahead + 1])
+        home.append(clock.post(move.gradients[index]))
     clock.compute(steps.last)
-    clock.wait(home)
+    clock.wait(home[-1])
     return clock.now
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrivals import stage_count
+from ..arrivals import stage_count, stages_ahead
 from ..build import Step, build
 from ..documents import PackedDocuments
 from ..lookup import resolve
@@ -20,7 +20,7 @@ from ..tiles import CAUSAL, FULL
 from . import pairs as counting
 from .pairs import FORMULAS, Pairs
 
-REAL = 16
+REAL = 8
 """Up to so many ranks of a ring the real schedule is built; beyond, formulas count."""
 
 BLOCK = 128
@@ -59,6 +59,7 @@ class RankWork:
         hops: how many steps arrive. If fewer are listed, the last of them stands for the rest.
         received: for ``"needed"``, the rows that arrive in each stage, by ring rank: arrays ``[ring]``.
         returned: the same for the rows that this rank gives, whose gradients come back.
+        ahead: how many of these stages are under way at once.
     """
 
     forward: tuple[StepWork, ...]
@@ -66,6 +67,7 @@ class RankWork:
     hops: int
     received: tuple[Numbers, ...] = ()
     returned: tuple[Numbers, ...] = ()
+    ahead: int = 1
 
     @property
     def listed(self) -> int:
@@ -113,6 +115,7 @@ def ring_work(layout: str, ring: int, kv_exchange: str, documents: PackedDocumen
             plan.hops,
             tuple(np.array(route.received) for route in plan.routes),
             tuple(np.array(route.sent) for route in plan.routes),
+            max(1, plan.ahead),
         )
     return RingWork(owed, found, fullest)
 
@@ -164,15 +167,25 @@ def _by_formula(layout: str, ring: int, kv_exchange: str, documents: PackedDocum
         received: tuple[Numbers, ...] = ()
     else:
         # The rows that arrive come in stages; whole shares come at once.
-        stages = 0 if not number else 1 if kv_exchange != "needed" else stage_count(int(remote), int(share))
-        steps = [StepWork(arriving / max(1, stages), min(share, merged), 2.0, remote / max(1, stages))] * stages
+        needed = number > 0 and kv_exchange == "needed"
+        stages = min(stage_count(int(remote), share), LISTED, ring - 1) if needed else min(number, 1)
+        rows = min(share, merged / max(1, stages)) if kv_exchange == "needed" else min(share, merged)
+        steps = [StepWork(arriving / max(1, stages), rows, 2.0, remote / max(1, stages))] * stages
         number = stages
-        each = remote / max(1, ring - 1) / max(1, stages)
-        others = np.full(ring, each)
-        others[rank] = 0.0
-        received = (others,) * stages if kv_exchange == "needed" else ()
+        received = _by_distance(rank, ring, remote, stages) if needed else ()
     whole = StepWork(float(local), float(share), 2.0, float(share))
     half = StepWork(local / 2, share / 2, 1.0, float(share))
     forward = (whole, *steps, StepWork())
     backward = (half, *steps, half) if steps else (whole, StepWork())
-    return RingWork(owed, {rank: RankWork(forward, backward, number, received, received)}, rank)
+    ahead = stages_ahead(number, int(remote), share) if received else 1
+    return RingWork(owed, {rank: RankWork(forward, backward, number, received, received, ahead)}, rank)
+
+
+def _by_distance(rank: int, ring: int, rows: float, stages: int) -> tuple[Numbers, ...]:
+    """Rows that arrive in each stage, by ring rank: equally many from each other rank, those just behind first."""
+    found = []
+    for distances in np.array_split(np.arange(1, ring), stages):
+        stage = np.zeros(ring)
+        stage[(rank - distances) % ring] = rows / (ring - 1)
+        found.append(stage)
+    return tuple(found)
