@@ -8,8 +8,10 @@ that remain after a division only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..arrivals import stage_count, stages_ahead
 from ..build import Step, build
@@ -65,8 +67,8 @@ class RankWork:
     forward: tuple[StepWork, ...]
     backward: tuple[StepWork, ...]
     hops: int
-    received: tuple[Numbers, ...] = ()
-    returned: tuple[Numbers, ...] = ()
+    received: tuple[npt.NDArray[Any], ...] = ()
+    returned: tuple[npt.NDArray[Any], ...] = ()
     ahead: int = 1
 
     @property
@@ -164,7 +166,7 @@ def _by_formula(layout: str, ring: int, kv_exchange: str, documents: PackedDocum
     if kv_exchange == "ring":
         steps = [StepWork(arriving / max(1, number), merged / max(1, number), 1.0, merged / max(1, number))]
         steps *= min(number, LISTED)
-        received: tuple[Numbers, ...] = ()
+        received: tuple[npt.NDArray[Any], ...] = ()
     else:
         # The rows that arrive come in stages; whole shares come at once.
         needed = number > 0 and kv_exchange == "needed"
@@ -181,7 +183,7 @@ def _by_formula(layout: str, ring: int, kv_exchange: str, documents: PackedDocum
     return RingWork(owed, {rank: RankWork(forward, backward, number, received, received, ahead)}, rank)
 
 
-def _by_distance(rank: int, ring: int, rows: float, stages: int) -> tuple[Numbers, ...]:
+def _by_distance(rank: int, ring: int, rows: float, stages: int) -> tuple[npt.NDArray[Any], ...]:
     """Rows that arrive in each stage, by ring rank: equally many from each other rank, those just behind first."""
     found = []
     for distances in np.array_split(np.arange(1, ring), stages):
