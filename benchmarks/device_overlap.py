@@ -67,10 +67,10 @@ def compare(mesh: DeviceMesh, args: argparse.Namespace) -> Iterator[Result]:
     want = answer(*wholes, visible_of(tile, mesh.device_type), SCALE)
     del want[1]  # the log-sum-exp
     for name, cp, mode in modes(mesh, args):
-        mine = resolve(mode.get("layout", "contiguous"), mesh.size(), rows).positions(cp.rank).to(wholes[0].device)
+        mine = resolve(mode.get("layout", "contiguous"), mesh.size(), rows).positions(cp.rank)
 
         def step(mine: Tensor = mine, cp: cp_mesh.CPMesh = cp, mode: dict[str, Any] = mode) -> Any:
-            q, k, v, dout = (x[:, :, mine].detach() for x in wholes)
+            q, k, v, dout = (x[:, :, mine.to(x.device)].detach() for x in wholes)
             inputs = [x.requires_grad_() for x in (q, k, v)]
             out = attention(*inputs, mesh=cp, is_causal=True, enable_gqa=True, scale=SCALE, **mode)
             found = out.detach(), *torch.autograd.grad(out, inputs, dout)

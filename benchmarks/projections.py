@@ -122,7 +122,7 @@ def named_projections(project: Any, xs: list[Tensor], cp: Any, rotary: bool) -> 
     started = [Start.apply(x if rotary else project(x), e) for x, e in zip(xs, exchanges, strict=True)]
     q, k, v = (Finish.apply(x, e) for x, e in zip(started, exchanges, strict=True))
     settings = OpSettings("contiguous", "all_gather", False, (None, 0), 1, "simulated", view.key)
-    out, _ = attention_op(q, k, v, None, [], None, None, None, 1.0, 0.0, settings.text())
+    out, *_ = attention_op(q, k, v, None, [], None, None, None, 1.0, 0.0, settings.text())
     return project(new(True)(out))
 
 

@@ -29,7 +29,7 @@ def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
     random numbers (dropout)::
 
         for layer in model.layers:
-            tiled(layer.ffn, 8)  # before or after fully_shard and parallelize_module, before torch.compile of others
+            tiled(layer.ffn, 8)  # before torch.compile; before or after fully_shard and parallelize_module
 
     Args:
         module: treats every position by itself. Its forward takes one tensor (anything else is passed on) and returns

@@ -22,17 +22,17 @@ def merged(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Pairs:
     out, lse = torch.randn(b, s, h, d, device=device, dtype=dtype).transpose(1, 2), torch.randn_like(total_lse) * 5
     total_lse[:, :, : s // 3], lse[:, :, s // 4 : s // 2] = -torch.inf, -torch.inf
     total[:, :, : s // 3], out[:, :, s // 4 : s // 2] = 0, 0
-    lses = torch.stack([total_lse, lse]).double()
+    lses = torch.stack([total_lse, lse]).cpu().double()
     want_lse = lses.logsumexp(0)
     weights = (lses - want_lse.nan_to_num(neginf=0.0)).exp().unsqueeze(-1)
-    want = (weights * torch.stack([total, out.float()]).double()).sum(0)
+    want = (weights * torch.stack([total.cpu(), out.cpu().float()]).double()).sum(0)
     return [(total, want), (total_lse, want_lse)] if sums.merge(total, total_lse, out, lse) else []
 
 
 def added(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Pairs:
     """A sum of gradients, and what it is in fp64. Empty where Triton is not used."""
     total, x = torch.randn(shape, device=device), torch.randn(shape, device=device, dtype=dtype)
-    want = total.double() + x.double()
+    want = total.cpu().double() + x.cpu().double()
     return [(total, want)] if sums.add(total, x) else []
 
 

@@ -157,9 +157,9 @@ def share(cp: cp_mesh.CPMesh, mode: dict[str, Any], q: Tensor, k: Tensor, v: Ten
     heads = Ulysses(cp, mode.get("layout", "contiguous"))
     q, k, v, dout = heads.to_heads(q, k, v, dout)
     rest = ([], None, None, None, q.shape[3] ** -0.5, 0.0, settings_of(cp, mode, kernels.choose(q, k, v, True)))
-    out, lse = engine.attention_op(q, k, v, None, *rest)
+    out, lse, chosen = engine.attention_op(q, k, v, None, *rest)
     mark = engine.fingerprint(None, cp.key)
-    *grads, _ = engine.attention_backward_op(dout, q, k, v, out, lse, None, mark, *rest)
+    *grads, _ = engine.attention_backward_op(dout, q, k, v, out, lse, None, chosen, mark, *rest)
     return list(heads.to_sequence([out, *grads]))
 
 
@@ -193,9 +193,9 @@ class Simulation:
     def _rank(self, rank: int) -> None:
         try:
             x = self.tensors[0]
-            mine = resolve(self.mode.get("layout", "contiguous"), self.n, x.shape[2]).positions(rank).to(x.device)
+            mine = resolve(self.mode.get("layout", "contiguous"), self.n, x.shape[2]).positions(rank)
             with self.around():  # autocast holds in its own thread only
-                got = share(self.meshes[rank], self.mode, *(t[:, :, mine] for t in self.tensors))
+                got = share(self.meshes[rank], self.mode, *(t[:, :, mine.to(t.device)] for t in self.tensors))
             self.pairs += [(a, b[:, :, mine]) for a, b in zip(got, self.want, strict=True)]
         except BaseException as failure:
             self.failures.append(failure)

@@ -31,7 +31,7 @@ def captured(kernel: Any, tile: Tile, device: str, dtype: torch.dtype) -> Pairs:
         return []
     q, k, v, dout = static = tensors_of(tile, device, dtype)
     want = answer(*static, visible_of(tile, device), SCALE)
-    out, lse = want[0].to(dtype), want[1].float()
+    out, lse = want[0].to(q), want[1].to(q.device, torch.float32)
 
     def step() -> tuple[Tensor, ...]:
         given = kernels.TileInputs(q, k, v, tile.band, SCALE, parts=tile.parts)

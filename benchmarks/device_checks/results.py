@@ -16,13 +16,19 @@ HALF_ONLY = "FlashAttention and cuDNN take bfloat16 and float16 only"
 REFUSALS: list[tuple[str, Sequence[torch.dtype], str, str]] = [
     (r"cuda (flash|cudnn)\b.*", (torch.float32, torch.float64), "any", HALF_ONLY),
     (r"cuda memory-efficient\b.*", (torch.float64,), "any", "the operator takes no float64"),
-    (r"cuda memory-efficient", (torch.float32,), "packed or banded", HALF_ONLY + ", and do these tiles of this kernel"),
+    (
+        r"cuda memory-efficient",
+        (torch.float32,),
+        "packed or banded or windows",
+        HALF_ONLY + ", and do these tiles of this kernel",
+    ),
     (
         r"cuda .* without .*memory-efficient",
         (),
         "banded",
         "only the memory-efficient operator takes a mask",
     ),
+    (r"cuda cudnn without flash and memory-efficient", (), "windows", "no operator takes a window"),
     (r"npu fusion attention", (torch.float64,), "any", "the operator takes no float64"),
 ]
 """Refusals that are permitted: a kernel's name, dtypes (none: all), kinds of tiles, and the reason. Every other error
@@ -86,7 +92,8 @@ def check(what: str, dtype: torch.dtype, run: Callable[[], Pairs], permitted: st
 def judge(what: str, dtype: torch.dtype, pairs: Pairs) -> Result:
     """Compare results with what is expected: finite where that is, and within the bar of the dtype."""
     worst, largest = 0.0, max(_size(x) for _, x in pairs)
-    for found, expected in pairs:
+    for on_device, expected in pairs:
+        found = on_device.detach().cpu()
         if found.shape != expected.shape:
             return Result(WRONG, what, float("inf"), f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
         finite = expected.isfinite()

@@ -38,8 +38,11 @@ class Tile:
 
     @property
     def kind(self) -> str:
-        """``"packed"``, ``"banded"`` if an operator for rectangles cannot express it, or ``"dense"``."""
+        """``"packed"``, or ``"windows"`` if these are under a band; ``"banded"`` if an operator for rectangles cannot
+        express it; or ``"dense"``."""
         square = self.band == CAUSAL and self.rows == self.cols
+        if self.parts and self.band not in (FULL, CAUSAL):
+            return "windows"
         return "packed" if self.parts else "dense" if square or self.band == FULL else "banded"
 
     def __str__(self) -> str:
@@ -59,6 +62,9 @@ TILES = [
     Tile(256, 256, FULL, SQUARES),
     Tile(201, 300, FULL, OBLONG),
     Tile(320, 320, CAUSAL, MANY),
+    Tile(320, 320, (-3, 0), MANY),  # bands of packed tiles count from the bottom right
+    Tile(256, 256, (-40, 0), SQUARES),
+    Tile(201, 300, (-50, 100), OBLONG),
     # one key, one query, odd lengths
     Tile(1, 1),
     Tile(77, 1),
@@ -92,7 +98,9 @@ def visible_of(tile: Tile, device: str) -> Tensor:
     if tile.parts is not None:
         visible = torch.zeros(tile.rows, tile.cols, dtype=torch.bool, device=device)
         for (top, bottom), (left, right) in tile.parts:
-            visible[top:bottom, left:right] = visible_of(Tile(bottom - top, right - left, tile.band), device)
+            height, width = bottom - top, right - left
+            lower, upper = (None if bound is None else bound + width - height for bound in tile.band)
+            visible[top:bottom, left:right] = visible_of(Tile(height, width, (lower, upper)), device)
         return visible
     distance = torch.arange(tile.cols, device=device)[None] - torch.arange(tile.rows, device=device)[:, None]
     lower, upper = tile.band
@@ -110,10 +118,10 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) 
 
 
 def answer(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, visible: Tensor, scale: float) -> list[Tensor]:
-    """Output, log-sum-exp and gradients in fp64."""
-    wide = [x.double().detach().requires_grad_() for x in (q, k, v)]
-    out, lse = written_out(*wide, visible, scale)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, wide, dout.double())]
+    """Output, log-sum-exp and gradients in fp64, on the CPU: some devices have no fp64."""
+    wide = [x.detach().cpu().double().requires_grad_() for x in (q, k, v)]
+    out, lse = written_out(*wide, visible.cpu(), scale)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, wide, dout.cpu().double())]
 
 
 # --------------------------------------------------------------------------- memory layouts
@@ -167,10 +175,10 @@ def run_tile(kernel: Any, tile: Tile, tensors: Sequence[Tensor], layouts: dict[s
     want = answer(*arranged, visible_of(tile, device), SCALE)
     given = kernels.TileInputs(q, k, v, tile.band, SCALE, parts=tile.parts)
     out, lse = kernel.forward(given)
-    merged = want[0].to(q.dtype)
+    merged = want[0].to(q)
     if layouts.get("out", "BSHD") != "one batch row for all":  # an output has rows of its own
         merged = LAYOUTS[layouts.get("out", "BSHD")](merged)
-    merged_lse = want[1].to(lse.dtype)
+    merged_lse = want[1].to(lse)
     return list(zip((out, lse, *kernel.backward(given, dout, merged, merged_lse)), want, strict=True))
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import demo, plan, verify
+from . import demo, plan, tiles, verify
 
 COMMANDS = {
     "demo": (demo, "train a small Llama in every mode beside one rank, and compare the losses"),
     "plan": (plan, "estimate a training step in every strategy, and name the one to use first"),
+    "tiles": (tiles, "draw who computes what, and what travels, in several sequence layouts"),
     "verify": (verify, "compare a training step with and without context parallelism, and name what differs"),
 }
 

@@ -20,7 +20,7 @@ from ..schedule.lookup import ascending, resolve
 # --------------------------------------------------------------------------- whole sequences
 
 
-@torch.library.custom_op("hyper_cp::gather_sequence", mutates_args=())
+@torch.library.custom_op("hyper_cp::gather_sequence", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def gather_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
     """Gather ``[.. S/n ..] -> [.. S ..]`` in global order, the same on every rank of the mesh."""
     cp = cp_mesh.by_key(mesh)
@@ -39,7 +39,7 @@ def _(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int)
     return x.new_empty(shape)
 
 
-@torch.library.custom_op("hyper_cp::own_slice", mutates_args=())
+@torch.library.custom_op("hyper_cp::own_slice", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def own_slice(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
     """Take this rank's share, ``[.. S ..] -> [.. S/n ..]``. It is an op, so that lengths may be symbolic."""
     cp = cp_mesh.by_key(mesh)
@@ -87,7 +87,7 @@ def scale_gradient(x: Tensor, factor: int) -> Tensor:
 # --------------------------------------------------------------------------- rolling
 
 
-@torch.library.custom_op("hyper_cp::roll_sequence", mutates_args=())
+@torch.library.custom_op("hyper_cp::roll_sequence", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def roll_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int, shifts: int) -> Tensor:
     """This rank's share ``[.. S/n ..]`` of the sequence rolled by ``shifts``; values from another document or from
     outside the sequence are zero. One all-gather of the rows that cross between ranks."""

@@ -90,8 +90,6 @@ def prepare_model(
             f"style has window={style.mode.window}, but the model decides which layers have a sliding window: drop it"
         )
     check_model(model, decoder)
-    if chunked_loss and model is decoder:
-        raise ValueError(f"chunked_loss=True, but {name} is a model without a head. Prepare the model with its head")
     chunked = ChunkedLoss(model) if chunked_loss else None
     hook = DecoderHook(style, mesh, decoder)
     for mixer in mixers_of(decoder):
@@ -103,9 +101,11 @@ def prepare_model(
     decoder.register_forward_pre_hook(hook.before, with_kwargs=True, prepend=True)
     decoder.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
     if model is not decoder:
-        head = HeadHook(hook, chunked)
+        head = HeadHook(hook)
         model.register_forward_pre_hook(head.before, with_kwargs=True)
         model.register_forward_hook(head.after, with_kwargs=True, always_call=True)
+    if chunked is not None:  # last: the router loss is corrected in an output that still has logits
+        chunked.attach(model)
     return model
 
 
@@ -329,8 +329,8 @@ class DecoderHook:
 class HeadHook:
     """The hooks of a model around its decoder: they check what its head would do, and correct its router loss."""
 
-    def __init__(self, decoder: DecoderHook, chunked: ChunkedLoss | None) -> None:
-        self.decoder, self.chunked = decoder, chunked
+    def __init__(self, decoder: DecoderHook) -> None:
+        self.decoder = decoder
         self.formula_checked = False
 
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -342,8 +342,6 @@ class HeadHook:
             check_inputs(model, kwargs)
             if router_loss.requested(model, kwargs):
                 router_loss.check(model, kwargs, args[0] if args else kwargs.get("input_ids"))
-        if self.chunked is not None:
-            self.chunked.begin(model, kwargs)
         types = {} if ready is None else {name: x for name, x in ready.token_types.items() if name in kwargs}
         if not types or not masks_by_types(model) or not self.decoder.binding.active.parallel:
             return None
@@ -356,17 +354,14 @@ class HeadHook:
         )
         return args, {**kwargs, **types, **ones}
 
-    def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Make the router loss that of the whole sequence, and take deferred logits out of the output."""
+    def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Make the router loss that of the whole sequence."""
         forward.offer(None)
         mesh = self.decoder.binding.active
-        if mesh.parallel and isinstance(getattr(output, "aux_loss", None), Tensor):
-            self._share_router_loss(model, kwargs, output, mesh.mesh)
-        return None if self.chunked is None else self.chunked.end(model, output)
-
-    def _share_router_loss(self, model: Any, kwargs: dict[str, Any], output: Any, mesh: DeviceMesh) -> None:
+        if not mesh.parallel or not isinstance(getattr(output, "aux_loss", None), Tensor):
+            return
         ready, mask = kwargs.get("context_parallel"), kwargs.get("attention_mask")
         if not self.formula_checked:
             router_loss.check_formula(model, output, mask)
             self.formula_checked = True
-        router_loss.share(model, output, mask if ready is None else ready.counted, mesh)
+        router_loss.share(model, output, mask if ready is None else ready.counted, mesh.mesh)

@@ -90,7 +90,13 @@ def options(like: dist.ProcessGroup) -> Any:
     if nccl is None or backend_of(like) != "nccl":
         return None
     made = nccl.Options(is_high_priority_stream=True)
-    limit = int(os.environ.get("HYPER_CP_MAX_CTAS", MAX_CTAS))
+    given = os.environ.get("HYPER_CP_MAX_CTAS", str(MAX_CTAS))
+    if not given.isdecimal():
+        raise ValueError(
+            f"HYPER_CP_MAX_CTAS={given!r} is not a whole number. It limits the thread blocks of NCCL's transfers. Set "
+            f"a number such as {MAX_CTAS}, or 0 for NCCL's own choice, or unset it"
+        )
+    limit = int(given)
     if limit and hasattr(made, "config"):
         made.config.max_ctas = limit
     return made

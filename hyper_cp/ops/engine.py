@@ -26,6 +26,7 @@ from .kernels.dropout import Dropout, draw_seed
 from .kernels.inputs import TileInputs
 from .kernels.partials import Partials, RowSum, accumulation_dtype, add, like_queries, part
 from .kernels.scores import TileScores, find
+from .recompute import check_recompute, fingerprint
 
 
 class TileEngine:
@@ -54,7 +55,7 @@ class TileEngine:
         if call.cp.size == 1 and own and not self.with_lse:
             return self._alone(q, k, v, call)
         found = attention_op(q, k, v, *op_arguments(q, k, v, call))
-        return found if self.with_lse else found[0]
+        return found[:2] if self.with_lse else found[0]
 
     def _alone(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Tensor:
         """On one rank exactly the user's own call."""
@@ -88,10 +89,14 @@ class _Work:
         scale: float,
         dropout_p: float,
         settings: OpSettings,
+        chosen: Tensor | None = None,
     ) -> None:
         self.cp = cp = cp_mesh.by_key(settings.mesh)
-        score = find(settings.score)
-        self.scale, self.kernel = scale, kernels.get(settings.kernel, q, k, v, score is not None)
+        score, name = find(settings.score), settings.kernel
+        if not name and chosen is not None:  # the forward chose when it ran
+            name = kernels.name_of(int(chosen.item()), q.device.type)
+        self.scale, self.kernel = scale, kernels.get(name, q, k, v, score is not None)
+        self.kernel_name = name or self.kernel.name
         length = q.shape[2] * cp.ring.size
         kv_length = k.shape[2] * (1 if settings.kv_exchange == "replicated" else cp.ring.size)
         band: Band = settings.band
@@ -113,6 +118,7 @@ class _Work:
             batch=q.shape[0],
             blocks=None if score is None else score.blocks,
         )
+        kernels.check(self.kernel, mask is not None, band)
         self.band, self.mask = band, None if mask is None else masks.MaskSlices(mask, self.schedule)
         heads_before = settings.heads_before(cp.ulysses.rank, q.shape[1])
         queries = self.schedule.queries
@@ -134,6 +140,7 @@ class _Work:
             None if self.dropout is None else self.dropout.of(step, tile),
             None if self.scores is None else self.scores.of(step, tile),
             dlse,
+            self.schedule.recurring,
         )
 
 
@@ -182,7 +189,7 @@ def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-@torch.library.custom_op("hyper_cp::attention", mutates_args=())
+@torch.library.custom_op("hyper_cp::attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def attention_op(
     q: Tensor,
     k: Tensor,
@@ -195,8 +202,9 @@ def attention_op(
     scale: float,
     dropout_p: float,
     settings: str,
-) -> tuple[Tensor, Tensor]:
-    """``(out, log-sum-exp)`` of this rank's queries.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(out, log-sum-exp, kernel)`` of this rank's queries. ``kernel``: the number of the kernel that ran, ``[1]`` on
+    the CPU, for backward: under torch.compile it is chosen here.
 
     Args:
         sinks: one logit for each head of ``q`` that takes weight and gives no value, ``[H]``.
@@ -229,10 +237,10 @@ def attention_op(
                 # Without a local name for the kernel's results: it would keep them alive beyond their merge.
                 partials.add(tile.q, tile.batch, *work.kernel.forward(inputs))
         out, lse = queries.results(partials.result)
-    return _bshd_in_memory(out), lse.contiguous()
+    return _bshd_in_memory(out), lse.contiguous(), torch.tensor([kernels.number_of(work.kernel_name)])
 
 
-@torch.library.custom_op("hyper_cp::attention_backward", mutates_args=())
+@torch.library.custom_op("hyper_cp::attention_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def attention_backward_op(
     dout: Tensor,
     q: Tensor,
@@ -241,6 +249,7 @@ def attention_backward_op(
     out: Tensor,
     lse: Tensor,
     dlse: Tensor | None,
+    chosen: Tensor,
     mark: Tensor,
     captured: list[Tensor],
     documents: Tensor | None,
@@ -254,12 +263,13 @@ def attention_backward_op(
 
     Args:
         dlse: the gradient of the log-sum-exp, of calls with a score function.
+        chosen: the kernel that made ``out``, as :func:`attention_op` returns it.
         mark: the fingerprint of the documents that ``out`` was made with.
     """
     options = op_settings(settings)
-    _check_recompute(documents, options.mesh, mark)
+    check_recompute(documents, options.mesh, mark)
     dout, q, k, v = _last_dim_contiguous(dout, q, k, v)
-    work = _Work(q, k, v, captured, documents, mask, seed, scale, dropout_p, options)
+    work = _Work(q, k, v, captured, documents, mask, seed, scale, dropout_p, options, chosen)
     plan, ring = work.schedule, work.cp.ring
     with _no_autocast(q.device.type), comm.wait_on_error():
         blocks = exchange.BACKWARD[options.kv_exchange](ring, k, v, plan, accumulation_dtype(q.dtype))
@@ -293,9 +303,9 @@ def _bshd_in_memory(x: Tensor) -> Tensor:
 
 
 @attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    return like_queries(q, v.shape[3], q.dtype), lse
+    return like_queries(q, v.shape[3], q.dtype), lse, torch.empty(1, dtype=torch.int64)
 
 
 @attention_backward_op.register_fake
@@ -307,6 +317,7 @@ def _(
     out: Tensor,
     lse: Tensor,
     dlse: Any,
+    chosen: Any,
     mark: Any,
     captured: Any,
     *_: Any,
@@ -315,21 +326,20 @@ def _(
     return dq, dk, dv, [torch.empty_like(x) for x in captured]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, sinks, captured, ctx.documents, mask, seed, *ctx.numbers, ctx.settings = inputs
     options = op_settings(ctx.settings)
     mark = fingerprint(ctx.documents, options.mesh)
     ctx.save_for_backward(q, k, v, *output, mark, mask, seed, sinks, *captured)
     ctx.score = find(options.score)  # backward finds it by its key for as long as somebody holds it
     ctx.set_materialize_grads(False)
-    if ctx.score is None:
-        ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1 if ctx.score is None else 2 :])
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, mark, mask, seed, sinks, *captured = ctx.saved_tensors
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
+    q, k, v, out, lse, chosen, mark, mask, seed, sinks, *captured = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    others = dlse, mark, captured, ctx.documents, mask, seed
+    others = dlse, chosen, mark, captured, ctx.documents, mask, seed
     *grads, of_captured = attention_backward_op(dout, q, k, v, out, lse, *others, *ctx.numbers, ctx.settings)
     of_sinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse, dlse)
     return *grads, of_sinks, of_captured, None, None, None, None, None, None
@@ -345,36 +355,3 @@ def gradient_of_sinks(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dls
 
 
 attention_op.register_autograd(_differentiate, setup_context=_save)
-
-
-# --------------------------------------------------------------------------- recompute
-#
-# Saved tensors are those of the recompute, if activation checkpointing made one; attributes of ctx are those of the
-# forward. So documents and mesh are kept as attributes and their fingerprint as a saved tensor: backward always uses
-# what the forward used, and detects a recompute that used something else.
-
-
-@torch.library.custom_op("hyper_cp::fingerprint", mutates_args=())
-def fingerprint(documents: Tensor | None, mesh: str) -> Tensor:
-    """``[1]`` int64 on the CPU that stands for these documents and this mesh."""
-    return torch.tensor([_hash(documents, mesh)])
-
-
-@fingerprint.register_fake
-def _(documents: Tensor | None, mesh: str) -> Tensor:
-    return torch.empty(1, dtype=torch.int64)
-
-
-def _hash(documents: Tensor | None, mesh: str) -> int:
-    return hash((mesh, None if documents is None else read(documents).digest))
-
-
-def _check_recompute(documents: Tensor | None, mesh: str, mark: Tensor) -> None:
-    if _hash(documents, mesh) != mark.item():
-        had = "no packed documents" if documents is None else f"documents={documents.tolist()}"
-        raise RuntimeError(
-            "activation checkpointing recomputed this attention with other packed documents, or on another cp mesh, "
-            f"than its forward had ({had} on {cp_mesh.by_key(mesh)}). The block that gave them "
-            "had ended, or another one was active. Pass documents= to the styled module as a keyword argument (through "
-            "the checkpointed function), or run backward inside the block"
-        )

@@ -177,7 +177,7 @@ def _local(mask: BlockMask, blocks: list[Tensor], q: Tensor, kv_length: int, cp:
     )
 
 
-@torch.library.custom_op("hyper_cp::local_blocks", mutates_args=())
+@torch.library.custom_op("hyper_cp::local_blocks", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def local_blocks(blocks: list[Tensor], mesh: str, layout: str, length: int, rows: int, columns: int) -> list[Tensor]:
     """Blocks of a global mask -> blocks of the mask of this ring rank's ``length`` queries.
 

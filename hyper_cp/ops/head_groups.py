@@ -33,11 +33,12 @@ from ..schedule import layout as layouts
 from ..schedule.documents import read
 from ..schedule.lookup import ascending, resolve
 from .config import CheckedCall, OpSettings, op_settings
-from .engine import attention_backward_op, attention_op, fingerprint, gradient_of_sinks, op_arguments
+from .engine import attention_backward_op, attention_op, gradient_of_sinks, op_arguments
 from .exchange import ulysses
 from .exchange.ulysses import Ulysses, heads_after_sharing, shared_heads
 from .kernels.partials import accumulation_dtype, like_queries
 from .kernels.scores import find
+from .recompute import fingerprint
 
 
 def check_groups(q_heads: int, kv_heads: int, cp: CPMesh, groups: int) -> None:
@@ -117,7 +118,7 @@ def _wait(pending: Sequence[comm.Pending]) -> list[Tensor]:
     return [p.wait() for p in pending]
 
 
-@torch.library.custom_op("hyper_cp::ulysses_attention", mutates_args=())
+@torch.library.custom_op("hyper_cp::ulysses_attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def ulysses_attention_op(
     q: Tensor,
     k: Tensor,
@@ -131,9 +132,9 @@ def ulysses_attention_op(
     dropout_p: float,
     settings: str,
 ) -> list[Tensor]:
-    """``[out]`` of this rank's ``[B, H, S, D]``, the log-sum-exp of the heads that it attends, then per group what
-    backward needs: all outputs, all q, all k, all v. Arguments: see :func:`engine.attention_op`; ``sinks`` and
-    ``mask``: of this rank's heads after the exchange."""
+    """``[out]`` of this rank's ``[B, H, S, D]``, the log-sum-exp of the heads that it attends, then what backward
+    needs: the kernel that ran, and per group all outputs, all q, all k, all v. Arguments: see
+    :func:`engine.attention_op`; ``sinks`` and ``mask``: of this rank's heads after the exchange."""
     options = op_settings(settings)
     plan = Groups(options, documents, k.shape[1] // cp_mesh.by_key(options.mesh).ulysses.size)
     groups = plan.number
@@ -157,14 +158,14 @@ def ulysses_attention_op(
             values.extend(kv[1:])
             sink, part, text = plan.inputs(group, x.shape[1], sinks, mask)
             others = sink, captured, documents, part, seed, scale, dropout_p, text
-            x, lse = attention_op(x, keys[-1], values[-1], *others)
+            x, lse, kernel = attention_op(x, keys[-1], values[-1], *others)
             outs.append(x)
             lses.append(lse)
             posted = [plan.to_rank(x, out, groups, group)]
             _wait(leaving)
             arriving, leaving = ahead, posted
         _wait(leaving)
-    return [out, torch.cat(lses, 1), *outs, *queries, *keys, *values]
+    return [out, torch.cat(lses, 1), kernel, *outs, *queries, *keys, *values]
 
 
 @ulysses_attention_op.register_fake
@@ -181,13 +182,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
     return [
         like_queries(q, v.shape[3], q.dtype),
         q.new_empty(*group_of(q, 1).shape[:3], dtype=accumulation_dtype(q.dtype)),
+        torch.empty(1, dtype=torch.int64),
         *(like_queries(one, v.shape[3], q.dtype) for _ in range(groups)),
         *(group_of(q, groups) for _ in range(groups)),
         *(group_of(x, kv_groups) for x in (k, v) for _ in range(kv_groups)),
     ]
 
 
-@torch.library.custom_op("hyper_cp::ulysses_attention_backward", mutates_args=())
+@torch.library.custom_op("hyper_cp::ulysses_attention_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def ulysses_attention_backward_op(
     dout: Tensor,
     lse: Tensor,
@@ -225,7 +227,7 @@ def ulysses_attention_backward_op(
             results = arriving.wait(), outs[group], lse.chunk(groups, 1)[group], of_lse
             if sink is not None:
                 of_sinks.append(gradient_of_sinks(sink, *results))
-            local = results[0], q, keys[kv], values[kv], *results[1:], mark, captured
+            local = results[0], q, keys[kv], values[kv], *results[1:], saved[0], mark, captured
             grad, *kv_grads, others = attention_backward_op(*local, documents, part, seed, scale, dropout_p, text)
             for whole, x in zip(of_captured, others, strict=True):
                 whole.add_(x)
@@ -262,9 +264,9 @@ def _(
 
 
 def _sorted(saved: list[Tensor], groups: int) -> list[list[Tensor]]:
-    """Outputs, q, k and v, each per group."""
-    rest = (len(saved) - 2 * groups) // 2
-    lists, start = [], 0
+    """Outputs, q, k and v, each per group. The first of ``saved`` is the kernel."""
+    rest = (len(saved) - 1 - 2 * groups) // 2
+    lists, start = [], 1
     for number in (groups, groups, rest, rest):
         lists.append(saved[start : start + number])
         start += number

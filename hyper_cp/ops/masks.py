@@ -19,8 +19,8 @@ _known: Any = WeakTensorKeyDictionary()  # mask -> {view: (version, band)}
 def recognised(mask: Tensor, length: int) -> Band | None:
     """The band a mask ``[..., S, S]`` amounts to (causal, or everything visible), else None.
 
-    Every element is compared; the answer is kept as long as the tensor lives unchanged. Reads the
-    result once per mask, which on an accelerator waits for the device.
+    Every element is compared, once; the answer is kept as long as the tensor lives unchanged. The host reads one number
+    per mask, for which it waits for the device.
     """
     if mask.shape[-1] != length or mask.shape[-2] != length:
         return None
@@ -35,17 +35,34 @@ def recognised(mask: Tensor, length: int) -> Band | None:
     return found
 
 
+# The most elements of a mask that are compared at once: what is made on the way is as large.
+_AT_ONCE = 1 << 26
+
+
 def _recognise(mask: Tensor) -> Band | None:
+    """Compare with what the corner says that the mask is: if the first query does not see the last key, it can only be
+    causal. So one reduction and one number, which the host waits for, decide."""
+    length = mask.shape[-1]
+    mask = mask.reshape(-1, length, length)
+    causal = _hidden(mask[:1, :1, -1:]).reshape(())
+    rows = max(1, _AT_ONCE // (len(mask) * length))
+    wrong = torch.stack([_wrong(mask, start, rows, causal) for start in range(0, length, rows)]).any()
+    answer = int(causal + 2 * wrong)
+    return (FULL, CAUSAL)[answer] if answer < 2 else None
+
+
+def _wrong(mask: Tensor, start: int, rows: int, causal: Tensor) -> Tensor:
+    """True if some rows of a mask ``[n, S, S]`` are not causal, or not all visible."""
+    mask = mask[:, start : start + rows]
+    above = torch.ones(mask.shape[1:], dtype=torch.bool, device=mask.device).triu_(start + 1).logical_and_(causal)
     if mask.dtype == torch.bool:
-        hidden = ~mask
-    else:  # exactly 0 where visible; what hides is -inf or the most negative number
-        hidden = mask <= torch.finfo(mask.dtype).min
-        if not bool((mask.masked_fill(hidden, 0) == 0).all()):
-            return None
-    if not bool(hidden.any()):
-        return FULL
-    upper = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
-    return CAUSAL if bool((hidden == upper).all()) else None
+        return (mask == above).any()  # visible where hidden is right, or the other way round
+    return torch.where(above, _hidden(mask), mask == 0).logical_not_().any()  # visible is exactly 0
+
+
+def _hidden(mask: Tensor) -> Tensor:
+    """True where a mask hides a key. What hides in an additive mask is -inf or the most negative number."""
+    return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
 
 
 class MaskSlices:

@@ -126,9 +126,11 @@ def _usable(keys: Sequence[Sequence[Range]], sources: list[tuple[int, bool]]) ->
 
 # --------------------------------------------------------------------------- only what is needed
 
-_STAGES = 8  # more hide little more of the transfers (simulated: benchmarks/needed.py), and tiles become small
+# More and smaller stages hide little more of the transfers (benchmarks/needed.py), but cost launches and merges: by the
+# cost model of `hyper_cp.plan`, packed documents on eight H100 run a third slower in eight stages of 1,024 rows.
+_STAGES = 4
+_LEAST = 4096  # rows of a stage, on the rank that receives most
 _AHEAD = 3  # shares of a rank that are under way; a ring has two
-_LEAST = 1024  # rows of a stage, on the rank that receives most: kernels are slower on fewer
 
 
 def needed(problem: Problem) -> Arrivals:
@@ -143,7 +145,7 @@ def needed(problem: Problem) -> Arrivals:
     most, share = max(flows.total), _length(placed(problem.keys[rank]))
     if not most:
         return Arrivals((placed(problem.keys[rank]),))
-    count = stage_count(most, share)
+    count, ahead = stages_of(most, share)
     received = [flows.stages(rank, of, count) for of in range(size)]
     sent = [flows.stages(to, rank, count) for to in range(size)]
     blocks, routes = [placed(problem.keys[rank])], []
@@ -153,17 +155,14 @@ def needed(problem: Problem) -> Arrivals:
         blocks.append(placed(compact(np.concatenate(incoming)[:, 1:])))
         local = np.stack((rows[:, 0], rows[:, 0] + rows[:, 2] - rows[:, 1]), 1)
         routes.append(Route(Rows(compact(local)), *(tuple(map(_length, x)) for x in (outgoing, incoming))))
-    return Arrivals(tuple(blocks), tuple(routes), stages_ahead(count, most, share))
+    return Arrivals(tuple(blocks), tuple(routes), ahead)
 
 
-def stage_count(most: int, share: int) -> int:
-    """The number of stages, if the rank that receives most receives ``most`` rows, and a rank holds ``share``."""
-    return min(most, max(2, min(_STAGES, most // _LEAST), -(-most // share)))
-
-
-def stages_ahead(count: int, most: int, share: int) -> int:
-    """The number of stages that are under way at once, of ``count`` stages; see :func:`stage_count`."""
-    return max(1, _AHEAD * share * count // max(1, most))
+def stages_of(most: int, share: int) -> tuple[int, int]:
+    """The number of stages, and of those under way at once, if the rank that receives most has ``most`` rows to receive
+    and each rank holds ``share``."""
+    count = min(most, max(2, min(_STAGES, most // _LEAST), -(-most // share)))
+    return count, max(1, _AHEAD * share * count // most)
 
 
 class _Flows:

@@ -7,7 +7,7 @@ positions are held; masks only in how a rectangle is cut.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -72,6 +72,7 @@ class Schedule:
         queries: the global positions that this rank attends, in the order of the tiles' rows.
         routes: for each block that arrives, the rows that travel, if only needed ones do.
         ahead: the number of these transfers that are under way at once.
+        recurring: False if documents decided it, so that the lengths of its tiles change from batch to batch.
     """
 
     forward: tuple[Step, ...]
@@ -81,6 +82,7 @@ class Schedule:
     queries: Sequence[Range]
     routes: tuple[Route, ...] = ()
     ahead: int = 0
+    recurring: bool = field(default=True, compare=False)
 
     @property
     def area(self) -> int:
@@ -140,8 +142,8 @@ def _step(
 def _listed(
     listed: BlockMap, rows: Numbers, keys: Numbers, full: Numbers, block: Numbers, cuts: list[tuple[int, Tile]]
 ) -> tuple[Numbers, Numbers, list[tuple[int, Tile]]]:
-    """What is left of :meth:`Seen.rectangles` in listed blocks: full rectangles become smaller, tiles that the band
-    cuts stay whole or go."""
+    """Restrict the result of :meth:`Seen.rectangles` to listed blocks: full rectangles become smaller, tiles that the
+    band cuts stay whole or go."""
 
     def shifts(q: int, at: int) -> tuple[int, int]:
         row = rows[np.searchsorted(rows[:, 0], q, "right") - 1]

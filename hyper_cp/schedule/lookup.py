@@ -7,6 +7,7 @@ that finding it costs the same for any number of ranks and documents.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -140,4 +141,5 @@ def _built(
         held_keys = resolve(queries.name, world, call.kv_length, documents).by_ring(call.ulysses).held
     rows = documents.rows if documents is not None and hides else None
     settings = call.kv_exchange, call.load_balance, call.band
-    return build(held, held_keys, call.rank, *settings, rows, call.parts, blocks)
+    found = build(held, held_keys, call.rank, *settings, rows, call.parts, blocks)
+    return found if documents is None else replace(found, recurring=False)

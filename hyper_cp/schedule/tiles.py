@@ -31,8 +31,8 @@ class Tile:
         band: the visible pairs, relative to the tile's corner ``(q[0], k[0])``.
         batch: batch rows; None: all of them.
         parts: if given, only these rectangles of the tile are computed. They ascend and are disjoint in rows and in
-            columns. ``band`` holds for each of them and is FULL, or CAUSAL if all are squares: a kernel takes them as
-            one call with variable lengths.
+            columns. ``band`` holds for each of them, relative to its bottom right corner (in squares both corners
+            lie on one diagonal), as in a call with variable lengths.
     """
 
     q: Range
@@ -52,7 +52,10 @@ class Tile:
         if self.parts is None:
             return (self,)
         (q, _), (k, _) = self.q, self.k
-        return tuple(Tile((q + r[0], q + r[1]), (k + c[0], k + c[1]), self.band, self.batch) for r, c in self.parts)
+        return tuple(
+            Tile((q + r[0], q + r[1]), (k + c[0], k + c[1]), from_bottom_right(self.band, r, c), self.batch)
+            for r, c in self.parts
+        )
 
     @property
     def area(self) -> int:
@@ -141,6 +144,17 @@ def shift(band: Band, by: int) -> Band:
     """The band relative to a corner that lies ``by`` rows lower."""
     lower, upper = band
     return (None if lower is None else lower + by, None if upper is None else upper + by)
+
+
+def from_bottom_right(band: Band, rows: Range, cols: Range) -> Band:
+    """The band relative to the top left corner of a rectangle, given that relative to its bottom right corner, without
+    bounds that hide nothing there."""
+    height, width = rows[1] - rows[0], cols[1] - cols[0]
+    lower, upper = shift(band, width - height)
+    return (
+        None if lower is None or lower <= 1 - height else lower,
+        None if upper is None or upper >= width - 1 else upper,
+    )
 
 
 # --------------------------------------------------------------------------- which queries see which keys, as arrays
@@ -264,32 +278,68 @@ def joined(found: Numbers) -> list[Tile]:
 # half of a rank's rows, a little less where documents do not split evenly.
 _MIN_COVER = 0.4
 
+_LATEST = 6
+
+
+class _Bound:
+    """One bound of a band that holds in several rectangles, as far from their bottom right corners.
+
+    A rectangle with this bound fixes its value. One without takes any value that hides nothing in it.
+    """
+
+    __slots__ = ("least", "value")
+
+    def __init__(self) -> None:
+        self.value: int | None = None
+        self.least = 0
+
+    def takes(self, value: int | None, least: int) -> bool:
+        """True if a rectangle fits whose bound is ``value``, or None if every bound from ``least`` on hides nothing."""
+        if value is None:
+            return self.value is None or self.value >= least
+        return value == self.value or (self.value is None and value >= self.least)
+
+    def add(self, value: int | None, least: int) -> None:
+        """Take that rectangle in."""
+        if value is None:
+            self.least = max(self.least, least)
+        else:
+            self.value = value
+
 
 class _Pack:
-    """Tiles of one kind that follow each other in rows and in columns. None of them crosses the row ``half``."""
+    """Tiles that follow each other in rows and in columns, and that one band cuts. None crosses the row ``half``. Full
+    tiles stay among themselves: they are faster without a band."""
 
-    __slots__ = ("cols", "end", "kind", "rows", "start", "tiles")
+    __slots__ = ("cols", "end", "group", "left", "right", "rows", "start", "tiles")
 
-    def __init__(self, tile: Tile, kind: str) -> None:
-        (q0, q1), (k0, k1) = tile.q, tile.k
-        self.tiles, self.kind = [tile], (kind, tile.batch)
-        self.start, self.end = (q0, k0), (q1, k1)
-        self.rows, self.cols = q1 - q0, k1 - k0
+    def __init__(self, tile: Tile) -> None:
+        self.tiles: list[Tile] = []
+        self.start = self.end = tile.q[0], tile.k[0]
+        self.group = tile.band == FULL, tile.batch
+        self.left, self.right = _Bound(), _Bound()
+        self.rows = self.cols = 0
+        self.takes(tile, 0)
 
-    def takes(self, tile: Tile, kind: str, half: int) -> bool:
+    def takes(self, tile: Tile, half: int) -> bool:
+        """Add the tile if it fits."""
         (q0, q1), (k0, k1), (start, col), (end, end_col) = tile.q, tile.k, self.start, self.end
-        rows, cols = self.rows + q1 - q0, self.cols + k1 - k0
+        rows, cols, (left, right) = q1 - q0, k1 - k0, _left_and_right(tile)
         fits = (
             q0 >= end
             and k0 >= end_col
-            and (kind, tile.batch) == self.kind
+            and (tile.band == FULL, tile.batch) == self.group
             and not start < half < q1
-            and rows >= _MIN_COVER * (q1 - start)
-            and cols >= _MIN_COVER * (k1 - col)
+            and self.rows + rows >= _MIN_COVER * (q1 - start)
+            and self.cols + cols >= _MIN_COVER * (k1 - col)
+            and self.left.takes(left, cols - 1)
+            and self.right.takes(right, rows - 1)
         )
         if fits:
+            self.left.add(left, cols - 1)
+            self.right.add(right, rows - 1)
             self.tiles.append(tile)
-            self.rows, self.cols, self.end = rows, cols, (q1, k1)
+            self.rows, self.cols, self.end = self.rows + rows, self.cols + cols, (q1, k1)
         return fits
 
     def tile(self) -> Tile:
@@ -298,19 +348,25 @@ class _Pack:
             return first
         (q, k), (q1, k1) = self.start, self.end
         parts = tuple(((t.q[0] - q, t.q[1] - q), (t.k[0] - k, t.k[1] - k)) for t in self.tiles)
-        return Tile((q, q1), (k, k1), first.band, first.batch, parts)
+        left, right = self.left.value, self.right.value
+        return Tile((q, q1), (k, k1), (None if left is None else -left, right), first.batch, parts)
+
+
+def _left_and_right(tile: Tile) -> tuple[int | None, int | None]:
+    """The numbers of keys that a query sees before and after the diagonal that ends at the bottom right corner."""
+    lower, upper = shift(tile.band, tile.q[1] - tile.q[0] - tile.k[1] + tile.k[0])
+    return None if lower is None else -lower, upper
 
 
 def packed(tiles: tuple[Tile, ...], half: int = 0) -> tuple[Tile, ...]:
-    """The same work in fewer tiles: those of one kind that follow each other become one tile with parts. Windowed tiles
-    stay as they are, and no tile crosses the row ``half`` (0: no such row)."""
+    """The same work in fewer tiles: those that follow each other, and that one band cuts, become one tile with parts.
+    No tile crosses the row ``half`` (0: no such row)."""
     packs: list[_Pack] = []
     for tile in sorted(tiles, key=by_rows):
-        kind = tile.kind
-        # Only the last few packs can take a tile: at most four tiles (of two kinds, in two batch rows or halves) lie
-        # side by side in the same rows.
-        if kind == "windowed" or not any(pack.takes(tile, kind, half) for pack in packs[-4:]):
-            packs.append(_Pack(tile, kind))
+        # Only the last few packs can take a tile: few tiles (of two kinds, in two batch rows or halves, before and on
+        # the diagonal of a window) lie side by side in the same rows.
+        if not any(pack.takes(tile, half) for pack in packs[-_LATEST:]):
+            packs.append(_Pack(tile))
     return tuple(sorted((pack.tile() for pack in packs), key=by_rows))
 
 

@@ -213,6 +213,7 @@ class Call:
         refuse(0 < self.head_num <= 256, f"head_num {self.head_num} must be in 1 to 256")
         refuse(0 < self.keep_prob <= 1, f"keep_prob {self.keep_prob} must be in (0, 1]")
         refuse(self.padding_mask is None, "padding_mask is not supported")
+        refuse(self.inner_precise in (0, 1, 2), f"inner_precise {self.inner_precise} is not known")
         refuse(self.softmax_layout in ("", "TND"), "only softmax_layout TND is supported")
         refuse(self.softmax_layout == "" or self.layout == "TND", "softmax_layout TND takes input_layout TND")
         for word in ("query_rope", "key_rope", "sink", "dropout_mask"):
@@ -287,7 +288,11 @@ def _forward(name: str, *args: Any, **kwargs: Any) -> Any:
         dead = top == -torch.inf
         weights = (logits - top.masked_fill(dead, 0)).exp()
         total = weights.sum(-1, keepdim=True)
-        outs.append((weights / total.masked_fill(dead, 1)) @ v)
+        weights = weights / total.masked_fill(dead, 1)
+        if call.atten_mask is not None and call.sparse_mode in (0, 1, 5) and call.inner_precise != 2:
+            # Nobody knows which rows such a mask hides from all keys: equal logits, whatever their size.
+            weights = weights.masked_fill(dead, 1 / max(1, v.shape[1]))
+        outs.append(weights @ v)
         largest.append(top.masked_fill(dead, LOWEST)[..., 0])
         totals.append(total.masked_fill(dead, HIGHEST)[..., 0])
     found = call.join(outs, call.query), call.lanes(largest), call.lanes(totals), call.query.new_empty(0)

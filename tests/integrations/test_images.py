@@ -41,6 +41,12 @@ def model_of(kind: str) -> tuple[Any, list[int]]:
             text_config={**text, "query_pre_attn_scalar": 8}, vision_config=VISION, mm_tokens_per_image=4
         )
         model = hf.Gemma3ForConditionalGeneration(config)
+    elif kind == "gemma4":
+        more = {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision", "global_head_dim": 8}
+        small = {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 64}
+        kinds = {"image_token_id": 58, "video_token_id": 59, "audio_token_id": 60}
+        config = hf.Gemma4Config(text_config={**text, **more}, vision_config={**VISION, **small}, **kinds)
+        model = hf.Gemma4ForConditionalGeneration(config)
     elif kind == "qwen2_5_vl":
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
         config = hf.Qwen2_5_VLConfig(
@@ -77,7 +83,8 @@ def batch_of(model: Any, types: list[int]) -> dict[str, Any]:
         at = torch.arange(len(types))
         rows = torch.where(torch.tensor(types) == 1, at // 3, at), torch.where(torch.tensor(types) == 1, at % 3, at)
         return {**batch, "position_ids": torch.stack([at, *rows])[:, None].expand(3, 2, -1)}
-    return {**batch, "token_type_ids": torch.tensor(types).expand(2, -1)}
+    name = "mm_token_type_ids" if "Gemma4" in type(model).__name__ else "token_type_ids"
+    return {**batch, name: torch.tensor(types).expand(2, -1)}
 
 
 def gradients(model: Any) -> list[Tensor]:
@@ -113,7 +120,7 @@ def errors(kind: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "paligemma", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "paligemma", "qwen2_5_vl"])
 def test_models_of_images_and_text_are_exact(ranks: Any, kind: str) -> None:
     for found in ranks(2, errors, kind):
         assert max(found.values()) <= 1e-9, found

@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 KINDS = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid", "bailing_hybrid"),
     *("mamba", "falcon_mamba", "mamba2", "falcon_h1", "nemotron_h", "bamba", "granitemoehybrid"),
-    *("jamba", "zamba", "zamba2", "lfm2", "lfm2_moe"),
+    *("jamba", "zamba", "zamba2", "lfm2", "lfm2_moe", "lfm3"),
 )
 DOCUMENTS = {  # lengths that the numbers of ranks do not divide, so that the batch is padded, and all others
     "contiguous": [0, 5, 6, 17, 22],

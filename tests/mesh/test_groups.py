@@ -144,6 +144,9 @@ def test_groups_have_high_priority_and_few_thread_blocks(monkeypatch: Any) -> No
     assert nccl_options(monkeypatch).config.max_ctas == 4
     monkeypatch.setenv("HYPER_CP_MAX_CTAS", "0")
     assert nccl_options(monkeypatch).config.max_ctas == 32
+    monkeypatch.setenv("HYPER_CP_MAX_CTAS", "few")
+    with pytest.raises(ValueError, match=r"HYPER_CP_MAX_CTAS='few' is not a whole number.*such as 16"):
+        nccl_options(monkeypatch)
     assert nccl_options(monkeypatch, "cpu:gloo,npu:hccl") is None and nccl_options(monkeypatch, "cpu:gloo") is None
 
 

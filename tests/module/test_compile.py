@@ -131,11 +131,11 @@ def opcheck_all(world: int) -> None:
             settings = ([], documents, mask, None, 0.25, 0.0, said)
             torch.library.opcheck(ops.attention.default, (q, k, v, torch.zeros(4, requires_grad=True), *settings))
             with torch.no_grad():
-                out, lse = ops.attention(q, k, v, None, *settings)
+                out, lse, chosen = ops.attention(q, k, v, None, *settings)
                 mark = ops.fingerprint(documents, cp.key)
                 torch.library.opcheck(
                     ops.attention_backward.default,
-                    (torch.ones_like(out), q.detach(), k.detach(), v.detach(), out, lse, None, mark, *settings),
+                    (torch.ones_like(out), q.detach(), k.detach(), v.detach(), out, lse, None, chosen, mark, *settings),
                 )
     x = torch.randn(2, 8, 3, requires_grad=True)
     torch.library.opcheck(ops.gather_sequence.default, (x, None, cp.key, "head_tail", 1))

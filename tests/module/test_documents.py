@@ -218,7 +218,7 @@ def test_a_recompute_that_does_not_know_its_forward_raises(ranks: Any, style: St
             if name in fine:
                 assert value <= FP64, (name, value)
             else:
-                assert "recomputed this attention with other packed documents" in value, (name, value)
+                assert "recomputed this layer with other packed documents" in value, (name, value)
 
 
 @on_ranks

@@ -12,7 +12,6 @@ import torch._dynamo.config
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hyper_cp import ContextParallel
@@ -256,18 +255,6 @@ def asked(world: int, kv_heads: int, **how: Any) -> None:
             assert all(operation == "agreement" for operation, _ in log.entries), log.entries
 
 
-class FlexModule(torch.nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flex_attention(q, k, v)
-
-
-@on_ranks
-def flexed(world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
-    module = parallelize_module(FlexModule(), mesh, ContextParallel(2, 1, qkv_indices=None, head_groups=2))
-    module(*(torch.randn(1, HEADS, 8, 4) for _ in range(3)))
-
-
 def test_says_where_there_is_nothing_to_overlap(ranks: Any) -> None:
     with pytest.raises(ValueError, match=r"head_groups=2 with qkv_indices=\(0, 1, 2\).*all its heads at once"):
         ContextParallel(head_groups=2)
@@ -278,4 +265,3 @@ def test_says_where_there_is_nothing_to_overlap(ranks: Any) -> None:
     ranks.raises(2, ValueError, words, asked, 2, 8, head_groups=3, ulysses_degree=None)
     words = r"head_groups=4 does not split the 4 query and 2 .*leave no head of keys to two groups: 1, 2$"
     ranks.raises(4, ValueError, words, asked, 4, 4, head_groups=4, ulysses_degree=2)
-    ranks.raises(2, NotImplementedError, "flex_attention with head_groups=2.*Set head_groups=1", flexed, 2)

@@ -7,8 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_cp.ops import masks
+from hyper_cp.ops.kernels import TileInputs, cpu, cuda, operators, reference
 from hyper_cp.schedule.tiles import check_window
 
 
@@ -44,3 +47,85 @@ def test_masks_of_inference_and_views_of_one_mask() -> None:
         assert masks.recognised(mask.reshape(1, 1, 6, 6), 6) is None
     both = torch.stack([torch.ones(6, 6).tril(), torch.ones(6, 6)]).bool()
     assert (masks.recognised(both[0], 6), masks.recognised(both[1], 6)) == ((None, 0), (None, None))
+
+
+class _Waits(TorchDispatchMode):
+    """Counts what the host waits for, and the largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.waits += func._schema.name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
+        made = isinstance(result, Tensor) and not func.is_view
+        self.largest = max(self.largest, result.numel() if made else 0)
+        return result
+
+
+def kinds(length: int) -> dict[str, tuple[Tensor, Any]]:
+    """Masks and the bands that they are."""
+    tril = torch.ones(length, length, dtype=torch.bool).tril()
+    lowest = torch.finfo(torch.float32).min
+    found: dict[str, tuple[Tensor, Any]] = {
+        "causal": (tril, (None, 0)),
+        "full": (torch.ones_like(tril), (None, None)),
+        "nothing": (torch.zeros_like(tril), None),
+        "added": (torch.zeros(2, 1, length, length).masked_fill(~tril, lowest), (None, 0)),
+        "added, full": (torch.zeros(length, length), (None, None)),
+        "padding": (tril & (torch.arange(length) > 2), None),
+        "one row different": (torch.stack([tril, torch.ones_like(tril)]), None),
+    }
+    for name, (row, col, value) in {"above": (1, 3, 0.0), "below": (3, 1, lowest), "bias": (3, 1, 0.5)}.items():
+        mask = found["added"][0].clone()
+        mask[1, 0, row, col] = value
+        found[name] = mask, None
+    return found
+
+
+@pytest.mark.parametrize("at_once", [1 << 26, 40])
+def test_a_new_mask_costs_one_wait_for_the_device(at_once: int) -> None:
+    with mock.patch.object(masks, "_AT_ONCE", at_once):
+        for name, (mask, want) in kinds(8).items():
+            with _Waits() as counted:
+                assert masks.recognised(mask, 8) == want, name
+            assert counted.waits == 1, f"{name}: {counted.waits} waits"
+            assert counted.largest <= max(at_once, 16), name
+            with _Waits() as counted:
+                assert masks.recognised(mask, 8) == want
+            assert counted.waits == 0
+    assert masks.recognised(torch.ones(1, 1, dtype=torch.bool), 1) == (None, None)
+    assert masks.recognised(torch.zeros(1, 1, dtype=torch.bool), 1) is None
+
+
+@pytest.mark.parametrize("kind", ["bool", "added", "padding"])
+def test_masks_for_operators_are_made_by_rows(kind: str) -> None:
+    """S=64K, 8 ranks, all keys gathered: the mask of a whole tile would have 470 million elements."""
+    rows, cols = 8 * 1024, 56 * 1024
+    q, k = (torch.empty(1, 2, n, 64, dtype=torch.bfloat16, device="meta") for n in (rows, cols))
+    shape, dtype = (1, 1, 1 if kind == "padding" else rows, cols), torch.bfloat16 if kind == "added" else torch.bool
+    tile = TileInputs(q, k, k, (None, None), 1.0, torch.empty(shape, dtype=dtype, device="meta"))
+    kernel = cuda.KERNELS["cuda flash"]
+    with _Waits() as counted:
+        out, lse = kernel.forward(tile)
+        kernel.backward(tile, out, out, lse)
+    assert counted.largest <= (k.numel() if kind == "padding" else 1 << 25)
+
+
+def test_masks_made_by_rows_are_the_same() -> None:
+    """A mask that is cut into many pieces, forward and backward, against plain math."""
+    g = torch.Generator().manual_seed(0)
+    q, dout = (torch.randn(2, 4, 70, 8, generator=g, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(2, 2, 33, 8, generator=g, dtype=torch.float64) for _ in range(2))
+    for shape in ((2, 4, 70, 33), (1, 1, 70, 33), (2, 1, 1, 33), (1, 4, 70, 1)):
+        for band in ((None, None), (-40, 3)):
+            mask = torch.rand(shape, generator=g) < 0.6
+            for given in (mask, torch.randn(shape, generator=g, dtype=torch.float64)):
+                tile, found = TileInputs(q, k, v, band, 0.3, given), []
+                for kernel in (cpu.KERNEL, reference.KERNEL):
+                    with mock.patch.object(operators, "_BIAS", 99), mock.patch.object(operators, "_LEAST_ROWS", 3):
+                        out, lse = kernel.forward(tile)
+                        found.append([out, lse, *kernel.backward(tile, dout, out, lse)])
+                for x, y in zip(*found, strict=True):
+                    assert torch.allclose(x, y, rtol=1e-10, atol=1e-10)

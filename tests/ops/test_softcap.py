@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hyper_cp.mesh.cp_mesh import view
 from hyper_cp.ops import attention, kernels
 from tests.harness.attention_case import FP64, cp_mesh, modes
 from tests.harness.oracle import relative_error, token_positions, visible_pairs
@@ -74,6 +75,27 @@ def test_every_mode_fp64(ranks: Any, world: int) -> None:
     for of_rank in ranks(world, errors, world, cases):
         for case, found in zip(cases, of_rank, strict=True):
             assert max(found) <= FP64, (case, found)
+
+
+@on_ranks
+def compiled() -> float:
+    q, k, v, *_, dout, _, _ = tensors()
+    at = slice(12 * cp_mesh().get_rank(), 12 * cp_mesh().get_rank() + 12)
+    mesh, found = view(cp_mesh(), 1), []
+
+    def run(*qkv: Tensor) -> Any:
+        return attention(*qkv, mesh=mesh, enable_gqa=True, softcap=CAP, is_causal=True, kv_exchange="ring")
+
+    for way in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        local = [x[:, :, at].clone().requires_grad_() for x in (q, k, v)]
+        out = way(*local)
+        found.append([out, *torch.autograd.grad(out, local, dout[:, :, at])])
+    return max(relative_error(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.slow
+def test_it_compiles_to_one_graph(ranks: Any) -> None:
+    assert max(ranks(2, compiled)) <= 1e-12
 
 
 def test_kernels_that_take_no_scores_are_not_chosen() -> None:

@@ -125,9 +125,14 @@ class ChunkedLoss:
         except TypeError as error:
             raise NotImplementedError(f"chunked_loss=True cannot be used with {self.name}: {error}") from error
         self.attribute, self.whole, self.running = names[0], model.loss_function, False
-        model.loss_function = self.loss
 
-    def begin(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    def attach(self, model: PreTrainedModel) -> None:
+        """Compute the losses of the model from now on."""
+        model.loss_function = self.loss
+        model.register_forward_pre_hook(self.begin, with_kwargs=True)
+        model.register_forward_hook(self.end, always_call=True)
+
+    def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Defer the head for a forward that computes a loss."""
         if kwargs.get("labels") is None:
             return
@@ -146,7 +151,7 @@ class ChunkedLoss:
         vars(model)[self.attribute] = _DeferredHead(self.name, head)
         self.running = True
 
-    def end(self, model: PreTrainedModel, output: Any) -> Any:
+    def end(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
         """Undo ``begin``, also after an exception. Return the output without logits; None if it has them."""
         self.running = False
         vars(model).pop(self.attribute, None)

@@ -17,6 +17,7 @@ from ...module._torch import checkpoint
 from ...module._torch.modules import is_running
 from ...module.mesh_binding import Style, StyledMesh
 from ...module.mixers.hooks import Where
+from ...schedule.layout import by_documents
 
 
 @dataclass(frozen=True)
@@ -123,4 +124,7 @@ def mixer_state(module: nn.Module) -> Where | None:
     state = state_for(module)
     if not isinstance(state, ForwardState):
         return None
-    return state.mesh.views[0], state.style.mode.layout, state.batch.documents, 1
+    batch, layout = state.batch, state.style.mode.layout
+    # Padding is a document for attention; mixers set it to zero themselves, and go on after it.
+    padded = batch.tokens is not None and not by_documents(layout)
+    return state.mesh.views[0], layout, None if padded else batch.documents, 1

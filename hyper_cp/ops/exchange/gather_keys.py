@@ -31,7 +31,7 @@ def _order(cp: CPMesh, layout: str, length: int) -> tuple[Rows, Rows]:
     return ascending(_on_ring(cp, layout, length), range(cp.ring.size))
 
 
-@torch.library.custom_op("hyper_cp::gather_keys", mutates_args=())
+@torch.library.custom_op("hyper_cp::gather_keys", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def gather_keys(xs: list[Tensor], mesh: str, layout: str) -> list[Tensor]:
     """Each ``[B, H, S/ring, D] -> [B, H, S, D]``, ascending, the same on every ring rank."""
     cp = cp_mesh.by_key(mesh)
@@ -54,7 +54,7 @@ def _(xs: list[Tensor], mesh: str, layout: str) -> list[Tensor]:
     return [from_wire(x.new_empty(_whole(x, cp), x.shape[0], x.shape[1], x.shape[3])) for x in xs]
 
 
-@torch.library.custom_op("hyper_cp::scatter_keys", mutates_args=())
+@torch.library.custom_op("hyper_cp::scatter_keys", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def scatter_keys(grads: list[Tensor], mesh: str, layout: str) -> list[Tensor]:
     """The transpose of :func:`gather_keys`: each ``[B, H, S, D] -> [B, H, S/ring, D]``, summed over the ring ranks
     in the accumulation dtype."""
@@ -92,7 +92,7 @@ def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
 gather_keys.register_autograd(_differentiate, setup_context=_save)
 
 
-@torch.library.custom_op("hyper_cp::query_positions", mutates_args=())
+@torch.library.custom_op("hyper_cp::query_positions", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def query_positions(q: Tensor, mesh: str, layout: str) -> Tensor:
     """Global position of every query of ``[B, H, S/ring, D]``: ``[S/ring]`` int32 on its device. An op, so that
     lengths may be symbolic."""

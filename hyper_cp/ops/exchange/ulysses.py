@@ -88,7 +88,7 @@ def _replaced(result: Any, tensors: Iterator[Tensor]) -> Any:
 # --------------------------------------------------------------------------- the op
 
 
-@torch.library.custom_op("hyper_cp::all_to_all", mutates_args=())
+@torch.library.custom_op("hyper_cp::all_to_all", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def all_to_all_op(
     xs: list[Tensor], documents: Tensor | None, mesh: str, layout: str, seq_dim: int, head_dim: int, to_heads: bool
 ) -> list[Tensor]:

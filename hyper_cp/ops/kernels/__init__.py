@@ -8,6 +8,7 @@ logarithm of scaled logits); a kernel converts whatever its device's operator re
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +18,25 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ...schedule.tiles import Band
 from . import cpu, cuda, npu
 from .inputs import Kernel, TileInputs
+from .operators import OperatorKernel
 from .reference import KERNEL as REFERENCE
-from .scores import fused
+from .scores import flex_kernel
 
-__all__ = ["REFERENCE", "Kernel", "TileInputs", "available", "choose", "get", "register"]
+__all__ = [
+    "REFERENCE",
+    "Kernel",
+    "TileInputs",
+    "available",
+    "check",
+    "choose",
+    "get",
+    "name_of",
+    "number_of",
+    "register",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -151,8 +165,26 @@ def get(name: str, q: Tensor, k: Tensor, v: Tensor, scores: bool = False) -> Ker
     return kernel
 
 
+def check(kernel: Kernel, masked: bool, band: Band) -> None:
+    """Raise ``NotImplementedError`` if a kernel cannot run calls with an explicit mask, or under this band."""
+    if isinstance(kernel, OperatorKernel):
+        kernel.check(masked, band)
+
+
+def number_of(name: str) -> int:
+    """A number that stands for the name of a kernel, which an op can return in a tensor: under torch.compile it chooses
+    its kernel when it runs, and backward must run the same one."""
+    return zlib.crc32(name.encode())
+
+
+def name_of(number: int, device_type: str) -> str:
+    """The name that :func:`number_of` stands for. If the kernel is not registered any more, :func:`get` refuses it."""
+    found = (name for name in available(device_type) if number_of(name) == number)
+    return next(found, f"number {number}")
+
+
 register(cpu.KERNEL, "cpu", cpu.accepts, plain_with_dropout=True)  # as F.scaled_dot_product_attention on CPU
 register(npu.KERNEL, "npu", npu.accepts)
 for _kernel in cuda.KERNELS.values():
     register(_kernel, "cuda", partial(cuda.accepts, _kernel))
-register(fused.KERNEL, "cuda", fused.accepts, scores=True)
+register(flex_kernel.KERNEL, "cuda", flex_kernel.accepts, scores=True)

@@ -15,7 +15,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 class _Flash:
-    name, grouped = "cpu flash", True
+    name, grouped, least = "cpu flash", True, 1
 
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
         out, lse = _forward(tile.q, tile.k, tile.v, 0.0, tile.causal, attn_mask=tile.mask, scale=tile.scale)
@@ -27,7 +27,7 @@ class _Flash:
         return dq, dk, dv
 
 
-KERNEL = OperatorKernel(_Flash(), _Flash())
+KERNEL = OperatorKernel("cpu flash", _Flash(), _Flash())
 
 
 def accepts(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:

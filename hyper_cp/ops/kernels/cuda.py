@@ -1,4 +1,4 @@
-"""CUDA: the operators behind F.scaled_dot_product_attention, chosen as it chooses.
+"""CUDA: the operators behind F.scaled_dot_product_attention, chosen as it chooses, tile by tile.
 
 Not executed by the tests, which have no GPU: they check shapes on fake tensors; what runs on hardware
 is ``benchmarks/device_check.py``.
@@ -12,60 +12,74 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, current_flash_attention_impl
 
-from .inputs import Kernel, TileInputs
-from .operators import OperatorKernel, Packing, gather, packing, scatter
+from .inputs import TileInputs
+from .operators import OperatorKernel, Packing, gather, packing, scatter, window
+from .reference import KERNEL as REFERENCE
 
 _aten = torch.ops.aten
 
 
 class _Flash:
-    """FlashAttention-2, or what ``activate_flash_attention_impl`` has put in its place."""
+    """FlashAttention-2, or what ``activate_flash_attention_impl`` has put in its place.
 
-    name, grouped = "cuda flash", True
+    These are the operators below ``F.scaled_dot_product_attention`` and ``torch.nn.attention.varlen.varlen_attn``, the
+    same in torch 2.11 to 2.15. They take a window, return the log-sum-exp, and take the merged one back. Dense tensors
+    are [B, S, H, D], the log-sum-exp [B, H, S]; sequences of packed tiles are [tokens, H, D] and [H, tokens]. The head
+    dims of q and v must be equal, so the shorter ones get zeros, which change nothing.
+    """
+
+    name, grouped, least = "flash", True, 1
 
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
-        q, k, v = (_pad_heads(x) for x in (tile.q, tile.k, tile.v))
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, tile.causal, False, scale=tile.scale)
-        return out[..., : tile.v.shape[3]], lse[:, :, : q.shape[2]]
+        if tile.parts is not None:
+            return self._packed_forward(tile)
+        q, k, v = (_pad_heads(x, tile).transpose(1, 2) for x in (tile.q, tile.k, tile.v))
+        lengths = (None, None, q.shape[1], k.shape[1])  # not packed: no cumulative lengths
+        causal, bounds = _window(tile)
+        out, lse, *_ = _aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, scale=tile.scale, **bounds)
+        return out[..., : tile.v.shape[3]].transpose(1, 2), lse[:, :, : q.shape[1]]
 
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, k, v, out = (_pad_heads(x) for x in (dout, tile.q, tile.k, tile.v, out))
-        lengths = (None, None, q.shape[2], k.shape[2])  # not packed: no cumulative lengths
-        grads = _aten._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, tile.causal, *_no_dropout(q), scale=tile.scale
+        if tile.parts is not None:
+            return self._packed_backward(tile, dout, out, lse)
+        inputs = dout, tile.q, tile.k, tile.v, out.to(tile.q.dtype)
+        dout, q, k, v, out = (_pad_heads(x, tile).transpose(1, 2) for x in inputs)
+        lengths = (None, None, q.shape[1], k.shape[1])
+        causal, bounds = _window(tile)
+        grads = _aten._flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *_no_dropout(q), scale=tile.scale, **bounds
         )
-        dq, dk, dv = (x[..., : tile.q.shape[3]] for x in grads)
+        dq, dk, dv = (
+            x[..., : like.shape[3]].transpose(1, 2) for x, like in zip(grads, (tile.q, tile.k, tile.v), strict=True)
+        )
         return dq, dk, dv
 
-
-class _PackedFlash:
-    """The variable-length side of FlashAttention, below ``torch.nn.attention.varlen.varlen_attn``: the
-    operators that it calls (FA3 and FA4, activated, take their place) return the log-sum-exp and take the
-    merged one back. The same in torch 2.11 and 2.13. Tensors are [tokens, H, D], the log-sum-exp [H, tokens]."""
-
-    name = "cuda flash"
-
-    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+    def _packed_forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
         how = packing(tile)
         pairs = (tile.q, how.rows), (tile.k, how.cols), (tile.v, how.cols)
-        q, k, v = (_pad_heads(gather(x, ranges)) for x, ranges in pairs)
-        bounds = _bounds(how, q.device)
+        q, k, v = (_pad_heads(gather(x, ranges), tile) for x, ranges in pairs)
+        causal, bounds = _window(tile)
         out, lse, *_ = _aten._flash_attention_forward(
-            q, k, v, *bounds, *how.longest, 0.0, tile.causal, False, scale=tile.scale
+            q, k, v, *_ends(how, q.device), *how.longest, 0.0, causal, False, scale=tile.scale, **bounds
         )
         out = scatter(out[..., : tile.v.shape[3]], how.rows, tile.q)
         return out, scatter(lse.mT, how.rows, tile.q, -torch.inf)
 
-    def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _packed_backward(
+        self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         how = packing(tile)
-        dout, q, out = (_pad_heads(gather(x, how.rows)) for x in (dout, tile.q, out.to(tile.q.dtype)))
-        k, v = (_pad_heads(gather(x, how.cols)) for x in (tile.k, tile.v))
-        bounds = _bounds(how, q.device)
-        lse = gather(lse, how.rows).mT.contiguous()
+        dout, q, out = (_pad_heads(gather(x, how.rows), tile) for x in (dout, tile.q, out.to(tile.q.dtype)))
+        k, v = (_pad_heads(gather(x, how.cols), tile) for x in (tile.k, tile.v))
+        ends, lse = _ends(how, q.device), gather(lse, how.rows).mT.contiguous()
+        causal, bounds = _window(tile)
         grads = _aten._flash_attention_backward(
-            dout, q, k, v, out, lse, *bounds, *how.longest, 0.0, tile.causal, *_no_dropout(q), scale=tile.scale
+            *(dout, q, k, v, out, lse),
+            *(*ends, *how.longest, 0.0, causal, *_no_dropout(q)),
+            scale=tile.scale,
+            **bounds,
         )
         targets = (how.rows, tile.q), (how.cols, tile.k), (how.cols, tile.v)
         dq, dk, dv = (
@@ -77,7 +91,7 @@ class _PackedFlash:
 class _Efficient:
     """The memory-efficient operator: also fp32, other head dims for v, and an additive mask."""
 
-    name, grouped = "cuda memory-efficient", False
+    name, grouped, least = "memory-efficient", False, 1
 
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
         q, k, v = (_pad_heads(x) for x in (tile.q, tile.k, tile.v))
@@ -98,16 +112,29 @@ class _Efficient:
 
 
 class _CuDNN:
-    name, grouped = "cuda cudnn", False
+    """cuDNN's attention. It takes fewer key/value heads as they are.
+
+    PyTorch keeps an execution plan per shape and stride of q, k and v for good, and building one takes tens of
+    milliseconds, so only tiles of recurring shapes come here. A plan of backward that is found again must also find
+    ``out`` and ``dout`` in the memory layout it was built with, which it does not compare: they get that of q.
+    """
+
+    name, grouped = "cudnn", True
+    least = 2  # plain SDPA refuses one key; called directly the operator does not check
 
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        if min(tile.q.shape[2], tile.k.shape[2]) < self.least:  # no other backend is allowed
+            return REFERENCE.forward(tile)
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
             tile.q, tile.k, tile.v, None, True, 0.0, tile.causal, False, scale=tile.scale
         )
         return out, lse.reshape(tile.q.shape[:3])  # [B, H, Sq, 1]
 
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if min(tile.q.shape[2], tile.k.shape[2]) < self.least:
+            return REFERENCE.backward(tile, dout, out, lse)
         q, k, v, lse = tile.q, tile.k, tile.v, lse.contiguous().unsqueeze(-1)
+        out, dout = (_in_memory_as(x.to(q.dtype), q) for x in (out, dout))
         lengths = (None, None, q.shape[2], k.shape[2])  # not packed: no cumulative lengths
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse, *_no_seed(q), None, *lengths, 0.0, tile.causal, scale=tile.scale
@@ -118,9 +145,26 @@ class _CuDNN:
 # --------------------------------------------------------------------------- the operators' arguments
 
 
-def _pad_heads(x: Tensor) -> Tensor:
-    """Pad head dims to a multiple of 8, which the operators want; zeros change nothing."""
-    return x if x.shape[-1] % 8 == 0 else F.pad(x, (0, -x.shape[-1] % 8))
+def _pad_heads(x: Tensor, tile: TileInputs | None = None) -> Tensor:
+    """Pad head dims to a multiple of 8, which the operators want; with ``tile``, to the larger of q's and v's."""
+    dim = x.shape[-1] if tile is None else max(tile.q.shape[3], tile.v.shape[3])
+    missing = dim + -dim % 8 - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
+
+
+def _window(tile: TileInputs) -> tuple[bool, dict[str, int]]:
+    """FlashAttention's options for a band: ``is_causal``, and the bounds of a window, from the bottom right."""
+    left, right = window(tile) or (-1, -1)
+    if left == -1 and right in (-1, 0):
+        return right == 0, {}
+    return False, {"window_size_left": left, "window_size_right": right}
+
+
+def _in_memory_as(x: Tensor, like: Tensor) -> Tensor:
+    """``x`` dense, with its dimensions in the same order in memory as those of ``like``."""
+    strides = like.stride()
+    order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
+    return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.ndim)])
 
 
 def _aligned_mask(tile: TileInputs) -> Tensor | None:
@@ -132,56 +176,114 @@ def _aligned_mask(tile: TileInputs) -> Tensor | None:
 
 
 def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Seed and offset of a dropout that is not used: FlashAttention's backward wants tensors."""
-    return q.new_zeros(2, dtype=torch.uint64), q.new_zeros((), dtype=torch.uint64)
+    """Seed and offset of a dropout that is not used. FlashAttention wants tensors in backward, but reads none."""
+    return q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
 
 
 def _no_seed(q: Tensor) -> tuple[Tensor, Tensor]:
     """The same for the other two operators, which want int64."""
-    return q.new_zeros((), dtype=torch.int64), q.new_zeros((), dtype=torch.int64)
+    return q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64)
 
 
 @lru_cache(maxsize=1024)
-def _host_bounds(how: Packing, pinned: bool) -> list[Tensor]:
-    return [torch.tensor([0, *x], dtype=torch.int32, pin_memory=pinned) for x in (how.row_ends, how.col_ends)]
+def _host_ends(how: Packing, pinned: bool) -> Tensor:
+    return torch.tensor([[0, *how.row_ends], [0, *how.col_ends]], dtype=torch.int32, pin_memory=pinned)
 
 
-def _bounds(how: Packing, device: torch.device) -> list[Tensor]:
+def _ends(how: Packing, device: torch.device) -> tuple[Tensor, ...]:
     """Cumulative lengths of queries and of keys with the leading 0, on the device. From pinned memory, so that the
     host does not wait; copied for each call, on its own stream, so that no other stream can see a copy that is not
     finished."""
-    return [x.to(device, non_blocking=True) for x in _host_bounds(how, device.type == "cuda")]
+    return _host_ends(how, device.type == "cuda").to(device, non_blocking=True).unbind()
 
 
 # --------------------------------------------------------------------------- the choice
 
 
-_FLASH = OperatorKernel(_Flash(), _Efficient(), _PackedFlash())
-_EFFICIENT = OperatorKernel(_Efficient(), _Efficient())
-_CUDNN = OperatorKernel(_CuDNN(), _Efficient())
-KERNELS = {kernel.name: kernel for kernel in (_FLASH, _EFFICIENT, _CUDNN)}
+def _kernels() -> list[OperatorKernel]:
+    """A kernel for each choice of plain SDPA, and for each set of the other backends that are allowed.
 
-_BY_BACKEND = {
-    int(SDPBackend.FLASH_ATTENTION.value): _FLASH,
-    int(SDPBackend.EFFICIENT_ATTENTION.value): _EFFICIENT,
-    int(SDPBackend.CUDNN_ATTENTION.value): _CUDNN,
-    int(SDPBackend.MATH.value): None,
+    ``dense`` is what plain SDPA would choose. Windows and packed tiles run on FlashAttention if it is allowed and takes
+    the call, since it needs no mask for them. So do rectangles that cuDNN would build a plan for in every batch.
+    """
+    flash, efficient, cudnn = _Flash(), _Efficient(), _CuDNN()
+    made = [
+        OperatorKernel(
+            kernel_name(dense.name, with_flash, with_efficient),
+            dense,
+            efficient if with_efficient else None,
+            flash if with_flash else None,
+            dense if dense is not cudnn else flash if with_flash else efficient if with_efficient else cudnn,
+        )
+        for with_efficient in (False, True)
+        for with_flash in (False, True)
+        for dense in (efficient, flash, cudnn)
+        if (with_flash or dense is not flash) and (with_efficient or dense is not efficient)
+    ]
+    return made  # the last are asked first: those that have all operators
+
+
+def kernel_name(dense: str, flash: bool, efficient: bool) -> str:
+    """The name of the kernel for what plain SDPA would choose, and for the other backends."""
+    missing = [name for name, there in (("flash", flash), ("memory-efficient", efficient)) if not there]
+    return f"cuda {dense}" + (f" without {' and '.join(missing)}" if missing else "")
+
+
+KERNELS = {kernel.name: kernel for kernel in _kernels()}
+
+_NAMES = {
+    int(SDPBackend.FLASH_ATTENTION.value): _Flash.name,
+    int(SDPBackend.EFFICIENT_ATTENTION.value): _Efficient.name,
+    int(SDPBackend.CUDNN_ATTENTION.value): _CuDNN.name,
+    int(SDPBackend.MATH.value): "",
 }
 
+_MOST_DIM = {"FA4": 128}  # head dims of an activated implementation, if less than FlashAttention-2's
 
-def accepts(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
-    """True if plain SDPA would run the backend of ``kernel``, ``sdpa_kernel(...)`` blocks included."""
-    grouped = q.shape[1] != k.shape[1]
-    # Private: no public function says what SDPA chooses, priorities included. The same in torch 2.11
-    # and 2.13. It reads shapes and settings only: no device synchronisation.
+
+def accepts(kernel: OperatorKernel, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
+    """True if ``kernel`` is the one for this call and for what the user allows (``sdpa_kernel``). It reads shapes and
+    settings only: no device synchronisation."""
+    dense = _dense(q, k, v, is_causal)
+    if not dense or kernel.dense.name != dense:
+        return False
+    efficient = dense == _Efficient.name or torch.backends.cuda.mem_efficient_sdp_enabled()
+    return kernel.name == kernel_name(dense, dense == _Flash.name or _flash_takes(q, k, v), efficient)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
+    """The backend of rectangles: what plain SDPA would choose; "" is plain math."""
+    grouped, cuda = q.shape[1] != k.shape[1], torch.backends.cuda
+    # Private: no public function says what SDPA chooses, priorities included. The same in torch 2.11 to 2.15.
     choice = torch._fused_sdp_choice(q, k, v, is_causal=is_causal, enable_gqa=grouped)
-    if choice in _BY_BACKEND:
-        return _BY_BACKEND[choice] is kernel
-    raise RuntimeError(
-        f"no attention backend takes query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)} of "
-        f"dtype {q.dtype} on {q.device}: {_refusals(q, k, v, is_causal, grouped)}. Allow another backend in "
-        "torch.nn.attention.sdpa_kernel"
-    )
+    if choice not in _NAMES:
+        raise RuntimeError(
+            f"no attention backend takes query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)} of "
+            f"dtype {q.dtype} on {q.device}: {_refusals(q, k, v, is_causal, grouped)}. Allow another backend in "
+            "torch.nn.attention.sdpa_kernel"
+        )
+    name = _NAMES[choice]
+    if name == _CuDNN.name and current_flash_attention_impl() is not None and _flash_takes(q, k, v):
+        return _Flash.name  # the user has installed a faster one, and has activated it
+    if name == _Efficient.name and q.shape[3] != v.shape[3] and torch.cuda.get_device_capability(q.device)[0] == 9:
+        params = cuda.SDPAParams(q, k, v, None, 0.0, is_causal, grouped)
+        # Wheels that prefer FlashAttention to cuDNN leave unequal head dims (MLA) to the slowest of the three.
+        return _CuDNN.name if cuda.cudnn_sdp_enabled() and cuda.can_use_cudnn_attention(params) else name
+    return name
+
+
+def _flash_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True if FlashAttention is allowed and runs this call, forward and backward, with v filled up to q's head dim."""
+    cuda, dim = torch.backends.cuda, q.shape[3]
+    if (
+        not cuda.flash_sdp_enabled()
+        or v.shape[3] > dim
+        or dim > _MOST_DIM.get(current_flash_attention_impl() or "", dim)
+    ):
+        return False
+    with torch.enable_grad():  # some cards lack backward of long heads; tensors inside an op require no gradient
+        q, k = (x.detach().requires_grad_() for x in (q, k))
+        return cuda.can_use_flash_attention(cuda.SDPAParams(q, k, k, None, 0.0, False, q.shape[1] != k.shape[1]))
 
 
 def _refusals(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, grouped: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...schedule.ranges import Range
-from ...schedule.tiles import CAUSAL, Band
+from ...schedule.tiles import CAUSAL, Band, from_bottom_right
 from .partials import accumulation_dtype, like_queries, part
 from .scores import TileScore
 
@@ -34,15 +35,20 @@ class TileInputs:
     mask: Tensor | None = None
     """An explicit mask, broadcastable to [B, H, Sq, Sk]: bool (True is visible) or added to the logits."""
     parts: Parts | None = None
-    """The tile is only these rectangles of it, each under ``band``, which is FULL, or CAUSAL if every rectangle is
-    square. All other pairs are hidden. ``mask`` and ``keep`` are None then."""
+    """The tile is only these rectangles of it. All other pairs are hidden. ``band`` then holds in each rectangle,
+    counted from its bottom right corner: its last query sees ``-band[0]`` keys before its last key. ``mask`` and
+    ``keep`` are None then. A kernel that has no call for several rectangles uses :func:`forward_each`."""
     keep: Tensor | None = None
     """Factors [B, H, Sq, Sk] of the attention weights: dropout. Only the reference kernel is given any."""
     score: TileScore | None = None
     """A function of the scaled logits [B, H, Sq, Sk] that is applied before ``band`` and ``mask``. Only kernels that
-    are registered for scores are given any, and the reference kernel."""
+    are registered for scores are given any, and the reference kernel. Their backward also adds to the score's
+    ``gradients``."""
     dlse: Tensor | None = None
     """In backward of a tile with a score: the gradient [B, H, Sq] of the merged log-sum-exp. None is zero."""
+    recurring: bool = True
+    """False if the lengths of such tiles change from batch to batch, as with documents: a kernel that builds a plan per
+    shape would build one for each."""
 
     @property
     def causal(self) -> bool:
@@ -54,7 +60,12 @@ class TileInputs:
         score = None if self.score is None else self.score.rectangle(rows, cols)
         dlse = None if self.dlse is None else part(self.dlse, rows)
         tensors = part(self.q, rows), part(self.k, cols), part(self.v, cols)
-        return TileInputs(*tensors, band, self.scale, mask, score=score, dlse=dlse)
+        return TileInputs(*tensors, band, self.scale, mask, score=score, dlse=dlse, recurring=self.recurring)
+
+    def rectangles(self) -> Iterator[tuple[Range, Range, TileInputs]]:
+        """The parts with their rows and columns, each as a tile of its own."""
+        for rows, cols in self.parts or ():
+            yield rows, cols, self.rectangle(rows, cols, from_bottom_right(self.band, rows, cols))
 
 
 class Kernel(Protocol):
@@ -82,8 +93,8 @@ class Kernel(Protocol):
 def forward_each(kernel: Kernel, tile: TileInputs) -> tuple[Tensor, Tensor]:
     """Attend the parts of a tile one after another. Memory is that of the result and of one part."""
     out = lse = None
-    for rows, cols in tile.parts or ():
-        piece, piece_lse = kernel.forward(tile.rectangle(rows, cols, tile.band))
+    for rows, _, rectangle in tile.rectangles():
+        piece, piece_lse = kernel.forward(rectangle)
         if out is None or lse is None:
             out, lse = empty_partial(tile.q, tile.v.shape[3], piece.dtype, piece_lse.dtype)
         part(out, rows).copy_(piece)
@@ -99,8 +110,8 @@ def backward_each(
     """Differentiate the parts of a tile one after another."""
     inputs = tile.q, tile.k, tile.v
     grads: list[Tensor] = []
-    for rows, cols in tile.parts or ():
-        pieces = kernel.backward(tile.rectangle(rows, cols, tile.band), *(part(x, rows) for x in (dout, out, lse)))
+    for rows, cols, rectangle in tile.rectangles():
+        pieces = kernel.backward(rectangle, *(part(x, rows) for x in (dout, out, lse)))
         grads = grads or [_zeros_like(x, piece.dtype) for x, piece in zip(inputs, pieces, strict=True)]
         for grad, piece, covered in zip(grads, pieces, (rows, cols, cols), strict=True):
             part(grad, covered).copy_(piece)

@@ -11,9 +11,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...schedule.tiles import FULL
+from ...schedule.ranges import Range
+from ...schedule.tiles import FULL, Band, shift
 from .inputs import TileInputs, backward_each, forward_each
-from .operators import Packing, gather, packing, scatter
+from .operators import Packing, gather, mask_slice, packing, rows_at_once, scatter, window
+from .partials import RowSum, part
 from .reference import KERNEL as REFERENCE
 from .reference import band_mask
 
@@ -32,10 +34,14 @@ class NPUKernel:
         if _is_additive(tile):
             return REFERENCE.forward(tile)
         layout, (q, k, v) = _layout(tile.q, tile.k, tile.v)
-        out, largest, total, *_ = torch.ops.npu.npu_fusion_attention(
-            q, k, v, tile.q.shape[1], layout, scale=tile.scale, **_visible(tile)
-        )
-        return out if layout == "BNSD" else out.transpose(1, 2), _log_sum_exp(largest, total)
+        outs, lses = [], []
+        for rows in _row_ranges(tile):
+            out, largest, total, *_ = torch.ops.npu.npu_fusion_attention(
+                _rows(q, rows, layout), k, v, tile.q.shape[1], layout, scale=tile.scale, **_visible(tile, rows)
+            )
+            outs.append(out if layout == "BNSD" else out.transpose(1, 2))
+            lses.append(_log_sum_exp(largest, total))
+        return _cat(outs, 2), _cat(lses, 2)
 
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if tile.parts is not None:
@@ -44,9 +50,31 @@ class NPUKernel:
             return backward_each(self, tile, dout, out, lse)
         if _is_additive(tile):
             return REFERENCE.backward(tile, dout, out, lse)
-        layout, tensors = _layout(tile.q, tile.k, tile.v, dout, out.to(tile.q.dtype))
-        dq, dk, dv = _gradients(tile, layout, tensors, lse, _visible(tile))
-        return (dq, dk, dv) if layout == "BNSD" else (dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2))
+        layout, (q, k, v, *of_rows) = _layout(tile.q, tile.k, tile.v, dout, out.to(tile.q.dtype))
+        ranges = _row_ranges(tile)
+        dqs, sums = [], [RowSum(x) for x in (tile.k, tile.v)] if len(ranges) > 1 else []
+        for rows in ranges:
+            tensors = _rows(q, rows, layout), k, v, *(_rows(x, rows, layout) for x in of_rows)
+            dq, *dkv = _gradients(tile, layout, tensors, part(lse, rows), _visible(tile, rows))
+            dq, dk, dv = (x if layout == "BNSD" else x.transpose(1, 2) for x in (dq, *dkv))
+            dqs.append(dq)
+            for total, x in zip(sums, (dk, dv), strict=False):
+                total.add((0, tile.k.shape[2]), None, x)
+        if sums:
+            dk, dv = (total.total() for total in sums)
+        return _cat(dqs, 2), dk, dv
+
+
+def _row_ranges(tile: TileInputs) -> list[Range]:
+    """The rows of each call: all, but for those whose boolean mask is too large to be made in one piece."""
+    rows, size = tile.q.shape[2], tile.q.shape[2] if tile.mask is None else rows_at_once(tile)
+    return [(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _rows(x: Tensor, rows: Range, layout: str) -> Tensor:
+    """Some rows of a tensor in the layout of the call, contiguous."""
+    dim = 2 if layout == "BNSD" else 1
+    return x if rows[1] - rows[0] == x.shape[dim] else x.narrow(dim, rows[0], rows[1] - rows[0]).contiguous()
 
 
 def _is_additive(tile: TileInputs) -> bool:
@@ -85,9 +113,9 @@ def _statistics(lse: Tensor) -> tuple[Tensor, Tensor]:
 
 def _fits_one_call(tile: TileInputs) -> bool:
     """True if a packed tile is worth, and within the limits of, variable-length calls."""
-    q, parts = tile.q, tile.parts or ()
+    q = tile.q
     tokens = q.shape[0] * max(q.shape[2], tile.k.shape[2])
-    return len(parts) > 1 and q.shape[3] <= _PACKED_DIM and tokens <= _TOKENS
+    return window(tile) is not None and q.shape[3] <= _PACKED_DIM and tokens <= _TOKENS
 
 
 def _packed_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
@@ -98,7 +126,7 @@ def _packed_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
     for rows, cols, options in _groups(how):
         out, largest, total, *_ = torch.ops.npu.npu_fusion_attention(
-            q[rows], k[cols], v[cols], tile.q.shape[1], "TND", scale=tile.scale, **options, **_square(tile)
+            q[rows], k[cols], v[cols], tile.q.shape[1], "TND", scale=tile.scale, **options, **_in_parts(tile, how)
         )
         outs.append(out)
         lses.append(_log_sum_exp(largest, total))
@@ -112,7 +140,7 @@ def _packed_backward(tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -
     grads = []
     for rows, cols, options in _groups(how):
         tensors = q[rows], k[cols], v[cols], dout[rows], out[rows]
-        grads.append(_gradients(tile, "TND", tensors, lse[rows], {**options, **_square(tile)}))
+        grads.append(_gradients(tile, "TND", tensors, lse[rows], {**options, **_in_parts(tile, how)}))
     dq, dk, dv = (_cat(pieces) for pieces in zip(*grads, strict=True))
     return scatter(dq, how.rows, tile.q), scatter(dk, how.cols, tile.k), scatter(dv, how.cols, tile.v)
 
@@ -134,44 +162,58 @@ def _groups(how: Packing) -> list[tuple[slice, slice, dict[str, object]]]:
     return groups
 
 
-def _cat(xs: Sequence[Tensor]) -> Tensor:
-    return xs[0] if len(xs) == 1 else torch.cat(list(xs))
+def _cat(xs: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return xs[0] if len(xs) == 1 else torch.cat(list(xs), dim)
 
 
 # --------------------------------------------------------------------------- the operator's options
 
 
 def _layout(*tensors: Tensor) -> tuple[str, list[Tensor]]:
-    """The operator takes contiguous tensors: [B, S, N, D] if all of them are, else [B, N, S, D]."""
-    if all(x.transpose(1, 2).is_contiguous() for x in tensors):
-        return "BSND", [x.transpose(1, 2) for x in tensors]
-    return "BNSD", [x.contiguous() for x in tensors]
+    """The operator takes contiguous tensors, all [B, S, N, D] or all [B, N, S, D]. The layout is the one that most
+    elements are in already, and only the other tensors are copied."""
+    by_layout = {"BSND": [x.transpose(1, 2) for x in tensors], "BNSD": list(tensors)}
+    copied = {name: sum(x.numel() for x in xs if not x.is_contiguous()) for name, xs in by_layout.items()}
+    layout = "BSND" if not copied["BSND"] else min(("BNSD", "BSND"), key=copied.__getitem__)
+    return layout, [x.contiguous() for x in by_layout[layout]]
 
 
-def _visible(tile: TileInputs) -> dict[str, object]:
+def _visible(tile: TileInputs, rows: Range) -> dict[str, object]:
     """The operator's options for a band and a boolean mask. Its masks are True where *hidden*; without one
     it ignores sparse_mode and tokens."""
-    rows, cols = tile.q.shape[2], tile.k.shape[2]
+    height, cols = rows[1] - rows[0], tile.k.shape[2]
     if tile.mask is not None:
         batch, heads = tile.mask.shape[:2]
-        seen = tile.mask.expand(batch if heads == 1 else tile.q.shape[0], heads, rows, cols)
-        inside = band_mask(rows, cols, tile.band, tile.q.device)
-        return {"atten_mask": ~(seen if inside is None else seen & inside), "sparse_mode": 1}
-    if tile.band == FULL or (tile.causal and rows == cols):
+        shape = batch if heads == 1 else tile.q.shape[0], heads, height, cols
+        seen = mask_slice(tile.mask, rows, (0, cols)).expand(shape)
+        inside = band_mask(height, cols, shift(tile.band, rows[0]), tile.q.device)
+        # Without inner_precise=2 a row that this mask hides from all keys comes back as the mean of the values.
+        hidden = ~(seen if inside is None else seen & inside)
+        return {"atten_mask": hidden, "sparse_mode": 1, "inner_precise": 2}
+    if tile.band == FULL or (tile.causal and height == cols):
         return _square(tile)
-    lower, upper = tile.band
-    shift = cols - rows  # tokens count from the diagonal that ends at the bottom right
-    return {
-        "atten_mask": _triangle(tile.q.device),
-        "sparse_mode": 4,
-        "pre_tockens": cols + rows if lower is None else shift - lower,
-        "next_tockens": cols + rows if upper is None else upper - shift,
-    }
+    # Tokens count from the diagonal that ends at the bottom right.
+    options = _tokens(tile.q.device, shift(tile.band, height - cols), cols + height)
+    return options if window(tile) is not None else {**options, "inner_precise": 2}  # a row may see nothing
+
+
+def _in_parts(tile: TileInputs, how: Packing) -> dict[str, object]:
+    """The options for the parts of a tile, whose band counts from the bottom right corner of each."""
+    if tile.band == FULL or (tile.causal and how.square):
+        return _square(tile)
+    return _tokens(tile.q.device, tile.band, sum(how.longest))
 
 
 def _square(tile: TileInputs) -> dict[str, object]:
     """The options for causal squares (the diagonals from top left and bottom right are one) or full rectangles."""
     return {"atten_mask": _triangle(tile.q.device), "sparse_mode": 2} if tile.causal else {}
+
+
+def _tokens(device: torch.device, band: Band, most: int) -> dict[str, object]:
+    """The options for a band that counts from the bottom right corner; ``most`` hides nothing."""
+    lower, upper = band
+    before, after = most if lower is None else -lower, most if upper is None else upper
+    return {"atten_mask": _triangle(device), "sparse_mode": 4, "pre_tockens": before, "next_tockens": after}
 
 
 @lru_cache(maxsize=16)

@@ -18,14 +18,18 @@ import torch
 from torch import Tensor
 
 from ...schedule.ranges import Numbers, Range, Ranges, Rows
-from ...schedule.tiles import FULL
+from ...schedule.tiles import CAUSAL, FULL, Band, shift
 from .inputs import Kernel, Parts, TileInputs, backward_each, forward_each, repeat_heads, sum_heads
 from .partials import accumulation_dtype, part
 from .reference import additive_mask
 
-# Rows of a banded tile that are computed at once: with fewer an operator is slower, with more it
+# Rows of a banded tile that are computed at once with a mask: with fewer an operator is slower, with more it
 # computes more that no row sees.
 _BAND_ROWS = 256
+
+# The most elements of a mask that is made for an operator (64 MiB in bf16). More rows are computed one after another.
+_BIAS = 1 << 25
+_LEAST_ROWS = 64
 
 
 class Operator(Kernel, Protocol):
@@ -33,55 +37,90 @@ class Operator(Kernel, Protocol):
 
     grouped: bool
     """True if it takes fewer key/value heads than query heads."""
+    least: int
+    """The fewest rows, and the fewest columns, that it takes."""
 
 
 class OperatorKernel:
-    """A kernel for any tile, made of operators: one for rectangles, one that takes an additive mask for the tiles
-    that the first cannot express (the same one, if it can), and perhaps one that takes all ``parts`` of a tile in
-    one call, with fewer key/value heads than query heads. Without the last, parts are attended one after another."""
+    """A kernel for any tile, made of operators. Backward takes merged statistics, so any operator may do any tile.
 
-    def __init__(self, operator: Operator, biased: Operator, packed: Kernel | None = None):
-        self.name, self.operator, self.biased, self.packed = operator.name, operator, biased, packed
+    Args:
+        name: the name of the kernel.
+        dense: for rectangles.
+        biased: for tiles that no other operator can express, with an additive mask. Without it they are refused.
+        flash: takes a band, and all ``parts`` of a tile in one call, as :func:`window` describes them. Without it
+            parts are attended one after another, and bands with an additive mask.
+        others: for rectangles whose shapes do not recur, or that ``dense`` does not take; default: ``dense``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dense: Operator,
+        biased: Operator | None = None,
+        flash: Operator | None = None,
+        others: Operator | None = None,
+    ) -> None:
+        self.name, self.dense, self.biased, self.flash, self.others = name, dense, biased, flash, others or dense
+
+    def check(self, masked: bool, band: Band) -> None:
+        """Raise ``NotImplementedError`` if a call with an explicit mask, or under this band, has no operator."""
+        if self.biased is None and (masked or (self.flash is None and band not in (FULL, CAUSAL))):
+            what = "attn_mask" if masked else f"a window (positions {band[0]} to {band[1]} from each query)"
+            raise NotImplementedError(
+                f"{what} is not possible on the kernel {self.name!r}, which the backends allowed now leave. It "
+                "takes no additive mask. Allow SDPBackend.EFFICIENT_ATTENTION too in torch.nn.attention.sdpa_kernel"
+            )
+
+    def operator(self, tile: TileInputs) -> Operator | None:
+        """The operator that takes the whole tile in one call, if one does."""
+        if tile.mask is None and tile.parts is None and is_rectangle(tile):
+            recurs = tile.recurring and min(tile.q.shape[2], tile.k.shape[2]) >= self.dense.least
+            return self.dense if recurs else self.others
+        return self.flash if self.flash is not None and window(tile) is not None else None
 
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        operator = self.operator(tile)
+        if operator is not None:
+            return operator.forward(_with_heads(operator, tile))
         if tile.parts is not None:
-            packed = self._for_parts(tile)
-            return forward_each(self, tile) if packed is None else packed.forward(tile)
-        if is_rectangle(tile):
-            return self.operator.forward(_with_heads(self.operator, tile))
-        tile = _with_heads(self.biased, tile)
+            return forward_each(self, tile)
+        biased = self._biased(tile)
+        tile = _with_heads(biased, tile)
         outs, lses = [], []
         for rows, cols, bias in pieces(tile):
-            out, lse = self.biased.forward(tile.rectangle(rows, cols, FULL, bias))
+            out, lse = biased.forward(tile.rectangle(rows, cols, FULL, bias))
             # Operators disagree on what they return for a row that sees nothing.
             dead = (bias == -torch.inf).all(-1)
             outs.append(out.masked_fill(dead.unsqueeze(-1), 0.0))
             lses.append(lse.masked_fill(dead, -torch.inf))
-        return torch.cat(outs, 2), torch.cat(lses, 2)
+        return _cat(outs), _cat(lses)
 
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if tile.parts is not None:
-            packed, by_row = self._for_parts(tile), (dout, out, lse)
-            return backward_each(self, tile, *by_row) if packed is None else packed.backward(tile, *by_row)
-        kv_heads = tile.k.shape[1]
-        if is_rectangle(tile):
-            dq, dk, dv = self.operator.backward(_with_heads(self.operator, tile), dout, out, lse)
+        operator, kv_heads = self.operator(tile), tile.k.shape[1]
+        if operator is not None:
+            dq, dk, dv = operator.backward(_with_heads(operator, tile), dout, out, lse)
             return dq, sum_heads(dk, kv_heads), sum_heads(dv, kv_heads)
-        tile = _with_heads(self.biased, tile)
+        if tile.parts is not None:
+            return backward_each(self, tile, dout, out, lse)
+        biased = self._biased(tile)
+        tile = _with_heads(biased, tile)
         wide = accumulation_dtype(tile.k.dtype)
         dqs, dk, dv = [], torch.zeros_like(tile.k, dtype=wide), torch.zeros_like(tile.v, dtype=wide)
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(x - lse) = 0 where nothing is seen
         for rows, cols, bias in pieces(tile):
             piece = tile.rectangle(rows, cols, FULL, bias)
-            dq, dk_piece, dv_piece = self.biased.backward(piece, *(part(x, rows) for x in (dout, out, lse)))
+            dq, dk_piece, dv_piece = biased.backward(piece, *(part(x, rows) for x in (dout, out, lse)))
             dqs.append(dq)
             part(dk, cols).add_(dk_piece)
             part(dv, cols).add_(dv_piece)
-        return torch.cat(dqs, 2), sum_heads(dk, kv_heads), sum_heads(dv, kv_heads)
+        return _cat(dqs), sum_heads(dk, kv_heads), sum_heads(dv, kv_heads)
 
-    def _for_parts(self, tile: TileInputs) -> Kernel | None:
-        """The operator that takes all parts of the tile in one call, if there are several."""
-        return self.packed if tile.parts is not None and len(tile.parts) > 1 else None
+    def _biased(self, tile: TileInputs) -> Operator:
+        if self.biased is None:
+            self.check(tile.mask is not None, tile.band)
+            raise NotImplementedError(f"the kernel {self.name!r} has no operator for a tile under the band {tile.band}")
+        return self.biased
 
 
 def is_rectangle(tile: TileInputs) -> bool:
@@ -92,11 +131,33 @@ def is_rectangle(tile: TileInputs) -> bool:
     return tile.band == FULL or (tile.causal and tile.q.shape[2] == tile.k.shape[2])
 
 
+def window(tile: TileInputs) -> tuple[int, int] | None:
+    """``(left, right)``: how many keys a query sees before and after its diagonal, which ends at the bottom right
+    corner of each rectangle; -1 is no bound, as operators have it. None if a tile has a mask or no second part, or if a
+    row of it may see nothing: operators disagree on what they return for such rows."""
+    if tile.mask is not None:
+        return None
+    rows, cols, band = tile.q.shape[2], tile.k.shape[2], tile.band
+    if tile.parts is None:
+        band, overhang = shift(band, rows - cols), rows - cols
+    elif len(tile.parts) > 1:
+        overhang = packing(tile).overhang
+    else:
+        return None
+    left, right = None if band[0] is None else -band[0], band[1]
+    if (left is not None and left < 0) or (right is not None and right < max(0, overhang)):
+        return None
+    return -1 if left is None else left, -1 if right is None else right
+
+
 def pieces(tile: TileInputs) -> Iterator[tuple[Range, Range, Tensor]]:
     """Cut a tile into bands of rows: yield the rows, the columns that any of them sees, and the additive mask between
     them."""
     (lower, upper), mask, rows, cols = tile.band, tile.mask, tile.q.shape[2], tile.k.shape[2]
-    size = rows if tile.band == FULL else _BAND_ROWS
+    if mask is not None and mask.shape[2] == 1 and tile.band == FULL:  # the same for all rows
+        yield (0, rows), (0, cols), additive_mask(1, cols, FULL, mask, tile.q)
+        return
+    size = rows_at_once(tile)
     for start in range(0, rows, size):
         stop = min(start + size, rows)
         first = 0 if lower is None else min(max(0, start + lower), cols - 1)
@@ -105,12 +166,25 @@ def pieces(tile: TileInputs) -> Iterator[tuple[Range, Range, Tensor]]:
             None if lower is None else lower + start - first,
             None if upper is None else upper + start - first,
         )
-        piece = mask
-        if piece is not None and piece.shape[2] > 1:
-            piece = piece[:, :, start:stop]
-        if piece is not None and piece.shape[3] > 1:
-            piece = piece[..., first:last]
+        piece = None if mask is None else mask_slice(mask, (start, stop), (first, last))
         yield (start, stop), (first, last), additive_mask(stop - start, last - first, band, piece, tile.q)
+
+
+def rows_at_once(tile: TileInputs) -> int:
+    """The number of rows whose mask is not too large to be made in one piece."""
+    batch, heads = (1, 1) if tile.mask is None else tile.mask.shape[:2]
+    most = max(_LEAST_ROWS, _BIAS // (batch * heads * tile.k.shape[2]))
+    return min(most, tile.q.shape[2] if tile.band == FULL else _BAND_ROWS)
+
+
+def mask_slice(mask: Tensor, rows: Range, cols: Range) -> Tensor:
+    """Rows and columns of a mask ``[..., Sq|1, Sk|1]``."""
+    mask = mask if mask.shape[2] == 1 else mask[:, :, slice(*rows)]
+    return mask if mask.shape[3] == 1 else mask[..., slice(*cols)]
+
+
+def _cat(xs: list[Tensor]) -> Tensor:
+    return xs[0] if len(xs) == 1 else torch.cat(xs, 2)
 
 
 def _with_heads(operator: Operator, tile: TileInputs) -> TileInputs:
@@ -136,6 +210,13 @@ class Packing:
     col_ends: tuple[int, ...]
     longest: tuple[int, int]
     """The most rows and the most columns of a rectangle."""
+    overhang: int
+    """By how many rows at most a rectangle is higher than wide."""
+
+    @property
+    def square(self) -> bool:
+        """True if all rectangles are squares."""
+        return self.row_ends == self.col_ends
 
 
 # By identity, since a hash of many parts takes longer than a launch: all layers of a training step share one schedule,
@@ -164,7 +245,8 @@ def _packed(parts: Parts, batch: int) -> Packing:
 
     rows, cols = (Rows(Ranges(rectangles[:, i])) for i in range(2))
     most_rows, most_cols = lengths.max(0).tolist()
-    return Packing(rows, cols, ends(lengths[:, 0]), ends(lengths[:, 1]), (most_rows, most_cols))
+    overhang = int((lengths[:, 0] - lengths[:, 1]).max())
+    return Packing(rows, cols, ends(lengths[:, 0]), ends(lengths[:, 1]), (most_rows, most_cols), overhang)
 
 
 def gather(x: Tensor, rows: Rows) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...schedule.tiles import FULL, Band
+from ...schedule.tiles import FULL, Band, shift
 from .inputs import TileInputs, backward_each, forward_each, repeat_heads, sum_heads
-from .partials import accumulation_dtype
+from .partials import accumulation_dtype, part
 
 
 def band_mask(rows: int, cols: int, band: Band, device: torch.device) -> Tensor | None:
@@ -27,11 +27,12 @@ def band_mask(rows: int, cols: int, band: Band, device: torch.device) -> Tensor 
 def additive_mask(rows: int, cols: int, band: Band, mask: Tensor | None, like: Tensor) -> Tensor:
     """A band and an explicit mask (bool: True is visible; or added to the logits) as one additive
     mask ``[1|b, 1|H, rows, cols]`` of the dtype of ``like``."""
-    bias = torch.zeros(1, 1, rows, cols, dtype=like.dtype, device=like.device)
+    shape = (1, 1, rows, cols) if mask is None else torch.broadcast_shapes((1, 1, rows, cols), mask.shape)
+    bias = torch.zeros(shape, dtype=like.dtype, device=like.device)  # every further step is in place: it may be large
     if mask is not None:
-        bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask.to(bias.dtype)
+        bias = bias.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else bias.copy_(mask)
     visible = band_mask(rows, cols, band, like.device)
-    return bias if visible is None else bias.masked_fill(~visible, -torch.inf)
+    return bias if visible is None else bias.masked_fill_(~visible, -torch.inf)
 
 
 class ReferenceKernel:
@@ -42,6 +43,10 @@ class ReferenceKernel:
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
         if tile.parts is not None:
             return forward_each(self, tile)
+        chunks = _chunks(tile)
+        if len(chunks) > 1:
+            outs, lses = zip(*(self.forward(chunk) for chunk in chunks), strict=True)
+            return torch.cat(outs, 2), torch.cat(lses, 2)
         q, k, v = _wide(tile.q.shape[1], tile.q, tile.k, tile.v)
         logits = q @ k.mT * tile.scale
         logits = _masked(logits if tile.score is None else tile.score(logits), tile)
@@ -52,6 +57,13 @@ class ReferenceKernel:
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if tile.parts is not None:
             return backward_each(self, tile, dout, out, lse)
+        chunks = _chunks(tile)
+        if len(chunks) > 1:
+            sizes = [chunk.q.shape[2] for chunk in chunks]
+            by_row = zip(*(x.split(sizes, 2) for x in (dout, out, lse)), strict=True)
+            grads = [self.backward(chunk, *rows) for chunk, rows in zip(chunks, by_row, strict=True)]
+            dqs, dks, dvs = zip(*grads, strict=True)
+            return torch.cat(dqs, 2), sum(dks[1:], dks[0]), sum(dvs[1:], dvs[0])
         q, k, v, out, dout = _wide(tile.q.shape[1], tile.q, tile.k, tile.v, out, dout)
         logits, gradient = q @ k.mT * tile.scale, None
         if tile.score is not None:
@@ -67,6 +79,26 @@ class ReferenceKernel:
         dlogits = (dlogits if gradient is None else gradient(dlogits)) * tile.scale
         kv_heads = tile.k.shape[1]
         return dlogits @ k, sum_heads(dlogits.mT @ q, kv_heads), sum_heads(kept.mT @ dout, kv_heads)
+
+
+LOGITS_AT_ONCE = 1 << 26
+"""The most logits that are computed at once."""
+
+
+def _chunks(tile: TileInputs) -> list[TileInputs]:
+    """Cut a tile into rows whose logits are few enough."""
+    (batch, heads, rows, _), cols = tile.q.shape, tile.k.shape[2]
+    size = max(1, LOGITS_AT_ONCE // max(1, batch * heads * cols))
+    if size >= rows:
+        return [tile]
+    chunks = []
+    for start in range(0, rows, size):
+        some = start, min(start + size, rows)
+        mask = tile.mask if tile.mask is None or tile.mask.shape[2] == 1 else part(tile.mask, some)
+        chunk = tile.rectangle(some, (0, cols), shift(tile.band, start), mask)
+        chunk.keep = None if tile.keep is None else part(tile.keep, some)
+        chunks.append(chunk)
+    return chunks
 
 
 def _wide(heads: int, *tensors: Tensor) -> list[Tensor]:

@@ -20,6 +20,7 @@ from ...schedule.lookup import resolve
 from ...schedule.ranges import Rows, placed
 from ..exchange.held_rows import fetch, rows_plan
 from ..kernels.partials import accumulation_dtype
+from ..recompute import check_recompute, fingerprint
 from .checks import agree, check_layout_of, check_tensor
 
 ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "swish": F.silu}
@@ -104,7 +105,7 @@ class _Shifted:
         return found.masked_fill(crosses.to(found.device).mT[..., None], 0)
 
 
-@torch.library.custom_op("hyper_cp::causal_conv1d", mutates_args=())
+@torch.library.custom_op("hyper_cp::causal_conv1d", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def conv_op(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None, mesh: str, layout: str) -> Tensor:
     """See :func:`causal_conv1d`, without activation."""
     width, dtype = weight.shape[1], accumulation_dtype(x.dtype)
@@ -118,11 +119,12 @@ def conv_op(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | 
     return out.to(x.dtype).movedim(0, 2).contiguous()
 
 
-@torch.library.custom_op("hyper_cp::causal_conv1d_backward", mutates_args=())
+@torch.library.custom_op("hyper_cp::causal_conv1d_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def conv_backward_op(
-    dout: Tensor, x: Tensor, weight: Tensor, documents: Tensor | None, mesh: str, layout: str
+    dout: Tensor, x: Tensor, weight: Tensor, mark: Tensor, documents: Tensor | None, mesh: str, layout: str
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight."""
+    """Gradients of x and weight. ``mark``: the fingerprint of the documents that the inputs were made with."""
+    check_recompute(documents, mesh, mark)
     width, dtype = weight.shape[1], accumulation_dtype(x.dtype)
     channels, own = x.shape[1], dout.movedim(2, 0).to(dtype)
     with comm.wait_on_error():
@@ -149,7 +151,7 @@ def _(dout: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, ctx.documents, ctx.mesh, ctx.layout = inputs
     ctx.bias = None if bias is None else bias.dtype
-    ctx.save_for_backward(x, weight)
+    ctx.save_for_backward(x, weight, fingerprint(ctx.documents, ctx.mesh))
 
 
 def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:

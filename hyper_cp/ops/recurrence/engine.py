@@ -17,6 +17,7 @@ from torch import Tensor
 from ...mesh import comm, cp_mesh
 from ...schedule.documents import read
 from ..kernels.partials import accumulation_dtype
+from ..recompute import check_recompute, fingerprint
 from . import kernels
 from .kernels.chunked import Affine, Inputs
 from .segments import segments
@@ -73,7 +74,7 @@ class _Work:
         return Passing(self.segments, maps.M, self.axes, self.rank)
 
 
-@torch.library.custom_op("hyper_cp::linear_recurrence", mutates_args=())
+@torch.library.custom_op("hyper_cp::linear_recurrence", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def recurrence_op(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, documents: Tensor | None, settings: str
 ) -> Tensor:
@@ -85,7 +86,7 @@ def recurrence_op(
         return work.segments.join(maps.O + maps.Q @ states).to(v.dtype).contiguous()
 
 
-@torch.library.custom_op("hyper_cp::linear_recurrence_backward", mutates_args=())
+@torch.library.custom_op("hyper_cp::linear_recurrence_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def recurrence_backward_op(
     dout: Tensor,
     q: Tensor,
@@ -93,10 +94,12 @@ def recurrence_backward_op(
     v: Tensor,
     g: Tensor,
     beta: Tensor | None,
+    mark: Tensor,
     documents: Tensor | None,
     settings: str,
 ) -> list[Tensor]:
-    """Gradients of q, k, v, g and, if it is given, beta."""
+    """Gradients of q, k, v, g and, if it is given, beta. ``mark``: the fingerprint of the documents of the inputs."""
+    check_recompute(documents, _settings(settings).mesh, mark)
     work = _Work(v, g, documents, _settings(settings))
     with torch.autocast(v.device.type, enabled=False), comm.wait_on_error():
         inputs = work.inputs(q, k, v, g, beta)
@@ -118,13 +121,13 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
 
 
 @recurrence_backward_op.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, *_: Any) -> list[Tensor]:
+def _(dout: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, *_: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in (q, k, v, g, beta) if x is not None]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.documents, ctx.settings = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*tensors, fingerprint(ctx.documents, _settings(ctx.settings).mesh))
 
 
 def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:

@@ -176,24 +176,21 @@ def _stages_forward(steps: _Steps, move: Transfers, work: RankWork) -> float:
     clock.compute(steps.local)
     for index, seconds in enumerate(steps.arriving):
         clock.wait(arrivals[index])
-        if index + work.ahead < len(steps.arriving):
-            arrivals.append(clock.post(move.arriving[index + work.ahead]))
+        arrivals += map(clock.post, move.arriving[index + work.ahead :][:1])
         clock.compute(seconds)
     clock.compute(steps.last)
     return clock.now
 
 
 def _stages_backward(steps: _Steps, move: Transfers, work: RankWork) -> float:
-    clock, home = Clock(), [0.0]
+    clock, home = Clock(), [0.0] * work.ahead
     arrivals = [clock.post(seconds) for seconds in move.again[: work.ahead]]
     clock.compute(steps.local)
     for index, seconds in enumerate(steps.arriving):
         clock.wait(arrivals[index])
-        if index + work.ahead < len(steps.arriving):
-            arrivals.append(clock.post(move.again[index + work.ahead]))
+        arrivals += map(clock.post, move.again[index + work.ahead :][:1])
         clock.compute(seconds)
-        if index >= work.ahead:
-            clock.wait(home[index - work.ahead + 1])
+        clock.wait(home[-work.ahead])
         home.append(clock.post(move.gradients[index]))
     clock.compute(steps.last)
     clock.wait(home[-1])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrivals import stage_count, stages_ahead
+from ..arrivals import stages_of
 from ..build import Step, build
 from ..documents import PackedDocuments
 from ..lookup import resolve
@@ -167,10 +167,14 @@ def _by_formula(layout: str, ring: int, kv_exchange: str, documents: PackedDocum
         steps = [StepWork(arriving / max(1, number), merged / max(1, number), 1.0, merged / max(1, number))]
         steps *= min(number, LISTED)
         received: tuple[npt.NDArray[Any], ...] = ()
+        ahead = 1
     else:
         # The rows that arrive come in stages; whole shares come at once.
-        needed = number > 0 and kv_exchange == "needed"
-        stages = min(stage_count(int(remote), share), LISTED, ring - 1) if needed else min(number, 1)
+        needed = remote >= 1 and number > 0 and kv_exchange == "needed"
+        stages, ahead = stages_of(int(remote), share) if needed else (min(number, 1), 1)
+        if stages > min(LISTED, ring - 1):  # fewer and longer ones stand for the stages of a long ring
+            ahead = max(1, ahead * min(LISTED, ring - 1) // stages)
+            stages = min(LISTED, ring - 1)
         rows = min(share, merged / max(1, stages)) if kv_exchange == "needed" else min(share, merged)
         steps = [StepWork(arriving / max(1, stages), rows, 2.0, remote / max(1, stages))] * stages
         number = stages
@@ -179,7 +183,6 @@ def _by_formula(layout: str, ring: int, kv_exchange: str, documents: PackedDocum
     half = StepWork(local / 2, share / 2, 1.0, float(share))
     forward = (whole, *steps, StepWork())
     backward = (half, *steps, half) if steps else (whole, StepWork())
-    ahead = stages_ahead(number, int(remote), share) if received else 1
     return RingWork(owed, {rank: RankWork(forward, backward, number, received, received, ahead)}, rank)
 
 

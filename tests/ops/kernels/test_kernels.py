@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 import logging
-import warnings
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_cp.ops import kernels
-from hyper_cp.ops.kernels import TileInputs, cpu, cuda, npu, reference
+from hyper_cp.ops.kernels import TileInputs, cpu, cuda, npu, operators, reference
+from tests.harness import cuda_standin
 from tests.harness.oracle import relative_error
 from tests.harness.tile_case import Tile, plain_math
 
@@ -61,53 +60,57 @@ def test_choice_is_logged_and_follows_head_dims(caplog: pytest.LogCaptureFixture
 # --------------------------------------------------------------------------- CUDA, without a GPU
 
 
+def refused(name: str, masked: bool, band: Any) -> bool:
+    """True if the kernel has no operator: the user allows none that takes a mask, or a window."""
+    windowed = band not in ((None, None), (None, 0))
+    return "memory-efficient" in name.partition("without")[2] and (masked or (windowed and "without flash" in name))
+
+
 @pytest.mark.parametrize("name", cuda.KERNELS)
 @pytest.mark.parametrize("band", [(None, None), (None, 0), (-7, 0)], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_cuda_operators_are_called_as_their_schemas_say(name: str, band: Any, masked: bool) -> None:
     """On the meta device: arguments and shapes, not numbers."""
-    kernel, dim, v_dim = cuda.KERNELS[name], 60 if "flash" in name else 64, {"cuda memory-efficient": 40}
-    dims = (dim, dim, v_dim.get(name, dim))
+    kernel = cuda.KERNELS[name]
+    dim, v_dim = {"flash": (60, 60), "memory-efficient": (64, 40), "cudnn": (64, 64)}[kernel.dense.name]
 
     def made(heads: int, size: int) -> Tensor:
         return torch.empty(2, 100, heads, size, dtype=torch.bfloat16, device="meta").transpose(1, 2)
 
-    q, k, v = made(8, dims[0]), made(2, dims[1]), made(2, dims[2])
+    q, k, v = made(8, dim), made(2, dim), made(2, v_dim)
     mask = torch.empty(1, 1, 100, 100, dtype=torch.bool, device="meta") if masked else None
     given = TileInputs(q, k, v, band, 0.1, mask)
+    if refused(name, masked, band):
+        with pytest.raises(NotImplementedError, match="sdpa_kernel"):
+            kernel.forward(given)
+        return
     out, lse = kernel.forward(given)
-    assert out.shape == (2, 8, 100, dims[2]) and lse.shape == (2, 8, 100) and lse.dtype == torch.float32
+    assert out.shape == (2, 8, 100, v_dim) and lse.shape == (2, 8, 100) and lse.dtype == torch.float32
     grads = kernel.backward(given, torch.empty_like(out), out, lse)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
-def backends_that_refuse() -> Any:
-    """A CUDA build without a driver raises before a backend can say why it refuses."""
-    if not torch.backends.cuda.is_built() or torch.cuda.is_available():
-        return nullcontext()
-    names = ("can_use_flash_attention", "can_use_efficient_attention", "can_use_cudnn_attention")
-    refuse = {name: lambda params, debug: warnings.warn("refused", stacklevel=1) for name in names}
-    return mock.patch.multiple(torch.backends.cuda, **refuse)
-
-
-def test_cuda_runs_what_plain_sdpa_would() -> None:
-    q = torch.randn(1, 2, 4, 8)
-    for backend, name in (
-        (SDPBackend.FLASH_ATTENTION, "cuda flash"),
-        (SDPBackend.EFFICIENT_ATTENTION, "cuda memory-efficient"),
-        (SDPBackend.CUDNN_ATTENTION, "cuda cudnn"),
-        (SDPBackend.MATH, None),  # no kernel accepts, so the reference kernel runs
-    ):
-        with mock.patch.object(torch, "_fused_sdp_choice", return_value=int(backend.value)):
-            accepting = [x.name for x in cuda.KERNELS.values() if cuda.accepts(x, q, q, q, True)]
-            assert accepting == ([] if name is None else [name])
-    with (
-        mock.patch.object(torch, "_fused_sdp_choice", return_value=int(SDPBackend.ERROR.value)),
-        backends_that_refuse(),
-        pytest.raises(RuntimeError, match=r"no attention backend takes query \(1, 2, 4, 8\).*flash: .*cudnn: "),
-    ):
-        cuda.accepts(cuda.KERNELS["cuda flash"], q, q, q, True)
-    assert set(kernels.available("cuda")) == {"reference", *cuda.KERNELS}
+@pytest.mark.parametrize("name", cuda.KERNELS)
+def test_cuda_kernels_against_the_contracts_of_their_operators(name: str) -> None:
+    """Every tile, with stand-ins for the operators: windows from the bottom right, log-sum-exps in their forms, rows
+    that see nothing, memory layouts."""
+    for tile in TILES:
+        if tile[0] > 100 and (tile[3] or name != "cuda memory-efficient without flash" or tile[2] != (-3, 4)):
+            continue
+        for v_dim in (8, 5):
+            with cuda_standin.Operators().installed() as operators:
+                if refused(name, bool(tile[3]), tile[2]):
+                    continue
+                try:
+                    found = errors(cuda.KERNELS[name], tile, torch.float32, v_dim)
+                except NotImplementedError:  # a band in which some rows see nothing needs a mask
+                    assert "memory-efficient" in name.partition("without")[2] and "bias" not in operators.calls
+                    continue
+                assert max(found.values()) <= 5e-6, (tile, v_dim, found)
+            flash = cuda.KERNELS[name].flash is not None
+            square_window = tile[0] == tile[1] and not tile[3] and tile[2] in ((-5, 0), (-3, 4))
+            if square_window and flash:
+                assert operators.calls == ["window"] * 2, "one call, without a mask"
 
 
 # --------------------------------------------------------------------------- NPU, against the stand-in
@@ -132,6 +135,43 @@ def test_npu_masks_are_compressed_and_full_tiles_have_none(standin: Any) -> None
     standin.calls.clear()
     npu.KERNEL.forward(TileInputs(q, q, q, (None, None), 0.3))
     assert standin.calls[0]["layout"] == "BSND"
+
+
+class _Copies(TorchDispatchMode):
+    """The number of elements that are copied, outside of the operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name == "aten::clone":
+            self.elements += result.numel()
+        return result
+
+
+def test_the_npu_copies_only_tensors_in_another_layout_than_most(standin: Any) -> None:
+    bsnd, bnsd = (lambda n: torch.randn(2, 6, n, 8).transpose(1, 2)), (lambda n: torch.randn(2, n, 6, 8))
+    for usual, odd, layout in ((bsnd, bnsd, "BSND"), (bnsd, bsnd, "BNSD")):
+        q, k, v, dout, out, lse = usual(4), odd(2), usual(2), usual(4), usual(4), torch.randn(2, 4, 6)
+        tile = TileInputs(q, k, v, (None, 0), 0.3)
+        standin.calls.clear()
+        with _Copies() as copies:
+            npu.KERNEL.forward(tile)
+            assert copies.elements == k.numel() and standin.calls[0]["layout"] == layout
+            npu.KERNEL.backward(tile, dout, out, lse)
+        statistics = 8 * lse.numel()
+        assert copies.elements == 2 * k.numel() + statistics
+
+
+def test_the_npu_makes_large_masks_by_rows(standin: Any) -> None:
+    """And adds up the gradients of keys and values."""
+    with mock.patch.object(operators, "_BIAS", 16 * 5), mock.patch.object(operators, "_LEAST_ROWS", 4):
+        for tile in ((12, 12, (None, 0), "bool"), (7, 16, (None, None), "bool")):
+            standin.calls.clear()
+            assert max(errors(npu.KERNEL, tile, torch.float32).values()) <= 5e-6
+            assert len(standin.calls) in (2, 3)
 
 
 def test_an_unknown_device_gets_plain_math() -> None:

@@ -168,6 +168,19 @@ def test_rows_that_see_nothing(mode: int) -> None:
     check(Problem("TND", mode, [(9, 4), (3, 2), (2, 5)]), "", "TND")
 
 
+def test_rows_that_a_mask_hides_come_back_as_the_mean_of_values() -> None:
+    """Unless ``inner_precise=2``. Their log-sum-exp is the lowest number in both cases."""
+    q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    mask = torch.zeros(5, 5, dtype=torch.bool)
+    mask[2] = True
+    for precise, want in ((0, v.mean(2)), (1, v.mean(2)), (2, torch.zeros(1, 2, 8))):
+        out, largest, total, *_ = torch.ops.npu.npu_fusion_attention(
+            q, k, v, 2, "BNSD", atten_mask=mask, sparse_mode=1, inner_precise=precise
+        )
+        assert relative_error(out[:, :, 2], want) < 1e-5 if precise < 2 else bool((out[:, :, 2] == 0).all())
+        assert bool((largest[:, :, 2] == LOWEST).all()) and bool((total[:, :, 2] == HIGHEST).all())
+
+
 def test_statistics_of_sequences_lie_in_blocks_without_softmax_layout() -> None:
     problem = Problem("TND", 3, [(2, 2), (3, 3)])
     q, k, v, _ = (problem.arranged(x) for x in problem.tensors)
@@ -236,6 +249,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "head_num 257": {"head_num": 257},
     "head_num is 1": {"head_num": 1},
     "keep_prob": {"keep_prob": 0.0},
+    "inner_precise 3": {"inner_precise": 3},
     "head dims": {"value": torch.randn(1, 2, 6, 9)},
     "heads of query must be a multiple": {"key": torch.randn(1, 3, 6, 8), "value": torch.randn(1, 3, 6, 8)},
     "differ in heads or length": {"value": torch.randn(1, 2, 7, 8)},

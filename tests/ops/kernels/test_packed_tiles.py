@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hyper_cp.ops.kernels import TileInputs, cpu, cuda, npu, operators, reference
+from tests.harness import cuda_standin
 from tests.harness.attention_case import inputs
 from tests.harness.oracle import plain_attention, relative_error
 
@@ -29,8 +28,18 @@ RECTANGLES: dict[str, tuple[int, int, Parts]] = {
     "gaps, oblong": (10, 16, (((1, 3), (2, 9)), ((3, 4), (10, 11)), ((6, 10), (11, 12)))),
     "rows without gaps": (5, 16, (((0, 3), (2, 9)), ((3, 5), (10, 14)))),
 }
-PACKED = [((None, None), x) for x in RECTANGLES.values()] + [((None, 0), x) for x in SQUARES.values()]
-PACKED_IDS = [f"full, {x}" for x in RECTANGLES] + [f"causal, {x}" for x in SQUARES]
+BANDED: list[tuple[tuple[int | None, int | None], tuple[int, int, Parts]]] = [
+    ((-2, 0), SQUARES["all"]),
+    ((-2, 1), SQUARES["gaps"]),
+    ((-1, 0), SQUARES["tokens"]),
+    ((-3, 0), (9, 16, (((0, 4), (0, 6)), ((4, 7), (7, 10)), ((7, 9), (10, 16))))),
+    ((-4, 5), RECTANGLES["all, oblong"]),
+    ((None, 0), (9, 16, (((0, 4), (0, 6)), ((4, 7), (7, 10)), ((7, 9), (10, 16))))),
+    ((0, None), (9, 16, (((0, 4), (0, 4)), ((4, 7), (7, 12))))),
+]
+"""Bands count from the bottom right corner of each rectangle, in which every row sees a key."""
+PACKED = [((None, None), x) for x in RECTANGLES.values()] + [((None, 0), x) for x in SQUARES.values()] + BANDED
+PACKED_IDS = [f"full, {x}" for x in RECTANGLES] + [f"causal, {x}" for x in SQUARES] + [f"band {b[0]}" for b in BANDED]
 
 
 def packed_errors(kernel: Any, band: Any, tile: Any, dtype: torch.dtype, v_dim: int, dim: int = 8) -> dict[str, float]:
@@ -39,8 +48,16 @@ def packed_errors(kernel: Any, band: Any, tile: Any, dtype: torch.dtype, v_dim: 
     q, k, v, dout = inputs(2, 4, 2, rows, dim, v_dim, dtype, cols)
     visible = torch.zeros(rows, cols, dtype=torch.bool)
     for (top, bottom), (left, right) in parts:
-        seen = torch.ones(bottom - top, right - left, dtype=torch.bool)
-        visible[top:bottom, left:right] = seen.tril() if band == (None, 0) else seen
+        visible[top:bottom, left:right] = torch.tensor(
+            [
+                [
+                    (band[0] is None or (j - right) - (i - bottom) >= band[0])
+                    and (band[1] is None or (j - right) - (i - bottom) <= band[1])
+                    for j in range(left, right)
+                ]
+                for i in range(top, bottom)
+            ]
+        )
     given = TileInputs(q, k, v, band, 0.3, parts=parts)
     out, lse = kernel.forward(given)
     wide = [x.double() for x in (q, k, v)]
@@ -122,77 +139,26 @@ def test_cuda_packed_tiles_on_the_meta_device(name: str, band: Any, tile: Any) -
     rows, cols, parts = tile
     q, k, v = (torch.empty(2, h, n, 60, dtype=torch.bfloat16, device="meta") for h, n in ((4, rows), *[(2, cols)] * 2))
     given = TileInputs(q, k, v, band, 0.1, parts=parts)
+    if "without flash and memory-efficient" in name and (band, tile) in BANDED:
+        return  # a window: no operator is left
     out, lse = cuda.KERNELS[name].forward(given)
     assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
     grads = cuda.KERNELS[name].backward(given, torch.empty_like(out), out, lse)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
-class _VarlenFlash:
-    """The documented contract of FlashAttention's variable-length operators, in plain math: [tokens, H, D],
-    cumulative lengths with a leading 0, causal from the bottom right, the log-sum-exp [H, tokens], head dims in
-    multiples of 8."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def _pairs(
-        self, q: Tensor, k: Tensor, q_ends: Tensor, k_ends: Tensor, longest: tuple[int, int], causal: bool
-    ) -> Any:
-        self.calls += 1
-        assert q_ends.dtype == k_ends.dtype == torch.int32 and q.shape[2] % 8 == 0 and q.is_contiguous()
-        spans = [list(itertools.pairwise(x.tolist())) for x in (q_ends, k_ends)]
-        assert [max(b - a for a, b in x) for x in spans] == list(longest)
-        assert (spans[0][-1][1], spans[1][-1][1]) == (q.shape[0], k.shape[0])
-        for (a, b), (c, d) in zip(*spans, strict=True):
-            assert a < b and c < d, "operators disagree on sequences without rows or columns"
-            seen = torch.ones(b - a, d - c, dtype=torch.bool)
-            yield slice(a, b), slice(c, d), seen.tril(d - c - b + a) if causal else seen
-
-    def _logits(self, q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
-        groups = q.shape[1] // k.shape[1]
-        product = torch.einsum("ihd,jhd->hij", q.double(), k.double().repeat_interleave(groups, 1))
-        return (product * scale).masked_fill(~seen, -torch.inf)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, qe: Tensor, ke: Tensor, mq: int, mk: int, dropout: float,
-                causal: bool, debug: bool, *, scale: float) -> Any:  # fmt: skip
-        out, lse = torch.zeros_like(q), torch.zeros(q.shape[1], q.shape[0])
-        for i, j, seen in self._pairs(q, k, qe, ke, (mq, mk), causal):
-            logits = self._logits(q[i], k[j], seen, scale)
-            lse[:, i] = logits.logsumexp(-1).float()
-            wide = v[j].double().repeat_interleave(q.shape[1] // k.shape[1], 1)
-            out[i] = torch.einsum("hij,jhd->ihd", logits.softmax(-1), wide).to(q.dtype)
-        return out, lse, None, None, None
-
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, qe: Tensor, ke: Tensor,
-                 mq: int, mk: int, dropout: float, causal: bool, seed: Tensor, unused: Tensor, *, scale: float
-                 ) -> Any:  # fmt: skip
-        assert lse.is_contiguous() and lse.dtype == torch.float32 and lse.shape == (q.shape[1], q.shape[0])
-        groups = q.shape[1] // k.shape[1]
-        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-        for i, j, seen in self._pairs(q, k, qe, ke, (mq, mk), causal):
-            weights = (self._logits(q[i], k[j], seen, scale) - lse[:, i, None].double()).exp()
-            dy, wide_k, wide_v = (x.double() for x in (dout[i], k[j], v[j]))
-            wide_k, wide_v = (x.repeat_interleave(groups, 1) for x in (wide_k, wide_v))
-            delta = (dy * out[i].double()).sum(-1).T[..., None]
-            dlogits = weights * (torch.einsum("ihd,jhd->hij", dy, wide_v) - delta) * scale
-            dq[i] = torch.einsum("hij,jhd->ihd", dlogits, wide_k).to(q.dtype)
-            for grad, x in ((dk, torch.einsum("hij,ihd->jhd", dlogits, q[i].double())),
-                            (dv, torch.einsum("hij,ihd->jhd", weights, dy))):  # fmt: skip
-                grad[j] = x.unflatten(1, (-1, groups)).sum(2).to(q.dtype)
-        return dq, dk, dv
-
-
-@pytest.mark.parametrize("dim", [8, 5])
+@pytest.mark.parametrize("name", cuda.KERNELS)
 @pytest.mark.parametrize("band, tile", PACKED, ids=PACKED_IDS)
-def test_cuda_packs_tiles_for_the_variable_length_operator(band: Any, tile: Any, dim: int) -> None:
-    """Packing and unpacking, with the operators' contract in their place."""
-    flash = _VarlenFlash()
-    aten = mock.Mock(_flash_attention_forward=flash.forward, _flash_attention_backward=flash.backward)
-    kernel = operators.OperatorKernel(cpu.KERNEL.operator, cpu.KERNEL.operator, cuda.KERNELS["cuda flash"].packed)
-    with mock.patch.object(cuda, "_aten", aten):
-        found = packed_errors(kernel, band, tile, torch.float32, dim, dim)
-    assert max(found.values()) <= 5e-6 and flash.calls == (2 if len(tile[2]) > 1 else 0)
+def test_cuda_packs_tiles_for_the_variable_length_operator(name: str, band: Any, tile: Any) -> None:
+    """Packing and unpacking, and parts one after another where FlashAttention is not allowed."""
+    kernel = cuda.KERNELS[name]
+    if "without flash and memory-efficient" in name and (band, tile) in BANDED:
+        return  # a window: no operator is left
+    for dim, v_dim in ((8, 8), (5, 5), (8, 6)):
+        with cuda_standin.Operators().installed() as operators:
+            assert max(packed_errors(kernel, band, tile, torch.float32, v_dim, dim).values()) <= 5e-6
+        if kernel.flash is not None and len(tile[2]) > 1:
+            assert operators.calls == ["packed"] * 2
 
 
 # --------------------------------------------------------------------------- NPU, against the stand-in
@@ -203,8 +169,9 @@ def test_packed_tiles_of_the_npu(standin: Any, band: Any, tile: Any) -> None:
     for v_dim in (8, 5):
         standin.calls.clear()
         assert max(packed_errors(npu.KERNEL, band, tile, torch.float32, v_dim).values()) <= 5e-6
-        layout, causal = "TND" if len(tile[2]) > 1 else "BNSD", band == (None, 0)
-        assert standin.calls == [{"layout": layout, "mode": 2 if causal else 0, "mask": causal}]
+        layout, square = "TND" if len(tile[2]) > 1 else "BNSD", all(b - a == d - c for (a, b), (c, d) in tile[2])
+        mode = 0 if band == (None, None) else 2 if band == (None, 0) and square else 4
+        assert standin.calls == [{"layout": layout, "mode": mode, "mask": mode > 0}]
 
 
 @pytest.mark.slow

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallelHandler
 from hyper_cp.mesh.comm import record_traffic
-from hyper_cp.ops import linear_recurrence
-from tests.harness.ranks import Ranks, on_ranks, sum_over_ranks
+from hyper_cp.ops import causal_conv1d, linear_recurrence
+from tests.harness.ranks import Ranks, error_of, on_ranks, sum_over_ranks
 from tests.harness.recurrence_oracle import recur
 
 FAMILY = {
@@ -122,3 +123,26 @@ def test_heads_are_exchanged(ranks: Ranks) -> None:
 def test_long_pieces_compose(ranks: Ranks) -> None:
     """More than one piece in each range."""
     check(ranks(2, errors, [(kind, "head_tail", None, 140, 1) for kind in ("channels", "channel-wise delta")]))
+
+
+@on_ranks
+def recomputed_otherwise() -> list[str]:
+    """A checkpoint whose function reads the documents from a place that has changed until its recompute."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    q, k, v, decay, _ = (x[:, :24] if x.ndim > 1 else x for x in tensors("scalar", 48))
+    weight = torch.ones(3, 2, dtype=torch.float64, requires_grad=True)
+    found = []
+    for run in (
+        lambda x, now: linear_recurrence(q, k, x, decay, mesh=mesh, documents=now),
+        lambda x, now: causal_conv1d(x[:, :, 0].mT[:, :3], weight, mesh=mesh, documents=now),
+    ):
+        now = [[0, 20, 48]]
+        out = checkpoint(lambda x, run=run, now=now: run(x, now[0]), v.clone().requires_grad_(), use_reentrant=False)
+        now[0] = [0, 7, 48]
+        found.append(error_of(lambda out=out: out.sum().backward()))
+    return found
+
+
+def test_a_recompute_with_other_documents_raises(ranks: Ranks) -> None:
+    for found in ranks(2, recomputed_otherwise):
+        assert all("RuntimeError: activation checkpointing recomputed this layer with other" in x for x in found), found

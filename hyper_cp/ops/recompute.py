@@ -1,0 +1,41 @@
+"""The check of a recompute by activation checkpointing: it had the documents and the mesh of its forward.
+
+Saved tensors are those of the recompute, if activation checkpointing made one; attributes of ctx are those of the
+forward. So ops keep documents and mesh as attributes and their fingerprint as a saved tensor: backward always uses what
+the forward used, and detects a recompute that used something else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..mesh import cp_mesh
+from ..schedule.documents import read
+
+
+@torch.library.custom_op("hyper_cp::fingerprint", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def fingerprint(documents: Tensor | None, mesh: str) -> Tensor:
+    """``[1]`` int64 on the CPU that stands for these documents and this mesh."""
+    return torch.tensor([_hash(documents, mesh)])
+
+
+@fingerprint.register_fake
+def _(documents: Tensor | None, mesh: str) -> Tensor:
+    return torch.empty(1, dtype=torch.int64)
+
+
+def _hash(documents: Tensor | None, mesh: str) -> int:
+    return hash((mesh, None if documents is None else read(documents).digest))
+
+
+def check_recompute(documents: Tensor | None, mesh: str, mark: Tensor) -> None:
+    """Raise ``RuntimeError`` unless ``mark`` is the fingerprint of these documents and this mesh."""
+    if _hash(documents, mesh) != mark.item():
+        had = "no packed documents" if documents is None else f"documents={documents.tolist()}"
+        raise RuntimeError(
+            "activation checkpointing recomputed this layer with other packed documents, or on another cp mesh, "
+            f"than its forward had ({had} on {cp_mesh.by_key(mesh)}). The block that gave them "
+            "had ended, or another one was active. Pass documents= to the styled module as a keyword argument (through "
+            "the checkpointed function), or run backward inside the block"
+        )

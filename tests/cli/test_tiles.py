@@ -1,0 +1,48 @@
+"""`hyper-cp tiles`: the map of who computes what against the mask and the layout, and its output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hyper_cp.cli.main import main
+from hyper_cp.cli.tiles import tile_map
+from hyper_cp.schedule import lookup
+from hyper_cp.schedule.documents import PackedDocuments
+from tests.harness.oracle import visible_pairs
+
+DOCUMENTS = [0, 5, 22, 23, 64]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail", "per_document", "balanced"])
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_map_of_single_pairs_is_the_mask_by_ranks(layout: str, window: int | None) -> None:
+    """With a cell for each pair, a cell is the rank of its query, negative where another rank holds its key."""
+    found = tile_map(layout, 64, 4, DOCUMENTS, window, 64)
+    resolved = lookup.resolve(layout, 4, 64, PackedDocuments([DOCUMENTS]))
+    owner = np.zeros(64, dtype=int)
+    for rank in range(4):
+        owner[resolved.positions(rank).numpy()] = rank + 1
+    sign = np.where(owner[:, None] == owner[None], 1, -1)
+    visible = visible_pairs(64, True, None if window is None else (window, 0), [DOCUMENTS])[0, 0].numpy()
+    assert (found == np.where(visible, sign * owner[:, None], 0)).all()
+
+
+def test_maps_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tiles", "--ranks", "2", "--length", "64", "--layouts", "contiguous"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("A....") and "b" * 16 + "B" * 16 in out
+    assert "contiguous: work 1.49 x the mean, 0.50 of an all-gather travels" in out
+    assert main(["tiles", "--ranks", "3", "--length", "64"]) == 2
+    assert "this length splits over the ranks in the layouts" in capsys.readouterr().out
+    assert main(["tiles", "--length", "64", "--documents", "0", "60"]) == 2
+    assert "documents=[0, 60] must be cumulative lengths" in capsys.readouterr().out
+
+
+def test_maps_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "tiles.svg"
+    assert main(["tiles", "--length", "64", "--documents", *map(str, DOCUMENTS), "--picture", str(path)]) == 0
+    assert "<svg" in path.read_text()[:1000]

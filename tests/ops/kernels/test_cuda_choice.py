@@ -1,0 +1,233 @@
+"""The operator that each tile runs on, on CUDA: by the card, by what the user allows, and by what the tile is."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hyper_cp.ops import kernels
+from hyper_cp.ops.kernels import TileInputs, cuda
+from hyper_cp.schedule.documents import documents_table, read
+from hyper_cp.schedule.lookup import schedule
+from tests.harness.cuda_standin import Card, Operators
+
+FLASH, EFFICIENT, CUDNN, MATH = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.MATH,
+)
+HOPPER, AMPERE, HOPPER_CU12 = Card(9, cudnn_first=True), Card(8), Card(9)
+PARTS = (((0, 20), (0, 20)), ((20, 64), (20, 64)))
+
+
+def made(rows: int = 64, cols: int = 64, dims: tuple[int, int] = (64, 64), dtype: torch.dtype = torch.bfloat16) -> Any:
+    """q, k, v on the meta device; four query heads share a key head."""
+    shapes = (2, 8, rows, dims[0]), (2, 2, cols, dims[0]), (2, 2, cols, dims[1])
+    return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+
+
+def kernel_of(*tensors: Tensor) -> str:
+    """The name of the kernel that CUDA tensors like these get."""
+    found = [kernel.name for kernel in cuda.KERNELS.values() if cuda.accepts(kernel, *tensors, True)]
+    assert len(found) <= 1
+    return found[0] if found else "reference"
+
+
+def run_on(kernel: str, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> str:
+    operator = cuda.KERNELS[kernel].operator(TileInputs(q, k, v, how.pop("band", (None, 0)), 1.0, **how))
+    return "in several calls" if operator is None else operator.name
+
+
+@pytest.mark.parametrize(
+    "card, dense, dims, want",
+    [
+        (HOPPER, "cudnn", (64, 64), "cudnn flash flash flash"),
+        (AMPERE, "flash", (64, 64), "flash flash flash flash"),
+        (HOPPER_CU12, "flash", (64, 64), "flash flash flash flash"),
+        (HOPPER, "cudnn", (192, 128), "cudnn flash flash flash"),  # values are filled up to the head dim of keys
+        (HOPPER_CU12, "cudnn", (192, 128), "cudnn flash flash flash"),
+        (AMPERE, "memory-efficient", (192, 128), "memory-efficient memory-efficient flash flash"),
+        (HOPPER, "flash", (256, 256), "flash flash flash flash"),
+        (Card(7), "memory-efficient without flash", (64, 64), "memory-efficient memory-efficient in several calls "
+                                                              "in several calls"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_operator_of_each_kind_of_tile(card: Card, dense: str, dims: tuple[int, int], want: str) -> None:
+    """A dense tile that recurs, one that does not, a packed one, and a window."""
+    with card.installed():
+        kernel = kernel_of(*made(dims=dims))
+        assert kernel == f"cuda {dense}"
+        x = made(dims=dims)
+        found = (
+            run_on(kernel, *x),
+            run_on(kernel, *x, recurring=False),
+            run_on(kernel, *x, parts=PARTS, recurring=False),
+            run_on(kernel, *x, band=(-7, 0)),
+        )
+        assert " ".join(found) == want
+        assert run_on(kernel, *x, mask=torch.ones(1, 1, 64, 64)) == "in several calls"
+
+
+def test_one_key_is_not_for_cudnn() -> None:
+    for rows, cols in ((64, 1), (1, 64), (1, 1)):
+        assert run_on("cuda cudnn", *made(rows, cols), band=(None, None)) == "flash"
+        assert run_on("cuda cudnn without flash", *made(rows, cols), band=(None, None)) == "memory-efficient"
+    q, k, v = (torch.randn(x.shape) for x in made(5, 1))
+    with Operators().installed() as operators:  # if the user allows nothing else
+        out, _ = cuda.KERNELS["cuda cudnn without flash and memory-efficient"].forward(
+            TileInputs(q, k, v, (None, None), 1.0)
+        )
+    assert not operators.calls and torch.allclose(out, v.repeat_interleave(4, 1).expand_as(out))
+
+
+def test_an_activated_implementation_precedes_cudnn() -> None:
+    x = made()
+    with HOPPER.installed("FA3"):
+        assert kernel_of(*x) == "cuda flash"
+    with HOPPER.installed("FA4"):
+        assert kernel_of(*x) == "cuda flash"
+        assert kernel_of(*made(dims=(192, 128))) == "cuda cudnn without flash", "FA4 takes head dims up to 128"
+
+
+@pytest.mark.parametrize(
+    "allowed, want",
+    [
+        ([FLASH], "cuda flash without memory-efficient"),
+        ([EFFICIENT], "cuda memory-efficient without flash"),
+        ([CUDNN], "cuda cudnn without flash and memory-efficient"),
+        ([CUDNN, FLASH], "cuda cudnn without memory-efficient"),
+        ([CUDNN, EFFICIENT], "cuda cudnn without flash"),
+        ([MATH], "reference"),
+        ([FLASH, EFFICIENT, CUDNN, MATH], "cuda cudnn"),
+    ],
+    ids=str,
+)
+def test_what_the_user_allows_is_obeyed(allowed: list[SDPBackend], want: str) -> None:
+    """For every tile: a kernel has no operator that is not allowed, and refuses what needs one before it runs."""
+    with HOPPER.installed(), sdpa_kernel(allowed):
+        assert kernel_of(*made()) == want
+    if want == "reference":
+        return
+    kernel = cuda.KERNELS[want]
+    operators = {x.name for x in (kernel.dense, kernel.others, kernel.flash, kernel.biased) if x is not None}
+    names = {FLASH: "flash", EFFICIENT: "memory-efficient", CUDNN: "cudnn"}
+    assert operators <= {names[x] for x in allowed if x in names}
+    for masked, band, refused in (
+        (False, (None, 0), False),
+        (True, (None, None), EFFICIENT not in allowed),
+        (False, (-7, 0), EFFICIENT not in allowed and FLASH not in allowed),
+    ):
+        with pytest.raises(NotImplementedError, match="sdpa_kernel") if refused else nullcontext():
+            kernels.check(kernel, masked, band)
+
+
+def backends_that_refuse() -> Any:
+    """A CUDA build without a driver raises before a backend can say why it refuses."""
+    names = ("can_use_flash_attention", "can_use_efficient_attention", "can_use_cudnn_attention")
+    refuse = {name: lambda params, debug: warnings.warn("refused", stacklevel=1) for name in names}
+    needed = torch.backends.cuda.is_built() and not torch.cuda.is_available()
+    return mock.patch.multiple(torch.backends.cuda, **refuse) if needed else nullcontext()
+
+
+def test_a_call_that_no_backend_takes_names_the_reasons() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    with (
+        mock.patch.object(torch, "_fused_sdp_choice", return_value=int(SDPBackend.ERROR.value)),
+        backends_that_refuse(),
+        pytest.raises(RuntimeError, match=r"no attention backend takes query \(1, 2, 4, 8\).*flash: .*cudnn: "),
+    ):
+        cuda.accepts(cuda.KERNELS["cuda flash"], q, q, q, True)
+    assert set(kernels.available("cuda")) == {"reference", "flex attention", *cuda.KERNELS}
+
+
+def test_cudnn_finds_the_same_memory_layout_with_every_plan() -> None:
+    """Plans do not compare the strides of out and dout. The stand-in refuses a plan that is found with other ones."""
+    shape, plans = (2, 8, 16, 8), Operators()
+    layouts = [
+        torch.randn(shape),
+        torch.randn(2, 16, 8, 8).transpose(1, 2),
+        torch.randn(16, 2, 8, 8).permute(1, 2, 0, 3),
+    ]
+    with plans.installed():
+        for q in layouts:
+            for out in layouts:
+                for dout in layouts:
+                    tile = TileInputs(q, q[:, :2], q[:, :2], (None, 0), 1.0)
+                    _, lse = cuda.KERNELS["cuda cudnn"].forward(tile)
+                    cuda.KERNELS["cuda cudnn"].backward(tile, dout, out, lse)
+    assert set(plans.calls) == {"cudnn"} and len(plans.plans) == 2 * len(layouts)
+
+
+@pytest.mark.parametrize("layout", ["per_document", "head_tail"])
+@pytest.mark.parametrize("kv_exchange", ["ring", "all_gather"])
+def test_plans_of_cudnn_do_not_grow_with_documents(layout: str, kv_exchange: str) -> None:
+    """100 batches of other documents: cuDNN, which keeps a plan per shape for good, sees the shapes of one batch."""
+    length, ranks, drawn, shapes = 4096, 8, random.Random(0), set()
+    x = torch.empty(1, 8, length, 64, dtype=torch.bfloat16, device="meta")
+    for batch in range(100):
+        cuts = sorted(drawn.sample(range(1, length // ranks), 12))
+        boundaries = [0, *(ranks * cut for cut in cuts), length]
+        table = None if not batch else read(documents_table(boundaries))
+        here = "head_tail" if table is None else layout
+        plan = schedule(here, batch % ranks, ranks, 1, kv_exchange, False, (None, 0), length, length, documents=table)
+        for step in plan.forward:
+            for tile in step.tiles:
+                (q0, q1), (k0, k1) = tile.q, tile.k
+                q, k = x[:, :, : q1 - q0], x[:, :2, : k1 - k0]
+                given = TileInputs(q, k, k, tile.band, 1.0, None, tile.parts, recurring=plan.recurring)
+                for piece in [given] if tile.parts is None else [given, *(t for _, _, t in given.rectangles())]:
+                    operator = cuda.KERNELS["cuda cudnn"].operator(piece)
+                    if operator is not None and operator.name == "cudnn":
+                        shapes.add((piece.q.shape[2], piece.k.shape[2], piece.band))
+                if tile.parts is not None and len(tile.parts) > 1:
+                    assert cuda.KERNELS["cuda cudnn"].operator(given) is cuda.KERNELS["cuda cudnn"].flash
+    assert 1 <= len(shapes) <= 4, f"{len(shapes)} shapes"
+
+
+class _Launches(TorchDispatchMode):
+    """The operators that compute or copy something: all but views and uninitialised tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if not func.is_view and "empty" not in name and name not in ("aten::_reshape_alias", "aten::detach"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kv_exchange", ["ring", "all_gather"])
+def test_a_window_is_few_launches(kv_exchange: str) -> None:
+    """S=128K, window 1024, 8 ranks: all tiles of a layer, forward and backward. With masks they are 2500."""
+    length, ranks = 128 * 1024, 8
+    for rank in range(ranks):
+        plan = schedule("head_tail", rank, ranks, 1, kv_exchange, False, (-1024, 0), length, length)
+        with _Launches() as launches:
+            for steps, backward in ((plan.forward, False), (plan.backward, True)):
+                for step in steps:
+                    for tile in step.tiles:
+                        heads = ((tile.q, 8), (tile.k, 2), (tile.k, 2))
+                        q, k, v = (
+                            torch.empty(1, b - a, h, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+                            for (a, b), h in heads
+                        )
+                        given = TileInputs(q, k, v, tile.band, 1.0, None, tile.parts)
+                        if backward:
+                            lse = torch.empty(q.shape[:3], device="meta")
+                            cuda.KERNELS["cuda cudnn"].backward(given, q, q, lse)
+                        else:
+                            cuda.KERNELS["cuda cudnn"].forward(given)
+        assert 4 <= len(launches.names) < 40, launches.names

@@ -1,0 +1,96 @@
+"""Arguments that do not fit are refused with a reason; what a call saves for backward, and what it rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp.ops import causal_conv1d, linear_recurrence
+from tests.harness.ranks import Ranks, error_of, on_ranks
+from tests.harness.recurrence_oracle import recur
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(dtype)
+
+
+@on_ranks
+def refusals() -> dict[str, tuple[str, str]]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    q, v, g, beta = random(1, 8, 2, 4), random(1, 8, 4, 3), -random(1, 8, 4).abs(), random(1, 8, 4).sigmoid()
+    x, weight = random(1, 6, 8), random(6, 4)
+
+    def recurrence(*given: Any, **options: Any) -> Callable[[], Any]:
+        return lambda: linear_recurrence(*given, mesh=mesh, **options)
+
+    def convolution(*given: Any, **options: Any) -> Callable[[], Any]:
+        return lambda: causal_conv1d(*given, mesh=mesh, **options)
+
+    wrong = {
+        "q is a list": recurrence([1], q, v, g),
+        "q has shape (8, 2, 4)": recurrence(q[0], q, v, g),
+        "dtype torch.int64": recurrence(q.long(), q, v, g),
+        "must be equal. Cast": recurrence(q.float(), q, v, g),
+        "number of heads that divides": recurrence(q, q, random(1, 8, 3, 3), -random(1, 8, 3).abs()),
+        "decay (1, 8, 2, 1)": recurrence(q, q, v, g[..., :2]),
+        "A head has one decay": recurrence(q, q, v, random(1, 8, 4, 3)),
+        "beta (1, 8, 2)": recurrence(q, q, v, g, beta[..., :2]),
+        "layout='zigzag'": recurrence(q, q, v, g, layout="zigzag"),
+        "global sequence length 16": recurrence(q, q, v, g, documents=[0, 8]),
+        "sequence length=14": recurrence(q[:, :7], q[:, :7], v[:, :7], g[:, :7], layout="head_tail"),
+        "no documents are given": recurrence(q, q, v, g, layout="per_document"),
+        "kernel='x'": recurrence(q, q, v, g, kernel="x"),
+        "cannot split 3 heads": recurrence(
+            random(1, 8, 3, 4), random(1, 8, 3, 4), random(1, 8, 3, 3), g[..., :3], ulysses_degree=2
+        ),
+        "x has shape (6, 8)": convolution(x[0], weight),
+        "one row of weights": convolution(x, weight[:5]),
+        "bias (5,)": convolution(x, weight, random(5)),
+        "activation='gelu'": convolution(x, weight, activation="gelu"),
+    }
+    found = {text: error_of(call) for text, call in wrong.items()}
+    length = 6 if mesh.get_rank() else 4  # ranks that disagree raise, all of them
+    found["shapes"] = error_of(recurrence(q[:, :length], q[:, :length], v[:, :length], g[:, :length]))
+    return {text: (text, error) for text, error in found.items()}
+
+
+def test_arguments_that_do_not_fit_are_refused(ranks: Ranks) -> None:
+    for found in ranks(2, refusals):
+        for text, error in found.values():
+            assert text in error and error.startswith(("ValueError", "TypeError")), (text, error)
+
+
+@on_ranks
+def saved() -> tuple[int, int, float, float]:
+    """Bytes that a call saves and those of its inputs; errors in half precision of ranks and of one device."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("others", "cp"))["cp"]
+    wide = [random(2, 64, 2, 8), random(2, 64, 2, 8) / 3, random(2, 64, 4, 8), -random(2, 64, 4).abs()]
+    wide.append(random(2, 64, 4).sigmoid())
+    half = [x.bfloat16() for x in wide]
+    want = recur(*(x.double() for x in half[:4]), half[4].double(), None)  # type: ignore[arg-type]
+    one = linear_recurrence(*half, mesh=alone)  # type: ignore[arg-type]
+    at = slice(32 * mesh.get_rank(), 32 * mesh.get_rank() + 32)
+    local = [x[:, at].contiguous().requires_grad_() for x in half]
+    total = 0
+
+    def pack(x: Tensor) -> Tensor:
+        nonlocal total
+        total += x.nbytes
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        out = linear_recurrence(*local, mesh=mesh)  # type: ignore[arg-type]
+    errors = [(x - y).abs().max().item() for x, y in ((out, want[:, at]), (one, want))]
+    return total, sum(x.nbytes for x in local), errors[0], errors[1]
+
+
+def test_a_call_saves_its_inputs_and_rounds_like_one_device(ranks: Ranks) -> None:
+    for total, given, error, alone in ranks(2, saved):
+        assert total == given + 8  # and the fingerprint of the documents
+        assert error <= 2 * alone
