@@ -110,7 +110,7 @@ def _attention_work(
         return own + message
     if kv_exchange == "ring":  # two blocks; the sum that leaves, the one that arrives, and what is added from hop 2 on
         return own + max(message, share * (2 * element + (2 if work.hops == 1 else 3) * ACCUMULATED))
-    stages = max(1, len(work.received))
+    stages = max(1, min(len(work.received), work.ahead + 1))  # that are alive, with their gradients
     arriving = max((float(rows.sum()) for rows in work.received), default=float(length)) * position
     return own + max(message, stages * arriving * (element + ACCUMULATED) + share * element)
 

@@ -8,8 +8,10 @@ that remain after a division only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..arrivals import stages_of
 from ..build import Step, build
@@ -20,7 +22,7 @@ from ..tiles import CAUSAL, FULL
 from . import pairs as counting
 from .pairs import FORMULAS, Pairs
 
-REAL = 16
+REAL = 8
 """Up to so many ranks of a ring the real schedule is built; beyond, formulas count."""
 
 BLOCK = 128
@@ -65,8 +67,8 @@ class RankWork:
     forward: tuple[StepWork, ...]
     backward: tuple[StepWork, ...]
     hops: int
-    received: tuple[Numbers, ...] = ()
-    returned: tuple[Numbers, ...] = ()
+    received: tuple[npt.NDArray[Any], ...] = ()
+    returned: tuple[npt.NDArray[Any], ...] = ()
     ahead: int = 1
 
     @property
@@ -160,24 +162,35 @@ def _by_formula(layout: str, ring: int, kv_exchange: str, documents: PackedDocum
         remote = max(remote, *(pairs.local_and_remote(mine)[1] for mine in some[1:]))
         chunk = share if layout == "contiguous" else min(share // 2, *(stop - start for start, stop in some[0]))
         merged = max(pairs.merged_rows(mine, chunk, ring) for mine in some)
-    arriving, ahead = float(owed[rank]) - local, 1
+    arriving = float(owed[rank]) - local
     if kv_exchange == "ring":
         steps = [StepWork(arriving / max(1, number), merged / max(1, number), 1.0, merged / max(1, number))]
         steps *= min(number, LISTED)
-        received: tuple[Numbers, ...] = ()
+        received: tuple[npt.NDArray[Any], ...] = ()
+        ahead = 1
     else:
         # The rows that arrive come in stages; whole shares come at once.
-        stages = 1 if number else 0
-        if kv_exchange == "needed" and remote:
-            stages, ahead = stages_of(int(remote), share)
-        steps = [StepWork(arriving / max(1, stages), min(share, merged), 2.0, remote / max(1, stages))] * stages
+        needed = remote >= 1 and number > 0 and kv_exchange == "needed"
+        stages, ahead = stages_of(int(remote), share) if needed else (min(number, 1), 1)
+        if stages > min(LISTED, ring - 1):  # fewer and longer ones stand for the stages of a long ring
+            ahead = max(1, ahead * min(LISTED, ring - 1) // stages)
+            stages = min(LISTED, ring - 1)
+        rows = min(share, merged / max(1, stages)) if kv_exchange == "needed" else min(share, merged)
+        steps = [StepWork(arriving / max(1, stages), rows, 2.0, remote / max(1, stages))] * stages
         number = stages
-        each = remote / max(1, ring - 1) / max(1, stages)
-        others = np.full(ring, each)
-        others[rank] = 0.0
-        received = (others,) * stages if kv_exchange == "needed" else ()
+        received = _by_distance(rank, ring, remote, stages) if needed else ()
     whole = StepWork(float(local), float(share), 2.0, float(share))
     half = StepWork(local / 2, share / 2, 1.0, float(share))
     forward = (whole, *steps, StepWork())
     backward = (half, *steps, half) if steps else (whole, StepWork())
     return RingWork(owed, {rank: RankWork(forward, backward, number, received, received, ahead)}, rank)
+
+
+def _by_distance(rank: int, ring: int, rows: float, stages: int) -> tuple[npt.NDArray[Any], ...]:
+    """Rows that arrive in each stage, by ring rank: equally many from each other rank, those just behind first."""
+    found = []
+    for distances in np.array_split(np.arange(1, ring), stages):
+        stage = np.zeros(ring)
+        stage[(rank - distances) % ring] = rows / (ring - 1)
+        found.append(stage)
+    return tuple(found)

@@ -111,11 +111,13 @@ def predicted(mask: str, ranks: int) -> dict[str, tuple[float, float]]:
 @pytest.mark.parametrize("mask,ranks", PUBLISHED)
 def test_the_order_of_the_published_modes(mask: str, ranks: int) -> None:
     published, found = PUBLISHED[mask, ranks], predicted(mask, ranks)
+    reversed_pairs = set()
     for a, b in combinations(published, 2):
         for direction in (0, 1):
             theirs, ours = (x[a][direction] / x[b][direction] for x in (published, found))
-            if abs(math.log(theirs)) > SAME:
-                assert (theirs > 1) == (ours > 1), (mask, ranks, a, b, direction, found)
+            if abs(math.log(theirs)) > SAME and (theirs > 1) != (ours > 1):
+                reversed_pairs.add((a, b, direction))
+    assert not reversed_pairs, found
 
 
 # --------------------------------------------------------------------------- ulysses_degree="auto"

@@ -53,6 +53,7 @@ def test_a_long_ring_by_formula_has_the_work_of_its_schedule(
     monkeypatch.setattr(works, "BLOCK", 1)
     packed = PackedDocuments([list(boundaries([4800, 4800]))])
     pairs = Pairs(packed.rows[0], True)
+    monkeypatch.setattr(works, "REAL", 12)
     real = ring_work(layout, 12, kv_exchange, packed, pairs)
     monkeypatch.setattr(works, "REAL", 1)
     formula = ring_work(layout, 12, kv_exchange, packed, pairs)
