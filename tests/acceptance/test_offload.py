@@ -34,7 +34,13 @@ class ToBytes(saved_tensors_hooks):
     def __init__(self, **_: Any) -> None:
         super().__init__(
             lambda x: (x.detach().contiguous().numpy().tobytes(), x.dtype, x.shape),
-            lambda packed: torch.frombuffer(bytearray(packed[0]), dtype=packed[1]).view(packed[2]),
+            lambda packed: self.unpacked(*packed),
+        )
+
+    @staticmethod
+    def unpacked(stored: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        return (
+            torch.frombuffer(bytearray(stored), dtype=dtype).view(shape) if stored else torch.empty(shape, dtype=dtype)
         )
 
 

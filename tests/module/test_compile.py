@@ -22,6 +22,8 @@ from torch.utils.checkpoint import (
 from hyper_cp import ContextParallel
 from hyper_cp.mesh import comm
 from hyper_cp.ops import SAVE_LIST
+from hyper_cp.ops.recurrence.engine import RecurrenceSettings
+from hyper_cp.ops.recurrence.kernels import choose
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks
 
@@ -142,6 +144,22 @@ def opcheck_all(world: int) -> None:
     torch.library.opcheck(ops.roll_sequence.default, (x, torch.tensor([[0, 5, 16]]), cp.key, "head_tail", 1, -3))
     torch.library.opcheck(ops.fingerprint.default, (torch.tensor([[0, 5, 16]]), cp.key))
     torch.library.opcheck(ops.own_slice.default, (x.detach(), None, cp.key, "head_tail", 1))
+    opcheck_recurrences(cp_mesh.view(mesh, 1).key)
+
+
+def opcheck_recurrences(mesh: str) -> None:
+    ops, documents = torch.ops.hyper_cp, torch.tensor([[0, 5, 16]])
+    q, k, v = (torch.randn(2, 8, 2, 4, requires_grad=True) for _ in range(3))
+    decay = (-torch.rand(2, 8, 2, 1)).requires_grad_()
+    kernel = choose(None, "recurrence", q, v, decay, None)
+    said = RecurrenceSettings("head_tail", kernel, False, mesh).text()
+    torch.library.opcheck(ops.linear_recurrence.default, (q, k, v, decay, None, documents, said))
+    mark, given = ops.fingerprint(documents, mesh), [t.detach() for t in (v, q, k, v, decay)]
+    torch.library.opcheck(ops.linear_recurrence_backward.default, (*given, None, mark, documents, said))
+    x, weight, bias = torch.randn(2, 3, 8), torch.randn(3, 4), torch.randn(3)
+    leaves = [t.requires_grad_() for t in (x.clone(), weight.clone(), bias.clone())]
+    torch.library.opcheck(ops.causal_conv1d.default, (*leaves, documents, mesh, "head_tail"))
+    torch.library.opcheck(ops.causal_conv1d_backward.default, (x, x, weight, mark, documents, mesh, "head_tail"))
 
 
 @pytest.mark.slow
@@ -160,7 +178,8 @@ def test_opcheck_of_every_op(ranks: Any) -> None:
         "own_slice",
         *("gather_keys", "scatter_keys", "query_positions", "local_blocks"),  # checked in test_flex
         "roll_sequence",
-        *("ulysses_attention", "ulysses_attention_backward"),  # checked in test_overlap
+        *("ulysses_attention", "ulysses_attention_backward"),  # checked in test_head_groups
+        *("linear_recurrence", "linear_recurrence_backward", "causal_conv1d", "causal_conv1d_backward"),
     }
     ranks(2, opcheck_all, 2, timeout=300)
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.flop_counter import FlopCounterMode
 
-from hyper_cp.ops import causal_conv1d, linear_recurrence
+from hyper_cp.ops import attention, causal_conv1d, linear_recurrence
 from tests.harness.ranks import Ranks, error_of, on_ranks
 from tests.harness.recurrence_oracle import recur
 
@@ -94,3 +95,18 @@ def test_a_call_saves_its_inputs_and_rounds_like_one_device(ranks: Ranks) -> Non
     for total, given, error, alone in ranks(2, saved):
         assert total == given + 8  # and the fingerprint of the documents
         assert error <= 2 * alone
+
+
+@on_ranks
+def counted() -> bool:
+    """Backward under a dispatch mode, in which torch.func would end the process."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    q, k, v, decay = (random(1, 8, 2, 4).requires_grad_() for _ in range(4))
+    with FlopCounterMode(display=False):
+        linear_recurrence(q, k, v, -decay.abs(), mesh=mesh).sum().backward()
+        attention(q.mT, k.mT, v.mT, mesh=mesh, softcap=2.0).sum().backward()
+    return all(x.grad is not None and bool(x.grad.isfinite().all()) for x in (q, k, v, decay))
+
+
+def test_derivatives_under_a_counter_of_flops(ranks: Ranks) -> None:
+    assert ranks(2, counted) == [True, True]

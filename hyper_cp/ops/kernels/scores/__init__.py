@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,6 +20,7 @@ from ....schedule.blocks import BlockMap
 from ....schedule.build import Step
 from ....schedule.ranges import Range, Rows
 from ....schedule.tiles import Tile
+from ..derivative import differentiable
 from ..partials import accumulation_dtype
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -66,7 +66,7 @@ class Score(ABC):
 
     @abstractmethod
     def __call__(self, logits: Tensor, where: Where | None, captured: Sequence[Tensor]) -> Tensor:
-        """The changed logits ``[B, H, Sq, Sk]``, -inf where hidden. ``torch.func`` differentiates it; ``captured``
+        """The changed logits ``[B, H, Sq, Sk]``, -inf where hidden. Autograd differentiates it; ``captured``
         stands for the score's own."""
 
 
@@ -88,14 +88,13 @@ class TileScore:
         """The changed logits, and the function from their gradient to that of ``logits``, which also adds to
         ``gradients``."""
 
-        def changed(x: Tensor, *captured: Tensor) -> Tensor:
-            return self.score(x, self.where, captured)
+        def changed(x: Tensor, *captured: Tensor) -> list[Tensor]:
+            return [self.score(x, self.where, captured)]
 
-        found: Any = torch.func.vjp(changed, logits, *self.captured)
-        value, pull = found
+        (value,), pull = differentiable(changed, logits, *self.captured)
 
         def gradient(dvalue: Tensor) -> Tensor:
-            dlogits, *others = pull(dvalue)
+            dlogits, *others = pull([dvalue])
             for total, x in zip(self.gradients, others, strict=True):
                 total.add_(x)
             return dlogits

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ....schedule.tiles import FULL
+from ..derivative import autograd_in_op
 from ..inputs import TileInputs, backward_each, forward_each
 from . import MaskMod, ScoreMod
 from .mods import Mods
@@ -55,7 +56,7 @@ class FlexKernel:
             return backward_each(self, tile, dout, out, lse)
         score = tile.score
         captured, totals = (score.score.captured, score.gradients) if score is not None else ((), ())
-        with _autograd_in_op():
+        with autograd_in_op():
             q, k, v = (x.detach().requires_grad_() for x in (tile.q, tile.k, tile.v))
             own, own_lse = self._attend(tile, q, k, v)
             with torch.no_grad():
@@ -149,28 +150,7 @@ def _touched(dense: Tensor, size: tuple[int, int], rows: Tensor, cols: Tensor) -
     return (touching[0] @ some @ touching[1].mT > 0)[None, None]
 
 
-# --------------------------------------------------------------------------- autograd inside an op
-
-# An op runs without autograd: its keys are excluded from dispatch in this thread. FlexAttention has a derivative for
-# autograd alone (torch.func cannot differentiate it, and its backward operator is private). Another thread would have
-# autograd, but on CUDA it would wait for the thread of the device, which waits for this op. No public name exists.
-_KEYS = ("ADInplaceOrView", "AutogradOther", "AutogradFunctionality")
-
-
-@contextmanager
-def _autograd_in_op() -> Iterator[None]:
-    """Switch autograd on inside an op."""
-    c = torch._C
-    keys = [getattr(c.DispatchKey, name) for name in _KEYS]
-    before = [c._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
-    try:
-        for key in keys:
-            c._dispatch_tls_set_dispatch_key_excluded(key, False)
-        with torch.enable_grad():
-            yield
-    finally:
-        for key, excluded in zip(keys, before, strict=True):
-            c._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+# --------------------------------------------------------------------------- gradients of captured tensors
 
 
 @contextmanager

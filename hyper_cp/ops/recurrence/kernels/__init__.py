@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from ...kernels.derivative import differentiable
 from . import fla
 from .chunked import Affine, Inputs, affine, piece_size
 from .fla import FlaKernel
 
-Pullback = Callable[[Affine], tuple[Tensor | None, ...]]
+Pullback = Callable[[Affine], Sequence[Tensor | None]]
 """From gradients of the maps to those of the inputs."""
 
 
@@ -45,9 +45,8 @@ class TorchKernel:
         return affine(*inputs)
 
     def differentiable(self, inputs: Inputs) -> tuple[Affine, Pullback]:
-        # torch.func, because a custom op runs below autograd.
-        found, pull, *_ = torch.func.vjp(lambda *x: tuple(affine(*x)), *(x for x in inputs if x is not None))
-        return Affine(*found), lambda gradients: pull(tuple(gradients))
+        found, pull = differentiable(affine, *(x for x in inputs if x is not None))
+        return Affine(*found), pull
 
 
 _KERNELS: dict[str, Kernel] = {"torch": TorchKernel(), "fla": FlaKernel()}
