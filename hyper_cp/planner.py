@@ -185,7 +185,7 @@ def plan(
         sequence: the global length in tokens, or the lengths of the documents that are packed into one sequence.
         gpus: ranks in all. Each group of a cp size has sequences of its own.
         cluster: the name of a profile (h100, h200, a100, b200, 910b, 910c) or a :class:`Cluster`.
-        measured: the path of measurements (``hyper-cp doctor --json``), which replace the profile's numbers.
+        measured: the path of a JSON file of measurements (docs/planner.md), which replace the profile's numbers.
         causal: False if queries see all keys of their document.
         batch: sequences of a step on each group.
         cp_size, ulysses_degree, kv_exchange, layout, checkpointing, chunked_loss: None: every one that is possible;

@@ -74,6 +74,7 @@ PRIVATE_ELSEWHERE = {
     ("mesh/groups.py", "_world"): "the number that is part of the name of the next process group",
     ("module/running_call.py", "_base"): VIEWS,
     ("ops/masks.py", "_version"): WRITES,
+    ("ops/kernels/scores/mods.py", "_version"): WRITES,
     ("ops/masks.py", "_base"): VIEWS,
     ("ops/kernels/derivative/__init__.py", "_C"): AUTOGRAD,
     ("ops/kernels/derivative/__init__.py", "_dispatch_tls_is_dispatch_key_excluded"): AUTOGRAD,

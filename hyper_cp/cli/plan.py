@@ -1,7 +1,7 @@
 """Estimates a training step in every strategy, and names the one to use first. Nothing runs.
 
     hyper-cp plan config.json --sequence 131072 --gpus 64 --cluster h100
-    hyper-cp plan meta-llama/Llama-3.1-8B --documents lengths.txt --gpus 16 --measured doctor.json --plot plan.png
+    hyper-cp plan meta-llama/Llama-3.1-8B --documents lengths.txt --gpus 16 --measured measured.json --plot plan.png
     hyper-cp plan --layers 32 --heads 32 --kv-heads 8 --width 4096 --vocabulary 128256 --sequence 1M --gpus 64
 
 docs/planner.md describes the model behind it. The exit code is 1 if nothing fits, and 2 if something cannot be planned.
@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind: Any = int if name == "gpus_per_host" else float
         parser.add_argument(_option(name), type=kind, help=f"instead of the profile's{what}")
     parser.add_argument("--memory-gb", type=float, help="memory of a device that a step may use")
-    parser.add_argument("--measured", help="measurements (hyper-cp doctor --json), which replace the profile's numbers")
+    parser.add_argument(
+        "--measured", help="a JSON file of measurements, which replace the profile's numbers (docs/planner.md)"
+    )
     for name in CHOICES:
         kind = int if name in ("cp_size", "ulysses_degree") else str
         parser.add_argument(_option(name), type=kind, help="plan for this one only")

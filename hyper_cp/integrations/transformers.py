@@ -269,7 +269,8 @@ class DecoderHook:
             kwargs["attention_mask"] = no_mask(tokens.device) if self.direct else counted
         if kwargs.get("position_ids") is None:
             length = tokens.shape[1] * handler.cp.size
-            kwargs["position_ids"] = handler.position_ids(length, device=tokens.device)[None]
+            documents = batch.documents
+            kwargs["position_ids"] = handler.position_ids(length, device=tokens.device, documents=documents)[None]
         if kwargs.get("use_cache") is None and "use_cache" in self.keywords:
             kwargs["use_cache"] = False
 

@@ -48,7 +48,7 @@ def mixing(module: nn.Module) -> str | None:
         return "carries a state from position to position"
     if isinstance(module, nn.BatchNorm1d) and (module.training or not module.track_running_stats):
         return "takes its statistics over positions"
-    if isinstance(module, nn.InstanceNorm1d):
+    if isinstance(module, (nn.InstanceNorm1d, nn.GroupNorm)):
         return "takes its statistics over positions"
     if isinstance(module, _POOLS):
         return "pools positions"

@@ -270,6 +270,8 @@ def attention_backward_op(
     check_recompute(documents, options.mesh, mark)
     dout, q, k, v = _last_dim_contiguous(dout, q, k, v)
     work = _Work(q, k, v, captured, documents, mask, seed, scale, dropout_p, options, chosen)
+    if work.scores is not None:
+        work.scores.score.check_unchanged()
     plan, ring = work.schedule, work.cp.ring
     with _no_autocast(q.device.type), comm.wait_on_error():
         blocks = exchange.BACKWARD[options.kv_exchange](ring, k, v, plan, accumulation_dtype(q.dtype))

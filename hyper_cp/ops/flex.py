@@ -27,7 +27,15 @@ from ..schedule.ranges import Range
 from .config import Call, CheckedCall, Mode
 from .engine import TileEngine
 from .exchange.gather_keys import gather_keys, query_positions
-from .kernels.scores.mods import Mods, block_tensors, check_block_mask, dense_blocks
+from .kernels.scores.mods import (
+    Mods,
+    Written,
+    block_tensors,
+    check_block_mask,
+    dense_blocks,
+    same_blocks,
+    written,
+)
 
 
 @dataclass(frozen=True)
@@ -137,7 +145,7 @@ def _global_mask(mod: Callable[..., Tensor], q: Tensor, cp: CPMesh, layout: str)
 # --------------------------------------------------------------------------- blocks
 
 # Block tensors only: a function of the user's may hold the mask that is the key.
-_known: WeakKeyDictionary[BlockMask, dict[Any, tuple[list[Tensor], BlockMask]]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[BlockMask, dict[Any, tuple[list[Written], BlockMask]]] = WeakKeyDictionary()
 
 
 def local_mask(mask: BlockMask, q: Tensor, kv_length: int, cp: CPMesh, layout: str) -> BlockMask:
@@ -151,8 +159,8 @@ def local_mask(mask: BlockMask, q: Tensor, kv_length: int, cp: CPMesh, layout: s
     else:
         known = _known.setdefault(mask, {})
         key = (cp.key, layout, q.shape[1], q.shape[2])
-        if key not in known or any(a is not b for a, b in zip(known[key][0], blocks, strict=False)):
-            known[key] = blocks, _local(mask, blocks, q, kv_length, cp, layout)
+        if key not in known or not same_blocks(known[key][0], blocks):
+            known[key] = written(blocks), _local(mask, blocks, q, kv_length, cp, layout)
         local = copy(known[key][1])
     local.mask_mod = _global_mask(mask.mask_mod, q, cp, layout)
     return local

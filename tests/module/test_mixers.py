@@ -150,6 +150,7 @@ def refusals() -> dict[str, str]:
         "cache": error_of(lambda: run(output_final_state=True)),
         "documents": error_of(lambda: run(cu_seqlens=torch.tensor([0, 12]))),
         "reverse": error_of(lambda: run(reverse=True)),
+        "unknown": error_of(lambda: run(use_beta_sigmoid_in_kernel=True)),
         "conv1d": error_of(lambda: run(mixer.CallsModule)),
         "idle": error_of(lambda: run(mixer.Idle)),
         "elsewhere": error_of(lambda: run(mixer.DeltaNetElsewhere)),
@@ -165,6 +166,7 @@ def test_wrong_use_is_refused_with_the_reason(ranks: Ranks) -> None:
     for found in ranks(2, refusals):
         assert found["state"].startswith("NotImplementedError") and "initial_state" in found["state"]
         assert "output_final_state" in found["cache"] and "reverse" in found["reverse"]
+        assert found["unknown"].startswith("NotImplementedError") and "use_beta_sigmoid" in found["unknown"]
         assert found["documents"].startswith("ValueError") and "cu_seqlens" in found["documents"]
         assert found["conv1d"].startswith("NotImplementedError") and "as a module" in found["conv1d"]
         assert found["idle"].startswith("RuntimeError") and "this rank's share" in found["idle"]

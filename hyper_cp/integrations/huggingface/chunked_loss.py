@@ -168,6 +168,11 @@ class ChunkedLoss:
             )
         if not isinstance(logits, DeferredLogits):
             return self.whole(logits, labels, *args, **kwargs)
+        if kwargs.get("ignore_index", IGNORE) != IGNORE:
+            raise NotImplementedError(
+                f"{self.name} got ignore_index={kwargs['ignore_index']}, but prepare_batch marks what has no label "
+                f"with {IGNORE}. The chunked loss would ignore other tokens. Leave it out and mark them so in labels"
+            )
         given: Tensor | None = kwargs.get("shift_labels")
         targets = shifted(labels, 1, IGNORE) if given is None else given
         count: Any = kwargs.get("num_items_in_batch")

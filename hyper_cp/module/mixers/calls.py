@@ -51,6 +51,15 @@ class RunningMixer:
         return linear_recurrence(q, k, v, decay, beta, **where, ulysses_degree=self.ulysses_degree)  # type: ignore[arg-type]
 
 
+def _changing(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of further options that change what a kernel computes. Models hand all their own keywords on, too."""
+    return {
+        name: x
+        for name, x in options.items()
+        if (name.startswith("use_") and name != "use_cache") or name in ("g_gamma", "gk", "gv")
+    }
+
+
 def _refuse(mixer: RunningMixer, function: str, options: dict[str, Any]) -> None:
     """Raise for options that are given and cannot be honoured."""
     given = [name for name, x in options.items() if x is not None and x is not False]
@@ -115,11 +124,11 @@ def _delta(
     cu_seqlens: Any = None,
     head_first: bool = False,
     reverse: bool = False,
-    **_: Any,
+    **unknown: Any,
 ) -> tuple[Tensor, None]:
     states = {"initial_state": initial_state, "output_final_state": output_final_state}
     others = {"use_gate_in_kernel": use_gate_in_kernel, "head_first": head_first, "reverse": reverse}
-    _refuse(mixer, "a recurrent kernel", {**states, **others, "cu_seqlens": cu_seqlens})
+    _refuse(mixer, "a recurrent kernel", {**states, **others, "cu_seqlens": cu_seqlens, **_changing(unknown)})
     if use_qk_l2norm_in_kernel:
         query, key = _normalised(query), _normalised(key)
     query = query * (key.shape[-1] ** -0.5 if scale is None else scale)
@@ -148,11 +157,15 @@ def _ssd(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
-    **_: Any,
+    **others: Any,
 ) -> Tensor:
     """``mamba_chunk_scan_combined`` (Mamba 2): x ``[B, S, H, P]``, dt ``[B, S, H]``, B and C ``[B, S, G, N]``."""
     states = {"initial_states": initial_states, "return_final_states": return_final_states}
-    _refuse(mixer, "mamba_chunk_scan_combined", {**states, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens})
+    _refuse(
+        mixer,
+        "mamba_chunk_scan_combined",
+        {**states, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens, **_changing(others)},
+    )
     dtype = accumulation_dtype(x.dtype)
     dt = _step(dt.to(dtype), dt_bias, dt_softplus).clamp(dt_limit[0], dt_limit[1])
     out = mixer.recur(C.to(dtype), B.to(dtype), x.to(dtype) * dt[..., None], A.to(dtype) * dt)
@@ -179,7 +192,7 @@ def _selective_scan(
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
     return_last_state: bool = False,
-    **_: Any,
+    **others: Any,
 ) -> Tensor:
     """``selective_scan_fn`` (Mamba 1): u and delta ``[B, D, S]``, A ``[D, N]``, B and C ``[B, N, S]`` or ``[B, G, N,
     S]``. Every channel is a head, whose state has N numbers."""
@@ -188,7 +201,7 @@ def _selective_scan(
             f"{mixer.name} calls selective_scan_fn with A {tuple(A.shape)} of {A.dtype} and B {tuple(B.shape)}. "
             "Context parallelism has real states, and B and C for every position. Leave the module out of the plan"
         )
-    _refuse(mixer, "selective_scan_fn", {"return_last_state": return_last_state})
+    _refuse(mixer, "selective_scan_fn", {"return_last_state": return_last_state, **_changing(others)})
     dtype = accumulation_dtype(u.dtype)
     dt = _step(delta.to(dtype).mT, delta_bias, delta_softplus)
     x, q, k = u.to(dtype).mT, _groups(C, dtype), _groups(B, dtype)
@@ -208,6 +221,11 @@ def _not_fused(mixer: RunningMixer, *_: Any, **__: Any) -> None:
     calls its parts."""
 
 
+def _decoding(mixer: RunningMixer, *_: Any, **__: Any) -> None:
+    """A function that goes on token by token from a cached state, which would see this rank's share only."""
+    _refuse(mixer, "a function for decoding", {"a cached state": True})
+
+
 # --------------------------------------------------------------------------- the table
 
 ROUTED: dict[str, Callable[..., Any]] = {
@@ -217,6 +235,8 @@ ROUTED: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("chunk_gla", "chunk_simple_gla"), _delta_rule),
     **dict.fromkeys(("mamba_chunk_scan_combined", "mamba_chunk_scan", "mamba2_chunk_scan"), _ssd),
     **dict.fromkeys(("selective_scan_fn", "mamba_selective_scan"), _selective_scan),
+    **dict.fromkeys(("causal_conv1d_update", "selective_state_update"), _decoding),
+    **dict.fromkeys(("fused_recurrent_gated_delta_rule", "torch_recurrent_gated_delta_rule"), _decoding),
     **dict.fromkeys(("mamba_inner_fn",), _not_fused),
     **dict.fromkeys(("mamba_split_conv1d_scan_combined", "mamba2_split_conv1d_scan_combined"), _not_fused),
 }

@@ -36,8 +36,8 @@ class MixerHooks:
             raise NotImplementedError(
                 f"{name} calls none of the functions that context parallelism can route along the sequence "
                 "(causal_conv1d_fn, chunk_gated_delta_rule, chunk_kda, chunk_gla, mamba_chunk_scan_combined, "
-                "selective_scan_fn). It would run over this rank's share only. Call hyper_cp.ops.linear_recurrence in "
-                "it, or leave it out of the model"
+                "selective_scan_fn). If it mixes positions, it would do so over this rank's share only. Leave it out "
+                "of the plan, and call hyper_cp.ops.linear_recurrence(..., mesh=...) in it"
             )
         if getattr(module, "bidirectional", False) or getattr(module, "is_causal", True) is False:
             raise NotImplementedError(

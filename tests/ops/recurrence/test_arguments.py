@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 from hyper_cp.ops import attention, causal_conv1d, linear_recurrence
+from hyper_cp.ops.recurrence.kernels.chunked import affine
 from tests.harness.ranks import Ranks, error_of, on_ranks
 from tests.harness.recurrence_oracle import recur
 
@@ -110,3 +112,16 @@ def counted() -> bool:
 
 def test_derivatives_under_a_counter_of_flops(ranks: Ranks) -> None:
     assert ranks(2, counted) == [True, True]
+
+
+def test_decays_after_a_very_strong_one_are_kept() -> None:
+    """Differences of one running sum would lose them, in fp32 from about 1e4 on."""
+    q = k = v = torch.ones(1, 1, 1, 4, 1)
+    for strong in (-1e5, -1e9, torch.finfo(torch.float32).min, -torch.inf):
+        g = torch.full((1, 1, 1, 4, 1), -0.5)
+        g[..., 1, :] = strong
+        maps = affine(q, k, v, g.requires_grad_())
+        want = torch.tensor([1, 1, 1 + math.exp(-0.5), 1 + math.exp(-0.5) + math.exp(-1)])
+        torch.testing.assert_close(maps.O.flatten(), want)
+        (gradient,) = torch.autograd.grad(sum(x.sum() for x in maps), g)
+        assert gradient.isfinite().all() and gradient[..., 3, :].item() > 1

@@ -60,6 +60,9 @@ class Score(ABC):
         """Raise, before any communication, if it does not fit a call of so many batch rows, query heads (of all
         ranks), queries and keys."""
 
+    def check_unchanged(self) -> None:  # noqa: B027
+        """Raise, in backward, if it is no longer what it was in forward."""
+
     @abstractmethod
     def mods(self, where: Where | None) -> tuple[ScoreMod | None, MaskMod | None]:
         """The same as functions of one logit and its numbers in the tile, for kernels that compile such functions."""
@@ -97,7 +100,8 @@ class TileScore:
             dlogits, *others = pull([dvalue])
             for total, x in zip(self.gradients, others, strict=True):
                 total.add_(x)
-            return dlogits
+            # A function may have no derivative where it hides a pair: nothing times infinity is not zero.
+            return dlogits.masked_fill(value == -torch.inf, 0)
 
         return value, gradient
 

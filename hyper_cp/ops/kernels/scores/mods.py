@@ -37,8 +37,35 @@ class Mods(Score):
         """``[B|1, H|1, R, C]``, True where a block is listed."""
         if block_mask is not None:
             self.dense, self.blocks = _listed(block_mask, like.device)
-        self.captured = tuple(_captured(score_mod, like)) if score_mod is not None else ()
+        self.used: list[Written] = []
+        """The tensors of others that the functions use."""
+        self.captured: tuple[Tensor, ...] = ()
+        if torch.is_grad_enabled():  # else there is no backward
+            used = self._tensors_in_use(like)
+            self.used, self.captured = written(used), tuple(x for x in used if x.requires_grad)
         register(self)
+
+    def _tensors_in_use(self, like: Tensor) -> list[Tensor]:
+        """The tensors that the functions use, found by calling each once, as FlexAttention does, with numbers of no
+        dimension."""
+        numbers = torch.zeros(4, dtype=torch.int64, device=like.device).unbind()
+        score = torch.zeros((), dtype=accumulation_dtype(like.dtype), device=like.device)
+        with _Collection((score, *numbers)) as collection:
+            if self.score_mod is not None:
+                self.score_mod(score, *numbers)
+            if self.mask_mod is not None:
+                self.mask_mod(*numbers)
+        return list(collection.found.values())
+
+    def check_unchanged(self) -> None:
+        """Raise ``RuntimeError`` if the functions now use other tensors, or other values, than in forward."""
+        if not self.used or same_blocks(self.used, self._tensors_in_use(self.used[0][0])):
+            return
+        raise RuntimeError(
+            "a tensor that score_mod or mask_mod of flex_attention uses has changed since forward. Backward calls "
+            "these functions again, and its gradients would be those of other attention. Run backward first, or make a "
+            "new tensor and new functions for the next batch"
+        )
 
     def check(self, name: str, batch: int, heads: int, lengths: tuple[int, int]) -> None:
         if self.block_mask is not None:
@@ -118,16 +145,20 @@ class _Evaluation(TorchFunctionMode):
 
 
 class _Collection(_Evaluation):
-    """Collects the tensors of others that require a gradient and take part."""
+    """Collects the tensors of others that take part.
 
-    def __init__(self) -> None:
+    Args:
+        given: arguments of the functions, which do not count.
+    """
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
         self.found: dict[int, Tensor] = {}
-        self.made: dict[int, Tensor] = {}
+        self.made: dict[int, Tensor] = {id(x): x for x in given}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for x in _tensors((args, kwargs)):
-            if x.requires_grad and id(x) not in self.made:
+            if id(x) not in self.made:
                 self.found[id(x)] = x
         result = super().__torch_function__(func, types, args, kwargs)
         self.made.update((id(x), x) for x in _tensors(result) if id(x) not in self.found)
@@ -141,21 +172,25 @@ def _tensors(x: Any) -> list[Tensor]:
     return [found for item in items for found in _tensors(item)]
 
 
-def _captured(score_mod: ScoreMod, like: Tensor) -> list[Tensor]:
-    """The tensors that ``score_mod`` uses and that require a gradient, found by calling it once, as FlexAttention does,
-    with numbers of no dimension."""
-    if not torch.is_grad_enabled():
-        return []
-    score = torch.zeros((), dtype=accumulation_dtype(like.dtype), device=like.device)
-    with _Collection() as collection:
-        score_mod(score, *torch.zeros(4, dtype=torch.int64, device=like.device).unbind())
-    return list(collection.found.values())
-
-
 # --------------------------------------------------------------------------- block masks
 
+Written = tuple[Tensor, int]
+"""A tensor, and how often it had been written to."""
+
 # Block tensors only: a function of the user's may hold the mask that is the key.
-_known: WeakKeyDictionary[BlockMask, tuple[list[Tensor], Tensor, BlockMap]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[BlockMask, tuple[list[Written], Tensor, BlockMap]] = WeakKeyDictionary()
+
+
+def written(blocks: Sequence[Tensor]) -> list[Written]:
+    """Tensors with the number of writes to each."""
+    return [(x, x._version) for x in blocks]
+
+
+def same_blocks(known: Sequence[Written], blocks: Sequence[Tensor]) -> bool:
+    """True if these are the same tensors, which nobody has written to since."""
+    return len(known) == len(blocks) and all(
+        a is b and n == b._version for (a, n), b in zip(known, blocks, strict=True)
+    )
 
 
 def block_tensors(mask: BlockMask) -> list[Tensor]:
@@ -170,14 +205,14 @@ def _listed(mask: BlockMask, device: torch.device) -> tuple[Tensor, BlockMap]:
     """The blocks of a mask ``[B|1, H|1, R, C]``, and what schedules make of them. Read once per mask, for which the
     host waits for the device."""
     blocks = block_tensors(mask)
-    if mask not in _known or any(a is not b for a, b in zip(_known[mask][0], blocks, strict=False)):
+    if mask not in _known or not same_blocks(_known[mask][0], blocks):
         columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
         dense = dense_blocks(blocks[0], blocks[1], columns).bool()
         for number, indices in zip(blocks[2::2], blocks[3::2], strict=True):
             dense |= dense_blocks(number, indices, columns).bool()
         union = dense.flatten(0, 1).any(0).cpu().numpy()
         rows, cols = mask.BLOCK_SIZE
-        _known[mask] = blocks, dense, block_map(union, (int(rows), int(cols)))
+        _known[mask] = written(blocks), dense, block_map(union, (int(rows), int(cols)))
     _, dense, union_map = _known[mask]
     return dense.to(device), union_map
 

@@ -49,16 +49,23 @@ def piece_size(inputs_g: Tensor) -> int:
     return 64 if inputs_g.shape[-1] == 1 else 16
 
 
+def _sums_between(g: Tensor) -> Tensor:
+    """``[..., i, j, :]``: the sum of g at all positions after j, up to i. Differences of one running sum would lose the
+    decays that come after a very strong one."""
+    size = g.shape[-2]
+    after = torch.ones(size, size, dtype=torch.bool, device=g.device).tril(-1)
+    return torch.where(after[..., None], g[..., :, None, :], 0).cumsum(-3)
+
+
 def affine(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None) -> Affine:
     """The maps of all pieces at once, differentiable. The arguments are those of :class:`Inputs`."""
     groups = v.shape[2] // k.shape[2]
     if groups > 1:
         q, k = (x.repeat_interleave(groups, 2) for x in (q, k))
     total = g.cumsum(3)
-    last = total[..., -1:, :]
-    pairs = total[..., :, None, :] - total[..., None, :, :]
+    between = _sums_between(g)
     later = torch.ones(q.shape[3], q.shape[3], dtype=torch.bool, device=q.device).triu(1)
-    pairs = pairs.masked_fill(later[..., None], -torch.inf).exp()
+    pairs = between.masked_fill(later[..., None], -torch.inf).exp()
 
     def scores(x: Tensor) -> Tensor:
         """``sum_d x_i k_j exp(total_i - total_j)`` for all j up to i."""
@@ -66,8 +73,8 @@ def affine(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = Non
             return (x @ k.mT) * pairs.squeeze(-1)
         return torch.einsum("...id,...jd,...ijd->...ij", x, k, pairs)
 
-    seen, read, kept = scores(q), q * total.exp(), (k * (last - total).exp()).mT
-    decay = last.exp().mT
+    seen, read, kept = scores(q), q * total.exp(), (k * between[..., -1, :, :].exp()).mT
+    decay = total[..., -1:, :].exp().mT
     if beta is None:
         return Affine(decay, kept @ v, read, seen @ v)
     system = (scores(k) * beta).tril(-1)

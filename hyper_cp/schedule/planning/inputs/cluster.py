@@ -120,7 +120,7 @@ def with_measurements(cluster: Cluster, measured: Any) -> Cluster:
     if content.get("format") != FORMAT or content.get("version") != VERSION:
         raise ValueError(
             f"{where} has format={content.get('format')!r} and version={content.get('version')!r}. Measurements begin "
-            f'with "format": "{FORMAT}", "version": {VERSION}. Pass the output of hyper-cp doctor --json'
+            f'with "format": "{FORMAT}", "version": {VERSION}. docs/planner.md describes the file'
         )
     found = {name: content[name] for name in MEASURED if content.get(name) is not None}
     for name, value in found.items():
@@ -150,11 +150,11 @@ def _read(measured: Any) -> tuple[Mapping[str, Any], str]:
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(
             f"measured={str(measured)!r} cannot be read as JSON: {error}. It holds the bandwidths that were measured. "
-            "Pass the path of a file that hyper-cp doctor --json has written"
+            "Pass the path of a JSON file of measurements"
         ) from error
     if not isinstance(content, Mapping):
         raise ValueError(
             f"measured={str(measured)!r} holds a {type(content).__name__}. Measurements are one JSON object. Pass the "
-            "path of a file that hyper-cp doctor --json has written"
+            "path of a JSON file of measurements"
         )
     return content, str(measured)
