@@ -42,6 +42,7 @@ MIXING: list[nn.Module] = [
     nn.BatchNorm1d(4),
     nn.BatchNorm1d(4, track_running_stats=False).eval(),
     nn.InstanceNorm1d(4),
+    nn.GroupNorm(2, 4),
     nn.MaxPool1d(2),
     nn.AdaptiveAvgPool1d(1),
     MambaMixer(),
