@@ -53,7 +53,7 @@ class RunningMixer:
 
 def _changing(options: dict[str, Any]) -> dict[str, Any]:
     """Those of further options that change what a kernel computes. Models hand all their own keywords on, too."""
-    return {name: x for name, x in options.items() if name.endswith("_in_kernel") or name in ("g_gamma", "gk", "gv")}
+    return {name: x for name, x in options.items() if "in_kernel" in name or name in ("g_gamma", "gk", "gv")}
 
 
 def _refuse(mixer: RunningMixer, function: str, options: dict[str, Any]) -> None:
