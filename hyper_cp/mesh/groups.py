@@ -45,7 +45,7 @@ def make_group(parts: Parts, parent: dist.ProcessGroup | None) -> dist.ProcessGr
         place = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(parent))}
         split = [[place[rank] for rank in part] for part in parts]
         made = dist.split_group(parent, split, pg_options=options(parent), group_desc="hyper_cp")
-        assert made is not None  # this rank is in a part
+        assert made is not None  # for mypy: this rank is in a part
         return made
     with _without_parent() as world:
         made = dist.new_group(
@@ -72,7 +72,7 @@ def names_of_groups() -> int:
 def _without_parent() -> Iterator[dist.ProcessGroup]:
     """While the world is bound to no device, PyTorch makes a group out of its members alone."""
     world = dist.group.WORLD
-    assert world is not None  # a mesh exists, so there is a default group
+    assert world is not None  # for mypy: a mesh exists, so there is a default group
     device, world.bound_device_id = world.bound_device_id, None
     try:
         yield world

@@ -50,10 +50,6 @@ class Model:
         """True if the user vouches for the module (or parameter) of this name, or for one that contains it."""
         return any(name == outer or name.startswith(f"{outer}.") or not outer for outer in self.exempt)
 
-    def inside_styled(self, name: str) -> bool:
-        """True for a styled module, and for what is in it."""
-        return any(name == outer or name.startswith(f"{outer}.") or not outer for outer in self.styled)
-
 
 def model_of(module: nn.Module) -> Model:
     """The model of a module that is running: the outermost module of this thread's calls that contains it."""

@@ -33,7 +33,7 @@ from .kernels.scores.mods import (
     block_tensors,
     check_block_mask,
     dense_blocks,
-    same_blocks,
+    unchanged,
     written,
 )
 
@@ -159,7 +159,7 @@ def local_mask(mask: BlockMask, q: Tensor, kv_length: int, cp: CPMesh, layout: s
     else:
         known = _known.setdefault(mask, {})
         key = (cp.key, layout, q.shape[1], q.shape[2])
-        if key not in known or not same_blocks(known[key][0], blocks):
+        if key not in known or not unchanged(known[key][0], blocks):
             known[key] = written(blocks), _local(mask, blocks, q, kv_length, cp, layout)
         local = copy(known[key][1])
     local.mask_mod = _global_mask(mask.mask_mod, q, cp, layout)

@@ -59,7 +59,7 @@ class Mods(Score):
 
     def check_unchanged(self) -> None:
         """Raise ``RuntimeError`` if the functions now use other tensors, or other values, than in forward."""
-        if not self.used or same_blocks(self.used, self._tensors_in_use(self.used[0][0])):
+        if not self.used or unchanged(self.used, self._tensors_in_use(self.used[0][0])):
             return
         raise RuntimeError(
             "a tensor that score_mod or mask_mod of flex_attention uses has changed since forward. Backward calls "
@@ -181,15 +181,15 @@ Written = tuple[Tensor, int]
 _known: WeakKeyDictionary[BlockMask, tuple[list[Written], Tensor, BlockMap]] = WeakKeyDictionary()
 
 
-def written(blocks: Sequence[Tensor]) -> list[Written]:
+def written(tensors: Sequence[Tensor]) -> list[Written]:
     """Tensors with the number of writes to each."""
-    return [(x, x._version) for x in blocks]
+    return [(x, x._version) for x in tensors]
 
 
-def same_blocks(known: Sequence[Written], blocks: Sequence[Tensor]) -> bool:
+def unchanged(known: Sequence[Written], tensors: Sequence[Tensor]) -> bool:
     """True if these are the same tensors, which nobody has written to since."""
-    return len(known) == len(blocks) and all(
-        a is b and n == b._version for (a, n), b in zip(known, blocks, strict=True)
+    return len(known) == len(tensors) and all(
+        a is b and n == b._version for (a, n), b in zip(known, tensors, strict=True)
     )
 
 
@@ -205,7 +205,7 @@ def _listed(mask: BlockMask, device: torch.device) -> tuple[Tensor, BlockMap]:
     """The blocks of a mask ``[B|1, H|1, R, C]``, and what schedules make of them. Read once per mask, for which the
     host waits for the device."""
     blocks = block_tensors(mask)
-    if mask not in _known or not same_blocks(_known[mask][0], blocks):
+    if mask not in _known or not unchanged(_known[mask][0], blocks):
         columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
         dense = dense_blocks(blocks[0], blocks[1], columns).bool()
         for number, indices in zip(blocks[2::2], blocks[3::2], strict=True):
