@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hyper_cp import ContextParallel, RecurrentContextParallel
 from hyper_cp.schedule import lookup
 from hyper_cp.schedule.documents import PackedDocuments
 from hyper_cp.schedule.layout import ResolvedLayout, check_layout, register
@@ -27,7 +28,7 @@ def dealt(draw: st.DrawFn) -> tuple[ResolvedLayout, tuple[tuple[int, ...], ...],
     rows = [[0, *draw(cuts), length] for _ in range(draw(st.sampled_from([1, 1, 2])))]
     width = max(map(len, rows))
     table = [row + [length] * (width - len(row)) for row in rows]
-    window = draw(st.one_of(st.none(), st.integers(0, length)))
+    window = draw(st.one_of(st.none(), st.integers(1, length)))
     name = "balanced" if window is None else f"balanced_{window}"
     documents = PackedDocuments(table)
     found = lookup.resolve(name, world, length, documents)
@@ -124,6 +125,17 @@ def test_a_plan_for_many_ranks_and_documents_is_quick() -> None:
 def test_names_that_are_no_window_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"is unknown; choose one of .*'balanced', 'auto', or 'balanced_4096' if most"):
         check_layout(name)
+
+
+@pytest.mark.parametrize("name", ["balanced_0", "balanced_000", "balanced_04096"])
+def test_a_window_of_zero_is_refused_where_it_is_configured(name: str) -> None:
+    message = rf"layout='{name}' does not name a window\. .* N must be a number from 1 on, .*\. Use the window of"
+    for configure in (lambda: ContextParallel(layout=name), lambda: RecurrentContextParallel(layout=name)):
+        with pytest.raises(ValueError, match=message):
+            configure()
+    with pytest.raises(ValueError, match=message):
+        register(name, lambda rank, world: (rank,))
+    assert "balanced_0" not in balance(64, 2, window=(0, 0))
 
 
 def test_names_with_a_window_are_taken() -> None:
