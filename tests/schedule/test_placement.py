@@ -91,6 +91,39 @@ def test_balanced_does_little_more_than_its_share_and_moves_little(name: str) ->
     assert lookup.resolve("auto", 8, LENGTH, PackedDocuments([documents])).held == layout.held
 
 
+def exponential(length: int, mean: int, seed: int) -> list[int]:
+    lengths = torch.empty(length // mean * 4).exponential_(1 / mean, generator=torch.Generator().manual_seed(seed))
+    ends = lengths.cumsum(0).long().unique()
+    return [0, *ends[ends < length].tolist(), length]
+
+
+@pytest.mark.parametrize(
+    ("world", "documents", "most"),
+    [
+        (64, [0, *range(64 * 4096, 64 * 8192 + 1, 2048)], 1.02),
+        (16, exponential(16 * 8192, 16384, 1), 1.2),
+        (64, exponential(64 * 8192, 16384, 2), 1.2),
+    ],
+)
+def test_no_rank_receives_or_sends_much_more_than_one_must(world: int, documents: list[int], most: float) -> None:
+    """The rank with the last query of the longest document receives the rest of it, in any deal. No rank has much more
+    to receive, or to send, which is counted position by position."""
+    length = documents[-1]
+    layout = lookup.resolve("balanced", world, length, PackedDocuments([documents]))
+    starts, received, readers = torch.tensor(documents), [], torch.zeros(length, dtype=torch.long)
+    for rank in range(world):
+        mine = layout.positions(rank)
+        of = torch.searchsorted(starts, mine, right=True) - 1
+        last = torch.full((len(documents),), -1).scatter_reduce(0, of, mine, "amax")
+        at = torch.arange(length)
+        sees = at <= last[torch.searchsorted(starts, at, right=True) - 1]
+        received.append(int(sees.sum()) - len(mine))
+        readers += sees
+    sent = [int((readers[layout.positions(rank)] - 1).sum()) for rank in range(world)]
+    assert sum(sent) == sum(received)
+    assert max(*received, *sent) <= most * (max(b - a for a, b in pairwise(documents)) - length // world)
+
+
 @pytest.mark.parametrize("world", [2, 3, 8, 64])
 def test_plain_causal_is_head_tail(world: int) -> None:
     documents = PackedDocuments([[0, 16 * world]])

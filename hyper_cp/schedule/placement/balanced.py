@@ -31,8 +31,8 @@ _BUSIEST = 1.15  # the rows that the busiest rank receives or sends over the mea
 _ABOVE = 4  # rows that a row above this counts as
 _WEIGHTS = (64, 8)  # of work above what is aimed at, beside rows. The deal that is found depends on it
 _SHARE = 0.1  # the time of receiving as many rows as a rank holds, in units of the mean rank's work
-_BUDGET = 1_000_000  # exchanges that are considered, with the cost of a round beside them: about 0.1 s
-_ROUND = 700  # exchanges that a round costs as much as, however few it considers
+_BUDGET = 700_000  # exchanges that are considered, with the cost of a round beside them: about 0.1 s
+_ROUND = 1000  # exchanges that a round costs as much as, however few it considers
 _SWEEPS = 20  # with few ranks nothing changes any more after fewer
 _REPAIRS = 16  # exchanges of the fullest rank alone after each sweep
 
@@ -102,8 +102,11 @@ def _head_tail(world: int, number: int) -> Deal:
 
 
 def _fullest_first(chunks: _Chunks, world: int, number: int) -> Deal:
-    """Runs of a quarter of a rank's chunks, those with most work first, each to the rank that has least so far."""
+    """Runs of chunks, those with most work first, each to the rank that has least so far. A run is a quarter of a
+    rank's chunks, or less where one would have more than half of a rank's work."""
     run = max(1, number // 4)
+    while run > 1 and 2 * world * chunks.pairs.reshape(-1, run).sum(1).max() > chunks.pairs.sum():
+        run //= 2
     work = chunks.pairs.reshape(-1, run).sum(1)
     ranks: list[tuple[float, int]] = [(0.0, rank) for rank in range(world)]
     dealt: list[list[int]] = [[] for _ in range(world)]
