@@ -51,16 +51,18 @@ def drawn(draw: Callable[[], float]) -> Iterator[float]:
         yield draw()
 
 
-def masks(total: int) -> dict[str, tuple[PackedDocuments, int | None]]:
-    """Documents and window of each case, for a sequence of ``total`` positions."""
+def masks(total: int, tokens: int = 8192) -> dict[str, tuple[PackedDocuments, int | None]]:
+    """Documents and window of each case, for a sequence of ``total`` positions. The names give the lengths for 8K
+    tokens a rank; with other ``tokens`` they are in proportion."""
     rng = np.random.default_rng(0)
     one = PackedDocuments([[0, total]])
+    short, long = tokens // 2, 2 * tokens
     return {
-        "log-normal, mean 4K": (packed(drawn(lambda: rng.lognormal(np.log(4096) - 1.5**2 / 2, 1.5)), total), None),
-        "exponential, mean 16K": (packed(drawn(lambda: rng.exponential(16384)), total), None),
-        "half one, rest 2K": (PackedDocuments([[0, *range(total // 2, total + 1, 2048)]]), None),
-        "window 1K": (one, 1024),
-        "window 4K": (one, 4096),
+        "log-normal, mean 4K": (packed(drawn(lambda: rng.lognormal(np.log(short) - 1.5**2 / 2, 1.5)), total), None),
+        "exponential, mean 16K": (packed(drawn(lambda: rng.exponential(long)), total), None),
+        "half one, rest 2K": (PackedDocuments([[0, *range(total // 2, total + 1, tokens // 4)]]), None),
+        "window 1K": (one, tokens // 8),
+        "window 4K": (one, tokens // 2),
         "plain causal": (one, None),
     }
 

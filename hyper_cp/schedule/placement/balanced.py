@@ -27,13 +27,13 @@ _GAIN = 0.02  # so they must gain so much. Where one chunk has _NEARLY the work 
 _NEARLY = 0.9
 _SMALLEST = 128  # positions of a finer chunk: kernels work in blocks of about so many
 _TOLERANCE = 1.03  # the fullest rank's work over the mean that is aimed at: the last per cent would cost many rows
-_BUSIEST = 1.15  # the rows that the busiest rank receives or sends over the mean that is aimed at
+_BUSIEST = (1.15, 1.5)  # the rows that the busiest rank receives or sends over the mean that is aimed at
 _ABOVE = 4  # rows that a row above this counts as
-_WEIGHTS = (64, 8)  # of work above what is aimed at, beside rows. The deal that is found depends on it
+_WEIGHTS = (64, 8)  # of work above what is aimed at, beside rows. The deal that is found depends on both
 _SHARE = 0.1  # the time of receiving as many rows as a rank holds, in units of the mean rank's work
 _BUDGET = 700_000  # exchanges that are considered, with the cost of a round beside them: about 0.1 s
 _ROUND = 1000  # exchanges that a round costs as much as, however few it considers
-_SWEEPS = 20  # with few ranks nothing changes any more after fewer
+_SWEEPS = 12  # with few ranks nothing changes any more after fewer
 _REPAIRS = 16  # exchanges of the fullest rank alone after each sweep
 
 Deal = Numbers
@@ -89,9 +89,9 @@ def _candidates(chunks: _Chunks, world: int, number: int, budget: _Budget) -> li
     """Simple deals, and what exchanges make of them, the best first, as far as the budget goes."""
     contiguous = np.arange(world * number).reshape(world, number)
     found = sorted((contiguous, _head_tail(world, number), _fullest_first(chunks, world, number)), key=chunks.total)
-    for weight, start in product(_WEIGHTS, tuple(found)):
+    for (weight, busiest), start in product(zip(_WEIGHTS, _BUSIEST, strict=True), tuple(found)):
         if budget.left:
-            found.append(_improved(chunks, start, weight, budget))
+            found.append(_improved(chunks, start, weight, busiest, budget))
     return found
 
 
@@ -144,10 +144,10 @@ class _Chunks:
         return Cost(self.pairs[deal].sum(1), received, self.length)
 
     def total(self, deal: Deal) -> float:
-        """One number to compare deals by. The rank that receives or sends most counts as much as their mean."""
+        """One number to compare deals by. The rows of the mean rank count twice as much as those of the busiest."""
         cost, share = self.cost(deal), self.length / len(deal)
         busiest = max(cost.rows.max(), self.sent(deal)[deal].sum(1).max())
-        return max(_TOLERANCE, cost.work) + _SHARE * float(busiest + cost.rows.mean()) / share / 2
+        return max(_TOLERANCE, cost.work) + _SHARE * float(busiest + 2 * cost.rows.mean()) / share / 3
 
     def gained(self, a: Deal, b: Deal) -> Floats:
         """The keys more that ``a[p]`` sees with chunk ``b[p, j]`` in place of its own ``a[p, i]``: ``[p, i, j]``.
@@ -182,9 +182,9 @@ class _Chunks:
         return found
 
 
-def _improved(chunks: _Chunks, start: Deal, weight: int, budget: _Budget) -> Deal:
+def _improved(chunks: _Chunks, start: Deal, weight: int, busiest: float, budget: _Budget) -> Deal:
     """A deal after exchanges of chunks. The weight of work grows from sweep to sweep until no rank has too much."""
-    ranks, world, unchanged = _Ranks(chunks, start.copy()), len(start), 0
+    ranks, world, unchanged = _Ranks(chunks, start.copy(), busiest), len(start), 0
     for _ in range(_SWEEPS):
         ranks.count_rows()
         for a, b in _rounds(world):
@@ -214,8 +214,8 @@ class _Ranks:
         row: pairs that a row counts as much as.
     """
 
-    def __init__(self, chunks: _Chunks, deal: Deal) -> None:
-        self.chunks, self.deal = chunks, deal
+    def __init__(self, chunks: _Chunks, deal: Deal, busiest: float) -> None:
+        self.chunks, self.deal, self.busiest = chunks, deal, busiest
         self.work = chunks.pairs[deal].sum(1)
         self.most = np.floor(_TOLERANCE * self.work.mean())
         self.row = max(1.0, np.floor(self.work.sum() / chunks.length))
@@ -226,7 +226,7 @@ class _Ranks:
         self.received = self.chunks.cost(self.deal).rows
         self.popular = self.chunks.sent(self.deal)
         self.sent = self.popular[self.deal].sum(1)
-        self.most_rows = max(self.least, np.floor(_BUSIEST * self.sent.mean()))
+        self.most_rows = max(self.least, np.floor(self.busiest * self.sent.mean()))
 
     @property
     def above(self) -> bool:
