@@ -1,6 +1,6 @@
 """Measures context-parallel attention on n ranks x 1 thread against plain SDPA in one process x n threads.
 
-    python benchmarks/against_sdpa.py --lengths 4096 8192 --rounds 5
+    python -m benchmarks.speed.run --lengths 4096 8192 --rounds 5
 
 Attention is causal, B1 H8 D64 fp32, forward + backward, on CPU with gloo. Plain SDPA and the modes alternate within
 every round, so that a slow phase of the machine affects all of them. The script prints medians, and the ratio of plain
