@@ -191,8 +191,8 @@ class GlooAxis(Axis):
     """An axis on gloo, with collectives made of point-to-point transfers.
 
     Gloo's own all-gather and reduce-scatter take three to four times as long as its point-to-point transfers of the
-    same bytes (16 MiB, 2 ranks: 20 and 25 ms against 6 ms), its all-to-all twice as long. NCCL and HCCL choose a route through the machine's
-    topology: :class:`Axis` is right for them.
+    same bytes (16 MiB, 2 ranks: 20 and 25 ms against 6 ms), its all-to-all twice as long. NCCL and HCCL choose a route
+    through the machine's topology: :class:`Axis` is right for them.
     """
 
     def all_to_all(self, send: Tensor) -> Pending:
