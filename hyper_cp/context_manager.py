@@ -85,7 +85,7 @@ class context_parallel:
         layout: str = "head_tail",
         load_balance: bool = False,
         window: Sequence[int | None] | None = None,
-        head_groups: int = 1,
+        head_groups: int | str = 1,
         allow: Sequence[str] = (),
     ) -> None:
         style = ContextParallel(

@@ -57,7 +57,8 @@ class ContextParallel(ParallelStyle):
         head_groups: the number of groups in which heads are exchanged. The next group is in flight while one is
             attended, in backward too, so that attention hides Ulysses' all-to-all. It needs ``qkv_indices=None`` (a
             module that receives q, k, v in ``[B, H, S, D]`` and hands them to attention will do), and heads that split
-            into the groups.
+            into the groups. ``"auto"``: the number that the planner's cost puts first with typical figures
+            (docs/planner.md), 1 where modules receive q, k, v; it is logged.
         allow: modules that you vouch for: qualified names or patterns of them (everything inside is meant too), or
             names of types. They may mix positions, call attention that is not routed, or have other weights on each
             rank.
@@ -109,7 +110,7 @@ class ContextParallel(ParallelStyle):
         layout: str = "contiguous",
         use_local_output: bool = True,
         window: Sequence[int | None] | None = None,
-        head_groups: int = 1,
+        head_groups: int | str = 1,
         allow: Sequence[str] = (),
     ) -> None:
         super().__init__()
@@ -141,7 +142,7 @@ class ContextParallel(ParallelStyle):
                 f"qkv_kwarg_names={qkv_kwarg_names!r} with qkv_indices={qkv_indices!r}: give three names (of q, k, v; "
                 "k and v equal in both if they are one tensor), and only for a module that receives q, k, v"
             )
-        if head_groups > 1 and self.qkv_indices is not None:
+        if self.mode.groups > 1 and self.qkv_indices is not None:
             raise ValueError(
                 f"head_groups={head_groups} with qkv_indices={qkv_indices!r}: where q, k, v are exchanged before the "
                 "module runs, it sees all its heads at once, so there is nothing to overlap. Set qkv_indices=None: its "
@@ -162,7 +163,7 @@ class ContextParallel(ParallelStyle):
             f"ContextParallel(seq_dim={self.seq_dim}, head_dim={self.head_dim}, ulysses_degree="
             f"{self.ulysses_degree!r}, qkv_indices={self.qkv_indices}, kv_exchange={m.kv_exchange!r}, "
             f"layout={m.layout!r}, load_balance={m.load_balance}, window={m.window}, "
-            f"head_groups={m.head_groups}, use_local_output={self.use_local_output}, allow={self.allow})"
+            f"head_groups={m.head_groups!r}, use_local_output={self.use_local_output}, allow={self.allow})"
         )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -7,6 +7,7 @@ the last exchange themselves when the module is given q, k, v, and call it with 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -60,12 +61,15 @@ def attend(
     if torch.compiler.is_compiling() and not core.compiles(cp, mode, call):
         return _outside_the_graph(q, k, v, cp, mode, call, core, exchanged)
     core, call = core.settle(q, cp, mode, call)
+    if mode.head_groups == "auto":
+        possible = isinstance(core, TileEngine) and not exchanged
+        mode = replace(mode, head_groups=head_groups.best_groups(q, k, v, cp, mode, call) if possible else 1)
     q, k, v, checked = check(q, k, v, call, cp, mode, exchanged=exchanged)
     core.check(q, k, checked)
     if exchanged or cp.ulysses.size == 1:
         return core(q, k, v, checked)
-    head_groups.check_groups(q.shape[1], k.shape[1], cp, mode.head_groups)
-    if isinstance(core, TileEngine) and mode.head_groups > 1:
+    head_groups.check_groups(q.shape[1], k.shape[1], cp, mode.groups)
+    if isinstance(core, TileEngine) and mode.groups > 1:
         return head_groups.attend(q, k, v, checked, core.with_lse)
     ulysses = Ulysses(cp, mode.layout, documents=call.documents)
     q, k, v = ulysses.to_heads(q, k, v)
@@ -109,7 +113,7 @@ def attention(
     documents: Any = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
-    head_groups: int = 1,
+    head_groups: int | str = 1,
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -147,7 +151,8 @@ def attention(
             the default CPU generator.
         return_lse: also return the log-sum-exp of the scaled logits.
         head_groups: exchange heads (``ulysses_degree`` > 1) in this many groups, the next one in flight while one is
-            attended, in backward too. Each rank's heads must split into them.
+            attended, in backward too. Each rank's heads must split into them. ``"auto"``: the number that the planner's
+            cost puts first with typical figures (docs/planner.md); it is logged.
         sinks: a learned logit per query head ``[H]``, of all heads, which takes weight in the softmax of every row and
             gives no value (attention sinks, as in gpt-oss). Each rank returns the gradient through its own rows and
             heads: reduce it over the cp ranks like that of any replicated parameter.
