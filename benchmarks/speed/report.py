@@ -1,4 +1,4 @@
-"""What was found, as a Markdown table, a plot, and sections of documents."""
+"""Results as a Markdown table, a plot, and sections of documents."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _reasons(found: dict[str, Any]) -> Iterator[str]:
 
 
 def behind(found: dict[str, Any], library: str = "hyper_cp") -> list[str]:
-    """Where the fastest peer of a kind is faster than the fastest balanced mode of ``library`` of that kind."""
+    """Sentences about peers that are faster than the fastest mode of ``library`` of their kind."""
     lines = []
     for run in found["runs"]:
         best: dict[tuple[str, bool], tuple[float, str]] = {}

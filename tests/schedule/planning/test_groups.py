@@ -1,11 +1,18 @@
-"""The time of Ulysses in groups of heads against measured times, and the number that ``head_groups="auto"`` takes."""
+"""Numbers that the library chooses by the planner's cost: groups of heads, and stages of the needed exchange."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 
+from hyper_cp.schedule import arrivals
+from hyper_cp.schedule.documents import PackedDocuments
+from hyper_cp.schedule.planning.inputs.model import ModelShape
+from hyper_cp.schedule.planning.inputs.profiles import PROFILES
+from hyper_cp.schedule.planning.strategies import Estimator, Problem, Strategy
 from hyper_cp.schedule.planning.timeline import fastest_groups, grouped_ulysses, visible_pairs
 
 MEASURED = {  # benchmarks/README.md: the step over the computation, by the length of the communication, in 1, 2, 4, 8
@@ -59,3 +66,36 @@ def test_visible_pairs() -> None:
     assert visible_pairs(100, (-9, 0)) == 1_000
     assert visible_pairs(100, (-1_000, 0)) == 5_000
     assert visible_pairs(100, (-5, 5)) == 1_100
+
+
+# --------------------------------------------------------------------------- stages of the needed exchange
+
+LENGTHS = {
+    "documents of 1K to 16K": [1024, 16384, 2048, 8192, 4096, 12288, 1024, 6144, 14336],
+    "half one document": [32768, *[2048] * 16],
+}
+
+
+def seconds_in(count: int | None, lengths: list[int], per_host: int, patch: pytest.MonkeyPatch) -> float:
+    """Attention of one layer on 8 GPUs with so many stages; None: with the number that the schedule chooses."""
+    model = ModelShape(layers=1, heads=64, width=8192, kv_heads=8, head_dim=128, vocabulary=10)
+    documents = PackedDocuments([[0, *accumulate(lengths)]])
+    cluster = replace(PROFILES["h100"], gpus_per_host=per_host)
+    problem = Problem(model, cluster, 8, documents, True, 1, 2, 16.0, 8, 1e12)
+    with patch.context() as patched:
+        if count is not None:
+            ahead = lambda most, share: max(1, 3 * share * count // most)  # noqa: E731  (as the schedule does)
+            patched.setattr(arrivals, "stages_of", lambda most, share: (min(most, count), ahead(most, share)))
+        time = Estimator(problem).cost(Strategy(8, 1, "needed", "balanced", "none", False)).attention
+    return time.forward + time.backward
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("per_host", [8, 1])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_the_number_of_stages_is_near_the_best_by_the_cost(
+    lengths: list[int], per_host: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {count: seconds_in(count, lengths, per_host, monkeypatch) for count in (1, 2, 4, 8)}
+    chosen = seconds_in(None, lengths, per_host, monkeypatch)
+    assert chosen <= 1.1 * min(times.values()), (chosen, times)
