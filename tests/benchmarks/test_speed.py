@@ -121,7 +121,7 @@ def everything() -> dict[str, Any]:
 @pytest.mark.slow
 def test_everything_that_can_run_is_timed(ranks: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """Every mode of ours, DTensor by hand, and the libraries that are installed."""
-    found = ranks(2, everything, timeout=200, strict=False)[0]
+    found = ranks(2, everything, timeout=200)[0]
     causal, documents = ({r["library"]: [] for r in run["results"]} for run in found["runs"])
     for run, by_library in zip(found["runs"], (causal, documents), strict=True):
         for result in run["results"]:
