@@ -23,6 +23,7 @@ from .module.guards import MIXING_CALLS, refuse_mixing_call, refuse_running_mixe
 from .module.mesh_binding import Binding
 from .module.mixers.block import BlockMixer
 from .module.running_call import RunningCall
+from .ops.writes import writes
 from .style import ContextParallel
 
 
@@ -241,7 +242,7 @@ class _Sharded:
 
     def count_versions(self) -> tuple[int, int]:
         """Numbers of writes, to the share and to the buffer (past the routing)."""
-        return self.share._version, self.buffer._version
+        return writes(self.share), writes(self.buffer)
 
 
 def _collect(written: list[_Sharded]) -> None:
