@@ -118,6 +118,11 @@ def by_key(key: str) -> CPMesh:
     return _BY_KEY[key]
 
 
+def alone() -> CPMesh:
+    """The mesh of one rank, without process groups: what runs on it communicates nothing."""
+    return _BY_KEY.get("alone") or register(CPMesh("alone", Axis.alone(), Axis.alone(), (Axis.alone(),), BatchState()))
+
+
 def divisors(n: int) -> list[int]:
     """All divisors of ``n``, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]

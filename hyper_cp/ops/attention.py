@@ -145,7 +145,8 @@ def attention(
             None (or -1): no bound.
         documents: cumulative lengths ``[0, ..., S]`` of documents packed into the sequence, global, on
             the CPU (a list or tensor, or one per batch row): only positions of one document see each
-            other. They may have any length and begin anywhere.
+            other. They may have any length and begin anywhere. None: those of the enclosing ``handler.documents``
+            block, if there is one and keys are as many as queries.
         dropout_p: probability that a weight is dropped (never the same pairs on two ranks, the same ones in a
             recompute). Only where plain SDPA would compute in plain math, as on the CPU; the seed comes from
             the default CPU generator.
@@ -173,6 +174,9 @@ def attention(
     check_degree(mode, cp)
     score = None if softcap is None else scores.softcap(softcap)
     table = documents_table(documents)
+    own = documents is None and q.ndim == k.ndim == 4 and q.shape[2] == k.shape[2] and kv_exchange != "replicated"
+    if own and not isinstance(mesh, CPMesh):  # attention of a sequence to itself, of which a block says the documents
+        table = cp.batch.in_force("attention")
     call = Call(is_causal, scale, attn_mask, table, dropout_p, sinks=sinks, score=score, enable_gqa=enable_gqa)
     found: Tensor | tuple[Tensor, Tensor] = attend(q, k, v, cp, mode, call, TileEngine(return_lse))
     return found
