@@ -34,7 +34,7 @@ from ..schedule import layout as layouts
 from ..schedule import tiles
 from ..schedule.documents import read
 from ..schedule.lookup import ascending, resolve
-from ..schedule.planning.timeline import fastest_groups, visible_pairs
+from ..schedule.planning.auto import TOKENS, fastest_groups, visible_pairs
 from .config import Call, CheckedCall, Mode, OpSettings, op_settings
 from .engine import attention_backward_op, attention_op, gradient_of_sinks, op_arguments
 from .exchange import ulysses
@@ -71,9 +71,6 @@ def check_groups(q_heads: int, kv_heads: int, cp: CPMesh, groups: int) -> None:
 
 # --------------------------------------------------------------------------- the number of groups
 
-TOKENS = 8192
-"""Tokens of a rank that are assumed in a compiled graph, whose lengths may be open."""
-
 
 def best_groups(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> int:
     """The number of groups that ``head_groups="auto"`` stands for. It depends on what all ranks have in common only; a
@@ -84,7 +81,7 @@ def best_groups(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: C
     heads, dims = (q.shape[1], k.shape[1]), (q.shape[3], v.shape[3])
     if 0 in heads or heads[0] % degree or heads[0] % heads[1]:
         return 1
-    compiled = torch.compiler.is_compiling()
+    compiled = torch.compiler.is_compiling()  # lengths may be open in a graph
     length = TOKENS * cp.size if compiled else q.shape[2] * cp.size
     band = tiles.band_of(call.is_causal, mode.window)
     table = None if compiled else read(call.documents)

@@ -6,19 +6,13 @@ of posting, and computes beside them. A ring advances as fast as its slowest ran
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
-from ..tiles import Band
 from .inputs.cluster import Cluster
 from .inputs.model import ModelShape
-from .inputs.profiles import PROFILES
-from .traffic import Transfers, shared_heads
+from .traffic import Transfers
 from .work import RankWork, StepWork
-
-logger = logging.getLogger(__name__)
 
 MERGED_BYTES = 18
 """Bytes that merging one output element of a further partial reads and writes (fp32 sums, the partial in bf16)."""
@@ -224,63 +218,6 @@ def grouped_ulysses(groups: int, kernels: tuple[float, float], travel: tuple[flo
             arrival, left = ahead, posted
         clock.wait(left)
     return clock.now
-
-
-TYPICAL = {"npu": "910b"}
-"""The profile that stands for a type of device; h100 for all others."""
-EQUAL = 1.02
-"""Numbers of groups within this of the fastest are equally good: the smallest of them is taken."""
-
-
-def visible_pairs(length: int, band: Band) -> int:
-    """About the number of pairs of a query and a key that a band leaves of ``length`` positions."""
-    lower, upper = band
-    width = length // 2 if 0 in (lower, upper) else length
-    return length * (width if lower is None or upper is None else min(width, upper - lower + 1))
-
-
-@cache
-def fastest_groups(
-    numbers: tuple[int, ...],
-    degree: int,
-    per_host: int,
-    heads: tuple[int, int],
-    dims: tuple[int, int],
-    tokens: int,
-    pairs: int,
-    element: int,
-    device: str,
-) -> int:
-    """The fewest groups of heads whose attention, forward and backward, takes within ``EQUAL`` of the shortest time.
-
-    Args:
-        numbers: the possible ones.
-        degree, per_host: ranks that exchange heads, and ranks that share a host.
-        heads: of queries and of keys, before the exchange.
-        dims: of keys and of values.
-        tokens: of this rank, all batch rows together.
-        pairs: of a query and a key that each head of a rank attends.
-        element: bytes of an element.
-        device: its type, for which a typical profile stands.
-    """
-    cluster, (queries, keys), (dim, value_dim) = PROFILES[TYPICAL.get(device, "h100")], heads, dims
-    inside = degree <= per_host
-    link = cluster.inside if inside else cluster.between
-    each = (cluster.inside_us if inside else cluster.between_us) * 1e-6
-    work = 2.0 * pairs * queries / degree * (dim + value_dim)
-    kernels = work / cluster.flops("forward_share"), BACKWARD * work / cluster.flops("backward_share")
-    byte = tokens * element * (degree - 1) / degree / link
-    travel = byte * (queries * dim + shared_heads(keys, degree) * (dim + value_dim)), byte * queries * value_dim
-    seconds = {number: grouped_ulysses(number, kernels, travel, each) for number in numbers}
-    fastest = min(seconds.values())
-    best = min(number for number, found in seconds.items() if found <= EQUAL * fastest)
-    found = best, queries, keys, degree, tokens, seconds[best] * 1e3, seconds[1] * 1e3, cluster.name
-    logger.info(
-        'head_groups="auto": %d groups for %d query and %d key/value heads over ulysses_degree=%d, %d tokens a rank: '
-        "%.3g ms instead of %.3g ms at once, by the cost of %s",
-        *found,
-    )
-    return best
 
 
 _RING = _ring_forward, _ring_backward

@@ -10,10 +10,11 @@ import pytest
 
 from hyper_cp.schedule import arrivals
 from hyper_cp.schedule.documents import PackedDocuments
+from hyper_cp.schedule.planning.auto import fastest_groups, visible_pairs
 from hyper_cp.schedule.planning.inputs.model import ModelShape
 from hyper_cp.schedule.planning.inputs.profiles import PROFILES
 from hyper_cp.schedule.planning.strategies import Estimator, Problem, Strategy
-from hyper_cp.schedule.planning.timeline import fastest_groups, grouped_ulysses, visible_pairs
+from hyper_cp.schedule.planning.timeline import grouped_ulysses
 
 MEASURED = {  # benchmarks/README.md: the step over the computation, by the length of the communication, in 1, 2, 4, 8
     1.0: (2.00, 1.55, 1.38, 1.30),
