@@ -7,11 +7,13 @@ VENV := $(ENVS)/.venv$(if $(TORCH),-$(TORCH))
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+# The pages have an environment of their own: what builds them is not needed to test.
+DOCS := $(ENVS)/.venv-docs
 # Processes that run tests, each with ranks of its own, which compute on one thread each.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test test-fast lint clean
+.PHONY: demo test test-fast lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/python -m hyper_cp demo
@@ -30,6 +32,16 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The pages in site/; a warning, such as a link to nowhere, is an error. Docstrings are read, not imported: torch is not needed.
+docs: $(DOCS)/installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+$(DOCS)/installed: pyproject.toml constraints.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		$$(sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '",')
+	touch $@
+
 # torch is pinned in constraints.txt: a loose one pulls gigabytes of CUDA packages, and so does TORCH=. Another torch
 # may want another triton.
 $(STAMP): pyproject.toml constraints.txt
@@ -40,4 +52,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(DOCS) site
