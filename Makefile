@@ -13,7 +13,7 @@ DOCS := $(ENVS)/.venv-docs
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test test-fast lint docs clean
+.PHONY: demo test test-fast lint docs release-check clean
 
 demo: $(STAMP)
 	$(BIN)/python -m hyper_cp demo
@@ -30,6 +30,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --strict --follow-imports=silent tests/public_types.py
 	$(BIN)/lint-imports
 
 # The pages in site/; a warning, such as a link to nowhere, is an error. Docstrings are read, not imported: torch is not needed.
@@ -41,6 +42,14 @@ $(DOCS)/installed: pyproject.toml constraints.txt
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		$$(sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '",')
 	touch $@
+
+# The wheel and the sdist in dist/, and the demo from the wheel in an empty environment, as a user installs it.
+release-check: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+	$(PYTHON) -m venv dist/env
+	dist/env/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd dist && env/bin/hyper-cp demo --steps 2 --html demo.html && env/bin/hyper-cp tiles --modes
 
 # torch is pinned in constraints.txt: a loose one pulls gigabytes of CUDA packages, and so does TORCH=. Another torch
 # may want another triton.

@@ -70,6 +70,13 @@ class context_parallel:
         RuntimeError: for functions that mix positions (``conv1d``, LSTMs, batch statistics, pools) of as many positions
             as a buffer has in the block, unless ``allow`` names their module.
 
+    Example::
+
+        >>> tokens = torch.arange(8)[None]
+        >>> with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]):
+        ...     tokens.shape
+        torch.Size([1, 4])
+
     Source: the interface of ``torch.distributed.tensor.experimental.context_parallel``.
     """
 

@@ -87,10 +87,11 @@ class ContextParallel(ParallelStyle):
 
     Example::
 
-        >>> # xdoctest: +SKIP(distributed)
-        >>> mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("cp",))
-        >>> style = ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=4, kv_exchange="ring")
-        >>> parallelize_module(model, mesh, {"layers.*.attention.inner": style})
+        >>> mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("cp",))
+        >>> style = ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=1, kv_exchange="ring", layout="head_tail")
+        >>> model = parallelize_module(model, mesh, {"layers.*.attention.inner": style})
+        >>> len(styled_modules(model, at_least=2))
+        2
 
     Source: Ulysses arXiv 2309.14509; Colossal-AI sequence parallelism 2105.13120 and the K/V
     all-gather of Llama 3 2407.21783; ring 2310.01889; hybrid (USP) 2405.07719.
@@ -216,10 +217,11 @@ class RecurrentContextParallel(ContextParallel):
 
     Example::
 
-        >>> # xdoctest: +SKIP(distributed)
-        >>> mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("cp",))
+        >>> mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("cp",))
         >>> plan = {"layers.*.mixer": RecurrentContextParallel(layout="head_tail")}
-        >>> parallelize_module(model, mesh, plan)
+        >>> hybrid = parallelize_module(hybrid, mesh, plan)
+
+    Source: state passing between ranks as in LASP-2 (arXiv 2502.07563); see :func:`hyper_cp.ops.linear_recurrence`.
     """
 
     mixers = True
@@ -270,6 +272,9 @@ def styled_modules(model: nn.Module, at_least: int = 0, *, ran: bool = False) ->
         at_least: the number of modules that the plan should match: ``model.config.num_hidden_layers``, say.
         ran: also raise if one of them has not run yet. Use it after the first step: a module that is never called
             leaves its attention to other code. (Calls in compiled graphs are not counted.)
+
+    Raises:
+        ValueError: if there are fewer, if one has not run, or if they expect the sequence in different layouts.
     """
     found = {}
     for name, module in model.named_modules():

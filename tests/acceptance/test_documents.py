@@ -13,6 +13,8 @@ A block with a title (```` ```python TITLE ````) is run by a test that names the
 
 from __future__ import annotations
 
+import doctest
+import io
 import re
 import traceback
 from functools import cache
@@ -21,8 +23,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
+import hyper_cp
+from hyper_cp import ops
+from hyper_cp.data.sharding import Shares
 from tests.harness.composition_training import llama
+from tests.harness.mixer import Mixer
 from tests.harness.ranks import on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +83,30 @@ def failures(pages: list[tuple[str, list[Code]]]) -> dict[str, str]:
         except Exception:
             found[page] = traceback.format_exc(limit=-4)
     return found
+
+
+@on_ranks
+def failed_examples() -> tuple[int, str]:
+    """The number of examples in docstrings of the public surface on two ranks, and what failed."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    style = hyper_cp.ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=1, layout="head_tail")
+    public = {name: getattr(module, name) for module in (ops, hyper_cp) for name in module.__all__}
+    found, log = 0, io.StringIO()
+    for name, thing in {**public, "Shares": Shares}.items():
+        for test in doctest.DocTestFinder(recurse=isinstance(thing, type)).find(thing, name, module=False, globs={}):
+            hybrid = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"mixer": Mixer()})])})
+            handler = hyper_cp.ContextParallelHandler(mesh, style)
+            given = {"mesh": mesh, "style": style, "handler": handler, "model": llama(), "hybrid": hybrid}
+            test.globs.update(public, **given, torch=torch, nn=nn, parallelize_module=parallelize_module)
+            test.globs["init_device_mesh"] = lambda _, *args, **names: init_device_mesh("cpu", *args, **names)
+            found += len(test.examples)
+            doctest.DocTestRunner(verbose=False).run(test, out=log.write, clear_globs=False)
+    return found, log.getvalue()
+
+
+def test_examples_of_docstrings(ranks: Any) -> None:
+    for found, log in ranks(2, failed_examples):
+        assert not log and found > 25, log
 
 
 @pytest.mark.slow
