@@ -13,6 +13,7 @@ A block with a title (```` ```python TITLE ````) is run by a test that names the
 
 from __future__ import annotations
 
+import ast
 import doctest
 import io
 import re
@@ -85,6 +86,34 @@ def failures(pages: list[tuple[str, list[Code]]]) -> dict[str, str]:
     return found
 
 
+def messages() -> str:
+    """Every string of the package, a line each, with ``...`` for values."""
+    found = []
+    for path in (ROOT / "hyper_cp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_troubleshooting_quotes_errors_that_exist() -> None:
+    """The words between the values of a quoted error are part of some message."""
+    text, known = (ROOT / "docs" / "help" / "troubleshooting.md").read_text(), messages()
+    quoted = re.findall(r"^\| (`[^|]*?) \|", text.partition("## Hangs")[0], re.M)
+    beginnings = [words for cell in quoted for words in re.findall(r"`([^`]+)`", cell)]
+    assert len(beginnings) > 30
+    unknown = {
+        words: part
+        for words in beginnings
+        for part in re.split(r"\.\.\.|'x'|\(Conv1d\)|=None|=\"ring\"|='per_document'| 0 | 2 ", words)
+        if len(part.strip(" ,(=")) > 3 and part.strip(" ,(") not in known
+    }
+    assert not unknown, unknown
+
+
 @on_ranks
 def failed_examples() -> tuple[int, str]:
     """The number of examples in docstrings of the public surface on two ranks, and what failed."""
@@ -104,6 +133,7 @@ def failed_examples() -> tuple[int, str]:
     return found, log.getvalue()
 
 
+@pytest.mark.slow
 def test_examples_of_docstrings(ranks: Any) -> None:
     for found, log in ranks(2, failed_examples):
         assert not log and found > 25, log
