@@ -21,6 +21,7 @@ from .module.dispatch_mode import DispatchMode, current_call, dispatching
 from .module.guards import MIXING_CALLS, refuse_mixing_call
 from .module.mesh_binding import Binding
 from .module.running_call import RunningCall
+from .ops.writes import writes
 from .style import ContextParallel
 
 
@@ -244,7 +245,7 @@ class _Sharded:
 
     def count_versions(self) -> tuple[int, int]:
         """Numbers of writes, to the share and to the buffer (past the routing)."""
-        return self.share._version, self.buffer._version
+        return writes(self.share), writes(self.buffer)
 
 
 def _collect(written: list[_Sharded]) -> None:

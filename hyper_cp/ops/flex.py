@@ -27,15 +27,8 @@ from ..schedule.ranges import Range
 from .config import Call, CheckedCall, Mode
 from .engine import TileEngine
 from .exchange.gather_keys import gather_keys, query_positions
-from .kernels.scores.mods import (
-    Mods,
-    Written,
-    block_tensors,
-    check_block_mask,
-    dense_blocks,
-    unchanged,
-    written,
-)
+from .kernels.scores.mods import Mods, block_tensors, check_block_mask, dense_blocks
+from .writes import Written, unchanged, written
 
 
 @dataclass(frozen=True)
