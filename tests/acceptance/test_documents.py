@@ -114,6 +114,21 @@ def test_troubleshooting_quotes_errors_that_exist() -> None:
     assert not unknown, unknown
 
 
+def test_links_lead_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"]
+    texts = [(page, re.sub(r"^```.*?^```|<!--.*?-->", "", page.read_text(), flags=re.M | re.S)) for page in pages]
+    links = [(page, link) for page, text in texts for link in re.findall(r"\]\(([^)\s#:]+)(?:#[^)]*)?\)", text)]
+    broken = [f"{page.relative_to(ROOT)}: {link}" for page, link in links if not (page.parent / link).exists()]
+    assert len(links) > 100 and not broken, broken
+
+
+def test_folders_of_pages_are_small() -> None:
+    for folder in (ROOT / "docs", *(path for path in (ROOT / "docs").rglob("*") if path.is_dir())):
+        for kind in (Path.is_file, Path.is_dir):
+            found = [path.name for path in folder.iterdir() if kind(path) and path.name != "__pycache__"]
+            assert len(found) <= 8, (folder, found)
+
+
 @on_ranks
 def failed_examples() -> tuple[int, str]:
     """The number of examples in docstrings of the public surface on two ranks, and what failed."""
