@@ -166,6 +166,13 @@ def attention(
 
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.
+        NotImplementedError: for gradients of masks, and dropout where a fused kernel would draw random numbers.
+
+    Example::
+
+        >>> q, k, v = (torch.randn(1, heads, 8, 16) for heads in (4, 2, 2))  # this rank's half of 16 positions
+        >>> attention(q, k, v, mesh=mesh, is_causal=True, enable_gqa=True, kv_exchange="ring").shape
+        torch.Size([1, 4, 8, 16])
 
     Source: DeepSpeed Ulysses (arXiv 2309.14509), Ring Attention (2310.01889), USP (2405.07719).
     """

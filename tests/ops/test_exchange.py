@@ -74,7 +74,7 @@ class Counter:
 
 
 def formula(world: int, degree: int, balance: bool, length: int, size: int, acc: int) -> tuple[int, int]:
-    """Bytes one rank sends in forward and backward: docs/communication.md."""
+    """Bytes one rank sends in forward and backward: docs/measured/communication.md."""
     ring = world // degree
     tokens = B * length // world
     nq, nk, nv, no = tokens * H * D, tokens * HKV * D, tokens * HKV * DV, tokens * H * DV

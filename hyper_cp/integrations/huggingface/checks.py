@@ -56,7 +56,7 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         raise NotImplementedError(
             f"{name} has {', '.join(mixing)}. They compute along the sequence without attention, by none of the "
             "functions that context parallelism routes, and would end at this rank's share. Use a model whose mixers "
-            "call causal_conv1d_fn, chunk_gated_delta_rule and their kind (docs/recurrent_layers.md)"
+            "call causal_conv1d_fn, chunk_gated_delta_rule and their kind (docs/guide/recurrent_layers.md)"
         )
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         raise NotImplementedError(

@@ -60,6 +60,13 @@ def causal_conv1d(
 
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.
+
+    Example::
+
+        >>> causal_conv1d(torch.randn(1, 6, 8), torch.randn(6, 4), mesh=mesh, activation="silu").shape
+        torch.Size([1, 6, 8])
+
+    Source: the interface of the package causal_conv1d, in Mamba (arXiv 2312.00752).
     """
     check_tensor(name, "x", x, 3, "[batch, channels, positions]")
     check_tensor(name, "weight", weight, 2, "[channels, width]")

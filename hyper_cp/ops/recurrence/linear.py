@@ -77,6 +77,12 @@ def linear_recurrence(
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.
 
+    Example::
+
+        >>> q, k, v = (torch.randn(1, 8, 2, 4) for _ in range(3))  # this rank's half of 16 positions
+        >>> linear_recurrence(q, k, v, -torch.rand(1, 8, 2), mesh=mesh).shape
+        torch.Size([1, 8, 2, 4])
+
     Source: state passing between ranks as in LASP-2 (arXiv 2502.07563) and Mamba's context parallelism; the maps as in
         Mamba 2 (2405.21060), DeltaNet (2406.06484), gated delta net (2412.06464) and Kimi Linear (2510.26692).
     """
