@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from links import Link, switch, why_not
+from needed import masks
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp.mesh import comm
@@ -42,6 +43,7 @@ MODES: dict[str, dict[str, Any]] = {
     "ring": {"kv_exchange": "ring", "layout": "head_tail"},
     "all-gather": {"layout": "head_tail"},
     "needed": {"kv_exchange": "needed", "layout": "head_tail"},
+    "needed, balanced": {"kv_exchange": "needed", "layout": "balanced"},
     "Ulysses": {"ulysses_degree": None},
     "Ulysses, 2 head groups": {"ulysses_degree": None, "head_groups": 2},
     "Ulysses, 4 head groups": {"ulysses_degree": None, "head_groups": 4},
@@ -49,16 +51,26 @@ MODES: dict[str, dict[str, Any]] = {
     "all-gather, load_balance": {"load_balance": True},
 }
 
-MASKS = ("causal", "window", "documents")
+DRAWN = ("log-normal", "exponential", "half one")
+"""Documents of needed.py, in proportion to the tokens of a rank."""
+MASKS = ("causal", "window", "documents", *DRAWN)
 
 
-def masked(mask: str, length: int) -> dict[str, Any]:
-    """The arguments of a mask: causal; a window of an eighth of the sequence; or documents of many lengths."""
+def masked(args: argparse.Namespace, mode: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a mask and a mode. Masks are: causal; a window of an eighth of the sequence; or documents."""
+    length, mask = args.length, args.mask
+    found: dict[str, Any] = {"is_causal": True, **mode}
     if mask == "window":
-        return {"window": (length // 8, 0)}
+        found["window"] = (length // 8, 0)
     if mask == "documents":
-        return {"documents": [0, *(length * share // 64 for share in (3, 4, 9, 20, 22, 29, 40, 47, 50, 64))]}
-    return {}
+        found["documents"] = [0, *(length * share // 64 for share in (3, 4, 9, 20, 22, 29, 40, 47, 50, 64))]
+    if mask in DRAWN:
+        drawn = masks(length, length // args.ranks)
+        found["documents"] = list(next(drawn[name][0].rows[0] for name in drawn if name.startswith(mask)))
+    if mode.get("layout") == "balanced":
+        found.setdefault("documents", [0, length])
+        found["layout"] = f"balanced_{length // 8}" if mask == "window" else "balanced"
+    return found
 
 
 # --------------------------------------------------------------------------- on a rank
@@ -86,7 +98,7 @@ class Rank:
         heads, tokens = 4 * args.ranks, length // args.ranks
         shape = 1, tokens, heads, args.width // heads
         q, k, v, dout = (torch.randn(shape).transpose(1, 2) for _ in range(4))
-        found, options = [], {"is_causal": True, **masked(args.mask, length), **mode}
+        found, options = [], masked(args, mode)
         with comm.record_traffic() as traffic:
             for _ in range(args.rounds + 1):  # the first one warms up: schedules, connections, what ranks compare
                 leaves = [x.detach().requires_grad_() for x in (q, k, v)]

@@ -85,7 +85,7 @@ def balance(
     packed.check_length(length)
     lower, upper = band_of(is_causal, check_window(window))
     names = [n for n in layouts.LAYOUTS if n != "auto" and length % layouts.length_multiple(n, ranks) == 0]
-    names += [f"balanced_{-lower}"] if lower is not None and "balanced" in names else []
+    names += [f"balanced_{-lower}"] if lower and "balanced" in names else []
     return {name: _balance(name, length, ranks, packed, (lower, upper)) for name in names}
 
 
