@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import links
-import throttled
+from benchmarks.measured import links, throttled
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
 
 
 def test_it_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,8 +71,12 @@ def test_nothing_is_left_when_it_is_killed() -> None:
     with links.switch() as pid:
         assert network(pid) != network(os.getpid())
         process: Any = subprocess.Popen(
-            [sys.executable, "-c", f"import links; links.Link({pid}, 0).limit(50); print('up', flush=True); input()"],
-            cwd=BENCHMARKS,
+            [
+                sys.executable,
+                "-c",
+                f"from benchmarks.measured import links; links.Link({pid}, 0).limit(50); print('up', flush=True); input()",
+            ],
+            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -74,7 +74,7 @@ class Counter:
 
 
 def formula(world: int, degree: int, balance: bool, length: int, size: int, acc: int) -> tuple[int, int]:
-    """Bytes one rank sends in forward and backward: docs/communication.md."""
+    """Bytes one rank sends in forward and backward: docs/measured/communication.md."""
     ring = world // degree
     tokens = B * length // world
     nq, nk, nv, no = tokens * H * D, tokens * HKV * D, tokens * HKV * DV, tokens * H * DV
@@ -251,7 +251,7 @@ def repeat_with_delays(world: int, passes: dict[int, dict[str, Any]]) -> bool:
 
     def late(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kw: Any) -> Any:
-            time.sleep(chance.random() * 0.02)
+            time.sleep(chance.random() * 0.006)
             return method(*args, **kw)
 
         return call
