@@ -53,9 +53,8 @@ def test_both_directions_of_a_real_link_are_used_at_once(tmp_path: Path) -> None
     """Ulysses sends and receives equally much: where the directions take turns, it takes twice as long as its bytes."""
     found, length, width = tmp_path / "found.json", 512, 512
     options = f"--ranks 2 --rates 40 --length {length} --width {width} --rounds 1 --only Ulysses --json {found}"
-    run = subprocess.run(
-        [sys.executable, BENCHMARKS / "throttled.py", *options.split()], capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "benchmarks.measured.throttled", *options.split()]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if run.returncode == throttled.NOT_HERE:
         pytest.skip(run.stderr.strip())
     assert not run.returncode, run.stderr
@@ -70,17 +69,11 @@ def test_nothing_is_left_when_it_is_killed() -> None:
         pytest.skip(links.why_not())
     with links.switch() as pid:
         assert network(pid) != network(os.getpid())
-        process: Any = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                f"from benchmarks.measured import links; links.Link({pid}, 0).limit(50); print('up', flush=True); input()",
-            ],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+        code = (
+            f"from benchmarks.measured import links; links.Link({pid}, 0).limit(50); print('up', flush=True); input()"
         )
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        process: Any = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes)
         assert process.stdout.readline() == "up\n"
 
         def ports() -> str:
