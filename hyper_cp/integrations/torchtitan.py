@@ -16,6 +16,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import make_dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from weakref import WeakSet
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..handler import ContextParallelHandler
@@ -47,26 +49,55 @@ def apply_cp_to_forward(attention_modules: Sequence[nn.Module], cp_mesh: DeviceM
 
         torchtitan.models.llama3.parallelize.apply_cp_to_forward = partial(apply_cp_to_forward, style=style)
 
-    Dimensions of ``style`` do not count. Its layout must be that of the tokens: ``"head_tail"`` for torchtitan's load
-    balancer "headtail", which :func:`prepare_context_parallel_input` checks.
+    Dimensions of ``style`` do not count. Its layout must be that of the tokens, which
+    :func:`prepare_context_parallel_input` checks; that function also leaves masks those of the whole sequence.
 
     Raises:
-        NotImplementedError: for modules other than ``ScaledDotProductAttention``: torchtitan splits the masks of
-            FlexAttention over the ranks, and has none for variable-length attention. (See
-            :func:`apply_context_parallel`.)
+        NotImplementedError: for modules other than ``FlexAttention`` and ``ScaledDotProductAttention``. (For
+            variable-length attention see :func:`apply_context_parallel`.)
     """
-    other = {type(module).__name__ for module in attention_modules if "Product" not in type(module).__name__}
-    if other:
+    kinds = {type(module).__name__ for module in attention_modules}
+    if not kinds <= {"FlexAttention", "ScaledDotProductAttention"}:
         raise NotImplementedError(
-            f"attention_modules contains {', '.join(sorted(other))}, whose masks torchtitan splits over the ranks or "
-            "does not make under context parallelism. A ring needs those of the whole sequence. Use "
-            'attn_backend="sdpa", or apply_context_parallel(model, mesh, style) with variable-length attention'
+            f"attention_modules are of the types {', '.join(sorted(kinds))}. Here FlexAttention and "
+            'ScaledDotProductAttention are replaced. Use attn_backend="flex", or apply_context_parallel(model, mesh, '
+            "style) with variable-length attention"
         )
     inner = copy.copy(style)
     inner.seq_dim, inner.head_dim = 1, 2
     for module in attention_modules:
+        if type(module).__name__ == "FlexAttention":  # its own forward calls a compiled function
+            module.forward = partial(_flex, module)
         parallelize_module(module, cp_mesh, inner)
     _applied.add(style)
+
+
+def _flex(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attention_masks: BlockMask,
+    score_mod: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **others: Any,
+) -> Tensor:
+    """The forward of torchtitan's ``FlexAttention``: ``[B, L/n, H, D]`` to ``[B, L/n, H, Dv]``."""
+    name, given = type(module).__name__, [option for option, x in others.items() if x is not None]
+    if given:
+        raise NotImplementedError(
+            f"{name} is called with {', '.join(given)}, which context-parallel attention does not support. Leave it out"
+        )
+    if not isinstance(attention_masks, BlockMask):
+        raise TypeError(
+            f"{name} got attention_masks of type {type(attention_masks).__name__}. Without a BlockMask attention would "
+            "not be causal. Pass the one that the model makes of the positions of the whole sequence"
+        )
+    qkv = [x.transpose(1, 2) for x in (q, k, v)]
+    out = flex_attention(*qkv, score_mod=score_mod, block_mask=attention_masks, scale=scale, enable_gqa=enable_gqa)
+    return out.transpose(1, 2)  # type: ignore[union-attr]
 
 
 def prepare_context_parallel_input(
@@ -82,12 +113,12 @@ def prepare_context_parallel_input(
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Split a batch over the cp mesh, in the place of torchtitan's function of this name.
 
-    ``inputs``, ``labels`` and ``extra_kwargs["positions"]`` are ``[B, S]``, the same on all ranks.
+    ``inputs``, ``labels`` and ``extra_kwargs["positions"]`` are ``[B, S]``, the same on all ranks. Attention masks
+    remain those of the whole sequence, as this library's attention needs them.
 
     Raises:
         ValueError: if the load balancer of torchtitan's configuration is not the layout of ``style``.
         RuntimeError: if no attention module runs under ``style``.
-        NotImplementedError: for attention masks.
     """
     if load_balancer_type not in _BALANCERS or _BALANCERS[load_balancer_type] != style.mode.layout:
         wanted = _BALANCERS.get(load_balancer_type)
@@ -101,12 +132,6 @@ def prepare_context_parallel_input(
             "no attention module runs under the style, so torchtitan's own context parallelism would, if any. "
             'torchtitan calls apply_cp_to_forward for spmd_backend="partial_dtensor" only. Set that, and replace the '
             "function before the model is built"
-        )
-    if extra_kwargs.get("attention_masks") is not None:
-        kind = type(extra_kwargs["attention_masks"]).__name__
-        raise NotImplementedError(
-            f"the batch has attention masks ({kind}), which are split over the ranks here. This library's attention "
-            'needs those of the whole sequence. Use attn_backend="sdpa"'
         )
     handler = ContextParallelHandler(cp_mesh, style)
     local = {**extra_kwargs, "positions": handler.dispatch(extra_kwargs["positions"], 1)}

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from tests.harness.hf_models import InDouble, make, tokens
-from tests.harness.oracle import relative_error
+from tests.harness.oracle import plain_attention, relative_error
 from tests.harness.ranks import error_of, on_ranks
 from tests.harness.recipes import cp_mesh, gradient_error, recipe
 
@@ -215,22 +215,37 @@ def test_accelerate(ranks: Any, world: int, fsdp: bool) -> None:
 # --------------------------------------------------------------------------- torchtitan
 
 
+def plain_inner_attention(visible: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Inner attention of torchtitan 0.3.0, ``[B, L, H, D]``, on one device in plain math."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return plain_attention(q, k, v, visible=visible, scale=options["scale"]).transpose(1, 2)
+
+
 @on_ranks
 def titan(code: str) -> dict[str, float]:
     """A step of torchtitan's Llama, parallelized by its own function, and the same on one device."""
     import torchtitan.models.llama3.parallelize as llama3
+    from torch.nn.attention.flex_attention import and_masks, create_block_mask
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
+    from torchtitan.models.common.attention import (
+        get_causal_mask_mod,
+        get_efficient_causal_mask_mod_for_packed_document,
+    )
     from torchtitan.models.llama3 import llama3_configs
 
-    config = llama3_configs["debugmodel"](attn_backend="sdpa")
+    config = llama3_configs["debugmodel"](attn_backend="flex")
     config.layers = config.layers[:2]
     torch.manual_seed(7)
     model = config.build()
     model.init_states()
     oracle = copy.deepcopy(model)
     text = torch.randint(2048, (2, 33), generator=torch.Generator().manual_seed(1))
-    at = torch.arange(32).expand(2, -1).contiguous()
+    at = torch.stack([torch.arange(32), torch.cat([torch.arange(13), torch.arange(19)])])
+    numbers = (at == 0).cumsum(1)  # of documents
+    visible = (numbers[:, :, None] == numbers[:, None]) & torch.ones(32, 32, dtype=torch.bool).tril()
+    for layer in oracle.layers.values():
+        layer.attention.inner_attention.forward = partial(plain_inner_attention, visible[:, None])
     want = F.cross_entropy(oracle(text[:, :-1], at).flatten(0, 1), text[:, 1:].flatten())
     want.backward()
 
@@ -247,7 +262,9 @@ def titan(code: str) -> dict[str, float]:
     finally:
         llama3.apply_cp_to_forward = own
     split = partial(names["trainer"].prepare_context_parallel_input, cp_mesh=dims.get_mesh("cp"), device="cpu")
-    inputs, labels, more = split(text[:, :-1], text[:, 1:], {"positions": at})
+    mods = get_causal_mask_mod(), get_efficient_causal_mask_mod_for_packed_document(at)
+    masks = create_block_mask(and_masks(*mods), 2, None, 32, 32, device="cpu")  # the model's own function compiles it
+    inputs, labels, more = split(text[:, :-1], text[:, 1:], {"positions": at, "attention_masks": masks})
     loss = F.cross_entropy(model(inputs, **more).flatten(0, 1), labels.flatten(), reduction="sum") / text[:, 1:].numel()
     loss.backward()  # torchtitan's FSDP sums gradients
     total = loss.detach().clone()
@@ -257,6 +274,9 @@ def titan(code: str) -> dict[str, float]:
         found[name] = relative_error(p.grad.full_tensor(), q.grad)
     mismatch = error_of(lambda: split(text[:, :-1], text[:, 1:], {"positions": at}, load_balancer_type=None))
     assert mismatch.startswith("ValueError: context_parallel_load_balancer=None"), mismatch
+    half = create_block_mask(and_masks(get_causal_mask_mod()), 2, None, 16, 16, device="cpu")
+    for wrong, kind in ((None, "TypeError"), (half, "ValueError")):
+        assert error_of(lambda x=wrong: model(inputs, more["positions"], x)).startswith(kind)
     return found
 
 

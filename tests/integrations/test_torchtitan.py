@@ -256,7 +256,7 @@ def refused(case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "error", "words"),
     [
-        ("masks of a share", "NotImplementedError", "attention_modules contains VarlenInnerAttention"),
+        ("masks of a share", "NotImplementedError", "attention_modules are of the types VarlenInnerAttention"),
         ("pattern", "ValueError", r"'blocks.\*.attention' matches no module of Decoder"),
         ("window", "ValueError", r"window=\(3, 0\).*VarlenInnerAttention has its own"),
         ("twice", "ValueError", "layers.0.attention.inner_attention is context parallel already"),
