@@ -80,8 +80,8 @@ def prepare_model(
     Raises:
         ValueError: if the model is prepared already, or if the style does not fit.
         NotImplementedError: with the reason, if the model would be wrong on a share: layers that are not causal
-            attention, positions that it counts itself, a head that pools (docs/transformers_models.md lists the
-            outcome of every causal type).
+            attention, positions that it counts itself, a head that pools (docs/integrations/transformers_models.md
+            lists the outcome of every causal type).
     """
     register()
     given, model = model, base_of(model)

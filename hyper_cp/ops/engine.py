@@ -119,6 +119,7 @@ class _Work:
             blocks=None if score is None else score.blocks,
         )
         kernels.check(self.kernel, mask is not None, band)
+        exchange.warn_of_cost(settings.layout, settings.kv_exchange, self.schedule, k.shape[2], mask)
         self.band, self.mask = band, None if mask is None else masks.MaskSlices(mask, self.schedule)
         heads_before = settings.heads_before(cp.ulysses.rank, q.shape[1])
         queries = self.schedule.queries

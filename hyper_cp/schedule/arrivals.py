@@ -126,8 +126,9 @@ def _usable(keys: Sequence[Sequence[Range]], sources: list[tuple[int, bool]]) ->
 
 # --------------------------------------------------------------------------- only what is needed
 
-# More and smaller stages hide little more of the transfers (benchmarks/needed.py), but cost launches and merges: by the
-# cost model of `hyper_cp.plan`, packed documents on eight H100 run a third slower in eight stages of 1,024 rows.
+# More and smaller stages hide little more of the transfers (benchmarks/simulated/needed.py), but cost launches and
+# merges: by the cost model of `hyper_cp.plan`, packed documents on eight H100 run a third slower in eight stages of
+# 1,024 rows.
 _STAGES = 4
 _LEAST = 4096  # rows of a stage, on the rank that receives most
 _AHEAD = 3  # shares of a rank that are under way; a ring has two
@@ -136,18 +137,18 @@ _AHEAD = 3  # shares of a rank that are under way; a ring has two
 def needed(problem: Problem) -> Arrivals:
     """Blocks are the rows that this rank's queries see, each once, from the ranks that hold them.
 
-    A rank receives an equal part of its rows in each stage. It begins with the ranks just behind, so that in each stage
-    ranks send about equally much where the mask treats them alike. So many stages are under way at once that their rows
-    are at most as many as three ranks hold: a rank with much to do in one stage then seldom holds up the others.
+    So many stages are under way at once that their rows are at most as many as three ranks hold: a rank with much to do
+    in one stage then seldom holds up the others.
     """
     rank, size = problem.rank, problem.size
     flows = _Flows(problem)
-    most, share = max(flows.total), _length(placed(problem.keys[rank]))
+    most, share = flows.most, _length(placed(problem.keys[rank]))
     if not most:
         return Arrivals((placed(problem.keys[rank]),))
     count, ahead = stages_of(most, share)
-    received = [flows.stages(rank, of, count) for of in range(size)]
-    sent = [flows.stages(to, rank, count) for to in range(size)]
+    stages = in_stages(flows.lengths, count)
+    received = [flows.stages(rank, of, stages) for of in range(size)]
+    sent = [flows.stages(to, rank, stages) for to in range(size)]
     blocks, routes = [placed(problem.keys[rank])], []
     for stage in range(count):
         incoming, outgoing = [rows[stage] for rows in received], [rows[stage] for rows in sent]
@@ -159,44 +160,74 @@ def needed(problem: Problem) -> Arrivals:
 
 
 def stages_of(most: int, share: int) -> tuple[int, int]:
-    """The number of stages, and of those under way at once, if the rank that receives most has ``most`` rows to receive
-    and each rank holds ``share``."""
+    """The number of stages, and of those under way at once, if the rank that receives or sends most does so with
+    ``most`` rows, and each rank holds ``share``."""
     count = min(most, max(2, min(_STAGES, most // _LEAST), -(-most // share)))
     return count, max(1, _AHEAD * share * count // most)
 
 
+def in_stages(flows: Numbers, count: int) -> Numbers:
+    """Divide the rows that travel into stages, in which no rank sends or receives more than the busiest one must.
+
+    In each stage a rank takes an equal part of its rows, from the ranks behind it, the nearest first, as far as these
+    may send. So it has few messages, its tiles take equally long in each stage, and all stages together take no longer
+    than the transfers of the busiest rank.
+
+    Args:
+        flows: the number of rows that rank ``to`` receives from rank ``of``: ``[to, of]``.
+
+    Returns:
+        The same for each stage: ``[count, to, of]``.
+    """
+    left, ranks, total, stages = flows.copy(), np.arange(len(flows)), flows.sum(1), []
+    quota = -(-max(total.max(), flows.sum(0).max()) // count)
+    for stage in range(1, count):
+        now, give = np.zeros_like(left), np.full(len(ranks), quota)
+        receive = np.minimum(quota, left.sum(1) - total * (count - stage) // count)
+        for distance in range(1, len(ranks)):
+            of = ranks - distance
+            rows = np.minimum(np.minimum(left[ranks, of], receive), give[of])
+            now[ranks, of] = rows
+            receive -= rows
+            give[of] -= rows
+        stages.append(now)
+        left -= now
+    return np.stack([*stages, left])
+
+
 class _Flows:
-    """The rows that every rank receives, on a line: those of the rank just behind it, then those of the next, and on.
+    """The rows that travel from each rank to each other.
 
     Attributes:
-        total: the length of each rank's line.
+        lengths: their number, ``[to, of]``.
+        rows: those to or from this rank, placed as their rank holds them, by ``(to, of)``.
     """
 
     def __init__(self, problem: Problem) -> None:
         keys, source = _by_position(problem.keys)
-        self.rank, ranks = problem.rank, np.arange(problem.size)
-        self.rows: dict[tuple[int, int], Numbers] = {}  # placed as their rank holds them; of flows to or from this rank
-        self.start, self.total = [], []  # of each flow on its line
-        for to in ranks.tolist():
+        self.lengths = np.zeros((problem.size, problem.size), np.int64)
+        self.rows: dict[tuple[int, int], Numbers] = {}
+        for to in range(problem.size):
             rows, at = within(keys, _seen(problem, problem.queries[to]))
-            lengths = np.bincount(source[at], rows[:, 2] - rows[:, 1], problem.size).astype(np.int64)
-            lengths[to] = 0
-            behind = (to - ranks) % problem.size  # both a rank's distance, and the rank at that distance
-            self.start.append(before(lengths[behind])[behind])
-            self.total.append(int(lengths.sum()))
-            for of in ranks.tolist() if to == self.rank else [self.rank]:
+            self.lengths[to] = np.bincount(source[at], rows[:, 2] - rows[:, 1], problem.size)
+            self.lengths[to, to] = 0
+            for of in range(problem.size) if to == problem.rank else [problem.rank]:
                 self.rows[to, of] = rows[:0] if of == to else rows[source[at] == of]
 
-    def stages(self, to: int, of: int, count: int) -> list[Numbers]:
+    @property
+    def most(self) -> int:
+        """The rows of the rank that receives or sends most."""
+        return int(max(self.lengths.sum(0).max(), self.lengths.sum(1).max()))
+
+    def stages(self, to: int, of: int, stages: Numbers) -> list[Numbers]:
         """The rows from one rank to another in each stage."""
-        rows, total = self.rows[to, of], self.total[to]
+        rows, ends = self.rows[to, of], np.concatenate(([0], np.cumsum(stages[:, to, of])))
         length = rows[:, 2] - rows[:, 1]
-        line = self.start[to][of] + before(length)
-        ends = tuple(total * i // count for i in range(count + 1))
-        pieces, stage, piece_of = split(np.stack((rows[:, 0], line, line + length), 1), ends)
+        line = before(length)  # rows, counted from the first that travels
+        pieces, stage, piece_of = split(np.stack((rows[:, 0], line, line + length), 1), tuple(ends.tolist()))
         pieces[:, 1:] += (rows[:, 1] - line)[piece_of, None]
-        some = pieces[:, 2] > pieces[:, 1]  # a line that is shorter than the number of stages has empty ones
-        return [pieces[some & (stage == i)] for i in range(count)]
+        some = pieces[:, 2] > pieces[:, 1]  # nothing travels between these ranks in other stages
+        return [pieces[some & (stage == i)] for i in range(len(stages))]
 
 
 def received(problem: Problem) -> int:

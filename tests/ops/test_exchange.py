@@ -74,7 +74,7 @@ class Counter:
 
 
 def formula(world: int, degree: int, balance: bool, length: int, size: int, acc: int) -> tuple[int, int]:
-    """Bytes one rank sends in forward and backward: docs/communication.md."""
+    """Bytes one rank sends in forward and backward: docs/measured/communication.md."""
     ring = world // degree
     tokens = B * length // world
     nq, nk, nv, no = tokens * H * D, tokens * HKV * D, tokens * HKV * DV, tokens * H * DV
@@ -251,27 +251,27 @@ def repeat_with_delays(world: int, passes: dict[int, dict[str, Any]]) -> bool:
 
     def late(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kw: Any) -> Any:
-            time.sleep(chance.random() * 0.02)
+            time.sleep(chance.random() * 0.006)
             return method(*args, **kw)
 
         return call
 
     names = ("all_to_all", "all_gather", "reduce_scatter", "send_recv")
-    originals = {name: getattr(comm.Axis, name) for name in names}
+    originals = {name: getattr(comm.GlooAxis, name) for name in names}
     same = True
     try:
         for times, kw in passes.items():
             tensors = shares(world, kw.get("layout", "contiguous"), 16 * world, torch.float32)
             first = one_pass(mesh, kw, tensors)
             for name in names:
-                setattr(comm.Axis, name, late(originals[name]))
+                setattr(comm.GlooAxis, name, late(originals[name]))
             for _ in range(times):
                 same &= all(map(torch.equal, first, one_pass(mesh, kw, tensors)))
             for name in names:
-                setattr(comm.Axis, name, originals[name])
+                setattr(comm.GlooAxis, name, originals[name])
     finally:
         for name in names:
-            setattr(comm.Axis, name, originals[name])
+            setattr(comm.GlooAxis, name, originals[name])
     return same
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         raise NotImplementedError(
             f"{name} has {', '.join(mixing)}. They compute along the sequence without attention, by none of the "
             "functions that context parallelism routes, and would end at this rank's share. Use a model whose mixers "
-            "call causal_conv1d_fn, chunk_gated_delta_rule and their kind (docs/recurrent_layers.md)"
+            "call causal_conv1d_fn, chunk_gated_delta_rule and their kind (docs/guide/recurrent_layers.md)"
         )
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         raise NotImplementedError(
@@ -143,8 +144,13 @@ def own_loss(model: nn.Module) -> str | None:
 
 
 def _source_of_forward(model: nn.Module) -> str:
+    return _source_of(inspect.unwrap(type(model).forward))
+
+
+@cache
+def _source_of(function: Callable[..., Any]) -> str:
     try:
-        return inspect.getsource(inspect.unwrap(type(model).forward))
+        return inspect.getsource(function)
     except (OSError, TypeError):
         return ""
 

@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...mesh import comm, cp_mesh
 from ...mesh.cp_mesh import CPMesh
-from ...schedule.documents import documents_table, read
+from ...schedule.documents import read
 from ...schedule.lookup import resolve
 from ...schedule.ranges import Rows, placed
 from ..exchange.held_rows import fetch, rows_plan
 from ..kernels.partials import accumulation_dtype
 from ..recompute import check_recompute, fingerprint
-from .checks import agree, check_layout_of, check_tensor
+from .checks import agree, check_layout_of, check_tensor, documents_of
 
 ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "swish": F.silu}
 """The activations that convolutions of this kind are fused with."""
@@ -51,6 +51,7 @@ def causal_conv1d(
         activation: ``"silu"`` (or ``"swish"``), applied to the result, or None.
         layout: the positions that the ranks hold, as in :func:`hyper_cp.ops.attention`.
         documents: cumulative lengths ``[0, ..., S]`` of packed documents (a list or tensor, or one per batch row).
+            None: those of the enclosing ``handler.documents`` block, if there is one.
         name: names the caller in errors.
 
     Returns:
@@ -59,6 +60,13 @@ def causal_conv1d(
 
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.
+
+    Example::
+
+        >>> causal_conv1d(torch.randn(1, 6, 8), torch.randn(6, 4), mesh=mesh, activation="silu").shape
+        torch.Size([1, 6, 8])
+
+    Source: the interface of the package causal_conv1d, in Mamba (arXiv 2312.00752).
     """
     check_tensor(name, "x", x, 3, "[batch, channels, positions]")
     check_tensor(name, "weight", weight, 2, "[channels, width]")
@@ -73,7 +81,8 @@ def causal_conv1d(
             f'{name}: activation={activation!r} is unknown. It is one of None, "silu" and "swish". Apply another one '
             "to the result"
         )
-    cp, table = cp_mesh.whole_view(mesh), documents_table(documents)
+    cp = cp_mesh.whole_view(mesh)
+    table = documents_of(mesh, cp, documents, name)
     agree(name, cp, layout, table, x, weight)
     check_layout_of(name, cp, layout, table, x.shape[0], x.shape[2])
     out: Tensor = conv_op(x, weight, bias, table, cp.key, layout)
