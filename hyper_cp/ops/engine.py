@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..mesh import comm, cp_mesh
+from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
+from ..mesh.failures import backward_of, caller, operation
 from ..schedule import lookup
 from ..schedule.build import Step
 from ..schedule.documents import read
@@ -221,7 +222,7 @@ def attention_op(
     known = work.mask is None and (work.scores is None or not work.scores.score.positional)
     causal = work.band[1] == 0 if known else None
     work.cp.batch.record_attention(q.shape[2] // work.cp.ulysses.size, documents, causal)
-    with _no_autocast(q.device.type), comm.wait_on_error():
+    with _no_autocast(q.device.type), operation(work.cp, "attention"):
         blocks = exchange.FORWARD[options.kv_exchange](ring, k, v, plan)
         queries = SwappedTails(ring, plan.swap, q)
         partials = Partials(q, v.shape[3], sinks)
@@ -273,7 +274,7 @@ def attention_backward_op(
     if work.scores is not None:
         work.scores.score.check_unchanged()
     plan, ring = work.schedule, work.cp.ring
-    with _no_autocast(q.device.type), comm.wait_on_error():
+    with _no_autocast(q.device.type), operation(work.cp, "attention"):
         blocks = exchange.BACKWARD[options.kv_exchange](ring, k, v, plan, accumulation_dtype(q.dtype))
         queries = SwappedTails(ring, plan.swap, q, dout, out, lse, *([] if dlse is None else [dlse]))
         dq = RowSum(q)
@@ -333,6 +334,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     options = op_settings(ctx.settings)
     mark = fingerprint(ctx.documents, options.mesh)
     ctx.save_for_backward(q, k, v, *output, mark, mask, seed, sinks, *captured)
+    ctx.caller = caller()
     ctx.score = find(options.score)  # backward finds it by its key for as long as somebody holds it
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1 if ctx.score is None else 2 :])
@@ -342,7 +344,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) 
     q, k, v, out, lse, chosen, mark, mask, seed, sinks, *captured = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     others = dlse, chosen, mark, captured, ctx.documents, mask, seed
-    *grads, of_captured = attention_backward_op(dout, q, k, v, out, lse, *others, *ctx.numbers, ctx.settings)
+    with backward_of(ctx.caller):
+        *grads, of_captured = attention_backward_op(dout, q, k, v, out, lse, *others, *ctx.numbers, ctx.settings)
     of_sinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse, dlse)
     return *grads, of_sinks, of_captured, None, None, None, None, None, None
 

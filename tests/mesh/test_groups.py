@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -131,6 +132,7 @@ class Options:
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
         self.config = SimpleNamespace(max_ctas=32)
+        self._timeout = timedelta(minutes=10)
 
 
 def nccl_options(monkeypatch: Any, backend: str = "cpu:gloo,cuda:nccl") -> Any:
