@@ -176,17 +176,41 @@ class Axis:
     ) -> tuple[Transfer, list[Any]]:
         batch = [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for t, to in sends]
         batch += [dist.P2POp(dist.irecv, t, group=self.group, group_peer=source) for t, source in recvs]
+        return self._post(name, batch)
+
+    def _post(self, name: str, batch: list[dist.P2POp]) -> tuple[Transfer, list[Any]]:
         with Transfer(self.group, name, [op.group_peer for op in batch]) as transfer:
             return transfer, dist.batch_isend_irecv(batch) if batch else []
 
 
 class GlooAxis(Axis):
-    """An axis on gloo, with collectives made of point-to-point transfers.
+    """An axis on gloo, with collectives made of point-to-point transfers, whose receives are posted before their sends.
 
     Gloo's own all-gather and reduce-scatter take three to four times as long as its point-to-point transfers of the
     same bytes (16 MiB, 2 ranks: 20 and 25 ms against 6 ms). NCCL and HCCL choose a route through the machine's
     topology: :class:`Axis` is right for them.
     """
+
+    def _batch(
+        self, name: str, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]
+    ) -> tuple[Transfer, list[Any]]:
+        # Two ranks share one connection for both directions, and a message leaves when its receiver has said over that
+        # connection that it is ready. Posted after a send, a receive says so behind all bytes of the send, and the two
+        # directions take turns. 8 MiB each way over 800 Mbit/s, which need 0.084 s: 0.15 s with sends first, 0.09 s
+        # with receives first (100 Mbit/s, 0.67 s: 0.80 and 0.70 s). Messages stay whole: in parts of 64 KiB to 4 MiB
+        # they take 0.11 to 0.17 s with sends first and 0.09 to 0.10 s with receives first.
+        batch = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=source) for t, source in recvs]
+        batch += [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for t, to in sends]
+        return self._post(name, batch)
+
+    def all_to_all(self, send: Tensor) -> Pending:  # gloo's own posts sends first: 0.18 s at 800 Mbit/s
+        record("all_to_all", send.nbytes // self.size * (self.size - 1))
+        result = torch.empty_like(send)
+        peers = self._peers()
+        sends, recvs = [(send[p], p) for p in peers], [(result[p], p) for p in reversed(peers)]
+        transfer, works = self._batch("all_to_all", sends, recvs)
+        result[self.rank].copy_(send[self.rank])
+        return Pending(works, result, send, transfer=transfer)
 
     def all_gather(self, send: Tensor, own: bool = True) -> Pending:
         record("all_gather", send.nbytes * (self.size - 1))

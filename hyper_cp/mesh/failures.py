@@ -140,7 +140,8 @@ class Transfer:
                 work.wait()
 
     def _text(self, error: RuntimeError) -> str:
-        return f"{_operation()}{self.name} {self._ranks()} failed: {_first_line(error)}. {_ADVICE}"
+        where = f"{running(here.operations[-1].mesh)}: " if here.operations else ""
+        return f"{where}{self.name} {self._ranks()} failed: {_first_line(error)}. {_ADVICE}"
 
     def _ranks(self) -> str:
         try:
@@ -165,17 +166,14 @@ _ADVICE = (
 )
 
 
-def _operation() -> str:
-    """The call and the operation that this thread is in, as the beginning of a sentence."""
-    if not here.operations:
-        return ""
-    running, found = here.operations[-1], caller()
-    step = running.step if found is None else "backward" if found.backward else "forward"
-    batches = running.mesh.batch.batches
+def running(mesh: Mesh) -> str:
+    """The call and the operation that this thread is in, on which mesh and in which batch."""
+    inner, found = here.operations[-1] if here.operations else None, caller()
+    step = (inner.step if inner else "") if found is None else "backward" if found.backward else "forward"
     name = "" if found is None else f"{found.name}: "
-    step = step and f" in {step}"
+    batches = mesh.batch.batches
     count = f", in batch {batches} of this rank" if batches else ""
-    return f"{name}{running.name}{step} on the {running.mesh}{count}: "
+    return f"{name}{inner.name if inner else 'a call'}{step and f' in {step}'} on the {mesh}{count}"
 
 
 def _first_line(error: BaseException) -> str:

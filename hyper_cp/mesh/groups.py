@@ -68,7 +68,7 @@ def timeout() -> timedelta | None:
     world = dist.group.WORLD
     if world is None or dist.get_backend(world) in NO_STORE:
         return None
-    found: timedelta = world.get_group_store().timeout
+    found: timedelta = world.get_group_store().timeout  # type: ignore[attr-defined]
     return found
 
 

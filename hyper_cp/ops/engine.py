@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..mesh import cp_mesh
+from ..mesh import cp_mesh, nans
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import backward_of, caller, operation
 from ..schedule import lookup
@@ -222,7 +222,8 @@ def attention_op(
     known = work.mask is None and (work.scores is None or not work.scores.score.positional)
     causal = work.band[1] == 0 if known else None
     work.cp.batch.record_attention(q.shape[2] // work.cp.ulysses.size, documents, causal)
-    with _no_autocast(q.device.type), operation(work.cp, "attention"):
+    with _no_autocast(q.device.type), operation(work.cp, "attention", "forward"):
+        watched(work.cp, options, "query, key, value", q, k, v)
         blocks = exchange.FORWARD[options.kv_exchange](ring, k, v, plan)
         queries = SwappedTails(ring, plan.swap, q)
         partials = Partials(q, v.shape[3], sinks)
@@ -238,6 +239,7 @@ def attention_op(
                 # Without a local name for the kernel's results: it would keep them alive beyond their merge.
                 partials.add(tile.q, tile.batch, *work.kernel.forward(inputs))
         out, lse = queries.results(partials.result)
+        watched(work.cp, options, "the output", out)
     return _bshd_in_memory(out), lse.contiguous(), torch.tensor([kernels.number_of(work.kernel_name)])
 
 
@@ -274,7 +276,8 @@ def attention_backward_op(
     if work.scores is not None:
         work.scores.score.check_unchanged()
     plan, ring = work.schedule, work.cp.ring
-    with _no_autocast(q.device.type), operation(work.cp, "attention"):
+    with _no_autocast(q.device.type), operation(work.cp, "attention", "backward"):
+        watched(work.cp, options, "the gradient of the output, query, key, value", dout, q, k, v)
         blocks = exchange.BACKWARD[options.kv_exchange](ring, k, v, plan, accumulation_dtype(q.dtype))
         queries = SwappedTails(ring, plan.swap, q, dout, out, lse, *([] if dlse is None else [dlse]))
         dq = RowSum(q)
@@ -294,10 +297,17 @@ def attention_backward_op(
                 del inputs, dq_tile, gradients  # freed before the next tile
             key_gradients.finish()
         (dq_local,) = queries.results(dq.result)
+        watched(work.cp, options, "the gradients of query, key, value", dq_local, *blocks.home)
     dk_home, dv_home = (home.to(x.dtype) for home, x in zip(blocks.home, (k, v), strict=True))
     others = [] if work.scores is None else work.scores.gradients
     of_captured = [total.to(x.dtype) for total, x in zip(others, captured, strict=True)]
     return _bshd_in_memory(dq_local), _bshd_in_memory(dk_home), _bshd_in_memory(dv_home), of_captured
+
+
+def watched(cp: CPMesh, options: OpSettings, names: str, *tensors: Tensor) -> None:
+    """Check tensors for NaN, if that is asked for. Calls in which nothing travels need not be made by all ranks."""
+    if nans.watch.on and (options.kv_exchange != "replicated" or cp.ulysses.size > 1):
+        nans.check(cp, names, *tensors)
 
 
 def _bshd_in_memory(x: Tensor) -> Tensor:

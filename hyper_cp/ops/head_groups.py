@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mesh import comm, cp_mesh
+from ..mesh import comm, cp_mesh, nans
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import backward_of, caller, operation
 from ..mesh.groups import check_launch_order
@@ -148,7 +148,8 @@ def ulysses_attention_op(
 
     out = like_queries(q, v.shape[3], q.dtype)
     lses, outs, queries, keys, values = [], [], [], [], []
-    with operation(plan.cp, "attention in groups of heads"):
+    with operation(plan.cp, "attention in groups of heads", "forward"):
+        nans.check(plan.cp, "query, key, value", q, k, v)
         arriving = post(0)
         leaving: list[comm.Pending] = []
         for group in range(groups):
@@ -217,7 +218,8 @@ def ulysses_attention_backward_op(
     of_sinks: list[Tensor] = []
     of_captured = [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in captured]
     total: list[Tensor] = []  # dk and dv of keys and values that several groups share
-    with operation(cp, "attention in groups of heads"):
+    with operation(cp, "attention in groups of heads", "backward"):
+        nans.check(cp, "the gradient of the output", dout)
         arriving = plan.to_group(dout, groups, 0)
         leaving: list[comm.Pending] = []
         for group in range(groups):

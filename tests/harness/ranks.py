@@ -130,6 +130,7 @@ def _run(store: dist.Store, backend: str, job: int, rank: int, world: int, paylo
     fn, args, kwargs, strict = pickle.loads(payload)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     torch.manual_seed(0)
+    store.set_timeout(timedelta(seconds=60))  # a job may have changed it
     try:
         dist.init_process_group(
             backend,

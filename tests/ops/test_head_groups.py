@@ -90,7 +90,11 @@ def order(world: int) -> list[str]:
     from hyper_cp.ops import kernels
 
     events: list[str] = []
-    post, arrive, kernel = comm.Axis.all_to_all, comm.Pending.arrive, kernels.get("cpu flash", *[torch.randn(1)] * 3)
+    post, arrive, kernel = (
+        comm.GlooAxis.all_to_all,
+        comm.Pending.arrive,
+        kernels.get("cpu flash", *[torch.randn(1)] * 3),
+    )
 
     def posting(self: Any, send: Tensor) -> Any:
         events.append("post")
@@ -112,7 +116,7 @@ def order(world: int) -> list[str]:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     q, k, v = (torch.randn(1, 6, 8, 4, requires_grad=True) for _ in range(3))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm.Axis, "all_to_all", posting)
+        patch.setattr(comm.GlooAxis, "all_to_all", posting)
         patch.setattr(comm.Pending, "arrive", arriving)
         patch.setattr(kernels, "get", lambda *_: Noting())
         attention(q, k, v, mesh=mesh, ulysses_degree=None, head_groups=3).sum().backward()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...mesh import cp_mesh
+from ...mesh import cp_mesh, nans
 from ...mesh.cp_mesh import CPMesh
 from ...mesh.failures import backward_of, caller, operation
 from ...schedule.layout import ResolvedLayout
@@ -36,7 +36,8 @@ def _order(cp: CPMesh, layout: str, length: int) -> tuple[Rows, Rows]:
 def gather_keys(xs: list[Tensor], mesh: str, layout: str) -> list[Tensor]:
     """Each ``[B, H, S/ring, D] -> [B, H, S, D]``, ascending, the same on every ring rank."""
     cp = cp_mesh.by_key(mesh)
-    with operation(cp, "gathering of keys"):
+    with operation(cp, "gathering of keys", "forward"):
+        nans.check(cp, "key, value", *xs)
         pending = [cp.ring.all_gather(to_wire(x)) for x in xs]  # all in flight before the first is waited for
         found = []
         for x, p in zip(xs, pending, strict=True):
@@ -61,7 +62,8 @@ def scatter_keys(grads: list[Tensor], mesh: str, layout: str) -> list[Tensor]:
     in the accumulation dtype."""
     cp = cp_mesh.by_key(mesh)
     pending, own = [], []
-    with operation(cp, "sum of the keys' gradients"):
+    with operation(cp, "sum of the keys' gradients", "backward"):
+        nans.check(cp, "the gradients of key, value", *grads)
         for grad in grads:
             length = grad.shape[2]
             share = length // cp.ring.size

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...mesh import cp_mesh
+from ...mesh import cp_mesh, nans
 from ...mesh.comm import Axis, Pending
 from ...mesh.cp_mesh import CPMesh
 from ...mesh.failures import backward_of, caller, operation
@@ -98,6 +98,7 @@ def all_to_all_op(
     move = sequence_to_heads if to_heads else heads_to_sequence
     pending = []
     with operation(cp, "exchange of heads"):
+        nans.check(cp, "an exchanged tensor", *xs)
         for x in xs:
             length = x.shape[seq_dim] * cp.ring.size * (cp.ulysses.size if to_heads else 1)
             order = ascending(resolve(layout, cp.size, length, read(documents)), cp.ulysses_peers())

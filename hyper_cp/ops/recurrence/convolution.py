@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...mesh import cp_mesh
+from ...mesh import cp_mesh, nans
 from ...mesh.cp_mesh import CPMesh
 from ...mesh.failures import backward_of, caller, calling, operation
 from ...schedule.documents import documents_table, read
@@ -111,7 +111,8 @@ class _Shifted:
 def conv_op(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None, mesh: str, layout: str) -> Tensor:
     """See :func:`causal_conv1d`, without activation."""
     width, dtype = weight.shape[1], accumulation_dtype(x.dtype)
-    with operation(cp_mesh.by_key(mesh), "convolution"):
+    with operation(cp := cp_mesh.by_key(mesh), "convolution", "forward"):
+        nans.check(cp, "x", x)
         rows = _Shifted(x.movedim(2, 0), documents, mesh, layout, width - 1, 0)
     out = x.new_zeros(x.shape[2], *x.shape[:2], dtype=dtype)
     for i, taps in enumerate(weight.to(dtype).unbind(1)):
@@ -129,7 +130,8 @@ def conv_backward_op(
     check_recompute(documents, mesh, mark)
     width, dtype = weight.shape[1], accumulation_dtype(x.dtype)
     channels, own = x.shape[1], dout.movedim(2, 0).to(dtype)
-    with operation(cp_mesh.by_key(mesh), "convolution"):
+    with operation(cp := cp_mesh.by_key(mesh), "convolution", "backward"):
+        nans.check(cp, "the gradient of the output, x", dout, x)
         both = torch.cat((x, dout.to(x.dtype)), 1).movedim(2, 0)
         rows = _Shifted(both, documents, mesh, layout, width - 1, width - 1)
     dx, dweight = torch.zeros_like(own), []

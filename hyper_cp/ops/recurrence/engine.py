@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...mesh import cp_mesh
+from ...mesh import cp_mesh, nans
 from ...mesh.failures import backward_of, caller, operation
 from ...schedule.documents import read
 from ..kernels.partials import accumulation_dtype
@@ -82,7 +82,8 @@ def recurrence_op(
 ) -> Tensor:
     """Outputs ``[B, S, H, dv]`` of this rank's share."""
     work = _Work(v, g, documents, _settings(settings))
-    with torch.autocast(v.device.type, enabled=False), operation(work.cp, "recurrence"):
+    with torch.autocast(v.device.type, enabled=False), operation(work.cp, "recurrence", "forward"):
+        nans.check(work.cp, "q, k, v, g, beta", q, k, v, g, beta)
         maps = work.entered(work.kernel.forward(work.inputs(q, k, v, g, beta)))
         states = work.passing(maps).forward(maps.P)
         return work.segments.join(maps.O + maps.Q @ states).to(v.dtype).contiguous()
@@ -103,7 +104,8 @@ def recurrence_backward_op(
     """Gradients of q, k, v, g and, if it is given, beta. ``mark``: the fingerprint of the documents of the inputs."""
     check_recompute(documents, _settings(settings).mesh, mark)
     work = _Work(v, g, documents, _settings(settings))
-    with torch.autocast(v.device.type, enabled=False), operation(work.cp, "recurrence"):
+    with torch.autocast(v.device.type, enabled=False), operation(work.cp, "recurrence", "backward"):
+        nans.check(work.cp, "the gradient of the output, q, k, v, g, beta", dout, q, k, v, g, beta)
         inputs = work.inputs(q, k, v, g, beta)
         found, pull = work.kernel.differentiable(inputs)
         maps = work.entered(found)

@@ -1,0 +1,94 @@
+"""Gives each rank a host's network of its own: namespaces joined by a switch, with links of a fixed rate both ways.
+
+A link is a pair of virtual devices. A token bucket (``tc tbf``) at either end limits what the rank sends and what it
+receives, each to the whole rate, as on a full-duplex network card. Nothing here has a name outside of its namespace, so
+there is nothing to clean up: the kernel removes namespaces, devices and limits with the last process in them, however
+these processes end. Linux, root.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET; os.unshare is new in Python 3.12
+_SIGNAL_OF_PARENT = 1  # PR_SET_PDEATHSIG
+_MAKE_SWITCH = "ip link add switch type bridge && ip link set switch up"
+_TRY = (
+    f"{_MAKE_SWITCH} && ip link add near type veth peer name far && "
+    "tc qdisc replace dev near root tbf rate 100mbit burst 128kb latency 50ms"
+)
+
+BURST = 128 * 1024
+"""Bytes that pass at once: a packet of 64 KiB must fit, which the kernel passes on uncut, as to a card that cuts it."""
+
+
+def why_not() -> str:
+    """The reason why there can be no such links here, in a sentence; empty if there can."""
+    if sys.platform != "linux":
+        return f"Network namespaces exist on Linux only, and this is {sys.platform}."
+    missing = [tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None]
+    if missing:
+        return f"The commands {', '.join(missing)} are missing (packages iproute2 and util-linux)."
+    if os.geteuid() != 0:
+        return "Only root may make network namespaces, and this process runs as another user."
+    found = subprocess.run(["unshare", "--net", "sh", "-c", _TRY], capture_output=True, text=True)
+    if found.returncode:
+        return f"This machine cannot make such links: {' '.join(found.stderr.split()) or 'unshare --net failed'}."
+    return ""
+
+
+@contextmanager
+def switch() -> Iterator[int]:
+    """Run a process whose network namespace is the switch, and yield its number. It ends with its standard input, so
+    with this process too."""
+    command = ["unshare", "--net", "sh", "-c", f"{_MAKE_SWITCH} && echo ready && exec cat"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            if process.stdout is None or process.stdout.readline() != "ready\n":
+                raise RuntimeError(f"the switch could not be made. {why_not()}")
+            yield process.pid
+        finally:
+            process.kill()
+
+
+class Link:
+    """The link of one rank. It moves the calling process into a network namespace of its own, so make it in a process
+    of the rank, before its process group and in its main thread."""
+
+    def __init__(self, switch: int, rank: int) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(_SIGNAL_OF_PARENT, signal.SIGKILL)  # a rank whose parent is gone would wait for other ranks
+        if libc.unshare(_NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), "no network namespace for this rank")
+        self.switch, self.port = switch, f"port{rank}"
+        self.limited = False
+        self._run(f"ip link add {self.port} type veth peer name eth0 netns {os.getpid()}", at_switch=True)
+        self._run(f"ip link set {self.port} master switch up", at_switch=True)
+        self._run("ip link set lo up")
+        self._run("ip link set eth0 addrgenmode none")  # gloo takes the interface's first address: there is one
+        self._run(f"ip address add 10.0.0.{rank + 1}/24 dev eth0")
+        self._run("ip link set eth0 up")
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+
+    def limit(self, rate: float | None) -> None:
+        """Limit both directions to ``rate`` Mbit/s; None: not at all."""
+        if rate is None and not self.limited:
+            return
+        for device, at_switch in (("eth0", False), (self.port, True)):
+            if rate is None:
+                self._run(f"tc qdisc del dev {device} root", at_switch)
+            else:
+                limit = f"tbf rate {round(rate * 1e6)}bit burst {BURST} latency 50ms"
+                self._run(f"tc qdisc replace dev {device} root {limit}", at_switch)
+        self.limited = rate is not None
+
+    def _run(self, command: str, at_switch: bool = False) -> None:
+        enter = ["nsenter", "--net", "--target", str(self.switch)] if at_switch else []
+        subprocess.run([*enter, *command.split()], check=True)
