@@ -204,7 +204,7 @@ class Agreement:
             if isinstance(error, dist.DistError):
                 raise TransferError(
                     f"{purpose} in the store of the default process group, which fails: {error}. The process that "
-                    "keeps the store (rank 0, or torchrun's agent) has ended. Look at the first rank's error"
+                    "keeps the store (rank 0, or torchrun's agent) has ended. Read the first rank's error"
                 ) from error
             raise
         if self._round:

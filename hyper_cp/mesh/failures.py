@@ -41,7 +41,7 @@ class Mesh(Protocol):
 
 
 class _Thread(threading.local):
-    """What this thread does: calls and operations, innermost last, and the transfers that nobody has waited for."""
+    """The state of this thread: calls and operations, innermost last, and the transfers that nobody has waited for."""
 
     def __init__(self) -> None:
         self.callers: list[Caller | None] = []
@@ -140,7 +140,8 @@ class Transfer:
                 work.wait()
 
     def _text(self, error: RuntimeError) -> str:
-        where = f"{running(here.operations[-1].mesh)}: " if here.operations else ""
+        found = caller()
+        where = f"{running(here.operations[-1].mesh)}: " if here.operations else f"{found.name}: " if found else ""
         return f"{where}{self.name} {self._ranks()} failed: {_first_line(error)}. {_ADVICE}"
 
     def _ranks(self) -> str:
@@ -160,7 +161,7 @@ class Transfer:
 
 
 _ADVICE = (
-    "A peer has ended, hangs or has raised an error, and this rank only waited for it. Look at the first rank's error: "
+    "A peer has ended, hangs or has raised an error, and this rank only waited for it. Read the first rank's error: "
     "the earliest one in the logs of all ranks that is not about a transfer. If there is none, a rank was killed, or "
     "it makes other calls; if a rank is merely slow, raise the timeout of init_process_group"
 )
@@ -170,7 +171,7 @@ def running(mesh: Mesh) -> str:
     """The call and the operation that this thread is in, on which mesh and in which batch."""
     inner, found = here.operations[-1] if here.operations else None, caller()
     step = (inner.step if inner else "") if found is None else "backward" if found.backward else "forward"
-    name = "" if found is None else f"{found.name}: "
+    name = "" if found is None or (inner and inner.name == found.name) else f"{found.name}: "
     batches = mesh.batch.batches
     count = f", in batch {batches} of this rank" if batches else ""
     return f"{name}{inner.name if inner else 'a call'}{step and f' in {step}'} on the {mesh}{count}"

@@ -59,13 +59,14 @@ class Model(nn.Module):
 
 
 class Training:
-    """A small model under context parallelism on all ranks of the job, or alone."""
+    """A small model under context parallelism on all ranks of the job, or on some of them."""
 
-    def __init__(self, mode: dict[str, Any], timeout: float = 60.0) -> None:
+    def __init__(self, mode: dict[str, Any], timeout: float = 60.0, members: list[int] | None = None) -> None:
         self.model = Model()
         # The store of the job has the timeout of init_process_group, as it has under torchrun.
         dist.group.WORLD.get_group_store().set_timeout(timedelta(seconds=timeout))
-        self.group = dist.new_group(timeout=timedelta(seconds=timeout))
+        seconds = timedelta(seconds=timeout)
+        self.group = dist.new_group(members, timeout=seconds, use_local_synchronization=members is not None)
         mesh = DeviceMesh.from_group(self.group, "cpu", mesh_dim_names=("cp",))
         style = ContextParallel(seq_dim=2, head_dim=1, **{"qkv_indices": None, **mode})
         parallelize_module(self.model, mesh, {"layers.*.inner": style})
