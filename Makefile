@@ -9,9 +9,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 # Processes that run tests, each with ranks of its own, which compute on one thread each.
 WORKERS ?= 2
+# Other libraries that `make bench` measures, those of the extra `bench`, and what they import.
+PEERS ?= deepspeed hjson msgpack py-cpuinfo ninja axolotl-ringmaster yunchang
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test test-fast lint clean
+.PHONY: demo test test-fast bench lint clean
 
 demo: $(STAMP)
 	$(BIN)/python -m hyper_cp demo
@@ -23,6 +25,16 @@ test: $(STAMP)
 # Without the tests that are marked slow.
 test-fast: $(STAMP)
 	$(PYTEST) -m 'not slow'
+
+# Every mode beside its peers, about eight minutes; writes the table and the plot of docs/performance.md. A peer that
+# cannot be installed is skipped, and the table says so. They lie beside the environment, not in it, since others find
+# them there (accelerate turns to DeepSpeed), and without what they depend on, which would pull CUDA packages.
+bench: $(STAMP)
+	for package in $(PEERS); do \
+		test -e $(VENV)-peers/.$$package || { $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+			--upgrade --target $(VENV)-peers $$package && touch $(VENV)-peers/.$$package; } || true; \
+	done
+	PYTHONPATH=$(VENV)-peers $(BIN)/python -m benchmarks --write
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -40,4 +52,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-peers

@@ -255,7 +255,7 @@ class ContextParallelHandler(Shares):
             table = documents_table(cu_seqlens, document_ids)  # None: a sequence without documents
             table = None if table is None else self.padded_table(table)
         state = self.cp.batch
-        block = state.enter(table)
+        block = state.enter(table, cu_seqlens.length if isinstance(cu_seqlens, LocalBatch) else None)
         try:
             yield table
         finally:
@@ -360,14 +360,14 @@ class ContextParallelHandler(Shares):
         Differentiable. Arguments are those of :meth:`mean_loss`. A temperature T is ``scale=1/T``.
 
         Args:
-            gather: return those of the whole sequence on every rank, ``[B, S]`` in global order; ``length`` is S before
-                padding. (For a loss of the whole see :meth:`combine`, whose ``gradients=`` matter then.)
+            gather: return those of the whole sequence on every rank, ``[B, S]`` in global order (see :meth:`combine`).
+            length: S before padding. Default: that of the batch whose block this is; elsewhere padding comes along.
         """
         loss.refuse_late_shift(self.cp, labels)
         if length is not None and not gather:
             raise ValueError(f"length={length} without gather=True: only the whole sequence has padding to cut off")
         found = log_probs(hidden, labels, head, Logits(ignore_index, softcap, scale, chunk))
-        return self.combine(found, -1, length=length) if gather else found
+        return self.combine(found, -1, length=length or self.known_length(found.shape[-1])) if gather else found
 
 
 class _Core(nn.Module):

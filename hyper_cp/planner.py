@@ -25,6 +25,7 @@ from .schedule.planning.strategies import (
     Strategy,
     modes,
 )
+from .style import ContextParallel
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -52,6 +53,22 @@ class PlanReport:
     def best(self) -> Estimate | None:
         """The strategy to use first; None if nothing fits."""
         return self.strategies[0] if self.strategies[0].fits else None
+
+    def style(self, **more: Any) -> ContextParallel:
+        """The style to use first, for a cp mesh of ``best.strategy.cp_size`` ranks.
+
+        Args:
+            more: further arguments of :class:`ContextParallel`, ``seq_dim=2, head_dim=1`` for example.
+
+        Raises:
+            ValueError: if nothing fits.
+        """
+        if self.best is None:
+            raise ValueError(
+                f"no strategy fits, so there is no style. The smallest peak is "
+                f"{self.strategies[0].memory.peak / 1e9:.1f} GB. Print the report for the way out"
+            )
+        return ContextParallel(**self.best.strategy.style(), **more)  # type: ignore[arg-type]
 
     def of_modes(self) -> list[Estimate]:
         """The best estimate of each mode (cp size, degree, exchange, layout), over checkpointing and loss."""
@@ -196,7 +213,7 @@ def plan(
         memory_gb: memory of a device that a step may use, GB (None: the cluster's, less a part for fragmentation).
 
     Returns:
-        A :class:`PlanReport`: ``print`` it, or take ``best.strategy.style()``, the arguments of ``ContextParallel``.
+        A :class:`PlanReport`: ``print`` it, or take ``style()``, the :class:`ContextParallel` to use first.
 
     Raises:
         ValueError: for numbers that are not positive, an unknown profile or name, heads that do not split over

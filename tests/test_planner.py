@@ -46,6 +46,16 @@ def test_the_style_of_a_strategy_is_one_that_the_library_takes(report: PlanRepor
         assert style["ulysses_degree"] is None or e.strategy.cp_size % style["ulysses_degree"] == 0  # type: ignore
 
 
+def test_the_report_makes_the_style(report: PlanReport) -> None:
+    assert report.best is not None
+    style = report.style(seq_dim=2, head_dim=1)
+    found = report.best.strategy.style()
+    assert (style.ulysses_degree, style.mode.layout) == (found["ulysses_degree"], found["layout"])
+    assert style.mode.kv_exchange == found.get("kv_exchange", "all_gather") and style.seq_dim == 2
+    with pytest.raises(ValueError, match=r"no strategy fits, so there is no style\. The smallest peak is"):
+        plan(LLAMA, 2**23, gpus=2, cluster="a100").style()
+
+
 def test_the_report_says_why_the_others_lose(report: PlanReport) -> None:
     text = str(report)
     assert "Use first: cp mesh of" in text and "ContextParallel(" in text

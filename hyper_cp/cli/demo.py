@@ -28,6 +28,7 @@ from ..memory import MemoryCounter
 from ..mesh.comm import record_traffic
 from .demo_model import Llama, LlamaConfig
 from .demo_report import ONE_RANK, TOLERANCE, Result, progress, save_picture, table
+from .options import check_picture, mistake
 
 MODES: dict[str, dict[str, Any]] = {
     "ulysses": {"ulysses_degree": None},
@@ -56,9 +57,38 @@ def run(args: argparse.Namespace) -> int:
     """Train in the ranks that torchrun has started, or else in ranks started here. Return the exit code."""
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun else args.ranks
-    if not args.modes:
-        args.modes = [name for name, mode in MODES.items() if ranks % (mode["ulysses_degree"] or 1) == 0]
+    possible = [name for name, mode in MODES.items() if ranks > 0 and _heads_split(mode, ranks)]
+    try:
+        _check(args, ranks, possible)
+    except ValueError as error:
+        return mistake("demo", error)
+    args.modes = args.modes or possible
     return rank_main(args) if under_torchrun else start_ranks(args)
+
+
+def _heads_split(mode: dict[str, Any], ranks: int) -> bool:
+    """True if the model's heads split over the Ulysses ranks of a mode, and these over all ranks."""
+    degree = mode["ulysses_degree"] or ranks
+    return ranks % degree == 0 and LlamaConfig().heads % degree == 0
+
+
+def _check(args: argparse.Namespace, ranks: int, possible: list[str]) -> None:
+    for name, value in (("--ranks", ranks), ("--steps", args.steps), ("--seq-len", args.seq_len)):
+        if value < 1:
+            raise ValueError(f"{name} {value} is no positive number. The demo trains. Pass at least 1")
+    if args.seq_len % (2 * ranks):
+        least = -(-args.seq_len // (2 * ranks)) * 2 * ranks
+        raise ValueError(
+            f"--seq-len {args.seq_len} does not split over {ranks} ranks. Each rank of a balanced mode holds two equal "
+            f"chunks. Pass a multiple of {2 * ranks}, {least} for example"
+        )
+    impossible = [name for name in args.modes or () if name not in possible]
+    if impossible:
+        raise ValueError(
+            f"--modes {', '.join(impossible)} cannot run on {ranks} ranks. Ulysses splits the model's "
+            f"{LlamaConfig().heads} heads over its ranks. Choose among {', '.join(possible)}"
+        )
+    check_picture("--out", args.out)
 
 
 # --------------------------------------------------------------------------- data and training

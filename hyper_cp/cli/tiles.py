@@ -1,7 +1,7 @@
 """Draws who computes what, and what travels for it, from the schedule: one map of queries and keys for each layout.
 
-    hyper-cp tiles --ranks 4 --length 4096 --documents 0 1100 1400 3000 4096
-    hyper-cp tiles --ranks 8 --length 65536 --documents 0 20000 24000 65536 --picture tiles.svg
+    hyper-cp tiles --ranks 4 --documents 1100,300,1600,1096
+    hyper-cp tiles --ranks 8 --documents 20000,4000,41536 --picture tiles.svg
 
 Each row of a map stands for queries, each column for keys. A letter is the rank that computes the pair: a capital where
 it holds the keys itself, a small letter where they travel to it. A picture (any format of matplotlib, the extra `viz`)
@@ -14,6 +14,7 @@ import argparse
 import itertools
 import string
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from ..ops import Balance, balance
 from ..schedule import lookup
 from ..schedule.documents import PackedDocuments
 from ..schedule.ranges import Numbers, Rows
+from .options import DOCUMENTS_HELP, check_picture, document_lengths, mistake, tokens
 
 LAYOUTS = ("head_tail", "per_document", "balanced")
 
@@ -29,10 +31,8 @@ LAYOUTS = ("head_tail", "per_document", "balanced")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``hyper-cp tiles``."""
     parser.add_argument("--ranks", type=int, default=4, help="ranks of the ring dimension (default 4)")
-    parser.add_argument("--length", type=int, default=4096, help="global sequence length (default 4096)")
-    parser.add_argument(
-        "--documents", type=int, nargs="+", help="cumulative lengths 0 ... length (default: one document)"
-    )
+    parser.add_argument("--length", type=tokens, help="global sequence length (default 4096, or that of the documents)")
+    parser.add_argument("--documents", help=f"{DOCUMENTS_HELP} (default: one document)")
     parser.add_argument("--window", type=int, help="positions before its own that a query sees (default: all)")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), help=f"default: {' '.join(LAYOUTS)}")
     parser.add_argument("--picture", metavar="FILE", help="draw the maps into this file instead of printing them")
@@ -40,18 +40,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print or draw the maps, and print what each layout costs."""
-    window = None if args.window is None else (args.window, 0)
     try:
-        costs = balance(args.length, args.ranks, args.documents, window=window)
+        documents = None if args.documents is None else [0, *accumulate(document_lengths(args.documents))]
+        length = _length(args.length, documents)
+        if args.picture:
+            check_picture("--picture", args.picture)
+        if args.window is not None and args.window < 0:
+            raise ValueError(
+                f"--window {args.window} is negative. It is a number of positions before a query. Pass 0 or more"
+            )
+        costs = balance(length, args.ranks, documents, window=None if args.window is None else (args.window, 0))
+        missing = [name for name in args.layouts if name not in costs]
+        if missing:
+            raise ValueError(
+                f"--layouts {' '.join(missing)} cannot be drawn. The length {length} splits over {args.ranks} ranks in "
+                f"the layouts {', '.join(costs)}. Choose among them, or another length"
+            )
     except ValueError as error:
-        print(f"hyper-cp tiles: {error}.")
-        return 2
-    missing = [name for name in args.layouts if name not in costs]
-    if missing:
-        print(f"hyper-cp tiles: this length splits over the ranks in the layouts {list(costs)}, not in {missing}.")
-        return 2
+        return mistake("tiles", error)
     size = 384 if args.picture else 32
-    maps = {name: tile_map(name, args.length, args.ranks, args.documents, args.window, size) for name in args.layouts}
+    maps = {name: tile_map(name, length, args.ranks, documents, args.window, size) for name in args.layouts}
     if args.picture:
         draw(maps, costs, args.ranks, args.picture)
     for name in args.layouts:
@@ -59,6 +67,17 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join(text(maps[name])))
         print(f"{name}: {caption(costs[name])}")
     return 0
+
+
+def _length(given: int | None, documents: Sequence[int] | None) -> int:
+    """The length of the sequence: that of the documents, if there are any."""
+    if documents is None:
+        return 4096 if given is None else given
+    if given not in (None, documents[-1]):
+        raise ValueError(
+            f"--length {given} is not {documents[-1]}, that of the documents. They fill the sequence. Leave it out"
+        )
+    return documents[-1]
 
 
 def caption(cost: Balance) -> str:

@@ -204,6 +204,11 @@ class Shares:
             read(table).check(batch, length)
         return table
 
+    def known_length(self, local: int) -> int | None:
+        """The length before padding of the batch of the enclosing block, if shares of it have ``local`` positions."""
+        length = self.cp.batch.length
+        return length if length and self.padded_length(length) == local * self.cp.size else None
+
     def padded_table(self, documents: Any) -> Tensor:
         """The table of ``documents``; padding up to :meth:`padded_length` is one more document."""
         table: Any = documents_table(documents)

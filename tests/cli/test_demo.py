@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hyper_cp.cli import demo
+from hyper_cp.cli.main import main
 from tests.harness.ranks import on_ranks
 
 
@@ -96,3 +97,17 @@ def with_address(port: int) -> int:
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     return train_with_positions_of_rank_zero()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "0"], "--ranks 0 is no positive number"),
+        (["--seq-len", "1001"], "--seq-len 1001 does not split over 4 ranks"),
+        (["--ranks", "3", "--seq-len", "6", "--modes", "ulysses"], "--modes ulysses cannot run on 3 ranks"),
+        (["--out", "losses.xyz"], "--out losses.xyz has no ending of a picture"),
+    ],
+)
+def test_mistakes_end_in_one_sentence(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *options]) == 2
+    assert message in capsys.readouterr().err

@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...mesh import cp_mesh, nans
 from ...mesh.cp_mesh import CPMesh
 from ...mesh.failures import backward_of, caller, calling, operation
-from ...schedule.documents import documents_table, read
+from ...schedule.documents import read
 from ...schedule.lookup import resolve
 from ...schedule.ranges import Rows, placed
 from ..exchange.held_rows import fetch, rows_plan
 from ..kernels.partials import accumulation_dtype
 from ..recompute import check_recompute, fingerprint
-from .checks import agree, check_layout_of, check_tensor
+from .checks import agree, check_layout_of, check_tensor, documents_of
 
 ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "swish": F.silu}
 """The activations that convolutions of this kind are fused with."""
@@ -52,6 +52,7 @@ def causal_conv1d(
         activation: ``"silu"`` (or ``"swish"``), applied to the result, or None.
         layout: the positions that the ranks hold, as in :func:`hyper_cp.ops.attention`.
         documents: cumulative lengths ``[0, ..., S]`` of packed documents (a list or tensor, or one per batch row).
+            None: those of the enclosing ``handler.documents`` block, if there is one.
         name: names the caller in errors.
 
     Returns:
@@ -74,7 +75,8 @@ def causal_conv1d(
             f'{name}: activation={activation!r} is unknown. It is one of None, "silu" and "swish". Apply another one '
             "to the result"
         )
-    cp, table = cp_mesh.whole_view(mesh), documents_table(documents)
+    cp = cp_mesh.whole_view(mesh)
+    table = documents_of(mesh, cp, documents, name)
     agree(name, cp, layout, table, x, weight)
     check_layout_of(name, cp, layout, table, x.shape[0], x.shape[2])
     with calling(name):

@@ -1,4 +1,4 @@
-"""Predicted times against measured ones: the simulated link of benchmarks/overlap.py, and published H100 figures."""
+"""Predicted times against measured ones: the link of benchmarks/simulated/overlap.py, and published H100 figures."""
 
 from __future__ import annotations
 
@@ -118,23 +118,3 @@ def test_the_order_of_the_published_modes(mask: str, ranks: int) -> None:
             if abs(math.log(theirs)) > SAME and (theirs > 1) != (ours > 1):
                 reversed_pairs.add((a, b, direction))
     assert not reversed_pairs, found
-
-
-# --------------------------------------------------------------------------- ulysses_degree="auto"
-
-
-@pytest.mark.parametrize("kv_exchange", ["ring", "all_gather"])
-@pytest.mark.parametrize("heads,kv_heads", [(32, 32), (32, 8), (64, 8), (48, 4)])
-def test_the_degree_of_auto_is_within_a_tenth_of_the_best(heads: int, kv_heads: int, kv_exchange: str) -> None:
-    """The rule of "auto", the largest degree that heads and one host allow, against the model's choice on 2 to 16 H100
-    with 8K tokens each: longer sequences hide more."""
-    model = ModelShape(layers=1, heads=heads, kv_heads=kv_heads, width=8192, head_dim=128, vocabulary=10)
-    for ranks in (2, 4, 8, 16):
-        plan, seconds = estimator(model, PROFILES["h100"], [8192 * ranks], ranks), {}
-        for degree in (d for d in (1, 2, 4, 8, 16) if d <= ranks and heads % d == 0):
-            pure = degree == ranks
-            mode = Strategy(ranks, degree, None if pure else kv_exchange, "head_tail", "none", False)
-            time = plan.cost(mode).attention
-            seconds[degree] = time.forward + time.backward
-        auto = max(d for d in seconds if d <= 8 and kv_heads % d == 0)
-        assert seconds[auto] <= 1.1 * min(seconds.values()), (ranks, seconds)
