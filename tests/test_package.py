@@ -76,6 +76,7 @@ PRIVATE_ELSEWHERE = {
     ("data/head.py", "_backward_pre_hooks"): HOOKS,
     ("mesh/batch_state.py", "_DummyThread"): "a thread that Python has not started, which has no public name",
     ("mesh/groups.py", "_get_backend"): "the backend of a device, which alone says whether it can be split",
+    ("mesh/groups.py", "_timeout"): "the timeout among NCCL's options, without which new_group warns",
     ("mesh/groups.py", "_world"): "the number that is part of the name of the next process group",
     ("module/running_call.py", "_base"): VIEWS,
     ("ops/writes/__init__.py", "_version"): WRITES,
