@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 from typing import Any
 from unittest import mock
 
@@ -78,6 +79,23 @@ def test_two_ranks_are_well_and_the_planner_reads_what_was_measured(ranks: Any) 
     assert cluster.flops("matmul_share") == pytest.approx(found["matmul_tflops"] * 1e12)
     (split,) = (f for f in found["findings"] if f["section"] == "split")
     assert "ContextParallel(" in split["note"]
+
+
+@on_ranks
+def hosts_of_two() -> tuple[int, str]:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    return command("", "--json")
+
+
+def test_links_inside_and_between_hosts_are_measured_apart(ranks: Any) -> None:
+    (code, text), *_ = ranks(4, hosts_of_two)
+    found = json.loads(text)
+    assert [f for f in found["findings"] if f["status"] == "WRONG"] == []
+    assert code == 0 and found["gpus_per_host"] == 2 and found["between_gb_s"] > 0 and found["inside_us"] > 0
+    links = [f["what"] for f in found["findings"] if f["section"] == "links"]
+    assert links == ["mesh dimension ring, 2 ranks between hosts", "mesh dimension ulysses, 2 ranks inside a host"]
+    checked = [f["what"] for f in found["findings"] if f["section"] == "exchanges"]
+    assert any("ulysses_degree=2, kv_exchange='ring'" in what for what in checked)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,11 @@ def order(world: int) -> list[str]:
     from hyper_cp.ops import kernels
 
     events: list[str] = []
-    post, arrive, kernel = comm.GlooAxis.all_to_all, comm.Pending._arrive, kernels.get("cpu flash", *[torch.randn(1)] * 3)
+    post, arrive, kernel = (
+        comm.GlooAxis.all_to_all,
+        comm.Pending._arrive,
+        kernels.get("cpu flash", *[torch.randn(1)] * 3),
+    )
 
     def posting(self: Any, send: Tensor) -> Any:
         events.append("post")

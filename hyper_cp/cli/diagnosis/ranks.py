@@ -23,7 +23,7 @@ class Ranks:
         self.per_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or self.size
         world = dist.group.WORLD
         assert world is not None  # for mypy: there is a default group
-        store = world.get_group_store()  # type: ignore[attr-defined]
+        store = world.get_group_store()
         # The store may outlive an examination: each one has entries of its own, which every rank numbers alike.
         number = store.add(f"hyper_cp/doctor/{self.rank}", 1)
         self._store, self._round = dist.PrefixStore(f"hyper_cp/doctor/{number}", store), 0  # type: ignore[attr-defined]
@@ -62,7 +62,8 @@ def process_group(device: str, seconds: float) -> Iterator[None]:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=limit)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=limit)
     try:
         yield
     finally:
