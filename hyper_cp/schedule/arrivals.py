@@ -126,8 +126,9 @@ def _usable(keys: Sequence[Sequence[Range]], sources: list[tuple[int, bool]]) ->
 
 # --------------------------------------------------------------------------- only what is needed
 
-# More and smaller stages hide little more of the transfers (benchmarks/needed.py), but cost launches and merges: by the
-# cost model of `hyper_cp.plan`, packed documents on eight H100 run a third slower in eight stages of 1,024 rows.
+# More and smaller stages hide little more of the transfers (benchmarks/simulated/needed.py), but cost launches and
+# merges: by the cost model of `hyper_cp.plan`, packed documents on eight H100 run a third slower in eight stages of
+# 1,024 rows.
 _STAGES = 4
 _LEAST = 4096  # rows of a stage, on the rank that receives most
 _AHEAD = 3  # shares of a rank that are under way; a ring has two

@@ -251,7 +251,7 @@ def repeat_with_delays(world: int, passes: dict[int, dict[str, Any]]) -> bool:
 
     def late(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kw: Any) -> Any:
-            time.sleep(chance.random() * 0.02)
+            time.sleep(chance.random() * 0.006)
             return method(*args, **kw)
 
         return call

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -137,8 +138,13 @@ def own_loss(model: nn.Module) -> str | None:
 
 
 def _source_of_forward(model: nn.Module) -> str:
+    return _source_of(inspect.unwrap(type(model).forward))
+
+
+@cache
+def _source_of(function: Callable[..., Any]) -> str:
     try:
-        return inspect.getsource(inspect.unwrap(type(model).forward))
+        return inspect.getsource(function)
     except (OSError, TypeError):
         return ""
 

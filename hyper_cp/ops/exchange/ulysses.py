@@ -114,7 +114,11 @@ def _(
     for x in xs:
         shape = list(x.shape)
         shape[wider], shape[narrower] = shape[wider] * degree, shape[narrower] // degree
-        out.append(x.new_empty(shape))
+        if to_heads or head_dim > seq_dim:
+            out.append(x.new_empty(shape))
+        else:  # tokens before heads in memory, see heads_to_sequence
+            shape.insert(head_dim, shape.pop(seq_dim))
+            out.append(x.new_empty(shape).movedim(head_dim, seq_dim))
     return out
 
 
@@ -153,10 +157,19 @@ def send_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, order: Order)
 
 
 def heads_to_sequence(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, order: Order) -> Pending:
-    """The inverse: ``[.. S*n .. H ..] -> [.. S .. H*n ..]``."""
-    return collect_heads(axis, x, seq_dim, head_dim, order).then(
-        lambda by_rank: by_rank.flatten(head_dim, head_dim + 1).contiguous()
-    )
+    """The inverse: ``[.. S*n .. H ..] -> [.. S .. H*n ..]``.
+
+    In memory a token's heads lie side by side, as in the models around attention: they reshape the output without a
+    copy, and autograd takes the gradients over without one.
+    """
+
+    def unpacked(by_rank: Tensor) -> Tensor:
+        if head_dim > seq_dim:
+            return by_rank.flatten(head_dim, head_dim + 1).contiguous()
+        tokens_first = by_rank.movedim(seq_dim + 1, head_dim)  # [.. S, n, H ..]
+        return tokens_first.flatten(head_dim + 1, head_dim + 2).contiguous().movedim(head_dim, seq_dim)
+
+    return collect_heads(axis, x, seq_dim, head_dim, order).then(unpacked)
 
 
 def collect_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, order: Order) -> Pending:

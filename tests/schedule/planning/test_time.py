@@ -1,4 +1,4 @@
-"""Predicted times against measured ones: the simulated link of benchmarks/overlap.py, and published H100 figures."""
+"""Predicted times against measured ones: the link of benchmarks/simulated/overlap.py, and published H100 figures."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Compares two ways to hide Ulysses' all-to-all: behind the projections, or behind attention (head groups).
 
-    python benchmarks/projections.py --ranks 2
+    python -m benchmarks.simulated.projections --ranks 2
 
 A block computes q, k, v, attends, and projects the output. There are two ways to overlap the exchange:
 
@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from overlap import Clock, Kernel, Link, join, on_ranks, simulate
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -31,6 +30,8 @@ from hyper_cp.ops import attention
 from hyper_cp.ops.config import OpSettings
 from hyper_cp.ops.engine import attention_op
 from hyper_cp.ops.head_groups import Groups
+
+from .overlap import Clock, Kernel, Link, join, on_ranks, simulate
 
 GROUPS = (1, 2, 4, 8)
 

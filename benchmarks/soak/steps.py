@@ -1,4 +1,4 @@
-"""The random steps of soak.py, each with what one device computes in plain math."""
+"""The random steps of run.py, each with what one device computes in plain math."""
 
 from __future__ import annotations
 

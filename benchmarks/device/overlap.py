@@ -1,7 +1,7 @@
 """Checks every mode on real ranks, and measures how much communication it hides: on any accelerator, or on gloo.
 
-    torchrun --nproc-per-node 8 benchmarks/device_overlap.py                       # GPUs or NPUs of one host
-    torchrun --nproc-per-node 2 benchmarks/device_overlap.py --device cpu --length 2048 --dtype float32
+    torchrun --nproc-per-node 8 -m benchmarks.device.overlap                       # GPUs or NPUs of one host
+    torchrun --nproc-per-node 2 -m benchmarks.device.overlap --device cpu --length 2048 --dtype float32
 
 First each mode is compared with attention written out in fp64, on a short sequence; the exit code is 1 if one differs.
 Then three steps of each are timed, forward and backward of one causal attention call: the step itself, the same one
@@ -25,16 +25,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from device_checks.ranks import SilentAxis
-from device_checks.results import Result, check
-from device_checks.tiles import CAUSAL, SCALE, Tile, answer, tensors_of, visible_of
-from device_checks.times import NoKernel, seconds
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hyper_cp.mesh import cp_mesh
 from hyper_cp.ops import attention, kernels
 from hyper_cp.schedule.lookup import resolve
+
+from .ranks import SilentAxis
+from .results import Result, check
+from .tiles import CAUSAL, SCALE, Tile, answer, tensors_of, visible_of
+from .times import NoKernel, seconds
 
 MODES: dict[str, dict[str, Any]] = {
     "ring, head_tail": {"kv_exchange": "ring", "layout": "head_tail"},

@@ -1,6 +1,6 @@
 """Runs random context-parallel steps for a long time: every result is that of one device, and nothing leaks.
 
-    python benchmarks/soak.py --steps 2000 --seed 1   # 4 gloo ranks x 1 thread; Linux
+    python -m benchmarks.soak.run --steps 2000 --seed 1   # 4 gloo ranks x 1 thread; Linux
 
 A step is one of the kinds in soak_steps.py with a random degree, mode, layout, length (odd ones are padded), packed
 documents, padding, window and explicit mask, forward and backward, compared with plain math on one device. Every tenth
@@ -33,13 +33,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from soak_steps import DIM, HEADS, KINDS, Draw
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import MeshFamily, split_cp_mesh
 from hyper_cp.ops import attention
 from hyper_cp.schedule.documents import kept
+
+from .steps import DIM, HEADS, KINDS, Draw
 
 RANKS, WARM_UP, SAMPLES, REPEAT = 4, 100, 20, 10
 BARS = {torch.float64: 1e-10, torch.float32: 5e-6}

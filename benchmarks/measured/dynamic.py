@@ -1,7 +1,7 @@
 """Compares step times of a degree per micro-batch and of one static degree: predicted for a cluster, measured here.
 
-    python benchmarks/dynamic.py                       # the planner's cost model, 64 ranks
-    python benchmarks/dynamic.py --measure --ranks 2   # a small Llama on gloo ranks of this machine
+    python -m benchmarks.measured.dynamic                       # the planner's cost model, 64 ranks
+    python -m benchmarks.measured.dynamic --measure --ranks 2   # a small Llama on gloo ranks of this machine
 
 "Static" is training without dynamic degrees. The run has one cp degree, the smallest at which the longest sample of the
 distribution fits into the ranks' memory, and samples are packed up to the capacity of such a group. The sequences are

@@ -1,7 +1,7 @@
 """Checks on one device, without a second one: kernels, the whole engine with simulated ranks, times.
 
-    python benchmarks/device_check.py                     # the accelerator that is there, else the CPU
-    python benchmarks/device_check.py --device cpu --lengths 1024 --dtype float32 --heads 8 --kv-heads 2 --dim 64
+    python -m benchmarks.device.check                     # the accelerator that is there, else the CPU
+    python -m benchmarks.device.check --device cpu --lengths 1024 --dtype float32 --heads 8 --kv-heads 2 --dim 64
 
 Sections (``--only`` chooses):
 
@@ -14,7 +14,7 @@ tiles     times of tiles over plain SDPA of the same shape
 shares    device time of the busiest rank's share (nothing is transferred) over 1/n of the time of plain SDPA
 
 Results have to be finite and within the bar of the dtype. A kernel may refuse a dtype only where
-``device_checks/results.py`` lists it. Everything else fails: it is shown, and the exit code is 1. docs/devices.md
+``results.py`` lists it. Everything else fails: it is shown, and the exit code is 1. docs/devices.md
 explains every line.
 """
 
@@ -27,8 +27,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
-from device_checks import merges, ranks, replays, tiles, times
-from device_checks.results import CRASHED, Result
+
+from . import merges, ranks, replays, tiles, times
+from .results import CRASHED, Result
 
 SECTIONS = "kernels", "layouts", "merges", "replays", "engine", "tiles", "shares"
 

@@ -1,6 +1,6 @@
 """Measures linear recurrences and a short convolution on n ranks x 1 thread against one process.
 
-    python benchmarks/recurrence.py --ranks 2 --length 8192 --rounds 5
+    python -m benchmarks.measured.recurrence --ranks 2 --length 8192 --rounds 5
 
 Each layer runs forward + backward on the CPU with gloo: in one process with one thread, with states that pass between
 ranks (contiguous and head-tail), and with heads exchanged by Ulysses. All of them alternate within every round, so that

@@ -1,6 +1,6 @@
 """Measures how much communication the schedule hides: real ranks and messages, simulated link and kernels.
 
-    python benchmarks/overlap.py --ranks 8
+    python -m benchmarks.simulated.overlap --ranks 8
 
 Every transfer takes as long as its bytes need on a link of fixed bandwidth, and every kernel as long as its tile's area
 needs (backward 2.5 times forward). Both wait by the clock while the real messages are exchanged, so the order of

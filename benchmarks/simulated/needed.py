@@ -1,6 +1,6 @@
 """Simulates where it pays to send only what is needed: modes x layouts on packed documents, windows and plain causal.
 
-    python benchmarks/needed.py --ranks 8 16
+    python -m benchmarks.simulated.needed --ranks 8 16
 
 No process, no tensor, no clock: every rank's schedule comes from the library, and a virtual clock of each rank follows
 the order in which the library posts transfers, waits and runs tiles (forward and backward, which costs 2.5 times as

@@ -1,6 +1,6 @@
 """A model of the ring's forward with two and with three buffers for keys and values, on kernels of unequal speed.
 
-    python benchmarks/ring_buffers.py
+    python -m benchmarks.simulated.ring_buffers
 
 With two buffers a rank receives the next block into the one that it has just read: a transfer starts when both sides
 have received the block before and have finished the kernel before that one. With three it need not wait for that

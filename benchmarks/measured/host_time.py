@@ -1,7 +1,7 @@
 """Host time of one attention call: the Python and dispatch work of a rank, without communication and kernels.
 
-    python benchmarks/host_time.py
-    python benchmarks/host_time.py --against ../older-checkout
+    python -m benchmarks.measured.host_time
+    python -m benchmarks.measured.host_time --against ../older-checkout
 
 One process plays one rank of a mesh of any size: its process group is PyTorch's fake backend, which moves nothing,
 and its attention kernel computes nothing. What is left is the library's own work (and the merge of partials, which is
@@ -168,7 +168,7 @@ def hops(case: str) -> int:
 def in_turns(args: argparse.Namespace) -> list[Times]:
     """Times of the other checkout and of this one, which take turns. A busy machine only ever adds time, so the round
     with the lowest median counts."""
-    trees = [Path(args.against).resolve(), Path(__file__).resolve().parent.parent]
+    trees = [Path(args.against).resolve(), Path(__file__).resolve().parents[2]]
     own = [word for name in ("calls", "length", "heads", "dim") for word in (f"--{name}", str(getattr(args, name)))]
     own += ["--fastest"] if args.fastest else []
     own += ["--ranks", *map(str, args.ranks), *(["--only", *args.only] if args.only else [])]
