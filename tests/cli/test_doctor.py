@@ -87,6 +87,7 @@ def hosts_of_two() -> tuple[int, str]:
     return command("", "--json")
 
 
+@pytest.mark.slow
 def test_links_inside_and_between_hosts_are_measured_apart(ranks: Any) -> None:
     (code, text), *_ = ranks(4, hosts_of_two)
     found = json.loads(text)
