@@ -138,9 +138,21 @@ def test_alone_it_makes_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch, caps
         (["--ulysses-degree", "3"], "--ulysses-degree 3 does not divide the 1 ranks"),
     ],
 )
-def test_wrong_options_end_in_an_error(
+def test_wrong_use_ends_in_an_error(
     options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
     assert main(["doctor", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["verify", "some:function"]], ids=str)
+def test_ranks_that_cannot_find_each_other_are_an_error(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert main(command) == 2
+    assert "RANK=0 is set, and MASTER_PORT is not" in capsys.readouterr().err

@@ -50,8 +50,8 @@ def default_device() -> str:
 
 
 @contextmanager
-def process_group(device: str, seconds: float) -> Iterator[None]:
-    """The default process group: the one that exists, that of torchrun's ranks, or one of this process alone."""
+def process_group(device: str, seconds: float, several: bool) -> Iterator[None]:
+    """The default process group: the one that exists, that of ``several`` ranks, or one of this process alone."""
     if dist.is_initialized():
         yield
         return
@@ -59,7 +59,7 @@ def process_group(device: str, seconds: float) -> Iterator[None]:
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
     limit = timedelta(seconds=seconds)
     backend = "gloo" if device == "cpu" else None
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if several:
         dist.init_process_group(backend, timeout=limit)
     else:
         alone = dist.HashStore()  # type: ignore[attr-defined]
