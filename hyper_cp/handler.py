@@ -123,15 +123,8 @@ class ContextParallelHandler(Shares):
         Raises:
             ValueError, TypeError: if lengths, documents or masks do not fit; it names the entry.
         """
-        return local_batch(
-            self,
-            batch,
-            seq_dims,
-            shift_labels=shift_labels,
-            ignore_index=ignore_index,
-            pad_values=pad_values,
-            debug=debug,
-        )
+        more = {"ignore_index": ignore_index, "pad_values": pad_values, "debug": debug}
+        return local_batch(self, batch, seq_dims, shift_labels=shift_labels, **more)
 
     # ------------------------------------------------------------------ rotary embedding
 
@@ -255,7 +248,7 @@ class ContextParallelHandler(Shares):
             table = documents_table(cu_seqlens, document_ids)  # None: a sequence without documents
             table = None if table is None else self.padded_table(table)
         state = self.cp.batch
-        block = state.enter(table)
+        block = state.enter(table, cu_seqlens.length if isinstance(cu_seqlens, LocalBatch) else None)
         try:
             yield table
         finally:
@@ -336,6 +329,14 @@ class ContextParallelHandler(Shares):
         Returns:
             A 0-D tensor, fp32 or fp64: the mean of this call's tokens (with gradient accumulation, of one
             micro-batch). One small communication per mesh dimension. If no token counts anywhere, 0 without gradients.
+
+        Raises:
+            ValueError, TypeError: for shapes that do not fit, labels shifted after sharding, or another mesh.
+
+        Example::
+
+            >>> handler.mean_loss(torch.tensor([[1.0, 3.0]])).item()  # losses of this rank's tokens
+            2.0
         """
         whole = loss.reduced_mesh(mesh, self.mesh)
         loss.refuse_late_shift(self.cp, losses if labels is None else labels)
@@ -360,14 +361,14 @@ class ContextParallelHandler(Shares):
         Differentiable. Arguments are those of :meth:`mean_loss`. A temperature T is ``scale=1/T``.
 
         Args:
-            gather: return those of the whole sequence on every rank, ``[B, S]`` in global order; ``length`` is S before
-                padding. (For a loss of the whole see :meth:`combine`, whose ``gradients=`` matter then.)
+            gather: return those of the whole sequence on every rank, ``[B, S]`` in global order (see :meth:`combine`).
+            length: S before padding. Default: that of the batch whose block this is; elsewhere padding comes along.
         """
         loss.refuse_late_shift(self.cp, labels)
         if length is not None and not gather:
             raise ValueError(f"length={length} without gather=True: only the whole sequence has padding to cut off")
         found = log_probs(hidden, labels, head, Logits(ignore_index, softcap, scale, chunk))
-        return self.combine(found, -1, length=length) if gather else found
+        return self.combine(found, -1, length=length or self.known_length(found.shape[-1])) if gather else found
 
 
 class _Core(nn.Module):

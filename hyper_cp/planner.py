@@ -25,6 +25,7 @@ from .schedule.planning.strategies import (
     Strategy,
     modes,
 )
+from .style import ContextParallel
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -52,6 +53,22 @@ class PlanReport:
     def best(self) -> Estimate | None:
         """The strategy to use first; None if nothing fits."""
         return self.strategies[0] if self.strategies[0].fits else None
+
+    def style(self, **more: Any) -> ContextParallel:
+        """The style to use first, for a cp mesh of ``best.strategy.cp_size`` ranks.
+
+        Args:
+            more: further arguments of :class:`ContextParallel`, ``seq_dim=2, head_dim=1`` for example.
+
+        Raises:
+            ValueError: if nothing fits.
+        """
+        if self.best is None:
+            raise ValueError(
+                f"no strategy fits, so there is no style. The smallest peak is "
+                f"{self.strategies[0].memory.peak / 1e9:.1f} GB. Print the report for the way out"
+            )
+        return ContextParallel(**self.best.strategy.style(), **more)  # type: ignore[arg-type]
 
     def of_modes(self) -> list[Estimate]:
         """The best estimate of each mode (cp size, degree, exchange, layout), over checkpointing and loss."""
@@ -176,8 +193,8 @@ def plan(
     """Estimate a training step in every strategy, and name the one to use first. Nothing runs, nothing communicates.
 
     Work, balance and what travels come from the schedule that a run would use (for rings of more than 16 ranks, from
-    formulas that agree with it); bytes are those of docs/communication.md; times are a model (docs/planner.md), with
-    the shares of the datasheet's peaks that a :class:`Cluster` names.
+    formulas that agree with it); bytes are those of docs/measured/communication.md; times are a model
+    (docs/measured/planner.md), with the shares of the datasheet's peaks that a :class:`Cluster` names.
 
     Args:
         model: a Hugging Face configuration or model, any object or dict with such attributes, the path of a
@@ -185,7 +202,7 @@ def plan(
         sequence: the global length in tokens, or the lengths of the documents that are packed into one sequence.
         gpus: ranks in all. Each group of a cp size has sequences of its own.
         cluster: the name of a profile (h100, h200, a100, b200, 910b, 910c) or a :class:`Cluster`.
-        measured: the path of a JSON file of measurements (docs/planner.md), which replace the profile's numbers.
+        measured: the path of a JSON file of measurements (docs/measured/planner.md), in place of the profile's numbers.
         causal: False if queries see all keys of their document.
         batch: sequences of a step on each group.
         cp_size, ulysses_degree, kv_exchange, layout, checkpointing, chunked_loss: None: every one that is possible;
@@ -196,7 +213,7 @@ def plan(
         memory_gb: memory of a device that a step may use, GB (None: the cluster's, less a part for fragmentation).
 
     Returns:
-        A :class:`PlanReport`: ``print`` it, or take ``best.strategy.style()``, the arguments of ``ContextParallel``.
+        A :class:`PlanReport`: ``print`` it, or take ``style()``, the :class:`ContextParallel` to use first.
 
     Raises:
         ValueError: for numbers that are not positive, an unknown profile or name, heads that do not split over

@@ -13,8 +13,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from .module._torch.dispatch_modes import tree_leaves
 from .module.guards import mixing
 from .module.mesh_binding import binding_of
+from .ops.writes import writes
 
 _ATTENTION = re.compile(r"Attention|Attn")
 
@@ -37,8 +39,27 @@ def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
         chunks: their number; fewer if the sequence is shorter.
         seq_dim: the sequence dimension of its input and output; negative ones count from the end.
 
+    Returns:
+        The module, whose results have the same shapes as before.
+
     Raises:
         ValueError: if the module mixes positions, or is sharded inside by FSDP2.
+        TypeError: in a call with several tensors, or with one inside of a list.
+        RuntimeError: in backward, if weights were changed in place since forward.
+
+    Note:
+        The module runs once for each chunk, in forward and again in backward. Side outputs are those of these runs: an
+        attribute that it writes holds that of the last chunk, a counter counts every chunk twice, a list that it
+        appends to gets an entry for each run, and hooks of modules inside it see chunks. Losses that it adds up on the
+        side (of a router, for example) have no gradient. Tile a module without side outputs.
+
+    Example::
+
+        >>> mlp = tiled(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)), 8)
+        >>> mlp(torch.randn(1, 30, 4)).shape
+        torch.Size([1, 30, 4])
+
+    Source: tiled MLPs of Arctic long-sequence training (arXiv 2506.13996).
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}: pass an nn.Module, for example the MLP of a layer")
@@ -83,11 +104,11 @@ class _Tiled:
                 f"module {self._name} is tiled, and fully_shard was applied to {inside[0]!r} inside it, whose weights "
                 "would be gathered for every chunk. Apply fully_shard to the tiled module, or to a block around it"
             )
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        if len(tensors) != 1:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if len(tensors) != 1 or not any(x is tensors[0] for x in (*args, *kwargs.values())):
             raise TypeError(
-                f"module {self._name} is tiled and got {len(tensors)} tensors: which of them have the sequence is "
-                "unknown. Tile a module whose forward takes one tensor"
+                f"module {self._name} is tiled and got {len(tensors)} tensors, those inside of lists included. It cuts "
+                "one tensor, which is an argument by itself, into chunks. Tile a module whose forward takes such a one"
             )
         (x,) = tensors
         if not -x.ndim <= self.seq_dim < x.ndim:
@@ -111,6 +132,8 @@ class _Call:
         self, tiled: _Tiled, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor, parameters: int
     ) -> None:
         self.module, self.parameters = tiled.module, parameters
+        compiled = torch.compiler.is_compiling()  # a compiled graph computes again with what it has saved
+        self.weights = {} if compiled else {name: (p, writes(p)) for name, p in tiled.module.named_parameters()}
         self.args = [None if a is x else a for a in args]
         self.kwargs = {name: None if a is x else a for name, a in kwargs.items()}
         self.place: Any = next((i for i, a in enumerate(args) if a is x), None)
@@ -122,6 +145,16 @@ class _Call:
         self.autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {self.device, "cpu"}
         ]
+
+    def check_weights(self) -> None:
+        """Raise ``RuntimeError`` for a weight that has been written to since forward, as autograd does."""
+        changed = [name for name, (p, count) in self.weights.items() if writes(p) != count]
+        if changed:
+            raise RuntimeError(
+                f"module {type(self.module).__name__} is tiled, and its weight {changed[0]!r} was changed in place "
+                "between forward and backward, which computes each chunk again. Its gradients would be those of other "
+                "weights. Step the optimizer after backward"
+            )
 
     def run(self, x: Tensor) -> Tensor:
         """Call the module's own forward with one chunk."""
@@ -192,6 +225,7 @@ class _Chunks(torch.autograd.Function):
                 f"module {type(call.module).__name__} is tiled and had {call.parameters} parameters with gradients in "
                 f"forward, and {len(parameters)} in backward. Freeze parameters before the forward"
             )
+        call.check_weights()
         total: list[Tensor | None] = [None] * len(parameters)
         grad_x = torch.zeros_like(x) if of_x else None
         with call.as_in_forward():

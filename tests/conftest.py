@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for pool in {"npus", "own_pool"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group(pool))
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Take what lives as long as this process, modules and tests, out of the collector's sight, as ranks do."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries complain at exit of what they think is leaked
 
 
 @pytest.fixture(scope="session")

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks.measured import memory as benchmark
 from hyper_cp.memory import MemoryCounter
 from hyper_cp.ops import attention
 from tests.harness.ranks import on_ranks
@@ -77,17 +75,7 @@ def test_the_insides_of_operators_and_the_parts_of_dtensors_count(ranks: Any) ->
 # --------------------------------------------------------------------------- the benchmark
 
 
-@pytest.fixture(scope="module")
-def benchmark() -> Any:
-    path = Path(__file__).parents[1] / "benchmarks" / "memory.py"
-    spec = importlib.util.spec_from_file_location("benchmark_of_memory", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_benchmark_counts_what_is_known(benchmark: Any) -> None:
+def test_the_benchmark_counts_what_is_known() -> None:
     """Attention saves its output and log-sum-exp beside its inputs; a step of the model has the logits that whole
     logits cost, and every row of the table saves less than the one before."""
     config, length = benchmark.CONFIG, 1024

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -26,7 +27,7 @@ from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
 S = 32
-CONFIG = LlamaConfig(dim=32, layers=2, heads=8, kv_heads=4, hidden=48)
+CONFIG = LlamaConfig(dim=32, heads=8, kv_heads=4, hidden=48)
 STYLES: list[dict[str, Any]] = [
     {"ulysses_degree": None},
     {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
@@ -35,17 +36,17 @@ STYLES: list[dict[str, Any]] = [
 ]
 
 
-def built(style: dict[str, Any], home: DeviceMesh, block: bool = False) -> Llama:
+def built(style: dict[str, Any], home: DeviceMesh, block: bool = False, layers: int = 2) -> Llama:
     """A model under context parallelism on ``home``."""
-    model = plain_model()
+    model = plain_model(layers)
     made = ContextParallel(qkv_indices=None, **style) if block else ContextParallel(2, 1, **style)
     parallelize_module(model, home, {f"layers.*.attention{'' if block else '.inner'}": made})
     return model
 
 
-def plain_model() -> Llama:
+def plain_model(layers: int = 2) -> Llama:
     torch.manual_seed(0)
-    return Llama(CONFIG).double()
+    return Llama(replace(CONFIG, layers=layers)).double()
 
 
 def sample(number: int) -> Tensor:
@@ -64,9 +65,9 @@ def share_of_loss(model: Any, handler: ContextParallelHandler, samples: int) -> 
 
 
 @cache
-def one_device(samples: int) -> tuple[float, list[Tensor]]:
+def one_device(samples: int, layers: int = 2) -> tuple[float, list[Tensor]]:
     """The mean loss of that many samples and the gradient of every parameter, on one device."""
-    model = plain_model()
+    model = plain_model(layers)
     batch = [(sample(i)[:, :-1], sample(i)[:, 1:]) for i in range(samples)]
     loss = torch.stack([loss_of(model, *texts, torch.arange(S), S * samples) for texts in batch]).sum()
     return loss.item(), list(torch.autograd.grad(loss, list(model.parameters())))
@@ -74,7 +75,7 @@ def one_device(samples: int) -> tuple[float, list[Tensor]]:
 
 def errors(loss: Tensor, model: Llama, samples: int) -> float:
     """The largest error of the loss and all gradients, summed over ranks, beside one device."""
-    want, grads = one_device(samples)
+    want, grads = one_device(samples, len(model.layers))
     total, *found = sum_over_ranks(loss, *(p.grad for p in model.parameters()))  # type: ignore[misc]
     model.zero_grad()
     return max(abs(total.item() / want - 1), *map(relative_error, found, grads))
@@ -259,7 +260,7 @@ def compiled() -> dict[str, float]:
     """Ulysses, a ring and one rank: three meshes of two ranks, and back."""
     torch._dynamo.reset()
     family = split_cp_mesh(init_device_mesh("cpu", (2,)))
-    model = built({"ulysses_degree": None, "layout": "head_tail"}, family.cp(2), block=True)
+    model = built({"ulysses_degree": None, "layout": "head_tail"}, family.cp(2), block=True, layers=1)
     fast = torch.compile(model, fullgraph=True, backend="aot_eager")
     found = {}
     for turn, (degree, ulysses) in enumerate(((2, None), (2, 1), (1, None), (2, None), (2, 1), (1, None))):

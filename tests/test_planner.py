@@ -46,6 +46,16 @@ def test_the_style_of_a_strategy_is_one_that_the_library_takes(report: PlanRepor
         assert style["ulysses_degree"] is None or e.strategy.cp_size % style["ulysses_degree"] == 0  # type: ignore
 
 
+def test_the_report_makes_the_style(report: PlanReport) -> None:
+    assert report.best is not None
+    style = report.style(seq_dim=2, head_dim=1)
+    found = report.best.strategy.style()
+    assert (style.ulysses_degree, style.mode.layout) == (found["ulysses_degree"], found["layout"])
+    assert style.mode.kv_exchange == found.get("kv_exchange", "all_gather") and style.seq_dim == 2
+    with pytest.raises(ValueError, match=r"no strategy fits, so there is no style\. The smallest peak is"):
+        plan(LLAMA, 2**23, gpus=2, cluster="a100").style()
+
+
 def test_the_report_says_why_the_others_lose(report: PlanReport) -> None:
     text = str(report)
     assert "Use first: cp mesh of" in text and "ContextParallel(" in text
@@ -60,7 +70,7 @@ def test_contiguous_causal_work_is_as_unbalanced_as_its_schedule() -> None:
 
 
 def test_bytes_are_those_of_the_communication_page() -> None:
-    """One layer, bf16, forward and backward, 8 ranks on one host: docs/communication.md."""
+    """One layer, bf16, forward and backward, 8 ranks on one host: docs/measured/communication.md."""
     one = dict(LLAMA, layers=1)
     share = 2**17 // 8 * 8 * 128  # elements of k, and of v
     want = {

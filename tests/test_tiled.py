@@ -200,6 +200,8 @@ def test_wrong_use_is_refused() -> None:
         (lambda: tiled(MLP(), 2, seq_dim=3)(x), ValueError, "along seq_dim=3, but its input has shape"),
         (lambda: tiled(Pair(), 2)(x), ValueError, "returned a tuple"),
         (lambda: tiled(Pair(), 2)(x, x), TypeError, "got 2 tensors"),
+        (lambda: tiled(Pair(), 2)(x, [x]), TypeError, "got 2 tensors, those inside of lists included"),
+        (lambda: tiled(Pair(), 2)({"x": x}), TypeError, "got 1 tensors.*an argument by itself"),
         (lambda: tiled(nn.Flatten(1), 2)(x), ValueError, r"returned a Tensor .shape torch.Size..2, 24.."),
     ]:
         with pytest.raises(kind, match=words):
@@ -209,3 +211,15 @@ def test_wrong_use_is_refused() -> None:
     module.w1.weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match="Freeze parameters before the forward"):
         out.sum().backward()
+
+
+def test_weights_that_are_changed_between_forward_and_backward_are_refused() -> None:
+    """As autograd does for saved tensors; frozen weights count too."""
+    for frozen in (False, True):
+        module = tiled(MLP(), 2)
+        module.w1.weight.requires_grad_(not frozen)
+        out = module(torch.zeros(2, 8, WIDTH, requires_grad=True))
+        with torch.no_grad():
+            module.w1.weight.mul_(2)
+        with pytest.raises(RuntimeError, match=r"'w1\.weight' was changed in place between forward and backward"):
+            out.sum().backward()

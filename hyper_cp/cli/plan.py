@@ -4,7 +4,8 @@
     hyper-cp plan meta-llama/Llama-3.1-8B --documents lengths.txt --gpus 16 --measured measured.json --plot plan.png
     hyper-cp plan --layers 32 --heads 32 --kv-heads 8 --width 4096 --vocabulary 128256 --sequence 1M --gpus 64
 
-docs/planner.md describes the model behind it. The exit code is 1 if nothing fits, and 2 if something cannot be planned.
+docs/measured/planner.md describes the model behind it. The exit code is 1 if nothing fits, and 2 if something cannot be
+planned.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from pathlib import Path
 from typing import Any
 
 from ..planner import PlanReport, plan
 from ..schedule.planning.inputs.profiles import PROFILES, cluster_of
+from .options import DOCUMENTS_HELP, check_picture, document_lengths, mistake, tokens
 
 SIZES = ("layers", "heads", "kv_heads", "head_dim", "width", "ffn", "vocabulary")
 CLUSTER = ("gpus_per_host", "tflops", "inside_gb_s", "between_gb_s", "memory_gb_s")
@@ -30,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name in SIZES:
         parser.add_argument(_option(name), type=int, help=argparse.SUPPRESS if name != "layers" else "or the sizes")
-    parser.add_argument("--sequence", type=_tokens, help="global length in tokens; 128K and 1M are 2**17 and 2**20")
-    parser.add_argument("--documents", help="a file of lengths, or lengths with commas: packed into one sequence")
+    parser.add_argument("--sequence", type=tokens, help="global length in tokens; 128K and 1M are 2**17 and 2**20")
+    parser.add_argument("--documents", help=DOCUMENTS_HELP)
     parser.add_argument("--gpus", type=int, required=True, help="number of devices in all")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a step on each group of cp ranks")
     parser.add_argument("--full", action="store_true", help="queries see all keys, not only earlier ones")
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(_option(name), type=kind, help=f"instead of the profile's{what}")
     parser.add_argument("--memory-gb", type=float, help="memory of a device that a step may use")
     parser.add_argument(
-        "--measured", help="a JSON file of measurements, which replace the profile's numbers (docs/planner.md)"
+        "--measured", help="a JSON file of measurements, which replace the profile's numbers (docs/measured/planner.md)"
     )
     for name in CHOICES:
         kind = int if name in ("cp_size", "ulysses_degree") else str
@@ -58,21 +59,20 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _tokens(text: str) -> int:
-    """A number of tokens; K and M are powers of two."""
-    factor = {"K": 2**10, "M": 2**20}.get(text[-1:].upper(), 1)
-    return int(text[:-1] if factor > 1 else text) * factor
-
-
 def run(args: argparse.Namespace) -> int:
     """Plan, print, and return the exit code."""
     try:
-        report = _planned(args)
         if args.plot:
-            save_plot(report, args.plot)
+            check_picture("--plot", args.plot)
+        if args.rows < 1:
+            raise ValueError(
+                f"--rows {args.rows} is no positive number. It is the length of the table. Pass at least 1"
+            )
+        report = _planned(args)
     except (TypeError, ValueError) as error:
-        print(f"hyper-cp plan: {error}", file=sys.stderr)
-        return 2
+        return mistake("plan", error)
+    if args.plot:
+        save_plot(report, args.plot)
     if args.json:
         print(report.json())
     else:
@@ -95,7 +95,7 @@ def _planned(args: argparse.Namespace) -> PlanReport:
     changes = {name: value for name in CLUSTER if (value := getattr(args, name)) is not None}
     return plan(
         args.model if args.model is not None else sizes,
-        args.sequence if args.documents is None else _lengths(args.documents),
+        args.sequence if args.documents is None else document_lengths(args.documents),
         gpus=args.gpus,
         cluster=cluster_of(args.cluster, **changes),
         measured=args.measured,
@@ -105,18 +105,6 @@ def _planned(args: argparse.Namespace) -> PlanReport:
         memory_gb=args.memory_gb,
         **{name: getattr(args, name) for name in CHOICES},
     )
-
-
-def _lengths(text: str) -> list[int]:
-    path = Path(text)
-    try:
-        words = (path.read_text() if path.is_file() else text).replace(",", " ").split()
-        return [_tokens(word) for word in words]
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--documents {text!r} cannot be read: {error}. It is a list of lengths in tokens. Pass a file with one "
-            "length a line, or lengths with commas"
-        ) from error
 
 
 def show(report: PlanReport, rows: int) -> None:
@@ -144,17 +132,9 @@ def show(report: PlanReport, rows: int) -> None:
 
 
 def save_plot(report: PlanReport, path: str) -> None:
-    """Draw tokens per second over peak memory, a point for each mode, into an image file.
+    """Draw tokens per second over peak memory, a point for each mode, into an image file."""
+    import matplotlib  # optional: the extra "viz"
 
-    Raises:
-        ValueError: if matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # optional: the extra "viz"
-    except ImportError as error:
-        raise ValueError(
-            f"--plot {path} needs matplotlib, which is not installed. Nothing else needs it. Install hyper-cp[viz]"
-        ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

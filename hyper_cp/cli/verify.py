@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -23,6 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ..data.collectives import by_rank
 from ..verify import verify
+from .options import mistake, one_of_several_ranks
+
+
+class _Mistake(ValueError):
+    """A mistake in how the command is used, which needs no traceback."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,14 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Verify on this rank. Return the exit code, which is the same on all ranks."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        print(
-            "hyper-cp verify compares several ranks, but RANK and WORLD_SIZE are not set. Start it with torchrun "
-            f"--nproc-per-node 2 -m hyper_cp verify {args.function}",
-            file=sys.stderr,
-        )
-        return 2
-    function = _load(args.function)
+    try:
+        if not one_of_several_ranks():
+            return mistake(
+                "verify",
+                "it compares several ranks, but RANK and WORLD_SIZE are not set. Start it with torchrun "
+                f"--nproc-per-node 2 -m hyper_cp verify {args.function}",
+            )
+    except ValueError as error:
+        return mistake("verify", error)
+    try:
+        function = _load(args.function)
+    except _Mistake as error:  # the same on every rank: one of them says so
+        return mistake("verify", error) if os.environ["RANK"] == "0" else 2
     made_here = not dist.is_initialized()
     if made_here:
         if torch.accelerator.is_available():
@@ -52,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         dist.init_process_group()
     try:
         return _verify(function, args)
+    except _Mistake as error:
+        return mistake("verify", error) if dist.get_rank() == 0 else 2
     finally:
         if made_here:
             dist.destroy_process_group()
@@ -61,9 +74,16 @@ def _verify(function: Callable[[], Any], args: argparse.Namespace) -> int:
     given = function()
     if not isinstance(given, dict) or not {"model", "mesh", "batch"} <= given.keys():
         got = sorted(given) if isinstance(given, dict) else type(given).__name__
-        raise TypeError(
+        raise _Mistake(
             f"{args.function} returned {got}. Its result becomes the arguments of hyper_cp.verify. Return a dict with "
             "model, mesh and batch, and loss_fn if your training step is not the default one"
+        )
+    known = inspect.signature(verify).parameters
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise _Mistake(
+            f"{args.function} returned {', '.join(map(str, unknown))}, which hyper_cp.verify does not take. Its result "
+            f"becomes the arguments of hyper_cp.verify. Choose among {', '.join(known)}"
         )
     given = {**given, **{name: x for name in ("rtol", "atol") if (x := getattr(args, name)) is not None}}
     mesh = given["mesh"]
@@ -80,12 +100,25 @@ def _load(name: str) -> Callable[[], Any]:
     """Import the function that ``MODULE:FUNCTION`` names; modules in the working directory are found."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
-        raise ValueError(f"{name!r} does not name a function. Write MODULE:FUNCTION, for example my_training:build")
+        raise _Mistake(
+            f"{name!r} does not name a function. It is imported and called. Write MODULE:FUNCTION, for example "
+            "my_training:build"
+        )
     sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there, and what it imports is missing: its traceback says where
+        raise _Mistake(
+            f"no module {error.name!r} was found. {name!r} is imported as Python does it, also from the working "
+            "directory. Write MODULE:FUNCTION of a module that can be imported"
+        ) from error
     finally:
         sys.path.remove(os.getcwd())
     if not callable(found):
-        raise ValueError(f"module {module} has no function {attribute!r}. Write MODULE:FUNCTION of one that it has")
+        raise _Mistake(
+            f"module {module} has no function {attribute!r}. It is called for the arguments of verify. Write "
+            "MODULE:FUNCTION of one that it has"
+        )
     return found

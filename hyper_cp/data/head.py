@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from ..ops.writes import unchanged, written
 from .collectives import by_rank
 from .loss import check_ignore_index
 
@@ -108,12 +110,35 @@ def check_head(head: nn.Module) -> None:
 
 
 def _call(head: nn.Module, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Any:
-    """Call a module with another forward: its hooks run, those of FSDP and tensor parallelism too."""
+    """Call a module with another forward: its hooks run, those of FSDP and tensor parallelism too. Hooks of others see
+    log-probabilities in place of logits, so they may observe, and must not change anything."""
+    hooks, own = head._forward_hooks, dict(head._forward_hooks)
+    if head._backward_pre_hooks:
+        raise _changes("backward pre-hook", next(iter(head._backward_pre_hooks.values())))
+    for key, hook in own.items():
+        if not str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
+            hooks[key] = partial(_observe, hook)
     head.forward = forward
     try:
         return head(hidden)
     finally:
         del head.forward
+        hooks.update((key, hook) for key, hook in own.items() if key in hooks)  # a hook may have removed itself
+
+
+def _observe(hook: Callable[..., Any], module: nn.Module, *given: Any) -> None:
+    """Run a forward hook; ``TypeError`` if it changes the output."""
+    before = written([given[-1]])
+    if hook(module, *given) is not None or not unchanged(before, [given[-1]]):
+        raise _changes("forward hook", hook)
+
+
+def _changes(kind: str, hook: Any) -> TypeError:
+    name = getattr(hook, "__qualname__", type(hook).__name__)
+    return TypeError(
+        f"head has the {kind} {name!r}, which changes logits or their gradients. There are no whole logits here, only "
+        "log-probabilities. Remove the hook, describe it with scale= or softcap=, or make logits without head="
+    )
 
 
 def _check_tensors(hidden: Tensor, labels: Tensor) -> None:

@@ -14,8 +14,8 @@ LENGTHS = 16
 class Block:
     """One entered ``handler.documents`` block, and the calls that have used its documents."""
 
-    def __init__(self, documents: Tensor | None, owner: ThreadBlocks) -> None:
-        self.documents, self.owner = documents, owner
+    def __init__(self, documents: Tensor | None, owner: ThreadBlocks, length: int | None = None) -> None:
+        self.documents, self.owner, self.length = documents, owner, length
         self.used = documents is None
         """True if something has read the documents, or there are none."""
         self.kinds: set[bool] = set()
@@ -49,13 +49,15 @@ class BatchState:
         self._threads: list[ThreadBlocks] = []
         """Those of the threads that are in a block."""
         self._lengths: dict[int, None] = {}
+        self.batches = 0
+        """The number of batches that this rank has split, for errors."""
 
     # ------------------------------------------------------------------ blocks
 
-    def enter(self, documents: Tensor | None) -> Block:
-        """Put documents (None: a batch without) in force in this thread."""
+    def enter(self, documents: Tensor | None, length: int | None = None) -> Block:
+        """Put documents (None: a batch without) in force in this thread. ``length``: positions before padding."""
         mine = self._mine.blocks
-        block = Block(documents, mine)
+        block = Block(documents, mine, length)
         if not mine.entered:
             self._threads.append(mine)
         mine.entered.append(block)
@@ -81,6 +83,12 @@ class BatchState:
         for block in mine.entered[-1:]:
             block.used = True
         return mine.documents
+
+    @property
+    def length(self) -> int | None:
+        """The positions of the sequence of this thread's innermost block, before padding, if the block knows them."""
+        entered = self._mine.blocks.entered
+        return entered[-1].length if entered else None
 
     def in_force(self, caller: str) -> Tensor | None:
         """The documents for an attention call.

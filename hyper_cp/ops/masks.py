@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..schedule.build import Schedule, Step
 from ..schedule.ranges import Range
 from ..schedule.tiles import Band, Tile
+from .writes import writes
 
 _known: Any = WeakTensorKeyDictionary()  # mask -> {view: (version, band)}
 
@@ -29,8 +30,8 @@ def recognised(mask: Tensor, length: int) -> Band | None:
     owner = mask if mask._base is None else mask._base  # views are made anew for every call
     known = _known.setdefault(owner, {})
     view = (tuple(mask.shape), mask.stride(), mask.storage_offset())
-    if view not in known or known[view][0] != mask._version:
-        known[view] = mask._version, _recognise(mask)
+    if view not in known or known[view][0] != writes(mask):
+        known[view] = writes(mask), _recognise(mask)
     found: Band | None = known[view][1]
     return found
 

@@ -71,11 +71,18 @@ class Arrivals:
         blocks: placed ranges of each block that may be used.
         routes: what travels before each arriving block; empty if whole shares travel.
         ahead: the number of routes that are under way at once, the same on all ranks.
+        pieces: the rows of a whole share that travel together, the same on all ranks. The rows of a piece are a block.
     """
 
     blocks: tuple[Numbers, ...]
     routes: tuple[Route, ...] = ()
     ahead: int = 0
+    pieces: tuple[tuple[Range, ...], ...] = ()
+
+    @property
+    def hops(self) -> int:
+        """How many times blocks arrive: pieces of one share count once."""
+        return (len(self.blocks) - 1) // max(1, len(self.pieces))
 
 
 # --------------------------------------------------------------------------- whole shares of other ranks
@@ -124,10 +131,44 @@ def _usable(keys: Sequence[Sequence[Range]], sources: list[tuple[int, bool]]) ->
     return np.concatenate(blocks)
 
 
+# A rank cannot hide the kernels of the last block that arrives behind a transfer. On few ranks these are much of its
+# work, so there a share travels in two pieces. Each has the half of either half of the share: in the head-tail layout
+# all ranks then have equal work in each piece, as they have in whole shares. On four ranks and a link that is as slow
+# as the computation is long, a ring takes 1.21 times as long as either if shares are whole (benchmarks/overlap.py),
+# 1.19 times if the pieces are heads and tails, and 1.12 times with these.
+_IN_PIECES_UP_TO = 4  # ranks
+_LEAST_PIECE = 512  # rows; kernels are slower on fewer
+
+
+def in_pieces(problem: Problem, whole: Arrivals) -> Arrivals:
+    """The same blocks, of one share each, in pieces if the ranks are few and the shares long."""
+    share = _length(placed(problem.keys[problem.rank]))
+    if problem.size > _IN_PIECES_UP_TO or share < 2 * _LEAST_PIECE:
+        pieces: tuple[tuple[Range, ...], ...] = (((0, share),),)
+    else:
+        first, middle, third = (share * i // 4 for i in (1, 2, 3))
+        pieces = ((0, first), (middle, third)), ((first, middle), (third, share))
+    local, *arriving = whole.blocks
+    return Arrivals((local, *(_piece(block, rows) for block in arriving for rows in pieces)), pieces=pieces)
+
+
+def _piece(block: Numbers, rows: Sequence[Range]) -> Numbers:
+    """The part of a block, placed ranges, that some of its rows are, which then lie side by side."""
+    offset, first, last = block.T
+    found, at = [], 0
+    for start, stop in rows:
+        low, high = np.maximum(offset, start), np.minimum(offset + last - first, stop)
+        cut = np.column_stack((at + low - start, first + low - offset, first + high - offset))
+        found.append(cut[high > low])
+        at += stop - start
+    return np.concatenate(found)
+
+
 # --------------------------------------------------------------------------- only what is needed
 
-# More and smaller stages hide little more of the transfers (benchmarks/needed.py), but cost launches and merges: by the
-# cost model of `hyper_cp.plan`, packed documents on eight H100 run a third slower in eight stages of 1,024 rows.
+# More and smaller stages hide little more of the transfers (benchmarks/simulated/needed.py), but cost launches and
+# merges: by the cost model of `hyper_cp.plan`, packed documents on eight H100 run a third slower in eight stages of
+# 1,024 rows.
 _STAGES = 4
 _LEAST = 4096  # rows of a stage, on the rank that receives most
 _AHEAD = 3  # shares of a rank that are under way; a ring has two
@@ -295,5 +336,7 @@ def register_exchange(name: str, visits: Visits) -> None:
 
 register_exchange("all_gather", lambda rank, size: [(rank,), tuple(range(size))])
 register_exchange("ring", lambda rank, size: [((rank - hop) % size,) for hop in range(size)])
+_RING = _ARRIVALS["ring"]
+_ARRIVALS["ring"] = lambda problem: in_pieces(problem, _RING(problem))
 register_exchange("replicated", lambda rank, size: [(rank,)])  # every rank holds all keys and values
 _ARRIVALS["needed"] = needed

@@ -122,7 +122,7 @@ def pinned(x: Tensor) -> Tensor:
         return x
 
 
-MAX_SLICES = 2
+MAX_SLICES = 4
 """The most ranges that are taken one by one. More are taken through an index, in one operation: their number grows with
 ranks and documents, and the host's time must not. (Few long ranges are copied a little faster one by one.)"""
 

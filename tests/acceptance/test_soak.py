@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.soak import run, steps
 from hyper_cp.ops import attention
 from hyper_cp.schedule.documents import kept
 from tests.harness.ranks import on_ranks
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 _leaked: list[Any] = []
 _done = threading.Event()
 
@@ -62,23 +60,17 @@ class Drifting:
 
 
 @on_ranks
-def soak(steps: int, plant: str = "") -> tuple[int, str]:
+def soak(number: int, plant: str = "") -> tuple[int, str]:
     """The exit code and the output of a soak in this process group, with something planted."""
-    sys.path.insert(0, BENCHMARKS)
-    try:
-        import soak as script
-        import soak_steps
-    finally:
-        sys.path.remove(BENCHMARKS)
     planted: dict[str, Callable[..., Any]] = {"wrong": wrong_on_rank_2, "bits": Drifting()}
-    soak_steps.attention = planted.get(plant, attention)
+    steps.attention = planted.get(plant, attention)
     out = io.StringIO()
     try:
         with redirect_stdout(out):
-            options = ["--steps", str(steps), "--seed", "2"]
-            code = script.soak(script.parsed(options), *([leak] if plant == "leak" else []))
+            options = ["--steps", str(number), "--seed", "2"]
+            code = run.soak(run.parsed(options), *([leak] if plant == "leak" else []))
     finally:
-        soak_steps.attention = attention
+        steps.attention = attention
         stop_leaking()
     return code, out.getvalue()
 

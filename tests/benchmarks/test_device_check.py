@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.device import check as device_check
+from benchmarks.device import merges, ranks, replays, results, tiles, times
 from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import REFERENCE, TileInputs
 from hyper_cp.ops.kernels.fused import sums
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import device_check
-from device_checks import merges, ranks, replays, results, tiles, times
 
 SMALL = [tiles.Tile(12, 12, tiles.CAUSAL, heads=(2, 1), dims=(8, 8)), tiles.Tile(7, 1, heads=(2, 1), dims=(8, 8))]
 ARGUMENTS = "--device cpu --dtype float32 --lengths 64 --heads 4 --kv-heads 4 --dim 16 --ranks 2 --worlds 2 --rounds 1"

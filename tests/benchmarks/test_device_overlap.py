@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+import random
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.device import overlap as device_overlap
+from benchmarks.simulated import ring_buffers
 from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import REFERENCE
 from tests.harness.ranks import on_ranks
@@ -28,18 +29,12 @@ class WrongGradients:
         return dq * 1.001, dk, dv
 
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
-
-
 GIVEN = "--device cpu --length 32 --heads 16 --kv-heads 16 --dim 8 --dtype float32 --rounds 1"
 
 
 @on_ranks
 def measured() -> tuple[list[tuple[str, float, float, float]], list[str], list[str]]:
     """The times; the checks, and those with a kernel whose gradients are wrong."""
-    sys.path.insert(0, BENCHMARKS)
-    import device_overlap
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     args = device_overlap.arguments(GIVEN.split())
     checked = [result.status for result in device_overlap.compare(mesh, args)]
@@ -58,9 +53,6 @@ def test_every_mode_is_checked_and_measured_on_gloo(ranks: Any) -> None:
 
 
 def test_hybrids_need_two_dimensions_and_heads_that_split() -> None:
-    sys.path.insert(0, BENCHMARKS)
-    import device_overlap
-
     args = device_overlap.arguments([])  # 8 key/value heads
     for ranks, without in ((2, {"hybrid of 2, ring", "hybrid of 2, ring, 2 groups"}), (8, {"Ulysses, 4 head groups"})):
         names = {name for name, mode in device_overlap.MODES.items() if device_overlap.possible(mode, ranks, args)}
@@ -68,19 +60,12 @@ def test_hybrids_need_two_dimensions_and_heads_that_split() -> None:
 
 
 def test_a_line_says_how_much_is_hidden() -> None:
-    sys.path.insert(0, BENCHMARKS)
-    import device_overlap
-
     assert device_overlap.line("ring", 0.012, 0.010, 0.008).endswith("hidden   75%")
     assert device_overlap.line("ring", 0.018, 0.010, 0.008).endswith("hidden    0%")
 
 
 def test_three_buffers_help_only_where_kernels_vary() -> None:
-    """The figures of docs/communication.md come from this model."""
-    sys.path.insert(0, BENCHMARKS)
-    import random
-
-    import ring_buffers
+    """The figures of docs/measured/communication.md come from this model."""
 
     def found(link: float, jitter: float, buffers: int) -> float:
         return ring_buffers.step(8, link, jitter, buffers, random.Random(0))

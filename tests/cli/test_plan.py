@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,28 @@ def test_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ([*SIZES, "--documents", "1,x", "--gpus", "2"], "cannot be read"),
         ([*SIZES, "--sequence", "1K", "--gpus", "2", "--cluster", "abacus"], "unknown profile"),
         ([*SIZES, "--sequence", "1K", "--gpus", "2", "--tflops", "-1"], "no positive number"),
+        ([*SIZES, "--sequence", "1K", "--gpus", "2", "--rows", "0"], "--rows 0 is no positive number"),
+        ([*SIZES, "--sequence", "1K", "--gpus", "2", "--plot", "plan.xyz"], "--plot plan.xyz has no ending of a pict"),
+        ([*SIZES, "--documents", "0,512,1024", "--gpus", "2"], "Pass the differences: 512,512"),
+        (["nofile.json", "--sequence", "1K", "--gpus", "2"], "stands for a file, 'nofile.json', that does"),
+        (["./folder", "--sequence", "1K", "--gpus", "2"], "model='./folder' stands for a file"),
+        (["tests", "--sequence", "1K", "--gpus", "2"], "stands for a file, 'tests/config.json', that"),
+        (["pyproject.toml", "--sequence", "1K", "--gpus", "2"], "cannot be read as JSON"),
     ],
 )
-def test_mistakes_end_in_an_error(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_end_in_an_error(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setitem(sys.modules, "transformers", None)  # nothing is looked up by name
     assert main(["plan", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_length_that_is_no_number_is_an_error_of_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["plan", *SIZES, "--gpus", "2", "--sequence", "128x"])
+    assert done.value.code == 2 and "'128x' is no number of tokens" in capsys.readouterr().err
 
 
 def test_the_exit_code_says_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,16 +32,34 @@ def test_the_report_is_printed_once_and_the_exit_code_says_the_result(ranks: Any
     assert here[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("function", "error", "match"),
-    [
-        ("tests.harness.planted", ValueError, "Write MODULE:FUNCTION"),
-        ("tests.harness.planted:nothing", ValueError, "has no function 'nothing'"),
-        ("tests.harness.planted:whole_batch", TypeError, r"returned \['input_ids', 'labels'\]"),
-    ],
-)
-def test_a_wrong_function_is_explained(function: str, error: type[Exception], match: str, ranks: Any) -> None:
-    ranks.raises(2, error, match, command, function)
+MISTAKES = {
+    "tests.harness.planted": "Write MODULE:FUNCTION",
+    "tests.harness.planted:nothing": "has no function 'nothing'",
+    "tests.nowhere.planted:whole_batch": "no module 'tests.nowhere' was found",
+    "tests.harness.planted:whole_batch": "returned ['input_ids', 'labels']",
+    "tests.cli.test_verify:too_much": "returned rounds, which hyper_cp.verify does not take",
+}
+
+
+def too_much() -> dict[str, Any]:
+    return {"model": None, "mesh": None, "batch": None, "rounds": 3}
+
+
+@on_ranks
+def mistakes() -> list[tuple[int, str]]:
+    found = []
+    for function in MISTAKES:
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            code = main(["verify", function])
+        found.append((code, printed.getvalue()))
+    return found
+
+
+def test_a_wrong_function_ends_in_one_sentence_of_the_first_rank(ranks: Any) -> None:
+    here, there = ranks(2, mistakes)
+    for (code, text), message in zip(here, MISTAKES.values(), strict=True):
+        assert code == 2 and text.startswith("hyper-cp verify: ") and message in text and text.count("\n") == 1, text
+    assert there == [(2, "")] * len(MISTAKES)
 
 
 def test_without_ranks_it_says_how_to_start_them(

@@ -20,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from hyper_cp import ContextParallelHandler
 from hyper_cp.data.head import Logits, log_probs
 from hyper_cp.memory import MemoryCounter
+from tests.harness.labelled import LENGTH, ROWS, VOCABULARY, data
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 
-ROWS, LENGTH, WIDTH, VOCABULARY = 4, 16, 6, 11
+WIDTH = 6
 
 
 def plain(hidden: Tensor, parameters: list[Tensor], labels: Tensor, softcap: float | None, scale: float) -> Tensor:
@@ -32,16 +33,6 @@ def plain(hidden: Tensor, parameters: list[Tensor], labels: Tensor, softcap: flo
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     return -F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
-
-
-def data() -> tuple[Tensor, Tensor]:
-    """Tokens, and labels of which each rank has another number."""
-    g = torch.Generator().manual_seed(2)
-    ids = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=g)
-    labels = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=g)
-    for row, valid in enumerate((16, 3, 9, 1)):
-        labels[row, valid:] = -100
-    return ids, labels
 
 
 # --------------------------------------------------------------------------- the loop, on one device
@@ -213,9 +204,12 @@ def gathered() -> tuple[float, float]:
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "head_tail")
     model, (ids, labels) = Body().double(), data()
     mine = handler.get_batch_on_this_cp_rank({"ids": ids[:, :13], "shift_labels": labels[:, :13]})
-    found = handler.log_probs(
-        model(mine["ids"]), mine["shift_labels"], head=model.output, scale=0.5, chunk=3, gather=True, length=13
-    )
+    how: dict[str, Any] = {"head": model.output, "scale": 0.5, "chunk": 3, "gather": True}
+    with handler.documents(mine):  # the block knows the length
+        known = handler.log_probs(model(mine["ids"]), mine["shift_labels"], **how)
+    padded = handler.log_probs(model(mine["ids"]), mine["shift_labels"], **how)
+    found = handler.log_probs(model(mine["ids"]), mine["shift_labels"], length=13, **how)
+    assert torch.equal(found, known) and torch.equal(found, padded[:, :13]) and padded.shape[1] == 16
     wanted = plain(model(ids), list(model.output.parameters()), labels, None, 0.5)[:, :13]
     factor = torch.linspace(1, 2, 13)
     (grad,) = torch.autograd.grad((found * factor).sum(), [model.output.weight])
@@ -355,3 +349,31 @@ def test_wrong_arguments_are_refused() -> None:
         with pytest.raises(kind, match=words):
             Logits(**bad)  # type: ignore[arg-type]
     assert "forward" not in vars(head)  # nothing is left of the calls that failed
+
+
+def test_hooks_of_a_head_may_observe_and_not_change() -> None:
+    hidden, labels, head = torch.ones(2, 4, WIDTH), torch.zeros(2, 4, dtype=torch.int64), nn.Linear(WIDTH, VOCABULARY)
+    seen: list[Any] = []
+
+    def once(*given: Any) -> None:
+        seen.append(given)
+        handle.remove()
+
+    def in_place(module: Any, given: Any, out: Tensor) -> None:
+        out.mul_(2)
+
+    plainly = log_probs(hidden, labels, head, Logits())
+    doubled = log_probs(2 * hidden, labels, head, Logits())
+    handle = head.register_forward_hook(once)
+    assert torch.equal(log_probs(hidden, labels, head, Logits()), plainly) and len(seen) == 1
+    assert torch.equal(log_probs(hidden, labels, head, Logits()), plainly) and len(seen) == 1  # it has removed itself
+    with head.register_forward_pre_hook(lambda _, given: (2 * given[0],)):  # hidden states are what they are
+        assert torch.equal(log_probs(hidden, labels, head, Logits()), doubled)
+    for register, hook in [
+        (head.register_forward_hook, lambda _, given, out: 2 * out),
+        (head.register_forward_hook, in_place),
+        (head.register_full_backward_pre_hook, lambda _, grads: None),
+    ]:
+        with torch.no_grad(), register(hook), pytest.raises(TypeError, match="which changes logits or their gradients"):
+            log_probs(hidden, labels, head, Logits())
+        assert torch.equal(log_probs(hidden, labels, head, Logits()), plainly)

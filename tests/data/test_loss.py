@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh import comm
+from tests.harness.labelled import LENGTH, ROWS, VOCABULARY, data
 from tests.harness.oracle import plain_attention, relative_error
 from tests.harness.ranks import on_ranks
-
-LENGTH, VOCABULARY, ROWS = 16, 11, 4
 
 
 class Inner(nn.Module):
@@ -48,16 +47,6 @@ class Plain(nn.Module):
 def small() -> Small:
     torch.manual_seed(1)
     return Small().double()
-
-
-def data() -> tuple[Tensor, Tensor]:
-    """Rows with very different numbers of valid labels, unevenly over the sequence too."""
-    g = torch.Generator().manual_seed(2)
-    ids = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=g)
-    labels = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=g)
-    for row, valid in enumerate((16, 3, 9, 1)):
-        labels[row, valid:] = -100
-    return ids, labels
 
 
 def reference(weights: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:

@@ -7,6 +7,8 @@ import math
 import os
 import re
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hyper_cp
 from hyper_cp import ContextParallel, ContextParallelHandler
-from tests.harness.hf_causal import NotTiny, causal_types, changed_behaviour, class_name, tiny_causal
+from hyper_cp.data import head
+from tests.harness.hf_causal import VOCABULARY, NotTiny, causal_types, changed_behaviour, class_name, tiny_causal
 from tests.harness.hf_models import InDouble, tokens
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
 pytest.importorskip("transformers")
 
-PAGE = Path(__file__).parents[2] / "docs" / "transformers_models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "transformers_models.md"
 OURS = str(Path(hyper_cp.__file__).parent)
 LENGTH, TOLERANCE = 24, 1e-9
 ORDER = ["CRASH", "WRONG", "not tried", "refused", "exact"]
@@ -91,10 +94,11 @@ def difference(got: Tensor, want: Tensor, where: Any = slice(None)) -> float:
     return found if math.isfinite(found) else math.inf
 
 
-def verdict(kind: str, mesh: Any) -> tuple[str, str]:
+def verdict(kind: str, mesh: Any, later: list[Callable[[Any], tuple[str, str]]]) -> tuple[str, str]:
     """The outcome for a model type ("exact", "refused", "not tried", "WRONG" or "CRASH"), and its reason.
 
-    Each rank compares one mode with the model alone.
+    Each rank compares one mode with the model alone. What tries a chunked loss, on a mesh of one rank, is put into
+    ``later``.
     """
     from hyper_cp.integrations.transformers import prepare_model
 
@@ -116,16 +120,40 @@ def verdict(kind: str, mesh: Any) -> tuple[str, str]:
         except NotAlone as error:
             return "not tried", f"does not run by itself ({error})"
         except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            ours = last.filename.startswith(OURS) and str(last.line).startswith("raise ")
-            kinds = (ValueError, TypeError, NotImplementedError, RuntimeError)
-            return ("refused" if ours and isinstance(error, kinds) else "CRASH"), f"{type(error).__name__}: {error}"
+            return outcome_of(error)
         if name == mine:
+            later.append(partial(chunked_verdict, model, batch, want[1]))
             seen = batch["attention_mask"].bool() if "attention_mask" in batch else slice(None)
             errors = difference(logits, want[0], seen), difference(grads, want[1])
             if max(errors) > TOLERANCE:
                 found = "WRONG", f"{name}: logits differ by {errors[0]:.1e}, gradients by {errors[1]:.1e}"
     return found
+
+
+def chunked_verdict(model: Any, batch: dict[str, Tensor], want: Tensor, mesh: Any) -> tuple[str, str]:
+    """The outcome of ``chunked_loss=True`` on a mesh of one rank, with chunks of seven tokens."""
+    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
+
+    style, copied, head.CHUNK_BYTES = ContextParallel(), copy.deepcopy(model), 7 * 4 * VOCABULARY
+    try:
+        prepare_model(copied, mesh, style=style, chunked_loss=True)
+        with InDouble():
+            output = copied(**prepare_batch(ContextParallelHandler(mesh, style), batch))
+            output.loss.backward()
+    except Exception as error:
+        return outcome_of(error)
+    finally:
+        head.CHUNK_BYTES = 2**28
+    error = difference(gradients(copied), want)
+    return ("exact", "") if error <= TOLERANCE else ("WRONG", f"gradients differ by {error:.1e}")
+
+
+def outcome_of(error: Exception) -> tuple[str, str]:
+    """Refused if this library raised the error itself."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    ours = last.filename.startswith(OURS) and str(last.line).startswith("raise ")
+    kinds = (ValueError, TypeError, NotImplementedError, RuntimeError)
+    return ("refused" if ours and isinstance(error, kinds) else "CRASH"), f"{type(error).__name__}: {error}"
 
 
 class NotAlone(Exception):
@@ -142,12 +170,21 @@ def reference(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 @on_ranks
-def verdicts(kinds: list[str]) -> dict[str, tuple[str, str]]:
+def verdicts(kinds: list[str]) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]]]:
+    """The outcomes for all types, and those of a chunked loss, of which each rank tries its share of the types."""
     import transformers
 
     transformers.logging.set_verbosity(50)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    return {kind: verdict(kind, mesh) for kind in kinds}
+    alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "cp"))["cp"]
+    found, chunked, rank, ranks = {}, {}, dist.get_rank(), dist.get_world_size()
+    for first in range(0, len(kinds), ranks):  # as many types as ranks, so that these try chunked losses at one time
+        later: list[list[Callable[[Any], tuple[str, str]]]] = [[] for _ in range(ranks)]
+        for kind, mine in zip(kinds[first:], later, strict=False):
+            found[kind] = verdict(kind, mesh, mine)
+        if later[rank]:
+            chunked[kinds[first + rank]] = later[rank][0](alone)
+    return found, chunked
 
 
 def page(found: dict[str, tuple[str, str]], version: str) -> str:
@@ -169,12 +206,21 @@ def exact_in(text: str) -> set[str]:
     return set(re.findall(r"^\| `(.+?)` \| \w+ \| exact \|", text, re.MULTILINE))
 
 
+def check_chunked(found: dict[str, tuple[str, str]]) -> None:
+    """No chunked loss is wrong, and few are refused: those of models that do something else to their logits."""
+    bad = {kind: outcome for kind, outcome in found.items() if outcome[0] not in ("exact", "refused")}
+    assert not bad, "\n".join(f"{kind}, chunked loss: {outcome} ({why})" for kind, (outcome, why) in bad.items())
+    refused = {kind: why for kind, (outcome, why) in found.items() if outcome == "refused"}
+    assert 10 * len(refused) <= len(found), refused
+
+
 @pytest.mark.slow
 def test_every_causal_model_is_exact_or_refused(ranks: Any) -> None:
     """With HYPER_CP_WRITE_README=1 the page is written instead of compared."""
     import transformers
 
-    both = ranks(2, verdicts, causal_types(), timeout=900)
+    both, chunked = zip(*ranks(2, verdicts, causal_types(), timeout=900), strict=True)
+    check_chunked(chunked[0] | chunked[1])
     found = {kind: min((of[kind] for of in both), key=lambda v: ORDER.index(v[0])) for kind in causal_types()}
     bad = {kind: outcome for kind, outcome in found.items() if outcome[0] in ("WRONG", "CRASH")}
     assert not bad, "\n".join(f"{kind}: {outcome} ({why})" for kind, (outcome, why) in bad.items())

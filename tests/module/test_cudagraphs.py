@@ -55,17 +55,19 @@ def test_inductor_partitions_around_the_ops() -> None:
             found[str(node.node.op_overload)] = is_cudagraph_unsafe_op(node.node)
         return should_partition(self, node, *args, **keywords)
 
-    def attend(q: Tensor, documents: Tensor) -> Tensor:
-        out: Tensor = torch.ops.hyper_cp.attention(q, q, q, None, [], documents, None, None, 0.3, 0.0, settings)[0]
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+        out: Tensor = torch.ops.hyper_cp.attention(q, k, v, None, [], documents, None, None, 0.3, 0.0, settings)[0]
         return out
 
-    q, documents = torch.randn(1, 2, 8, 8, requires_grad=True), torch.tensor([[0, 3, 8]])
+    # Tensors of their own: nothing is left to be added, so nothing is compiled by a C++ compiler.
+    q, k, v = (torch.randn(1, 2, 8, 8, requires_grad=True) for _ in range(3))
+    documents = torch.tensor([[0, 3, 8]])
     torch._dynamo.reset()
     with (
         mock.patch.object(scheduler.Scheduler, "should_partition", asked),
         config.patch({"graph_partition": True, "force_disable_caches": True, "compile_threads": 1, "cpp.simdlen": 0}),
     ):
-        torch.compile(attend, fullgraph=True)(q, documents).backward(torch.ones_like(q))
+        torch.compile(attend, fullgraph=True)(q, k, v, documents).backward(torch.ones_like(q))
     assert set(found) == {f"hyper_cp.{name}.default" for name in ("attention", "attention_backward", "fingerprint")}
     assert all(found.values()), found
 

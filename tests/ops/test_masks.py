@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_cp.mesh import comm
-from tests.harness.attention_case import FP32, FP64, AttentionCase, Errors, check, cp_mesh, modes, run_cases
+from tests.harness.attention_case import FP32, FP64, AttentionCase, Errors, check, cp_mesh, drawn, modes, run_cases
 from tests.harness.ranks import on_ranks
 
 Rows = tuple[tuple[int, ...], ...]
@@ -47,7 +47,7 @@ def test_windows_and_documents(ranks: Any, world: int) -> None:
         for settings, causal, mode in itertools.product(visible, (True, False), modes(world))
     ]
     cases += [with_lse(length, True, documents=boundaries(length, "singles"), **mode) for mode in modes(world)[:4]]
-    check(ranks(world, run_cases, cases), FP64)
+    check(ranks(world, run_cases, drawn(cases, world)), FP64)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6, 7, 8))])
@@ -71,7 +71,7 @@ def test_documents_in_layouts_by_document(ranks: Any, world: int) -> None:
     cases += [replace(cases[0], is_causal=False), replace(cases[0], window=(3, 0)), replace(cases[-1], window=(4, 2))]
     cases += [replace(case, kv_heads=2, v_dim=5, documents=boundaries(12 * world, "rows")) for case in cases[-5:-3]]
     cases += [replace(cases[-1], layout="auto"), replace(cases[-1], layout="balanced_3", window=(3, 0))]
-    check(ranks(world, run_cases, cases), FP64)
+    check(ranks(world, run_cases, drawn(cases, world)), FP64)
 
 
 @pytest.mark.parametrize("world", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
@@ -86,7 +86,7 @@ def test_explicit_masks(ranks: Any, world: int) -> None:
     ]
     cases += [with_lse(length, mask="bool", window=(5, 2), **mode) for mode in modes(world)[:4]]
     cases += [with_lse(length, mask="float", documents=boundaries(length, "rows"), **mode) for mode in modes(world)[:4]]
-    check(ranks(world, run_cases, cases), FP64)
+    check(ranks(world, run_cases, drawn(cases, world)), FP64)
 
 
 # --------------------------------------------------------------------------- cross-attention
@@ -100,7 +100,7 @@ def test_cross_attention(ranks: Any, world: int) -> None:
         for keys, mask, mode in itertools.product((2, 10), ("bool", None), modes(world))
         if 4 % mode["ulysses_degree"] == 0
     ]
-    check(ranks(world, run_cases, cases), FP64)
+    check(ranks(world, run_cases, drawn(cases, world)), FP64)
 
 
 @on_ranks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hyper_cp.ops import attention
-from tests.harness.attention_case import FP64, cp_mesh, modes
+from tests.harness.attention_case import FP64, cp_mesh, drawn, modes
 from tests.harness.oracle import relative_error, rms_error, token_positions, visible_pairs
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
@@ -73,6 +73,7 @@ def test_every_mode_fp64(ranks: Any, world: int) -> None:
         for mode, seen in itertools.product([*modes(world), *(groups if world in (2, 4) else [])], SEEN)
         if 24 % (2 * world) == 0 and 8 % mode["ulysses_degree"] == 0
     ]
+    cases = drawn(cases, world)
     for of_rank in ranks(world, errors, world, cases, torch.float64):
         for case, found in zip(cases, of_rank, strict=True):
             assert max(found) <= FP64, case

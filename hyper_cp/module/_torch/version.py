@@ -10,10 +10,15 @@ OLDEST, NEWEST = (2, 11), (2, 15)
 INSTALLED = str(torch.__version__)
 
 
+def supported(installed: str = INSTALLED) -> bool:
+    """True if the version is in the supported range."""
+    major, minor = installed.split(".")[:2]
+    return OLDEST <= (int(major), int(minor)) <= NEWEST
+
+
 def warn_if_unsupported(installed: str = INSTALLED) -> None:
     """Warn unless the version is in the supported range. The package calls this once, when it is imported."""
-    major, minor = installed.split(".")[:2]
-    if not OLDEST <= (int(major), int(minor)) <= NEWEST:
+    if not supported(installed):
         low, high = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
         warnings.warn(
             f"torch {installed} is installed, and hyper_cp supports torch {low} to {high}. It depends on private parts "

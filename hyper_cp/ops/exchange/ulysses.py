@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...mesh import comm, cp_mesh
+from ...mesh import cp_mesh, nans
 from ...mesh.comm import Axis, Pending
 from ...mesh.cp_mesh import CPMesh
+from ...mesh.failures import backward_of, caller, operation
 from ...schedule import layout as layouts
 from ...schedule.documents import read
 from ...schedule.lookup import ascending, resolve
@@ -96,7 +97,8 @@ def all_to_all_op(
     cp = cp_mesh.by_key(mesh)
     move = sequence_to_heads if to_heads else heads_to_sequence
     pending = []
-    with comm.wait_on_error():
+    with operation(cp, "exchange of heads"):
+        nans.check(cp, "an exchanged tensor", *xs)
         for x in xs:
             length = x.shape[seq_dim] * cp.ring.size * (cp.ulysses.size if to_heads else 1)
             order = ascending(resolve(layout, cp.size, length, read(documents)), cp.ulysses_peers())
@@ -114,16 +116,22 @@ def _(
     for x in xs:
         shape = list(x.shape)
         shape[wider], shape[narrower] = shape[wider] * degree, shape[narrower] // degree
-        out.append(x.new_empty(shape))
+        if to_heads or head_dim > seq_dim:
+            out.append(x.new_empty(shape))
+        else:  # tokens before heads in memory, see heads_to_sequence
+            shape.insert(head_dim, shape.pop(seq_dim))
+            out.append(x.new_empty(shape).movedim(head_dim, seq_dim))
     return out
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, ctx.documents, ctx.mesh, ctx.layout, ctx.seq_dim, ctx.head_dim, ctx.to_heads = inputs
+    ctx.caller = caller()
 
 
 def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    back = all_to_all_op(grads, ctx.documents, ctx.mesh, ctx.layout, ctx.seq_dim, ctx.head_dim, not ctx.to_heads)
+    with backward_of(ctx.caller):
+        back = all_to_all_op(grads, ctx.documents, ctx.mesh, ctx.layout, ctx.seq_dim, ctx.head_dim, not ctx.to_heads)
     return (back, None, None, None, None, None, None)
 
 
@@ -153,10 +161,19 @@ def send_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, order: Order)
 
 
 def heads_to_sequence(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, order: Order) -> Pending:
-    """The inverse: ``[.. S*n .. H ..] -> [.. S .. H*n ..]``."""
-    return collect_heads(axis, x, seq_dim, head_dim, order).then(
-        lambda by_rank: by_rank.flatten(head_dim, head_dim + 1).contiguous()
-    )
+    """The inverse: ``[.. S*n .. H ..] -> [.. S .. H*n ..]``.
+
+    In memory a token's heads lie side by side, as in the models around attention: they reshape the output without a
+    copy, and autograd takes the gradients over without one.
+    """
+
+    def unpacked(by_rank: Tensor) -> Tensor:
+        if head_dim > seq_dim:
+            return by_rank.flatten(head_dim, head_dim + 1).contiguous()
+        tokens_first = by_rank.movedim(seq_dim + 1, head_dim)  # [.. S, n, H ..]
+        return tokens_first.flatten(head_dim + 1, head_dim + 2).contiguous().movedim(head_dim, seq_dim)
+
+    return collect_heads(axis, x, seq_dim, head_dim, order).then(unpacked)
 
 
 def collect_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, order: Order) -> Pending:

@@ -32,6 +32,7 @@ __all__ = [
     "available",
     "check",
     "choose",
+    "device_types",
     "get",
     "name_of",
     "number_of",
@@ -118,6 +119,11 @@ def _always(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
 def available(device_type: str) -> dict[str, Kernel]:
     """All kernels for tensors of a device type, and the reference kernel; their names are the keys."""
     return {REFERENCE.name: REFERENCE, **{entry.kernel.name: entry.kernel for entry in _entries(device_type)}}
+
+
+def device_types() -> list[str]:
+    """The types of devices for which kernels are registered."""
+    return list(_by_device)
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout_p: float = 0.0, scores: bool = False) -> str:

@@ -75,12 +75,16 @@ def norm_saved(model: ModelShape, element: int) -> float:
 
 
 def saved_between(model: ModelShape, ranks: Ranks, tokens: float, element: int, checkpointing: str) -> float:
-    """Bytes that one layer keeps until its backward begins."""
+    """Bytes that one layer keeps until its backward begins: without its attention (``SAVE_LIST``) the output, the
+    log-sum-exp and, if heads are exchanged, what the exchanges of q, k, v and of the output have returned."""
     if checkpointing == "none":
         return layer_saved(model, ranks, tokens, element)
     kept = tokens * model.width * element
     if checkpointing == "attention":
-        kept += tokens * (model.query_width * element + model.heads * ACCUMULATED)
+        channels = model.query_width
+        if ranks.ulysses > 1:
+            channels += 2 * (model.query_width + shared_heads(model.kv_heads, ranks.ulysses) * model.head_dim)
+        kept += tokens * (channels * element + model.heads * ACCUMULATED)
     return kept
 
 

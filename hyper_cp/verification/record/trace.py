@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from ...module._torch.modules import hook_owners
 from ...module.dtensor import CPDims
 from ...module.hooks import AttentionHooks
+from ...ops.writes import writes
 from .observe import Observer
 from .share import Positions, Selection, closest, looks_local
 
@@ -200,11 +201,11 @@ class Recorder:
     def _copy(self, x: Tensor) -> Tensor:
         """A copy on the CPU. An output that goes into other modules unchanged is copied once."""
         known = self._copies.get(id(x))
-        if known is not None and known[0]() is x and known[1] == x._version:
+        if known is not None and known[0]() is x and known[1] == writes(x):
             return known[2]
         value = self._local(x.detach()).to("cpu", copy=True)
         if not x.is_inference():  # such tensors count no writes
-            self._copies[id(x)] = weakref.ref(x), x._version, value
+            self._copies[id(x)] = weakref.ref(x), writes(x), value
         return value
 
     def _local(self, x: Tensor) -> Tensor:

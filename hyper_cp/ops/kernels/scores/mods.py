@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
 from ....schedule.blocks import BlockMap, block_map
+from ...writes import Written, unchanged, written
 from ..partials import accumulation_dtype
 from . import MaskMod, Score, ScoreMod, Where, register
 
@@ -174,23 +175,8 @@ def _tensors(x: Any) -> list[Tensor]:
 
 # --------------------------------------------------------------------------- block masks
 
-Written = tuple[Tensor, int]
-"""A tensor, and how often it had been written to."""
-
 # Block tensors only: a function of the user's may hold the mask that is the key.
 _known: WeakKeyDictionary[BlockMask, tuple[list[Written], Tensor, BlockMap]] = WeakKeyDictionary()
-
-
-def written(tensors: Sequence[Tensor]) -> list[Written]:
-    """Tensors with the number of writes to each."""
-    return [(x, x._version) for x in tensors]
-
-
-def unchanged(known: Sequence[Written], tensors: Sequence[Tensor]) -> bool:
-    """True if these are the same tensors, which nobody has written to since."""
-    return len(known) == len(tensors) and all(
-        a is b and n == b._version for (a, n), b in zip(known, tensors, strict=True)
-    )
 
 
 def block_tensors(mask: BlockMask) -> list[Tensor]:

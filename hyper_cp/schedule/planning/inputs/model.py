@@ -156,6 +156,22 @@ def _get(config: Any, name: str) -> Any:
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
+def _file(path: Path) -> Any:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model={str(path)!r} cannot be read as JSON: {error}. It is the configuration of a model. Pass the path "
+            "of a config.json"
+        ) from error
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"model={str(path)!r} holds a {type(found).__name__}. A configuration is one JSON object. Pass the path of "
+            "a config.json"
+        )
+    return found
+
+
 def configuration(model: Any) -> Any:
     """The configuration that a path or a name stands for; anything else as it is."""
     if not isinstance(model, (str, Path)):
@@ -163,7 +179,13 @@ def configuration(model: Any) -> Any:
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
-        return json.loads(path.read_text())
+        return _file(path)
+    # A name has at most one slash, and no ending of a file: everything else would only be looked up in the network.
+    if isinstance(model, Path) or path.suffix == ".json" or model[:1] in ("/", ".", "~") or len(path.parts) > 2:
+        raise ValueError(
+            f"model={str(model)!r} stands for a file, {str(path)!r}, that does not exist. It holds the sizes of the "
+            "model. Pass the path of a config.json or of its folder, or a name that transformers.AutoConfig finds"
+        )
     try:
         from transformers import AutoConfig  # optional: a name needs it, a path does not
 

@@ -1,1 +1,0 @@
-"""The pieces of ``benchmarks/device_check.py``."""

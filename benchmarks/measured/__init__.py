@@ -1,0 +1,1 @@
+"""Times and memory that are measured on this machine."""

@@ -1,0 +1,260 @@
+"""Compares step times of a degree per micro-batch and of one static degree: predicted for a cluster, measured here.
+
+    python -m benchmarks.measured.dynamic                       # the planner's cost model, 64 ranks
+    python -m benchmarks.measured.dynamic --measure --ranks 2   # a small Llama on gloo ranks of this machine
+
+"Static" is training without dynamic degrees. The run has one cp degree, the smallest at which the longest sample of the
+distribution fits into the ranks' memory, and samples are packed up to the capacity of such a group. The sequences are
+dealt to the groups in turn, or balanced by the same cost model ("static, balanced", as Megatron-LM's dp_balanced
+scheduler does). The difference between "static, balanced" and "dynamic" is the degree alone.
+
+The measurement reports wall time and the processor time of the busiest rank. With more ranks than cores, or on a
+machine with other work, only the processor time shows what one core per rank would take.
+
+The prediction comes from the cost model, not from a machine: backward of attention takes 2.5 times its forward, every
+parameter 6 FLOPs per token, and the K/V exchange its exposed share (forward: K/V once; backward: K/V again, and their
+gradients back). The model leaves out that packed samples are unequal work for the ranks of a static group, which
+favours static.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp import ContextParallelHandler
+from hyper_cp.cli.demo_model import Llama, LlamaConfig
+from hyper_cp.data.dynamic import CostModel, DynamicContextParallel, Plan
+from hyper_cp.mesh.family import MeshFamily, split_cp_mesh
+from hyper_cp.ops import attention
+
+K = 1024
+Draw = Callable[[random.Random, int], list[int]]
+
+
+def log_normal(least: int, longest: int, mean: int, sigma: float) -> Draw:
+    """Draw lengths as Megatron-LM's mock data for hybrid context parallelism does. ``mean`` is that before clipping."""
+    mu = math.log(mean) - sigma**2 / 2
+    return lambda rng, n: [min(longest, max(least, int(rng.lognormvariate(mu, sigma)))) for _ in range(n)]
+
+
+def uniform(least: int, longest: int) -> Draw:
+    return lambda rng, n: [rng.randint(least, longest) for _ in range(n)]
+
+
+def one_long(longest: int, short: int) -> Draw:
+    return lambda rng, n: [longest] + [short] * (n - 1)
+
+
+# name: (lengths, the longest length that must fit, tokens that a rank can hold)
+CLUSTER: dict[str, tuple[Draw, int, int]] = {
+    "uniform 1K to 32K": (uniform(K, 32 * K), 32 * K, 8 * K),
+    "log-normal, 1K to 16K, mean 8K, sigma 1.1 (Megatron)": (log_normal(K, 16 * K, 8 * K, 1.1), 16 * K, 4 * K),
+    "log-normal, 64 to 128K, mean 8K, sigma 1.5": (log_normal(64, 128 * K, 8 * K, 1.5), 128 * K, 16 * K),
+    "one 128K among 4K": (one_long(128 * K, 4 * K), 128 * K, 16 * K),
+}
+HERE: dict[str, tuple[Draw, int]] = {
+    "uniform 32 to 1K": (uniform(32, K), K),
+    "log-normal, 8 to 4K, mean 256, sigma 1.5": (log_normal(8, 4 * K, 256, 1.5), 4 * K),
+    "one 4K among 128": (one_long(4 * K, 128), 4 * K),
+}
+
+
+def least_degree(scheduler: DynamicContextParallel, longest: int) -> int:
+    """Return the smallest degree at which a sample of ``longest`` tokens fits."""
+    return next(d for d in scheduler.degrees if longest <= scheduler.capacity(d))
+
+
+def in_turn(static: DynamicContextParallel, lengths: list[int]) -> float:
+    """Return the seconds of a step whose samples are packed in their order and dealt to the groups in turn."""
+    degree, cost = static.degrees[0], static.cost
+    packs: list[list[int]] = [[]]
+    for length in lengths:
+        if sum(packs[-1]) + length > static.capacity(degree):
+            packs.append([])
+        packs[-1].append(length)
+    seconds = [cost.fixed + cost.shared(sum(p), sum(n * n for n in p) / 2, degree) for p in packs]
+    groups = static.size // degree
+    return max(sum(seconds[g::groups]) for g in range(groups))
+
+
+# --------------------------------------------------------------------------- predicted
+
+
+def predict(args: argparse.Namespace) -> None:
+    """Print the predicted times of a Llama-like model: 7B parameters, 32 layers, 32 heads of 128, 8 K/V heads, bf16."""
+    flops, bandwidth = args.tflops * 1e12, args.bandwidth * 1e9
+    exchanged = 3 * 32 * 2 * 8 * 128 * 2  # bytes per token: three transfers of K and V in every layer
+    cost = CostModel.of_transformer(
+        parameters=7e9,
+        layers=32,
+        hidden=4096,
+        flops_per_second=flops,
+        exchange=args.exposed * exchanged / bandwidth,
+        fixed=args.fixed,
+    )
+    print(
+        f"{args.ranks} ranks, {args.samples} samples per step, mean of {args.steps} steps; {args.tflops} TFLOP/s, "
+        f"{args.bandwidth} GB/s of which {args.exposed:.0%} exposed, {args.fixed} s per micro-batch"
+    )
+    print("| lengths | tokens per rank | static cp | static, in turn | static, balanced | dynamic | of the bound |")
+    print("|---|---|---|---|---|---|---|")
+    for name, (draw, longest, budget) in CLUSTER.items():
+        rng = random.Random(0)
+        dynamic = DynamicContextParallel(args.ranks, budget, cost)
+        degree = least_degree(dynamic, longest)
+        static = DynamicContextParallel(args.ranks, budget, cost, degrees=[degree])
+        rows = []
+        for _ in range(args.steps):
+            lengths = draw(rng, args.samples)
+            plan = dynamic.plan(lengths)
+            rows.append((in_turn(static, lengths), static.plan(lengths).makespan, plan.makespan, plan.lower_bound))
+        turn, balanced, free, bound = (statistics.mean(column) for column in zip(*rows, strict=True))
+        print(
+            f"| {name} | {budget} | {degree} | {turn:.2f} s ({turn / free:.2f}x) | {balanced:.2f} s "
+            f"({balanced / free:.2f}x) | {free:.2f} s | {free / bound:.3f} |"
+        )
+
+
+# --------------------------------------------------------------------------- measured
+
+CONFIG = LlamaConfig(dim=128, layers=2, heads=4, kv_heads=2, hidden=256)
+LAYOUT = "head_tail"
+
+
+class InnerAttention(nn.Module):
+    """Attention on the cp mesh, and with the documents, of the current micro-batch."""
+
+    mesh: Any = None
+    documents: Any = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cls = type(self)
+        where = {"mesh": cls.mesh, "documents": cls.documents, "layout": LAYOUT, "kv_exchange": "ring"}
+        return attention(q, k, v, is_causal=True, enable_gqa=True, **where)
+
+
+def run(model: nn.Module, family: MeshFamily, plan: Plan, samples: list[Tensor]) -> tuple[float, float]:
+    """Run one step without the sum of gradients over all ranks. Return the wall seconds of the slowest rank and the
+    processor seconds of the busiest."""
+    model.zero_grad()
+    dist.barrier()
+    wall, busy = time.perf_counter(), time.process_time()
+    count = sum(len(s) for s in samples)
+    for batch in plan.of_rank(family.rank):
+        InnerAttention.mesh, InnerAttention.documents = family.cp(batch.degree), batch.documents
+        handler = ContextParallelHandler(InnerAttention.mesh, LAYOUT)
+        tokens = torch.cat([samples[i] for i in batch.samples])
+        positions = torch.cat([torch.arange(n) for n in batch.lengths])
+        tokens, positions = (handler.dispatch(x, 0, pad_value=0) for x in (tokens, positions))
+        (F.cross_entropy(model(tokens[None], positions)[0], tokens, reduction="sum") / count).backward()
+    seconds = torch.tensor([time.perf_counter() - wall, time.process_time() - busy])
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds[0].item(), seconds[1].item()
+
+
+def calibrate(model: nn.Module, family: MeshFamily) -> CostModel:
+    """Measure the costs of this machine in processor seconds, with samples of three lengths on one rank each, and with
+    the longest one shared by all ranks."""
+
+    def seconds(length: int, degree: int) -> float:
+        plan = DynamicContextParallel(family, length, CostModel(1.0, 0.0), degrees=[degree]).plan(
+            [length] * family.size
+        )
+        samples = [torch.randint(CONFIG.vocab, (length,)) for _ in range(family.size)]
+        return min(run(model, family, plan, samples)[1] for _ in range(4))
+
+    n, lengths = family.size, (64, K, 4 * K)
+    times = [seconds(length, 1) for length in lengths]
+    system = torch.tensor([[1.0, s, s * s / 2] for s in lengths], dtype=torch.float64)
+    found = torch.linalg.solve(system, torch.tensor(times, dtype=torch.float64)).clamp(min=0)
+    fixed, linear, quadratic = found.tolist()
+    # n samples, each shared by all n ranks, are the work of one unshared sample plus the cost of sharing.
+    exchange = max(0.0, seconds(4 * K, n) - times[-1] - (n - 1) * fixed) / (4 * K * (n - 1))
+    return CostModel(linear, quadratic, exchange, fixed)
+
+
+def rank_main(rank: int, args: argparse.Namespace, store: str) -> None:
+    """Measure on one rank; rank 0 prints."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks, timeout=timedelta(minutes=5)
+    )
+    family = split_cp_mesh(init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("cp",)))
+    torch.manual_seed(0)
+    model = Llama(CONFIG)
+    for layer in model.layers:
+        layer.attention.inner = InnerAttention()
+    costs: list[Any] = [calibrate(model, family)]
+    dist.broadcast_object_list(costs)  # all ranks must make the same plan
+    show = print if rank == 0 else lambda *_: None
+    show(f"{args.ranks} ranks x 1 thread, {os.cpu_count()} cores, torch {torch.__version__}; {args.samples} samples")
+    show(f"measured costs: {costs[0]}")
+    show("| lengths | static cp | static: wall, busiest rank | dynamic: wall, busiest rank | speedup | predicted |")
+    show("|---|---|---|---|---|---|")
+    for name, (draw, longest) in HERE.items():
+        budget = longest // args.ranks
+        dynamic = DynamicContextParallel(family, budget, costs[0])
+        degree = least_degree(dynamic, longest)
+        static = DynamicContextParallel(family, budget, costs[0], degrees=[degree])
+        rng, rows = random.Random(0), []
+        for step in range(args.steps + 1):
+            lengths = draw(rng, args.samples)
+            plans = (static.plan(lengths), dynamic.plan(lengths))
+            samples = [torch.randint(CONFIG.vocab, (n,)) for n in lengths]
+            (wall, busy), (wall_free, busy_free) = (run(model, family, plan, samples) for plan in plans)
+            if step:  # step 0 warms up
+                ratios = (wall / wall_free, busy / busy_free, plans[0].makespan / plans[1].makespan)
+                rows.append((wall, busy, wall_free, busy_free, *ratios))
+        wall, busy, wall_free, busy_free, faster, lighter, predicted = (
+            statistics.median(column) for column in zip(*rows, strict=True)
+        )
+        show(
+            f"| {name} | {degree} | {wall:.2f} s, {busy:.2f} s | {wall_free:.2f} s, {busy_free:.2f} s | "
+            f"{faster:.2f}, {lighter:.2f} | {predicted:.2f} |"
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Print the times of a small Llama on gloo ranks of this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(rank_main, (args, os.path.join(folder, "store")), nprocs=args.ranks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", action="store_true", help="run a small model on gloo ranks of this machine")
+    parser.add_argument("--ranks", type=int, help="default 64, or 2 with --measure")
+    parser.add_argument("--samples", type=int, help="samples per step; default 512, or 32 with --measure")
+    parser.add_argument("--steps", type=int, help="default 20, or 5 with --measure")
+    parser.add_argument("--tflops", type=float, default=400.0, help="TFLOP/s that a rank reaches")
+    parser.add_argument("--bandwidth", type=float, default=50.0, help="GB/s per rank between the ranks of a group")
+    parser.add_argument("--exposed", type=float, default=0.5, help="share of the exchange that is not hidden")
+    parser.add_argument("--fixed", type=float, default=0.02, help="seconds per micro-batch, independent of its size")
+    args = parser.parse_args()
+    defaults = {"ranks": (64, 2), "samples": (512, 32), "steps": (20, 5)}
+    for name, choice in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, choice[args.measure])
+    (measure if args.measure else predict)(args)
+
+
+if __name__ == "__main__":
+    main()

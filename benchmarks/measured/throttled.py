@@ -1,0 +1,289 @@
+"""Measures every mode on links of a fixed rate: ranks in network namespaces, real gloo traffic, real kernels.
+
+    python -m benchmarks.measured.throttled --ranks 2 --rates 100 200 800 --json throttled.json
+    python -m benchmarks.measured.throttled --report throttled.json --plot docs/pictures/throttled.png
+
+Each rank is a host of its own with one thread and a full-duplex link of so many Mbit/s to a switch (see links.py). The
+script prints the seconds of forward + backward (the slowest rank, median of rounds) over the line max(compute,
+communicate). "Communicate" is the bytes that the mode must send, as the library records them, over the rate (on the
+rank that sends most). "Compute" is the same step on the same links without a limit (the fastest round), with as many
+ranks on this machine's cores. With a perfect link and perfect overlap the ratio is 1.00. Results are added to what the
+JSON file has. Where there can be no such links, the script says why and exits with 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import date, timedelta
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp.mesh import comm
+from hyper_cp.ops import attention
+
+from ..simulated.needed import masks
+from .links import Link, switch, why_not
+
+NOT_HERE = 3
+"""The exit code where there can be no such links."""
+
+MODES: dict[str, dict[str, Any]] = {
+    "ring": {"kv_exchange": "ring", "layout": "head_tail"},
+    "all-gather": {"layout": "head_tail"},
+    "needed": {"kv_exchange": "needed", "layout": "head_tail"},
+    "needed, balanced": {"kv_exchange": "needed", "layout": "balanced"},
+    "Ulysses": {"ulysses_degree": None},
+    "Ulysses, 2 head groups": {"ulysses_degree": None, "head_groups": 2},
+    "Ulysses, 4 head groups": {"ulysses_degree": None, "head_groups": 4},
+    "ring, load_balance": {"kv_exchange": "ring", "load_balance": True},
+    "all-gather, load_balance": {"load_balance": True},
+}
+
+UNLIMITED = 5
+"""Rounds without a limit, which are short."""
+
+DRAWN = ("log-normal", "exponential", "half one")
+"""Documents of simulated/needed.py, in proportion to the tokens of a rank."""
+MASKS = ("causal", "window", "documents", *DRAWN)
+
+
+def masked(args: argparse.Namespace, mode: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a mask and a mode. Masks are: causal; a window of an eighth of the sequence; or documents."""
+    length, mask = args.length, args.mask
+    found: dict[str, Any] = {"is_causal": True, **mode}
+    if mask == "window":
+        found["window"] = (length // 8, 0)
+    if mask == "documents":
+        found["documents"] = [0, *(length * share // 64 for share in (3, 4, 9, 20, 22, 29, 40, 47, 50, 64))]
+    if mask in DRAWN:
+        drawn = masks(length, length // args.ranks)
+        found["documents"] = list(next(drawn[name][0].rows[0] for name in drawn if name.startswith(mask)))
+    if mode.get("layout") == "balanced":
+        found.setdefault("documents", [0, length])
+        found["layout"] = f"balanced_{length // 8}" if mask == "window" else "balanced"
+    return found
+
+
+# --------------------------------------------------------------------------- on a rank
+
+
+class Rank:
+    """One rank and its link."""
+
+    def __init__(self, rank: int, args: argparse.Namespace, at: int, store: str) -> None:
+        torch.set_num_threads(1)
+        self.args, self.link = args, Link(at, rank)
+        group = {"rank": rank, "world_size": args.ranks, "timeout": timedelta(minutes=2)}
+        dist.init_process_group("gloo", init_method=f"file://{store}", **group)
+        self.mesh = init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("cp",))
+
+    def set_rate(self, rate: float | None) -> None:
+        """Limit all links at the same time."""
+        dist.barrier()
+        self.link.limit(rate)
+        dist.barrier()
+
+    def times(self, mode: dict[str, Any], rounds: int) -> tuple[list[float], int]:
+        """Seconds of each round, of the slowest rank; and the bytes that the rank sends that sends most."""
+        args, length = self.args, self.args.length
+        heads, tokens = 4 * args.ranks, length // args.ranks
+        shape = 1, tokens, heads, args.width // heads
+        q, k, v, dout = (torch.randn(shape).transpose(1, 2) for _ in range(4))
+        found, options = [], masked(args, mode)
+        with comm.record_traffic() as traffic:
+            for _ in range(rounds + 1):  # the first one warms up: schedules, connections, what ranks compare
+                leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+                dist.barrier()
+                traffic.entries.clear()
+                start = time.perf_counter()
+                attention(*leaves, mesh=self.mesh, **options).backward(dout)
+                found.append(time.perf_counter() - start)
+        worst = torch.tensor([*found[1:], traffic.bytes_sent], dtype=torch.float64)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        *seconds, sent = worst.tolist()
+        return seconds, int(sent)
+
+
+def rank_main(number: int, args: argparse.Namespace, at: int, store: str, queue: Any) -> None:
+    """Measure every mode at every rate. Rank 0 puts a row of results for each into the queue."""
+    rank = Rank(number, args, at, store)
+    chosen = [name for name in MODES if not args.only or name in args.only]
+    rank.set_rate(None)
+    # The fastest round: work of others on this machine's cores would make the line too easy.
+    fastest = {name: min(rank.times(MODES[name], UNLIMITED)[0]) for name in chosen}
+    for rate in args.rates:
+        rank.set_rate(rate)
+        for name in chosen:
+            seconds, sent = rank.times(MODES[name], args.rounds)
+            compute = fastest[name]
+            if number == 0:
+                case = {"ranks": args.ranks, "length": args.length, "mask": args.mask, "rate": rate, "mode": name}
+                queue.put({**case, "seconds": seconds, "compute": compute, "sent": sent})
+    rank.set_rate(None)
+    dist.destroy_process_group()
+
+
+# --------------------------------------------------------------------------- results
+
+Row = dict[str, Any]
+
+
+def measure(args: argparse.Namespace) -> list[Row]:
+    """Run the ranks and return their rows, which are printed as they come."""
+    context: Any = torch.multiprocessing.get_context("spawn")
+    queue, rows = context.Queue(), []
+    with switch() as at, tempfile.TemporaryDirectory() as folder:
+        target = args, at, os.path.join(folder, "store"), queue
+        processes = [context.Process(target=rank_main, args=(r, *target), daemon=True) for r in range(args.ranks)]
+        try:
+            for process in processes:
+                process.start()
+            while any(process.is_alive() for process in processes) or not queue.empty():
+                if any(process.exitcode for process in processes):
+                    raise SystemExit("A rank failed: its error is above.")
+                try:
+                    rows.append(queue.get(timeout=0.5))
+                except Empty:
+                    continue
+                print(line_of(rows[-1]), flush=True)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    return rows
+
+
+def line(row: Row) -> float:
+    """Seconds that the step would take if it waited for the longer of computation and communication only."""
+    return max(row["compute"], communicate(row))
+
+
+def communicate(row: Row) -> float:
+    return row["sent"] * 8 / (row["rate"] * 1e6)
+
+
+def ratio(row: Row) -> float:
+    return statistics.median(row["seconds"]) / line(row)
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    """The case of a row."""
+    return tuple(row[name] for name in ("ranks", "length", "mask", "mode", "rate"))
+
+
+def line_of(row: Row) -> str:
+    low, high = min(row["seconds"]), max(row["seconds"])
+    return (
+        f"{row['ranks']} ranks {row['rate']:6g} Mbit/s {row['mode']:26} {statistics.median(row['seconds']):6.3f} s "
+        f"({low:.3f} - {high:.3f})  compute {row['compute']:.3f}  communicate {communicate(row):.3f}  "
+        f"{ratio(row):.2f} x the line"
+    )
+
+
+def merged(path: Path, rows: list[Row]) -> dict[str, Any]:
+    """Add rows to those of a file, and write it."""
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    found = {key(row): row for row in [*old, *rows]}
+    machine = f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, {date.today()}"
+    document = {"machine": machine, "rows": [found[at] for at in sorted(found, key=str)]}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return document
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A Markdown table: the step in seconds, and in brackets over the line."""
+    lines = []
+    for ranks, length, mask in sorted({(r["ranks"], r["length"], r["mask"]) for r in rows}):
+        some = [r for r in rows if (r["ranks"], r["length"], r["mask"]) == (ranks, length, mask)]
+        rates = sorted({r["rate"] for r in some})
+        lines += [f"| {ranks} ranks, S={length}, {mask} | " + " | ".join(f"{x:g} Mbit/s" for x in rates) + " |"]
+        lines += ["|---|" + "---:|" * len(rates)]
+        for mode in MODES:
+            cells = {
+                r["rate"]: f"{statistics.median(r['seconds']):.2f} s ({ratio(r):.2f})"
+                for r in some
+                if r["mode"] == mode
+            }
+            if cells:
+                lines.append(f"| {mode} | " + " | ".join(cells.get(rate, "") for rate in rates) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[Row], path: str) -> None:
+    """Draw for every mode and number of ranks the step over the rate, with the line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    modes = [mode for mode in MODES if any(r["mode"] == mode for r in rows)]
+    worlds = sorted({r["ranks"] for r in rows})
+    size = 2.6 * len(modes), 2.6 * len(worlds) + 0.4
+    figure, grid = pyplot.subplots(
+        len(worlds), len(modes), figsize=size, layout="constrained", sharex=True, sharey="row", squeeze=False
+    )
+    for axes_row, world in zip(grid, worlds, strict=True):
+        for axes, mode in zip(axes_row, modes, strict=True):
+            some = sorted((r for r in rows if (r["ranks"], r["mode"]) == (world, mode)), key=lambda r: r["rate"])
+            rates = [r["rate"] for r in some]
+            axes.plot(rates, [line(r) for r in some], color="0.5", label="max(compute, communicate)")
+            axes.plot(rates, [statistics.median(r["seconds"]) for r in some], "o-", color="C0", label="measured")
+            axes.set(xscale="log", yscale="log", title=f"{mode}\n{world} ranks")
+            axes.title.set_fontsize(9)
+            axes.grid(alpha=0.3, which="both")
+    for axes in grid[-1]:
+        axes.set_xlabel("Mbit/s")
+    for axes_row in grid:
+        axes_row[0].set_ylabel("step, seconds")
+    grid[0][0].legend(fontsize=7)
+    figure.savefig(path, dpi=90)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rates", type=float, nargs="+", default=[100, 200, 800], help="Mbit/s")
+    parser.add_argument("--length", type=int, default=4096, help="of the whole sequence")
+    parser.add_argument("--width", type=int, default=512, help="heads times head dim; there are 4 heads a rank")
+    parser.add_argument("--mask", choices=MASKS, default="causal")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=MODES, help="only these modes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the results to this file")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="measure nothing: print the table of this file")
+    parser.add_argument("--plot", metavar="FILE", help="draw the results")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    if args.report:
+        rows = json.loads(args.report.read_text())["rows"]
+    else:
+        reason = why_not()
+        if reason:
+            print(f"{reason} Nothing was measured.", file=sys.stderr)
+            return NOT_HERE
+        rows = measure(args)
+        rows = merged(args.json, rows)["rows"] if args.json else rows
+    print("\n" + table(rows))
+    if args.plot:
+        plot(rows, args.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

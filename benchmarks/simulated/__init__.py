@@ -1,0 +1,1 @@
+"""Models of time: real schedules and messages, with simulated kernels and links."""

@@ -1,0 +1,1 @@
+"""A long run of random steps, each compared with one device."""

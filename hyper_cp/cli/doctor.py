@@ -1,0 +1,136 @@
+"""Examines the machine: versions, devices, kernels, every exchange between ranks, and the speed of links and devices.
+
+    hyper-cp doctor                                               # this process alone
+    torchrun --nproc-per-node 8 -m hyper_cp doctor                # all ranks of a host (or of several)
+    torchrun --nproc-per-node 8 -m hyper_cp doctor --json > measured.json
+    hyper-cp plan config.json --sequence 1M --gpus 64 --measured measured.json
+
+Results are compared with plain math in fp64. The exit code is 1 on every rank if anything is WRONG on any of them, and
+2 for wrong options. Warnings do not change it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+from ..planner import plan
+from ..schedule.planning.inputs.profiles import PROFILES
+from .diagnosis.exchanges import check_exchanges
+from .diagnosis.findings import NOTE, WARNING, WRONG, Finding
+from .diagnosis.machine import machine
+from .diagnosis.ranks import Ranks, default_device, process_group
+from .diagnosis.speeds import measure
+from .diagnosis.tiles import check_kernels
+from .options import mistake, one_of_several_ranks
+
+MODEL = {"layers": 32, "heads": 32, "kv_heads": 8, "width": 4096, "ffn": 14336, "vocabulary": 128256}
+TOKENS = 16384
+"""The sequence for which a split is recommended: Llama 3 8B, so many tokens a rank."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``hyper-cp doctor``."""
+    parser.add_argument("--device", help="cpu, cuda, npu ... (default: the accelerator that is there, else cpu)")
+    parser.add_argument("--ulysses-degree", type=int, help="time the two dimensions of ring x this (default: by host)")
+    parser.add_argument("--message-mb", type=float, help="size of the messages that are timed (default: by device)")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a rank waits for others (120)")
+    parser.add_argument("--json", action="store_true", help="print JSON, a file for `hyper-cp plan --measured`")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine this rank together with the others. Return the exit code, which is the same on all ranks."""
+    device = args.device or default_device()
+    try:
+        several = one_of_several_ranks()
+        _check_options(args, device, int(os.environ["WORLD_SIZE"]) if several else 1)
+    except ValueError as error:
+        return mistake("doctor", error)
+    with process_group(device, args.timeout, several):
+        return _examine(Ranks(device), args)
+
+
+def _check_options(args: argparse.Namespace, device: str, ranks: int) -> None:
+    here = {"cpu", default_device()}
+    if device not in here:
+        raise ValueError(
+            f"--device {device} is not on this machine. Checks run on devices. Choose one of {', '.join(sorted(here))}"
+        )
+    for name, value in (("--message-mb", args.message_mb), ("--timeout", args.timeout)):
+        if value is not None and not 0 < value < 2**20:
+            raise ValueError(f"{name} {value} is no positive number. It is a size or a time. Pass one above 0")
+    degree = args.ulysses_degree
+    if degree is not None and (degree < 1 or ranks % degree):
+        raise ValueError(
+            f"--ulysses-degree {degree} does not divide the {ranks} ranks. The mesh is ring x ulysses. Choose a divisor"
+        )
+
+
+def _examine(ranks: Ranks, args: argparse.Namespace) -> int:
+    first = ranks.rank == 0
+    findings: list[Finding] = []
+    for finding in _findings(ranks):
+        findings.append(finding)
+        if first and not args.json:
+            _show(finding, findings[-2] if len(findings) > 1 else None)
+    message = None if args.message_mb is None else max(1, int(args.message_mb * 2**20))
+    speeds, measured = measure(ranks, args.ulysses_degree, message)
+    more = [*speeds, *recommended(ranks, measured)]
+    for before, finding in zip([findings[-1], *more], more, strict=False):
+        if first and not args.json:
+            _show(finding, before)
+    findings += more
+    wrong = [finding for finding in findings if finding.status == WRONG]
+    code = int(any(ranks.share(bool(wrong))))
+    if first and args.json:
+        print(json.dumps(measured | {"ok": not code, "findings": [asdict(f) for f in findings]}, indent=1), flush=True)
+    elif first:
+        warnings = sum(finding.status == WARNING for finding in findings)
+        print(f"\n{'WRONG: ' + '; '.join(f.what for f in wrong) if wrong else 'OK'} ({warnings} warnings)", flush=True)
+    return code
+
+
+def _findings(ranks: Ranks) -> Iterator[Finding]:
+    """Everything that is found before anything is timed. A kernel counts as wrong if it is so on any rank."""
+    yield from machine(ranks)
+    for mine in check_kernels(ranks.device):
+        everyone = ranks.share([mine.status, mine.note])
+        wrong = [rank for rank, (status, _) in enumerate(everyone) if status == WRONG]
+        yield replace(mine, status=WRONG, note=f"on rank {wrong[0]}: {everyone[wrong[0]][1]}") if wrong else mine
+    yield from check_exchanges(ranks)
+
+
+def _show(finding: Finding, before: Finding | None) -> None:
+    if before is None or before.section != finding.section:
+        print(f"\n{finding.section}")
+    print(finding, flush=True)
+
+
+def recommended(ranks: Ranks, measured: dict[str, Any]) -> list[Finding]:
+    """The split of attention that the planner puts first with these measurements, by time alone."""
+    if ranks.size == 1:
+        return [
+            Finding("split", "one rank", NOTE, "start it under torchrun on the ranks that train, to compare splits")
+        ]
+    name = next((n for n in PROFILES if n in str(measured["device"]).lower()), "h100")
+    everything: dict[str, Any] = {"checkpointing": "none", "chunked_loss": True, "memory_gb": 1e9}
+    report = plan(
+        MODEL,
+        TOKENS * ranks.size,
+        gpus=ranks.size,
+        cp_size=ranks.size,
+        cluster=name,
+        measured=measured,
+        dtype="float32" if ranks.device == "cpu" else "bfloat16",
+        **everything,
+    )
+    best = report.strategies[0]
+    style = ", ".join(f"{key}={value!r}" for key, value in best.strategy.style().items())
+    problem = f"for Llama 3 8B and {TOKENS:,} tokens a rank, by time alone"
+    waits = f"{best.exposed_seconds / best.step_seconds:.0%} of its step waits for transfers"
+    again = f"Numbers that were not measured are those of {name}. `hyper-cp plan --measured` answers for your model"
+    return [Finding("split", problem, NOTE, f"ContextParallel({style}); {waits}. {again}")]
