@@ -75,6 +75,13 @@ class context_parallel:
             as a buffer has in the block, and for modules that are known to run along the sequence by code of their own
             (RWKV, xLSTM), unless ``allow`` names their module.
 
+    Example::
+
+        >>> tokens = torch.arange(8)[None]
+        >>> with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]):
+        ...     tokens.shape
+        torch.Size([1, 4])
+
     Source: the interface of ``torch.distributed.tensor.experimental.context_parallel``.
     """
 

@@ -36,7 +36,7 @@ class ContextParallel(ParallelStyle):
         ulysses_degree: how many adjacent ranks trade sequence for heads. ``None``: the whole mesh
             (pure Ulysses); 1: none (Colossal or ring); in between: a hybrid; ``"auto"``: of the
             degrees that the head counts allow and that stay on one host, the one that the planner's cost puts first
-            with typical figures (docs/planner.md).
+            with typical figures (docs/measured/planner.md).
         qkv_indices: positions of q, k, v among the module's arguments (they may be passed by
             keyword; names come from its signature), or ``None`` if the module computes them itself
             and calls attention in ``[B, H, S, D]``. ``(0, 1, 1)``: k and v are one tensor, which the module
@@ -90,10 +90,11 @@ class ContextParallel(ParallelStyle):
 
     Example::
 
-        >>> # xdoctest: +SKIP(distributed)
-        >>> mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("cp",))
-        >>> style = ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=4, kv_exchange="ring")
-        >>> parallelize_module(model, mesh, {"layers.*.attention.inner": style})
+        >>> mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("cp",))
+        >>> style = ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=1, kv_exchange="ring", layout="head_tail")
+        >>> model = parallelize_module(model, mesh, {"layers.*.attention.inner": style})
+        >>> len(styled_modules(model, at_least=2))
+        2
 
     Source: Ulysses arXiv 2309.14509; Colossal-AI sequence parallelism 2105.13120 and the K/V
     all-gather of Llama 3 2407.21783; ring 2310.01889; hybrid (USP) 2405.07719.
@@ -232,11 +233,11 @@ class RecurrentContextParallel(ContextParallel):
 
     Example::
 
-        >>> # xdoctest: +SKIP(distributed)
-        >>> mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("cp",))
-        >>> style = RecurrentContextParallel(layout="head_tail")
-        >>> inner = RecurrentContextParallel(layout="head_tail", kind="chunk_gated_delta_rule", arguments={"g": "gate"})
-        >>> parallelize_module(model, mesh, {"layers.*.mixer": style, "blocks.*.delta_rule": inner})
+        >>> mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("cp",))
+        >>> plan = {"layers.*.mixer": RecurrentContextParallel(layout="head_tail")}
+        >>> hybrid = parallelize_module(hybrid, mesh, plan)
+
+    Source: state passing between ranks as in LASP-2 (arXiv 2502.07563); see :func:`hyper_cp.ops.linear_recurrence`.
     """
 
     mixers = True
@@ -301,6 +302,9 @@ def styled_modules(model: nn.Module, at_least: int = 0, *, ran: bool = False) ->
         at_least: the number of modules that the plan should match: ``model.config.num_hidden_layers``, say.
         ran: also raise if one of them has not run yet. Use it after the first step: a module that is never called
             leaves its attention to other code. (Calls in compiled graphs are not counted.)
+
+    Raises:
+        ValueError: if there are fewer, if one has not run, or if they expect the sequence in different layouts.
     """
     found = {}
     for name, module in model.named_modules():

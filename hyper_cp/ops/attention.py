@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
+from ..mesh.failures import calling
 from ..schedule.documents import documents_table
 from . import head_groups
 from .checks import check, check_degree
@@ -60,6 +61,13 @@ def attend(
     """
     if torch.compiler.is_compiling() and not core.compiles(cp, mode, call):
         return _outside_the_graph(q, k, v, cp, mode, call, core, exchanged)
+    with calling(call.name):
+        return _attend(q, k, v, cp, mode, call, core, exchanged)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call, core: AttentionBackend, exchanged: bool
+) -> Any:
     core, call = core.settle(q, cp, mode, call)
     if mode.head_groups == "auto":
         possible = isinstance(core, TileEngine) and not exchanged
@@ -166,6 +174,13 @@ def attention(
 
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.
+        NotImplementedError: for gradients of masks, and dropout where a fused kernel would draw random numbers.
+
+    Example::
+
+        >>> q, k, v = (torch.randn(1, heads, 8, 16) for heads in (4, 2, 2))  # this rank's half of 16 positions
+        >>> attention(q, k, v, mesh=mesh, is_causal=True, enable_gqa=True, kv_exchange="ring").shape
+        torch.Size([1, 4, 8, 16])
 
     Source: DeepSpeed Ulysses (arXiv 2309.14509), Ring Attention (2310.01889), USP (2405.07719).
     """
