@@ -11,6 +11,9 @@ STAMP := $(VENV)/installed
 DOCS := $(ENVS)/.venv-docs
 # Processes that run tests, each with ranks of its own, which compute on one thread each.
 WORKERS ?= 2
+# torchtitan's model files need these only. It depends on an older huggingface_hub than transformers, so pip would
+# find no environment for both.
+TITAN := torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.0
 # Other libraries that `make bench` measures, those of the extra `bench`, and what they import.
 PEERS ?= deepspeed hjson msgpack py-cpuinfo ninja axolotl-ringmaster yunchang
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
@@ -28,7 +31,7 @@ test: $(STAMP)
 test-fast: $(STAMP)
 	$(PYTEST) -m 'not slow'
 
-# Every mode beside its peers, about eight minutes; writes the table and the plot of docs/performance.md. A peer that
+# Every mode beside its peers, about eight minutes; writes the table and the plot of docs/measured/performance.md. A peer that
 # cannot be installed is skipped, and the table says so. They lie beside the environment, not in it, since others find
 # them there (accelerate turns to DeepSpeed), and without what they depend on, which would pull CUDA packages.
 bench: $(STAMP)
@@ -71,7 +74,8 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^triton==/d' constraints.txt > $(PINS))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e '.[test,viz,dev,hf]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e '.[test,viz,dev,hf,recipes]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(TITAN)
 	touch $@
 
 clean:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
+from ..mesh.failures import calling
 from ..schedule.documents import documents_table
 from . import head_groups
 from .checks import check, check_degree
@@ -60,6 +61,13 @@ def attend(
     """
     if torch.compiler.is_compiling() and not core.compiles(cp, mode, call):
         return _outside_the_graph(q, k, v, cp, mode, call, core, exchanged)
+    with calling(call.name):
+        return _attend(q, k, v, cp, mode, call, core, exchanged)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call, core: AttentionBackend, exchanged: bool
+) -> Any:
     core, call = core.settle(q, cp, mode, call)
     if mode.head_groups == "auto":
         possible = isinstance(core, TileEngine) and not exchanged
