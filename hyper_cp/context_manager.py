@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,8 +19,9 @@ from .handler import ContextParallelHandler
 from .module import attention_calls
 from .module._torch import checkpoint, flex_patch
 from .module.dispatch_mode import DispatchMode, current_call, dispatching
-from .module.guards import MIXING_CALLS, refuse_mixing_call
+from .module.guards import MIXING_CALLS, refuse_mixing_call, refuse_running_mixer
 from .module.mesh_binding import Binding
+from .module.mixers.block import BlockMixer
 from .module.running_call import RunningCall
 from .ops.writes import writes
 from .style import ContextParallel
@@ -37,8 +39,9 @@ class context_parallel:
 
     Every such call (and every other call that a module under :class:`ContextParallel` may make) in the block and
     thread, forward and recomputed in backward, is attention over the whole sequence, except inside an inner block
-    or a styled module, which have their own settings. The library does not change positions that are not in a buffer:
-    make them a buffer, or use ``handler.position_ids``.
+    or a styled module, which have their own settings. So are recurrences and convolutions by functions that
+    :class:`RecurrentContextParallel` knows. The library does not change positions that are not in a buffer: make them a
+    buffer, or use ``handler.position_ids``.
 
     Args:
         mesh: the cp mesh of n ranks.
@@ -69,7 +72,15 @@ class context_parallel:
         ValueError, TypeError: for buffers, dimensions or lengths that do not fit, before anything is changed.
         NotImplementedError: for attention in the block that cannot be routed.
         RuntimeError: for functions that mix positions (``conv1d``, LSTMs, batch statistics, pools) of as many positions
-            as a buffer has in the block, unless ``allow`` names their module.
+            as a buffer has in the block, and for modules that are known to run along the sequence by code of their own
+            (RWKV, xLSTM), unless ``allow`` names their module.
+
+    Example::
+
+        >>> tokens = torch.arange(8)[None]
+        >>> with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]):
+        ...     tokens.shape
+        torch.Size([1, 4])
 
     Source: the interface of ``torch.distributed.tensor.experimental.context_parallel``.
     """
@@ -86,7 +97,7 @@ class context_parallel:
         layout: str = "head_tail",
         load_balance: bool = False,
         window: Sequence[int | None] | None = None,
-        head_groups: int = 1,
+        head_groups: int | str = 1,
         allow: Sequence[str] = (),
     ) -> None:
         style = ContextParallel(
@@ -292,6 +303,7 @@ class _Routing(DispatchMode):
         self.training = torch.is_grad_enabled()
         self.shares = {id(buffer): share for buffer, share in sharded}
         self.buffers = {id(share): buffer for buffer, share in sharded}
+        self.mixer = BlockMixer(binding, self.responsible, self.refuse_reentrant)
         self.lengths: set[int] = set()
         """Positions of the shares."""
 
@@ -303,26 +315,32 @@ class _Routing(DispatchMode):
             args, kwargs = tuple(map(self._shared, args)), {name: self._shared(x) for name, x in kwargs.items()}
         if func in _BACKWARD and not torch.compiler.is_compiling():
             return self._differentiate(func, args, kwargs)
+        if func is F.linear and self.call.mesh.parallel and not torch.compiler.is_compiling() and self.responsible():
+            refuse_running_mixer(self.call.binding.style.allow)
         key = attention_calls.key_of(func)
         attention = key in attention_calls.ROUTED or attention_calls.spelled(func) is not None
-        if not attention or not self._responsible():
+        if not attention or not self.responsible():
             if not torch.compiler.is_compiling() and getattr(func, "__name__", "") in MIXING_CALLS:
                 self._refuse_mixing(func, args, kwargs)
             out = attention_calls.PLAIN.get(func, func)(*args, **kwargs)
             # The result of `x += 1` is x, which must still be the buffer.
             return out if torch.compiler.is_compiling() else self.buffers.get(id(out), out)
-        if self.training and not torch.is_grad_enabled() and checkpoint.in_reentrant_forward():
-            raise NotImplementedError(
-                "attention runs in a reentrant activation checkpoint inside context_parallel. Its recompute could come "
-                "after the block, and would silently be local attention. Use checkpoint(..., use_reentrant=False)"
-            )
+        self.refuse_reentrant("attention")
         call, mesh = self.call, self.call.binding.active
         call.mesh, call.documents = mesh, mesh.documents("attention in a context_parallel block")
         call.must_route = mesh.parallel or call.engine_only
         return super().__torch_function__(func, types, args, kwargs)
 
+    def refuse_reentrant(self, what: str) -> None:
+        """Raise ``NotImplementedError`` in a reentrant checkpoint."""
+        if self.training and not torch.is_grad_enabled() and checkpoint.in_reentrant_forward():
+            raise NotImplementedError(
+                f"{what} runs in a reentrant activation checkpoint inside context_parallel. Its recompute could come "
+                f"after the block, and would silently be local {what}. Use checkpoint(..., use_reentrant=False)"
+            )
+
     def _refuse_mixing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.lengths and self._responsible():
+        if self.lengths and self.responsible():
             refuse_mixing_call(func, args, kwargs, self.lengths, self.call.binding.style.allow)
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -353,17 +371,19 @@ class _Routing(DispatchMode):
             return type(x)(self.shares.get(id(y), y) for y in x)
         return x
 
-    def _responsible(self) -> bool:
+    def responsible(self) -> bool:
         """True if attention that is called now belongs to this block, not to an inner block or a styled module."""
         running = current_call()
         return _active.blocks[-1] is self and not (running is not None and running.alive())
 
     def __enter__(self) -> Any:
         _active.blocks.append(self)
+        self.mixer.begin()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         _active.blocks.remove(self)
+        self.mixer.end()
         super().__exit__(*error)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +15,7 @@ from .module.guards import guard_plan
 from .module.hooks import AttentionHooks
 from .module.mesh_binding import Binding, binding_of, describe
 from .module.mixers.hooks import StyledMixerHooks
+from .module.mixers.named import NamedMixerHooks, named_function
 from .ops.config import Mode
 
 
@@ -35,7 +36,7 @@ class ContextParallel(ParallelStyle):
         ulysses_degree: how many adjacent ranks trade sequence for heads. ``None``: the whole mesh
             (pure Ulysses); 1: none (Colossal or ring); in between: a hybrid; ``"auto"``: of the
             degrees that the head counts allow and that stay on one host, the one that the planner's cost puts first
-            with typical figures (docs/planner.md).
+            with typical figures (docs/measured/planner.md).
         qkv_indices: positions of q, k, v among the module's arguments (they may be passed by
             keyword; names come from its signature), or ``None`` if the module computes them itself
             and calls attention in ``[B, H, S, D]``. ``(0, 1, 1)``: k and v are one tensor, which the module
@@ -58,7 +59,8 @@ class ContextParallel(ParallelStyle):
         head_groups: the number of groups in which heads are exchanged. The next group is in flight while one is
             attended, in backward too, so that attention hides Ulysses' all-to-all. It needs ``qkv_indices=None`` (a
             module that receives q, k, v in ``[B, H, S, D]`` and hands them to attention will do), and heads that split
-            into the groups.
+            into the groups. ``"auto"``: the number that the planner's cost puts first with typical figures
+            (docs/planner.md), 1 where modules receive q, k, v; it is logged.
         allow: modules that you vouch for: qualified names or patterns of them (everything inside is meant too), or
             names of types. They may mix positions, call attention that is not routed, or have other weights on each
             rank.
@@ -88,10 +90,11 @@ class ContextParallel(ParallelStyle):
 
     Example::
 
-        >>> # xdoctest: +SKIP(distributed)
-        >>> mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("cp",))
-        >>> style = ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=4, kv_exchange="ring")
-        >>> parallelize_module(model, mesh, {"layers.*.attention.inner": style})
+        >>> mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("cp",))
+        >>> style = ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=1, kv_exchange="ring", layout="head_tail")
+        >>> model = parallelize_module(model, mesh, {"layers.*.attention.inner": style})
+        >>> len(styled_modules(model, at_least=2))
+        2
 
     Source: Ulysses arXiv 2309.14509; Colossal-AI sequence parallelism 2105.13120 and the K/V
     all-gather of Llama 3 2407.21783; ring 2310.01889; hybrid (USP) 2405.07719.
@@ -110,7 +113,7 @@ class ContextParallel(ParallelStyle):
         layout: str = "contiguous",
         use_local_output: bool = True,
         window: Sequence[int | None] | None = None,
-        head_groups: int = 1,
+        head_groups: int | str = 1,
         allow: Sequence[str] = (),
     ) -> None:
         super().__init__()
@@ -142,7 +145,7 @@ class ContextParallel(ParallelStyle):
                 f"qkv_kwarg_names={qkv_kwarg_names!r} with qkv_indices={qkv_indices!r}: give three names (of q, k, v; "
                 "k and v equal in both if they are one tensor), and only for a module that receives q, k, v"
             )
-        if head_groups > 1 and self.qkv_indices is not None:
+        if self.mode.groups > 1 and self.qkv_indices is not None:
             raise ValueError(
                 f"head_groups={head_groups} with qkv_indices={qkv_indices!r}: where q, k, v are exchanged before the "
                 "module runs, it sees all its heads at once, so there is nothing to overlap. Set qkv_indices=None: its "
@@ -163,7 +166,7 @@ class ContextParallel(ParallelStyle):
             f"ContextParallel(seq_dim={self.seq_dim}, head_dim={self.head_dim}, ulysses_degree="
             f"{self.ulysses_degree!r}, qkv_indices={self.qkv_indices}, kv_exchange={m.kv_exchange!r}, "
             f"layout={m.layout!r}, load_balance={m.load_balance}, window={m.window}, "
-            f"head_groups={m.head_groups}, use_local_output={self.use_local_output}, allow={self.allow})"
+            f"head_groups={m.head_groups!r}, use_local_output={self.use_local_output}, allow={self.allow})"
         )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -200,33 +203,56 @@ class RecurrentContextParallel(ContextParallel):
     ``mamba_chunk_scan_combined``, ``selective_scan_fn`` (mamba_ssm), or the plain torch ones that transformers has in
     their place. While such a module runs, these functions mean recurrences and convolutions over the whole sequence.
     Fused ones (``mamba_inner_fn``, ``mamba_split_conv1d_scan_combined``) answer None, upon which a mixer of
-    transformers calls their parts. In other modules call :func:`hyper_cp.ops.linear_recurrence` and
+    transformers calls their parts.
+
+    A module that receives q, k, v and gates as arguments, and computes the recurrence in code of its own, needs
+    ``kind``: the function that it computes, which then replaces its forward. (Its states never show outside of it, so
+    nothing else would be exact.) In other modules call :func:`hyper_cp.ops.linear_recurrence` and
     :func:`hyper_cp.ops.causal_conv1d`.
 
     Args:
         ulysses_degree: 1 (default) passes states between ranks, for any number of heads. ``None`` exchanges the
             sequence of all ranks for heads of states, which must split over them (on a 2-D mesh: those of its
             ``ulysses`` dimension).
+        kind: the function that a module computes: ``"linear_recurrence"``, or one of those above by its public name
+            (``"chunk_gated_delta_rule"``, ``"mamba_chunk_scan_combined"`` ...). The first call compares it with the
+            module's own forward on a few tokens.
+        arguments: with ``kind``, where the function's arguments are: ``{"q": 0, "g": "gates"}``, positions among the
+            module's arguments or names of parameters of its forward. Those that are called alike may be left out.
+        options: with ``kind``, further arguments of the function: ``scale``, ``use_qk_l2norm_in_kernel``,
+            ``dt_softplus``, ``dt_limit``, ``delta_softplus``, ``activation``.
+        seq_dim, head_dim: with ``kind``, the dimensions of the sequence and of heads: 1 and 2, or 2 and 1.
         layout: as in :class:`ContextParallel`; the same as that of the attention modules of the model.
         allow: as in :class:`ContextParallel`.
 
     Raises:
         ValueError, TypeError, NotImplementedError: for a module that calls none of these functions (when the plan is
-            applied), for a cache, an initial state or ``seq_idx`` in a call, before communication.
+            applied), for a cache, an initial state or ``seq_idx`` in a call, for a module that does not compute its
+            ``kind``, before communication.
         RuntimeError: if the module returns without having called one of them.
 
     Example::
 
-        >>> # xdoctest: +SKIP(distributed)
-        >>> mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("cp",))
+        >>> mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("cp",))
         >>> plan = {"layers.*.mixer": RecurrentContextParallel(layout="head_tail")}
-        >>> parallelize_module(model, mesh, plan)
+        >>> hybrid = parallelize_module(hybrid, mesh, plan)
+
+    Source: state passing between ranks as in LASP-2 (arXiv 2502.07563); see :func:`hyper_cp.ops.linear_recurrence`.
     """
 
     mixers = True
 
     def __init__(
-        self, ulysses_degree: int | None = 1, *, layout: str = "contiguous", allow: Sequence[str] = ()
+        self,
+        ulysses_degree: int | None = 1,
+        *,
+        kind: str | None = None,
+        arguments: Mapping[str, int | str] | None = None,
+        options: Mapping[str, Any] | None = None,
+        seq_dim: int = 1,
+        head_dim: int = 2,
+        layout: str = "contiguous",
+        allow: Sequence[str] = (),
     ) -> None:
         if ulysses_degree not in (None, 1):
             raise ValueError(
@@ -234,15 +260,20 @@ class RecurrentContextParallel(ContextParallel):
                 "or None (all ranks of the mesh exchange heads). States are small, so that degrees between them gain "
                 "nothing. Set it to 1"
             )
-        super().__init__(ulysses_degree=None, qkv_indices=None, layout=layout, allow=allow)
+        super().__init__(seq_dim, head_dim, None, None, layout=layout, allow=allow)
         self.exchange_heads = ulysses_degree is None
+        self.named = named_function(kind, arguments, options, seq_dim, head_dim)
 
     def __repr__(self) -> str:
-        degree = None if self.exchange_heads else 1
-        return f"RecurrentContextParallel(ulysses_degree={degree}, layout={self.mode.layout!r}, allow={self.allow})"
+        degree, named = None if self.exchange_heads else 1, "" if self.named is None else f"{self.named}, "
+        return (
+            f"RecurrentContextParallel(ulysses_degree={degree}, {named}layout={self.mode.layout!r}, allow={self.allow})"
+        )
 
     def _hooks(self, module: nn.Module, device_mesh: DeviceMesh) -> StyledMixerHooks:
-        return StyledMixerHooks(self, device_mesh, module, self.exchange_heads)
+        if self.named is None:
+            return StyledMixerHooks(self, device_mesh, module, self.exchange_heads)
+        return NamedMixerHooks(self, device_mesh, module, self.exchange_heads, self.named)
 
 
 def refuse_uncalled(module: nn.Module) -> None:
@@ -271,6 +302,9 @@ def styled_modules(model: nn.Module, at_least: int = 0, *, ran: bool = False) ->
         at_least: the number of modules that the plan should match: ``model.config.num_hidden_layers``, say.
         ran: also raise if one of them has not run yet. Use it after the first step: a module that is never called
             leaves its attention to other code. (Calls in compiled graphs are not counted.)
+
+    Raises:
+        ValueError: if there are fewer, if one has not run, or if they expect the sequence in different layouts.
     """
     found = {}
     for name, module in model.named_modules():

@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 from dataclasses import dataclass
+from itertools import islice
 from logging import getLogger
 from typing import Any
 from weakref import ref
@@ -24,7 +25,7 @@ from ._torch.modules import calls_running, hook_owners, is_compiled, running_mod
 from .dispatch_mode import EnteredMode, current_call
 from .mesh_binding import Binding
 from .mixers.calls import is_mixer
-from .model import Model
+from .model import Model, model_of
 
 logger = getLogger(__name__)
 
@@ -32,7 +33,7 @@ logger = getLogger(__name__)
 
 _POOLS = (nn.MaxPool1d, nn.AvgPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d)
 _KNOWN = re.compile(
-    r"Mamba|DeltaNet|DeltaAttention|R[Ww][Kk][Vv]|RetNet|Retention|Hyena|LinearAttention|RG?LRU|LSTM|ShortConv"
+    r"Mamba|LightningAttention|DeltaNet|DeltaAttention|R[Ww][Kk][Vv]|RetNet|Retention|Hyena|LinearAttention|RG?LRU|LSTM|ShortConv"
 )
 """Names of types that run a recurrence or a convolution along the sequence, in the libraries that have them."""
 _BESIDE = re.compile(r"Norm|MLP")
@@ -54,8 +55,11 @@ def mixing(module: nn.Module) -> str | None:
         return "pools positions"
     if is_mixer(type(module)):
         return "runs along the sequence"
-    name = type(module).__name__
-    return _BY_NAME if _KNOWN.search(name) and not _BESIDE.search(name) else None
+    return _BY_NAME if _mixes_by_name(type(module)) else None
+
+
+def _mixes_by_name(kind: type[nn.Module]) -> bool:
+    return bool(_KNOWN.search(kind.__name__) and not _BESIDE.search(kind.__name__))
 
 
 def refuse_mixing(model: Model, whole: tuple[type[nn.Module], ...] = ()) -> None:
@@ -117,6 +121,23 @@ def refuse_mixing_call(
             "block. It mixes positions, so it would compute something else than on one device. Take it out of the "
             f"block, or, if that is not the split sequence, vouch for it: context_parallel(..., allow=({caller!r},))"
         )
+
+
+def refuse_running_mixer(allow: tuple[str, ...]) -> None:
+    """Raise ``RuntimeError`` if a module that is known to run along the sequence by code of its own calls a function in
+    a ``context_parallel`` block, and its user does not vouch for it."""
+    for module in islice(running_modules(), 2):  # the module that calls a projection, and the projection
+        if not _mixes_by_name(type(module)) or any(is_mixer(type(inner)) for inner in module.modules()):
+            continue
+        model = model_of(module)
+        name = model.names.get(id(module), "")
+        if not Model(model.root, allow).allows(name):
+            raise RuntimeError(
+                f"module {name!r} ({type(module).__name__}) runs along the sequence in a context_parallel block, by "
+                "none of the functions that are routed, so it would see this rank's share only. Take it out of the "
+                "block, call hyper_cp.ops.linear_recurrence in it, or, if that is not the split sequence, vouch for "
+                f"it: context_parallel(..., allow=({name!r},))"
+            )
 
 
 def _along_share(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: set[int]) -> bool:

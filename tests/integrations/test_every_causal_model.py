@@ -27,7 +27,7 @@ from tests.harness.ranks import on_ranks, sum_over_ranks
 
 pytest.importorskip("transformers")
 
-PAGE = Path(__file__).parents[2] / "docs" / "transformers_models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "transformers_models.md"
 OURS = str(Path(hyper_cp.__file__).parent)
 LENGTH, TOLERANCE = 24, 1e-9
 ORDER = ["CRASH", "WRONG", "not tried", "refused", "exact"]

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,7 +34,8 @@ class RunningMixer:
     """A running call of a mixer: what its recurrent calls need beside their arguments."""
 
     name: str
-    module: nn.Module
+    module: nn.Module | None
+    """None for a ``context_parallel`` block."""
     cp: CPMesh
     layout: str
     documents: Tensor | None
@@ -42,8 +44,12 @@ class RunningMixer:
     """Calls that were routed so far."""
 
     def alive(self) -> bool:
-        """True while the module's call is on the stack of this thread."""
-        return torch.compiler.is_compiling() or is_running(self.module)
+        """True while the module's call is on the stack of this thread, or the block has not ended."""
+        return self.module is None or torch.compiler.is_compiling() or is_running(self.module)
+
+    def current(self) -> RunningMixer | None:
+        """The mixer itself; a block may leave a call to another one."""
+        return self
 
     def recur(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None = None) -> Tensor:
         """A linear recurrence over the sequence of all ranks."""
@@ -254,6 +260,14 @@ def mixer_stack() -> list[RunningMixer]:
     return _thread.mixers
 
 
+def running_mixer() -> RunningMixer | None:
+    """The mixer, or the ``context_parallel`` block, that answers recurrent calls of this thread now."""
+    stack = mixer_stack()
+    while stack and not stack[-1].alive():
+        stack.pop()  # a KeyboardInterrupt ended that call without its hooks
+    return stack[-1].current() if stack else None
+
+
 def is_mixer(kind: type[nn.Module]) -> bool:
     """True if a method of a type of module calls one of the functions."""
     return bool(_called(kind))
@@ -282,9 +296,26 @@ _known: WeakKeyDictionary[type, tuple[tuple[str, str], ...]] = WeakKeyDictionary
 def route(kind: type[nn.Module]) -> None:
     """Put :data:`ROUTED` in front of the functions that mixers of a type call, once; see the head of this file."""
     for file, name in _called(kind):
-        names = vars(sys.modules[file])
-        if not hasattr(names[name], "hyper_cp_routes"):
-            names[name] = _in_front(name, names[name])
+        _put_in_front(vars(sys.modules[file]), name)
+
+
+def route_loaded() -> None:
+    """The same for all files that are loaded: a ``context_parallel`` block knows no model."""
+    for file in sys.modules.keys() - _routed:
+        names = vars(module) if isinstance(module := sys.modules.get(file), ModuleType) else {}
+        for name in ROUTED.keys() & names.keys():
+            if callable(names[name]):
+                _put_in_front(names, name)
+        _routed.add(file)
+
+
+_routed: set[str] = set()
+"""The files whose functions have been routed for blocks."""
+
+
+def _put_in_front(names: dict[str, Any], name: str) -> None:
+    if not hasattr(names[name], "hyper_cp_routes"):
+        names[name] = _in_front(name, names[name])
 
 
 def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -292,11 +323,11 @@ def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def routed(*args: Any, **kwargs: Any) -> Any:
-        mixers = mixer_stack()
-        if mixers and mixers[-1].alive():
-            mixers[-1].routed += 1
-            return answer(mixers[-1], *args, **kwargs)
-        return original(*args, **kwargs)
+        mixer = running_mixer()
+        if mixer is None:
+            return original(*args, **kwargs)
+        mixer.routed += 1
+        return answer(mixer, *args, **kwargs)
 
     routed.hyper_cp_routes = name  # type: ignore[attr-defined]
     return routed

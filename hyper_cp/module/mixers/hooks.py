@@ -32,18 +32,23 @@ class MixerHooks:
 
     def __init__(self, module: nn.Module, name: str, where: Callable[[nn.Module], Where | None]) -> None:
         self.name, self.where = name, where
-        if not is_mixer(type(module)):
-            raise NotImplementedError(
-                f"{name} calls none of the functions that context parallelism can route along the sequence "
-                "(causal_conv1d_fn, chunk_gated_delta_rule, chunk_kda, chunk_gla, mamba_chunk_scan_combined, "
-                "selective_scan_fn). If it mixes positions, it would do so over this rank's share only. Leave it out "
-                "of the plan, and call hyper_cp.ops.linear_recurrence(..., mesh=...) in it"
-            )
+        self.check_calls(module)
         if getattr(module, "bidirectional", False) or getattr(module, "is_causal", True) is False:
             raise NotImplementedError(
                 f"{name} is bidirectional (bidirectional=True or is_causal=False). Context parallelism passes states "
                 "forward along the sequence, and the way back would need a pass of its own. Flip the sequence outside "
                 "of the module, or use one device"
+            )
+
+    def check_calls(self, module: nn.Module) -> None:
+        """Route the functions that the module calls; raise if it calls none."""
+        if not is_mixer(type(module)):
+            raise NotImplementedError(
+                f"{self.name} calls none of the functions that context parallelism can route along the sequence "
+                "(causal_conv1d_fn, chunk_gated_delta_rule, chunk_kda, chunk_gla, mamba_chunk_scan_combined, "
+                "selective_scan_fn). If it mixes positions, it would do so over this rank's share only. If it receives "
+                "q, k, v and gates as arguments, name the function that it computes (kind=). Else leave it out of the "
+                "plan, and call hyper_cp.ops.linear_recurrence(..., mesh=...) in it"
             )
         route(type(module))
 
@@ -86,7 +91,8 @@ class MixerHooks:
     def refuse_child(self, child: nn.Module, args: Any) -> None:
         """Raise for a convolution or a recurrence that is called as a module, and not by its weights."""
         stack = mixer_stack()
-        if stack and stack[-1].alive() and any(child is inner for inner in stack[-1].module.modules()):
+        mixer = stack[-1].module if stack and stack[-1].alive() else None
+        if mixer is not None and any(child is inner for inner in mixer.modules()):
             raise NotImplementedError(
                 f"{self.name} calls its {type(child).__name__} as a module, over this rank's share of the sequence. "
                 "Context parallelism routes causal_conv1d_fn and its kind, which take the weights. Use a version of "

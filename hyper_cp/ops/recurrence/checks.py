@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...mesh.cp_mesh import CPMesh
@@ -27,10 +30,30 @@ def check_tensor(name: str, argument: str, x: Tensor, ndim: int, form: str) -> N
         )
 
 
-def agree(name: str, cp: CPMesh, layout: str, documents: Tensor | None, *tensors: Tensor | None) -> None:
-    """Raise ``ValueError`` on every rank if the ranks call with other shapes, layouts or documents."""
+def documents_of(mesh: DeviceMesh | CPMesh, cp: CPMesh, documents: Any, name: str) -> Tensor | None:
+    """The documents of a call as a table: those that are given, or those of the enclosing ``handler.documents`` block.
+    (Callers inside the library hand over a :class:`CPMesh`, and have read the block already.)"""
+    if documents is None and not isinstance(mesh, CPMesh):
+        return cp.batch.in_force(name)
+    return packed.documents_table(documents)
+
+
+def agree(
+    name: str,
+    cp: CPMesh,
+    layout: str,
+    documents: Tensor | None,
+    *tensors: Tensor | None,
+    decay: Tensor | None = None,
+) -> None:
+    """Raise ``ValueError`` on every rank if the ranks call with other shapes, layouts or documents, or with decays that
+    grow. (Values are read in the first call of a kind only: on an accelerator the host waits for them.)"""
     refuse_forward_mode(name, *(x for x in tensors if x is not None))
-    if cp.agreement is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return
+    if cp.agreement is None:
+        if decay is not None and decay.device.type == "cpu":
+            _check_decay(name, decay)
         return
     signature = (
         ("function", name),
@@ -39,9 +62,27 @@ def agree(name: str, cp: CPMesh, layout: str, documents: Tensor | None, *tensors
         ("layout", layout),
         ("ulysses_degree", cp.ulysses.size),
     )
-    cp.agree("call", signature, name)
+    if decay is None or cp.agreement.known("call", signature):
+        cp.agree("call", signature, name)
+    else:
+        cp.agree("call", signature, name, once=(("decays above 0", _largest(decay) > 0),))
+        _check_decay(name, decay)
     table = packed.read(documents)
     cp.agree("documents", (("documents", None if table is None else table.digest),), name)
+
+
+def _largest(decay: Tensor) -> float:
+    """The largest value; 0 for tensors without values (fake ones)."""
+    return decay.detach().max().item() if type(decay.detach()) is Tensor else 0.0
+
+
+def _check_decay(name: str, decay: Tensor) -> None:
+    largest = _largest(decay)
+    if largest > 0:
+        raise ValueError(
+            f"{name}: decay has a value of {largest:.4g}. It holds logarithms of factors, which are at most 0, so that "
+            "states do not grow along the sequence. Pass the logarithm (torch.log(factor), or -exp(A_log) * dt)"
+        )
 
 
 def check_layout_of(name: str, cp: CPMesh, layout: str, documents: Tensor | None, batch: int, length: int) -> None:

@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...mesh import cp_mesh
 from ...mesh.cp_mesh import CPMesh
-from ...schedule.documents import documents_table
+from ...mesh.failures import calling
 from ..exchange.ulysses import Ulysses
 from . import kernels
-from .checks import agree, check_layout_of, check_tensor
+from .checks import agree, check_layout_of, check_tensor, documents_of
 from .engine import RecurrenceSettings, recurrence_op
 
 FORM = "[batch, positions, heads, numbers of a head]"
@@ -59,11 +59,14 @@ def linear_recurrence(
     Args:
         q, k: ``[B, S/n, Hk, dk]``; Hk heads serve H / Hk consecutive heads of v each.
         v: ``[B, S/n, H, dv]``.
-        decay: logarithms of the decay, finite, at most 0. They may have another dtype than q, k and v.
+        decay: logarithms of the decay, at most 0 (the first call of a kind checks that). They may have another dtype
+            than q, k and v.
         beta: the strength of the delta rule.
         mesh: the cp mesh of n ranks.
+        scale: a factor of q. (Functions of fla have ``dk ** -0.5`` as default.)
         layout: the positions that the ranks hold, as in :func:`hyper_cp.ops.attention`.
         documents: cumulative lengths ``[0, ..., S]`` of packed documents (a list or tensor, or one per batch row).
+            None: those of the enclosing ``handler.documents`` block, if there is one.
         ulysses_degree: 1 passes states between ranks, for any number of heads, with the least communication. A larger
             number (None: all ranks) first exchanges the sequence of so many adjacent ranks for heads, which must split.
         kernel: ``"torch"`` (chunked, any device), ``"fla"`` (flash-linear-attention), or None to choose by device.
@@ -75,34 +78,50 @@ def linear_recurrence(
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.
 
+    Example::
+
+        >>> q, k, v = (torch.randn(1, 8, 2, 4) for _ in range(3))  # this rank's half of 16 positions
+        >>> linear_recurrence(q, k, v, -torch.rand(1, 8, 2), mesh=mesh).shape
+        torch.Size([1, 8, 2, 4])
+
     Source: state passing between ranks as in LASP-2 (arXiv 2502.07563) and Mamba's context parallelism; the maps as in
         Mamba 2 (2405.21060), DeltaNet (2406.06484), gated delta net (2412.06464) and Kimi Linear (2510.26692).
     """
     for argument, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, argument, x, 4, FORM)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(
+            f"{name}: scale={scale!r} is not a number. Kernels differ in their default: it is 1 here, and dk ** -0.5 "
+            "in flash-linear-attention. Pass scale=1.0, or scale=q.shape[-1] ** -0.5"
+        )
     decay, beta = _decays(name, v, decay), None if beta is None else _beta(name, v, beta)
     _check(name, q, k, v, decay)
     exchanged = ulysses_degree != 1
     cp = (mesh if isinstance(mesh, CPMesh) else cp_mesh.view(mesh, ulysses_degree)) if exchanged else None
     cp = cp_mesh.whole_view(mesh) if cp is None else cp
-    table = documents_table(documents)
-    agree(name, cp, layout, table, q, k, v, decay, beta)
+    table = documents_of(mesh, cp, documents, name)
+    agree(name, cp, layout, table, q, k, v, decay, beta, decay=decay)
     check_layout_of(name, cp, layout, table, v.shape[0], v.shape[1])
     q = q * scale if scale != 1.0 else q
     settings = RecurrenceSettings(layout, kernels.choose(kernel, name, q, v, decay, beta), exchanged, cp.key).text()
-    if not exchanged or cp.ulysses.size == 1:
-        out: Tensor = recurrence_op(q, k, v, decay, beta, table, settings)
-        return out
-    _check_split(name, v, cp)
-    ulysses = Ulysses(cp, layout, 1, 2, table)
-    # Those with fewer heads come last: they are shared by ranks if they do not split.
-    given = [x for x in (v, decay, beta, q, k) if x is not None]
-    v, decay, *rest = ulysses.to_heads(*given)
-    q, k = rest[-2:]
-    result: Tensor = ulysses.to_sequence(
-        recurrence_op(q, k, v, decay, rest[0] if beta is not None else None, table, settings)
-    )
+    if exchanged and cp.ulysses.size > 1:
+        _check_split(name, v, cp)
+    with calling(name):
+        if not exchanged or cp.ulysses.size == 1:
+            return _op(q, k, v, decay, beta, table, settings)
+        ulysses = Ulysses(cp, layout, 1, 2, table)
+        # Those with fewer heads come last: they are shared by ranks if they do not split.
+        given = [x for x in (v, decay, beta, q, k) if x is not None]
+        v, decay, *rest = ulysses.to_heads(*given)
+        q, k = rest[-2:]
+        out = _op(q, k, v, decay, rest[0] if beta is not None else None, table, settings)
+        result: Tensor = ulysses.to_sequence(out)
     return result
+
+
+def _op(*arguments: Any) -> Tensor:
+    out: Tensor = recurrence_op(*arguments)
+    return out
 
 
 def _decays(name: str, v: Tensor, decay: Tensor) -> Tensor:

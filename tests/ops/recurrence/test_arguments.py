@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,6 +50,8 @@ def refusals() -> dict[str, tuple[str, str]]:
         "global sequence length 16": recurrence(q, q, v, g, documents=[0, 8]),
         "sequence length=14": recurrence(q[:, :7], q[:, :7], v[:, :7], g[:, :7], layout="head_tail"),
         "no documents are given": recurrence(q, q, v, g, layout="per_document"),
+        "scale=None": recurrence(q, q, v, g, scale=None),
+        "decay has a value of": recurrence(q, q, v, -g, name="all ranks"),
         "kernel='x'": recurrence(q, q, v, g, kernel="x"),
         "cannot split 3 heads": recurrence(
             random(1, 8, 3, 4), random(1, 8, 3, 4), random(1, 8, 3, 3), g[..., :3], ulysses_degree=2
@@ -58,6 +63,8 @@ def refusals() -> dict[str, tuple[str, str]]:
     }
     found = {text: error_of(call) for text, call in wrong.items()}
     length = 6 if mesh.get_rank() else 4  # ranks that disagree raise, all of them
+    grows = g.abs() if mesh.get_rank() else g  # as those that one rank calls with
+    found["decays above 0"] = error_of(recurrence(q, q, v, grows, name="one rank"))
     found["shapes"] = error_of(recurrence(q[:, :length], q[:, :length], v[:, :length], g[:, :length]))
     return {text: (text, error) for text, error in found.items()}
 
@@ -71,14 +78,16 @@ def test_arguments_that_do_not_fit_are_refused(ranks: Ranks) -> None:
 @on_ranks
 def saved() -> tuple[int, int, float, float]:
     """Bytes that a call saves and those of its inputs; errors in half precision of ranks and of one device."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("others", "cp"))["cp"]
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    alone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("others", "cp"))["cp"]
     wide = [random(2, 64, 2, 8), random(2, 64, 2, 8) / 3, random(2, 64, 4, 8), -random(2, 64, 4).abs()]
     wide.append(random(2, 64, 4).sigmoid())
     half = [x.bfloat16() for x in wide]
     want = recur(*(x.double() for x in half[:4]), half[4].double(), None)  # type: ignore[arg-type]
     one = linear_recurrence(*half, mesh=alone)  # type: ignore[arg-type]
-    at = slice(32 * mesh.get_rank(), 32 * mesh.get_rank() + 32)
+    share = 64 // world
+    at = slice(share * mesh.get_rank(), share * mesh.get_rank() + share)
     local = [x[:, at].contiguous().requires_grad_() for x in half]
     total = 0
 
@@ -93,8 +102,10 @@ def saved() -> tuple[int, int, float, float]:
     return total, sum(x.nbytes for x in local), errors[0], errors[1]
 
 
-def test_a_call_saves_its_inputs_and_rounds_like_one_device(ranks: Ranks) -> None:
-    for total, given, error, alone in ranks(2, saved):
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_call_saves_its_inputs_and_rounds_like_one_device(world: int, ranks: Ranks) -> None:
+    """For any number of ranks: nothing of the other ranks is kept."""
+    for total, given, error, alone in ranks(world, saved):
         assert total == given + 8  # and the fingerprint of the documents
         assert error <= 2 * alone
 
@@ -114,14 +125,22 @@ def test_derivatives_under_a_counter_of_flops(ranks: Ranks) -> None:
     assert ranks(2, counted) == [True, True]
 
 
-def test_decays_after_a_very_strong_one_are_kept() -> None:
+@pytest.mark.parametrize("channels", [1, 2, 32])
+def test_decays_after_a_very_strong_one_are_kept(channels: int) -> None:
     """Differences of one running sum would lose them, in fp32 from about 1e4 on."""
-    q = k = v = torch.ones(1, 1, 1, 4, 1)
-    for strong in (-1e5, -1e9, torch.finfo(torch.float32).min, -torch.inf):
-        g = torch.full((1, 1, 1, 4, 1), -0.5)
-        g[..., 1, :] = strong
-        maps = affine(q, k, v, g.requires_grad_())
-        want = torch.tensor([1, 1, 1 + math.exp(-0.5), 1 + math.exp(-0.5) + math.exp(-1)])
-        torch.testing.assert_close(maps.O.flatten(), want)
+    ones = torch.ones(1, 1, 1, 9, channels)
+    for strong, at in product((-1e5, -1e9, torch.finfo(torch.float32).min, -torch.inf), (1, 2, 6)):
+        g = torch.full((1, 1, 1, 9, channels), -0.5)
+        g[..., at, :] = strong
+        maps = affine(ones, ones, ones, g.requires_grad_())
+        steps = [*range(1, at + 1), *range(1, 10 - at)]  # tokens since the strong one, or since the first
+        want = torch.tensor([channels * sum(math.exp(-0.5 * i) for i in range(n)) for n in steps])
+        torch.testing.assert_close(maps.O[..., 0].flatten(), want)
         (gradient,) = torch.autograd.grad(sum(x.sum() for x in maps), g)
-        assert gradient.isfinite().all() and gradient[..., 3, :].item() > 1
+        assert gradient.isfinite().all() and gradient[..., at + 2, :].min().item() > 1
+        # The delta rule, of which no sums are known: fp64, where the sums of a strong decay lose less.
+        beta = torch.full((1, 1, 1, 9, 1), 0.5)
+        keys = ones / channels**0.5
+        got, exact = (affine(*(x.to(t) for x in (keys, keys, ones, g.detach(), beta))) for t in (g.dtype, torch.double))
+        for x, y in zip(got, exact, strict=True):
+            torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)

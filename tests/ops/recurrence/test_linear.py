@@ -109,6 +109,20 @@ def test_the_family_is_exact_in_every_layout(world: int, ranks: Ranks) -> None:
     check(ranks(world, errors, cases))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [5, 8])
+def test_wide_and_odd_worlds(world: int, ranks: Ranks) -> None:
+    """All worlds run in threads in ``test_worlds.py``."""
+    length = 6 * world
+    documents = [[0, 1, 9, 10, length]]
+    cases: list[Any] = [
+        ("channel-wise delta", "head_tail", documents, length, 1),
+        ("scalar", "per_document", documents, length, 1),
+        ("delta", "contiguous", None, world, 1),
+    ]
+    check(ranks(world, errors, cases))
+
+
 def test_heads_are_exchanged(ranks: Ranks) -> None:
     cases = [
         (kind, layout, ROWS, 48, degree)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..threads import in_thread
 from .chunked import Affine, Inputs
 
 FUNCTIONS = {
@@ -74,11 +73,12 @@ class FlaKernel:
 
     def differentiable(self, inputs: Inputs) -> tuple[Affine, Pullback]:
         arguments = [x.detach().requires_grad_() for x in _arguments(inputs)]
-        out, state = _above_autograd(lambda: _called(arguments, inputs), inputs.v)
+        # A custom op runs below autograd, which is a state of its thread, and fla's functions need autograd.
+        out, state = in_thread(lambda: _called(arguments, inputs), inputs.v)
 
         def pull(maps: Affine) -> tuple[Tensor | None, ...]:
             gradients = _gradients(maps, inputs, out, state)
-            pulled = _above_autograd(lambda: torch.autograd.grad((out, state), arguments, gradients), inputs.v)
+            pulled = in_thread(lambda: torch.autograd.grad((out, state), arguments, gradients), inputs.v)
             return _of_inputs(pulled, inputs)
 
         return _affine(inputs, out.detach(), state.detach()), pull
@@ -130,28 +130,3 @@ def _of_inputs(pulled: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor | Non
     q, k = (x.unflatten(2, (groups, -1)).sum(3) for x in (q, k))
     gates = [x if x.ndim == 5 else x[..., None] for x in gates]
     return q, k, v[..., : inputs.v.shape[-1]], *gates
-
-
-def _above_autograd(run: Callable[[], Any], like: Tensor) -> Any:
-    """Run in a thread of its own. A custom op runs below autograd, which is a state of its thread, and fla's functions
-    differentiate by autograd."""
-    found: list[Any] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            with ExitStack() as stack:
-                if like.device.type == "cuda":
-                    stack.enter_context(torch.cuda.device(like.device))
-                    stack.enter_context(torch.cuda.stream(stream))
-                found.append(run())
-        except BaseException as error:
-            errors.append(error)
-
-    stream: Any = torch.cuda.current_stream(like.device) if like.device.type == "cuda" else None
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return found[0]

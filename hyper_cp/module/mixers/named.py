@@ -1,0 +1,301 @@
+"""Modules that receive q, k, v and gates as arguments and compute a recurrence themselves, in any code of their own.
+
+Nothing in such a module can be routed, and its outputs cannot be corrected from outside, because its states never show.
+So the user names the function that the module computes. The hooks replace the module's forward by that function over
+all ranks, and compare the two on a few tokens of the first call, so that a wrong name raises.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...mesh import cp_mesh
+from ...ops.recurrence.threads import in_thread
+from ..mesh_binding import Style
+from .calls import ROUTED, RunningMixer, running_mixer
+from .hooks import StyledMixerHooks
+
+COMPARED = 64
+"""The most tokens on which a module's own forward is compared with the function that stands for it."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A function that modules compute: its arguments and options by name, and its answer over all ranks."""
+
+    answer: Callable[..., Any]
+    needed: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    dims: bool = True
+    """True if sequence and heads are two dimensions beside each other, which may be exchanged."""
+
+
+def _recurrence(mixer: RunningMixer, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, **given: Any) -> Tensor:
+    """:func:`hyper_cp.ops.linear_recurrence`."""
+    return mixer.recur(q * given.pop("scale", 1.0), k, v, decay, **given)
+
+
+_QKVG, _OF_FLA = ("q", "k", "v", "g"), ("scale", "use_qk_l2norm_in_kernel")
+KINDS: dict[str, Kind] = {
+    "linear_recurrence": Kind(_recurrence, ("q", "k", "v", "decay"), ("beta",), ("scale",)),
+    **{name: Kind(ROUTED[name], (*_QKVG, "beta"), (), _OF_FLA) for name in ("chunk_gated_delta_rule", "chunk_kda")},
+    **{name: Kind(ROUTED[name], _QKVG, (), _OF_FLA) for name in ("chunk_gla", "chunk_simple_gla")},
+    "mamba_chunk_scan_combined": Kind(
+        ROUTED["mamba_chunk_scan_combined"],
+        ("x", "dt", "A", "B", "C"),
+        ("D", "z", "dt_bias"),
+        ("dt_softplus", "dt_limit"),
+    ),
+    "selective_scan_fn": Kind(
+        ROUTED["selective_scan_fn"], ("u", "delta", "A", "B", "C"), ("D", "z", "delta_bias"), ("delta_softplus",), False
+    ),
+    "causal_conv1d_fn": Kind(ROUTED["causal_conv1d_fn"], ("x", "weight"), ("bias",), ("activation",), False),
+}
+"""The functions by their public names. Those of fla scale q by ``dk ** -0.5`` unless an option says otherwise."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """The function that a module computes, and the places of its arguments among those of the module's forward.
+
+    Raises:
+        ValueError, TypeError: for functions, arguments and options that are unknown.
+    """
+
+    kind: str
+    arguments: Mapping[str, int | str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    heads_first: bool = False
+    """True for ``[B, H, S, D]``."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(
+                f"kind={self.kind!r} is not a function that context parallelism computes. It is one of "
+                f"{', '.join(KINDS)}. If the module calls one of them itself, leave kind out"
+            )
+        known = KINDS[self.kind]
+        for given, names, what in (
+            (self.arguments, (*known.needed, *known.optional), "arguments"),
+            (self.options, known.options, "options"),
+        ):
+            if not isinstance(given, Mapping):
+                raise TypeError(
+                    f"{what}={given!r} is a {type(given).__name__}. It names the {what} of {self.kind}. Pass a dict "
+                    f"with keys among {', '.join(names)}"
+                )
+            unknown = [name for name in given if name not in names]
+            if unknown:
+                raise ValueError(
+                    f"{what} has {unknown[0]!r}, which {self.kind} does not have. Its {what} are {', '.join(names)}. "
+                    "Use these as keys"
+                )
+        for name, place in self.arguments.items():
+            if not isinstance(place, (int, str)) or isinstance(place, bool) or (isinstance(place, int) and place < 0):
+                raise TypeError(
+                    f"arguments[{name!r}]={place!r} is no place among a module's arguments. It is a position that "
+                    "counts from 0, or the name of a parameter of its forward. Pass one of them"
+                )
+        if self.heads_first and not known.dims:
+            raise ValueError(
+                f"seq_dim=2 with kind={self.kind!r}, whose tensors have a fixed form ([batch, channels, positions]). "
+                "There are no dimensions to choose. Leave seq_dim and head_dim out"
+            )
+
+    def places(self, module: nn.Module, name: str) -> dict[str, str]:
+        """The parameter of the module's forward that each argument of the function is.
+
+        Raises:
+            ValueError: if one is missing, or if the module needs more than the function.
+        """
+        known, parameters = KINDS[self.kind], inspect.signature(module.forward).parameters
+        variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+        own = [p.name for p in parameters.values() if p.kind not in variable]
+        found = {}
+        for argument in (*known.needed, *known.optional):
+            place = self.arguments.get(argument, argument)
+            parameter = place if isinstance(place, str) else own[place] if place < len(own) else ""
+            if parameter in own:
+                found[argument] = parameter
+            elif argument in known.needed or argument in self.arguments:
+                raise ValueError(
+                    f"{name} has no argument {place!r} for {argument!r} of {self.kind}; its forward takes "
+                    f"{', '.join(own)}. Each argument of the function is one of the module. Name it in "
+                    f"arguments={{{argument!r}: ...}}"
+                )
+        more = [
+            p for p in own if p not in {*found.values(), "documents"} and parameters[p].default is parameters[p].empty
+        ]
+        if more:
+            raise ValueError(
+                f"{name} needs the argument {more[0]!r}, which {self.kind} does not take. Its forward is replaced by "
+                f"that function, so {more[0]!r} would have no effect. Use another kind, or call "
+                "hyper_cp.ops.linear_recurrence in the module"
+            )
+        return found
+
+
+def named_function(
+    kind: str | None,
+    arguments: Mapping[str, int | str] | None,
+    options: Mapping[str, Any] | None,
+    seq_dim: int,
+    head_dim: int,
+) -> Named | None:
+    """The settings of a style as one object; None if the module calls a function itself.
+
+    Raises:
+        ValueError, TypeError: for settings that are unknown, or need ``kind``.
+    """
+    if kind is None and (arguments or options or (seq_dim, head_dim) != (1, 2)):
+        raise ValueError(
+            f"arguments={arguments}, options={options}, seq_dim={seq_dim} and head_dim={head_dim} are given without "
+            "kind. They describe the arguments of a module that receives q, k, v and gates. Pass kind=, the function "
+            "that it computes, or leave them out"
+        )
+    if (seq_dim, head_dim) not in ((1, 2), (2, 1)):
+        raise ValueError(
+            f"seq_dim={seq_dim} and head_dim={head_dim} must be 1 and 2 ([B, S, H, D]) or 2 and 1 ([B, H, S, D]). "
+            "Recurrences take tensors in these forms. Reshape them before the module"
+        )
+    if kind is None:
+        return None
+    return Named(kind, {} if arguments is None else arguments, {} if options is None else options, seq_dim == 2)
+
+
+class NamedMixerHooks(StyledMixerHooks):
+    """The hooks of a module whose forward a function over all ranks replaces."""
+
+    def __init__(
+        self, style: Style, device_mesh: DeviceMesh, module: nn.Module, exchange_heads: bool, named: Named
+    ) -> None:
+        self.named = named
+        super().__init__(style, device_mesh, module, exchange_heads)
+        self.places = named.places(module, self.name)
+        parameters = inspect.signature(module.forward).parameters
+        self.parameters = [p.name for p in parameters.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        self.defaults = {p.name: p.default for p in parameters.values()}
+        self.module, self.own = module, module.forward
+        """The module, and the forward that is replaced."""
+        self.compared = False
+        """True once both have been compared."""
+
+    def check_calls(self, module: nn.Module) -> None:
+        """A module of this kind need not call anything."""
+
+    def attach(self, module: nn.Module) -> None:
+        """Register the hooks, and replace the forward."""
+        super().attach(module)
+        module.forward = self.forward  # a bound method: a copy of the module has that of its own hooks
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The function over all ranks; the module's own forward where there is nothing to share."""
+        mixer = running_mixer()
+        if mixer is None or mixer.module is not self.module:
+            return self.own(*args, **kwargs)
+        mixer.routed += 1
+        given = self._given(args, kwargs)
+        if not self.compared and not torch.compiler.is_compiling():
+            self._compare(mixer, given)
+            self.compared = True
+        return self._answer(mixer, given)
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the function in this call, by name."""
+        named = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        taken = set(self.places.values())
+        for name, x in named.items():
+            if name not in taken and name != "documents" and x is not None and x is not self.defaults.get(name):
+                raise ValueError(
+                    f"{self.name} got {name}={_described(x)}, which is no argument of {self.named.kind}. That function "
+                    f"replaces the module's forward, so {name} would have no effect. Leave it out"
+                )
+        given = {argument: named[place] for argument, place in self.places.items() if place in named}
+        missing = [name for name in KINDS[self.named.kind].needed if given.get(name) is None]
+        if missing:
+            raise ValueError(
+                f"{self.name} was called without {self.places[missing[0]]!r}, which is {missing[0]!r} of "
+                f"{self.named.kind}. The function needs it. Pass it, or name another one in arguments="
+            )
+        return given
+
+    def _answer(self, mixer: RunningMixer, given: dict[str, Any]) -> Tensor:
+        """The function's output, in the form of the module."""
+        if self.named.heads_first:
+            given = {name: x.transpose(1, 2) if _along(x) else x for name, x in given.items()}
+        found = KINDS[self.named.kind].answer(mixer, **given, **self.named.options)
+        out: Tensor = found[0] if isinstance(found, tuple) else found
+        return out.transpose(1, 2) if self.named.heads_first else out
+
+    # ---- is it the right function?
+
+    def _compare(self, mixer: RunningMixer, given: dict[str, Any]) -> None:
+        """Raise ``ValueError``, on every rank, unless the module's own forward computes the function."""
+        verdict = self._difference(given)
+        signature = (("module", self.name), ("kind", self.named.kind))
+        mixer.cp.agree(
+            "module", signature, self.name, once=(("its own forward", "agrees" if not verdict else "differs"),)
+        )
+        if verdict:
+            raise ValueError(
+                f"{self.name} does not compute {self.named.kind}: {verdict} on the first tokens of this rank. Its "
+                "forward would be replaced by another function. Check kind=, arguments= and options= (functions of fla "
+                "scale q by dk ** -0.5; linear_recurrence does not), or call hyper_cp.ops.linear_recurrence in the "
+                "module"
+            )
+
+    def _difference(self, given: dict[str, Any]) -> str:
+        """The difference between the module's own forward and the function, on one device; "" if there is none."""
+        tensors = [x for x in given.values() if isinstance(x, Tensor)]
+        if any(type(x) not in (Tensor, nn.Parameter, nn.Buffer) for x in tensors):
+            return ""  # fake tensors, say, which have no values
+        dim = _sequence_dim(self.named)
+        few = {
+            name: x.detach().narrow(dim % x.ndim, 0, min(COMPARED, x.shape[dim])) if _along(x) else x
+            for name, x in given.items()
+        }
+        device = tensors[0].device.type
+        cast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        alone = RunningMixer(self.name, None, cp_mesh.alone(), "contiguous", None)
+
+        def both() -> tuple[Any, Any]:
+            with torch.no_grad(), cast:
+                ours = self._answer(alone, few)
+                try:
+                    return ours, self.own(**{self.places[name]: x for name, x in few.items()})
+                except Exception:
+                    return ours, ours  # it takes no such length, so there is nothing to compare with
+
+        # In another thread nothing is routed, and no mode of the caller (a selective checkpoint, say) sees the calls.
+        ours, own = in_thread(both, tensors[0])
+        if not isinstance(own, Tensor):
+            return f"it returns a {type(own).__name__}, and the function one tensor"
+        if own.shape != ours.shape:
+            return f"it returns {tuple(own.shape)}, and the function {tuple(ours.shape)}"
+        bar = 0.1 if torch.finfo(own.dtype).bits == 16 or torch.is_autocast_enabled(device) else 1e-3
+        own, ours = own.double(), ours.double()
+        scale = torch.maximum(own.abs().max(), ours.abs().max()).item()
+        error = (own - ours).abs().max().item()
+        return "" if error <= bar * scale else f"their outputs differ by {error:.2g} of {scale:.2g}"
+
+
+def _along(x: Any) -> bool:
+    """True for a tensor that has a row for each position."""
+    return isinstance(x, Tensor) and x.ndim > 2
+
+
+def _sequence_dim(named: Named) -> int:
+    """The dimension of the sequence in the module's tensors."""
+    return -1 if not KINDS[named.kind].dims else 2 if named.heads_first else 1
+
+
+def _described(x: Any) -> str:
+    return f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)

@@ -1,0 +1,149 @@
+"""Recurrent layers of unmodified models in a ``context_parallel`` block, and functions inside documents blocks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from hyper_cp import ContextParallelHandler, context_parallel
+from hyper_cp.ops import attention, causal_conv1d, linear_recurrence
+from tests.harness import mixer
+from tests.harness.ranks import Ranks, error_of, on_ranks, sum_over_ranks
+from tests.harness.recurrence_oracle import convolve, recur
+
+DOCUMENTS = [0, 3, 13, 24]
+
+
+def whole() -> Tensor:
+    return torch.randn(2, 24, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def gradient(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def alone(documents: list[int] | None) -> list[Tensor]:
+    model, edges = mixer.make(), documents or [0, 24]
+    out = torch.cat([model(whole()[:, a:b]) for a, b in pairwise(edges)], 1)
+    out.square().sum().backward()
+    return [out.detach(), gradient(model)]
+
+
+@on_ranks
+def errors() -> dict[str, float]:
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), {}
+    for layout, documents, recomputed in (
+        ("head_tail", None, False),
+        ("contiguous", DOCUMENTS, False),
+        ("head_tail", DOCUMENTS, True),
+    ):
+        model, x = mixer.make(), whole()
+        with (
+            context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], layout=layout) as handler,
+            handler.documents(documents),
+        ):
+            out = checkpoint(model, x, use_reentrant=False) if recomputed else model(x)
+            out.square().sum().backward()
+            got = [handler.combine(out.detach(), 1), sum_over_ranks(gradient(model))[0]]
+        want = alone(documents)
+        found[f"{layout} {documents}"] = max((a - b).abs().max().item() for a, b in zip(got, want, strict=True))
+    # Outside of the block, and on one rank, the functions are what they were.
+    one = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("others", "cp"))["cp"]
+    with context_parallel(one):
+        found["one rank"] = (mixer.make()(whole()) - alone(None)[0]).abs().max().item()
+    found["outside"] = (mixer.make()(whole()) - alone(None)[0]).abs().max().item()
+    return found
+
+
+def test_mixers_in_a_block_are_exact(ranks: Ranks) -> None:
+    for found in ranks(2, errors):
+        assert all(error <= 1e-10 for error in found.values()), found
+
+
+class RwkvAttention(nn.Module):
+    """Runs along the sequence by code of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.key(x).cumsum(1)
+
+
+@on_ranks
+def refusals() -> dict[str, str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+    def run(model: nn.Module, reentrant: bool = False, **options: Any) -> None:
+        x = whole()
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], **options):
+            checkpoint(model, x.clone().requires_grad_(), use_reentrant=True) if reentrant else model(x)
+
+    return {
+        "by none": error_of(lambda: run(nn.Sequential(RwkvAttention()))),
+        "output_final_state": error_of(lambda: run(mixer.make(output_final_state=True))),
+        "cached state": error_of(lambda: run(mixer.make(mixer.Decodes))),
+        "conv1d": error_of(lambda: run(mixer.make(mixer.CallsModule))),
+        "reentrant": error_of(lambda: run(mixer.make(), reentrant=True)),
+        "": error_of(lambda: run(nn.Sequential(RwkvAttention()), allow=("0",))),
+    }
+
+
+def test_recurrences_that_a_block_cannot_route_are_refused(ranks: Ranks) -> None:
+    for found in ranks(2, refusals):
+        assert found.pop("") == ""
+        for text, error in found.items():
+            assert text in error and error.startswith(("RuntimeError", "NotImplementedError")), (text, error)
+
+
+@on_ranks
+def functions() -> dict[str, tuple[float, str]]:
+    """Errors of functions that read the documents of a block, and of recomputes after it."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    handler, g = ContextParallelHandler(mesh, "head_tail"), torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 2, 24, 4, generator=g, dtype=torch.float64) for _ in range(3))
+    weight = torch.randn(2, 3, generator=g, dtype=torch.float64)
+
+    def recurrence(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return linear_recurrence(q, k, v, -v[..., 0].abs(), mesh=mesh, layout="head_tail").transpose(1, 2)
+
+    def convolution(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return causal_conv1d(q[..., 0] + k[..., 0] * v[..., 0], weight, mesh=mesh, layout="head_tail")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attention(q, k, v, is_causal=True, mesh=mesh, layout="head_tail")
+
+    local = [handler.dispatch(x, 2).requires_grad_() for x in (q, k, v)]
+    by_token = [x.transpose(1, 2) for x in (q, k, v)]
+    apart = [[x[:, :, a:b] for x in (q, k, v)] for a, b in pairwise(DOCUMENTS)]
+    want = (
+        (recurrence, recur(*by_token, -by_token[2][..., 0].abs(), None, [DOCUMENTS]).transpose(1, 2)),
+        (convolution, convolve(q[..., 0] + k[..., 0] * v[..., 0], weight, None, [DOCUMENTS])),
+        (attend, torch.cat([F.scaled_dot_product_attention(*x, is_causal=True) for x in apart], 2)),
+    )
+    found = {}
+    for run, expected in want:
+        with handler.documents(DOCUMENTS):
+            out = checkpoint(run, *local, use_reentrant=False)
+        error = (handler.combine(out.detach(), 2) - expected).abs().max().item()
+        found[run.__name__] = error, error_of(lambda out=out: out.sum().backward())
+    with handler.documents(DOCUMENTS):  # documents describe queries only
+        everywhere = attention(local[0], k[:, :, :5], v[:, :, :5], mesh=mesh, kv_exchange="replicated")
+    expected = F.scaled_dot_product_attention(local[0], k[:, :, :5], v[:, :, :5])
+    found["cross"] = (everywhere - expected).abs().max().item(), "recomputed this layer with other"
+    return found
+
+
+def test_functions_read_the_documents_of_a_block(ranks: Ranks) -> None:
+    for found in ranks(2, functions):
+        for error, recompute in found.values():
+            assert error <= 1e-10 and "recomputed this layer with other" in recompute, found

@@ -1,0 +1,259 @@
+"""``RecurrentContextParallel(kind=...)``: modules that receive q, k, v and gates, and compute it themselves."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from hyper_cp import ContextParallelHandler, RecurrentContextParallel, context_parallel_mesh, split_cp_mesh
+from hyper_cp.mesh.comm import record_traffic
+from hyper_cp.ops import SAVE_LIST
+from tests.harness.ranks import Ranks, error_of, on_ranks, sum_over_ranks
+from tests.harness.recurrence_oracle import convolve, recur
+
+LENGTH, DOCUMENTS = 24, [0, 3, 13, 24]
+
+
+def scaled(q: Tensor) -> Tensor:
+    return q * q.shape[-1] ** -0.5
+
+
+class DeltaRule(nn.Module):
+    """The gated delta rule, or Kimi's, token by token."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        return recur(scaled(q), k, v, g, beta, None)
+
+
+class HeadsFirst(nn.Module):
+    """The same with other names, scale and dimensions."""
+
+    def forward(self, keys: Tensor, queries: Tensor, values: Tensor, *, gate: Tensor, strength: Tensor) -> Tensor:
+        q, k, v, g, beta = (x.transpose(1, 2) for x in (queries, keys, values, gate, strength))
+        return recur(q * 0.5, k, v, g, beta, None).transpose(1, 2)
+
+
+class Ssd(nn.Module):
+    """Mamba 2 as a recurrence of a state for each head."""
+
+    def forward(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None) -> Tensor:
+        dt = nn.functional.softplus(dt)
+        out = recur(C, B, x * dt[..., None], A * dt, None, None)
+        return out if D is None else out + x * D[:, None]
+
+
+class Scan(nn.Module):
+    """Mamba 1: a state for each channel."""
+
+    def forward(self, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        q, k = (x.mT[:, :, None].expand(-1, -1, u.shape[1], -1) for x in (C, B))
+        return recur(q, k, (u * delta).mT[..., None], delta.mT[..., None] * A, None, None).squeeze(-1).mT
+
+
+class Convolution(nn.Module):
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return convolve(x, weight, bias, None)
+
+
+class Retention(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+        return recur(q, k, v, decay, None, None)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+def inputs(kind: str) -> tuple[nn.Module, dict[str, Any], dict[str, Tensor], dict[str, int]]:
+    """A module, the settings of its style, its arguments, and the sequence dimension of those that have one."""
+    q, k, v = random(2, LENGTH, 4, 3), nn.functional.normalize(random(2, LENGTH, 4, 3), dim=-1), random(2, LENGTH, 4, 5)
+    g, beta = -random(2, LENGTH, 4).square(), random(2, LENGTH, 4).sigmoid()
+    if kind == "delta":
+        given = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        return DeltaRule(), {"kind": "chunk_gated_delta_rule"}, given, dict.fromkeys(given, 1)
+    if kind == "kda":
+        given = {"q": q, "k": k, "v": v, "g": -random(2, LENGTH, 4, 3).square(), "beta": beta}
+        return DeltaRule(), {"kind": "chunk_kda"}, given, dict.fromkeys(given, 1)
+    if kind == "heads first":
+        named = {"keys": k, "queries": q, "values": v, "gate": g, "strength": beta}
+        places = {"k": 0, "q": "queries", "v": 2, "g": "gate", "beta": "strength"}
+        style = {"kind": "chunk_gated_delta_rule", "arguments": places, "options": {"scale": 0.5}}
+        given = {name: x.transpose(1, 2).contiguous() for name, x in named.items()}
+        return HeadsFirst(), {**style, "seq_dim": 2, "head_dim": 1}, given, dict.fromkeys(given, 2)
+    if kind == "mamba 2":
+        given = {"x": v, "dt": g, "A": -random(4).abs(), "B": q, "C": k, "D": random(4)}
+        style = {"kind": "mamba_chunk_scan_combined", "options": {"dt_softplus": True}}
+        return Ssd(), style, given, dict.fromkeys(("x", "dt", "B", "C"), 1)
+    if kind == "mamba":
+        given = {"u": random(2, 6, LENGTH), "delta": random(2, 6, LENGTH).abs(), "A": -random(6, 3).abs()}
+        given |= {"B": random(2, 3, LENGTH), "C": random(2, 3, LENGTH) / 2}
+        return Scan(), {"kind": "selective_scan_fn"}, given, dict.fromkeys(("u", "delta", "B", "C"), 2)
+    if kind == "convolution":
+        given = {"x": random(2, 6, LENGTH), "weight": random(6, 4), "bias": random(6)}
+        return Convolution(), {"kind": "causal_conv1d_fn"}, given, {"x": 2}
+    given = {"q": q, "k": k, "v": v, "decay": -random(4).abs()}
+    return Retention(), {"kind": "linear_recurrence"}, given, dict.fromkeys("qkv", 1)
+
+
+KINDS = ("delta", "kda", "heads first", "mamba 2", "mamba", "convolution", "retention")
+
+
+def alone(kind: str, documents: list[int] | None) -> list[Tensor]:
+    """Output and gradients of one device, each document by itself."""
+    module, _, given, dims = inputs(kind)
+    leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
+    parts = [
+        module(**{n: x.narrow(dims[n], a, b - a) if n in dims else x for n, x in leaves.items()})
+        for a, b in pairwise(documents or [0, LENGTH])
+    ]
+    out = torch.cat(parts, next(iter(dims.values())))
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), list(leaves.values()))]
+
+
+def styled(kind: str, mesh: Any, layout: str, degree: int | None = 1) -> nn.Module:
+    module, style, _, _ = inputs(kind)
+    model = nn.ModuleDict({"inner": module})
+    parallelize_module(model, mesh, {"inner": RecurrentContextParallel(degree, layout=layout, **style)})
+    return model["inner"]
+
+
+def error(kind: str, handler: Any, run: Any, documents: list[int] | None) -> float:
+    """The largest error of outputs and gradients of a call over ranks."""
+    _, _, given, dims = inputs(kind)
+    dim = next(iter(dims.values()))
+    leaves = {
+        name: (handler.dispatch(x, dims[name]) if name in dims else x.clone()).requires_grad_()
+        for name, x in given.items()
+    }
+    out = run(**leaves)
+    grads = torch.autograd.grad(out.square().sum(), list(leaves.values()))
+    whole = [
+        handler.combine(dx, dims[name]) if name in dims else sum_over_ranks(dx)[0]
+        for name, dx in zip(leaves, grads, strict=True)
+    ]
+    got, want = [handler.combine(out.detach(), dim), *whole], alone(kind, documents)
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, want, strict=True))
+
+
+def save_ours(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in SAVE_LIST else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@on_ranks
+def errors() -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    found = {}
+    for i, kind in enumerate(KINDS):
+        for layout, documents in (("contiguous", None), ("head_tail", DOCUMENTS)):
+            handler = ContextParallelHandler(mesh, layout)
+            degree = None if i == 0 and layout == "head_tail" else 1
+            with handler.documents(documents):
+                module = styled(kind, mesh, layout, degree)
+                found[f"{kind} {layout}"] = error(kind, handler, module, documents)
+                if i == 0:  # a copy has hooks of its own; the first call has been compared already
+                    with record_traffic() as traffic:
+                        found[f"copy {layout}"] = error(kind, handler, copy.deepcopy(module), documents)
+                    kinds = [x for x, _ in traffic.entries if x not in ("agreement", "all_to_all")]
+                    assert degree is None or kinds.count("all_gather") == 2 + 6, kinds  # states; and combined results
+    return found
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_modules_that_receive_their_inputs_are_exact(world: int, ranks: Ranks) -> None:
+    for found in ranks(world, errors):
+        assert all(e <= 1e-10 for e in found.values()), found
+
+
+@on_ranks
+def otherwise() -> dict[str, float]:
+    """Recomputed, with a selective policy too, compiled, and on a mesh of one rank."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    handler, found = ContextParallelHandler(mesh, "head_tail"), {}
+    contexts = {"context_fn": lambda: create_selective_checkpoint_contexts(save_ours)}
+    more: dict[str, Any]
+    for name, more in (("recomputed", {}), ("saved", contexts)):
+        with handler.documents(DOCUMENTS):
+            run = partial(checkpoint, styled("delta", mesh, "head_tail"), use_reentrant=False, **more)
+            found[name] = error("delta", handler, run, DOCUMENTS)
+    with handler.documents(DOCUMENTS):
+        graph = torch.compile(styled("delta", mesh, "head_tail"), fullgraph=True, backend="aot_eager")
+        found["compiled"] = error("delta", handler, graph, DOCUMENTS)
+    family = split_cp_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    model = nn.ModuleDict({"inner": DeltaRule()})
+    parallelize_module(model, family.cp(2), {"inner": RecurrentContextParallel(kind="chunk_gated_delta_rule")})
+    with context_parallel_mesh(model, family.cp(1)) as one:
+        found["one rank"] = error("delta", one, model["inner"], None)
+    return found
+
+
+def test_checkpoints_graphs_and_other_meshes(ranks: Ranks) -> None:
+    for found in ranks(2, otherwise):
+        assert all(e <= 1e-10 for e in found.values()), found
+
+
+class Pair(DeltaRule):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any = None) -> Any:
+        return super().forward(q, k, v, g, beta), None
+
+
+class Masked(DeltaRule):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(q, k, v, g, beta)
+
+
+class Chunked(DeltaRule):
+    """A forward that takes other lengths only: there is nothing to compare it with."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        raise ValueError("the length must be a multiple of 64")
+
+
+@on_ranks
+def refusals() -> dict[str, str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+    def run(module: nn.Module | None = None, more: Any = None, **style: Any) -> None:
+        own, settings, given, dims = inputs("delta")
+        settings = {**settings, **style}
+        model = nn.ModuleDict({"inner": module or own})
+        parallelize_module(model, mesh, {"inner": RecurrentContextParallel(**settings)})
+        model["inner"](**{n: x.narrow(dims[n], 0, 12) if n in dims else x for n, x in given.items()}, **(more or {}))
+
+    bidirectional = DeltaRule()
+    bidirectional.is_causal = False  # type: ignore[assignment]
+    return {
+        "kind='attention'": error_of(lambda: run(kind="attention")),
+        "arguments has 'gate'": error_of(lambda: run(arguments={"gate": "g"})),
+        "options has 'chunk_size'": error_of(lambda: run(options={"chunk_size": 4})),
+        "arguments['q']=-1": error_of(lambda: run(arguments={"q": -1})),
+        "has no argument 'decay'": error_of(lambda: run(kind="linear_recurrence")),
+        "has no argument 9": error_of(lambda: run(arguments={"q": 9})),
+        "needs the argument 'mask'": error_of(lambda: run(Masked())),
+        "got mask=": error_of(lambda: run(Pair(), {"mask": torch.ones(1)})),
+        "returns a tuple": error_of(lambda: run(Pair())),
+        "their outputs differ": error_of(lambda: run(options={"scale": 1.0})),
+        "without kind": error_of(lambda: RecurrentContextParallel(arguments={"q": 0})),
+        "is a list": error_of(lambda: RecurrentContextParallel(kind="chunk_kda", arguments=["q"])),  # type: ignore[arg-type]
+        "seq_dim=1 and head_dim=3": error_of(lambda: RecurrentContextParallel(kind="chunk_kda", head_dim=3)),
+        "fixed form": error_of(lambda: RecurrentContextParallel(kind="selective_scan_fn", seq_dim=2, head_dim=1)),
+        "is bidirectional": error_of(lambda: run(bidirectional)),
+        "": error_of(lambda: run(Chunked())),
+    }
+
+
+def test_wrong_names_are_refused(ranks: Ranks) -> None:
+    for found in ranks(2, refusals):
+        assert found.pop("") == ""
+        for text, error_text in found.items():
+            kinds = ("ValueError", "TypeError", "NotImplementedError")
+            assert text in error_text and error_text.startswith(kinds), (text, error_text)
