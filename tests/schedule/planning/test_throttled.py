@@ -1,4 +1,4 @@
-"""The predicted order of modes on links of a fixed rate against a measured run of ``benchmarks/throttled.py``.
+"""The predicted order of modes on links of a fixed rate against a measured run of ``benchmarks/measured/throttled.py``.
 
 ``throttled.json`` beside this file is the output of such a run; :func:`misplaced` takes any other.
 """
