@@ -85,7 +85,6 @@ PRIVATE_ELSEWHERE = {
     ("ops/kernels/derivative/__init__.py", "_dispatch_tls_is_dispatch_key_excluded"): AUTOGRAD,
     ("ops/kernels/derivative/__init__.py", "_dispatch_tls_set_dispatch_key_excluded"): AUTOGRAD,
     ("context_manager.py", "_base"): VIEWS,
-    ("verification/record/trace.py", "_version"): WRITES,
     ("integrations/diffusers.py", "_cp_plan"): PLAN,
     ("integrations/diffusers.py", "_parallel_config"): "set by diffusers where its own parallelism is enabled",
     ("integrations/huggingface/checks.py", "_can_set_attn_implementation"): READS,
