@@ -118,17 +118,17 @@ def transfers(exchange: str, plans: Sequence[Schedule], share: int) -> list[tupl
         return found
     hops = plans[0].hops
     if exchange == "ring":
-        before = np.roll(itself, -1, 1).T | itself
-        return [(before, np.full(size, share))] * hops
+        before, pieces = np.roll(itself, -1, 1).T | itself, len(plans[0].pieces)
+        return [(before, np.full(size, share / pieces))] * hops * pieces
     return [(np.ones((size, size), dtype=bool), np.full(size, share * (size - 1)))] * hops
 
 
 class Fetches:
-    """Transfers of keys and values. So many are under way at once as the schedule says (one, of whole shares)."""
+    """Transfers of keys and values. So many are under way at once as the schedule says (one share, or its pieces)."""
 
     def __init__(self, ranks: Ranks, exchange: str, share: int) -> None:
         self.ranks, self.moves = ranks, transfers(exchange, ranks.plans, share)
-        self.ahead, self.done = ranks.plans[0].ahead or 1, []
+        self.ahead, self.done = ranks.plans[0].ahead or max(1, len(ranks.plans[0].pieces)), []
         for move in self.moves[: self.ahead]:
             self.done.append(ranks.post(*move))
 
@@ -167,24 +167,24 @@ def backward(ranks: Ranks, exchange: str, share: int) -> None:
 
 
 def _ring_backward(ranks: Ranks, steps: np.ndarray, moves: list[Any]) -> None:
-    """Sums of gradients go with the blocks, one hop behind, and home in one transfer at the end."""
-    pending = ranks.post(*moves[0]) if moves else None
-    ranks.compute(steps[0], BACKWARD)
-    if not moves:
-        ranks.compute(steps[-1], BACKWARD)
-        return
-    ranks.wait(pending)
-    hops = len(moves)
-    for hop in range(1, hops + 1):
-        factor = (hop < hops) + (hop > 1) * SUM / ELEMENT
-        pending = ranks.post(*moves[0], factor) if factor else None
-        ranks.compute(steps[hop], BACKWARD)
-        if pending is not None:
-            ranks.wait(pending)
+    """Sums of gradients go with the blocks, one hop behind, and each piece home at the end."""
+    pieces, hops = len(ranks.plans[0].pieces), ranks.plans[0].hops
+    done = [ranks.post(*move) for move in moves[:pieces]]
     peers = np.roll(np.eye(len(ranks.plans), dtype=bool), hops, 1) | np.eye(len(ranks.plans), dtype=bool)
-    pending = ranks.post(peers, moves[0][1], SUM / ELEMENT)
+    home = []
+    ranks.compute(steps[0], BACKWARD)
+    for i, move in enumerate(moves):
+        hop = i // pieces + 1
+        factor = (hop < hops) + (hop > 1) * SUM / ELEMENT
+        ranks.wait(done[i])
+        done.append(ranks.post(*move, factor) if factor else done[i])
+        ranks.compute(steps[i + 1], BACKWARD)
+        if hop == hops:
+            ranks.wait(done[-1])
+            home.append(ranks.post(peers, move[1], SUM / ELEMENT))
     ranks.compute(steps[-1], BACKWARD)
-    ranks.wait(pending)
+    for arrival in home:
+        ranks.wait(arrival)
 
 
 # --------------------------------------------------------------------------- the cases

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
+from ..mesh.failures import calling
 from ..schedule.documents import documents_table
 from . import head_groups
 from .checks import check, check_degree
@@ -60,6 +61,13 @@ def attend(
     """
     if torch.compiler.is_compiling() and not core.compiles(cp, mode, call):
         return _outside_the_graph(q, k, v, cp, mode, call, core, exchanged)
+    with calling(call.name):
+        return _attend(q, k, v, cp, mode, call, core, exchanged)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call, core: AttentionBackend, exchanged: bool
+) -> Any:
     core, call = core.settle(q, cp, mode, call)
     if mode.head_groups == "auto":
         possible = isinstance(core, TileEngine) and not exchanged
@@ -153,7 +161,7 @@ def attention(
         return_lse: also return the log-sum-exp of the scaled logits.
         head_groups: exchange heads (``ulysses_degree`` > 1) in this many groups, the next one in flight while one is
             attended, in backward too. Each rank's heads must split into them. ``"auto"``: the number that the planner's
-            cost puts first with typical figures (docs/planner.md); it is logged.
+            cost puts first with typical figures (docs/measured/planner.md); it is logged.
         sinks: a learned logit per query head ``[H]``, of all heads, which takes weight in the softmax of every row and
             gives no value (attention sinks, as in gpt-oss). Each rank returns the gradient through its own rows and
             heads: reduce it over the cp ranks like that of any replicated parameter.
@@ -181,7 +189,8 @@ def attention(
     check_degree(mode, cp)
     score = None if softcap is None else scores.softcap(softcap)
     table = documents_table(documents)
-    own = documents is None and q.ndim == k.ndim == 4 and q.shape[2] == k.shape[2] and kv_exchange != "replicated"
+    readable = all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k))  # others are refused below
+    own = documents is None and readable and q.shape[2] == k.shape[2] and kv_exchange != "replicated"
     if own and not isinstance(mesh, CPMesh):  # attention of a sequence to itself, of which a block says the documents
         table = cp.batch.in_force("attention")
     call = Call(is_causal, scale, attn_mask, table, dropout_p, sinks=sinks, score=score, enable_gqa=enable_gqa)

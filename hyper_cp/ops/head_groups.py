@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mesh import comm, cp_mesh
+from ..mesh import comm, cp_mesh, nans
 from ..mesh.cp_mesh import CPMesh
+from ..mesh.failures import backward_of, caller, operation
 from ..mesh.groups import check_launch_order
 from ..schedule import layout as layouts
 from ..schedule import tiles
@@ -188,7 +189,8 @@ def ulysses_attention_op(
 
     out = like_queries(q, v.shape[3], q.dtype)
     lses, outs, queries, keys, values = [], [], [], [], []
-    with comm.wait_on_error():
+    with operation(plan.cp, "attention in groups of heads", "forward"):
+        nans.check(plan.cp, "query, key, value", q, k, v)
         arriving = post(0)
         leaving: list[comm.Pending] = []
         for group in range(groups):
@@ -257,7 +259,8 @@ def ulysses_attention_backward_op(
     of_sinks: list[Tensor] = []
     of_captured = [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in captured]
     total: list[Tensor] = []  # dk and dv of keys and values that several groups share
-    with comm.wait_on_error():
+    with operation(cp, "attention in groups of heads", "backward"):
+        nans.check(cp, "the gradient of the output", dout)
         arriving = plan.to_group(dout, groups, 0)
         leaving: list[comm.Pending] = []
         for group in range(groups):
@@ -337,6 +340,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.sizes = len(captured)
     ctx.save_for_backward(mark, mask, seed, sinks, *captured, *output[1:])
     ctx.score = find(options.score)  # see engine
+    ctx.caller = caller()
     ctx.mark_non_differentiable(*output[1 if ctx.score is None else 2 :])
     ctx.set_materialize_grads(False)  # zeros for what has no gradient would be as large as all of q, k, v
 
@@ -353,7 +357,8 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         shape = _rank_of(queries, cp_mesh.by_key(op_settings(ctx.settings).mesh).ulysses.size)
         dout = like_queries(shape, outs[0].shape[3], shape.dtype).zero_()
     inputs = dout, lse, dlse, saved, mark, sinks, captured, ctx.documents, mask, seed
-    *of_qkv, others = ulysses_attention_backward_op(*inputs, *ctx.numbers, ctx.settings)
+    with backward_of(ctx.caller):
+        *of_qkv, others = ulysses_attention_backward_op(*inputs, *ctx.numbers, ctx.settings)
     of_sinks = None if sinks is None else others[0]
     return (*of_qkv, of_sinks, others[len(others) - len(captured) :], *nothing)
 

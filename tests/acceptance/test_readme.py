@@ -67,8 +67,8 @@ def run_program(code: str) -> tuple[list[float], list[torch.Tensor]]:
     return printed, [p.detach() for p in names["model"].parameters()]
 
 
+@pytest.mark.slow
 def test_the_program_has_the_losses_and_weights_of_one_device(ranks: Any) -> None:
-    """The lines between its first and its last are user code: every call that the README promises."""
     ((losses, weights),) = ranks(1, run_program, program())
     assert len(losses) >= 10 and losses[-1] < losses[0] - 0.5
     for rank, (found, mine) in enumerate(ranks(2, run_program, program())):

@@ -91,7 +91,7 @@ def order(world: int) -> list[str]:
     from hyper_cp.ops import kernels
 
     events: list[str] = []
-    post, arrive = comm.GlooAxis.all_to_all, comm.Pending._arrive
+    post, arrive = comm.GlooAxis.all_to_all, comm.Pending.arrive
     kernel = kernels.get("cpu flash", *[torch.randn(1)] * 3)
 
     def posting(self: Any, send: Tensor) -> Any:
@@ -115,7 +115,7 @@ def order(world: int) -> list[str]:
     q, k, v = (torch.randn(1, 6, 8, 4, requires_grad=True) for _ in range(3))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm.GlooAxis, "all_to_all", posting)
-        patch.setattr(comm.Pending, "_arrive", arriving)
+        patch.setattr(comm.Pending, "arrive", arriving)
         patch.setattr(kernels, "get", lambda *_: Noting())
         attention(q, k, v, mesh=mesh, ulysses_degree=None, head_groups=3).sum().backward()
     return events
