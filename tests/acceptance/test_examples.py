@@ -69,7 +69,10 @@ TRAINED: dict[str, list[list[str]]] = {
 """Examples that return the loss of every step, and other options for four ranks."""
 
 
-@pytest.mark.parametrize("script", TRAINED)
+QUICK = ("nanogpt.py", "vit_cls.py")
+
+
+@pytest.mark.parametrize("script", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in TRAINED])
 def test_losses_are_those_of_one_rank(ranks: Any, script: str) -> None:
     ((one, _),) = ranks(1, run_main, script, ["--cp", "1"] if "--cp" in options_of(script) else [])
     assert one[-1] < one[0] - 0.1, one
@@ -78,6 +81,7 @@ def test_losses_are_those_of_one_rank(ranks: Any, script: str) -> None:
             assert losses == pytest.approx(one, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_long_sequence_takes_less_memory_and_gives_the_same_losses(ranks: Any) -> None:
     options = ["--length", "1000", "--steps", "1"]
     ((one, _),) = ranks(1, run_main, "long_sequence.py", options)
