@@ -103,6 +103,7 @@ def test_trainer_on_other_divisions_of_the_ranks(ranks: Any) -> None:
         assert losses == pytest.approx(one, abs=1e-4) and evaluated == pytest.approx(evaluation, abs=1e-2)
 
 
+@pytest.mark.slow
 def test_eval_at_higher_cp(ranks: Any) -> None:
     for differences, _ in ranks(4, run_main, "eval_at_higher_cp.py", ["--steps", "2", "--samples", "4"]):
         assert len(differences) == 2 and max(differences) <= 1e-5

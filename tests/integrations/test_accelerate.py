@@ -106,6 +106,7 @@ def accelerated(name: str, layout: str, how: str) -> float:
     return max(abs(total.item() - want[0]), difference(grads, want[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout", "how", "world"),
     [
