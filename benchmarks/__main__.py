@@ -82,7 +82,8 @@ def main(given: Sequence[str] | None = None) -> int:
         if path is not None:
             report.plot(found, path)
     if args.write:
-        report.write_section(DOCUMENT, "speed", table)
+        picture = f"![Share of perfect scaling under a causal mask](../{PLOT.parent.name}/{PLOT.name})"
+        report.write_section(DOCUMENT, "speed", f"{table}\n\n{picture}")
     results = [result for one in found["runs"] for result in one["results"]]
     return int(any(result["status"] == "WRONG" and result["library"] == "hyper_cp" for result in results))
 
