@@ -140,6 +140,7 @@ def one_raises() -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_one_rank_that_raises_and_goes_on(ranks: Any) -> None:
     """The others raise; the next step of that rank meets none of their transfers, but waits, and raises too."""
     for rank, (first, *later) in enumerate(ranks(3, one_raises)):
@@ -166,6 +167,7 @@ def leaves_a_step_out(with_documents: bool) -> list[str]:
     return [*texts, error_of(lambda: training.model(batch["tokens"]))]
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_a_step_out(ranks: Any) -> None:
     for found in ranks(2, leaves_a_step_out, True):
         assert re.search(r"different packed documents: ranks \[1\] have others", found[1]), found

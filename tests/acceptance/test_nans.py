@@ -47,6 +47,7 @@ def one_nan(modes: list[dict[str, Any]], at: int, documents: list[int]) -> list[
     return wrong
 
 
+@pytest.mark.slow
 def test_nan_reaches_the_rows_that_see_it_and_no_others(ranks: Any) -> None:
     """Position 24 begins a chunk in every layout here, so no kernel multiplies it by a weight of zero."""
     modes = [{k: v for k, v in mode.items() if k != "qkv_indices"} for mode in MODES.values()]
@@ -61,7 +62,7 @@ def find_nans(step: str) -> list[Any]:
     """The error of each mode where one rank makes a NaN before the second module, and the loss of the next step."""
     nans.watch.on, found = True, []
     try:
-        for name in ("ring", "Ulysses at the boundary", "hybrid"):
+        for name in ("ring", "hybrid" if step == "forward" else "Ulysses at the boundary"):
             training = Training(MODES[name])
             training.step(0)
             block = training.model.layers[1 if step == "forward" else 2]
@@ -103,6 +104,7 @@ def compiled_nan() -> str:
         nans.watch.on = False
 
 
+@pytest.mark.slow
 def test_nans_in_compiled_graphs_are_found_without_the_module(ranks: Any) -> None:
     for text in ranks(2, compiled_nan):
         assert text.startswith("FloatingPointError: attention in forward on the cp mesh of 2 ranks"), text
