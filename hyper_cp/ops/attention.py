@@ -161,7 +161,7 @@ def attention(
         return_lse: also return the log-sum-exp of the scaled logits.
         head_groups: exchange heads (``ulysses_degree`` > 1) in this many groups, the next one in flight while one is
             attended, in backward too. Each rank's heads must split into them. ``"auto"``: the number that the planner's
-            cost puts first with typical figures (docs/planner.md); it is logged.
+            cost puts first with typical figures (docs/measured/planner.md); it is logged.
         sinks: a learned logit per query head ``[H]``, of all heads, which takes weight in the softmax of every row and
             gives no value (attention sinks, as in gpt-oss). Each rank returns the gradient through its own rows and
             heads: reduce it over the cp ranks like that of any replicated parameter.

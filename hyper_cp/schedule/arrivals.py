@@ -81,7 +81,7 @@ class Arrivals:
 
     @property
     def hops(self) -> int:
-        """The number of times that blocks arrive: pieces of one share count once."""
+        """The number of blocks that arrive: pieces of one share count once."""
         return (len(self.blocks) - 1) // max(1, len(self.pieces))
 
 
@@ -200,18 +200,18 @@ def needed(problem: Problem) -> Arrivals:
 
 
 def stages_of(most: int, share: int) -> tuple[int, int]:
-    """The number of stages, and of those under way at once, if the rank that receives or sends most does so with
-    ``most`` rows, and each rank holds ``share``."""
+    """The number of stages, and of those under way at once, if the rank that receives most has ``most`` rows to receive
+    and each rank holds ``share``."""
     count = min(most, max(2, min(_STAGES, most // _LEAST), -(-most // share)))
     return count, max(1, _AHEAD * share * count // most)
 
 
 def in_stages(flows: Numbers, count: int) -> Numbers:
-    """Divide the rows that travel into stages, in which no rank sends or receives more than the busiest one must.
+    """Divide the rows that travel into stages, in each of which a rank receives an equal part of its rows.
 
-    In each stage a rank takes an equal part of its rows, from the ranks behind it, the nearest first, as far as these
-    may send. So it has few messages, its tiles take equally long in each stage, and all stages together take no longer
-    than the transfers of the busiest rank.
+    Nor does a rank send more in a stage than the busiest one must on average, if that can be: the ranks that have most
+    left to send choose first whom they send to, those just after them first. So all stages together take about as long
+    as the transfers of the busiest rank, and there are few messages in each.
 
     Args:
         flows: the number of rows that rank ``to`` receives from rank ``of``: ``[to, of]``.
@@ -219,19 +219,20 @@ def in_stages(flows: Numbers, count: int) -> Numbers:
     Returns:
         The same for each stage: ``[count, to, of]``.
     """
-    left, ranks, total, stages = flows.copy(), np.arange(len(flows)), flows.sum(1), []
+    left, others, total, stages = flows.copy(), np.arange(1, len(flows)), flows.sum(1), []
     quota = -(-max(total.max(), flows.sum(0).max()) // count)
     for stage in range(1, count):
-        now, give = np.zeros_like(left), np.full(len(ranks), quota)
-        receive = np.minimum(quota, left.sum(1) - total * (count - stage) // count)
-        for distance in range(1, len(ranks)):
-            of = ranks - distance
-            rows = np.minimum(np.minimum(left[ranks, of], receive), give[of])
-            now[ranks, of] = rows
-            receive -= rows
-            give[of] -= rows
+        now, receive = np.zeros_like(left), left.sum(1) - total * (count - stage) // count
+        senders = np.argsort(-left.sum(0), kind="stable").tolist()
+        for most in (quota, int(total.max())):  # the second time for ranks whose senders have no more to give
+            for of in senders if receive.any() else ():
+                to = (of + others) % len(flows)
+                rows = np.minimum(left[to, of], receive[to])
+                rows = np.clip(most - before(rows), 0, rows)
+                now[to, of] += rows
+                left[to, of] -= rows
+                receive[to] -= rows
         stages.append(now)
-        left -= now
     return np.stack([*stages, left])
 
 
@@ -256,8 +257,8 @@ class _Flows:
 
     @property
     def most(self) -> int:
-        """The rows of the rank that receives or sends most."""
-        return int(max(self.lengths.sum(0).max(), self.lengths.sum(1).max()))
+        """The rows of the rank that receives most."""
+        return int(self.lengths.sum(1).max())
 
     def stages(self, to: int, of: int, stages: Numbers) -> list[Numbers]:
         """The rows from one rank to another in each stage."""

@@ -27,13 +27,13 @@ _GAIN = 0.02  # so they must gain so much. Where one chunk has _NEARLY the work 
 _NEARLY = 0.9
 _SMALLEST = 128  # positions of a finer chunk: kernels work in blocks of about so many
 _TOLERANCE = 1.03  # the fullest rank's work over the mean that is aimed at: the last per cent would cost many rows
-_BUSIEST = (1.15, 1.5)  # the rows that the busiest rank receives or sends over the mean that is aimed at
+_BUSIEST = (1.15, 1.5, 3)  # the rows that the busiest rank receives or sends over the mean that is aimed at
 _ABOVE = 4  # rows that a row above this counts as
-_WEIGHTS = (64, 8)  # of work above what is aimed at, beside rows. The deal that is found depends on both
+_WEIGHTS = (64, 8, 1)  # of work above what is aimed at, beside rows. The deal that is found depends on both
 _SHARE = 0.1  # the time of receiving as many rows as a rank holds, in units of the mean rank's work
 _BUDGET = 700_000  # exchanges that are considered, with the cost of a round beside them: about 0.1 s
 _ROUND = 1000  # exchanges that a round costs as much as, however few it considers
-_SWEEPS = 12  # with few ranks nothing changes any more after fewer
+_SWEEPS = 8  # with few ranks nothing changes any more after fewer
 _REPAIRS = 16  # exchanges of the fullest rank alone after each sweep
 
 Deal = Numbers
