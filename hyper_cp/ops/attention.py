@@ -189,7 +189,8 @@ def attention(
     check_degree(mode, cp)
     score = None if softcap is None else scores.softcap(softcap)
     table = documents_table(documents)
-    own = documents is None and q.ndim == k.ndim == 4 and q.shape[2] == k.shape[2] and kv_exchange != "replicated"
+    readable = all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k))  # others are refused below
+    own = documents is None and readable and q.shape[2] == k.shape[2] and kv_exchange != "replicated"
     if own and not isinstance(mesh, CPMesh):  # attention of a sequence to itself, of which a block says the documents
         table = cp.batch.in_force("attention")
     call = Call(is_causal, scale, attn_mask, table, dropout_p, sinks=sinks, score=score, enable_gqa=enable_gqa)
