@@ -123,7 +123,7 @@ class ContextParallelHandler(Shares):
         Raises:
             ValueError, TypeError: if lengths, documents or masks do not fit; it names the entry.
         """
-        more = {"ignore_index": ignore_index, "pad_values": pad_values, "debug": debug}
+        more: dict[str, Any] = {"ignore_index": ignore_index, "pad_values": pad_values, "debug": debug}
         return local_batch(self, batch, seq_dims, shift_labels=shift_labels, **more)
 
     # ------------------------------------------------------------------ rotary embedding

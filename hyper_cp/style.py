@@ -60,7 +60,7 @@ class ContextParallel(ParallelStyle):
             attended, in backward too, so that attention hides Ulysses' all-to-all. It needs ``qkv_indices=None`` (a
             module that receives q, k, v in ``[B, H, S, D]`` and hands them to attention will do), and heads that split
             into the groups. ``"auto"``: the number that the planner's cost puts first with typical figures
-            (docs/planner.md), 1 where modules receive q, k, v; it is logged.
+            (docs/measured/planner.md), 1 where modules receive q, k, v; it is logged.
         allow: modules that you vouch for: qualified names or patterns of them (everything inside is meant too), or
             names of types. They may mix positions, call attention that is not routed, or have other weights on each
             rank.

@@ -324,6 +324,7 @@ def drawn_call(draw: st.DrawFn) -> Call:
     return name, given, draw(st.sampled_from(["contiguous", "head_tail", "per_document", "balanced", "auto"]))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, phases=[Phase.explicit, Phase.generate])
 @example(call=("get_batch_on_this_cp_rank", {"batch": CLASSES, "shift_labels": True}, "contiguous"))
 @given(call=drawn_call())

@@ -345,6 +345,7 @@ def compiled() -> float:
     return max(relative_error(a, b) for a, b in zip(found, (reference()[0], *reference()[1]), strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_models_in_a_block(ranks: Any) -> None:
     assert max(ranks(2, compiled)) <= 1e-10
 

@@ -47,6 +47,7 @@ def round_trips(shape: tuple[int, ...], layout: str) -> bool:
     return good
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
 @pytest.mark.parametrize("shape", [(1,), (2,), (3,), (4,), (2, 2), (1, 2)])
 def test_dispatch_and_combine_are_inverses(ranks: Any, shape: tuple[int, ...], layout: str) -> None:

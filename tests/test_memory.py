@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -75,6 +76,7 @@ def test_the_insides_of_operators_and_the_parts_of_dtensors_count(ranks: Any) ->
 # --------------------------------------------------------------------------- the benchmark
 
 
+@pytest.mark.slow
 def test_the_benchmark_counts_what_is_known() -> None:
     """Attention saves its output and log-sum-exp beside its inputs; a step of the model has the logits that whole
     logits cost, and every row of the table saves less than the one before."""

@@ -212,6 +212,7 @@ def recomputed(reentrant: bool) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recompute_uses_the_mesh_of_its_forward(ranks: Any, reentrant: bool) -> None:
     for found in ranks(4, recomputed, reentrant):
@@ -322,6 +323,7 @@ def sharded_errors(model: Llama, samples: int) -> float:
     return max(map(relative_error, grads, one_device(samples)[1]))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [fsdp, tensor_parallel])
 def test_with_sharded_parameters(ranks: Any, run: Any) -> None:
     for found in ranks(4, run):

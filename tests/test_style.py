@@ -97,6 +97,7 @@ def on_a_slice_of_a_larger_mesh() -> list[float]:
     return errors
 
 
+@pytest.mark.slow
 def test_cp_dimension_of_a_larger_mesh(ranks: Any) -> None:
     assert max(max(errors) for errors in ranks(8, on_a_slice_of_a_larger_mesh)) <= 1e-10
 
@@ -220,6 +221,7 @@ def no_warnings() -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_no_warning_comes_from_us(ranks: Any) -> None:
     assert all(ranks(4, no_warnings, warnings_as_errors=True))
 
@@ -262,6 +264,7 @@ def corners() -> dict[str, bool]:
     return found
 
 
+@pytest.mark.slow
 def test_unusual_calls(ranks: Any) -> None:
     for found in ranks(4, corners):
         assert all(found.values()), [name for name, good in found.items() if not good]

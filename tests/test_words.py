@@ -9,6 +9,8 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PYTHON = sorted(p for room in ("hyper_cp", "benchmarks", "examples", "tests") for p in (ROOT / room).rglob("*.py"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -72,6 +74,7 @@ def texts() -> Iterator[tuple[str, int, str]]:
         yield from ((name, first, text) for first, text in found)
 
 
+@pytest.mark.slow
 def test_docstrings_begin_with_what_the_thing_does_or_is() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {text.strip().splitlines()[0]}"
@@ -82,6 +85,7 @@ def test_docstrings_begin_with_what_the_thing_does_or_is() -> None:
     assert not found, "docstrings that begin with " + ", ".join(OPENINGS) + ":\n" + "\n".join(found)
 
 
+@pytest.mark.slow
 def test_words_of_the_field_instead_of_private_ones() -> None:
     found = [
         f"{name}:{first + text[: match.start()].count(chr(10))}: {match.group()!r}  [instead: {instead}]"

@@ -78,7 +78,7 @@ def save_picture(results: dict[str, Result], panels: Sequence[Panel], ranks: int
     from matplotlib import pyplot
 
     figure = pyplot.figure(figsize=(max(12, 2.6 * len(panels)), 8), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=[1.2, 1])
+    above, below = figure.subfigures(2, 1, height_ratios=[1.2, 1])  # type: ignore[misc]
     left, right = above.subplots(1, 2)
     reference = results[ONE_RANK].losses
     for name, r in results.items():

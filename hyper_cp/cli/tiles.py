@@ -67,6 +67,11 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"--window {args.window} is negative. It is a number of positions before a query. Pass 0 or more"
             )
+        if args.modes and (documents or args.window is not None):
+            raise ValueError(
+                "--modes with --documents or --window is not possible. It draws the modes under a plain causal mask. "
+                "Leave them out, or leave out --modes"
+            )
         costs = balance(length, args.ranks, documents, window=None if args.window is None else (args.window, 0))
         missing = [name for name in args.layouts if name not in costs]
         if missing:

@@ -86,7 +86,13 @@ def _prepare(mesh: DeviceMesh, style: ContextParallel, *args: Any) -> tuple[Any,
             if binding_of(decoder_of(model)) is None:
                 prepare_model(model, mesh, style=style)
         elif isinstance(model, nn.Module):
-            styled_modules(model, at_least=1)
+            layouts = {found.mode.layout for found in styled_modules(model, at_least=1).values()}
+            if layouts != {style.mode.layout}:
+                raise ValueError(
+                    f"{type(model).__name__} runs with layout={layouts.pop()!r}, but enable was given a style with "
+                    f"layout={style.mode.layout!r}, in which batches are split. Attention would assign wrong positions "
+                    "to tokens. Give both one style"
+                )
     return args
 
 
@@ -101,5 +107,6 @@ def _block(mesh: DeviceMesh, style: ContextParallel, **buffers: Any) -> context_
         load_balance=mode.load_balance,
         window=mode.window,
         head_groups=mode.head_groups,
+        allow=style.allow,
         **buffers,
     )

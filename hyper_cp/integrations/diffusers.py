@@ -258,7 +258,12 @@ class _Split:
                 found[index] = self.sequence.split(found[index], entry.split_dim, first=False)
         return found[0] if isinstance(output, Tensor) else tuple(found)
 
-    def _refuse(self, module: nn.Module, given: dict[str, Any]) -> None:
+    def _refuse(self, module: Any, given: dict[str, Any]) -> None:
+        if getattr(module, "_parallel_config", None) is not None or getattr(module, "is_cache_enabled", False):
+            raise NotImplementedError(
+                f"{type(module).__name__} runs with enable_parallelism or enable_cache of diffusers. The one would "
+                "split the sequence twice, and the other decides by this rank's tokens which blocks run. Disable them"
+            )
         refused = [name for name in self.sequence.family.refused if given.get(name) is not None]
         if refused:
             raise NotImplementedError(

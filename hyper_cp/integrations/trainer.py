@@ -22,6 +22,9 @@ class ContextParallelTrainer:
     :mod:`hyper_cp.integrations.accelerate`). Logged and evaluation losses are those of one device. With
     ``chunked_loss=True`` no whole logits are made; evaluations then have losses and no predictions."""
 
+    own_losses: tuple[str, ...] = ()
+    """Names of trainers whose own ``compute_loss`` is right for shares of sequences."""
+
     def __init__(self, *args: Any, style: ContextParallel, chunked_loss: bool = False, **kwargs: Any) -> None:
         self.style, self.chunked_loss = style, chunked_loss
         if not hasattr(super(), "_prepare_context_parallel_inputs"):
@@ -30,12 +33,30 @@ class ContextParallelTrainer:
                 "would not be split. Install a transformers version that hyper_cp supports, and put "
                 "ContextParallelTrainer before Trainer among the base classes"
             )
+        self._refuse_own_loss()
         super().__init__(*args, **kwargs)
+        if getattr(self.args, "neftune_noise_alpha", None) is not None:  # type: ignore[attr-defined]
+            raise NotImplementedError(
+                f"neftune_noise_alpha={self.args.neftune_noise_alpha}: the noise is scaled by the length of "  # type: ignore[attr-defined]
+                "the sequence that a model receives, which is this rank's share. Leave it out"
+            )
         if self.label_smoother is not None or self.compute_loss_func is not None:  # type: ignore[attr-defined]
             raise NotImplementedError(
                 "label_smoothing_factor and compute_loss_func pair local logits with unshifted labels, which is "
                 "wrong at the ends of each rank's share. Let the model compute its loss"
             )
+
+    def _refuse_own_loss(self) -> None:
+        """Raise ``NotImplementedError`` if a trainer behind this mixin computes a loss in a way of its own."""
+        classes = type(self).__mro__
+        behind = classes[classes.index(ContextParallelTrainer) + 1 :]
+        for trainer in behind[: behind.index(transformers.Trainer)]:
+            if "compute_loss" in vars(trainer) and trainer.__name__ not in self.own_losses:
+                raise NotImplementedError(
+                    f"{trainer.__name__} computes its loss by itself, from the logits of this rank's tokens as if they "
+                    "were whole sequences. ContextParallelTrainer runs trainers that leave the loss to the model. Use "
+                    "transformers.Trainer, or ContextParallelSFT with TRL's SFTTrainer"
+                )
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]

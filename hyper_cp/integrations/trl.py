@@ -28,6 +28,8 @@ class ContextParallelSFT(ContextParallelTrainer):
     in evaluations too. TRL computes it without whole logits; its metrics of tokens and entropy are sums over all ranks.
     """
 
+    own_losses = ("SFTTrainer",)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("chunked_loss"):
             raise ValueError(
@@ -38,6 +40,12 @@ class ContextParallelSFT(ContextParallelTrainer):
         super().__init__(*args, **kwargs)
         for name, value in self._asked.items():
             setattr(self.args, name, value)  # type: ignore[attr-defined]
+        if self.compute_metrics is not None or getattr(self, "aux_loss_enabled", False):  # type: ignore[attr-defined]
+            raise NotImplementedError(
+                "compute_metrics and router_aux_loss_coef are not supported with SFTTrainer: TRL computes logits and "
+                "the loss of routers from this rank's tokens alone. Leave compute_metrics out, and set "
+                "router_aux_loss_coef=0.0"
+            )
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator. The datasets have been packed before, and TRL asks for packing once more after it, to

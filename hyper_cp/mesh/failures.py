@@ -129,7 +129,7 @@ class Transfer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, (TransferError, torch.OutOfMemoryError)):
+        if isinstance(error, RuntimeError) and not isinstance(error, (TransferError, *_OWN)):
             raise TransferError(self._text(error)) from error
 
     def wait(self, works: Sequence[Any]) -> None:
@@ -159,6 +159,9 @@ class Transfer:
             return [ranks[self.peers[self.work[0]]]]
         return sorted({ranks[i] for i in self.peers})
 
+
+_OWN = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+"""Errors of this rank's own device, which a transfer may be the first to report."""
 
 _ADVICE = (
     "A peer has ended, hangs or has raised an error, and this rank only waited for it. Read the first rank's error: "

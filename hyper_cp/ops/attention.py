@@ -161,7 +161,7 @@ def attention(
         return_lse: also return the log-sum-exp of the scaled logits.
         head_groups: exchange heads (``ulysses_degree`` > 1) in this many groups, the next one in flight while one is
             attended, in backward too. Each rank's heads must split into them. ``"auto"``: the number that the planner's
-            cost puts first with typical figures (docs/planner.md); it is logged.
+            cost puts first with typical figures (docs/measured/planner.md); it is logged.
         sinks: a learned logit per query head ``[H]``, of all heads, which takes weight in the softmax of every row and
             gives no value (attention sinks, as in gpt-oss). Each rank returns the gradient through its own rows and
             heads: reduce it over the cp ranks like that of any replicated parameter.
@@ -189,7 +189,8 @@ def attention(
     check_degree(mode, cp)
     score = None if softcap is None else scores.softcap(softcap)
     table = documents_table(documents)
-    own = documents is None and q.ndim == k.ndim == 4 and q.shape[2] == k.shape[2] and kv_exchange != "replicated"
+    readable = all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k))  # others are refused below
+    own = documents is None and readable and q.shape[2] == k.shape[2] and kv_exchange != "replicated"
     if own and not isinstance(mesh, CPMesh):  # attention of a sequence to itself, of which a block says the documents
         table = cp.batch.in_force("attention")
     call = Call(is_causal, scale, attn_mask, table, dropout_p, sinks=sinks, score=score, enable_gqa=enable_gqa)

@@ -81,7 +81,7 @@ class Arrivals:
 
     @property
     def hops(self) -> int:
-        """How many times blocks arrive: pieces of one share count once."""
+        """The number of blocks that arrive: pieces of one share count once."""
         return (len(self.blocks) - 1) // max(1, len(self.pieces))
 
 

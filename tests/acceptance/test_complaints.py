@@ -64,6 +64,7 @@ def error_of_length(mode: dict[str, Any], length: int, causal: bool) -> float:
     return max(relative_error(a, b) for a, b in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_lengths_that_do_not_split(ranks: Any, mode: dict[str, Any]) -> None:
     assert max(ranks(4, any_length, mode, [(13, True), (3, True), (27, False)])) <= FP64
@@ -109,6 +110,7 @@ def test_no_check_of_one_rank_comes_before_that_of_shapes(ranks: Any) -> None:
 # ---- 2. Masks dropped; sliding-window layers trained as full causal (TransformerEngine #2052, accelerate #4177).
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_windows_and_masks_are_never_dropped(ranks: Any, world: int) -> None:
     chosen = [
@@ -143,6 +145,7 @@ def grouped_or_latent(mode: dict[str, Any], kv_heads: int, v_dim: int) -> float:
     return max(relative_error(handler.combine(a.detach(), 2), b) for a, b in [(out, want), *grads])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_any_number_of_kv_heads_and_latent_head_dims(ranks: Any, mode: dict[str, Any]) -> None:
     for kv_heads, v_dim in ((1, 24), (2, 24), (3, 24), (6, 24), (12, 16), (4, 16)):

@@ -144,6 +144,7 @@ def test_ddp(ranks: Any) -> None:
     check(ranks, 4, "ddp, 4 ranks")
 
 
+@pytest.mark.slow
 def test_the_plan_may_also_come_after_fsdp(ranks: Any) -> None:
     plan = r"parallelize_module\(model, mesh\[.cp.\].*?at_least=1\)\n"
     late = 'parallelize_module(model, mesh["cp"], {"layers.*.attention.inner": style})\nhandler = Context'
@@ -218,6 +219,7 @@ FULL = (r", context_fn=partial\(create_selective_checkpoint_contexts, SAVE_LIST\
 WRAP = r"for i, block in enumerate\(model.layers\):\n.*?\n(?=handler)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "edits",
     [

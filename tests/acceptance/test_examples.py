@@ -69,7 +69,10 @@ TRAINED: dict[str, list[list[str]]] = {
 """Examples that return the loss of every step, and other options for four ranks."""
 
 
-@pytest.mark.parametrize("script", TRAINED)
+QUICK = ("nanogpt.py", "vit_cls.py")
+
+
+@pytest.mark.parametrize("script", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in TRAINED])
 def test_losses_are_those_of_one_rank(ranks: Any, script: str) -> None:
     ((one, _),) = ranks(1, run_main, script, ["--cp", "1"] if "--cp" in options_of(script) else [])
     assert one[-1] < one[0] - 0.1, one
@@ -78,6 +81,7 @@ def test_losses_are_those_of_one_rank(ranks: Any, script: str) -> None:
             assert losses == pytest.approx(one, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_long_sequence_takes_less_memory_and_gives_the_same_losses(ranks: Any) -> None:
     options = ["--length", "1000", "--steps", "1"]
     ((one, _),) = ranks(1, run_main, "long_sequence.py", options)
@@ -99,6 +103,7 @@ def test_trainer_on_other_divisions_of_the_ranks(ranks: Any) -> None:
         assert losses == pytest.approx(one, abs=1e-4) and evaluated == pytest.approx(evaluation, abs=1e-2)
 
 
+@pytest.mark.slow
 def test_eval_at_higher_cp(ranks: Any) -> None:
     for differences, _ in ranks(4, run_main, "eval_at_higher_cp.py", ["--steps", "2", "--samples", "4"]):
         assert len(differences) == 2 and max(differences) <= 1e-5

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -88,6 +89,7 @@ def offloaded() -> list[dict[str, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_example_is_exact_and_keeps_what_it_says(ranks: Any) -> None:
     tokens = ROWS * LENGTH // 2
     inputs = CONFIG.layers * tokens * CONFIG.dim * 4

@@ -42,6 +42,7 @@ def run_example(code: str) -> tuple[float, float, float, int]:
     return want.item(), names["loss"].item(), error, len(lines)
 
 
+@pytest.mark.slow
 def test_usage_example(ranks: Any) -> None:
     code = re.findall(r"```python\n(.*?)```", QUICKSTART.read_text(), re.S)[0]
     for whole, sharded, error, lines in ranks(4, run_example, code):

@@ -83,12 +83,14 @@ def test_forty_steps(ranks: Any) -> None:
         assert f"{kind}: " in found[0][1]
 
 
+@pytest.mark.slow
 def test_a_wrong_result_on_one_rank_fails_on_all(ranks: Any) -> None:
     found = ranks(4, soak, 8, "wrong")
     assert [code for code, _ in found] == [1] * 4
     assert "(attention): output is off by" in found[0][1]
 
 
+@pytest.mark.slow
 def test_every_leak_is_found(ranks: Any) -> None:
     found = ranks(4, soak, 12, "leak")
     assert [code for code, _ in found] == [1] * 4
@@ -96,6 +98,7 @@ def test_every_leak_is_found(ranks: Any) -> None:
         assert f"FAILED on rank 3: {name} grew from" in found[0][1]
 
 
+@pytest.mark.slow
 def test_other_bits_are_found(ranks: Any) -> None:
     found = ranks(4, soak, 10, "bits")
     assert [code for code, _ in found] == [1] * 4 and "other bits when it is repeated" in found[0][1]

@@ -69,6 +69,7 @@ def check(monkeypatch: Any, capsys: Any) -> Any:
     return run
 
 
+@pytest.mark.slow
 def test_every_section_passes_on_the_cpu(check: Any) -> None:
     code, text = check(*device_check.SECTIONS)
     assert code == 0 and not set(text.split()) & {"WRONG", "FAILED", "CRASHED", "FINITE"}, text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,6 +44,7 @@ def measured() -> tuple[list[tuple[str, float, float, float]], list[str], list[s
     return list(device_overlap.measure(mesh, args)), checked, wrong
 
 
+@pytest.mark.slow
 def test_every_mode_is_checked_and_measured_on_gloo(ranks: Any) -> None:
     found = ranks(4, measured)
     times = found[0][0]

@@ -81,9 +81,9 @@ def test_wrong_contenders_are_refused_and_missing_ones_skipped(ranks: Any) -> No
         assert right["status"] == "ok" and 0 < right["error"] < 1e-5 and len(right["seconds"]) == 2
         assert all(not result["seconds"] for result in others)
         assert by_name["scaled"][0] == by_name["wrong_gradient"][0] == by_name["wrong_when_long"][0] == "WRONG"
-        assert "is off by" in by_name["scaled"][1] and by_name["scaled"][1].endswith("from fp64 at S=512")
+        assert "is off by" in by_name["scaled"][1] and by_name["scaled"][1].endswith("from fp64, S=512")
         assert by_name["wrong_gradient"][1].startswith("dv is off by")
-        assert by_name["wrong_when_long"][1].endswith("from plain SDPA at S=576")
+        assert by_name["wrong_when_long"][1].endswith("from plain SDPA, S=576")
         assert by_name["crashes"] == ("skipped", "RuntimeError: no kernel for this device")
         assert by_name["missing"] == ("skipped", "ModuleNotFoundError: No module named 'planted'")
         assert by_name["refuses"] == ("skipped", "takes no such mask")

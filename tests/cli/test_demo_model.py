@@ -81,6 +81,7 @@ def train_all(cases: list[tuple[dict[str, Any], tuple[int, ...], bool, bool]]) -
     return [max(train_once(*case)) for case in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("block", [False, True])
 def test_loss_and_every_gradient(ranks: Any, world: int, block: bool) -> None:

@@ -63,6 +63,7 @@ def command(planted: str, *arguments: str) -> tuple[int, str]:
     return code, printed.getvalue()
 
 
+@pytest.mark.slow
 def test_two_ranks_are_well_and_the_planner_reads_what_was_measured(ranks: Any) -> None:
     (code, text), (other, nothing) = ranks(2, command, "", "--json")
     assert (code, other, nothing) == (0, 0, "")
@@ -99,6 +100,7 @@ def test_links_inside_and_between_hosts_are_measured_apart(ranks: Any) -> None:
     assert any("ulysses_degree=2, kv_exchange='ring'" in what for what in checked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planted", "wrong", "well"),
     [

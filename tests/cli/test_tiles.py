@@ -49,6 +49,7 @@ def test_maps_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--documents", "60,x"], "'x' is no number of tokens"),
         (["--ranks", "0"], "ranks=0 must be a positive int"),
         (["--window", "-3"], "--window -3 is negative"),
+        (["--modes", "--window", "8"], "--modes with --documents or --window is not possible"),
         (["--picture", "tiles.xyz"], "--picture tiles.xyz has no ending of a picture"),
         (["--picture", "/nowhere/tiles.svg"], "lies in a folder that does not exist"),
     ],

@@ -106,6 +106,7 @@ def test_a_roll_is_that_of_the_whole_sequence(ranks: Any, world: int, layout: st
     ranks(world, rolls, layout, ("cp",))
 
 
+@pytest.mark.slow
 def test_rolls_on_a_mesh_of_two_dimensions(ranks: Any) -> None:
     ranks(4, rolls, "head_tail", ("ring", "ulysses"))
 

@@ -133,6 +133,7 @@ def train(layout: str, mode: dict[str, Any]) -> tuple[list[float], list[list[tup
     return errors, done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if i else ()) for i, name in enumerate(MODES)]
 )

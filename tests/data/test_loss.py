@@ -120,6 +120,7 @@ def train(wrapper: str, layout: str, form: str) -> tuple[float, float, float]:
     return loss.item(), abs(loss.item() - want.item()), worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrapper,layout,form",
     [

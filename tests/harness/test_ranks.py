@@ -58,6 +58,7 @@ def sleep_forever() -> None:
         time.sleep(1000)
 
 
+@pytest.mark.slow
 def test_a_hang_is_reported_with_stacks(own_pool: Ranks) -> None:
     with pytest.raises(RankError, match="in sleep_forever"):
         own_pool(2, sleep_forever, timeout=2.0)

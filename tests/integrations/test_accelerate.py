@@ -106,6 +106,7 @@ def accelerated(name: str, layout: str, how: str) -> float:
     return max(abs(total.item() - want[0]), difference(grads, want[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout", "how", "world"),
     [
@@ -233,6 +234,7 @@ def test_trainer(ranks: Any, tmp_path: Any, cp: int, layout: str, world: int, ch
 @on_ranks
 def refused(case: str, directory: str) -> None:
     from torch import nn
+    from torch.distributed.tensor.parallel import parallelize_module
     from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
     from hyper_cp.integrations.accelerate import ParallelismConfig, enable
@@ -249,6 +251,20 @@ def refused(case: str, directory: str) -> None:
     elif case == "dimensions":
         with accelerator.maybe_context_parallel(buffers=[x], buffer_seq_dims=[]):
             pass
+    elif case == "layout":
+        module = nn.MultiheadAttention(8, 2, batch_first=True)
+        other = ContextParallel(qkv_indices=None, ulysses_degree=1, layout="head_tail")
+        accelerator.prepare(parallelize_module(module, accelerator.torch_device_mesh["cp"], other))
+    elif case == "own loss":
+
+        class Pairs(Trainer):
+            def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+                """As trainers of preferences do."""
+
+        class Mixed(ContextParallelTrainer, Pairs):
+            pass
+
+        Mixed(make("llama").float(), style=style)
     elif case == "gradient":
         with accelerator.maybe_context_parallel(buffers=[x.requires_grad_()], buffer_seq_dims=[1]):
             pass
@@ -259,6 +275,8 @@ def refused(case: str, directory: str) -> None:
             pass
 
         config, options = ParallelismConfig(cp_size=2), {"use_cpu": True, "report_to": [], "disable_tqdm": True}
+        if case == "noise":
+            options["neftune_noise_alpha"] = 5.0
         if case == "smoothing":
             options["label_smoothing_factor"] = 0.1
         model = make("llama").float()
@@ -278,6 +296,9 @@ def refused(case: str, directory: str) -> None:
         ("dimensions", "ValueError", "1 buffers and 0 buffer_seq_dims"),
         ("gradient", "ValueError", "requires a gradient.*handler.dispatch"),
         ("smoothing", "NotImplementedError", "label_smoothing_factor"),
+        ("noise", "NotImplementedError", "neftune_noise_alpha=5.0"),
+        ("own loss", "NotImplementedError", "Pairs computes its loss by itself"),
+        ("layout", "ValueError", "runs with layout='head_tail', but enable .* layout='contiguous'"),
         ("outputs", "NotImplementedError", r"output of shape \(\) from MixtralForCausalLM.*ignore_keys"),
     ],
 )

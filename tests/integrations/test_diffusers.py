@@ -91,6 +91,8 @@ def diffusion(code: str) -> dict[str, float]:
 
 @on_ranks
 def diffusion_refused() -> list[str]:
+    from diffusers import FirstBlockCacheConfig
+
     from hyper_cp.integrations.diffusers import prepare_transformer
 
     model, inputs, _ = transformer("flux")
@@ -100,9 +102,12 @@ def diffusion_refused() -> list[str]:
     other = copy.deepcopy(prepared)  # a copy (of a moving average, say) has the hooks too, and has not compared inputs
     noise = {**inputs, "hidden_states": inputs["hidden_states"] + dist.get_rank()}
     mask = {"joint_attention_kwargs": {"attention_mask": torch.ones(1, 1, 1, 42, dtype=torch.bool)}}
+    cached = copy.deepcopy(other)
+    cached.enable_cache(FirstBlockCacheConfig())
     few = {**inputs, "hidden_states": inputs["hidden_states"][:, :1], "img_ids": inputs["img_ids"][:1]}
     return [
         error_of(lambda: other(**noise)),
+        error_of(lambda: cached(**inputs)),
         error_of(lambda: prepared(**inputs, **mask)),
         error_of(lambda: prepared(**inputs, controlnet_block_samples=[inputs["hidden_states"]])),
         error_of(lambda: prepared(**few)),
@@ -115,6 +120,7 @@ def diffusion_refused() -> list[str]:
 
 REFUSED = (
     "ValueError: hidden_states of the first forward differ between the ranks",
+    "NotImplementedError: FluxTransformer2DModel runs with enable_parallelism or enable_cache",
     "NotImplementedError: FluxAttention got attention_mask",
     "NotImplementedError: FluxTransformer2DModel got controlnet_block_samples",
     "ValueError: 1 tokens of the image and 7 of the prompt cannot be split over 2 ranks",

@@ -101,6 +101,7 @@ def windows() -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_the_mask_of_a_model_decides_its_window(ranks: Any) -> None:
     for found in ranks(2, windows):
         assert len(found) == 4 and max(found.values()) <= 1e-10, found
@@ -172,6 +173,7 @@ def long_rotary() -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_rotary_tables_know_the_length_of_the_whole_sequence(ranks: Any) -> None:
     for found in ranks(2, long_rotary):
         assert len(found) == 5 and max(found.values()) <= 1e-10, found
@@ -201,6 +203,7 @@ def router_losses() -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_router_losses_are_shares_of_that_of_the_whole_sequence(ranks: Any) -> None:
     for found in ranks(2, router_losses):
         assert len(found) == 4 and max(found.values()) <= 1e-10, found

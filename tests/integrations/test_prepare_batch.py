@@ -83,6 +83,7 @@ def every_way(layout: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["head_tail", "per_document", "balanced"])
 def test_every_way_to_name_documents(ranks: Any, layout: str) -> None:
     for found in ranks(2, every_way, layout):

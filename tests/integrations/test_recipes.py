@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hyper_cp import ContextParallel, ContextParallelHandler
-from tests.harness.hf_models import InDouble, make, tokens
+from tests.harness.hf_models import SMALL, InDouble, make, tokens
 from tests.harness.oracle import plain_attention, relative_error
 from tests.harness.ranks import error_of, on_ranks
 from tests.harness.recipes import cp_mesh, gradient_error, recipe
@@ -152,11 +152,30 @@ def packed_sft(code: str, directory: str) -> dict[str, float]:
     return found
 
 
+@on_ranks
+def sft_refused(code: str, directory: str) -> list[str]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    routed = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2, router_aux_loss_coef=0.1))
+    names = {"dataset": documents_dataset(), "tokenizer": tokenizer(), "output_dir": directory}
+    names["options"] = {"use_cpu": True, "bf16": False, "report_to": []}
+    found = []
+    for option, model in (("compute_metrics=print", make("llama")), ("chunked_loss=True", None), ("", routed)):
+        reset_accelerate()
+        wrong = code.replace("style=style)", f"style=style, {option})")
+        found.append(error_of(lambda x=wrong, m=model: exec(x, {**names, "model": m})))
+    return found
+
+
 @pytest.mark.slow
 def test_trl(ranks: Any, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     for found in ranks(2, packed_sft, recipe("trl"), str(tmp_path)):
         assert max(found.values()) <= 2e-5, found
+    for metrics, chunked, routers in ranks(2, sft_refused, recipe("trl"), str(tmp_path)):
+        assert metrics.startswith("NotImplementedError: compute_metrics and router_aux_loss_coef"), metrics
+        assert chunked.startswith("ValueError: chunked_loss=True with an SFTTrainer"), chunked
+        assert routers.startswith("NotImplementedError: compute_metrics and router_aux_loss_coef"), routers
 
 
 # --------------------------------------------------------------------------- accelerate

@@ -73,6 +73,7 @@ def errors(world: int, kinds: list[str]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sinks_and_softcap_of_models_are_exact_in_every_mode(ranks: Any, world: int) -> None:
     for found in ranks(world, errors, world, KINDS, timeout=300):

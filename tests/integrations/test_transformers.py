@@ -154,6 +154,7 @@ def padded_and_packed(name: str, layout: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_padded_and_packed_batches(ranks: Any, name: str, layout: str) -> None:

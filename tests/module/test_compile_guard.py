@@ -142,6 +142,7 @@ def traced_afterwards() -> float:
     return (found - want).abs().max().item()
 
 
+@pytest.mark.slow
 def test_what_is_traced_afterwards_sees_the_style(ranks: Any) -> None:
     assert max(ranks(2, traced_afterwards)) < 1e-5
 

@@ -202,6 +202,7 @@ def twice(block: nn.Module, handler: ContextParallelHandler, x: Tensor) -> Tenso
         return block(x) + 0 * ignored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ONE_FAST, ids=str)
 def test_a_recompute_sees_the_documents_of_its_forward(ranks: Any, style: Style) -> None:
     for reentrant in (False, True):
@@ -242,6 +243,7 @@ def compiled(style: Style) -> float:
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ONE_FAST[1::2], ids=str)
 def test_new_documents_do_not_recompile(ranks: Any, style: Style) -> None:
     assert max(ranks(4, compiled, style, timeout=300)) <= FP64
@@ -280,6 +282,7 @@ def checkpoint_around_compiled(style: Style, backend: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_checkpoint_around_a_compiled_module_raises_words_of_ours(ranks: Any) -> None:
     for found in ranks(2, checkpoint_around_compiled, {"ulysses_degree": 1}, "aot_eager"):
         assert found["inside"] == found["none, behind"] == ""

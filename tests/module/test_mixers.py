@@ -87,6 +87,7 @@ def runs() -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_mixers_of_a_plan_are_exact(world: int, ranks: Ranks) -> None:
     for found in ranks(world, runs):
@@ -108,6 +109,7 @@ def compiled() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_mixers_compile_into_one_graph_for_all_documents(ranks: Ranks) -> None:
     for found in ranks(2, compiled):
         assert all(error <= 1e-10 for error in found.values()), found

@@ -168,6 +168,7 @@ def errors() -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_modules_that_receive_their_inputs_are_exact(world: int, ranks: Ranks) -> None:
     for found in ranks(world, errors):
@@ -196,6 +197,7 @@ def otherwise() -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_checkpoints_graphs_and_other_meshes(ranks: Ranks) -> None:
     for found in ranks(2, otherwise):
         assert all(e <= 1e-10 for e in found.values()), found

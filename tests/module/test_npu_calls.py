@@ -96,6 +96,7 @@ def run_fusion(style: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "style",
     [

@@ -359,6 +359,7 @@ def test_other_versions_warn_with_the_range(installed: str) -> None:
         version.warn_if_unsupported(installed)
 
 
+@pytest.mark.slow
 def test_an_import_warns_once() -> None:
     code = "import torch; torch.__version__ = '2.16.0'; import hyper_cp, hyper_cp.ops, importlib"
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stderr

@@ -122,6 +122,7 @@ def drawn_call(draw: st.DrawFn) -> Arguments:
     return call | {name: draw(options[name]) for name in names}
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate])  # a failure shows its own call
 @given(calls=st.lists(drawn_call(), min_size=30, max_size=30))
 def test_every_argument_works_or_is_refused(ranks: Any, calls: list[Arguments]) -> None:

@@ -117,6 +117,7 @@ def count_bytes(world: int, cases: list[tuple[int, str, str, bool, torch.dtype]]
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_bytes_are_those_of_the_formula(ranks: Any, world: int) -> None:
     cases = [

@@ -95,6 +95,7 @@ def forward_errors(styles: list[dict[str, Any]], cases: list[str]) -> dict[str, 
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_mask_in_every_mode_and_layout(ranks: Any, world: int) -> None:
     styles = STYLES if world == 4 else [s for s in STYLES if s["ulysses_degree"] != 2]
@@ -355,6 +356,7 @@ def nothing_left_behind() -> bool:
     return torch.equal(flex_attention(q, k, v), plain)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind(ranks: Any) -> None:
     assert all(ranks(2, nothing_left_behind))
     assert "score_mod" in inspect.signature(flex_attention).parameters

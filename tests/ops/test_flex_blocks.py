@@ -7,6 +7,7 @@ import inspect
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -46,6 +47,7 @@ def by_block(pairs: Tensor, size: tuple[int, int], fill: bool) -> Tensor:
     return pairs.unflatten(3, (-1, size[1])).unflatten(2, (-1, size[0])).transpose(3, 4).flatten(4)
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([(2, 1), (3, 1), (2, 2), (1, 2)]),
     st.sampled_from(["contiguous", "head_tail"]),

@@ -54,6 +54,7 @@ def cases_of(world: int) -> list[AttentionCase]:
     return cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_exact_in_fp64(ranks: Any, world: int) -> None:
     check(ranks(world, run_cases, drawn(cases_of(world), world)), FP64)

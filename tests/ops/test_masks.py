@@ -92,6 +92,7 @@ def test_explicit_masks(ranks: Any, world: int) -> None:
 # --------------------------------------------------------------------------- cross-attention
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_cross_attention(ranks: Any, world: int) -> None:
     """Queries and keys of different lengths, both sharded."""

@@ -197,6 +197,7 @@ def errors_of(cases: list[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, fl
     return {f"{name} {style}": one(name, style) for name, style in cases}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_every_function_in_every_mode(ranks: Any, world: int) -> None:
     """Each mode runs a third of the functions, and each function a third of the modes."""

@@ -96,6 +96,7 @@ def packed_problems(draw: st.DrawFn) -> tuple:
     return ring, ulysses, layout, kv, balance, length, band, (0, *cuts, length)
 
 
+@pytest.mark.slow
 @given(packed_problems(), st.sampled_from([1, 1024]))
 def test_every_visible_pair_of_packed_documents_exactly_once(problem: tuple, min_rows: int) -> None:
     ring, ulysses, layout, kv, balance, length, band, boundaries = problem
@@ -170,6 +171,7 @@ def problems(draw: st.DrawFn) -> tuple:
     return ring, ulysses, layout, kv, balance, length, band
 
 
+@pytest.mark.slow
 @given(problems(), st.sampled_from([1, 1024]))
 def test_every_visible_pair_exactly_once(problem: tuple, min_rows: int) -> None:
     """Also where tiles as short as these are cut in two (``min_rows=1``)."""
@@ -196,6 +198,7 @@ def test_every_visible_pair_exactly_once(problem: tuple, min_rows: int) -> None:
         assert (count == visible).all()
 
 
+@pytest.mark.slow
 @given(problems())
 def test_all_ranks_make_the_same_hops(problem: tuple) -> None:
     """A rank that needs nothing still forwards: communication must not depend on a rank's own tiles."""
@@ -205,6 +208,7 @@ def test_all_ranks_make_the_same_hops(problem: tuple) -> None:
     assert len({(p.hops, p.swap, len(p.forward), len(p.backward)) for p in plans}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["ring", "all_gather", "needed"])
 @pytest.mark.parametrize("layout, balance", [("head_tail", False), ("contiguous", True)])
 def test_causal_work_is_balanced(kv: str, layout: str, balance: bool) -> None:
@@ -214,6 +218,7 @@ def test_causal_work_is_balanced(kv: str, layout: str, balance: bool) -> None:
         assert max(areas) == min(areas)
 
 
+@pytest.mark.slow
 def test_contiguous_work_is_uneven_by_a_known_ratio() -> None:
     """The last rank's share over the mean is 2 - 1/n (+ the diagonal's rounding)."""
     for ring in (2, 4, 8, 64):

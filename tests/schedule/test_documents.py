@@ -180,6 +180,7 @@ def attend_in_three_layers(compiled: bool) -> int:
         return parsed.call_count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_batch_is_parsed_once_in_all_layers(ranks: Any, compiled: bool) -> None:
     assert ranks(2, attend_in_three_layers, compiled) == [1, 1]

@@ -37,6 +37,7 @@ def dealt(draw: st.DrawFn) -> tuple[ResolvedLayout, tuple[tuple[int, ...], ...],
     return found, documents.rows, window
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(dealt())
 def test_a_deal_gives_every_position_to_one_rank_and_all_ranks_equally_many(
@@ -97,6 +98,7 @@ def exponential(length: int, mean: int, seed: int) -> list[int]:
     return [0, *ends[ends < length].tolist(), length]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "documents", "most"),
     [

@@ -55,6 +55,7 @@ RIGHT: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 def test_right_steps_pass_on_every_layout(ranks: Any) -> None:
     here, there = ranks(2, verified, RIGHT)
     for case, mine, theirs in zip(RIGHT, here, there, strict=True):
@@ -66,6 +67,7 @@ def test_right_steps_pass_on_every_layout(ranks: Any) -> None:
         assert max(row["error"] for row in rows) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_hybrid_passes_on_four_ranks(ranks: Any) -> None:
     cases = [("", "loss_fn", {"length": 22}, {"ulysses_degree": 2, "layout": "head_tail"})]
     assert all(ok for ((ok, *_),) in ranks(4, verified, cases))
@@ -99,6 +101,7 @@ WRONG: list[tuple[str, str, dict[str, Any], str | None, str]] = [
 ]
 
 
+@pytest.mark.slow
 def test_every_planted_mistake_is_named(ranks: Any) -> None:
     style = {"ulysses_degree": 1, "layout": "head_tail"}
     here, there = ranks(2, verified, [(fault, step, entries, style) for fault, step, entries, _, _ in WRONG])
@@ -223,6 +226,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
     return plain
 
 
+@pytest.mark.slow
 def test_other_forms_of_use(ranks: Any) -> None:
     here, there = ranks(2, other_uses)
     assert here == there

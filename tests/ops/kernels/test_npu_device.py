@@ -185,6 +185,7 @@ def run_modules(style: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "style",
     [
@@ -218,6 +219,7 @@ def offloaded(cases: list[AttentionCase]) -> tuple[list[tuple[AttentionCase, Err
     return found, fewest
 
 
+@pytest.mark.slow
 def test_saved_tensors_may_wait_on_the_host(npus: Ranks) -> None:
     """q, k, v, the output and the log-sum-exp of every mode come back from the host for backward."""
     results = npus(2, offloaded, [AttentionCase(24, True, **FLOAT, **mode) for mode in modes(2)])

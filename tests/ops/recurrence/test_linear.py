@@ -92,6 +92,7 @@ def check(results: list[dict[str, float]], bar: float = 1e-10) -> None:
     assert not bad, bad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_the_family_is_exact_in_every_layout(world: int, ranks: Ranks) -> None:
     cases: list[Any] = []

@@ -168,6 +168,7 @@ def of_a_block() -> list[tuple[str, float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_block_on_two_ranks(ranks: Any) -> None:
     found = ranks(2, of_a_block)[0]
     wrong = {name: (predicted, counted) for name, predicted, counted in found if abs(predicted / counted - 1) > 0.1}
