@@ -209,9 +209,9 @@ def stages_of(most: int, share: int) -> tuple[int, int]:
 def in_stages(flows: Numbers, count: int) -> Numbers:
     """Divide the rows that travel into stages, in each of which a rank receives an equal part of its rows.
 
-    Nor does a rank send more in a stage than the busiest one must on average, if that can be: the ranks that have most
-    left to send choose first whom they send to, those just after them first. So all stages together take about as long
-    as the transfers of the busiest rank, and there are few messages in each.
+    It takes them from the ranks behind it, the nearest first, as far as none of these sends more in a stage than the
+    busiest rank must on average. So all stages together take about as long as the transfers of the busiest rank, and
+    there are few messages in each.
 
     Args:
         flows: the number of rows that rank ``to`` receives from rank ``of``: ``[to, of]``.
@@ -219,19 +219,19 @@ def in_stages(flows: Numbers, count: int) -> Numbers:
     Returns:
         The same for each stage: ``[count, to, of]``.
     """
-    left, others, total, stages = flows.copy(), np.arange(1, len(flows)), flows.sum(1), []
+    left, ranks, total, stages = flows.copy(), np.arange(len(flows)), flows.sum(1), []
     quota = -(-max(total.max(), flows.sum(0).max()) // count)
     for stage in range(1, count):
         now, receive = np.zeros_like(left), left.sum(1) - total * (count - stage) // count
-        senders = np.argsort(-left.sum(0), kind="stable").tolist()
-        for most in (quota, int(total.max())):  # the second time for ranks whose senders have no more to give
-            for of in senders if receive.any() else ():
-                to = (of + others) % len(flows)
-                rows = np.minimum(left[to, of], receive[to])
-                rows = np.clip(most - before(rows), 0, rows)
-                now[to, of] += rows
-                left[to, of] -= rows
-                receive[to] -= rows
+        for most in (quota, int(flows.sum())):  # the second time for ranks whose senders have no more to give
+            give = np.full(len(ranks), most)
+            for distance in range(1, len(ranks)) if receive.any() else ():
+                of = ranks - distance
+                rows = np.minimum(np.minimum(left[ranks, of], receive), give[of])
+                now[ranks, of] += rows
+                left[ranks, of] -= rows
+                receive -= rows
+                give[of] -= rows
         stages.append(now)
     return np.stack([*stages, left])
 

@@ -144,10 +144,10 @@ class _Chunks:
         return Cost(self.pairs[deal].sum(1), received, self.length)
 
     def total(self, deal: Deal) -> float:
-        """One number to compare deals by. The rows of the mean rank count twice as much as those of the busiest."""
+        """One number to compare deals by. The rows of the mean rank count more than those of the busiest."""
         cost, share = self.cost(deal), self.length / len(deal)
         busiest = max(cost.rows.max(), self.sent(deal)[deal].sum(1).max())
-        return max(_TOLERANCE, cost.work) + _SHARE * float(busiest + 2 * cost.rows.mean()) / share / 3
+        return max(_TOLERANCE, cost.work) + _SHARE * float(busiest + 4 * cost.rows.mean()) / share / 5
 
     def gained(self, a: Deal, b: Deal) -> Floats:
         """The keys more that ``a[p]`` sees with chunk ``b[p, j]`` in place of its own ``a[p, i]``: ``[p, i, j]``.
