@@ -16,7 +16,7 @@ from .style import ContextParallel, RecurrentContextParallel, styled_modules
 from .tiled import tiled
 from .verify import verify
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "ContextParallel",

@@ -75,6 +75,13 @@ class context_parallel:
             as a buffer has in the block, and for modules that are known to run along the sequence by code of their own
             (RWKV, xLSTM), unless ``allow`` names their module.
 
+    Example::
+
+        >>> tokens = torch.arange(8)[None]
+        >>> with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]):
+        ...     tokens.shape
+        torch.Size([1, 4])
+
     Source: the interface of ``torch.distributed.tensor.experimental.context_parallel``.
     """
 
@@ -90,7 +97,7 @@ class context_parallel:
         layout: str = "head_tail",
         load_balance: bool = False,
         window: Sequence[int | None] | None = None,
-        head_groups: int = 1,
+        head_groups: int | str = 1,
         allow: Sequence[str] = (),
     ) -> None:
         style = ContextParallel(

@@ -123,15 +123,8 @@ class ContextParallelHandler(Shares):
         Raises:
             ValueError, TypeError: if lengths, documents or masks do not fit; it names the entry.
         """
-        return local_batch(
-            self,
-            batch,
-            seq_dims,
-            shift_labels=shift_labels,
-            ignore_index=ignore_index,
-            pad_values=pad_values,
-            debug=debug,
-        )
+        more = {"ignore_index": ignore_index, "pad_values": pad_values, "debug": debug}
+        return local_batch(self, batch, seq_dims, shift_labels=shift_labels, **more)
 
     # ------------------------------------------------------------------ rotary embedding
 
@@ -336,6 +329,14 @@ class ContextParallelHandler(Shares):
         Returns:
             A 0-D tensor, fp32 or fp64: the mean of this call's tokens (with gradient accumulation, of one
             micro-batch). One small communication per mesh dimension. If no token counts anywhere, 0 without gradients.
+
+        Raises:
+            ValueError, TypeError: for shapes that do not fit, labels shifted after sharding, or another mesh.
+
+        Example::
+
+            >>> handler.mean_loss(torch.tensor([[1.0, 3.0]])).item()  # losses of this rank's tokens
+            2.0
         """
         whole = loss.reduced_mesh(mesh, self.mesh)
         loss.refuse_late_shift(self.cp, losses if labels is None else labels)

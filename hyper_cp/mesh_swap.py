@@ -47,6 +47,13 @@ def context_parallel_mesh(
         ValueError, TypeError: before the block starts: no styled modules, a mesh without this rank, heads (as of the
             last call) that do not split over it.
 
+    Example::
+
+        >>> model = parallelize_module(model, mesh, {"layers.*.attention.inner": style})
+        >>> with context_parallel_mesh(model, split_cp_mesh(mesh).cp(1)) as handler:  # without context parallelism
+        ...     handler.position_ids(8).tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7]
+
     Source: evaluation-time context parallelism of Megatron-Bridge (pull request 3755); dynamic context parallelism of
     Megatron-LM.
     """

@@ -193,8 +193,8 @@ def plan(
     """Estimate a training step in every strategy, and name the one to use first. Nothing runs, nothing communicates.
 
     Work, balance and what travels come from the schedule that a run would use (for rings of more than 16 ranks, from
-    formulas that agree with it); bytes are those of docs/communication.md; times are a model (docs/planner.md), with
-    the shares of the datasheet's peaks that a :class:`Cluster` names.
+    formulas that agree with it); bytes are those of docs/measured/communication.md; times are a model
+    (docs/measured/planner.md), with the shares of the datasheet's peaks that a :class:`Cluster` names.
 
     Args:
         model: a Hugging Face configuration or model, any object or dict with such attributes, the path of a
@@ -202,7 +202,7 @@ def plan(
         sequence: the global length in tokens, or the lengths of the documents that are packed into one sequence.
         gpus: ranks in all. Each group of a cp size has sequences of its own.
         cluster: the name of a profile (h100, h200, a100, b200, 910b, 910c) or a :class:`Cluster`.
-        measured: the path of a JSON file of measurements (docs/planner.md), which replace the profile's numbers.
+        measured: the path of a JSON file of measurements (docs/measured/planner.md), in place of the profile's numbers.
         causal: False if queries see all keys of their document.
         batch: sequences of a step on each group.
         cp_size, ulysses_degree, kv_exchange, layout, checkpointing, chunked_loss: None: every one that is possible;

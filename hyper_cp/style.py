@@ -36,7 +36,7 @@ class ContextParallel(ParallelStyle):
         ulysses_degree: how many adjacent ranks trade sequence for heads. ``None``: the whole mesh
             (pure Ulysses); 1: none (Colossal or ring); in between: a hybrid; ``"auto"``: of the
             degrees that the head counts allow and that stay on one host, the one that the planner's cost puts first
-            with typical figures (docs/planner.md).
+            with typical figures (docs/measured/planner.md).
         qkv_indices: positions of q, k, v among the module's arguments (they may be passed by
             keyword; names come from its signature), or ``None`` if the module computes them itself
             and calls attention in ``[B, H, S, D]``. ``(0, 1, 1)``: k and v are one tensor, which the module
@@ -59,7 +59,8 @@ class ContextParallel(ParallelStyle):
         head_groups: the number of groups in which heads are exchanged. The next group is in flight while one is
             attended, in backward too, so that attention hides Ulysses' all-to-all. It needs ``qkv_indices=None`` (a
             module that receives q, k, v in ``[B, H, S, D]`` and hands them to attention will do), and heads that split
-            into the groups.
+            into the groups. ``"auto"``: the number that the planner's cost puts first with typical figures
+            (docs/measured/planner.md), 1 where modules receive q, k, v; it is logged.
         allow: modules that you vouch for: qualified names or patterns of them (everything inside is meant too), or
             names of types. They may mix positions, call attention that is not routed, or have other weights on each
             rank.
@@ -89,10 +90,11 @@ class ContextParallel(ParallelStyle):
 
     Example::
 
-        >>> # xdoctest: +SKIP(distributed)
-        >>> mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("cp",))
-        >>> style = ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=4, kv_exchange="ring")
-        >>> parallelize_module(model, mesh, {"layers.*.attention.inner": style})
+        >>> mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("cp",))
+        >>> style = ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=1, kv_exchange="ring", layout="head_tail")
+        >>> model = parallelize_module(model, mesh, {"layers.*.attention.inner": style})
+        >>> len(styled_modules(model, at_least=2))
+        2
 
     Source: Ulysses arXiv 2309.14509; Colossal-AI sequence parallelism 2105.13120 and the K/V
     all-gather of Llama 3 2407.21783; ring 2310.01889; hybrid (USP) 2405.07719.
@@ -111,7 +113,7 @@ class ContextParallel(ParallelStyle):
         layout: str = "contiguous",
         use_local_output: bool = True,
         window: Sequence[int | None] | None = None,
-        head_groups: int = 1,
+        head_groups: int | str = 1,
         allow: Sequence[str] = (),
     ) -> None:
         super().__init__()
@@ -143,7 +145,7 @@ class ContextParallel(ParallelStyle):
                 f"qkv_kwarg_names={qkv_kwarg_names!r} with qkv_indices={qkv_indices!r}: give three names (of q, k, v; "
                 "k and v equal in both if they are one tensor), and only for a module that receives q, k, v"
             )
-        if head_groups > 1 and self.qkv_indices is not None:
+        if self.mode.groups > 1 and self.qkv_indices is not None:
             raise ValueError(
                 f"head_groups={head_groups} with qkv_indices={qkv_indices!r}: where q, k, v are exchanged before the "
                 "module runs, it sees all its heads at once, so there is nothing to overlap. Set qkv_indices=None: its "
@@ -164,7 +166,7 @@ class ContextParallel(ParallelStyle):
             f"ContextParallel(seq_dim={self.seq_dim}, head_dim={self.head_dim}, ulysses_degree="
             f"{self.ulysses_degree!r}, qkv_indices={self.qkv_indices}, kv_exchange={m.kv_exchange!r}, "
             f"layout={m.layout!r}, load_balance={m.load_balance}, window={m.window}, "
-            f"head_groups={m.head_groups}, use_local_output={self.use_local_output}, allow={self.allow})"
+            f"head_groups={m.head_groups!r}, use_local_output={self.use_local_output}, allow={self.allow})"
         )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -231,11 +233,11 @@ class RecurrentContextParallel(ContextParallel):
 
     Example::
 
-        >>> # xdoctest: +SKIP(distributed)
-        >>> mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("cp",))
-        >>> style = RecurrentContextParallel(layout="head_tail")
-        >>> inner = RecurrentContextParallel(layout="head_tail", kind="chunk_gated_delta_rule", arguments={"g": "gate"})
-        >>> parallelize_module(model, mesh, {"layers.*.mixer": style, "blocks.*.delta_rule": inner})
+        >>> mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("cp",))
+        >>> plan = {"layers.*.mixer": RecurrentContextParallel(layout="head_tail")}
+        >>> hybrid = parallelize_module(hybrid, mesh, plan)
+
+    Source: state passing between ranks as in LASP-2 (arXiv 2502.07563); see :func:`hyper_cp.ops.linear_recurrence`.
     """
 
     mixers = True
@@ -300,6 +302,9 @@ def styled_modules(model: nn.Module, at_least: int = 0, *, ran: bool = False) ->
         at_least: the number of modules that the plan should match: ``model.config.num_hidden_layers``, say.
         ran: also raise if one of them has not run yet. Use it after the first step: a module that is never called
             leaves its attention to other code. (Calls in compiled graphs are not counted.)
+
+    Raises:
+        ValueError: if there are fewer, if one has not run, or if they expect the sequence in different layouts.
     """
     found = {}
     for name, module in model.named_modules():

@@ -39,6 +39,9 @@ def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
         chunks: their number; fewer if the sequence is shorter.
         seq_dim: the sequence dimension of its input and output; negative ones count from the end.
 
+    Returns:
+        The module, whose results have the same shapes as before.
+
     Raises:
         ValueError: if the module mixes positions, or is sharded inside by FSDP2.
         TypeError: in a call with several tensors, or with one inside of a list.
@@ -49,6 +52,14 @@ def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
         attribute that it writes holds that of the last chunk, a counter counts every chunk twice, a list that it
         appends to gets an entry for each run, and hooks of modules inside it see chunks. Losses that it adds up on the
         side (of a router, for example) have no gradient. Tile a module without side outputs.
+
+    Example::
+
+        >>> mlp = tiled(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)), 8)
+        >>> mlp(torch.randn(1, 30, 4)).shape
+        torch.Size([1, 30, 4])
+
+    Source: tiled MLPs of Arctic long-sequence training (arXiv 2506.13996).
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}: pass an nn.Module, for example the MLP of a layer")

@@ -39,7 +39,7 @@ STYLE: dict[str, list[Any]] = {
     "layout": ["contiguous", "head_tail", "x", None, [], 3],
     "use_local_output": [True, False, None, "x"],
     "window": [None, (1, 2), 5, "ab", (1,), [None, None], (1.5, 2), (None, -5)],
-    "head_groups": [1, 2, 0, "x", None, True, 1.5],
+    "head_groups": [1, 2, "auto", 0, "x", None, True, 1.5],
     "allow": [(), ("a",), "a", 3, None, (1,)],
 }
 

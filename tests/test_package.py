@@ -68,6 +68,7 @@ HOME = "module/_torch/"
 WRITES = "the counter of writes to a tensor, for which PyTorch has no public name"
 VIEWS = "the tensor whose memory a view shares, for which PyTorch has no public name"
 AUTOGRAD = "autograd inside an op, for which PyTorch has no public name: see the comment there"
+PLAN = "the plan of a model of diffusers, which has no public name"
 HOOKS = "the hooks of a module, for which PyTorch has no public name"
 READS = "read by transformers itself of a model's class or configuration"
 PRIVATE_ELSEWHERE = {
@@ -75,6 +76,7 @@ PRIVATE_ELSEWHERE = {
     ("data/head.py", "_backward_pre_hooks"): HOOKS,
     ("mesh/batch_state.py", "_DummyThread"): "a thread that Python has not started, which has no public name",
     ("mesh/groups.py", "_get_backend"): "the backend of a device, which alone says whether it can be split",
+    ("mesh/groups.py", "_timeout"): "the timeout among NCCL's options, without which new_group warns",
     ("mesh/groups.py", "_world"): "the number that is part of the name of the next process group",
     ("module/running_call.py", "_base"): VIEWS,
     ("ops/writes/__init__.py", "_version"): WRITES,
@@ -83,6 +85,9 @@ PRIVATE_ELSEWHERE = {
     ("ops/kernels/derivative/__init__.py", "_dispatch_tls_is_dispatch_key_excluded"): AUTOGRAD,
     ("ops/kernels/derivative/__init__.py", "_dispatch_tls_set_dispatch_key_excluded"): AUTOGRAD,
     ("context_manager.py", "_base"): VIEWS,
+    ("verification/record/trace.py", "_version"): WRITES,
+    ("integrations/diffusers.py", "_cp_plan"): PLAN,
+    ("integrations/diffusers.py", "_parallel_config"): "set by diffusers where its own parallelism is enabled",
     ("integrations/huggingface/checks.py", "_can_set_attn_implementation"): READS,
     ("integrations/huggingface/direct.py", "_attn_implementation"): READS,
     ("integrations/transformers.py", "_attn_implementation"): READS,

@@ -70,7 +70,7 @@ def test_contiguous_causal_work_is_as_unbalanced_as_its_schedule() -> None:
 
 
 def test_bytes_are_those_of_the_communication_page() -> None:
-    """One layer, bf16, forward and backward, 8 ranks on one host: docs/communication.md."""
+    """One layer, bf16, forward and backward, 8 ranks on one host: docs/measured/communication.md."""
     one = dict(LLAMA, layers=1)
     share = 2**17 // 8 * 8 * 128  # elements of k, and of v
     want = {

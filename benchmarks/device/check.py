@@ -14,7 +14,7 @@ tiles     times of tiles over plain SDPA of the same shape
 shares    device time of the busiest rank's share (nothing is transferred) over 1/n of the time of plain SDPA
 
 Results have to be finite and within the bar of the dtype. A kernel may refuse a dtype only where
-``results.py`` lists it. Everything else fails: it is shown, and the exit code is 1. docs/devices.md
+``results.py`` lists it. Everything else fails: it is shown, and the exit code is 1. docs/measured/devices.md
 explains every line.
 """
 

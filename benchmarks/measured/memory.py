@@ -1,7 +1,7 @@
 """Measures what fits: memory of a training step on one rank, over lengths and ranks, counted by tensor storages.
 
     python -m benchmarks.measured.memory                # tables
-    python -m benchmarks.measured.memory --plot docs/memory.png
+    python -m benchmarks.measured.memory --plot docs/pictures/memory.png
 
 One process plays one rank of a mesh of any size: its process group is PyTorch's fake backend, which moves nothing, and
 its attention kernel computes nothing, so that long sequences take no time. Tensors are as large as they would be.

@@ -1,6 +1,7 @@
 """Simulates where it pays to send only what is needed: modes x layouts on packed documents, windows and plain causal.
 
     python -m benchmarks.simulated.needed --ranks 8 16
+    python -m benchmarks.simulated.needed --ranks 8 16 --slow-link
 
 No process, no tensor, no clock: every rank's schedule comes from the library, and a virtual clock of each rank follows
 the order in which the library posts transfers, waits and runs tiles (forward and backward, which costs 2.5 times as
@@ -10,7 +11,12 @@ are waited for. The link is such that Ulysses' exchange of heads, the cheapest o
 mean rank computes: it needs 2.0.
 
 The result is the time over that of the mean rank's computation. "ideal" is max(1, bytes / link) for the bytes that
-"needed" must move in the layout "balanced", spread evenly.
+"needed" must move in the layout "balanced", spread evenly. They cannot always be: the rank that holds the last query of
+the longest document must receive the rest of that document, wherever it lies. "bound" is the time of that rank, or that
+of computation, whichever is longer, in forward and in backward.
+
+With --slow-link the link is so slow that the transfers of the busiest rank take as long as the mean rank computes, with
+"needed" in "balanced". The table then has the best of all other modes beside it, and of all hybrids of "needed".
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,16 +51,18 @@ def drawn(draw: Callable[[], float]) -> Iterator[float]:
         yield draw()
 
 
-def masks(total: int) -> dict[str, tuple[PackedDocuments, int | None]]:
-    """Documents and window of each case, for a sequence of ``total`` positions."""
+def masks(total: int, tokens: int = 8192) -> dict[str, tuple[PackedDocuments, int | None]]:
+    """Documents and window of each case, for a sequence of ``total`` positions. The names give the lengths for 8K
+    tokens a rank; with other ``tokens`` they are in proportion."""
     rng = np.random.default_rng(0)
     one = PackedDocuments([[0, total]])
+    short, long = tokens // 2, 2 * tokens
     return {
-        "log-normal, mean 4K": (packed(drawn(lambda: rng.lognormal(np.log(4096) - 1.5**2 / 2, 1.5)), total), None),
-        "exponential, mean 16K": (packed(drawn(lambda: rng.exponential(16384)), total), None),
-        "half one, rest 2K": (PackedDocuments([[0, *range(total // 2, total + 1, 2048)]]), None),
-        "window 1K": (one, 1024),
-        "window 4K": (one, 4096),
+        "log-normal, mean 4K": (packed(drawn(lambda: rng.lognormal(np.log(short) - 1.5**2 / 2, 1.5)), total), None),
+        "exponential, mean 16K": (packed(drawn(lambda: rng.exponential(long)), total), None),
+        "half one, rest 2K": (PackedDocuments([[0, *range(total // 2, total + 1, tokens // 4)]]), None),
+        "window 1K": (one, tokens // 8),
+        "window 4K": (one, tokens // 2),
         "plain causal": (one, None),
     }
 
@@ -109,17 +118,17 @@ def transfers(exchange: str, plans: Sequence[Schedule], share: int) -> list[tupl
         return found
     hops = plans[0].hops
     if exchange == "ring":
-        before = np.roll(itself, -1, 1).T | itself
-        return [(before, np.full(size, share))] * hops
+        before, pieces = np.roll(itself, -1, 1).T | itself, len(plans[0].pieces)
+        return [(before, np.full(size, share / pieces))] * hops * pieces
     return [(np.ones((size, size), dtype=bool), np.full(size, share * (size - 1)))] * hops
 
 
 class Fetches:
-    """Transfers of keys and values. So many are under way at once as the schedule says (one, of whole shares)."""
+    """Transfers of keys and values. So many are under way at once as the schedule says (one share, or its pieces)."""
 
     def __init__(self, ranks: Ranks, exchange: str, share: int) -> None:
         self.ranks, self.moves = ranks, transfers(exchange, ranks.plans, share)
-        self.ahead, self.done = ranks.plans[0].ahead or 1, []
+        self.ahead, self.done = ranks.plans[0].ahead or max(1, len(ranks.plans[0].pieces)), []
         for move in self.moves[: self.ahead]:
             self.done.append(ranks.post(*move))
 
@@ -158,24 +167,24 @@ def backward(ranks: Ranks, exchange: str, share: int) -> None:
 
 
 def _ring_backward(ranks: Ranks, steps: np.ndarray, moves: list[Any]) -> None:
-    """Sums of gradients go with the blocks, one hop behind, and home in one transfer at the end."""
-    pending = ranks.post(*moves[0]) if moves else None
-    ranks.compute(steps[0], BACKWARD)
-    if not moves:
-        ranks.compute(steps[-1], BACKWARD)
-        return
-    ranks.wait(pending)
-    hops = len(moves)
-    for hop in range(1, hops + 1):
-        factor = (hop < hops) + (hop > 1) * SUM / ELEMENT
-        pending = ranks.post(*moves[0], factor) if factor else None
-        ranks.compute(steps[hop], BACKWARD)
-        if pending is not None:
-            ranks.wait(pending)
+    """Sums of gradients go with the blocks, one hop behind, and each piece home at the end."""
+    pieces, hops = len(ranks.plans[0].pieces), ranks.plans[0].hops
+    done = [ranks.post(*move) for move in moves[:pieces]]
     peers = np.roll(np.eye(len(ranks.plans), dtype=bool), hops, 1) | np.eye(len(ranks.plans), dtype=bool)
-    pending = ranks.post(peers, moves[0][1], SUM / ELEMENT)
+    home = []
+    ranks.compute(steps[0], BACKWARD)
+    for i, move in enumerate(moves):
+        hop = i // pieces + 1
+        factor = (hop < hops) + (hop > 1) * SUM / ELEMENT
+        ranks.wait(done[i])
+        done.append(ranks.post(*move, factor) if factor else done[i])
+        ranks.compute(steps[i + 1], BACKWARD)
+        if hop == hops:
+            ranks.wait(done[-1])
+            home.append(ranks.post(peers, move[1], SUM / ELEMENT))
     ranks.compute(steps[-1], BACKWARD)
-    ranks.wait(pending)
+    for arrival in home:
+        ranks.wait(arrival)
 
 
 # --------------------------------------------------------------------------- the cases
@@ -194,11 +203,16 @@ def heads_bytes(ulysses: int, share: int) -> float:
 class Case:
     """One mask on a number of ranks, and the time of each mode over the mean rank's computation."""
 
-    def __init__(self, size: int, per_rank: int, documents: PackedDocuments, window: int | None) -> None:
+    def __init__(
+        self, size: int, per_rank: int, documents: PackedDocuments, window: int | None, slow: bool = False
+    ) -> None:
         self.size, self.share, self.length = size, per_rank, size * per_rank
-        self.documents, self.window = documents, window
+        self.documents, self.window, self.slow = documents, window, slow
         self.band = (None if window is None else -window, 0)
-        self.pairs = 0.0
+        reach = self.length if window is None else window + 1
+        ends = np.diff(documents.rows[0])
+        near = np.minimum(ends, reach)
+        self.pairs = float((near * (near + 1) // 2 + (ends - near) * near).sum())
 
     def plans(self, layout: str, exchange: str, ulysses: int) -> list[Schedule]:
         if layout == "balanced" and self.window is not None:
@@ -209,12 +223,13 @@ class Case:
 
     def link(self) -> float:
         """Bytes that a link moves in the time of the mean rank's computation."""
+        if self.slow:
+            return self.busiest() * kv_row(1) * (2 + SUM / ELEMENT)
         return 2 * heads_bytes(self.size, self.share)
 
     def time(self, layout: str, exchange: str, ulysses: int = 1) -> float:
         """Forward and backward."""
         plans = self.plans(layout, exchange, ulysses)
-        self.pairs = self.pairs or float(sum(plan.area for plan in plans))
         mean = self.pairs / self.size * (1 + BACKWARD)
         ranks = Ranks(plans, kv_row(ulysses) / self.link(), 1 / ulysses / mean)
         heads = heads_bytes(ulysses, self.share) / self.link()
@@ -223,10 +238,29 @@ class Case:
         backward(ranks, exchange, self.share * ulysses)
         return float(ranks.clock.max() + 2 * heads)
 
-    def ideal(self) -> float:
+    @cached_property
+    def routes(self) -> np.ndarray:
+        """Rows that each rank sends and receives with "needed" in "balanced": ``[2, ranks]``."""
         plans = self.plans("balanced", "needed", 1)
-        rows = sum(sum(route.received) for plan in plans for route in plan.routes) / self.size
-        return max(1.0, rows * kv_row(1) * (2 + SUM / ELEMENT) / self.link())
+        return np.array(
+            [[sum(map(sum, (getattr(r, x) for r in p.routes))) for p in plans] for x in ("sent", "received")]
+        )
+
+    def busiest(self) -> float:
+        return float(self.routes.max())
+
+    def _time_of(self, rows: float) -> float:
+        """The time that so many rows take, received and their gradients sent back."""
+        return rows * kv_row(1) * (2 + SUM / ELEMENT) / self.link()
+
+    def ideal(self) -> float:
+        return max(1.0, self._time_of(float(self.routes[1].mean())))
+
+    def bound(self) -> float:
+        """No deal of the sequence is faster while queries stay where they are."""
+        rows = 0 if self.window is not None else max(np.diff(self.documents.rows[0])) - self.share
+        of_keys, computing = self._time_of(rows), 1 + BACKWARD
+        return max(1 / computing, of_keys / 4) + max(BACKWARD / computing, of_keys * 3 / 4)
 
 
 def columns(size: int) -> dict[str, tuple[str, int]]:
@@ -245,22 +279,47 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 64])
     parser.add_argument("--tokens", type=int, default=8192, help="per rank")
     parser.add_argument("--only", default="", help="only masks whose name contains this")
+    parser.add_argument("--slow-link", action="store_true", help="see above; documents only")
     args = parser.parse_args()
     for size in args.ranks:
-        names = columns(size)
-        print(f"\n| {size} ranks | layout | {' | '.join(names)} | Ulysses | ideal |")
-        print("|---" * (len(names) + 4) + "|", flush=True)
-        for mask, (documents, window) in masks(size * args.tokens).items():
-            if args.only not in mask:
-                continue
-            case = Case(size, args.tokens, documents, window)
-            layouts = ["head_tail", "per_document", "balanced"]
-            if len(documents.rows[0]) == 2:  # one document: all three are the same, but for windows
-                layouts = ["head_tail"] if window is None else ["head_tail", "balanced"]
-            for layout in layouts:
-                times = [f"{case.time(layout, *mode):.2f}" for mode in names.values()]
-                last = f"2.00 | {case.ideal():.2f}" if layout == layouts[-1] else "|"
-                print(f"| {mask} | {layout} | {' | '.join(times)} | {last} |", flush=True)
+        chosen = {name: mask for name, mask in masks(size * args.tokens).items() if args.only in name}
+        cases = {name: Case(size, args.tokens, *mask, args.slow_link) for name, mask in chosen.items()}
+        if args.slow_link:
+            slow_table({name: case for name, case in cases.items() if len(case.documents.rows[0]) > 2})
+        else:
+            table(size, cases)
+
+
+def table(size: int, cases: dict[str, Case]) -> None:
+    """Print the time of every mode in every layout."""
+    names = columns(size)
+    print(f"\n| {size} ranks | layout | {' | '.join(names)} | Ulysses | ideal | bound |")
+    print("|---" * (len(names) + 5) + "|", flush=True)
+    for mask, case in cases.items():
+        layouts = ["head_tail", "per_document", "balanced"]
+        if len(case.documents.rows[0]) == 2:  # one document: all three are the same, but for windows
+            layouts = ["head_tail"] if case.window is None else ["head_tail", "balanced"]
+        for layout in layouts:
+            times = [f"{case.time(layout, *mode):.2f}" for mode in names.values()]
+            last = f"2.00 | {case.ideal():.2f} | {case.bound():.2f}" if layout == layouts[-1] else "| |"
+            print(f"| {mask} | {layout} | {' | '.join(times)} | {last} |", flush=True)
+
+
+def slow_table(cases: dict[str, Case]) -> None:
+    """Print "needed" in "balanced", and the best of the other modes, of any layout and any Ulysses degree."""
+    print("\n| ranks, documents | needed, balanced | bound | best of the others | which | times as long |")
+    print("|---|---:|---:|---:|---|---:|", flush=True)
+    for mask, case in cases.items():
+        modes = [("ring", 1), ("all_gather", 1), *(("ring", u) for u in (2, 4, 8) if u < case.size)]
+        others = {
+            f"{'' if u == 1 else f'{u} x '}{exchange}, {layout}": case.time(layout, exchange, u)
+            for layout in ("head_tail", "per_document")
+            for exchange, u in modes
+        }
+        others["Ulysses"] = 1 + 2 * heads_bytes(case.size, case.share) / case.link()
+        best, needed = min(others, key=lambda name: others[name]), case.time("balanced", "needed")
+        times = f"{needed:.2f} | {case.bound():.2f} | {others[best]:.2f} | {best} | {others[best] / needed:.1f}"
+        print(f"| {case.size}, {mask} | {times} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from hyper_cp.ops import attention, kernels
 MODES: dict[str, dict[str, Any]] = {
     "ring, head_tail": {"kv_exchange": "ring", "layout": "head_tail"},
     "ring, load_balance": {"kv_exchange": "ring", "load_balance": True},
+    "needed, head_tail": {"kv_exchange": "needed", "layout": "head_tail"},
     "all_gather, head_tail": {"layout": "head_tail"},
     "all_gather, load_balance": {"load_balance": True},
     "Ulysses": {"ulysses_degree": None},
@@ -61,17 +62,24 @@ class Clock:
 
 
 class Link:
-    """This rank's link. Transfers use it one after another, in the order in which they are posted."""
+    """This rank's link. Transfers use it one after another, in the order in which they are posted.
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    Args:
+        headers: bytes of packet headers for each byte of a message.
+        latency: seconds that a message travels after its last byte has left.
+        half_duplex: what is received uses the link as well. (It is as much as what is sent.)
+    """
+
+    def __init__(self, clock: Clock, headers: float = 0.0, latency: float = 0.0, half_duplex: bool = False) -> None:
+        self.clock, self.latency = clock, latency
+        self.share = 1 / (1 + headers) / (2 if half_duplex else 1)
         self.bandwidth, self.free_at, self.busy = float("inf"), 0.0, 0.0
 
     def post(self, nbytes: int) -> float:
         duration = nbytes / self.bandwidth
         self.busy += duration
-        self.free_at = max(self.free_at, self.clock.now()) + duration
-        return self.free_at
+        self.free_at = max(self.free_at, self.clock.now()) + duration / self.share
+        return self.free_at + self.latency
 
 
 class Kernel:
@@ -152,7 +160,7 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> No
     join(rank, args.ranks, store)
     mesh = init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("cp",))
     clock = Clock(args.virtual)
-    link, kernel = Link(clock), Kernel(clock)
+    link, kernel = Link(clock, args.headers, args.latency, args.half_duplex), Kernel(clock)
     simulate(link, kernel)
 
     def step(mode: dict[str, Any]) -> float:
@@ -194,6 +202,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="per rank")
     parser.add_argument("--seconds", type=float, default=8.0, help="duration of the computation")
     parser.add_argument("--link", type=float, default=1.0, help="duration of communication / computation")
+    parser.add_argument("--headers", type=float, default=0.0, help="packet headers / payload: 0.045 on Ethernet")
+    parser.add_argument("--latency", type=float, default=0.0, help="seconds of each message on its way")
+    parser.add_argument("--half-duplex", action="store_true", help="both directions share the link")
     parser.add_argument("--queries-per-key", type=int, default=1, help="query heads per key/value head (Ulysses)")
     parser.add_argument("--virtual", action="store_true", help="use a clock that only simulated durations advance")
     parser.add_argument("--runs", type=int, default=1, help="runs of each mode")

@@ -1,4 +1,4 @@
-"""What is compared: a problem that all contenders of a run share, and the mode and layout in which one solves it."""
+"""The problem that all contenders of a run share: its inputs, the shares of ranks, and the oracle."""
 
 from __future__ import annotations
 

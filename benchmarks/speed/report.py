@@ -1,4 +1,4 @@
-"""What was found, as a Markdown table, a plot, and sections of documents."""
+"""Results as a Markdown table, a plot, and sections of documents."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _reasons(found: dict[str, Any]) -> Iterator[str]:
 
 
 def behind(found: dict[str, Any], library: str = "hyper_cp") -> list[str]:
-    """Where the fastest peer of a kind is faster than the fastest balanced mode of ``library`` of that kind."""
+    """Sentences about peers that are faster than the fastest mode of ``library`` of their kind."""
     lines = []
     for run in found["runs"]:
         best: dict[tuple[str, bool], tuple[float, str]] = {}
@@ -97,13 +97,13 @@ def behind(found: dict[str, Any], library: str = "hyper_cp") -> list[str]:
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
-    """Bars of the share of perfect scaling, with the spread of the rounds, one panel a run."""
+    """Bars of the share of perfect scaling, with the spread of the rounds, for the first two runs."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    runs = [run for run in found["runs"] if any(shares(run, result) for result in run["results"])]
+    runs = [run for run in found["runs"] if any(shares(run, result) for result in run["results"])][:2]
     most = max(sum(bool(shares(run, result)) for result in run["results"]) for run in runs)
     figure, panels = plt.subplots(1, len(runs), figsize=(5.2 * len(runs), 0.9 + 0.27 * most), squeeze=False)
     for run, panel in zip(runs, panels[0], strict=True):

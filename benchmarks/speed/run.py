@@ -149,8 +149,7 @@ class Entry:
         if layout in ("contiguous", "head_tail"):
             return positions(layout, ranks.rank, ranks.size, problem.length)
         handler = ContextParallelHandler(ranks.mesh, layout)
-        with handler.documents(problem.documents):
-            return handler.dispatch(0, torch.arange(problem.length))
+        return handler.position_ids(problem.length, documents=problem.documents)
 
     def prepare(self, problem: Problem, ranks: Ranks, shares: Shares) -> Callable[[], float]:
         """Make the function and its inputs; returns a step that takes so many seconds."""

@@ -1,7 +1,8 @@
 """Trains a small byte-level Llama on real text in every mode of context parallelism, beside one rank.
 
-Run it as `make demo`, `hyper-cp demo`, or `torchrun --nproc-per-node 4 -m hyper_cp demo`. The exit code is not zero
-if the losses of any mode differ from those of one rank by more than fp32 rounding.
+Run it as `make demo`, `hyper-cp demo`, or `torchrun --nproc-per-node 4 -m hyper_cp demo`. It prints a table and draws
+the losses and who computes what; `--html FILE` puts all of it on one page. The exit code is not zero if the losses of
+any mode differ from those of one rank by more than fp32 rounding.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +30,9 @@ from .. import ContextParallel, ContextParallelHandler, styled_modules
 from ..memory import MemoryCounter
 from ..mesh.comm import record_traffic
 from .demo_model import Llama, LlamaConfig
-from .demo_report import ONE_RANK, TOLERANCE, Result, progress, save_picture, table
+from .demo_report import ONE_RANK, TOLERANCE, Result, progress, save_page, save_picture, table
 from .options import check_picture, mistake
+from .tiles import Panel, mode_panel
 
 MODES: dict[str, dict[str, Any]] = {
     "ulysses": {"ulysses_degree": None},
@@ -50,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=int, default=4096, help="tokens per sequence (default 4096)")
     names = ", ".join(f"'{name}'" for name in MODES)
     parser.add_argument("--modes", nargs="+", choices=MODES, metavar="MODE", help=f"some of {names} (default: all)")
-    parser.add_argument("--out", default="demo_losses.png", help="image file for the loss curves")
+    parser.add_argument("--out", help="image file for loss curves and who computes what (default demo_losses.png)")
+    parser.add_argument("--html", metavar="FILE", help="also write one page with the table, the curves and the maps")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,7 +93,12 @@ def _check(args: argparse.Namespace, ranks: int, possible: list[str]) -> None:
             f"--modes {', '.join(impossible)} cannot run on {ranks} ranks. Ulysses splits the model's "
             f"{LlamaConfig().heads} heads over its ranks. Choose among {', '.join(possible)}"
         )
-    check_picture("--out", args.out)
+    if args.out is not None:
+        check_picture("--out", args.out)
+    if args.html and not Path(args.html).parent.is_dir():
+        raise ValueError(
+            f"--html {args.html} lies in a folder that does not exist. The page is written there. Make the folder first"
+        )
 
 
 # --------------------------------------------------------------------------- data and training
@@ -197,20 +207,39 @@ def rank_main(args: argparse.Namespace) -> int:
 
 
 def report(results: dict[str, Result], args: argparse.Namespace) -> int:
-    """Print the table and save the picture. Return 1 if the losses of a mode are wrong, else 0."""
+    """Print the table and save the pictures. Return 1 if the losses of a mode are wrong, else 0."""
+    ranks = dist.get_world_size()
     lines, wrong = table(results)
-    print(f"\n{dist.get_world_size()} gloo ranks x 1 thread, {os.cpu_count()} cores, sequence length {args.seq_len}, "
-          f"{args.steps} steps, fp32, torch {torch.__version__}")  # fmt: skip
-    print("\n".join(lines))
-    print(
-        "activations: bytes of tensors that a rank keeps between forward and backward, and what one rank alone needs.\n"
-        "sent MiB/step: bytes that hyper_cp sends per rank, without the all-reduce of the gradients of parameters."
-    )
-    save_picture(results, args.out)
-    print(f"loss curves: {args.out}")
+    lines = [
+        f"{ranks} gloo ranks x 1 thread, {os.cpu_count()} cores, sequence length {args.seq_len}, {args.steps} steps, "
+        f"fp32, torch {torch.__version__}",
+        *lines,
+        "activations: bytes of tensors that a rank keeps between forward and backward, and what one rank alone needs.",
+        "sent MiB/step: bytes that hyper_cp sends per rank, without the all-reduce of the gradients of parameters.",
+    ]
+    print("\n" + "\n".join(lines))
+    panels = maps(args.modes, ranks, args.seq_len)
+    picture = args.out or "demo_losses.png"
+    if save_picture(results, panels, ranks, picture):
+        print(f"loss curves, and who computes what: {picture}")
+    else:
+        print("no picture: matplotlib is not installed (pip install 'hyper-cp[viz]')")
+    if args.html:
+        save_page(results, lines, panels, ranks, args.html)
+        print(f"page with all of it: {args.html}")
     if wrong:
         print(f"WRONG: losses differ from one rank by more than {TOLERANCE}: {', '.join(wrong)}")
     return int(bool(wrong))
+
+
+def maps(modes: list[str], ranks: int, length: int) -> list[Panel]:
+    """Who computes what in each of the modes; those with equal maps share one."""
+    found: dict[bytes, Panel] = {}
+    for name in modes:
+        panel = mode_panel(name, MODES[name], ranks, length, 96)
+        same = found.get(panel.cells.tobytes())
+        found[panel.cells.tobytes()] = panel if same is None else replace(same, title=f"{same.title}, {name}")
+    return list(found.values())
 
 
 def _spawned(rank: int, args: argparse.Namespace, port: int) -> None:

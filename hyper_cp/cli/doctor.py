@@ -26,7 +26,7 @@ from .diagnosis.machine import machine
 from .diagnosis.ranks import Ranks, default_device, process_group
 from .diagnosis.speeds import measure
 from .diagnosis.tiles import check_kernels
-from .options import mistake
+from .options import mistake, one_of_several_ranks
 
 MODEL = {"layers": 32, "heads": 32, "kv_heads": 8, "width": 4096, "ffn": 14336, "vocabulary": 128256}
 TOKENS = 16384
@@ -46,14 +46,15 @@ def run(args: argparse.Namespace) -> int:
     """Examine this rank together with the others. Return the exit code, which is the same on all ranks."""
     device = args.device or default_device()
     try:
-        _check_options(args, device)
+        several = one_of_several_ranks()
+        _check_options(args, device, int(os.environ["WORLD_SIZE"]) if several else 1)
     except ValueError as error:
         return mistake("doctor", error)
-    with process_group(device, args.timeout):
+    with process_group(device, args.timeout, several):
         return _examine(Ranks(device), args)
 
 
-def _check_options(args: argparse.Namespace, device: str) -> None:
+def _check_options(args: argparse.Namespace, device: str, ranks: int) -> None:
     here = {"cpu", default_device()}
     if device not in here:
         raise ValueError(
@@ -62,7 +63,6 @@ def _check_options(args: argparse.Namespace, device: str) -> None:
     for name, value in (("--message-mb", args.message_mb), ("--timeout", args.timeout)):
         if value is not None and not 0 < value < 2**20:
             raise ValueError(f"{name} {value} is no positive number. It is a size or a time. Pass one above 0")
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
     degree = args.ulysses_degree
     if degree is not None and (degree < 1 or ranks % degree):
         raise ValueError(

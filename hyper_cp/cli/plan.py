@@ -4,7 +4,8 @@
     hyper-cp plan meta-llama/Llama-3.1-8B --documents lengths.txt --gpus 16 --measured measured.json --plot plan.png
     hyper-cp plan --layers 32 --heads 32 --kv-heads 8 --width 4096 --vocabulary 128256 --sequence 1M --gpus 64
 
-docs/planner.md describes the model behind it. The exit code is 1 if nothing fits, and 2 if something cannot be planned.
+docs/measured/planner.md describes the model behind it. The exit code is 1 if nothing fits, and 2 if something cannot be
+planned.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(_option(name), type=kind, help=f"instead of the profile's{what}")
     parser.add_argument("--memory-gb", type=float, help="memory of a device that a step may use")
     parser.add_argument(
-        "--measured", help="a JSON file of measurements, which replace the profile's numbers (docs/planner.md)"
+        "--measured", help="a JSON file of measurements, which replace the profile's numbers (docs/measured/planner.md)"
     )
     for name in CHOICES:
         kind = int if name in ("cp_size", "ulysses_degree") else str

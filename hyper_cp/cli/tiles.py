@@ -6,19 +6,27 @@
 Each row of a map stands for queries, each column for keys. A letter is the rank that computes the pair: a capital where
 it holds the keys itself, a small letter where they travel to it. A picture (any format of matplotlib, the extra `viz`)
 has a colour for each rank, pale where keys travel.
+
+    hyper-cp tiles --modes --ranks 4 --length 4096 --picture modes.png
+
+draws the modes instead of the layouts, under a causal mask. Where heads are split too, there is a map for each part of
+them.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from ..mesh.cp_mesh import divisors
 from ..ops import Balance, balance
 from ..schedule import lookup
 from ..schedule.documents import PackedDocuments
@@ -28,6 +36,15 @@ from .options import DOCUMENTS_HELP, check_picture, document_lengths, mistake, t
 LAYOUTS = ("head_tail", "per_document", "balanced")
 
 
+@dataclass(frozen=True)
+class Panel:
+    """A map with its title and, below it, what the division costs."""
+
+    title: str
+    caption: str
+    cells: Numbers
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``hyper-cp tiles``."""
     parser.add_argument("--ranks", type=int, default=4, help="ranks of the ring dimension (default 4)")
@@ -35,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--documents", help=f"{DOCUMENTS_HELP} (default: one document)")
     parser.add_argument("--window", type=int, help="positions before its own that a query sees (default: all)")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), help=f"default: {' '.join(LAYOUTS)}")
+    parser.add_argument("--modes", action="store_true", help="the modes under a causal mask, not the layouts")
     parser.add_argument("--picture", metavar="FILE", help="draw the maps into this file instead of printing them")
 
 
@@ -49,6 +67,11 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"--window {args.window} is negative. It is a number of positions before a query. Pass 0 or more"
             )
+        if args.modes and (documents or args.window is not None):
+            raise ValueError(
+                "--modes with --documents or --window is not possible. It draws the modes under a plain causal mask. "
+                "Leave them out, or leave out --modes"
+            )
         costs = balance(length, args.ranks, documents, window=None if args.window is None else (args.window, 0))
         missing = [name for name in args.layouts if name not in costs]
         if missing:
@@ -59,13 +82,17 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         return mistake("tiles", error)
     size = 384 if args.picture else 32
-    maps = {name: tile_map(name, length, args.ranks, documents, args.window, size) for name in args.layouts}
+    if args.modes:
+        panels = mode_panels(args.ranks, length, size)
+    else:
+        given = length, args.ranks, documents, args.window, size
+        panels = [Panel(name, caption(costs[name]), tile_map(name, *given)) for name in args.layouts]
     if args.picture:
-        draw(maps, costs, args.ranks, args.picture)
-    for name in args.layouts:
+        draw(panels, args.ranks, args.picture)
+    for panel in panels:
         if not args.picture:
-            print("\n".join(text(maps[name])))
-        print(f"{name}: {caption(costs[name])}")
+            print("\n".join(text(panel.cells)))
+        print(f"{panel.title}: {panel.caption}")
     return 0
 
 
@@ -80,34 +107,100 @@ def _length(given: int | None, documents: Sequence[int] | None) -> int:
     return documents[-1]
 
 
+def mode_panels(ranks: int, length: int, size: int) -> list[Panel]:
+    """The modes that these ranks and this length allow."""
+    modes: dict[str, dict[str, Any]] = {
+        "all-gather or ring, contiguous": {},
+        "the same, load_balance": {"load_balance": True},
+        "all-gather or ring, head_tail": {"layout": "head_tail"},
+    }
+    if length % (2 * ranks):
+        modes = {"all-gather or ring, contiguous": {}}
+    between = [k for k in divisors(ranks) if 1 < k < ranks]
+    if between:
+        layout = "contiguous" if length % (2 * ranks) else "head_tail"
+        modes[f"hybrid, ulysses_degree={between[0]}, {layout}"] = {"ulysses_degree": between[0], "layout": layout}
+    modes["Ulysses"] = {"ulysses_degree": None}
+    return [mode_panel(name, mode, ranks, length, size) for name, mode in modes.items()]
+
+
+def mode_panel(title: str, mode: dict[str, Any], ranks: int, length: int, size: int) -> Panel:
+    """The map of one mode under a causal mask, and its cost.
+
+    Args:
+        mode: arguments of :class:`hyper_cp.ContextParallel`: ``ulysses_degree``, ``layout``, ``load_balance``.
+    """
+    layout, balanced = mode.get("layout", "contiguous"), mode.get("load_balance", False)
+    ulysses = mode.get("ulysses_degree", 1) or ranks
+    ring = ranks // ulysses
+    call = ("all_gather", balanced, (None, 0), length, length)
+    work = [lookup.schedule(layout, rank, ring, ulysses, *call).area for rank in range(ring)]
+    sent = 4 * (ulysses - 1) / ulysses + 2 * (ring - 1) + (balanced and ring > 1)
+    maps = [
+        tile_map(layout, length, ranks, None, None, size, ulysses=ulysses, group=group, load_balance=balanced)
+        for group in range(ulysses)
+    ]
+    cost = f"work {max(work) * ring / sum(work):.2f} x the mean, a rank sends {sent:.2g} x its q"
+    return Panel(title, cost, mosaic(maps))
+
+
+def mosaic(maps: list[Numbers]) -> Numbers:
+    """Maps side by side in a square, with gaps."""
+    side, size = math.ceil(math.sqrt(len(maps))), len(maps[0])
+    gap = max(1, size // 24) if len(maps) > 1 else 0
+    whole = np.zeros((-(-len(maps) // side) * (size + gap) - gap, side * (size + gap) - gap), dtype=np.int64)
+    for i, one in enumerate(maps):
+        row, column = divmod(i, side)
+        whole[row * (size + gap) :, column * (size + gap) :][:size, :size] = one
+    return whole
+
+
 def caption(cost: Balance) -> str:
     """The cost of a layout in a few words."""
     return f"work {cost.ratio:.2f} x the mean, {cost.share:.2f} of an all-gather travels"
 
 
 def tile_map(
-    layout: str, length: int, ranks: int, documents: Sequence[int] | None, window: int | None, size: int
+    layout: str,
+    length: int,
+    ranks: int,
+    documents: Sequence[int] | None,
+    window: int | None,
+    size: int,
+    *,
+    ulysses: int = 1,
+    group: int = 0,
+    load_balance: bool = False,
 ) -> Numbers:
-    """The tiles of all ranks under a causal mask, with ``kv_exchange="needed"``, on a grid of ``size`` x ``size``.
+    """The tiles of all ranks under a causal mask on a grid of ``size`` x ``size``.
+
+    Args:
+        ulysses: the number of adjacent ranks that split the heads; the map is that of part ``group`` of them.
 
     Returns:
         For each queries (rows) and keys (columns) the number of the rank that computes them, from 1 on; negative if the
         keys travel to it; 0 where nothing is seen.
     """
     packed = PackedDocuments([[0, length] if documents is None else list(documents)])
-    call = ("needed", False, (None if window is None else -window, 0), length, length, True, packed)
+    band = None if window is None else -window, 0
+    call = ("all_gather" if load_balance else "needed", load_balance, band, length, length, True, packed)
     found = np.zeros((size, size), dtype=np.int64)
-    visible = _visible(packed, length, window, size)
-    for rank in range(ranks):
-        plan = lookup.schedule(layout, rank, ranks, 1, *call)
+    visible, held = _visible(packed, length, window, size), lookup.resolve(layout, ranks, length, packed)
+    for place in range(ranks // ulysses):
+        rank = place * ulysses + group
+        plan = lookup.schedule(layout, place, ranks // ulysses, ulysses, *call)
+        here = np.zeros(size, dtype=bool)
+        for positions in held.ranges(rank):
+            here[_cells(positions, length, size)] = True
+        number = np.where(here, rank + 1, -rank - 1)
         queries = Rows(plan.queries)
-        for i, step in enumerate(plan.forward):
-            keys, number = Rows(step.keys), rank + 1 if i in (0, len(plan.forward) - 1) else -rank - 1
+        for step in plan.forward:
+            keys = Rows(step.keys)
             for tile in itertools.chain.from_iterable(whole.rectangles for whole in step.tiles):
                 for _, q in queries.within(tile.q):
                     for _, k in keys.within(tile.k):
                         cells = _cells(q, length, size), _cells(k, length, size)
-                        found[cells] = np.where(visible[cells], number, found[cells])
+                        found[cells] = np.where(visible[cells], number[None, cells[1]], found[cells])
     return found
 
 
@@ -136,24 +229,42 @@ def text(cells: Numbers) -> list[str]:
     ]
 
 
-def draw(maps: Mapping[str, Numbers], costs: Mapping[str, Balance], ranks: int, path: str) -> None:
+def palette(ranks: int) -> Any:
+    """Colours (red, green, blue from 0 to 1) of the numbers from ``-ranks`` to ``ranks``: pale, white, and full."""
+    hues = (np.arange(ranks)[:, None] + 0.5) / ranks + np.array([0, 2 / 3, 1 / 3])
+    colours = 0.5 + 0.4 * np.cos(2 * np.pi * hues)
+    return np.concatenate((1 - 0.4 * (1 - colours[::-1]), np.ones((1, 3)), colours))
+
+
+def draw(panels: Sequence[Panel], ranks: int, path: str) -> None:
     """Draw the maps side by side into an image file."""
     import matplotlib  # an optional dependency (the extra "viz"), which nothing else needs
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(4.2 * len(panels), 4.9), layout="constrained", squeeze=False
+    )
+    draw_on(axes[0], panels, ranks)
+    legend(figure, ranks)
+    figure.savefig(path, dpi=110)
+
+
+def draw_on(axes: Any, panels: Sequence[Panel], ranks: int) -> None:
+    """Draw each panel on one of matplotlib's axes."""
+    colours = palette(ranks)
+    for axis, panel in zip(axes, panels, strict=True):
+        axis.imshow(colours[panel.cells + ranks], interpolation="nearest")
+        axis.set(title=f"{panel.title}\n{panel.caption}", xticks=[], yticks=[], xlabel="keys", ylabel="queries")
+        axis.title.set_fontsize(9)
+
+
+def legend(figure: Any, ranks: int) -> None:
+    """Name the colours of the ranks below the maps."""
     from matplotlib.patches import Patch
 
-    colours = np.array([pyplot.get_cmap("turbo")((r + 0.5) / ranks)[:3] for r in range(ranks)])
-    palette = np.concatenate((1 - 0.4 * (1 - colours[::-1]), np.ones((1, 3)), colours))  # -ranks to ranks
-    figure, axes = pyplot.subplots(1, len(maps), figsize=(4.2 * len(maps), 4.9), layout="constrained", squeeze=False)
-    for axis, (name, cells) in zip(axes[0], maps.items(), strict=True):
-        axis.imshow(palette[cells + ranks], interpolation="nearest")
-        axis.set(
-            title=f'layout="{name}"\n{caption(costs[name])}', xticks=[], yticks=[], xlabel="keys", ylabel="queries"
-        )
-        axis.title.set_fontsize(9)
-    handles = [Patch(color=colours[r], label=f"rank {r}") for r in range(ranks)]
-    handles.append(Patch(color=palette[0], label="pale: the keys travel"))
+    colours = palette(ranks)
+    handles = [Patch(color=colours[ranks + 1 + r], label=f"rank {r}") for r in range(ranks)]
+    handles.append(Patch(color=colours[ranks - 1], label="pale: the keys travel"))
     figure.legend(handles=handles, loc="outside lower center", ncol=min(ranks + 1, 9), fontsize=8, frameon=False)
-    figure.savefig(path, dpi=110)

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ..data.collectives import by_rank
 from ..verify import verify
-from .options import mistake
+from .options import mistake, one_of_several_ranks
 
 
 class _Mistake(ValueError):
@@ -43,12 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Verify on this rank. Return the exit code, which is the same on all ranks."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return mistake(
-            "verify",
-            "it compares several ranks, but RANK and WORLD_SIZE are not set. Start it with torchrun --nproc-per-node 2 "
-            f"-m hyper_cp verify {args.function}",
-        )
+    try:
+        if not one_of_several_ranks():
+            return mistake(
+                "verify",
+                "it compares several ranks, but RANK and WORLD_SIZE are not set. Start it with torchrun "
+                f"--nproc-per-node 2 -m hyper_cp verify {args.function}",
+            )
+    except ValueError as error:
+        return mistake("verify", error)
     try:
         function = _load(args.function)
     except _Mistake as error:  # the same on every rank: one of them says so

@@ -196,6 +196,7 @@ class WholeBatch:
 
     def split(self, table: Tensor | None, fill: Mapping[Any, float]) -> dict[Any, Any]:
         """This rank's share of every entry; ``fill`` has the values (default 0) with which entries are padded."""
+        self.handler.cp.batch.batches += 1
         return {
             name: self.handler.local_share(x, self.dims[name], table, fill.get(name, 0)) if name in self.dims else x
             for name, x in self.entries.items()

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh import cp_mesh
 from ..mesh.comm import Axis, gather_ranks
+from ..mesh.failures import operation
 from ..ops.exchange.held_rows import fetch, rows_plan
 from ..schedule.documents import read
 from ..schedule.lookup import ascending, resolve
@@ -25,7 +26,8 @@ def gather_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str,
     """Gather ``[.. S/n ..] -> [.. S ..]`` in global order, the same on every rank of the mesh."""
     cp = cp_mesh.by_key(mesh)
     resolved = resolve(layout, cp.size, x.shape[seq_dim] * cp.size, read(documents))
-    by_rank = gather_ranks(cp.flat, x.movedim(seq_dim, 0))
+    with operation(cp, "gathering of a sequence"):
+        by_rank = gather_ranks(cp.flat, x.movedim(seq_dim, 0))
     if cp.size == 1:
         return x.clone(memory_format=torch.contiguous_format)  # an op must not return its input
     to_ascending, _ = ascending(resolved, range(cp.size))
@@ -95,7 +97,8 @@ def roll_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str, s
     packed = read(documents)
     resolved = resolve(layout, cp.size, x.shape[seq_dim] * cp.size, packed)
     plan = rows_plan(resolved, cp.rank, shifts, -shifts)
-    out = fetch(x.movedim(seq_dim, 0), plan, cp.flat, cp.rank).movedim(0, seq_dim).contiguous()
+    with operation(cp, "roll of a sequence"):
+        out = fetch(x.movedim(seq_dim, 0), plan, cp.flat, cp.rank).movedim(0, seq_dim).contiguous()
     if packed is None:
         return out
     at = resolved.positions(cp.rank)

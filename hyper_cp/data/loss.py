@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh.cp_mesh import CPMesh
+from ..mesh.failures import calling
 from .collectives import by_rank
 
 
@@ -31,7 +32,8 @@ def mean_loss(
     check_ignore_index(ignore_index)
     total, count = _local(losses, labels, ignore_index, mask)
     exact = torch.promote_types(total.dtype, torch.float32)
-    sums = by_rank(mesh, torch.stack([total.detach().to(exact), count.to(exact)])).sum(0)
+    with calling("mean_loss"):
+        sums = by_rank(mesh, torch.stack([total.detach().to(exact), count.to(exact)])).sum(0)
     # If no token counts on any rank: a loss of 0 and no gradient, rather than NaN in every parameter.
     tokens = torch.where(sums[1] == 0, 1.0, sums[1])
     factor = mesh.size() if gradients == "mean" else 1

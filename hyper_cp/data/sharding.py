@@ -49,9 +49,20 @@ class Shares:
         No communication. Differentiable: the gradient of the whole is zero except in this rank's share.
 
         Args:
+            tensor: global, the same on all ranks.
+            seq_dim: its sequence dimension; negative ones count from the end.
             pad_value: pads the end up to :meth:`padded_length` with this value if S does not split evenly (labels:
                 ``ignore_index``); without it such an S raises. Under a causal mask no token sees the padding;
                 otherwise run the forward in :meth:`documents`, which keeps it apart.
+
+        Raises:
+            ValueError: if S does not split evenly, or if the tensor has no such dimension; before communication.
+
+        Example::
+
+            >>> share = handler.dispatch(torch.arange(8), 0)
+            >>> share.shape, handler.combine(share, 0).tolist()
+            (torch.Size([4]), [0, 1, 2, 3, 4, 5, 6, 7])
         """
         return self.local_share(tensor, seq_dim, self.cp.batch.documents, pad_value)
 
@@ -90,6 +101,9 @@ class Shares:
             documents: the documents by which layouts ``"per_document"`` and ``"auto"`` have placed the tokens, as
                 for :meth:`documents`; by default those of the enclosing block.
             gradients: the reduction of parameters' gradients over the ranks that follows, for a loss of the whole.
+
+        Raises:
+            ValueError: if ``length`` is not that of the dispatched tensor, or ``gradients`` is unknown.
         """
         seq_dim = checked_dim(tensor, seq_dim)
         if gradients not in (None, "mean", "sum"):
@@ -128,6 +142,12 @@ class Shares:
             This rank's share ``[.. S/n ..]`` of the result, and the sum of the share (0-D, half precision added up in
             fp32; the number of tokens left, if ``tensor`` is a loss mask).
 
+        Example::
+
+            >>> following, _ = handler.roll_tensor(handler.dispatch(torch.arange(8), 0), shifts=-1)
+            >>> handler.combine(following, 0).tolist()
+            [1, 2, 3, 4, 5, 6, 7, 0]
+
         Source: ``roll_tensor`` of Megatron-LM's multi-token prediction; there one position to the left.
         """
         seq_dim = checked_dim(tensor, dims, "dims")
@@ -147,7 +167,14 @@ class Shares:
         (see :meth:`padded_length`).
 
         Args:
+            length: S, in positions.
+            device: of the result; default: the CPU.
             restart: count from 0 in each packed document; ``[B, S/n]`` if documents differ between rows.
+
+        Example::
+
+            >>> handler.position_ids(8).tolist()[0] == 2 * mesh.get_local_rank()  # head-tail: 0 1 6 7, and 2 3 4 5
+            True
         """
         table = self.documents_for(documents, checked_length("length", length))
         at = self.resolve(length, table).positions(self.cp.rank)

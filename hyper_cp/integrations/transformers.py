@@ -36,6 +36,8 @@ from ..style import ContextParallel, style_of
 from .huggingface import forward, router_loss
 from .huggingface.attention import NAME, register
 from .huggingface.checks import (
+    base_of,
+    check_adapters,
     check_batch,
     check_dispatched,
     check_inputs,
@@ -64,9 +66,10 @@ def prepare_model(
 ) -> PreTrainedModel:
     """Run the attention of a causal model over the sequence that the ranks of ``mesh`` share; in place.
 
-    Call it before DDP, FSDP or compile. Dimensions and indices of ``style`` do not count, and sliding windows are the
-    model's own. The forward takes this rank's tokens: see :func:`prepare_batch`. A batch that has not been through it
-    may have a 2-D ``attention_mask`` (local or global) or ``position_ids``, which are then gathered in every forward.
+    Call it before DDP, FSDP or compile, and before or after adapters of PEFT are added. Dimensions and indices of
+    ``style`` do not count, and sliding windows are the model's own. The forward takes this rank's tokens: see
+    :func:`prepare_batch`. A batch that has not been through it may have a 2-D ``attention_mask`` (local or global) or
+    ``position_ids``, which are then gathered in every forward.
 
     Args:
         chunked_loss: compute the loss without whole logits, for a chunk of tokens at a time. The output of a forward
@@ -78,10 +81,11 @@ def prepare_model(
     Raises:
         ValueError: if the model is prepared already, or if the style does not fit.
         NotImplementedError: with the reason, if the model would be wrong on a share: layers that are not causal
-            attention, positions that it counts itself, a head that pools (docs/transformers_models.md lists the
-            outcome of every causal type).
+            attention, positions that it counts itself, a head that pools (docs/integrations/transformers_models.md
+            lists the outcome of every causal type).
     """
     register()
+    given, model = model, base_of(model)
     decoder = decoder_of(model)
     name = type(decoder).__name__
     if binding_of(decoder) is not None:
@@ -108,7 +112,7 @@ def prepare_model(
         model.register_forward_hook(head.after, with_kwargs=True, always_call=True)
     if chunked is not None:  # last: the router loss is corrected in an output that still has logits
         chunked.attach(model)
-    return model
+    return given
 
 
 def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +164,8 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
     types = {
         name: _types(entries[name], mask, padding) for name in TOKEN_TYPES if isinstance(entries.get(name), Tensor)
     }
-    ready = replace(prepared(state, last, counted), numbered=positions is None, token_types=types)
+    share = whole.padded // handler.cp.size
+    ready = replace(prepared(state, last, counted), numbered=positions is None, token_types=types, length=share)
     return {**local, "context_parallel": ready}
 
 
@@ -197,6 +202,7 @@ class DecoderHook:
         """Attention modules that call SDPA themselves."""
         self.compared = False
         """True once the ranks' tokens have been compared."""
+        self.adapters_checked = False
 
     @staticmethod
     def share(handler: ContextParallelHandler, batch: dict[str, Any]) -> dict[str, Any]:
@@ -215,6 +221,9 @@ class DecoderHook:
             state: forward.State = OneDevice(self.implementation)
         else:
             self._refuse(args, kwargs)
+            if not self.adapters_checked:
+                check_adapters(module)
+                self.adapters_checked = True
             tokens = args[0] if args else kwargs.get("input_ids")
             tokens = kwargs["inputs_embeds"] if tokens is None else tokens
             handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
@@ -302,6 +311,12 @@ class DecoderHook:
                 raise ValueError(
                     f"{self.binding.name} runs with layout={handler.layout!r}, but prepare_batch split the batch as "
                     f"{ready.layout!r}. Make its handler of the style that prepare_model was given"
+                )
+            if ready.length not in (None, tokens.shape[1]):
+                raise ValueError(
+                    f"{self.binding.name} got {tokens.shape[1]} tokens, but prepare_batch gave {ready.length} to this "
+                    "rank. What is added to the tokens of every rank (virtual tokens of PEFT's prompt tuning, say) is "
+                    "not part of the sequence that they share. Add it to the whole batch, before prepare_batch"
                 )
             return ready if documents is None else replace(ready, documents=documents)
         last = self._last_position(handler, positions, tokens)

@@ -36,6 +36,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .comm import record
+from .failures import TransferError
+from .groups import NO_STORE
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +48,12 @@ _HISTORY, _TOKENS = "calls before", "tokens"
 _FACTOR, _BITS = 1_000_003, 2**61 - 1
 
 TIMEOUT = 600.0
-"""Seconds that a rank waits for the others; the environment variable ``HYPER_CP_AGREE_TIMEOUT`` overrides it. As long
-as a slow data loader or a compilation on another rank may take; after ``PATIENCE`` a warning says who is missing."""
+"""Seconds that a rank waits for the others, or less if the timeout of ``init_process_group`` (which is that of its
+store) is less; the environment variable ``HYPER_CP_AGREE_TIMEOUT`` overrides both. As long as a slow data loader or a
+compilation on another rank may take; after ``PATIENCE`` a warning says who is missing."""
 PATIENCE = 30.0
 RECORDED = 4096
 """Signatures of one kind that are recorded; the oldest is dropped, which is the same one on every rank."""
-
-_NO_STORE = ("fake", "mpi")
-"""Backends whose groups have no store with the other ranks behind it: nothing is compared there."""
 
 _WITHDRAWN = ""
 """The entry of a rank that has given up."""
@@ -99,7 +99,8 @@ class Agreement:
         """The number of the last signature; how many were looked up since the last comparison, and their order."""
         self._tokens: str | None = None
         """Digest of the first tokens that were shared out on the mesh; empty once it has been compared."""
-        self._round, self._lock = 0, threading.Lock()
+        self._round, self._lock, self._doubts = 0, threading.Lock(), False
+        self._limit = store.timeout.total_seconds()
         # Entries of an earlier mesh of the same ranks may be left in the store, so every rank counts its own meshes.
         # It counts those of each shape apart: ranks may come to meshes of different shapes in different orders.
         identity = repr((self.ranks, tuple(shape)))
@@ -111,7 +112,7 @@ class Agreement:
     def between(ranks: Sequence[int], groups: Sequence[Any]) -> Agreement | None:
         """The agreement of a new mesh of these global ranks, over these groups; None if there is nobody to ask."""
         world = dist.group.WORLD
-        if len(ranks) == 1 or world is None or any(dist.get_backend(g) in _NO_STORE for g in (world, *groups)):
+        if len(ranks) == 1 or world is None or any(dist.get_backend(g) in NO_STORE for g in (world, *groups)):
             return None
         shape = [dist.get_world_size(g) for g in groups]
         return Agreement(world.get_group_store(), ranks, list(ranks).index(dist.get_rank()), shape)
@@ -126,6 +127,14 @@ class Agreement:
         if self._tokens is None and tokens.numel() and not (tokens.is_floating_point() or tokens.dtype == torch.bool):
             self._tokens = fingerprint(tokens)
 
+    def doubt(self) -> None:
+        """Compare the next call whatever it is: an op of this rank has raised, and the other ranks may be in it still.
+
+        A transfer of another call would meet theirs. If all ranks have raised, they agree, and go on.
+        """
+        self._doubts = True
+        self._calls = self._order = 0
+
     def known(self, kind: str, signature: Signature) -> bool:
         """True if the ranks have agreed on ``signature``."""
         return signature in self._agreed.get(kind, ())
@@ -136,12 +145,12 @@ class Agreement:
         """See :meth:`CPMesh.agree`; ``mesh`` describes itself in errors."""
         agreed = self._agreed.setdefault(kind, {})
         number = agreed.get(signature)
-        if number is not None:
+        if number is not None and not self._doubts:
             self._calls += 1
             self._order = (self._order * _FACTOR + number) & _BITS
             return
         with self._lock:
-            if signature in agreed:  # another thread has been faster
+            if signature in agreed and not self._doubts:  # another thread has been faster
                 return
             mine = {"kind": kind} | {name: _text(value) for name, value in (*signature, *once)}
             history, tokens = f"{self._calls}/{self._order:x}", self._tokens if kind == "call" else None
@@ -157,6 +166,9 @@ class Agreement:
                 raise ValueError(_disagreement([{"kind": kind, "batch": x} for x in batches], mesh, caller))
             if any(theirs != history for theirs in histories):
                 raise ValueError(_other_histories(histories, mesh, caller))
+            self._doubts = False
+            if signature in agreed:
+                return
             self._number += 1
             agreed[signature] = self._number
             if len(agreed) > RECORDED:
@@ -182,12 +194,18 @@ class Agreement:
         keys = [f"{self._round}/{rank}" for rank in range(len(self.ranks))]
         entry = json.dumps(mine)
         record("agreement", len(entry))
-        self._store.set(keys[self.rank], entry)
+        purpose = f"{caller}: rank {self.rank} of the {mesh} compares its {_name(mine['kind'])}"
         try:
-            entries = self._wait(keys, f"{caller}: rank {self.rank} of the {mesh} compares its {_name(mine['kind'])}")
-        except BaseException:
+            self._store.set(keys[self.rank], entry)
+            entries = self._wait(keys, purpose)
+        except BaseException as error:
             with suppress(RuntimeError):  # the store may be what has failed
                 self._store.set(keys[self.rank], _WITHDRAWN)
+            if isinstance(error, dist.DistError):
+                raise TransferError(
+                    f"{purpose} in the store of the default process group, which fails: {error}. The process that "
+                    "keeps the store (rank 0, or torchrun's agent) has ended. Read the first rank's error"
+                ) from error
             raise
         if self._round:
             self._store.delete_key(f"{self._round - 1}/{self.rank}")
@@ -196,7 +214,8 @@ class Agreement:
 
     def _wait(self, keys: list[str], purpose: str) -> list[bytes]:
         """The values of all keys as soon as all are there."""
-        limit, started, warned = float(os.environ.get("HYPER_CP_AGREE_TIMEOUT", TIMEOUT)), time.monotonic(), False
+        limit = float(os.environ.get("HYPER_CP_AGREE_TIMEOUT", min(TIMEOUT, self._limit)))
+        started, warned = time.monotonic(), False
         # In short requests: Store.wait would keep other threads from the store, and torch warns when it times out.
         while not (self._store.check(keys) and all(entries := self._store.multi_get(keys))):
             waited = time.monotonic() - started

@@ -49,6 +49,8 @@ class BatchState:
         self._threads: list[ThreadBlocks] = []
         """Those of the threads that are in a block."""
         self._lengths: dict[int, None] = {}
+        self.batches = 0
+        """The number of batches that this rank has split, for errors."""
 
     # ------------------------------------------------------------------ blocks
 

@@ -12,7 +12,6 @@ The rest of the library relies on these rules:
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .failures import Transfer, here
 
 # The names changed in torch 2.13; the old ones warn there and are the only ones in 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -75,21 +76,27 @@ class Pending:
     unpacking copy, say) has been applied to it."""
 
     def __init__(
-        self, works: Sequence[Any], result: Any, sent: Any, finish: Callable[[Any], Any] = lambda r: r
+        self,
+        works: Sequence[Any],
+        result: Any,
+        sent: Any,
+        finish: Callable[[Any], Any] = lambda r: r,
+        transfer: Transfer | None = None,
     ) -> None:
         self._works, self._result, self._sent, self._finish = works, result, sent, finish
-        _in_flight.pending[self] = None
+        self._transfer = Transfer(None, "a transfer") if transfer is None else transfer
+        here.pending[self] = None
 
     def wait(self) -> Any:
-        self._arrive()
+        self.arrive()
         result, self._result, self._sent = self._result, None, None
         return self._finish(result)
 
-    def _arrive(self) -> None:
-        _in_flight.pending.pop(self, None)
+    def arrive(self) -> None:
+        """Wait, without a result."""
+        here.pending.pop(self, None)
         # Some backends return one work for a whole batch, others one per transfer: wait on all.
-        for work in self._works:
-            work.wait()
+        self._transfer.wait(self._works)
         self._works = ()
 
     def then(self, finish: Callable[[Any], Any]) -> Pending:
@@ -97,27 +104,6 @@ class Pending:
         before = self._finish
         self._finish = lambda r: finish(before(r))
         return self
-
-
-class _InFlight(threading.local):
-    def __init__(self) -> None:
-        self.pending: dict[Pending, None] = {}
-
-
-_in_flight = _InFlight()
-
-
-@contextmanager
-def wait_on_error() -> Iterator[None]:
-    """If the block raises, wait for the transfers that it has posted. Their buffers must outlive them, and a process
-    group with transfers that nobody waits for cannot be used again."""
-    before = dict(_in_flight.pending)
-    try:
-        yield
-    except BaseException:
-        for pending in [p for p in _in_flight.pending if p not in before]:
-            pending._arrive()
-        raise
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,42 +135,52 @@ class Axis:
         """``send[i]`` goes to rank i; ``result[i]`` came from rank i."""
         record("all_to_all", send.nbytes // self.size * (self.size - 1))
         result = torch.empty_like(send)
-        work = dist.all_to_all_single(result, send, group=self.group, async_op=True)
-        return Pending([work], result, send)
+        with Transfer(self.group, "all_to_all") as transfer:
+            work = dist.all_to_all_single(result, send, group=self.group, async_op=True)
+        return Pending([work], result, send, transfer=transfer)
 
     def all_gather(self, send: Tensor, own: bool = True) -> Pending:
         """Gather the ranks' tensors, concatenated along dimension 0. With ``own=False`` the caller does not read this
         rank's own part, which may then be uninitialised."""
         record("all_gather", send.nbytes * (self.size - 1))
         result = send.new_empty(self.size * send.shape[0], *send.shape[1:])
-        work = _all_gather(result, send, group=self.group, async_op=True)
-        return Pending([work], result, send)
+        with Transfer(self.group, "all_gather") as transfer:
+            work = _all_gather(result, send, group=self.group, async_op=True)
+        return Pending([work], result, send, transfer=transfer)
 
     def reduce_scatter(self, send: Tensor) -> Pending:
         """Sum this rank's part (along dimension 0) over the *other* ranks. The own part of ``send`` must be zero."""
         record("reduce_scatter", send.nbytes // self.size * (self.size - 1))
         result = send.new_empty(send.shape[0] // self.size, *send.shape[1:])
-        work = _reduce_scatter(result, send, group=self.group, async_op=True)
-        return Pending([work], result, send)
+        with Transfer(self.group, "reduce_scatter") as transfer:
+            work = _reduce_scatter(result, send, group=self.group, async_op=True)
+        return Pending([work], result, send, transfer=transfer)
 
     def all_to_all_rows(self, send: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
         """Send ``sent[i]`` rows ``[*, W]`` to rank i, the first ones to rank 0; the result has ``received[i]`` rows
         from rank i, in the same order. A rank sends itself none."""
         record("all_to_all_rows", send.nbytes)
         result = send.new_empty(sum(received), *send.shape[1:])
-        work = dist.all_to_all_single(result, send, list(received), list(sent), group=self.group, async_op=True)
-        return Pending([work], result, send)
+        with Transfer(self.group, "all_to_all_rows") as transfer:
+            work = dist.all_to_all_single(result, send, list(received), list(sent), group=self.group, async_op=True)
+        return Pending([work], result, send, transfer=transfer)
 
     def send_recv(self, sends: Sequence[Tensor], to: int, recvs: Sequence[Tensor], source: int) -> Pending:
         """Send to one rank and receive from one rank, in one batch; the result is ``recvs``."""
         record("send_recv", sum(t.nbytes for t in sends))
-        works = self._batch([(t, to) for t in sends], [(t, source) for t in recvs])
-        return Pending(works, list(recvs), list(sends))
+        transfer, works = self._batch("send_recv", [(t, to) for t in sends], [(t, source) for t in recvs])
+        return Pending(works, list(recvs), list(sends), transfer=transfer)
 
-    def _batch(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> list[Any]:
+    def _batch(
+        self, name: str, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]
+    ) -> tuple[Transfer, list[Any]]:
         batch = [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for t, to in sends]
         batch += [dist.P2POp(dist.irecv, t, group=self.group, group_peer=source) for t, source in recvs]
-        return dist.batch_isend_irecv(batch)
+        return self._post(name, batch)
+
+    def _post(self, name: str, batch: list[dist.P2POp]) -> tuple[Transfer, list[Any]]:
+        with Transfer(self.group, name, [op.group_peer for op in batch]) as transfer:
+            return transfer, dist.batch_isend_irecv(batch) if batch else []
 
 
 class GlooAxis(Axis):
@@ -195,7 +191,9 @@ class GlooAxis(Axis):
     through the machine's topology: :class:`Axis` is right for them.
     """
 
-    def _batch(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> list[Any]:
+    def _batch(
+        self, name: str, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]
+    ) -> tuple[Transfer, list[Any]]:
         # Two ranks share one connection for both directions, and a message leaves when its receiver has said over that
         # connection that it is ready. Posted after a send, a receive says so behind all bytes of the send, and the two
         # directions take turns. 8 MiB each way over 800 Mbit/s, which need 0.084 s: 0.15 s with sends first, 0.09 s
@@ -203,31 +201,34 @@ class GlooAxis(Axis):
         # they take 0.11 to 0.17 s with sends first and 0.09 to 0.10 s with receives first.
         batch = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=source) for t, source in recvs]
         batch += [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for t, to in sends]
-        return dist.batch_isend_irecv(batch)
+        return self._post(name, batch)
 
     def all_to_all(self, send: Tensor) -> Pending:  # gloo's own posts sends first: 0.18 s at 800 Mbit/s
         record("all_to_all", send.nbytes // self.size * (self.size - 1))
         result, peers = torch.empty_like(send), self._peers()
-        works = self._batch([(send[p], p) for p in peers], [(result[p], p) for p in reversed(peers)])
+        sends, recvs = [(send[p], p) for p in peers], [(result[p], p) for p in reversed(peers)]
+        transfer, works = self._batch("all_to_all", sends, recvs)
         result[self.rank].copy_(send[self.rank])  # while the others travel
-        return Pending(works, result, send)
+        return Pending(works, result, send, transfer=transfer)
 
     def all_gather(self, send: Tensor, own: bool = True) -> Pending:
         record("all_gather", send.nbytes * (self.size - 1))
         result = send.new_empty(self.size, *send.shape)
         peers = self._peers()
-        works = self._batch([(send, p) for p in peers], [(result[p], p) for p in reversed(peers)])
+        sends, recvs = [(send, p) for p in peers], [(result[p], p) for p in reversed(peers)]
+        transfer, works = self._batch("all_gather", sends, recvs)
         if own:
             result[self.rank].copy_(send)
-        return Pending(works, result.flatten(0, 1), send)
+        return Pending(works, result.flatten(0, 1), send, transfer=transfer)
 
     def reduce_scatter(self, send: Tensor) -> Pending:
         record("reduce_scatter", send.nbytes // self.size * (self.size - 1))
         parts = send.unflatten(0, (self.size, -1))
         peers = self._peers()
         received = {p: torch.empty_like(parts[p]) for p in sorted(peers)}
-        works = self._batch([(parts[p], p) for p in peers], [(received[p], p) for p in reversed(peers)])
-        return Pending(works, list(received.values()), send, finish=_sum_in_place)
+        sends, recvs = [(parts[p], p) for p in peers], [(received[p], p) for p in reversed(peers)]
+        transfer, works = self._batch("reduce_scatter", sends, recvs)
+        return Pending(works, list(received.values()), send, _sum_in_place, transfer)
 
     def all_to_all_rows(self, send: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
         record("all_to_all_rows", send.nbytes)
@@ -235,7 +236,8 @@ class GlooAxis(Axis):
         outgoing, incoming, peers = send.split(list(sent)), result.split(list(received)), self._peers()
         sends = [(outgoing[p], p) for p in peers if sent[p]]
         recvs = [(incoming[p], p) for p in reversed(peers) if received[p]]
-        return Pending(self._batch(sends, recvs) if sends or recvs else [], result, send)
+        transfer, works = self._batch("all_to_all_rows", sends, recvs)
+        return Pending(works, result, send, transfer=transfer)
 
     def _peers(self) -> list[int]:
         """The other ranks, nearest first, so that at each moment every rank has one sender."""
@@ -245,11 +247,13 @@ class GlooAxis(Axis):
 class HcclAxis(Axis):
     """An axis on HCCL, whose batches refuse two messages to, or from, the same rank ("Send Tasks are duplicated")."""
 
-    def _batch(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> list[Any]:
+    def _batch(
+        self, name: str, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]
+    ) -> tuple[Transfer, list[Any]]:
         works: list[Any] = []
         for some, others in zip_longest(_one_each(sends), _one_each(recvs), fillvalue=()):
-            works += super()._batch(some, others)
-        return works
+            works += super()._batch(name, some, others)[1]
+        return Transfer(self.group, name, [peer for _, peer in (*sends, *recvs)]), works
 
 
 def _one_each(messages: Sequence[tuple[Tensor, int]]) -> list[list[tuple[Tensor, int]]]:

@@ -237,13 +237,18 @@ def _shared_state(ranks: list[int], *axes: Axis) -> tuple[BatchState, Agreement 
     return BatchState(), Agreement.between(ranks, groups)
 
 
+def ranks_per_host() -> int:
+    """The ranks that share a host: ``LOCAL_WORLD_SIZE`` (set by torchrun), or all of them without it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or dist.get_world_size()
+
+
 def degrees_within_host(mesh: DeviceMesh) -> list[int]:
     """The Ulysses degrees whose blocks of adjacent ranks lie on one host.
 
-    The host size is ``LOCAL_WORLD_SIZE`` (set by torchrun); without it, one host is assumed.
+    The host size is that of :func:`ranks_per_host`.
     """
     ranks = dist.get_process_group_ranks(mesh.get_group())
-    host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or dist.get_world_size()
+    host = ranks_per_host()
 
     def local(degree: int) -> bool:
         blocks = (ranks[i : i + degree] for i in range(0, len(ranks), degree))

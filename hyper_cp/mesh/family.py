@@ -89,6 +89,11 @@ def split_cp_mesh(mesh: DeviceMesh, degrees: Sequence[int] | None = None) -> Mes
     Raises:
         ValueError, TypeError: on meshes and degrees that do not fit, before any communication.
 
+    Example::
+
+        >>> split_cp_mesh(mesh)
+        MeshFamily(2 ranks, degrees 1, 2)
+
     Source: Megatron-Bridge (PR #3755) swaps the cp groups of a model for an evaluation; Megatron-LM's dynamic
     context parallelism prebuilds its groups likewise.
     """

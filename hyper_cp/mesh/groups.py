@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,9 @@ from .comm import Axis, backend_of
 MAX_CTAS = 16
 """The most thread blocks of an NCCL kernel on these groups (of 132 multiprocessors on an H100), so that attention
 keeps the rest; ``HYPER_CP_MAX_CTAS`` overrides it, and 0 leaves the number to NCCL. Not measured on a GPU yet."""
+
+NO_STORE = ("fake", "mpi")
+"""Backends whose groups have no store with the other ranks behind it."""
 
 Parts = tuple[tuple[int, ...], ...]
 """Disjoint sets of global ranks, ascending."""
@@ -44,14 +48,28 @@ def make_group(parts: Parts, parent: dist.ProcessGroup | None) -> dist.ProcessGr
     if parent is not None and can_split(parent):
         place = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(parent))}
         split = [[place[rank] for rank in part] for part in parts]
-        made = dist.split_group(parent, split, pg_options=options(parent), group_desc="hyper_cp")
+        made = dist.split_group(parent, split, timeout=timeout(), pg_options=options(parent), group_desc="hyper_cp")
         assert made is not None  # for mypy: this rank is in a part
         return made
     with _without_parent() as world:
         made = dist.new_group(
-            list(own), use_local_synchronization=True, pg_options=options(world), group_desc="hyper_cp"
+            list(own),
+            timeout=timeout(),
+            use_local_synchronization=True,
+            pg_options=options(world),
+            group_desc="hyper_cp",
         )
     return made
+
+
+def timeout() -> timedelta | None:
+    """The timeout of ``init_process_group``, which gives it to its store too; PyTorch gives new groups the default of
+    their backend (half an hour on gloo), however soon the user wants an error. None: there is no store."""
+    world = dist.group.WORLD
+    if world is None or dist.get_backend(world) in NO_STORE:
+        return None
+    found: timedelta = world.get_group_store().timeout  # type: ignore[attr-defined]
+    return found
 
 
 def can_split(group: dist.ProcessGroup) -> bool:
@@ -96,6 +114,7 @@ def options(like: dist.ProcessGroup) -> Any:
             f"HYPER_CP_MAX_CTAS={given!r} is not a whole number. It limits the thread blocks of NCCL's transfers. Set "
             f"a number such as {MAX_CTAS}, or 0 for NCCL's own choice, or unset it"
         )
+    made._timeout = timeout() or made._timeout  # private: another one than that of new_group is a warning
     limit = int(given)
     if limit and hasattr(made, "config"):
         made.config.max_ctas = limit

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..mesh.cp_mesh import CPMesh
+from ..mesh.failures import calling
 from ..ops.checks import agree, check_shards, refuse_forward_mode
 from ..ops.config import Call
 from ..ops.exchange.ulysses import Ulysses
@@ -101,7 +102,8 @@ class AttentionHooks:
             counts = ", ".join(dtensor.heads_of(what, x, head) for what, x in zip("qk", given, strict=False))
             raise ValueError(f"{self.name} (sequence in dimension {seq}): {counts}. {error}") from None
         cp.batch.record_length(qkv[0].shape[seq])
-        qkv = self._ulysses(call, cp).to_heads(*qkv)
+        with calling(self.name):
+            qkv = self._ulysses(call, cp).to_heads(*qkv)
         length, heads = qkv[0].shape[seq], qkv[0].shape[head]
         ambiguous = length == heads and not torch.compiler.is_compiling()
         call.exchanged = Exchanged(cp, length, heads, qkv[0].ndim, tuple(qkv) if ambiguous else ())
@@ -235,7 +237,8 @@ class AttentionHooks:
                 f"head_dim={self.style.head_dim} (or heads and head dim flattened there). Return it in the layout of q"
             )
         fitting = [x for x, f in zip(items, fits, strict=True) if f]
-        moved = iter(self._ulysses(call, inside.cp).to_sequence(fitting))
+        with calling(self.name):
+            moved = iter(self._ulysses(call, inside.cp).to_sequence(fitting))
         items = [self._placed(call, next(moved)) if f else x for x, f in zip(items, fits, strict=True)]
         return _like(output, items) if isinstance(output, (tuple, list)) else items[0]
 

@@ -7,6 +7,7 @@ the last exchange themselves when the module is given q, k, v, and call it with 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
+from ..mesh.failures import calling
 from ..schedule.documents import documents_table
 from . import head_groups
 from .checks import check, check_degree
@@ -59,13 +61,23 @@ def attend(
     """
     if torch.compiler.is_compiling() and not core.compiles(cp, mode, call):
         return _outside_the_graph(q, k, v, cp, mode, call, core, exchanged)
+    with calling(call.name):
+        return _attend(q, k, v, cp, mode, call, core, exchanged)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call, core: AttentionBackend, exchanged: bool
+) -> Any:
     core, call = core.settle(q, cp, mode, call)
+    if mode.head_groups == "auto":
+        possible = isinstance(core, TileEngine) and not exchanged
+        mode = replace(mode, head_groups=head_groups.best_groups(q, k, v, cp, mode, call) if possible else 1)
     q, k, v, checked = check(q, k, v, call, cp, mode, exchanged=exchanged)
     core.check(q, k, checked)
     if exchanged or cp.ulysses.size == 1:
         return core(q, k, v, checked)
-    head_groups.check_groups(q.shape[1], k.shape[1], cp, mode.head_groups)
-    if isinstance(core, TileEngine) and mode.head_groups > 1:
+    head_groups.check_groups(q.shape[1], k.shape[1], cp, mode.groups)
+    if isinstance(core, TileEngine) and mode.groups > 1:
         return head_groups.attend(q, k, v, checked, core.with_lse)
     ulysses = Ulysses(cp, mode.layout, documents=call.documents)
     q, k, v = ulysses.to_heads(q, k, v)
@@ -109,7 +121,7 @@ def attention(
     documents: Any = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
-    head_groups: int = 1,
+    head_groups: int | str = 1,
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -148,7 +160,8 @@ def attention(
             the default CPU generator.
         return_lse: also return the log-sum-exp of the scaled logits.
         head_groups: exchange heads (``ulysses_degree`` > 1) in this many groups, the next one in flight while one is
-            attended, in backward too. Each rank's heads must split into them.
+            attended, in backward too. Each rank's heads must split into them. ``"auto"``: the number that the planner's
+            cost puts first with typical figures (docs/measured/planner.md); it is logged.
         sinks: a learned logit per query head ``[H]``, of all heads, which takes weight in the softmax of every row and
             gives no value (attention sinks, as in gpt-oss). Each rank returns the gradient through its own rows and
             heads: reduce it over the cp ranks like that of any replicated parameter.
@@ -161,6 +174,13 @@ def attention(
 
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.
+        NotImplementedError: for gradients of masks, and dropout where a fused kernel would draw random numbers.
+
+    Example::
+
+        >>> q, k, v = (torch.randn(1, heads, 8, 16) for heads in (4, 2, 2))  # this rank's half of 16 positions
+        >>> attention(q, k, v, mesh=mesh, is_causal=True, enable_gqa=True, kv_exchange="ring").shape
+        torch.Size([1, 4, 8, 16])
 
     Source: DeepSpeed Ulysses (arXiv 2309.14509), Ring Attention (2310.01889), USP (2405.07719).
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
+from typing import Literal
 
 from torch import Tensor
 
@@ -24,7 +25,12 @@ class Mode:
     layout: str = "contiguous"
     load_balance: bool = False
     window: tuple[int | None, int | None] | None = None
-    head_groups: int = 1
+    head_groups: int | Literal["auto"] = 1
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of heads; 1 while ``"auto"`` is not decided (see ``ops.head_groups``)."""
+        return self.head_groups if isinstance(self.head_groups, int) else 1
 
     @cached_property
     def signature(self) -> tuple[tuple[str, Hashable], ...]:
@@ -43,8 +49,12 @@ class Mode:
                 f"{', '.join(map(repr, arrivals.KV_EXCHANGES))}"
             )
         layouts.check_layout(self.layout)
-        if not isinstance(self.head_groups, int) or isinstance(self.head_groups, bool) or self.head_groups < 1:
-            raise ValueError(f"head_groups={self.head_groups!r} must be a positive int; 1 exchanges all heads at once")
+        number = isinstance(self.head_groups, int) and not isinstance(self.head_groups, bool) and self.head_groups > 0
+        if not number and self.head_groups != "auto":
+            raise ValueError(
+                f"head_groups={self.head_groups!r} must be a positive int; 1 exchanges all heads at once, and "
+                '"auto" chooses by the planner\'s cost'
+            )
         if not isinstance(self.load_balance, bool):
             raise TypeError(f"load_balance={self.load_balance!r} must be True or False")
         if self.load_balance and self.layout != "contiguous":
@@ -104,7 +114,7 @@ class CheckedCall:
         """The :class:`OpSettings` of this call as text."""
         m, score = self.mode, "" if self.score is None else self.score.key
         exchange = m.layout, m.kv_exchange, m.load_balance
-        return OpSettings(*exchange, self.band, m.head_groups, kernel, self.cp.key, score).text()
+        return OpSettings(*exchange, self.band, m.groups, kernel, self.cp.key, score).text()
 
 
 @dataclass(frozen=True)

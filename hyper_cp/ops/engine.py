@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..mesh import comm, cp_mesh
+from ..mesh import cp_mesh, nans
 from ..mesh.cp_mesh import CPMesh
+from ..mesh.failures import backward_of, caller, operation
 from ..schedule import lookup
 from ..schedule.build import Step
 from ..schedule.documents import read
@@ -119,6 +120,7 @@ class _Work:
             blocks=None if score is None else score.blocks,
         )
         kernels.check(self.kernel, mask is not None, band)
+        exchange.warn_of_cost(settings.layout, settings.kv_exchange, self.schedule, k.shape[2], mask)
         self.band, self.mask = band, None if mask is None else masks.MaskSlices(mask, self.schedule)
         heads_before = settings.heads_before(cp.ulysses.rank, q.shape[1])
         queries = self.schedule.queries
@@ -221,7 +223,8 @@ def attention_op(
     known = work.mask is None and (work.scores is None or not work.scores.score.positional)
     causal = work.band[1] == 0 if known else None
     work.cp.batch.record_attention(q.shape[2] // work.cp.ulysses.size, documents, causal)
-    with _no_autocast(q.device.type), comm.wait_on_error():
+    with _no_autocast(q.device.type), operation(work.cp, "attention", "forward"):
+        watched(work.cp, options, "query, key, value", q, k, v)
         blocks = exchange.FORWARD[options.kv_exchange](ring, k, v, plan)
         queries = SwappedTails(ring, plan.swap, q)
         partials = Partials(q, v.shape[3], sinks)
@@ -237,6 +240,7 @@ def attention_op(
                 # Without a local name for the kernel's results: it would keep them alive beyond their merge.
                 partials.add(tile.q, tile.batch, *work.kernel.forward(inputs))
         out, lse = queries.results(partials.result)
+        watched(work.cp, options, "the output", out)
     return _bshd_in_memory(out), lse.contiguous(), torch.tensor([kernels.number_of(work.kernel_name)])
 
 
@@ -273,7 +277,8 @@ def attention_backward_op(
     if work.scores is not None:
         work.scores.score.check_unchanged()
     plan, ring = work.schedule, work.cp.ring
-    with _no_autocast(q.device.type), comm.wait_on_error():
+    with _no_autocast(q.device.type), operation(work.cp, "attention", "backward"):
+        watched(work.cp, options, "the gradient of the output, query, key, value", dout, q, k, v)
         blocks = exchange.BACKWARD[options.kv_exchange](ring, k, v, plan, accumulation_dtype(q.dtype))
         queries = SwappedTails(ring, plan.swap, q, dout, out, lse, *([] if dlse is None else [dlse]))
         dq = RowSum(q)
@@ -293,10 +298,17 @@ def attention_backward_op(
                 del inputs, dq_tile, gradients  # freed before the next tile
             key_gradients.finish()
         (dq_local,) = queries.results(dq.result)
+        watched(work.cp, options, "the gradients of query, key, value", dq_local, *blocks.home)
     dk_home, dv_home = (home.to(x.dtype) for home, x in zip(blocks.home, (k, v), strict=True))
     others = [] if work.scores is None else work.scores.gradients
     of_captured = [total.to(x.dtype) for total, x in zip(others, captured, strict=True)]
     return _bshd_in_memory(dq_local), _bshd_in_memory(dk_home), _bshd_in_memory(dv_home), of_captured
+
+
+def watched(cp: CPMesh, options: OpSettings, names: str, *tensors: Tensor) -> None:
+    """Check tensors for NaN, if that is asked for. Calls in which nothing travels need not be made by all ranks."""
+    if nans.watch.on and (options.kv_exchange != "replicated" or cp.ulysses.size > 1):
+        nans.check(cp, names, *tensors)
 
 
 def _bshd_in_memory(x: Tensor) -> Tensor:
@@ -333,6 +345,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     options = op_settings(ctx.settings)
     mark = fingerprint(ctx.documents, options.mesh)
     ctx.save_for_backward(q, k, v, *output, mark, mask, seed, sinks, *captured)
+    ctx.caller = caller()
     ctx.score = find(options.score)  # backward finds it by its key for as long as somebody holds it
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1 if ctx.score is None else 2 :])
@@ -342,7 +355,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) 
     q, k, v, out, lse, chosen, mark, mask, seed, sinks, *captured = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     others = dlse, chosen, mark, captured, ctx.documents, mask, seed
-    *grads, of_captured = attention_backward_op(dout, q, k, v, out, lse, *others, *ctx.numbers, ctx.settings)
+    with backward_of(ctx.caller):
+        *grads, of_captured = attention_backward_op(dout, q, k, v, out, lse, *others, *ctx.numbers, ctx.settings)
     of_sinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse, dlse)
     return *grads, of_sinks, of_captured, None, None, None, None, None, None
 

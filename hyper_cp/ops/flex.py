@@ -62,7 +62,7 @@ class Flex:
         """The settings with which a call cannot run on all keys at once."""
         settings = {
             f"layout={mode.layout!r}": by_documents(mode.layout),
-            f"head_groups={mode.head_groups}": cp.ulysses.size > 1 and mode.head_groups > 1,
+            f"head_groups={mode.head_groups}": cp.ulysses.size > 1 and mode.groups > 1,
             f"kv_exchange={mode.kv_exchange!r}": cp.ring.size > 1 and mode.kv_exchange != "all_gather",
             "load_balance=True": cp.ring.size > 1 and mode.load_balance,
             f"window={mode.window}": mode.window is not None,

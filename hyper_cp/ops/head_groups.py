@@ -21,18 +21,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..mesh import comm, cp_mesh
+from ..mesh import comm, cp_mesh, nans
 from ..mesh.cp_mesh import CPMesh
+from ..mesh.failures import backward_of, caller, operation
 from ..mesh.groups import check_launch_order
 from ..schedule import layout as layouts
+from ..schedule import tiles
 from ..schedule.documents import read
 from ..schedule.lookup import ascending, resolve
-from .config import CheckedCall, OpSettings, op_settings
+from ..schedule.planning.auto import TOKENS, fastest_groups, visible_pairs
+from .config import Call, CheckedCall, Mode, OpSettings, op_settings
 from .engine import attention_backward_op, attention_op, gradient_of_sinks, op_arguments
 from .exchange import ulysses
 from .exchange.ulysses import Ulysses, heads_after_sharing, shared_heads
@@ -41,22 +45,60 @@ from .kernels.scores import find
 from .recompute import fingerprint
 
 
-def check_groups(q_heads: int, kv_heads: int, cp: CPMesh, groups: int) -> None:
-    """Raise ``ValueError`` unless each rank's heads split into ``groups``. Several groups may use one key/value head,
-    which is exchanged once, but not round a ring, where it would travel again."""
+def possible_groups(q_heads: int, kv_heads: int, cp: CPMesh) -> tuple[int, ...]:
+    """The numbers of groups into which each rank's heads split."""
     degree = cp.ulysses.size
     queries, keys = q_heads // degree, heads_after_sharing(kv_heads, degree) // degree
 
     def fits(n: int) -> bool:
         return queries % n == 0 and (keys % n == 0 or (n % keys == 0 and cp.ring.size == 1))
 
-    if degree > 1 and not fits(groups):
-        works = ", ".join(str(n) for n in range(1, queries + 1) if fits(n))
+    return tuple(n for n in range(1, queries + 1) if fits(n))
+
+
+def check_groups(q_heads: int, kv_heads: int, cp: CPMesh, groups: int) -> None:
+    """Raise ``ValueError`` unless each rank's heads split into ``groups``. Several groups may use one key/value head,
+    which is exchanged once, but not round a ring, where it would travel again."""
+    degree = cp.ulysses.size
+    if degree > 1 and groups not in possible_groups(q_heads, kv_heads, cp):
+        queries, keys = q_heads // degree, heads_after_sharing(kv_heads, degree) // degree
+        works = ", ".join(map(str, possible_groups(q_heads, kv_heads, cp)))
         why = " that leave no head of keys to two groups" if cp.ring.size > 1 else ""
         raise ValueError(
             f"head_groups={groups} does not split the {queries} query and {keys} key/value heads that each rank has "
             f"after the exchange over ulysses_degree={degree}. Numbers of groups{why}: {works}"
         )
+
+
+# --------------------------------------------------------------------------- the number of groups
+
+
+def best_groups(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> int:
+    """The number of groups that ``head_groups="auto"`` stands for. It depends on what all ranks have in common only; a
+    call that does not fit is left to its checks."""
+    degree = cp.ulysses.size
+    if degree == 1 or any(not isinstance(x, Tensor) or x.ndim != 4 for x in (q, k, v)):
+        return 1
+    heads, dims = (q.shape[1], k.shape[1]), (q.shape[3], v.shape[3])
+    if 0 in heads or heads[0] % degree or heads[0] % heads[1]:
+        return 1
+    compiled = torch.compiler.is_compiling()  # lengths may be open in a graph
+    length = TOKENS * cp.size if compiled else q.shape[2] * cp.size
+    band = tiles.band_of(call.is_causal, mode.window)
+    table = None if compiled else read(call.documents)
+    ends = (0, length) if table is None else table.rows[0]
+    pairs = sum(visible_pairs(b - a, band) for a, b in pairwise(ends)) * (1 if compiled else q.shape[0])
+    tokens = length // cp.size * (1 if compiled else q.shape[0])
+    numbers = possible_groups(*heads, cp)
+    work = heads, dims, tokens, pairs // cp.ring.size, q.element_size()
+    return chosen_groups(numbers, degree, cp_mesh.ranks_per_host(), *work, q.device.type)
+
+
+chosen_groups = torch.compiler.assume_constant_result(fastest_groups)
+"""A compiled graph takes the choice as a number."""
+
+
+# --------------------------------------------------------------------------- the op
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: CheckedCall, with_lse: bool) -> Any:
@@ -147,7 +189,8 @@ def ulysses_attention_op(
 
     out = like_queries(q, v.shape[3], q.dtype)
     lses, outs, queries, keys, values = [], [], [], [], []
-    with comm.wait_on_error():
+    with operation(plan.cp, "attention in groups of heads", "forward"):
+        nans.check(plan.cp, "query, key, value", q, k, v)
         arriving = post(0)
         leaving: list[comm.Pending] = []
         for group in range(groups):
@@ -216,7 +259,8 @@ def ulysses_attention_backward_op(
     of_sinks: list[Tensor] = []
     of_captured = [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in captured]
     total: list[Tensor] = []  # dk and dv of keys and values that several groups share
-    with comm.wait_on_error():
+    with operation(cp, "attention in groups of heads", "backward"):
+        nans.check(cp, "the gradient of the output", dout)
         arriving = plan.to_group(dout, groups, 0)
         leaving: list[comm.Pending] = []
         for group in range(groups):
@@ -296,6 +340,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.sizes = len(captured)
     ctx.save_for_backward(mark, mask, seed, sinks, *captured, *output[1:])
     ctx.score = find(options.score)  # see engine
+    ctx.caller = caller()
     ctx.mark_non_differentiable(*output[1 if ctx.score is None else 2 :])
     ctx.set_materialize_grads(False)  # zeros for what has no gradient would be as large as all of q, k, v
 
@@ -312,7 +357,8 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         shape = _rank_of(queries, cp_mesh.by_key(op_settings(ctx.settings).mesh).ulysses.size)
         dout = like_queries(shape, outs[0].shape[3], shape.dtype).zero_()
     inputs = dout, lse, dlse, saved, mark, sinks, captured, ctx.documents, mask, seed
-    *of_qkv, others = ulysses_attention_backward_op(*inputs, *ctx.numbers, ctx.settings)
+    with backward_of(ctx.caller):
+        *of_qkv, others = ulysses_attention_backward_op(*inputs, *ctx.numbers, ctx.settings)
     of_sinks = None if sinks is None else others[0]
     return (*of_qkv, of_sinks, others[len(others) - len(captured) :], *nothing)
 

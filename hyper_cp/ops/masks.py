@@ -11,17 +11,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..schedule.build import Schedule, Step
 from ..schedule.ranges import Range
-from ..schedule.tiles import CAUSAL, FULL, Band, Tile
+from ..schedule.tiles import Band, Tile
 from .writes import writes
 
 _known: Any = WeakTensorKeyDictionary()  # mask -> {view: (version, band)}
 
 
 def recognised(mask: Tensor, length: int) -> Band | None:
-    """The band a mask ``[..., S, S]`` amounts to (causal, or everything visible), else None.
+    """The band a mask ``[..., S, S]`` amounts to (causal, a window, or everything visible), else None.
 
-    Every element is compared, once; the answer is kept as long as the tensor lives unchanged. The host reads one number
-    per mask, for which it waits for the device.
+    Every element is compared, once; the answer is kept as long as the tensor lives unchanged. The host waits for the
+    device once per mask.
     """
     if mask.shape[-1] != length or mask.shape[-2] != length:
         return None
@@ -41,21 +41,28 @@ _AT_ONCE = 1 << 26
 
 
 def _recognise(mask: Tensor) -> Band | None:
-    """Compare with what the corner says that the mask is: if the first query does not see the last key, it can only be
-    causal. So one reduction and one number, which the host waits for, decide."""
+    """Compare with the only band that the mask can be, which its first and its last query tell: a band shows the first
+    query the keys up to its upper bound, and the last query those from its lower bound on. The host waits once, for
+    one number."""
     length = mask.shape[-1]
     mask = mask.reshape(-1, length, length)
-    causal = _hidden(mask[:1, :1, -1:]).reshape(())
+    after, before = (length - _hidden(mask[0, row]).sum() for row in (0, -1))  # keys that are seen, with a query's own
     rows = max(1, _AT_ONCE // (len(mask) * length))
-    wrong = torch.stack([_wrong(mask, start, rows, causal) for start in range(0, length, rows)]).any()
-    answer = int(causal + 2 * wrong)
-    return (FULL, CAUSAL)[answer] if answer < 2 else None
+    keys = torch.arange(length, device=mask.device)
+    wrong = torch.stack(
+        [_wrong(mask, keys, start, rows, before, after) for start in range(0, length, rows)] + [before * after == 0]
+    ).any()
+    answer = int(torch.where(wrong, -1, before * (length + 1) + after))
+    if answer < 0:
+        return None
+    below, above = divmod(answer, length + 1)
+    return None if below == length else 1 - below, None if above == length else above - 1
 
 
-def _wrong(mask: Tensor, start: int, rows: int, causal: Tensor) -> Tensor:
-    """True if some rows of a mask ``[n, S, S]`` are not causal, or not all visible."""
-    mask = mask[:, start : start + rows]
-    above = torch.ones(mask.shape[1:], dtype=torch.bool, device=mask.device).triu_(start + 1).logical_and_(causal)
+def _wrong(mask: Tensor, keys: Tensor, start: int, rows: int, before: Tensor, after: Tensor) -> Tensor:
+    """True if some rows of a mask ``[n, S, S]`` do not show exactly so many keys before and after their queries."""
+    mask, queries = mask[:, start : start + rows], keys[start : start + rows, None]
+    above = (keys >= queries + after).logical_or_(keys <= queries - before)
     if mask.dtype == torch.bool:
         return (mask == above).any()  # visible where hidden is right, or the other way round
     return torch.where(above, _hidden(mask), mask == 0).logical_not_().any()  # visible is exactly 0

@@ -71,11 +71,18 @@ class Arrivals:
         blocks: placed ranges of each block that may be used.
         routes: what travels before each arriving block; empty if whole shares travel.
         ahead: the number of routes that are under way at once, the same on all ranks.
+        pieces: the rows of a whole share that travel together, the same on all ranks. The rows of a piece are a block.
     """
 
     blocks: tuple[Numbers, ...]
     routes: tuple[Route, ...] = ()
     ahead: int = 0
+    pieces: tuple[tuple[Range, ...], ...] = ()
+
+    @property
+    def hops(self) -> int:
+        """The number of blocks that arrive: pieces of one share count once."""
+        return (len(self.blocks) - 1) // max(1, len(self.pieces))
 
 
 # --------------------------------------------------------------------------- whole shares of other ranks
@@ -124,6 +131,39 @@ def _usable(keys: Sequence[Sequence[Range]], sources: list[tuple[int, bool]]) ->
     return np.concatenate(blocks)
 
 
+# A rank cannot hide the kernels of the last block that arrives behind a transfer. On few ranks these are much of its
+# work, so there a share travels in two pieces. Each has the half of either half of the share: in the head-tail layout
+# all ranks then have equal work in each piece, as they have in whole shares. On four ranks and a link that is as slow
+# as the computation is long, a ring takes 1.21 times as long as either if shares are whole (benchmarks/overlap.py),
+# 1.19 times if the pieces are heads and tails, and 1.12 times with these.
+_IN_PIECES_UP_TO = 4  # ranks
+_LEAST_PIECE = 512  # rows; kernels are slower on fewer
+
+
+def in_pieces(problem: Problem, whole: Arrivals) -> Arrivals:
+    """The same blocks, of one share each, in pieces if the ranks are few and the shares long."""
+    share = _length(placed(problem.keys[problem.rank]))
+    if problem.size > _IN_PIECES_UP_TO or share < 2 * _LEAST_PIECE:
+        pieces: tuple[tuple[Range, ...], ...] = (((0, share),),)
+    else:
+        first, middle, third = (share * i // 4 for i in (1, 2, 3))
+        pieces = ((0, first), (middle, third)), ((first, middle), (third, share))
+    local, *arriving = whole.blocks
+    return Arrivals((local, *(_piece(block, rows) for block in arriving for rows in pieces)), pieces=pieces)
+
+
+def _piece(block: Numbers, rows: Sequence[Range]) -> Numbers:
+    """The part of a block, placed ranges, that some of its rows are, which then lie side by side."""
+    offset, first, last = block.T
+    found, at = [], 0
+    for start, stop in rows:
+        low, high = np.maximum(offset, start), np.minimum(offset + last - first, stop)
+        cut = np.column_stack((at + low - start, first + low - offset, first + high - offset))
+        found.append(cut[high > low])
+        at += stop - start
+    return np.concatenate(found)
+
+
 # --------------------------------------------------------------------------- only what is needed
 
 # More and smaller stages hide little more of the transfers (benchmarks/simulated/needed.py), but cost launches and
@@ -137,18 +177,18 @@ _AHEAD = 3  # shares of a rank that are under way; a ring has two
 def needed(problem: Problem) -> Arrivals:
     """Blocks are the rows that this rank's queries see, each once, from the ranks that hold them.
 
-    A rank receives an equal part of its rows in each stage. It begins with the ranks just behind, so that in each stage
-    ranks send about equally much where the mask treats them alike. So many stages are under way at once that their rows
-    are at most as many as three ranks hold: a rank with much to do in one stage then seldom holds up the others.
+    So many stages are under way at once that their rows are at most as many as three ranks hold: a rank with much to do
+    in one stage then seldom holds up the others.
     """
     rank, size = problem.rank, problem.size
     flows = _Flows(problem)
-    most, share = max(flows.total), _length(placed(problem.keys[rank]))
+    most, share = flows.most, _length(placed(problem.keys[rank]))
     if not most:
         return Arrivals((placed(problem.keys[rank]),))
     count, ahead = stages_of(most, share)
-    received = [flows.stages(rank, of, count) for of in range(size)]
-    sent = [flows.stages(to, rank, count) for to in range(size)]
+    stages = in_stages(flows.lengths, count)
+    received = [flows.stages(rank, of, stages) for of in range(size)]
+    sent = [flows.stages(to, rank, stages) for to in range(size)]
     blocks, routes = [placed(problem.keys[rank])], []
     for stage in range(count):
         incoming, outgoing = [rows[stage] for rows in received], [rows[stage] for rows in sent]
@@ -166,38 +206,69 @@ def stages_of(most: int, share: int) -> tuple[int, int]:
     return count, max(1, _AHEAD * share * count // most)
 
 
+def in_stages(flows: Numbers, count: int) -> Numbers:
+    """Divide the rows that travel into stages, in each of which a rank receives an equal part of its rows.
+
+    Nor does a rank send more in a stage than the busiest one must on average, if that can be: the ranks that have most
+    left to send choose first whom they send to, those just after them first. So all stages together take about as long
+    as the transfers of the busiest rank, and there are few messages in each.
+
+    Args:
+        flows: the number of rows that rank ``to`` receives from rank ``of``: ``[to, of]``.
+
+    Returns:
+        The same for each stage: ``[count, to, of]``.
+    """
+    left, others, total, stages = flows.copy(), np.arange(1, len(flows)), flows.sum(1), []
+    quota = -(-max(total.max(), flows.sum(0).max()) // count)
+    for stage in range(1, count):
+        now, receive = np.zeros_like(left), left.sum(1) - total * (count - stage) // count
+        senders = np.argsort(-left.sum(0), kind="stable").tolist()
+        for most in (quota, int(total.max())):  # the second time for ranks whose senders have no more to give
+            for of in senders if receive.any() else ():
+                to = (of + others) % len(flows)
+                rows = np.minimum(left[to, of], receive[to])
+                rows = np.clip(most - before(rows), 0, rows)
+                now[to, of] += rows
+                left[to, of] -= rows
+                receive[to] -= rows
+        stages.append(now)
+    return np.stack([*stages, left])
+
+
 class _Flows:
-    """The rows that every rank receives, on a line: those of the rank just behind it, then those of the next, and on.
+    """The rows that travel from each rank to each other.
 
     Attributes:
-        total: the length of each rank's line.
+        lengths: their number, ``[to, of]``.
+        rows: those to or from this rank, placed as their rank holds them, by ``(to, of)``.
     """
 
     def __init__(self, problem: Problem) -> None:
         keys, source = _by_position(problem.keys)
-        self.rank, ranks = problem.rank, np.arange(problem.size)
-        self.rows: dict[tuple[int, int], Numbers] = {}  # placed as their rank holds them; of flows to or from this rank
-        self.start, self.total = [], []  # of each flow on its line
-        for to in ranks.tolist():
+        self.lengths = np.zeros((problem.size, problem.size), np.int64)
+        self.rows: dict[tuple[int, int], Numbers] = {}
+        for to in range(problem.size):
             rows, at = within(keys, _seen(problem, problem.queries[to]))
-            lengths = np.bincount(source[at], rows[:, 2] - rows[:, 1], problem.size).astype(np.int64)
-            lengths[to] = 0
-            behind = (to - ranks) % problem.size  # both a rank's distance, and the rank at that distance
-            self.start.append(before(lengths[behind])[behind])
-            self.total.append(int(lengths.sum()))
-            for of in ranks.tolist() if to == self.rank else [self.rank]:
+            self.lengths[to] = np.bincount(source[at], rows[:, 2] - rows[:, 1], problem.size)
+            self.lengths[to, to] = 0
+            for of in range(problem.size) if to == problem.rank else [problem.rank]:
                 self.rows[to, of] = rows[:0] if of == to else rows[source[at] == of]
 
-    def stages(self, to: int, of: int, count: int) -> list[Numbers]:
+    @property
+    def most(self) -> int:
+        """The rows of the rank that receives most."""
+        return int(self.lengths.sum(1).max())
+
+    def stages(self, to: int, of: int, stages: Numbers) -> list[Numbers]:
         """The rows from one rank to another in each stage."""
-        rows, total = self.rows[to, of], self.total[to]
+        rows, ends = self.rows[to, of], np.concatenate(([0], np.cumsum(stages[:, to, of])))
         length = rows[:, 2] - rows[:, 1]
-        line = self.start[to][of] + before(length)
-        ends = tuple(total * i // count for i in range(count + 1))
-        pieces, stage, piece_of = split(np.stack((rows[:, 0], line, line + length), 1), ends)
+        line = before(length)  # rows, counted from the first that travels
+        pieces, stage, piece_of = split(np.stack((rows[:, 0], line, line + length), 1), tuple(ends.tolist()))
         pieces[:, 1:] += (rows[:, 1] - line)[piece_of, None]
-        some = pieces[:, 2] > pieces[:, 1]  # a line that is shorter than the number of stages has empty ones
-        return [pieces[some & (stage == i)] for i in range(count)]
+        some = pieces[:, 2] > pieces[:, 1]  # nothing travels between these ranks in other stages
+        return [pieces[some & (stage == i)] for i in range(len(stages))]
 
 
 def received(problem: Problem) -> int:
@@ -265,5 +336,7 @@ def register_exchange(name: str, visits: Visits) -> None:
 
 register_exchange("all_gather", lambda rank, size: [(rank,), tuple(range(size))])
 register_exchange("ring", lambda rank, size: [((rank - hop) % size,) for hop in range(size)])
+_RING = _ARRIVALS["ring"]
+_ARRIVALS["ring"] = lambda problem: in_pieces(problem, _RING(problem))
 register_exchange("replicated", lambda rank, size: [(rank,)])  # every rank holds all keys and values
 _ARRIVALS["needed"] = needed

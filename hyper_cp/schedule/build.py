@@ -66,12 +66,13 @@ class Schedule:
 
     Attributes:
         forward, backward: the steps.
-        hops: how many blocks arrive; the same on all ranks.
+        hops: how many times blocks arrive; the same on all ranks.
         swap: the tail half of queries changes places with another rank's (load balance). None of it is in the last
             step.
         queries: the global positions that this rank attends, in the order of the tiles' rows.
         routes: for each block that arrives, the rows that travel, if only needed ones do.
         ahead: the number of these transfers that are under way at once.
+        pieces: the rows of a rank's share that travel together round a ring. Each piece has a step.
         recurring: False if documents decided it, so that the lengths of its tiles change from batch to batch.
     """
 
@@ -82,6 +83,7 @@ class Schedule:
     queries: Sequence[Range]
     routes: tuple[Route, ...] = ()
     ahead: int = 0
+    pieces: tuple[tuple[Range, ...], ...] = ()
     recurring: bool = field(default=True, compare=False)
 
     @property
@@ -262,7 +264,7 @@ def build(
     swap = swaps(load_balance, size, band, length, blocks)
     queries = [_swapped(held, r) if swap else held[r] for r in range(size)]
     arriving_keys = arrivals(kv_exchange, Problem(rank, queries, held_keys, band, documents, blocks))
-    hops = len(arriving_keys.blocks) - 1
+    hops = arriving_keys.hops
     local, *arriving = (_step(queries[rank], block, band, documents, blocks) for block in arriving_keys.blocks)
     rows = length_of(queries[rank])
     own = rows // 2 if swap else rows  # queries that are this rank's
@@ -274,7 +276,8 @@ def build(
     arriving = [final(step) for step in arriving]
     halved = (final(first), *arriving, final(last))
     forward = halved if swap or not hops else (final(local), *arriving, _NOTHING)
-    return Schedule(forward, halved, hops, swap, queries[rank], arriving_keys.routes, arriving_keys.ahead)
+    transfers = arriving_keys.routes, arriving_keys.ahead, arriving_keys.pieces
+    return Schedule(forward, halved, hops, swap, queries[rank], *transfers)
 
 
 def _bounded(band: Band, length: int) -> Band:

@@ -51,7 +51,8 @@ _LAYOUTS = {
 LAYOUTS = _LAYOUTS.keys()
 """Names of all layouts, those registered later included."""
 _BY_DOCUMENTS = ("per_document", "balanced", "auto")
-_WINDOWED = re.compile("balanced_([0-9]{1,15})")
+_WINDOWED = re.compile("balanced_([1-9][0-9]{0,14})")
+_NO_WINDOW = re.compile("balanced_0[0-9]*")
 
 
 def window_of(layout: str) -> int | None:
@@ -63,6 +64,11 @@ def window_of(layout: str) -> int | None:
 def by_documents(layout: str) -> bool:
     """True if what a rank holds depends on the documents."""
     return _family(layout) in _BY_DOCUMENTS
+
+
+def places_by_cost(layout: str) -> bool:
+    """True if chunks go to ranks by their cost, so that neighbours in a ring need not be neighbours in the sequence."""
+    return _family(layout) in ("balanced", "auto")
 
 
 def _family(layout: str) -> str:
@@ -80,6 +86,7 @@ def register(name: str, chunks: Callable[[int, int], Sequence[int]], chunks_per_
         chunks_per_rank: how many these are; the sequence has ``chunks_per_rank * world`` chunks of equal length.
     """
     check_name("layout", name)
+    _check_window(name)
     layout = _Layout(chunks_per_rank, chunks)
     if _LAYOUTS.get(_family(name), layout) != layout:
         raise ValueError(
@@ -106,8 +113,19 @@ def check_name(argument: str, name: str) -> None:
         )
 
 
+def _check_window(layout: Any) -> None:
+    """Raise ``ValueError`` for ``"balanced_0"`` and numbers that are written in two ways."""
+    if isinstance(layout, str) and _NO_WINDOW.fullmatch(layout):
+        raise ValueError(
+            f"layout={layout!r} does not name a window. balanced_N deals chunks for layers whose queries see N "
+            "positions before their own, and N must be a number from 1 on, without leading zeros. Use the window of "
+            "your layers, as in 'balanced_4096', or 'balanced' for layers without one"
+        )
+
+
 def check_layout(layout: str) -> str:
     """Return ``layout`` if it is a known layout, else raise ``ValueError``."""
+    _check_window(layout)
     if not isinstance(layout, str) or _family(layout) not in _LAYOUTS:
         raise ValueError(
             f"layout={layout!r} is unknown; choose one of {', '.join(map(repr, LAYOUTS))}, or 'balanced_4096' if most "

@@ -1,6 +1,6 @@
 """With tensor parallelism, FSDP2, DDP, compile, checkpointing, mixed precision and pipelines, beside one device.
 
-What is trained is set up by the examples of docs/composition.md, as they stand there or edited where a test says so.
+What is trained is set up by the examples of docs/guide/composition.md, as they stand or edited where a test says so.
 """
 
 from __future__ import annotations

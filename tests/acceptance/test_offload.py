@@ -1,4 +1,4 @@
-"""Offload with torch's own tools, as docs/long_sequences.md shows it: exact, and saved tensors leave the device."""
+"""Offload with torch's own tools, as docs/guide/long_sequences.md shows it: exact; saved tensors leave the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODES: list[dict[str, Any]] = [
     {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
     {"ulysses_degree": 1, "kv_exchange": "needed"},
 ]
-DOCS = (Path(__file__).parents[2] / "docs" / "long_sequences.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "guide" / "long_sequences.md").read_text()
 
 
 class ToBytes(saved_tensors_hooks):

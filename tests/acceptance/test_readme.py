@@ -1,11 +1,15 @@
-"""The README's usage example, run as it stands on four ranks against one device."""
+"""The usage example of the quickstart, as it stands on four ranks, and the README's program, both beside one device."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -13,7 +17,8 @@ import torch.nn.functional as F
 from hyper_cp.cli.demo_model import Llama, LlamaConfig
 from tests.harness.ranks import on_ranks
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+QUICKSTART, README = ROOT / "docs" / "start" / "quickstart.md", ROOT / "README.md"
 
 
 @on_ranks
@@ -38,7 +43,49 @@ def run_example(code: str) -> tuple[float, float, float, int]:
 
 
 def test_usage_example(ranks: Any) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+    code = re.findall(r"```python\n(.*?)```", QUICKSTART.read_text(), re.S)[0]
     for whole, sharded, error, lines in ranks(4, run_example, code):
         assert abs(whole - sharded) < 1e-5 and error < 1e-5
         assert lines <= 10, "a ten-line example"
+
+
+# --------------------------------------------------------------------------- the README's complete file
+
+
+def program() -> str:
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+    return code
+
+
+@on_ranks
+def run_program(code: str) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses of the README's program, in the pool's process group, and the weights after its last step."""
+    printed: list[Any] = []
+    names: dict[str, Any] = {"print": lambda *values: printed.append(values[-1]), "__name__": "train"}
+    code = re.sub(r"^dist\.(init|destroy)_process_group.*$", "", code, flags=re.M)
+    exec(compile(code, "train.py", "exec"), names)
+    return printed, [p.detach() for p in names["model"].parameters()]
+
+
+@pytest.mark.slow
+def test_the_program_has_the_losses_and_weights_of_one_device(ranks: Any) -> None:
+    ((losses, weights),) = ranks(1, run_program, program())
+    assert len(losses) >= 10 and losses[-1] < losses[0] - 0.5
+    for rank, (found, mine) in enumerate(ranks(2, run_program, program())):
+        assert rank or found == pytest.approx(losses, abs=1e-4)
+        assert max((a - b).abs().max().item() for a, b in zip(mine, weights, strict=True)) < 1e-3
+
+
+@pytest.mark.slow
+def test_the_program_runs_as_it_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(program())
+    (line,) = re.findall(r"`torchrun (.*) train.py`", README.read_text())
+    command = [sys.executable, "-m", "torch.distributed.run", *line.split(), "train.py"]
+    command[command.index("--nproc-per-node") + 1] = "2"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=tmp_path)
+    assert done.returncode == 0 and "loss" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 150

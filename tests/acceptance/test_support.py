@@ -1,4 +1,4 @@
-"""The support matrix of the README, found by running every cell: exact against the oracle, or an error."""
+"""The matrix of docs/reference/support.md, found by running every cell: exact against the oracle, or an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from hyper_cp import ContextParallel
-from hyper_cp.mesh import comm
+from hyper_cp.mesh import failures
 from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import npu
 from tests.harness import npu_standin
@@ -24,7 +24,7 @@ from tests.harness.attention_case import FP32, FP64, AttentionCase, Problem, cp_
 from tests.harness.oracle import relative_error, visible_logits
 from tests.harness.ranks import on_ranks
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "support.md"
 BEGIN, END = (
     "<!-- support matrix: written by tests/acceptance/test_support.py -->\n",
     "<!-- end of the support matrix -->",
@@ -128,7 +128,7 @@ def cells(on_npu: bool) -> dict[tuple[str, str], str]:
         cases = [AttentionCase(S, dim=16, dtype=dtype, layout=x, **{"v_dim": 16, **row}, **mode) for x in layouts]
         with kernels.register(npu.KERNEL, "cpu", npu.accepts) if on_npu else nullcontext():
             (found[name, mode_name],) = {attend(name, case, mode) for case in cases}
-    assert not comm._in_flight.pending
+    assert not failures.here.pending
     return found
 
 
@@ -152,11 +152,11 @@ def test_the_matrix_in_the_readme_is_what_happens(ranks: Any, standin: Any) -> N
         assert all(cells == by_rank[0] for cells in by_rank), "ranks disagree"
         assert "WRONG" not in by_rank[0].values(), [cell for cell, what in by_rank[0].items() if what == "WRONG"]
         found.append(by_rank[0])
-    text = README.read_text()
+    text = PAGE.read_text()
     before, rest = text.split(BEGIN)
     written, after = rest.split(END)
     made = table(*found)
     if os.environ.get("HYPER_CP_WRITE_README"):
-        README.write_text(before + BEGIN + made + END + after)
+        PAGE.write_text(before + BEGIN + made + END + after)
     else:
-        assert written == made, f"the README should say\n{made}"
+        assert written == made, f"the page should say\n{made}"

@@ -65,7 +65,7 @@ def test_a_line_says_how_much_is_hidden() -> None:
 
 
 def test_three_buffers_help_only_where_kernels_vary() -> None:
-    """The figures of docs/communication.md come from this model."""
+    """The figures of docs/measured/communication.md come from this model."""
 
     def found(link: float, jitter: float, buffers: int) -> float:
         return ring_buffers.step(8, link, jitter, buffers, random.Random(0))

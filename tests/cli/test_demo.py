@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from hyper_cp.cli import demo
+from hyper_cp.cli.demo_report import save_picture
 from hyper_cp.cli.main import main
 from tests.harness.ranks import on_ranks
 
 
 @pytest.mark.slow
 def test_every_mode_and_the_picture(tmp_path: Path) -> None:
-    picture = tmp_path / "losses.png"
+    picture, page = tmp_path / "losses.png", tmp_path / "demo.html"
     command = [
         sys.executable,
         "-m",
@@ -30,12 +34,23 @@ def test_every_mode_and_the_picture(tmp_path: Path) -> None:
         "256",
         "--out",
         str(picture),
+        "--html",
+        str(page),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     for mode in [demo.ONE_RANK, *demo.MODES]:
         assert f"\n{mode} " in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
+    text = page.read_text()
+    assert "colossal, ring" in text and text.count("<svg") == 8 and text.count("<polyline") == 10
+    assert not re.search(r"(src|href)=|url\(|@import", text), "the page loads something else"
+    ElementTree.fromstring(text.partition("\n")[2].replace('<meta charset="utf-8">', "").replace("<br>", "<br/>"))
+
+
+def test_without_matplotlib_there_is_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not save_picture({}, [], 2, "nowhere.png")
 
 
 def result(losses: list[float]) -> demo.Result:
@@ -74,8 +89,8 @@ def train_with_positions_of_rank_zero() -> int:
     demo.ContextParallelHandler.position_ids = lambda self, length: torch.arange(length // self.cp.size)  # type: ignore[method-assign]
     torch.distributed.destroy_process_group()
     try:
-        args = argparse.Namespace(steps=3, seq_len=256, modes=["ring"], out="/dev/null")
-        demo.save_picture = lambda *_: None
+        args = argparse.Namespace(steps=3, seq_len=256, modes=["ring"], out="/dev/null", html=None)
+        demo.save_picture = lambda *_: True
         return demo.rank_main(args)
     finally:
         demo.ContextParallelHandler.position_ids = right  # type: ignore[method-assign]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 from typing import Any
 from unittest import mock
 
@@ -80,6 +81,24 @@ def test_two_ranks_are_well_and_the_planner_reads_what_was_measured(ranks: Any) 
     assert "ContextParallel(" in split["note"]
 
 
+@on_ranks
+def hosts_of_two() -> tuple[int, str]:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    return command("", "--json")
+
+
+@pytest.mark.slow
+def test_links_inside_and_between_hosts_are_measured_apart(ranks: Any) -> None:
+    (code, text), *_ = ranks(4, hosts_of_two)
+    found = json.loads(text)
+    assert [f for f in found["findings"] if f["status"] == "WRONG"] == []
+    assert code == 0 and found["gpus_per_host"] == 2 and found["between_gb_s"] > 0 and found["inside_us"] > 0
+    links = [f["what"] for f in found["findings"] if f["section"] == "links"]
+    assert links == ["mesh dimension ring, 2 ranks between hosts", "mesh dimension ulysses, 2 ranks inside a host"]
+    checked = [f["what"] for f in found["findings"] if f["section"] == "exchanges"]
+    assert any("ulysses_degree=2, kv_exchange='ring'" in what for what in checked)
+
+
 @pytest.mark.parametrize(
     ("planted", "wrong", "well"),
     [
@@ -119,9 +138,21 @@ def test_alone_it_makes_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch, caps
         (["--ulysses-degree", "3"], "--ulysses-degree 3 does not divide the 1 ranks"),
     ],
 )
-def test_wrong_options_end_in_an_error(
+def test_wrong_use_ends_in_an_error(
     options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
     assert main(["doctor", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["verify", "some:function"]], ids=str)
+def test_ranks_that_cannot_find_each_other_are_an_error(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert main(command) == 2
+    assert "RANK=0 is set, and MASTER_PORT is not" in capsys.readouterr().err

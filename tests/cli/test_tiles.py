@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hyper_cp.cli.main import main
-from hyper_cp.cli.tiles import tile_map
+from hyper_cp.cli.tiles import mode_panels, tile_map
 from hyper_cp.schedule import lookup
 from hyper_cp.schedule.documents import PackedDocuments
 from tests.harness.oracle import visible_pairs
@@ -49,6 +49,7 @@ def test_maps_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--documents", "60,x"], "'x' is no number of tokens"),
         (["--ranks", "0"], "ranks=0 must be a positive int"),
         (["--window", "-3"], "--window -3 is negative"),
+        (["--modes", "--window", "8"], "--modes with --documents or --window is not possible"),
         (["--picture", "tiles.xyz"], "--picture tiles.xyz has no ending of a picture"),
         (["--picture", "/nowhere/tiles.svg"], "lies in a folder that does not exist"),
     ],
@@ -63,3 +64,17 @@ def test_maps_are_drawn(tmp_path: Path) -> None:
     path = tmp_path / "tiles.svg"
     assert main(["tiles", "--documents", "5,17,1,41", "--picture", str(path)]) == 0
     assert "<svg" in path.read_text()[:1000]
+
+
+def test_maps_of_modes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every visible pair of every head has one rank; queries of a balanced mode are attended by their partner."""
+    for panel in mode_panels(4, 64, 64):
+        side = 2 if panel.title == "Ulysses" else 1
+        first = panel.cells[:64, :64]
+        visible = visible_pairs(64, True, None, None)[0, 0].numpy()
+        assert ((first != 0) == visible).all(), panel.title
+        assert len(np.unique(np.abs(panel.cells))) == 5 and panel.cells.shape[0] >= 64 * side, panel.title
+    assert main(["tiles", "--modes", "--length", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "all-gather or ring, contiguous: work 1.74 x the mean, a rank sends 6 x its q" in out
+    assert "Ulysses: work 1.00 x the mean, a rank sends 3 x its q" in out

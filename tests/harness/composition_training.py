@@ -32,7 +32,7 @@ ROWS, LENGTH, STEPS = 4, 32, 3
 IGNORED = [3, 9, 15, 21]  # labels at the start of every row that do not count: every rank has another number
 COUNT = ROWS * LENGTH - sum(IGNORED)
 CONFIG = LlamaConfig(vocab=64, dim=32, layers=2, heads=8, kv_heads=4, hidden=48)
-DOCS = Path(__file__).parents[2] / "docs" / "composition.md"
+DOCS = Path(__file__).parents[2] / "docs" / "guide" / "composition.md"
 
 
 def llama() -> Llama:
@@ -118,7 +118,7 @@ def one_device(
 
 
 def example(title: str, *edits: tuple[str, str]) -> str:
-    """A code block of docs/composition.md, with edits (regular expression, replacement), each of which must fit."""
+    """A code block of docs/guide/composition.md, with edits (regular expression, replacement), each of which fits."""
     (code,) = re.findall(rf"```python {re.escape(title)}\n(.*?)```", DOCS.read_text(), re.S)
     for pattern, replacement in edits:
         code, count = re.subn(pattern, lambda _, to=replacement: to, code, flags=re.S)  # type: ignore[misc]

@@ -8,6 +8,7 @@ import torch
 
 for name in (
     "numpy",
+    "pytest",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.distributed.checkpoint",

@@ -112,18 +112,26 @@ def _serve(
         except BaseException as error:
             text = traceback.format_exc()
             conn.send_bytes(pickle.dumps(("error", (type(error).__name__, str(error), text))))
-            if isinstance(error, _NoGroup):
-                return  # what torch counts process groups by is out of step now: start afresh
+            if isinstance(error, RankEnds):
+                return
 
 
-class _NoGroup(RuntimeError):
-    """The ranks of a job did not find each other."""
+class RankEnds(RuntimeError):
+    """An error with which a rank's process ends, as it does in training: a new one takes its place in the next job."""
+
+
+class _NoGroup(RankEnds):
+    """The ranks of a job did not find each other: what torch counts process groups by is out of step now."""
+
+
+ENDS = (RankEnds.__name__, _NoGroup.__name__)
 
 
 def _run(store: dist.Store, backend: str, job: int, rank: int, world: int, payload: bytes) -> Any:
     fn, args, kwargs, strict = pickle.loads(payload)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     torch.manual_seed(0)
+    store.set_timeout(timedelta(seconds=60))  # a job may have changed it
     try:
         dist.init_process_group(
             backend,
@@ -292,6 +300,8 @@ class Ranks:
                 except (EOFError, OSError):
                     team[index].process.join(5)
                     outcomes[index] = ("dead", f"exit code {team[index].process.exitcode}")
+                if outcomes[index][0] == "error" and outcomes[index][1][0] in ENDS:
+                    team[index].process.join(5)
                 if outcomes[index][0] != "ok":
                     deadline = min(deadline, time.monotonic() + GRACE)
             if time.monotonic() >= deadline and len(outcomes) < len(team):

@@ -7,6 +7,8 @@ import math
 import os
 import re
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from tests.harness.ranks import on_ranks, sum_over_ranks
 
 pytest.importorskip("transformers")
 
-PAGE = Path(__file__).parents[2] / "docs" / "transformers_models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "transformers_models.md"
 OURS = str(Path(hyper_cp.__file__).parent)
 LENGTH, TOLERANCE = 24, 1e-9
 ORDER = ["CRASH", "WRONG", "not tried", "refused", "exact"]
@@ -92,10 +94,11 @@ def difference(got: Tensor, want: Tensor, where: Any = slice(None)) -> float:
     return found if math.isfinite(found) else math.inf
 
 
-def verdict(kind: str, mesh: Any, chunked: dict[str, tuple[str, str]] | None) -> tuple[str, str]:
+def verdict(kind: str, mesh: Any, later: list[Callable[[Any], tuple[str, str]]]) -> tuple[str, str]:
     """The outcome for a model type ("exact", "refused", "not tried", "WRONG" or "CRASH"), and its reason.
 
-    Each rank compares one mode with the model alone. Also the outcome of a chunked loss, into ``chunked``.
+    Each rank compares one mode with the model alone. What tries a chunked loss, on a mesh of one rank, is put into
+    ``later``.
     """
     from hyper_cp.integrations.transformers import prepare_model
 
@@ -119,8 +122,7 @@ def verdict(kind: str, mesh: Any, chunked: dict[str, tuple[str, str]] | None) ->
         except Exception as error:
             return outcome_of(error)
         if name == mine:
-            if chunked is not None:
-                chunked[kind] = chunked_verdict(model, batch, want[1])
+            later.append(partial(chunked_verdict, model, batch, want[1]))
             seen = batch["attention_mask"].bool() if "attention_mask" in batch else slice(None)
             errors = difference(logits, want[0], seen), difference(grads, want[1])
             if max(errors) > TOLERANCE:
@@ -128,16 +130,15 @@ def verdict(kind: str, mesh: Any, chunked: dict[str, tuple[str, str]] | None) ->
     return found
 
 
-def chunked_verdict(model: Any, batch: dict[str, Tensor], want: Tensor) -> tuple[str, str]:
-    """The outcome of ``chunked_loss=True`` on a mesh of this rank alone, with chunks of seven tokens."""
+def chunked_verdict(model: Any, batch: dict[str, Tensor], want: Tensor, mesh: Any) -> tuple[str, str]:
+    """The outcome of ``chunked_loss=True`` on a mesh of one rank, with chunks of seven tokens."""
     from hyper_cp.integrations.transformers import prepare_batch, prepare_model
 
-    both = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "cp"))
     style, copied, head.CHUNK_BYTES = ContextParallel(), copy.deepcopy(model), 7 * 4 * VOCABULARY
     try:
-        prepare_model(copied, both["cp"], style=style, chunked_loss=True)
+        prepare_model(copied, mesh, style=style, chunked_loss=True)
         with InDouble():
-            output = copied(**prepare_batch(ContextParallelHandler(both["cp"], style), batch))
+            output = copied(**prepare_batch(ContextParallelHandler(mesh, style), batch))
             output.loss.backward()
     except Exception as error:
         return outcome_of(error)
@@ -175,9 +176,15 @@ def verdicts(kinds: list[str]) -> tuple[dict[str, tuple[str, str]], dict[str, tu
 
     transformers.logging.set_verbosity(50)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    chunked: dict[str, tuple[str, str]] = {}
-    mine = kinds[dist.get_rank() :: dist.get_world_size()]
-    return {kind: verdict(kind, mesh, chunked if kind in mine else None) for kind in kinds}, chunked
+    alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "cp"))["cp"]
+    found, chunked, rank, ranks = {}, {}, dist.get_rank(), dist.get_world_size()
+    for first in range(0, len(kinds), ranks):  # as many types as ranks, so that these try chunked losses at one time
+        later: list[list[Callable[[Any], tuple[str, str]]]] = [[] for _ in range(ranks)]
+        for kind, mine in zip(kinds[first:], later, strict=False):
+            found[kind] = verdict(kind, mesh, mine)
+        if later[rank]:
+            chunked[kinds[first + rank]] = later[rank][0](alone)
+    return found, chunked
 
 
 def page(found: dict[str, tuple[str, str]], version: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hyper_cp import ContextParallel, ContextParallelHandler
-from hyper_cp.integrations.torchtitan import apply_context_parallel
+from hyper_cp.integrations.torchtitan import apply_context_parallel, apply_cp_to_forward, cp_attention_class
 from tests.harness.oracle import plain_attention, relative_error, visible_pairs
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import error_of, on_ranks
 
 
 class VarlenMetadata(NamedTuple):
@@ -137,10 +139,102 @@ def test_packed_documents_and_windows(ranks: Any, world: int, layout: str) -> No
         assert len(found) == 3 and max(found.values()) <= 1e-10, found
 
 
+# --------------------------------------------------------------------------- rows, as in torchtitan 0.3.0
+
+
+@on_ranks
+def rows_of_documents() -> dict[str, float]:
+    """``[B, L, H, D]`` with boundaries over all rows, and the error for boundaries of a share."""
+    mesh, found = cp_mesh(), {}
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, 16, 4, 8, dtype=torch.float64, generator=generator) for _ in range(3))
+    cu_seq = torch.tensor([0, 5, 16, 25, 26, 32])
+    rows = [[0, 5, 16], [0, 9, 10, 16]]
+    want = plain_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), visible=visible_pairs(16, True, (3, 0), rows)
+    ).transpose(1, 2)
+    for layout in ("contiguous", "head_tail"):
+        style = ContextParallel(ulysses_degree=1, kv_exchange="ring", layout=layout)
+        handler, model = ContextParallelHandler(mesh, style), nn.ModuleDict({"inner": VarlenInnerAttention((3, 0))})
+        assert apply_context_parallel(model, mesh, style, "inner") == 1
+        local = [handler.dispatch(x, 1) for x in (q, k, v)]
+        out = model["inner"](*local, attention_masks=VarlenMetadata(cu_seq, cu_seq, 11, 11), is_causal=True)
+        found[layout] = relative_error(handler.combine(out, 1), want)
+        share = torch.tensor([0, 8, 13, 16])
+        message = error_of(lambda m=model, x=local: m["inner"](*x, attention_masks=VarlenMetadata(share, share, 8, 8)))
+        assert message.startswith("ValueError") and "2 rows of 16 tokens" in message, message
+    return found
+
+
+def test_rows_of_documents(ranks: Any) -> None:
+    for found in ranks(2, rows_of_documents):
+        assert len(found) == 2 and max(found.values()) <= 1e-10, found
+
+
+# --------------------------------------------------------------------------- the interface of newer versions
+
+
+class Capability(ABC):
+    """A double of torchtitan's CPAttention."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        pass
+
+    @staticmethod
+    @abstractmethod
+    def prepare_cp_metadata(attention_metadata: Any, *, permutation: Tensor | None) -> Any: ...
+
+
+class Configured(VarlenInnerAttention):
+    """Inner attention that is built from a configuration."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        window_size: tuple[int, int] = (-1, 0)
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config.window_size)
+
+
+@on_ranks
+def transformed() -> dict[str, Any]:
+    mesh, found = cp_mesh(), {}
+    generator = torch.Generator().manual_seed(2)
+    whole = [torch.randn(32, n, 8, dtype=torch.float64, generator=generator) for n in (4, 2, 2)]
+    want = Configured(Configured.Config(window_size=(5, 0)))(*whole, attention_masks=metadata(), enable_gqa=True)
+    order = torch.tensor([x for r in range(2) for c in (r, 3 - r) for x in range(8 * c, 8 * c + 8)])[None]
+    for layout, permutation in (("contiguous", None), ("head_tail", order)):
+        style = ContextParallel(ulysses_degree=1, kv_exchange="ring", layout=layout)
+        kind = cp_attention_class(Configured, Capability, style, mesh.get_group)
+        assert issubclass(kind, Capability) and issubclass(kind.Config, Configured.Config)
+        handler, made = ContextParallelHandler(mesh, style), kind(kind.Config(window_size=(5, 0)))
+        masks = kind.prepare_cp_metadata(metadata(), permutation=permutation)
+        out = made(*(handler.dispatch(x, 0) for x in whole), attention_masks=masks, enable_gqa=True)
+        found[layout] = relative_error(handler.combine(out, 0), want)
+        for wrong in (order.flip(1), None if permutation is not None else order):
+            found[f"{layout} {wrong is None}"] = error_of(
+                lambda kind=kind, wrong=wrong: kind.prepare_cp_metadata(metadata(), permutation=wrong)
+            )
+    alone = cp_attention_class(Configured, Capability, style, lambda: None)
+    out = alone(alone.Config(window_size=(5, 0)))(*whole, attention_masks=metadata(), enable_gqa=True)
+    found["one device"] = relative_error(out, want)
+    return found
+
+
+def test_a_class_for_the_transform_of_newer_versions(ranks: Any) -> None:
+    for found in ranks(2, transformed):
+        errors = [x for x in found.values() if isinstance(x, str)]
+        assert len(errors) == 3 and all(x.startswith("ValueError: torchtitan's load balancer") for x in errors), errors
+        assert max(x for x in found.values() if not isinstance(x, str)) <= 1e-10, found
+
+
 @on_ranks
 def refused(case: str) -> None:
     mesh, model, style = cp_mesh(), decoder(), ContextParallel(ulysses_degree=1)
     x = torch.zeros(16, 16, dtype=torch.float64)
+    if case == "masks of a share":
+        apply_cp_to_forward([layer["attention"].inner_attention for layer in model.layers.values()], mesh, style=style)
     if case == "pattern":
         apply_context_parallel(model, mesh, style, "blocks.*.attention")
     if case == "window":
@@ -162,6 +256,7 @@ def refused(case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "error", "words"),
     [
+        ("masks of a share", "NotImplementedError", "attention_modules are of the types VarlenInnerAttention"),
         ("pattern", "ValueError", r"'blocks.\*.attention' matches no module of Decoder"),
         ("window", "ValueError", r"window=\(3, 0\).*VarlenInnerAttention has its own"),
         ("twice", "ValueError", "layers.0.attention.inner_attention is context parallel already"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -131,6 +132,7 @@ class Options:
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
         self.config = SimpleNamespace(max_ctas=32)
+        self._timeout = timedelta(minutes=10)
 
 
 def nccl_options(monkeypatch: Any, backend: str = "cpu:gloo,cuda:nccl") -> Any:
@@ -154,13 +156,17 @@ def test_groups_have_high_priority_and_few_thread_blocks(monkeypatch: Any) -> No
 
 def test_options_reach_new_groups_and_splits(monkeypatch: Any) -> None:
     nccl_options(monkeypatch)
-    world = SimpleNamespace(bound_device_id="cuda:0", _get_backend=lambda device: backend)
+    store = SimpleNamespace(timeout=timedelta(seconds=7))
+    world = SimpleNamespace(
+        bound_device_id="cuda:0", _get_backend=lambda device: backend, get_group_store=lambda: store
+    )
     backend = SimpleNamespace(supports_splitting=True)
     given: list[Any] = []
     double = SimpleNamespace(
         ProcessGroupNCCL=SimpleNamespace(Options=Options),
         group=SimpleNamespace(WORLD=world),
         get_rank=lambda: 1,
+        get_backend=lambda group: "nccl",
         get_process_group_ranks=lambda group: [1, 2],
         new_group=lambda ranks, **options: given.append((world.bound_device_id, ranks, options)),
         split_group=lambda parent, parts, **options: given.append((parent, parts, options)) or parent,
@@ -171,6 +177,8 @@ def test_options_reach_new_groups_and_splits(monkeypatch: Any) -> None:
     backend.supports_splitting = False
     groups.make_group(((1,), (2,)), world)
     assert [call[:2] for call in given] == [(world, [[0], [1]]), (None, [1]), (None, [1])]
+    # PyTorch would give them NCCL's default, and warn of options that differ from it.
+    assert {(call[2]["timeout"], call[2]["pg_options"]._timeout) for call in given} == {(store.timeout,) * 2}
     assert all(call[2]["pg_options"].is_high_priority_stream for call in given) and world.bound_device_id == "cuda:0"
 
 

@@ -1,6 +1,6 @@
 """The private parts of PyTorch and Hugging Face that the package needs are where it expects them.
 
-docs/versions.md lists them. One that moved fails here, by a test or by one that the page names.
+docs/measured/versions.md lists them. One that moved fails here, by a test or by one that the page names.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def drawn_call(draw: st.DrawFn) -> Arguments:
         ),
         "dropout_p": rarely([0.0, 0.0, 0.1], 1.0, -1, float("nan"), "x", None),
         "return_lse": rarely([False, True], None, "x"),
-        "head_groups": rarely([1, 1, 2], 0, -1, "x", 3, True, None, 1.0),
+        "head_groups": rarely([1, 1, 2, "auto"], 0, -1, "x", 3, True, None, 1.0),
     }
     names = draw(st.lists(st.sampled_from(sorted(options)), max_size=4, unique=True))
     return call | {name: draw(options[name]) for name in names}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.config
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -90,7 +91,7 @@ def order(world: int) -> list[str]:
     from hyper_cp.ops import kernels
 
     events: list[str] = []
-    post, arrive = comm.GlooAxis.all_to_all, comm.Pending._arrive
+    post, arrive = comm.GlooAxis.all_to_all, comm.Pending.arrive
     kernel = kernels.get("cpu flash", *[torch.randn(1)] * 3)
 
     def posting(self: Any, send: Tensor) -> Any:
@@ -114,7 +115,7 @@ def order(world: int) -> list[str]:
     q, k, v = (torch.randn(1, 6, 8, 4, requires_grad=True) for _ in range(3))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm.GlooAxis, "all_to_all", posting)
-        patch.setattr(comm.Pending, "_arrive", arriving)
+        patch.setattr(comm.Pending, "arrive", arriving)
         patch.setattr(kernels, "get", lambda *_: Noting())
         attention(q, k, v, mesh=mesh, ulysses_degree=None, head_groups=3).sum().backward()
     return events
@@ -240,6 +241,67 @@ def test_log_sum_exp_and_dropout_do_not_depend_on_groups(ranks: Any) -> None:
     for lse, dropped in ranks(2, with_lse_and_dropout, 2):
         assert lse <= 1e-14
         assert dropped == 0.0
+
+
+# --------------------------------------------------------------------------- "auto"
+
+
+class Inner(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@on_ranks
+def automatic(world: int) -> tuple[list[tuple[Any, ...]], list[int], bool]:
+    """The arguments of the choices, the messages of calls, and whether results are the bits of two groups."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    q, k, v = (torch.randn(1, 8, 12, 4) for _ in range(3))
+    how: dict[str, Any] = {"mesh": mesh, "ulysses_degree": None}
+    asked: list[tuple[Any, ...]] = []
+
+    def two(*given: Any) -> int:
+        asked.append(given)
+        return 2
+
+    modules = [Inner(), Inner()]
+    for module, indices in zip(modules, (None, (0, 1, 2)), strict=True):
+        style = ContextParallel(2, 1, qkv_indices=indices, head_groups="auto")
+        parallelize_module(module, mesh, style)
+    calls = [
+        partial(attention, is_causal=True, head_groups="auto", **how),
+        partial(attention, is_causal=True, head_groups="auto", documents=[0, 4, 12 * world], window=(3, 0), **how),
+        *modules,
+        torch.compile(modules[0], backend="eager", fullgraph=True),
+    ]
+    found, messages = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hyper_cp.ops.head_groups.chosen_groups", torch.compiler.assume_constant_result(two))
+        for call in calls:
+            with comm.record_traffic() as log:
+                found.append(call(q, k, v))
+            messages.append(sum(operation == "all_to_all" for operation, _ in log.entries))
+    explicit = attention(q, k, v, is_causal=True, head_groups=2, **how)
+    return asked, messages, all(torch.equal(out, explicit) for out in (found[0], *found[2:]))
+
+
+@pytest.mark.slow
+def test_the_planner_chooses_before_anything_is_sent(ranks: Any) -> None:
+    found = ranks(2, automatic, 2)
+    for asked, messages, equal in found:
+        # In two groups twice three messages there and one back; a module that receives q, k, v exchanges at once.
+        assert messages == [8, 8, 8, 4, 8] and equal
+        heads, numbers, degree, host = (8, 8), (1, 2, 4), 2, 2
+        assert asked[0] == (numbers, degree, host, heads, (4, 4), 12, 24 * 12, 4, "cpu")
+        pairs = 4 * 2 + 20 * 4  # two documents; four positions in a window
+        assert asked[1] == (numbers, degree, host, heads, (4, 4), 12, pairs, 4, "cpu")
+        assert asked[2][:5] == asked[-1][:5] == asked[0][:5]
+        assert asked == found[0][0]
+
+
+def test_a_style_takes_auto_and_no_other_word() -> None:
+    assert "head_groups='auto'" in repr(ContextParallel(head_groups="auto"))
+    with pytest.raises(ValueError, match=r'head_groups=\'many\' must be a positive int; .*"auto" chooses'):
+        ContextParallel(head_groups="many")
 
 
 # --------------------------------------------------------------------------- refusals

@@ -74,6 +74,16 @@ def kinds(length: int) -> dict[str, tuple[Tensor, Any]]:
         "nothing": (torch.zeros_like(tril), None),
         "added": (torch.zeros(2, 1, length, length).masked_fill(~tril, lowest), (None, 0)),
         "added, full": (torch.zeros(length, length), (None, None)),
+        "window": (tril & ~tril.tril(-3), (-2, 0)),
+        "window both ways": (tril.triu(-4) | tril.mT.tril(2), (-4, 2)),
+        "causal from below": (tril.mT, (0, None)),
+        "own key": (torch.eye(length).bool(), (0, 0)),
+        "added window": (torch.zeros(1, 1, length, length).masked_fill(~tril | tril.tril(-5), lowest), (-4, 0)),
+        "window with a hole": (
+            (tril & ~tril.tril(-4)) ^ (torch.arange(length**2) == 4 * length + 3).view_as(tril),
+            None,
+        ),
+        "keys before only": (tril.tril(-1), None),
         "padding": (tril & (torch.arange(length) > 2), None),
         "one row different": (torch.stack([tril, torch.ones_like(tril)]), None),
     }

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hyper_cp import ContextParallel, RecurrentContextParallel
 from hyper_cp.schedule import lookup
 from hyper_cp.schedule.documents import PackedDocuments
 from hyper_cp.schedule.layout import ResolvedLayout, check_layout, register
@@ -27,7 +28,7 @@ def dealt(draw: st.DrawFn) -> tuple[ResolvedLayout, tuple[tuple[int, ...], ...],
     rows = [[0, *draw(cuts), length] for _ in range(draw(st.sampled_from([1, 1, 2])))]
     width = max(map(len, rows))
     table = [row + [length] * (width - len(row)) for row in rows]
-    window = draw(st.one_of(st.none(), st.integers(0, length)))
+    window = draw(st.one_of(st.none(), st.integers(1, length)))
     name = "balanced" if window is None else f"balanced_{window}"
     documents = PackedDocuments(table)
     found = lookup.resolve(name, world, length, documents)
@@ -90,6 +91,38 @@ def test_balanced_does_little_more_than_its_share_and_moves_little(name: str) ->
     assert lookup.resolve("auto", 8, LENGTH, PackedDocuments([documents])).held == layout.held
 
 
+def exponential(length: int, mean: int, seed: int) -> list[int]:
+    lengths = torch.empty(length // mean * 4).exponential_(1 / mean, generator=torch.Generator().manual_seed(seed))
+    ends = lengths.cumsum(0).long().unique()
+    return [0, *ends[ends < length].tolist(), length]
+
+
+@pytest.mark.parametrize(
+    ("world", "documents", "most"),
+    [
+        (64, [0, *range(64 * 4096, 64 * 8192 + 1, 2048)], 1.02),
+        (64, exponential(64 * 8192, 16384, 2), 1.25),
+    ],
+)
+def test_no_rank_receives_or_sends_much_more_than_one_must(world: int, documents: list[int], most: float) -> None:
+    """The rank with the last query of the longest document receives the rest of it, in any deal. No rank has much more
+    to receive, or to send, which is counted position by position."""
+    length = documents[-1]
+    layout = lookup.resolve("balanced", world, length, PackedDocuments([documents]))
+    starts, received, readers = torch.tensor(documents), [], torch.zeros(length, dtype=torch.long)
+    for rank in range(world):
+        mine = layout.positions(rank)
+        of = torch.searchsorted(starts, mine, right=True) - 1
+        last = torch.full((len(documents),), -1).scatter_reduce(0, of, mine, "amax")
+        at = torch.arange(length)
+        sees = at <= last[torch.searchsorted(starts, at, right=True) - 1]
+        received.append(int(sees.sum()) - len(mine))
+        readers += sees
+    sent = [int((readers[layout.positions(rank)] - 1).sum()) for rank in range(world)]
+    assert sum(sent) == sum(received)
+    assert max(*received, *sent) <= most * (max(b - a for a, b in pairwise(documents)) - length // world)
+
+
 @pytest.mark.parametrize("world", [2, 3, 8, 64])
 def test_plain_causal_is_head_tail(world: int) -> None:
     documents = PackedDocuments([[0, 16 * world]])
@@ -124,6 +157,17 @@ def test_a_plan_for_many_ranks_and_documents_is_quick() -> None:
 def test_names_that_are_no_window_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"is unknown; choose one of .*'balanced', 'auto', or 'balanced_4096' if most"):
         check_layout(name)
+
+
+@pytest.mark.parametrize("name", ["balanced_0", "balanced_000", "balanced_04096"])
+def test_a_window_of_zero_is_refused_where_it_is_configured(name: str) -> None:
+    message = rf"layout='{name}' does not name a window\. .* N must be a number from 1 on, .*\. Use the window of"
+    for configure in (lambda: ContextParallel(layout=name), lambda: RecurrentContextParallel(layout=name)):
+        with pytest.raises(ValueError, match=message):
+            configure()
+    with pytest.raises(ValueError, match=message):
+        register(name, lambda rank, world: (rank,))
+    assert "balanced_0" not in balance(64, 2, window=(0, 0))
 
 
 def test_names_with_a_window_are_taken() -> None:

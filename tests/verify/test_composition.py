@@ -20,7 +20,7 @@ from tests.harness.ranks import on_ranks
 Summary = tuple[bool, str | None, str | None, str, int]
 """ok, the first module, the cause, the text, and the number of tensors that were compared."""
 REDUCED = r"    \"layers\.\*\.attention\.wo\": RowwiseParallel\(\)"
-"""A line of the tensor-parallel plan in docs/composition.md."""
+"""A line of the tensor-parallel plan in docs/guide/composition.md."""
 
 
 def summary(report: Report) -> Summary:
@@ -29,7 +29,7 @@ def summary(report: Report) -> Summary:
 
 
 def composed(title: str, *edits: tuple[str, str], reduced: dict[str, Any] | None = None, **names: Any) -> Summary:
-    """The report on an example of docs/composition.md."""
+    """The report on an example of docs/guide/composition.md."""
     made = t.setup(title, *edits, **names)
     mesh, model = made["mesh"], made["model"]
     rows = slice(0, 2) if "dp" not in mesh.mesh_dim_names else slice(mesh["dp"].get_local_rank(), None, 2)

@@ -22,7 +22,7 @@ from tests.harness.attention_case import cp_mesh
 from tests.harness.planted import LENGTH, styled, whole_batch
 from tests.harness.ranks import error_of, on_ranks
 
-DOCS = Path(__file__).parents[2] / "docs" / "verify.md"
+DOCS = Path(__file__).parents[2] / "docs" / "help" / "verify.md"
 Summary = tuple[bool, str | None, str | None, str, str]
 """ok, the first module, the cause, the text and the JSON of a report."""
 
@@ -189,7 +189,7 @@ def test_gradients_may_be_reduced_in_parts(ranks: Any) -> None:
 
 @on_ranks
 def documented(code: str) -> bool:
-    """The result of the example in docs/verify.md."""
+    """The result of the example in docs/help/verify.md."""
     mesh = cp_mesh()
     names: dict[str, Any] = {"model": styled(mesh), "mesh": mesh, "batch": whole_batch(documents=[0, 9, LENGTH])}
     exec(code.replace("print(report)", ""), names)

@@ -14,9 +14,12 @@ from .contender import Attention, Contender, refuse
 
 
 def _start() -> None:
-    """Let DeepSpeed use the process group that exists already."""
+    """Let DeepSpeed use the process group that exists already, without its all-reduce in shared memory, which it would
+    compile first."""
     import deepspeed.comm
+    import deepspeed.ops
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
 
 

@@ -54,6 +54,7 @@ def flash_backward(
     dout, q, k, v, out = _heads_first(dout, q, k, v, out)
     heads, kv_heads = q.shape[1], k.shape[1]
     k, v = (_repeated(x, heads) for x in (k, v))
+    lse = lse.contiguous()  # the operator reads it so, unchecked
     found = _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=None, scale=softmax_scale)
     for into, grad in zip((dq, dk, dv), found, strict=True):
         grad = grad if grad.shape[1] == into.shape[2] else grad.unflatten(1, (kv_heads, -1)).sum(2)

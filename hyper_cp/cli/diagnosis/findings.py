@@ -78,6 +78,7 @@ def attention_of(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float)
 def answer(tensors: Sequence[Tensor], visible: Tensor, scale: float) -> list[Tensor]:
     """Output, log-sum-exp and gradients of q, k and v for ``q, k, v, dout``, in fp64 on the CPU."""
     q, k, v, dout = (x.detach().cpu().double() for x in tensors)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = attention_of(*leaves, visible, scale)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
+    for x in (q, k, v):
+        x.requires_grad_()
+    out, lse = attention_of(q, k, v, visible, scale)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout)]

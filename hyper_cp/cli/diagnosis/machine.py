@@ -36,7 +36,7 @@ VARIABLES: dict[str, tuple[str, ...]] = {
     ),
 }
 """Variables that change results or times, by device type or backend, beside the library's own (HYPER_CP_...).
-docs/devices.md says what to set."""
+docs/measured/devices.md says what to set."""
 
 HARMFUL = {
     ("CUDA_LAUNCH_BLOCKING", "1"): "the host waits for every kernel, so nothing overlaps. Unset it",

@@ -23,7 +23,7 @@ class Ranks:
         self.per_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or self.size
         world = dist.group.WORLD
         assert world is not None  # for mypy: there is a default group
-        store = world.get_group_store()  # type: ignore[attr-defined]
+        store = world.get_group_store()
         # The store may outlive an examination: each one has entries of its own, which every rank numbers alike.
         number = store.add(f"hyper_cp/doctor/{self.rank}", 1)
         self._store, self._round = dist.PrefixStore(f"hyper_cp/doctor/{number}", store), 0  # type: ignore[attr-defined]
@@ -50,8 +50,8 @@ def default_device() -> str:
 
 
 @contextmanager
-def process_group(device: str, seconds: float) -> Iterator[None]:
-    """The default process group: the one that exists, that of torchrun's ranks, or one of this process alone."""
+def process_group(device: str, seconds: float, several: bool) -> Iterator[None]:
+    """The default process group: the one that exists, that of ``several`` ranks, or one of this process alone."""
     if dist.is_initialized():
         yield
         return
@@ -59,10 +59,11 @@ def process_group(device: str, seconds: float) -> Iterator[None]:
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
     limit = timedelta(seconds=seconds)
     backend = "gloo" if device == "cpu" else None
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if several:
         dist.init_process_group(backend, timeout=limit)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=limit)
     try:
         yield
     finally:

@@ -161,7 +161,9 @@ def _device(ranks: Ranks, sizes: Sizes) -> dict[str, Any]:
         "memory_gb": about["memory_gb"] / (ranks.per_host if device == "cpu" else 1),
     }
     everyone = ranks.share(mine | {"launch_us": launch * 1e6})
-    found: dict[str, Any] = {"device": about["name"], "gpus_per_host": ranks.per_host}
+    found: dict[str, Any] = {"device": about["name"]}
+    if ranks.size > 1 or device != "cpu":  # one process alone knows the accelerators of its host
+        found["gpus_per_host"] = ranks.per_host if ranks.size > 1 else about["count"]
     found |= {name: min(one[name] for one in everyone) for name in mine}
     return found | {"launch_us": max(one["launch_us"] for one in everyone)}
 
@@ -171,7 +173,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, device: str) -> tuple[float, flo
     kernel = kernels.get(kernels.choose(q, k, v, False), q, k, v)
     tile = TileInputs(q, k, v, (None, None), q.shape[3] ** -0.5)
     out, lse = kernel.forward(tile)
-    tiny = TileInputs(*(x[:, :, :16] for x in (q, k, v)), (None, None), 1.0)
+    tiny = TileInputs(q[:, :, :16], k[:, :, :16], v[:, :, :16], (None, None), 1.0)
     kernel.forward(tiny)
     start = time.perf_counter()
     for _ in range(4 * ROUNDS):

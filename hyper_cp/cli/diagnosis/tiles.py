@@ -37,7 +37,8 @@ def check_kernels(device: str) -> Iterator[Finding]:
 def _of_device(kind: str) -> Iterator[Finding]:
     for dtype in [torch.float32] if kind == "cpu" else [torch.bfloat16, torch.float32]:
         tensors = _tensors(kind, dtype)
-        chosen = kernels.choose(*tensors[:3], False)
+        q, k, v, _ = tensors
+        chosen = kernels.choose(q, k, v, False)
         for name, kernel in kernels.available(kind).items():
             if kernel is flex_kernel.KERNEL:
                 yield Finding(SECTION, f"{name} on {kind}", NOTE, "for functions of logits; compiled at the first call")

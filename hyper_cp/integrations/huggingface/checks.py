@@ -33,6 +33,12 @@ MEDIA = re.compile(r"^(pixel|image|video|audio|input_features|input_values)")
 """Names of inputs other than text."""
 
 
+def base_of(model: Any) -> PreTrainedModel:
+    """The model inside PEFT's wrapper around it; any other model itself."""
+    inside = getattr(model, "get_base_model", None)
+    return inside() if callable(inside) and hasattr(model, "peft_config") else model
+
+
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The decoder of a model. (Some models name their output layer ``decoder``, and ``get_decoder`` returns that.)"""
     found: Any = model.get_decoder()
@@ -58,7 +64,7 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         raise NotImplementedError(
             f"{name} has {', '.join(mixing)}. They compute along the sequence without attention, by none of the "
             "functions that context parallelism routes, and would end at this rank's share. Use a model whose mixers "
-            "call causal_conv1d_fn, chunk_gated_delta_rule and their kind (docs/recurrent_layers.md)"
+            "call causal_conv1d_fn, chunk_gated_delta_rule and their kind (docs/guide/recurrent_layers.md)"
         )
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         raise NotImplementedError(
@@ -257,6 +263,17 @@ def check_batch(batch: Any) -> Tensor:
 
 def _described(x: Any) -> str:
     return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+
+
+def check_adapters(decoder: nn.Module) -> None:
+    """Raise ``NotImplementedError`` for adapters of PEFT that read across positions."""
+    for name, module in decoder.named_modules():
+        variants = getattr(module, "lora_variant", None) or {}
+        if any(type(variants[adapter]).__name__.startswith("ALora") for adapter in variants):
+            raise NotImplementedError(
+                f"module {name!r} has an activated LoRA adapter, which begins where its invocation is found among the "
+                "tokens. Each rank has a share of them, and would not find it. Use a LoRA adapter without invocation"
+            )
 
 
 def check_dispatched(handler: ContextParallelHandler, tokens: Tensor, name: str) -> None:

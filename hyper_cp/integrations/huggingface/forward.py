@@ -39,6 +39,8 @@ class PreparedBatch(AttentionState):
     token_types: dict[str, Tensor] = field(default_factory=dict)
     """Types of all tokens of the sequence ``[B, S]``, -1 on padding, by their name in the batch. Some models make masks
     of them, in which images see themselves whole."""
+    length: int | None = None
+    """The number of tokens of this rank, padding included; None if ``prepare_batch`` has not split the batch."""
     numbered: bool = False
     """True if the batch had no position ids, and they count from 0 to the end of the sequence."""
 

@@ -6,6 +6,7 @@ step, from which the schedule is built.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ from torch import Tensor
 from ...mesh.comm import Axis
 from ...schedule.arrivals import Visits, register_exchange
 from ...schedule.build import Schedule
+from ...schedule.layout import places_by_cost
+from ...schedule.ranges import length_of
 from .all_gather import GatherBackward, GatherForward
 from .needed import NeededBackward, NeededForward
 from .ring import RingBackward, RingForward
@@ -60,3 +63,43 @@ def register(name: str, forward: type[Forward], backward: type[Backward], visits
 FORWARD.update(ring=RingForward, all_gather=GatherForward, needed=NeededForward, replicated=GatherForward)
 BACKWARD.update(ring=RingBackward, all_gather=GatherBackward, needed=NeededBackward, replicated=GatherBackward)
 # Replicated keys and values never hop: the local block holds all of them.
+
+
+# --------------------------------------------------------------------------- what costs more than it must
+
+_warned: set[str] = set()
+
+
+def warn_of_cost(layout: str, kv_exchange: str, plan: Schedule, keys: int, mask: Tensor | None) -> None:
+    """Warn once in a process if an exchange moves much more than queries see, though another would not.
+
+    Args:
+        keys: the number of key positions that each rank holds.
+        mask: an explicit mask that is no band.
+    """
+    if kv_exchange == "ring" and plan.hops > 1 and places_by_cost(layout) and "ring" not in _warned:
+        moved, seen = plan.hops * keys, sum(length_of(step.take) for step in plan.forward[1:-1])
+        if 2 * seen < moved:
+            _warn(
+                "ring",
+                f"layout={layout!r} with kv_exchange='ring' makes {plan.hops} hops in each attention call of this "
+                f"batch. They bring {moved} rows of keys and values to this rank, of which its queries see {seen}, "
+                "because chunks that are dealt by cost seldom need those of the neighbours in a ring. Use "
+                "kv_exchange='needed', which moves only what queries see, or compare layouts with "
+                "hyper_cp.ops.balance",
+            )
+    if kv_exchange == "needed" and mask is not None and "mask" not in _warned:
+        rows = sum(map(sum, (route.received for route in plan.routes)))
+        if rows and rows == (len(plan.routes[0].received) - 1) * keys:
+            _warn(
+                "mask",
+                f"kv_exchange='needed' with an attn_mask of shape {tuple(mask.shape)} sends all keys and values to "
+                "every rank, as an all-gather does. A mask that is neither causal nor a window is not read to find "
+                "out which keys it hides. Pass is_causal, window or documents where they say the same, or use "
+                "kv_exchange='ring' or 'all_gather'",
+            )
+
+
+def _warn(what: str, message: str) -> None:
+    _warned.add(what)
+    warnings.warn(message, stacklevel=2)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...mesh import comm, cp_mesh
+from ...mesh import cp_mesh, nans
 from ...mesh.cp_mesh import CPMesh
+from ...mesh.failures import backward_of, caller, operation
 from ...schedule.layout import ResolvedLayout
 from ...schedule.lookup import ascending, resolve
 from ...schedule.ranges import Rows
@@ -35,7 +36,8 @@ def _order(cp: CPMesh, layout: str, length: int) -> tuple[Rows, Rows]:
 def gather_keys(xs: list[Tensor], mesh: str, layout: str) -> list[Tensor]:
     """Each ``[B, H, S/ring, D] -> [B, H, S, D]``, ascending, the same on every ring rank."""
     cp = cp_mesh.by_key(mesh)
-    with comm.wait_on_error():
+    with operation(cp, "gathering of keys", "forward"):
+        nans.check(cp, "key, value", *xs)
         pending = [cp.ring.all_gather(to_wire(x)) for x in xs]  # all in flight before the first is waited for
         found = []
         for x, p in zip(xs, pending, strict=True):
@@ -60,7 +62,8 @@ def scatter_keys(grads: list[Tensor], mesh: str, layout: str) -> list[Tensor]:
     in the accumulation dtype."""
     cp = cp_mesh.by_key(mesh)
     pending, own = [], []
-    with comm.wait_on_error():
+    with operation(cp, "sum of the keys' gradients", "backward"):
+        nans.check(cp, "the gradients of key, value", *grads)
         for grad in grads:
             length = grad.shape[2]
             share = length // cp.ring.size
@@ -83,10 +86,12 @@ def _(grads: list[Tensor], mesh: str, layout: str) -> list[Tensor]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, ctx.mesh, ctx.layout = inputs
+    ctx.caller = caller()
 
 
 def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    return scatter_keys(grads, ctx.mesh, ctx.layout), None, None
+    with backward_of(ctx.caller):
+        return scatter_keys(grads, ctx.mesh, ctx.layout), None, None
 
 
 gather_keys.register_autograd(_differentiate, setup_context=_save)

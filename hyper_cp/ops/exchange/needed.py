@@ -8,6 +8,7 @@ whether they have rows for it or not.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 
@@ -18,6 +19,8 @@ from ...mesh.comm import Axis, Pending
 from ...schedule.arrivals import Route
 from ...schedule.build import Schedule
 from .wire import Pair, from_wire
+
+logger = logging.getLogger(__name__)
 
 
 class _Rows:
@@ -49,6 +52,7 @@ class NeededForward:
         self.format = _Rows(k, v)
         self.pending: deque[Pending] = deque()
         if plan.routes:
+            logger.debug('kv_exchange="needed": %d stages, %d under way at once', len(plan.routes), plan.ahead)
             self.own = self.format.of(k, v)
             for route in plan.routes[: plan.ahead]:
                 self._fetch(route)

@@ -18,37 +18,43 @@ from .wire import Buffer, Pair, gradient_zeros
 
 
 class RingForward:
-    """Keys and values travel point to point: iterating yields this rank's block, then those of
-    ranks -1, -2, ... (mod size), then this rank's again. The transfer of the next block is posted
-    before the current one is yielded. Beyond the inputs two blocks are alive: one being sent, one
-    being received.
+    """Keys and values travel point to point: iterating yields this rank's block, then those of ranks -1, -2, ... (mod
+    size), then this rank's again. A block comes in the pieces of the schedule, one after the other; the transfer of a
+    piece of the next block is posted before that of the current one is yielded. Beyond the inputs two blocks are alive:
+    one being sent, one being received.
     """
 
     def __init__(self, axis: Axis, k: Tensor, v: Tensor, plan: Schedule):
         self.axis, self.k, self.v, self.hops = axis, k, v, plan.hops
-        if self.hops:
-            self.block = Buffer.of(k, v)
-            self.spare = self.block.empty()
-            self.pending = self._shift()
+        self.rows = plan.pieces if plan.hops else ()
+        self.pieces = [Buffer.of(k, v, rows) for rows in self.rows]
+        self.spares = [piece.empty() for piece in self.pieces]
+        self.pending = [self.post([piece], [spare], 1) for piece, spare in zip(self.pieces, self.spares, strict=True)]
 
-    def _shift(self) -> Pending:
-        axis = self.axis
-        to, source = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-        return axis.send_recv([self.block.flat], to, [self.spare.flat], source)
+    def post(self, sends: list[Buffer], recvs: list[Buffer], distance: int) -> Pending:
+        """Send to the rank ``distance`` further on, and receive from the one as far behind."""
+        to, source = ((self.axis.rank + step) % self.axis.size for step in (distance, -distance))
+        return self.axis.send_recv([x.flat for x in sends], to, [x.flat for x in recvs], source)
+
+    def arrived(self, i: int) -> Buffer:
+        """Wait for a piece. Both directions: the piece before has left, and its buffer may be overwritten."""
+        self.pending[i].wait()
+        self.pieces[i], self.spares[i] = self.spares[i], self.pieces[i]
+        return self.pieces[i]
 
     def __iter__(self) -> Iterator[Pair]:
         yield self.k, self.v
         for hop in range(1, self.hops + 1):
-            self.pending.wait()  # both directions: the old block has left and may be overwritten
-            self.block, self.spare = self.spare, self.block
-            if hop < self.hops:
-                self.pending = self._shift()
-            yield self.block.pair
+            for i in range(len(self.pieces)):
+                piece = self.arrived(i)
+                if hop < self.hops:
+                    self.pending[i] = self.post([piece], [self.spares[i]], 1)
+                yield piece.pair
         yield self.k, self.v
 
 
 class RingBackward:
-    """Keys and values go round again; the gradients of a block travel with it, one hop behind.
+    """Keys and values go round again; the gradients of a piece travel with it, one hop behind.
 
     Iterating yields ``(k, v, dk, dv)``; the caller adds to dk and dv (in the accumulation dtype)
     before it asks for the next. The local block comes first and once more last, so that the final
@@ -56,44 +62,45 @@ class RingBackward:
     """
 
     def __init__(self, axis: Axis, k: Tensor, v: Tensor, plan: Schedule, dtype: torch.dtype):
-        self.axis, self.k, self.v, self.hops, self.dtype = axis, k, v, plan.hops, dtype
+        self.blocks, self.dtype = RingForward(axis, k, v, plan), dtype
         self.home = gradient_zeros(k, dtype), gradient_zeros(v, dtype)
-        if self.hops:
-            self.block = Buffer.of(k, v)
-            self.spare = self.block.empty()
-            self.pending = self._post([self.block], [self.spare], 1)
-
-    def _post(self, sends: list[Buffer], recvs: list[Buffer], distance: int) -> Pending:
-        to, source = ((self.axis.rank + step) % self.axis.size for step in (distance, -distance))
-        return self.axis.send_recv([x.flat for x in sends], to, [x.flat for x in recvs], source)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        yield self.k, self.v, *self.home
-        if not self.hops:
-            yield self.k, self.v, *self.home
-            return
-        # Three gradient buffers: the sum that leaves, the sum that arrives, what this rank adds to it.
+        blocks = self.blocks
+        pieces, hops, pending = range(len(blocks.pieces)), blocks.hops, blocks.pending
+        yield blocks.k, blocks.v, *self.home
+        # Three gradient buffers of each piece: the sum that leaves, the sum that arrives, what this rank adds to it.
         # At hop 1 no sum has come along with the block: this rank begins it.
-        leaving = self.block.zeros(self.dtype)
-        arriving = leaving.empty()
-        adding = self.block.zeros(self.dtype) if self.hops > 1 else leaving
-        self.pending.wait()
-        for hop in range(1, self.hops + 1):
-            self.block, self.spare = self.spare, self.block
-            sends, recvs = ([self.block], [self.spare]) if hop < self.hops else ([], [])
-            if hop > 1:
-                sends, recvs = [*sends, leaving], [*recvs, arriving]
-            pending = self._post(sends, recvs, 1) if sends else None
-            yield *self.block.pair, *(adding if hop > 1 else leaving).pair
-            if pending is not None:
-                pending.wait()
-            if hop > 1:
-                arriving.flat.add_(adding.flat)
-                adding.flat.zero_()
-                leaving, arriving = arriving, leaving
-        # Each block's sum is complete here, `hops` ranks after its owner: send it back in one transfer.
-        pending = self._post([leaving], [arriving], -self.hops)
-        yield self.k, self.v, *self.home
-        pending.wait()
-        for home, total in zip(self.home, arriving.pair, strict=True):
-            home += total
+        leaving = [piece.zeros(self.dtype) for piece in blocks.pieces]
+        arriving = [sums.empty() for sums in leaving]
+        adding = [sums.zeros(self.dtype) for sums in leaving] if hops > 1 else leaving
+
+        def add(i: int) -> None:
+            arriving[i].flat.add_(adding[i].flat)
+            adding[i].flat.zero_()
+            leaving[i], arriving[i] = arriving[i], leaving[i]
+
+        for hop in range(1, hops + 1):
+            for i in pieces:
+                piece = blocks.arrived(i)
+                if hop > 2:  # the sum of the block before has come with it
+                    add(i)
+                sends, recvs = ([piece], [blocks.spares[i]]) if hop < hops else ([], [])
+                if hop > 1:
+                    sends, recvs = [*sends, leaving[i]], [*recvs, arriving[i]]
+                if sends:
+                    pending[i] = blocks.post(sends, recvs, 1)
+                yield *piece.pair, *(adding if hop > 1 else leaving)[i].pair
+                if hop == hops:
+                    # The sum of this piece is complete here, `hops` ranks after its owner: send it back at once.
+                    if hop > 1:
+                        pending[i].wait()
+                        add(i)
+                    pending[i] = blocks.post([leaving[i]], [arriving[i]], -hops)
+        yield blocks.k, blocks.v, *self.home
+        for i in pieces:
+            pending[i].wait()
+            lengths = [stop - start for start, stop in blocks.rows[i]]
+            for home, total in zip(self.home, arriving[i].pair, strict=True):
+                for (start, stop), part in zip(blocks.rows[i], total.split(lengths, 2), strict=True):
+                    home[:, :, start:stop] += part

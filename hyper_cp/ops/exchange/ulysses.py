@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...mesh import comm, cp_mesh
+from ...mesh import cp_mesh, nans
 from ...mesh.comm import Axis, Pending
 from ...mesh.cp_mesh import CPMesh
+from ...mesh.failures import backward_of, caller, operation
 from ...schedule import layout as layouts
 from ...schedule.documents import read
 from ...schedule.lookup import ascending, resolve
@@ -96,7 +97,8 @@ def all_to_all_op(
     cp = cp_mesh.by_key(mesh)
     move = sequence_to_heads if to_heads else heads_to_sequence
     pending = []
-    with comm.wait_on_error():
+    with operation(cp, "exchange of heads"):
+        nans.check(cp, "an exchanged tensor", *xs)
         for x in xs:
             length = x.shape[seq_dim] * cp.ring.size * (cp.ulysses.size if to_heads else 1)
             order = ascending(resolve(layout, cp.size, length, read(documents)), cp.ulysses_peers())
@@ -124,10 +126,12 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, ctx.documents, ctx.mesh, ctx.layout, ctx.seq_dim, ctx.head_dim, ctx.to_heads = inputs
+    ctx.caller = caller()
 
 
 def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    back = all_to_all_op(grads, ctx.documents, ctx.mesh, ctx.layout, ctx.seq_dim, ctx.head_dim, not ctx.to_heads)
+    with backward_of(ctx.caller):
+        back = all_to_all_op(grads, ctx.documents, ctx.mesh, ctx.layout, ctx.seq_dim, ctx.head_dim, not ctx.to_heads)
     return (back, None, None, None, None, None, None)
 
 

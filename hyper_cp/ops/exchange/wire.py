@@ -7,9 +7,12 @@ range of tokens is one contiguous piece of memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from ...schedule.ranges import Range
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values."""
@@ -34,10 +37,11 @@ class Buffer:
         self.pair: Pair = from_wire(k.view(shapes[0])), from_wire(v.view(shapes[1]))
 
     @staticmethod
-    def of(k: Tensor, v: Tensor) -> Buffer:
-        """A buffer with copies of K and V."""
-        flat = torch.cat([x.movedim(2, 0).reshape(-1) for x in (k, v)])
-        return Buffer(flat, [(x.shape[2], x.shape[0], x.shape[1], x.shape[3]) for x in (k, v)])
+    def of(k: Tensor, v: Tensor, rows: Sequence[Range]) -> Buffer:
+        """A buffer with copies of some rows of K and V."""
+        flat = torch.cat([x.movedim(2, 0)[start:stop].reshape(-1) for x in (k, v) for start, stop in rows])
+        length = sum(stop - start for start, stop in rows)
+        return Buffer(flat, [(length, x.shape[0], x.shape[1], x.shape[3]) for x in (k, v)])
 
     def empty(self) -> Buffer:
         """Another one, uninitialised."""

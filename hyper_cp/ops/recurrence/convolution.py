@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...mesh import comm, cp_mesh
+from ...mesh import cp_mesh, nans
 from ...mesh.cp_mesh import CPMesh
+from ...mesh.failures import backward_of, caller, calling, operation
 from ...schedule.documents import read
 from ...schedule.lookup import resolve
 from ...schedule.ranges import Rows, placed
@@ -60,6 +61,13 @@ def causal_conv1d(
 
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.
+
+    Example::
+
+        >>> causal_conv1d(torch.randn(1, 6, 8), torch.randn(6, 4), mesh=mesh, activation="silu").shape
+        torch.Size([1, 6, 8])
+
+    Source: the interface of the package causal_conv1d, in Mamba (arXiv 2312.00752).
     """
     check_tensor(name, "x", x, 3, "[batch, channels, positions]")
     check_tensor(name, "weight", weight, 2, "[channels, width]")
@@ -78,7 +86,8 @@ def causal_conv1d(
     table = documents_of(mesh, cp, documents, name)
     agree(name, cp, layout, table, x, weight)
     check_layout_of(name, cp, layout, table, x.shape[0], x.shape[2])
-    out: Tensor = conv_op(x, weight, bias, table, cp.key, layout)
+    with calling(name):
+        out: Tensor = conv_op(x, weight, bias, table, cp.key, layout)
     return ACTIVATIONS[activation](out)
 
 
@@ -111,7 +120,8 @@ class _Shifted:
 def conv_op(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None, mesh: str, layout: str) -> Tensor:
     """See :func:`causal_conv1d`, without activation."""
     width, dtype = weight.shape[1], accumulation_dtype(x.dtype)
-    with comm.wait_on_error():
+    with operation(cp := cp_mesh.by_key(mesh), "convolution", "forward"):
+        nans.check(cp, "x", x)
         rows = _Shifted(x.movedim(2, 0), documents, mesh, layout, width - 1, 0)
     out = x.new_zeros(x.shape[2], *x.shape[:2], dtype=dtype)
     for i, taps in enumerate(weight.to(dtype).unbind(1)):
@@ -129,7 +139,8 @@ def conv_backward_op(
     check_recompute(documents, mesh, mark)
     width, dtype = weight.shape[1], accumulation_dtype(x.dtype)
     channels, own = x.shape[1], dout.movedim(2, 0).to(dtype)
-    with comm.wait_on_error():
+    with operation(cp := cp_mesh.by_key(mesh), "convolution", "backward"):
+        nans.check(cp, "the gradient of the output, x", dout, x)
         both = torch.cat((x, dout.to(x.dtype)), 1).movedim(2, 0)
         rows = _Shifted(both, documents, mesh, layout, width - 1, width - 1)
     dx, dweight = torch.zeros_like(own), []
@@ -152,12 +163,14 @@ def _(dout: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, ctx.documents, ctx.mesh, ctx.layout = inputs
+    ctx.caller = caller()
     ctx.bias = None if bias is None else bias.dtype
     ctx.save_for_backward(x, weight, fingerprint(ctx.documents, ctx.mesh))
 
 
 def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-    grads = conv_backward_op(dout, *ctx.saved_tensors, ctx.documents, ctx.mesh, ctx.layout)
+    with backward_of(ctx.caller):
+        grads = conv_backward_op(dout, *ctx.saved_tensors, ctx.documents, ctx.mesh, ctx.layout)
     dbias = None if ctx.bias is None else dout.sum((0, 2), dtype=accumulation_dtype(dout.dtype)).to(ctx.bias)
     return *grads, dbias, None, None, None
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...mesh import comm, cp_mesh
+from ...mesh import cp_mesh, nans
+from ...mesh.failures import backward_of, caller, operation
 from ...schedule.documents import read
 from ..kernels.partials import accumulation_dtype
 from ..recompute import check_recompute, fingerprint
@@ -51,6 +52,7 @@ class _Work:
         cp = cp_mesh.by_key(settings.mesh)
         self.kernel = kernels.get(settings.kernel)
         degree = cp.ulysses.size if settings.exchanged else 1
+        self.cp = cp
         self.axes = (cp.ring,) if settings.exchanged else cp.flat
         self.rank, world = (cp.ring.rank, cp.ring.size) if settings.exchanged else (cp.rank, cp.size)
         self.dtype = accumulation_dtype(v.dtype)
@@ -80,7 +82,8 @@ def recurrence_op(
 ) -> Tensor:
     """Outputs ``[B, S, H, dv]`` of this rank's share."""
     work = _Work(v, g, documents, _settings(settings))
-    with torch.autocast(v.device.type, enabled=False), comm.wait_on_error():
+    with torch.autocast(v.device.type, enabled=False), operation(work.cp, "recurrence", "forward"):
+        nans.check(work.cp, "q, k, v, g, beta", q, k, v, g, beta)
         maps = work.entered(work.kernel.forward(work.inputs(q, k, v, g, beta)))
         states = work.passing(maps).forward(maps.P)
         return work.segments.join(maps.O + maps.Q @ states).to(v.dtype).contiguous()
@@ -101,7 +104,8 @@ def recurrence_backward_op(
     """Gradients of q, k, v, g and, if it is given, beta. ``mark``: the fingerprint of the documents of the inputs."""
     check_recompute(documents, _settings(settings).mesh, mark)
     work = _Work(v, g, documents, _settings(settings))
-    with torch.autocast(v.device.type, enabled=False), comm.wait_on_error():
+    with torch.autocast(v.device.type, enabled=False), operation(work.cp, "recurrence", "backward"):
+        nans.check(work.cp, "the gradient of the output, q, k, v, g, beta", dout, q, k, v, g, beta)
         inputs = work.inputs(q, k, v, g, beta)
         found, pull = work.kernel.differentiable(inputs)
         maps = work.entered(found)
@@ -127,11 +131,13 @@ def _(dout: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.documents, ctx.settings = inputs
+    ctx.caller = caller()
     ctx.save_for_backward(*tensors, fingerprint(ctx.documents, _settings(ctx.settings).mesh))
 
 
 def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-    grads = recurrence_backward_op(dout, *ctx.saved_tensors, ctx.documents, ctx.settings)
+    with backward_of(ctx.caller):
+        grads = recurrence_backward_op(dout, *ctx.saved_tensors, ctx.documents, ctx.settings)
     return *grads, *([None] * (7 - len(grads)))
 
 

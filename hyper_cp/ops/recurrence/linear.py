@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...mesh import cp_mesh
 from ...mesh.cp_mesh import CPMesh
+from ...mesh.failures import calling
 from ..exchange.ulysses import Ulysses
 from . import kernels
 from .checks import agree, check_layout_of, check_tensor, documents_of
@@ -77,6 +78,12 @@ def linear_recurrence(
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.
 
+    Example::
+
+        >>> q, k, v = (torch.randn(1, 8, 2, 4) for _ in range(3))  # this rank's half of 16 positions
+        >>> linear_recurrence(q, k, v, -torch.rand(1, 8, 2), mesh=mesh).shape
+        torch.Size([1, 8, 2, 4])
+
     Source: state passing between ranks as in LASP-2 (arXiv 2502.07563) and Mamba's context parallelism; the maps as in
         Mamba 2 (2405.21060), DeltaNet (2406.06484), gated delta net (2412.06464) and Kimi Linear (2510.26692).
     """
@@ -97,19 +104,24 @@ def linear_recurrence(
     check_layout_of(name, cp, layout, table, v.shape[0], v.shape[1])
     q = q * scale if scale != 1.0 else q
     settings = RecurrenceSettings(layout, kernels.choose(kernel, name, q, v, decay, beta), exchanged, cp.key).text()
-    if not exchanged or cp.ulysses.size == 1:
-        out: Tensor = recurrence_op(q, k, v, decay, beta, table, settings)
-        return out
-    _check_split(name, v, cp)
-    ulysses = Ulysses(cp, layout, 1, 2, table)
-    # Those with fewer heads come last: they are shared by ranks if they do not split.
-    given = [x for x in (v, decay, beta, q, k) if x is not None]
-    v, decay, *rest = ulysses.to_heads(*given)
-    q, k = rest[-2:]
-    result: Tensor = ulysses.to_sequence(
-        recurrence_op(q, k, v, decay, rest[0] if beta is not None else None, table, settings)
-    )
+    if exchanged and cp.ulysses.size > 1:
+        _check_split(name, v, cp)
+    with calling(name):
+        if not exchanged or cp.ulysses.size == 1:
+            return _op(q, k, v, decay, beta, table, settings)
+        ulysses = Ulysses(cp, layout, 1, 2, table)
+        # Those with fewer heads come last: they are shared by ranks if they do not split.
+        given = [x for x in (v, decay, beta, q, k) if x is not None]
+        v, decay, *rest = ulysses.to_heads(*given)
+        q, k = rest[-2:]
+        out = _op(q, k, v, decay, rest[0] if beta is not None else None, table, settings)
+        result: Tensor = ulysses.to_sequence(out)
     return result
+
+
+def _op(*arguments: Any) -> Tensor:
+    out: Tensor = recurrence_op(*arguments)
+    return out
 
 
 def _decays(name: str, v: Tensor, decay: Tensor) -> Tensor:

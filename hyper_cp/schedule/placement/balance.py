@@ -58,10 +58,21 @@ def balance(
         length: the global sequence length S, which splits over ``ranks`` in every layout that is reported.
         ranks: of the ring dimension (Ulysses balances by itself).
         documents: cumulative lengths ``[0, ..., S]``; None: one document.
+        is_causal: causal attention within documents.
+        window: ``(left, right)``, in positions, as in :class:`hyper_cp.ContextParallel`.
 
     Returns:
         ``{layout: Balance}`` for ``"contiguous"``, ``"head_tail"``, ``"per_document"`` and ``"balanced"``, and under a
         window of, say, 4096 for ``"balanced_4096"``.
+
+    Raises:
+        ValueError: for documents that do not fit the length or that differ between batch rows.
+
+    Example::
+
+        >>> found = balance(4096, 4)
+        >>> round(found["contiguous"].ratio, 2), round(found["head_tail"].ratio, 2)
+        (1.75, 1.0)
     """
     for name, value in (("length", length), ("ranks", ranks)):
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**48:
@@ -74,7 +85,7 @@ def balance(
     packed.check_length(length)
     lower, upper = band_of(is_causal, check_window(window))
     names = [n for n in layouts.LAYOUTS if n != "auto" and length % layouts.length_multiple(n, ranks) == 0]
-    names += [f"balanced_{-lower}"] if lower is not None and "balanced" in names else []
+    names += [f"balanced_{-lower}"] if lower and "balanced" in names else []
     return {name: _balance(name, length, ranks, packed, (lower, upper)) for name in names}
 
 
@@ -98,7 +109,7 @@ def _measured(layout: str, length: int, ranks: int, documents: PackedDocuments, 
         tuple(sum(map(_blocks, mine)) for mine in tiles),
         tuple(map(len, tiles)),
         tuple(map(received, problems)),
-        len(arrivals("ring", problems[0]).blocks) - 1,
+        arrivals("ring", problems[0]).hops,
         length,
     )
 

@@ -1,30 +1,40 @@
 """The deal of ``layout="balanced"``: chunks go to ranks so that all have equal work and little has to travel.
 
-It starts from known deals and improves them by exchanges of two chunks. In each round the ranks pair off, and every
+It starts from simple deals and improves them by exchanges of two chunks. In each round the ranks pair off, and every
 pair makes the exchange that gains most; after as many rounds as there are other ranks, each rank has met each. What all
 exchanges of all pairs gain is found at once, on arrays. The budget is a number of exchanges, not a time, so every rank
 finds the same deal.
+
+A step takes as long as its slowest rank. So what an exchange gains is the rows that need not travel, and above all what
+it takes off ranks that have more than their part of work, of rows to receive or of rows to send.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 
 import numpy as np
 
 from ..ranges import Documents, Numbers, Range, compact, touching
-from .cost import ALL_GATHER, Cost, Floats, boundaries_of, pieces, seen
+from .cost import Cost, Floats, boundaries_of, pieces, seen
 
-_CHUNKS = (8, 6, 4, 2)  # per rank: the first that divides its positions. More would balance a little better, move more
-_FINER = 16  # where one chunk of a long document has _NEARLY the work of a rank
+_CHUNKS = (8, 6, 4, 2)  # per rank: the first that divides its positions
+_FINER = 16  # tried too where the budget allows: they balance rows better, but make more and smaller tiles,
+_GAIN = 0.02  # so they must gain so much. Where one chunk has _NEARLY the work of a rank, they are tried first
 _NEARLY = 0.9
 _SMALLEST = 128  # positions of a finer chunk: kernels work in blocks of about so many
 _TOLERANCE = 1.03  # the fullest rank's work over the mean that is aimed at: the last per cent would cost many rows
-_BUDGET = 600_000  # exchanges that are considered: about 0.1 s
-_SENT = 1.3  # the rows that the busiest rank sends over the mean that is aimed at
-_SWEEPS = 20  # with few ranks nothing changes any more after fewer
+_BUSIEST = (1.15, 1.5, 3)  # the rows that the busiest rank receives or sends over the mean that is aimed at
+_ABOVE = 4  # rows that a row above this counts as
+_WEIGHTS = (64, 8, 1)  # of work above what is aimed at, beside rows. The deal that is found depends on both
+_SHARE = 0.1  # the time of receiving as many rows as a rank holds, in units of the mean rank's work
+_BUDGET = 700_000  # exchanges that are considered, with the cost of a round beside them: about 0.1 s
+_ROUND = 1000  # exchanges that a round costs as much as, however few it considers
+_SWEEPS = 8  # with few ranks nothing changes any more after fewer
+_REPAIRS = 16  # exchanges of the fullest rank alone after each sweep
 
 Deal = Numbers
 """The numbers of the chunks that each rank holds, ascending: ``[world, chunks per rank]``."""
@@ -39,41 +49,74 @@ def dealt(length: int, world: int, rows: Sequence[Documents], window: int | None
     """
     if window is None and all(len(boundaries) == 2 for boundaries in rows):
         return _ranges(_head_tail(world, 2), length)  # one document: no deal of equal work moves less
-    chunks = _chunks(length, world, rows, window)
-    number = len(chunks.pairs) // world
-    return _ranges(min(_candidates(chunks, world, number), key=chunks.total), length)
+    budget, found = _Budget(_BUDGET), []
+    for chunks in _cuts(length, world, rows, window):
+        number = len(chunks.pairs) // world
+        deal = min(_candidates(chunks, world, number, budget), key=chunks.total)
+        found.append((chunks.total(deal) + (_GAIN if number == _FINER else 0), deal))
+        if not budget.left:
+            break
+    return _ranges(min(found, key=lambda x: x[0])[1], length)
 
 
-def _chunks(length: int, world: int, rows: Sequence[Documents], window: int | None) -> _Chunks:
-    """The sequence in the usual number of chunks, or in smaller ones if one alone is nearly a rank's work."""
+def _cuts(length: int, world: int, rows: Sequence[Documents], window: int | None) -> Iterator[_Chunks]:
+    """The sequence in the usual number of chunks and in smaller ones, in the order in which to try them."""
     share = length // world
-    chunks = _Chunks(length, world * next(n for n in _CHUNKS if share % n == 0), rows, window)
-    if share % _FINER or share // _FINER < _SMALLEST or chunks.pairs.max() * world < _NEARLY * chunks.pairs.sum():
-        return chunks
-    return _Chunks(length, world * _FINER, rows, window)
+    usual = _Chunks(length, world * next(n for n in _CHUNKS if share % n == 0), rows, window)
+    if share % _FINER or share // _FINER < _SMALLEST:
+        yield usual
+        return
+    large = usual.pairs.max() * world >= _NEARLY * usual.pairs.sum()
+    if not large:
+        yield usual
+    yield _Chunks(length, world * _FINER, rows, window)
+    if large:
+        yield usual
 
 
-def _candidates(chunks: _Chunks, world: int, number: int) -> list[Deal]:
-    """Known deals, and what exchanges make of them, as far as the budget goes."""
-    found = [np.arange(world * number).reshape(world, number), _head_tail(world, number)]
-    budget = _BUDGET * number // _CHUNKS[0]  # of more chunks, more are considered at once, and faster
-    for weight, start in product(_weights(world), tuple(found)):
-        if budget > 0:
-            deal, considered = _improved(chunks, start, weight, budget)
-            budget -= considered
-            found.append(deal)
+class _Budget:
+    """The number of exchanges that may still be considered."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def spend(self, exchanges: int) -> None:
+        """Count a round of so many exchanges."""
+        self.left = max(0, self.left - exchanges - _ROUND)
+
+
+def _candidates(chunks: _Chunks, world: int, number: int, budget: _Budget) -> list[Deal]:
+    """Simple deals, and what exchanges make of them, the best first, as far as the budget goes."""
+    contiguous = np.arange(world * number).reshape(world, number)
+    found = sorted((contiguous, _head_tail(world, number), _fullest_first(chunks, world, number)), key=chunks.total)
+    for (weight, busiest), start in product(zip(_WEIGHTS, _BUSIEST, strict=True), tuple(found)):
+        if budget.left:
+            found.append(_improved(chunks, start, weight, busiest, budget))
     return found
-
-
-def _weights(world: int) -> tuple[int, ...]:
-    """Weights of excess work, beside rows, to begin with. The deal that is found depends on it."""
-    return max(1, world // 4), 1, 2 * world
 
 
 def _head_tail(world: int, number: int) -> Deal:
     """Head-tail in ``number`` chunks per rank, an even number: runs of chunks r and 2 * world - 1 - r."""
     runs = np.arange(world * number).reshape(2 * world, number // 2)
     return np.concatenate((runs[:world], runs[::-1][:world]), 1)
+
+
+def _fullest_first(chunks: _Chunks, world: int, number: int) -> Deal:
+    """Runs of chunks, those with most work first, each to the rank that has least so far. A run is a quarter of a
+    rank's chunks, or less where one would have more than half of a rank's work."""
+    run = max(1, number // 4)
+    while run > 1 and 2 * world * chunks.pairs.reshape(-1, run).sum(1).max() > chunks.pairs.sum():
+        run //= 2
+    work = chunks.pairs.reshape(-1, run).sum(1)
+    ranks: list[tuple[float, int]] = [(0.0, rank) for rank in range(world)]
+    dealt: list[list[int]] = [[] for _ in range(world)]
+    for at in np.argsort(-work, kind="stable").tolist():
+        done, rank = heapq.heappop(ranks)
+        dealt[rank].append(at)
+        if len(dealt[rank]) < number // run:
+            heapq.heappush(ranks, (done + work[at], rank))
+    found: Deal = (np.sort(np.array(dealt), 1)[:, :, None] * run + np.arange(run)).reshape(world, number)
+    return found
 
 
 def _ranges(deal: Deal, length: int) -> tuple[Sequence[Range], ...]:
@@ -101,10 +144,10 @@ class _Chunks:
         return Cost(self.pairs[deal].sum(1), received, self.length)
 
     def total(self, deal: Deal) -> float:
-        """One number to compare deals by. The rank that receives or sends most counts as much as their mean."""
-        cost = self.cost(deal)
-        busiest = max(cost.rows.max(), self.sent(deal)[deal].sum(1).max()) / (self.length - self.length / len(deal))
-        return cost.work + ALL_GATHER * float(cost.share + busiest) / 2
+        """One number to compare deals by. The rows of the mean rank count twice as much as those of the busiest."""
+        cost, share = self.cost(deal), self.length / len(deal)
+        busiest = max(cost.rows.max(), self.sent(deal)[deal].sum(1).max())
+        return max(_TOLERANCE, cost.work) + _SHARE * float(busiest + 2 * cost.rows.mean()) / share / 3
 
     def gained(self, a: Deal, b: Deal) -> Floats:
         """The keys more that ``a[p]`` sees with chunk ``b[p, j]`` in place of its own ``a[p, i]``: ``[p, i, j]``.
@@ -139,75 +182,86 @@ class _Chunks:
         return found
 
 
-def _improved(chunks: _Chunks, start: Deal, weight: int, budget: int) -> tuple[Deal, int]:
-    """A deal after exchanges of chunks, and how many exchanges were considered.
-
-    An exchange gains the rows that need not travel, those that it takes off ranks that send too many, and the work that
-    it takes off ranks that have too much. That has a weight, which grows from sweep to sweep until no rank has.
-    """
-    deal = start.copy()
-    world, number = deal.shape
-    ranks = _Ranks(chunks, deal)
-    sweep, unchanged, considered = _rounds(world), 0, 0
-    for turn in range(_SWEEPS * len(sweep)):
-        if considered >= budget or unchanged >= len(sweep):
+def _improved(chunks: _Chunks, start: Deal, weight: int, busiest: float, budget: _Budget) -> Deal:
+    """A deal after exchanges of chunks. The weight of work grows from sweep to sweep until no rank has too much."""
+    ranks, world, unchanged = _Ranks(chunks, start.copy(), busiest), len(start), 0
+    for _ in range(_SWEEPS):
+        ranks.count_rows()
+        for a, b in _rounds(world):
+            budget.spend(len(a) * start.shape[1] ** 2)
+            unchanged = 0 if ranks.exchange(a, b, weight) else unchanged + 1
+            if not budget.left or unchanged >= len(_rounds(world)):
+                break
+        everyone = np.arange(world)
+        for _ in range(_REPAIRS):
+            fullest, others = ranks.work.argmax(), np.delete(everyone, ranks.work.argmax())
+            if not ranks.above or not ranks.exchange(np.full(world - 1, fullest), others, weight, one=True):
+                break
+            unchanged = 0
+        if not budget.left or (unchanged and not ranks.above):
             break
-        if turn % len(sweep) == 0:
-            ranks.count_sent()
-        a, b = sweep[turn % len(sweep)]
-        unchanged = 0 if ranks.exchange(a, b, weight) else unchanged + 1
-        considered += len(a) * number * number
-        if (turn + 1) % len(sweep) == 0 and ranks.above:
-            weight, unchanged = 4 * weight, 0
-    return deal, considered
+        weight *= 4 if ranks.above else 1
+    return ranks.deal
 
 
 class _Ranks:
-    """The ranks' chunks and work, which exchanges change in place."""
+    """The ranks' chunks, work and rows, which exchanges change in place.
 
-    def __init__(self, chunks: _Chunks, deal: Deal) -> None:
-        self.chunks, self.deal = chunks, deal
+    Attributes:
+        work: visible pairs of each rank.
+        received, sent: rows that each rank receives and sends.
+        popular: rows of each chunk that its rank sends.
+        row: pairs that a row counts as much as.
+    """
+
+    def __init__(self, chunks: _Chunks, deal: Deal, busiest: float) -> None:
+        self.chunks, self.deal, self.busiest = chunks, deal, busiest
         self.work = chunks.pairs[deal].sum(1)
         self.most = np.floor(_TOLERANCE * self.work.mean())
-        self.row = max(1.0, np.floor(self.work.sum() / chunks.length))  # pairs that a row costs as much as
+        self.row = max(1.0, np.floor(self.work.sum() / chunks.length))
+        self.least = (chunks.stop - chunks.low).max() - chunks.length // len(deal)  # somebody must receive so many
 
-    def count_sent(self) -> None:
-        """Count the rows that each chunk sends. Exchanges change them little, so it is done once a sweep."""
+    def count_rows(self) -> None:
+        """Count the rows that travel. What exchanges change in the popularity of other chunks is counted here only."""
+        self.received = self.chunks.cost(self.deal).rows
         self.popular = self.chunks.sent(self.deal)
         self.sent = self.popular[self.deal].sum(1)
-        self.most_sent = np.floor(_SENT * self.sent.mean())
+        self.most_rows = max(self.least, np.floor(self.busiest * self.sent.mean()))
 
     @property
     def above(self) -> bool:
         """True if a rank has more work than is aimed at."""
         return bool(self.work.max() > self.most)
 
-    def exchange(self, a: Numbers, b: Numbers, weight: int) -> bool:
-        """Make the best exchange between each rank of ``a`` and its partner in ``b``, if it gains; True if any does."""
+    def exchange(self, a: Numbers, b: Numbers, weight: int, one: bool = False) -> bool:
+        """Make the best exchange between each rank of ``a`` and its partner in ``b``, or only the best ``one`` of them
+        all, if it gains; True if any does."""
         chunks, mine, theirs = self.chunks, self.deal[a], self.deal[b]
-        given = chunks.pairs[mine][:, :, None] - chunks.pairs[theirs][:, None, :]
-        moved = self.popular[mine][:, :, None] - self.popular[theirs][:, None, :]
-        work, work_before = _excess(self.work[a], self.work[b], given, self.most)
-        sent, sent_before = _excess(self.sent[a], self.sent[b], moved, self.most_sent)
-        rows = chunks.gained(mine, theirs) + chunks.gained(theirs, mine).transpose(0, 2, 1)
-        change = (self.row * (rows + sent) + weight * work).reshape(len(a), -1)
+        gained = chunks.gained(np.concatenate((mine, theirs)), np.concatenate((theirs, mine)))
+        rows = gained[: len(a)], gained[len(a) :].transpose(0, 2, 1)
+        work, sent = (x[mine][:, :, None] - x[theirs][:, None, :] for x in (chunks.pairs, self.popular))
+        changes = (self.work, (-work, work)), (self.received, rows), (self.sent, (-sent, sent))
+        limits = (self.most, weight), (self.most_rows, _ABOVE * self.row), (self.most_rows, _ABOVE * self.row)
+        change = self.row * (rows[0] + rows[1])
+        before = np.zeros(len(a))
+        for (total, by), (most, each) in zip(changes, limits, strict=True):
+            for ranks, more in zip((a, b), by, strict=True):
+                change += each * np.maximum(0, total[ranks][:, None, None] + more - most)
+                before += each * np.maximum(0, total[ranks] - most)
+        change = change.reshape(len(a), -1)
         best = change.argmin(1)
-        better = np.flatnonzero(change[np.arange(len(a)), best] < self.row * sent_before + weight * work_before)
+        gain = change[np.arange(len(a)), best] - before
+        better = np.flatnonzero(gain < 0)
+        better = better[gain[better].argmin()][None] if one and len(better) else better
         i, j = np.divmod(best[better], mine.shape[1])
+        for total, by in changes:
+            for ranks, more in zip((a, b), by, strict=True):
+                total[ranks[better]] += more[better, i, j]
         a, b = a[better], b[better]
-        for total, by in ((self.work, given), (self.sent, moved)):
-            total[a] -= by[better, i, j]
-            total[b] += by[better, i, j]
         self.deal[a, i], self.deal[b, j] = theirs[better, j], mine[better, i]
         for ranks in (a, b):
             self.deal[ranks] = np.sort(self.deal[ranks], 1)
         return bool(len(better))
-
-
-def _excess(a: Floats, b: Floats, given: Floats, most: float) -> tuple[Floats, Floats]:
-    """The sum of what two ranks have above ``most`` after each exchange, in which a gives b so much, and before it."""
-    after = np.maximum(0, a[:, None, None] - given - most) + np.maximum(0, b[:, None, None] + given - most)
-    return after, np.maximum(0, a - most) + np.maximum(0, b - most)
 
 
 @lru_cache(maxsize=8)

@@ -1,26 +1,34 @@
-"""The choice of ``ulysses_degree="auto"``: the planner's cost of attention, with typical figures where none are known.
+"""The choices of ``ulysses_degree="auto"`` and ``head_groups="auto"``: the planner's cost of attention, with typical
+figures where none are known.
 
-The choice is made at the first call with some numbers of heads, and holds for all lengths, masks and documents that
-come later: it may be part of a compiled graph, and must not depend on which batch came first. So it assumes
-``TOKENS`` tokens a rank, heads of ``HEAD_DIM``, bf16, a causal mask and the datasheet's links of ``PROFILE_OF`` the
-device. It is a pure function of what all ranks have in common.
+Both are pure functions of what all ranks have in common. The degree is chosen at the first call with some numbers of
+heads, and holds for all lengths, masks and documents that come later: it may be part of a compiled graph, and must not
+depend on which batch came first. So it assumes ``TOKENS`` tokens a rank, heads of ``HEAD_DIM``, bf16, a causal mask and
+the datasheet's links of ``PROFILE_OF`` the device. Groups of heads are chosen for each call, with the same links.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import cache
 
 from ..documents import PackedDocuments
+from ..tiles import Band
 from .inputs.model import ModelShape
 from .inputs.profiles import PROFILES
 from .strategies import KV_EXCHANGES, Estimator, Problem, Strategy
+from .timeline import BACKWARD, grouped_ulysses
+from .traffic import shared_heads
+
+logger = logging.getLogger(__name__)
 
 TOKENS, HEAD_DIM, ELEMENT = 8192, 128, 2
 PROFILE_OF = {"cuda": "h100", "npu": "910b"}
 """The profile that stands for a type of device; h100 for all others."""
 EQUAL = 1.02
-"""Degrees within this of the fastest are equally good: the largest of them is taken, which needs the least memory."""
+"""Choices within this of the fastest are equally good: the largest degree of them is taken, which needs the least
+memory, and the smallest number of groups."""
 
 
 def best_degree(
@@ -62,3 +70,57 @@ def attention_seconds(
     exchange = None if degree == size else kv_exchange
     time = Estimator(problem).cost(Strategy(size, degree, exchange, known, "none", False)).attention
     return time.forward + time.backward
+
+
+# --------------------------------------------------------------------------- groups of heads
+
+
+def visible_pairs(length: int, band: Band) -> int:
+    """About the number of pairs of a query and a key that a band leaves of ``length`` positions."""
+    lower, upper = band
+    width = length // 2 if 0 in (lower, upper) else length
+    return length * (width if lower is None or upper is None else min(width, upper - lower + 1))
+
+
+@cache
+def fastest_groups(
+    numbers: tuple[int, ...],
+    degree: int,
+    per_host: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    tokens: int,
+    pairs: int,
+    element: int,
+    device: str,
+) -> int:
+    """The fewest groups of heads whose attention, forward and backward, takes within ``EQUAL`` of the shortest time.
+
+    Args:
+        numbers: the possible ones.
+        degree, per_host: ranks that exchange heads, and ranks that share a host.
+        heads: of queries and of keys, before the exchange.
+        dims: of keys and of values.
+        tokens: of this rank, all batch rows together.
+        pairs: of a query and a key that each head of a rank attends.
+        element: bytes of an element.
+        device: its type, for which a typical profile stands.
+    """
+    cluster, (queries, keys), (dim, value_dim) = PROFILES[PROFILE_OF.get(device, "h100")], heads, dims
+    inside = degree <= per_host
+    link = cluster.inside if inside else cluster.between
+    each = (cluster.inside_us if inside else cluster.between_us) * 1e-6
+    work = 2.0 * pairs * queries / degree * (dim + value_dim)
+    kernels = work / cluster.flops("forward_share"), BACKWARD * work / cluster.flops("backward_share")
+    byte = tokens * element * (degree - 1) / degree / link
+    travel = byte * (queries * dim + shared_heads(keys, degree) * (dim + value_dim)), byte * queries * value_dim
+    seconds = {number: grouped_ulysses(number, kernels, travel, each) for number in numbers}
+    fastest = min(seconds.values())
+    best = min(number for number, found in seconds.items() if found <= EQUAL * fastest)
+    found = best, queries, keys, degree, tokens, seconds[best] * 1e3, seconds[1] * 1e3, cluster.name
+    logger.info(
+        'head_groups="auto": %d groups for %d query and %d key/value heads over ulysses_degree=%d, %d tokens a rank: '
+        "%.3g ms instead of %.3g ms at once, by the cost of %s",
+        *found,
+    )
+    return best

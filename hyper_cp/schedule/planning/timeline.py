@@ -130,7 +130,7 @@ def _steps(seconds: list[float]) -> _Steps:
 
 def _sum(steps: _Steps, work: RankWork) -> float:
     """Seconds of all steps, those that are not listed included."""
-    more = (work.hops - len(steps.arriving)) * steps.arriving[-1] if steps.arriving else 0.0
+    more = (work.arriving - len(steps.arriving)) * steps.arriving[-1] if steps.arriving else 0.0
     return steps.local + sum(steps.arriving) + more + steps.last
 
 
@@ -141,32 +141,34 @@ def _slowest(ranks: list[_Steps]) -> _Steps:
 
 
 def _ring_forward(steps: _Steps, move: Transfers, work: RankWork) -> float:
-    clock, (hop,) = Clock(), move.arriving
-    arrival = clock.post(hop)
+    clock, hop = Clock(), move.arriving[0] / work.pieces
+    arrivals = [clock.post(hop) for _ in range(work.pieces)]
     clock.compute(steps.local)
     for index, seconds in enumerate(steps.arriving):
-        clock.wait(arrival)
-        if index + 1 < work.hops:
-            arrival = clock.post(hop)
+        clock.wait(arrivals[index])
+        if index + work.pieces < work.arriving:
+            arrivals.append(clock.post(hop))
         clock.compute(seconds)
-    more = work.hops - len(steps.arriving)
+    more = work.arriving - len(steps.arriving)
     return clock.now + steps.last + more * max(hop, steps.arriving[-1])
 
 
 def _ring_backward(steps: _Steps, move: Transfers, work: RankWork) -> float:
-    clock, (hop,), (sums,) = Clock(), move.again, move.gradients
-    arrival = clock.post(hop)
+    clock, pieces = Clock(), work.pieces
+    hop, sums, home = (seconds / pieces for seconds in (move.again[0], move.gradients[0], move.home))
+    arrivals, last = [clock.post(hop) for _ in range(pieces)], 0.0
     clock.compute(steps.local)
     for index, seconds in enumerate(steps.arriving):
-        clock.wait(arrival)
-        arrival = clock.post(hop if index + 1 < work.hops else 0.0, sums if index else 0.0)
+        clock.wait(arrivals[index])
+        arrivals.append(clock.post(hop if index + pieces < work.arriving else 0.0, sums if index >= pieces else 0.0))
         clock.compute(seconds)
-        if index:
-            clock.wait(arrival)
-    home = clock.post(move.home)
+        if index + pieces >= len(steps.arriving):  # of the last hop
+            if index >= pieces:
+                clock.wait(arrivals[-1])
+            last = clock.post(home)
     clock.compute(steps.last)
-    clock.wait(home)
-    more = work.hops - len(steps.arriving)
+    clock.wait(last)
+    more = work.arriving - len(steps.arriving)
     return clock.now + more * max(hop + sums, steps.arriving[-1])
 
 
@@ -194,6 +196,29 @@ def _stages_backward(steps: _Steps, move: Transfers, work: RankWork) -> float:
         home.append(clock.post(move.gradients[index]))
     clock.compute(steps.last)
     clock.wait(home[-1])
+    return clock.now
+
+
+def grouped_ulysses(groups: int, kernels: tuple[float, float], travel: tuple[float, float], each: float) -> float:
+    """Seconds of attention between two exchanges of heads, forward and backward, in groups of heads: the order of
+    ``ops/head_groups.py``. One group is plain Ulysses.
+
+    Args:
+        kernels: seconds of all heads, forward and backward.
+        travel: seconds in which q, k and v travel one way, and the output the other.
+        each: seconds that a message, and the launch of a group's kernels, take beside.
+    """
+    clock = Clock()
+    for seconds, (arriving, leaving) in zip(kernels, (travel, travel[::-1]), strict=True):
+        arrival, left = clock.post(arriving / groups + each), 0.0
+        for group in range(groups):
+            ahead = clock.post(arriving / groups + each) if group + 1 < groups else 0.0
+            clock.wait(arrival)
+            clock.compute(seconds / groups + each)
+            posted = clock.post(leaving / groups + each)
+            clock.wait(left)
+            arrival, left = ahead, posted
+        clock.wait(left)
     return clock.now
 
 

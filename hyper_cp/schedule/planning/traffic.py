@@ -1,4 +1,4 @@
-"""Bytes, messages and seconds of the transfers of one attention layer: docs/communication.md, with links of two speeds.
+"""Bytes, messages and seconds of the transfers of one attention layer (docs/measured/communication.md), on two links.
 
 A transfer takes as long as the slower of its two parts, inside a host and between hosts, which run at the same time.
 """

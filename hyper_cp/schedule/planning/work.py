@@ -7,6 +7,7 @@ that remain after a division only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,8 @@ class RankWork:
 
     Attributes:
         forward, backward: the local step, those that arrive, and the last local one.
-        hops: how many steps arrive. If fewer are listed, the last of them stands for the rest.
+        hops: how many times keys arrive. If fewer steps are listed, the last of them stands for the rest.
+        pieces: how many steps arrive in each hop.
         received: for ``"needed"``, the rows that arrive in each stage, by ring rank: arrays ``[ring]``.
         returned: the same for the rows that this rank gives, whose gradients come back.
         ahead: how many of these stages are under way at once.
@@ -70,6 +72,12 @@ class RankWork:
     received: tuple[npt.NDArray[Any], ...] = ()
     returned: tuple[npt.NDArray[Any], ...] = ()
     ahead: int = 1
+    pieces: int = 1
+
+    @property
+    def arriving(self) -> int:
+        """The number of steps that arrive."""
+        return self.hops * self.pieces
 
     @property
     def listed(self) -> int:
@@ -111,15 +119,32 @@ def ring_work(layout: str, ring: int, kv_exchange: str, documents: PackedDocumen
     found = {}
     for rank in chosen:
         plan = build(held, held, rank, kv_exchange, False, CAUSAL if pairs.causal else FULL, rows)
+        pieces = max(1, len(plan.pieces))
         found[rank] = RankWork(
-            tuple(map(_of_step, plan.forward)),
-            tuple(map(_of_step, plan.backward)),
+            _of_steps(plan.forward, pieces),
+            _of_steps(plan.backward, pieces),
             plan.hops,
             tuple(np.array(route.received) for route in plan.routes),
             tuple(np.array(route.sent) for route in plan.routes),
             max(1, plan.ahead),
+            pieces,
         )
     return RingWork(owed, found, fullest)
+
+
+def _of_steps(steps: Sequence[Step], pieces: int) -> tuple[StepWork, ...]:
+    """The work of steps. Each piece of a hop counts as an equal part of the hop: a rank that has all of the work in the
+    first piece does not hold up one that has half of it in each, because the next pieces are on their way."""
+    first, *arriving, last = map(_of_step, steps)
+    hops = [arriving[i : i + pieces] for i in range(0, len(arriving), pieces)]
+    equal = [_part(hop) for hop in hops for _ in hop]
+    return first, *equal, last
+
+
+def _part(works: Sequence[StepWork]) -> StepWork:
+    """The mean of some steps."""
+    values = [(work.pairs, work.rows, work.tiles, work.keys) for work in works]
+    return StepWork(*(sum(column) / len(works) for column in zip(*values, strict=True)))
 
 
 def _of_step(step: Step) -> StepWork:

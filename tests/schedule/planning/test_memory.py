@@ -174,7 +174,7 @@ def test_a_block_on_two_ranks(ranks: Any) -> None:
     assert not wrong, wrong
 
 
-# --------------------------------------------------------------------------- the numbers of benchmarks/memory.py
+# --------------------------------------------------------------------------- the numbers of the benchmark
 
 COUNTED = {  # MiB that a whole model saves, and its peak: benchmarks/README.md, S=16384 over all ranks, head_tail
     ("all_gather", 1, 2): (250.2, 375.4),

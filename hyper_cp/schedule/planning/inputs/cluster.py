@@ -120,7 +120,7 @@ def with_measurements(cluster: Cluster, measured: Any) -> Cluster:
     if content.get("format") != FORMAT or content.get("version") != VERSION:
         raise ValueError(
             f"{where} has format={content.get('format')!r} and version={content.get('version')!r}. Measurements begin "
-            f'with "format": "{FORMAT}", "version": {VERSION}. Write the file as docs/planner.md describes it'
+            f'with "format": "{FORMAT}", "version": {VERSION}. Write the file as docs/measured/planner.md describes it'
         )
     found = {name: content[name] for name in MEASURED if content.get(name) is not None}
     for name, value in found.items():

@@ -1,14 +1,14 @@
 """Measures every mode on links of a fixed rate: ranks in network namespaces, real gloo traffic, real kernels.
 
-    python benchmarks/throttled.py --ranks 2 --rates 100 200 800 --json throttled.json
-    python benchmarks/throttled.py --report throttled.json --plot docs/throttled.png
+    python -m benchmarks.measured.throttled --ranks 2 --rates 100 200 800 --json throttled.json
+    python -m benchmarks.measured.throttled --report throttled.json --plot docs/pictures/throttled.png
 
 Each rank is a host of its own with one thread and a full-duplex link of so many Mbit/s to a switch (see links.py). The
 script prints the seconds of forward + backward (the slowest rank, median of rounds) over the line max(compute,
 communicate). "Communicate" is the bytes that the mode must send, as the library records them, over the rate (on the
-rank that sends most). "Compute" is the same step on the same links without a limit, with as many ranks on this
-machine's cores. With a perfect link and perfect overlap the ratio is 1.00. Results are added to what the JSON file
-has. Where there can be no such links, the script says why and exits with 3.
+rank that sends most). "Compute" is the same step on the same links without a limit (the fastest round), with as many
+ranks on this machine's cores. With a perfect link and perfect overlap the ratio is 1.00. Results are added to what the
+JSON file has. Where there can be no such links, the script says why and exits with 3.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from links import Link, switch, why_not
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp.mesh import comm
 from hyper_cp.ops import attention
+
+from ..simulated.needed import masks
+from .links import Link, switch, why_not
 
 NOT_HERE = 3
 """The exit code where there can be no such links."""
@@ -42,6 +44,7 @@ MODES: dict[str, dict[str, Any]] = {
     "ring": {"kv_exchange": "ring", "layout": "head_tail"},
     "all-gather": {"layout": "head_tail"},
     "needed": {"kv_exchange": "needed", "layout": "head_tail"},
+    "needed, balanced": {"kv_exchange": "needed", "layout": "balanced"},
     "Ulysses": {"ulysses_degree": None},
     "Ulysses, 2 head groups": {"ulysses_degree": None, "head_groups": 2},
     "Ulysses, 4 head groups": {"ulysses_degree": None, "head_groups": 4},
@@ -49,16 +52,29 @@ MODES: dict[str, dict[str, Any]] = {
     "all-gather, load_balance": {"load_balance": True},
 }
 
-MASKS = ("causal", "window", "documents")
+UNLIMITED = 5
+"""Rounds without a limit, which are short."""
+
+DRAWN = ("log-normal", "exponential", "half one")
+"""Documents of simulated/needed.py, in proportion to the tokens of a rank."""
+MASKS = ("causal", "window", "documents", *DRAWN)
 
 
-def masked(mask: str, length: int) -> dict[str, Any]:
-    """The arguments of a mask: causal; a window of an eighth of the sequence; or documents of many lengths."""
+def masked(args: argparse.Namespace, mode: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a mask and a mode. Masks are: causal; a window of an eighth of the sequence; or documents."""
+    length, mask = args.length, args.mask
+    found: dict[str, Any] = {"is_causal": True, **mode}
     if mask == "window":
-        return {"window": (length // 8, 0)}
+        found["window"] = (length // 8, 0)
     if mask == "documents":
-        return {"documents": [0, *(length * share // 64 for share in (3, 4, 9, 20, 22, 29, 40, 47, 50, 64))]}
-    return {}
+        found["documents"] = [0, *(length * share // 64 for share in (3, 4, 9, 20, 22, 29, 40, 47, 50, 64))]
+    if mask in DRAWN:
+        drawn = masks(length, length // args.ranks)
+        found["documents"] = list(next(drawn[name][0].rows[0] for name in drawn if name.startswith(mask)))
+    if mode.get("layout") == "balanced":
+        found.setdefault("documents", [0, length])
+        found["layout"] = f"balanced_{length // 8}" if mask == "window" else "balanced"
+    return found
 
 
 # --------------------------------------------------------------------------- on a rank
@@ -80,15 +96,15 @@ class Rank:
         self.link.limit(rate)
         dist.barrier()
 
-    def times(self, mode: dict[str, Any]) -> tuple[list[float], int]:
+    def times(self, mode: dict[str, Any], rounds: int) -> tuple[list[float], int]:
         """Seconds of each round, of the slowest rank; and the bytes that the rank sends that sends most."""
         args, length = self.args, self.args.length
         heads, tokens = 4 * args.ranks, length // args.ranks
         shape = 1, tokens, heads, args.width // heads
         q, k, v, dout = (torch.randn(shape).transpose(1, 2) for _ in range(4))
-        found, options = [], {"is_causal": True, **masked(args.mask, length), **mode}
+        found, options = [], masked(args, mode)
         with comm.record_traffic() as traffic:
-            for _ in range(args.rounds + 1):  # the first one warms up: schedules, connections, what ranks compare
+            for _ in range(rounds + 1):  # the first one warms up: schedules, connections, what ranks compare
                 leaves = [x.detach().requires_grad_() for x in (q, k, v)]
                 dist.barrier()
                 traffic.entries.clear()
@@ -105,14 +121,15 @@ def rank_main(number: int, args: argparse.Namespace, at: int, store: str, queue:
     """Measure every mode at every rate. Rank 0 puts a row of results for each into the queue."""
     rank = Rank(number, args, at, store)
     chosen = [name for name in MODES if not args.only or name in args.only]
-    for name in chosen:
-        compute = 0.0
-        for rate in (None, *args.rates):
-            rank.set_rate(rate)
-            seconds, sent = rank.times(MODES[name])
-            median = statistics.median(seconds)
-            compute = median if rate is None else compute
-            if number == 0 and rate is not None:
+    rank.set_rate(None)
+    # The fastest round: work of others on this machine's cores would make the line too easy.
+    fastest = {name: min(rank.times(MODES[name], UNLIMITED)[0]) for name in chosen}
+    for rate in args.rates:
+        rank.set_rate(rate)
+        for name in chosen:
+            seconds, sent = rank.times(MODES[name], args.rounds)
+            compute = fastest[name]
+            if number == 0:
                 case = {"ranks": args.ranks, "length": args.length, "mask": args.mask, "rate": rate, "mode": name}
                 queue.put({**case, "seconds": seconds, "compute": compute, "sent": sent})
     rank.set_rate(None)

@@ -1,0 +1,91 @@
+"""The benchmark on links of a fixed rate: its smallest case where it may run, and its words where it may not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.measured import links, throttled
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_it_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["throttled.py"])
+    monkeypatch.setattr(links.shutil, "which", lambda tool: None if tool == "tc" else tool)
+    assert throttled.main() == throttled.NOT_HERE
+    assert (
+        capsys.readouterr().err
+        == "The commands tc are missing (packages iproute2 and util-linux). Nothing was measured.\n"
+    )
+    monkeypatch.setattr(links.shutil, "which", lambda tool: tool)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "root" in links.why_not()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "darwin" in links.why_not()
+
+
+def test_results_are_added_to_a_file_and_compared_with_the_line(tmp_path: Path) -> None:
+    case = {"ranks": 2, "length": 64, "mask": "causal", "mode": "ring", "rate": 8.0}
+    old, new = ({**case, "seconds": [2.0, seconds, 9.0], "compute": 1.0, "sent": 3_000_000} for seconds in (8.0, 6.0))
+    throttled.merged(tmp_path / "found.json", [old, {**old, "rate": 80.0}])
+    rows = throttled.merged(tmp_path / "found.json", [new])["rows"]
+    assert [(row["rate"], throttled.line(row), throttled.ratio(row)) for row in rows] == [
+        (8.0, 3.0, 2.0),
+        (80.0, 1.0, 8.0),
+    ]
+    assert "| ring | 6.00 s (2.00) | 8.00 s (8.00) |" in throttled.table(rows)
+
+
+def network(pid: int) -> str:
+    return os.readlink(f"/proc/{pid}/ns/net")
+
+
+@pytest.mark.slow
+def test_both_directions_of_a_real_link_are_used_at_once(tmp_path: Path) -> None:
+    """Ulysses sends and receives equally much: where the directions take turns, it takes twice as long as its bytes."""
+    found, length, width = tmp_path / "found.json", 512, 512
+    options = f"--ranks 2 --rates 40 --length {length} --width {width} --rounds 1 --only Ulysses --json {found}"
+    command = [sys.executable, "-m", "benchmarks.measured.throttled", *options.split()]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if run.returncode == throttled.NOT_HERE:
+        pytest.skip(run.stderr.strip())
+    assert not run.returncode, run.stderr
+    (row,) = json.loads(found.read_text())["rows"]
+    assert row["sent"] == 8 * (length // 2) * width * 4 // 2, "q, k, v, out and their gradients, half of each"
+    assert 0.95 <= throttled.ratio(row) < 1.6, row
+
+
+@pytest.mark.slow
+def test_nothing_is_left_when_it_is_killed() -> None:
+    if links.why_not():
+        pytest.skip(links.why_not())
+    with links.switch() as pid:
+        assert network(pid) != network(os.getpid())
+        code = (
+            f"from benchmarks.measured import links; links.Link({pid}, 0).limit(50); print('up', flush=True); input()"
+        )
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        process: Any = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes)
+        assert process.stdout.readline() == "up\n"
+
+        def ports() -> str:
+            return subprocess.run(
+                ["nsenter", "--net", "--target", str(pid), "ip", "-o", "link"], capture_output=True, text=True
+            ).stdout
+
+        assert "port0" in ports()
+        process.kill()
+        process.communicate()
+        for _ in range(100):
+            if "port0" not in ports():
+                break
+            time.sleep(0.05)
+        assert "port0" not in ports()

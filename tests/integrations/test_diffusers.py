@@ -1,0 +1,136 @@
+"""Transformers of diffusers on two ranks, as the page of the recipe prints it: output and gradients of one device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hyper_cp import ContextParallel
+from tests.harness.hf_models import InDouble
+from tests.harness.oracle import relative_error
+from tests.harness.ranks import error_of, on_ranks
+from tests.harness.recipes import cp_mesh, gradient_error, recipe
+
+
+def transformer(kind: str) -> tuple[nn.Module, dict[str, Any], Tensor]:
+    """A tiny transformer in double precision, its inputs and a target."""
+    import diffusers
+
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    torch.manual_seed(7)
+    if kind == "flux":
+        heads = {"num_attention_heads": 4, "attention_head_dim": 8, "axes_dims_rope": (2, 2, 4)}
+        made = diffusers.FluxTransformer2DModel(
+            in_channels=4,
+            num_layers=1,
+            num_single_layers=1,
+            joint_attention_dim=12,
+            pooled_projection_dim=6,
+            **heads,
+        )
+        prompt, grid = 7, torch.cartesian_prod(torch.zeros(1), torch.arange(5.0), torch.arange(7.0)).double()
+        ids = {"img_ids": grid, "txt_ids": torch.zeros(prompt, 3, dtype=torch.float64)}
+        inputs = {"hidden_states": draw(2, 35, 4), "encoder_hidden_states": draw(2, prompt, 12), **ids}
+        inputs |= {"pooled_projections": draw(2, 6), "timestep": torch.tensor([0.3, 0.8]).double()}
+        target = draw(2, 35, 4)
+    else:
+        made = diffusers.WanTransformer3DModel(
+            num_attention_heads=4,
+            attention_head_dim=12,
+            in_channels=4,
+            out_channels=4,
+            text_dim=10,
+            freq_dim=8,
+            ffn_dim=16,
+            num_layers=2,
+            rope_max_seq_len=32,
+        )
+        inputs = {"hidden_states": draw(1, 4, 3, 6, 10), "encoder_hidden_states": draw(1, 5, 10)}
+        inputs["timestep"], target = torch.tensor([3.0]).double(), draw(1, 4, 3, 6, 10)
+        if kind == "wan, a time for each token":
+            inputs["timestep"] = draw(1, 45).abs()
+    made = made.double()
+    with torch.no_grad():
+        for p in made.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    return made, inputs, target
+
+
+@on_ranks
+def diffusion(code: str) -> dict[str, float]:
+    found = {}
+    modes = {"flux": {"ulysses_degree": 2}, "wan": {"ulysses_degree": None}, "wan, a time for each token": {}}
+    for kind, mode in modes.items():
+        model, inputs, target = transformer(kind)
+        for options in (None, mode):
+            used = code
+            if options is not None:
+                used = code.replace('ulysses_degree=1, kv_exchange="ring"', repr(options).join(("**", "")))
+            oracle, made = copy.deepcopy(model), copy.deepcopy(model)
+            with InDouble():
+                want = oracle(**inputs).sample
+                F.mse_loss(want, target).backward()
+                names = {"transformer": made, "mesh": cp_mesh(), "inputs": inputs, "target": target}
+                if options and kind == "flux":
+                    made.enable_gradient_checkpointing()
+                exec(used, names)
+            got = names["noise"].detach()
+            found[f"{kind} {options}"] = max(relative_error(got, want.detach()), gradient_error(made, oracle))
+    return found
+
+
+@on_ranks
+def diffusion_refused() -> list[str]:
+    from hyper_cp.integrations.diffusers import prepare_transformer
+
+    model, inputs, _ = transformer("flux")
+    mesh, ring = cp_mesh(), ContextParallel(ulysses_degree=1, kv_exchange="ring")
+    prepared = copy.deepcopy(model)
+    prepare_transformer(prepared, mesh, style=ring)
+    other = copy.deepcopy(prepared)  # a copy (of a moving average, say) has the hooks too, and has not compared inputs
+    noise = {**inputs, "hidden_states": inputs["hidden_states"] + dist.get_rank()}
+    mask = {"joint_attention_kwargs": {"attention_mask": torch.ones(1, 1, 1, 42, dtype=torch.bool)}}
+    few = {**inputs, "hidden_states": inputs["hidden_states"][:, :1], "img_ids": inputs["img_ids"][:1]}
+    return [
+        error_of(lambda: other(**noise)),
+        error_of(lambda: prepared(**inputs, **mask)),
+        error_of(lambda: prepared(**inputs, controlnet_block_samples=[inputs["hidden_states"]])),
+        error_of(lambda: prepared(**few)),
+        error_of(lambda: prepare_transformer(prepared, mesh, style=ring)),
+        error_of(lambda: prepare_transformer(nn.Linear(2, 2), mesh, style=ring)),
+        error_of(lambda: prepare_transformer(model, mesh, style=ContextParallel(layout="head_tail"))),
+        error_of(lambda: prepare_transformer(model, mesh, style=ring, gradients="none")),
+    ]
+
+
+REFUSED = (
+    "ValueError: hidden_states of the first forward differ between the ranks",
+    "NotImplementedError: FluxAttention got attention_mask",
+    "NotImplementedError: FluxTransformer2DModel got controlnet_block_samples",
+    "ValueError: 1 tokens of the image and 7 of the prompt cannot be split over 2 ranks",
+    "ValueError: FluxTransformer2DModel is parallel already",
+    "NotImplementedError: transformer is a Linear",
+    "ValueError: style has layout='head_tail'",
+    "ValueError: gradients='none' is unknown",
+)
+
+
+@pytest.mark.slow
+def test_diffusers(ranks: Any) -> None:
+    pytest.importorskip("diffusers")
+    for found in ranks(2, diffusion, recipe("diffusers")):
+        recomputed = found.pop("flux {'ulysses_degree': 2}")  # outside of the mode: norms upcast to fp32
+        assert max(found.values()) <= 1e-9 and recomputed <= 5e-6, found
+    for errors in ranks(2, diffusion_refused):
+        for got, words in zip(errors, REFUSED, strict=True):
+            assert got.startswith(words), errors
