@@ -106,7 +106,7 @@ def test_recurrences_by_code_of_their_own_are_refused(ranks: Ranks) -> None:
 @pytest.mark.slow
 def test_packed_documents_are_those_of_each_document_alone(ranks: Ranks) -> None:
     """Over two ranks ``test_every_causal_model`` runs all types, plain and padded. Each of ``KINDS`` and ``OTHERS`` was
-    run with packed documents in both layouts on two and four ranks when docs/recurrent_layers.md was written."""
+    run with packed documents in both layouts on two and four ranks when docs/guide/recurrent_layers.md was written."""
     bad = {name: e for found in ranks(4, errors, list(KINDS)) for name, e in found.items() if not e <= 1e-9}
     assert not bad, bad
 
