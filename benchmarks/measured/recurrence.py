@@ -1,11 +1,12 @@
 """Measures linear recurrences and a short convolution on n ranks x 1 thread against one process.
 
-    python -m benchmarks.measured.recurrence --ranks 2 --length 8192 --rounds 5
+    python -m benchmarks.measured.recurrence  # 2 and 4 ranks, 8192 positions; about two minutes
 
 Each layer runs forward + backward on the CPU with gloo: in one process with one thread, with states that pass between
 ranks (contiguous and head-tail), and with heads exchanged by Ulysses. All of them alternate within every round, so that
 a slow phase of the machine affects all. The script prints medians, the ratio of one process's time to the mode's over
-the number of ranks (1.00 is perfect scaling, if every rank has a core), and the bytes that a rank sends.
+the number of ranks (1.00 is perfect scaling, if every rank has a core), and the bytes that a rank sends. After
+``--seconds``, shared out among worlds and layers, it leaves out rounds, but for one.
 """
 
 from __future__ import annotations
@@ -66,19 +67,24 @@ def timed(run: Callable[..., Tensor], inputs: list[Tensor]) -> float:
     return time.perf_counter() - start
 
 
-def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> None:
+def rank_main(rank: int, world: int, args: argparse.Namespace, store: str, queue: Any) -> None:
     """Measure on one rank. Rank 0 puts ``(layer, seconds of every round by mode, bytes by mode)`` into the queue."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
-    mesh = init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("cp",))
-    alone = init_device_mesh("cpu", (args.ranks, 1), mesh_dim_names=("others", "cp"))["cp"]
-    whole, parts = layers(args.length, args), layers(args.length // args.ranks, args)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    alone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("others", "cp"))["cp"]
+    whole, parts = layers(args.length, args), layers(args.length // world, args)
     for name, (function, inputs) in whole.items():
         modes = {mode: x for mode, x in MODES.items() if function is linear_recurrence or mode != "Ulysses"}
         times: dict[str, list[float]] = {mode: [] for mode in ["one process", *modes]}
         sent = dict.fromkeys(times, 0)
-        for _ in range(args.rounds + 1):  # the first round warms up and is dropped
+        end = time.perf_counter() + args.seconds / len(args.ranks) / len(whole)
+        for number in range(args.rounds + 1):  # the first round warms up and is dropped
+            late = torch.tensor([float(time.perf_counter() > end)])
+            dist.broadcast(late, 0)
+            if number > 1 and late.item():
+                break
             dist.barrier()
             if rank == 0:  # the other ranks wait in the next barrier and use no core
                 times["one process"].append(timed(partial(function, mesh=alone), inputs))
@@ -98,27 +104,34 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=64)
     args = parser.parse_args()
+    for world in args.ranks:
+        measure(world, args)
+
+
+def measure(world: int, args: argparse.Namespace) -> None:
+    """Measure on so many ranks, and print the table."""
     context = torch.multiprocessing.get_context("spawn")
     queue = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        ranks = [context.Process(target=rank_main, args=(r, args, store, queue)) for r in range(args.ranks)]
+        ranks = [context.Process(target=rank_main, args=(r, world, args, store, queue)) for r in range(world)]
         for process in ranks:
             process.start()
-        print(f"torch {torch.__version__}, {os.cpu_count()} cores, {args.ranks} ranks, S={args.length}")
+        print(f"torch {torch.__version__}, {os.cpu_count()} cores, {world} ranks, S={args.length}")
         print(f"{'layer':22} {'mode':18} {'median ms':>10} {'ratio':>7} {'MiB sent':>9}")
         for _ in layers(1, args):
             name, times, sent = queue.get()
             base = statistics.median(times["one process"])
             for mode, ts in times.items():
                 median = statistics.median(ts)
-                ratio = base / median / (1 if mode == "one process" else args.ranks)
+                ratio = base / median / (1 if mode == "one process" else world)
                 print(f"{name:22} {mode:18} {median * 1e3:>10.0f} {ratio:>7.2f} {sent[mode] / 2**20:>9.2f}")
         for process in ranks:
             process.join()

@@ -51,6 +51,7 @@ from .huggingface.checks import (
 from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.direct import direct_attention, no_mask, route
 from .huggingface.forward import ForwardState, OneDevice, PreparedBatch, mixer_state
+from .huggingface.lightning import LightningHooks, is_lightning
 from .huggingface.rotary import prepare_rotary
 
 __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
@@ -97,7 +98,8 @@ def prepare_model(
     chunked = ChunkedLoss(model) if chunked_loss else None
     hook = DecoderHook(style, mesh, decoder)
     for mixer in mixers_of(decoder):
-        MixerHooks(mixer, describe(mixer), mixer_state).attach(mixer)
+        hooks = LightningHooks if is_lightning(mixer) else MixerHooks
+        hooks(mixer, describe(mixer), mixer_state).attach(mixer)
     if hook.direct:
         route(hook.direct)
     elif has_attention(decoder):

@@ -55,11 +55,14 @@ def mixing(module: nn.Module) -> str | None:
         return "pools positions"
     if is_mixer(type(module)):
         return "runs along the sequence"
-    return _BY_NAME if _mixes_by_name(type(module)) else None
+    return _BY_NAME if mixes_by_name(module) else None
 
 
-def _mixes_by_name(kind: type[nn.Module]) -> bool:
-    return bool(_KNOWN.search(kind.__name__) and not _BESIDE.search(kind.__name__))
+def mixes_by_name(module: nn.Module) -> bool:
+    """True for a module that is named after a recurrence or a convolution along the sequence. (Attention of a model may
+    be named after the model: it says that it is causal.)"""
+    name = type(module).__name__
+    return bool(_KNOWN.search(name) and not _BESIDE.search(name)) and not getattr(module, "is_causal", False)
 
 
 def refuse_mixing(model: Model, whole: tuple[type[nn.Module], ...] = ()) -> None:
@@ -127,7 +130,7 @@ def refuse_running_mixer(allow: tuple[str, ...]) -> None:
     """Raise ``RuntimeError`` if a module that is known to run along the sequence by code of its own calls a function in
     a ``context_parallel`` block, and its user does not vouch for it."""
     for module in islice(running_modules(), 2):  # the module that calls a projection, and the projection
-        if not _mixes_by_name(type(module)) or any(is_mixer(type(inner)) for inner in module.modules()):
+        if not mixes_by_name(module) or any(is_mixer(type(inner)) for inner in module.modules()):
             continue
         model = model_of(module)
         name = model.names.get(id(module), "")

@@ -64,6 +64,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         **_each("indexer_head_dim indexer_budget indexer_compress_ratio", 8),
     },
     "nemotron_h": {"num_hidden_layers": 4},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 8},
     **{kind: {"layer_types": ["linear_attention", "full_attention"]} for kind in HYBRIDS},
     "llama4_text": {"attention_chunk_size": 5, "attn_temperature_tuning": False},
     "mamba2": {"num_heads": 8, "head_dim": 8},
@@ -161,4 +162,9 @@ def tiny_causal(kind: str) -> Any:
     with torch.no_grad():
         for p in model.parameters():  # norms start at ones or zeros, and small weights hide what attention does
             p.normal_(0, 0.3)
+        for module in model.modules():  # tables of decays, which are made in single precision (MiniMax)
+            if hasattr(module, "decay_factors"):
+                made = module.decay_factors(module.slope_rate)
+                for name, table in zip(("query_decay", "key_decay", "diagonal_decay"), made, strict=True):
+                    getattr(module, name).copy_(table)
     return model

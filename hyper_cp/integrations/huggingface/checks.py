@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 
 from ...data.collectives import by_rank
 from ...handler import ContextParallelHandler
+from ...module.guards import mixes_by_name
 from ...module.mixers.calls import is_mixer
 from .direct import direct_attention
+from .lightning import is_lightning
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 """Types of layers that do not mix positions, or do so by attention only."""
@@ -96,19 +98,23 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
 
 def mixers_of(decoder: nn.Module) -> list[nn.Module]:
     """The modules that run along the sequence by functions which are routed."""
-    return [module for module in decoder.modules() if is_mixer(type(module))]
+    return [module for module in decoder.modules() if is_mixer(type(module)) or is_lightning(module)]
 
 
 def has_attention(decoder: nn.Module) -> bool:
     """False for a decoder that consists of mixers only: it needs neither positions nor attention masks."""
-    kinds = {type(module) for module in decoder.modules() if not is_mixer(type(module))}
-    return not mixers_of(decoder) or any("Attention" in kind.__name__ for kind in kinds)
+    mixers = mixers_of(decoder)
+    kinds = {type(module) for module in decoder.modules()} - {type(mixer) for mixer in mixers}
+    return not mixers or any("Attention" in kind.__name__ for kind in kinds)
 
 
 def unrouted_mixers(decoder: PreTrainedModel) -> list[str]:
     """The layers and modules that mix positions by something else than attention or a routed function."""
     routed = {id(inner) for module in mixers_of(decoder) for inner in module.modules()}
-    modules = {type(m).__name__ for m in decoder.modules() if _mixes_positions(m) and id(m) not in routed}
+    mixing = [m for m in decoder.modules() if _mixes_positions(m) and not any(id(x) in routed for x in m.modules())]
+    # Not what contains another one of them: a block, or a model, that is named after its mixers.
+    outer = {id(m) for m in mixing if sum(x is y for x in m.modules() for y in mixing) > 1}
+    modules = {type(m).__name__ for m in mixing if id(m) not in outer}
     types = list(getattr(decoder.config, "layer_types", None) or ())
     lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == len(types)]
     layers = lists[0] if lists else [nn.Identity()] * len(types)
@@ -130,7 +136,7 @@ def _counts_positions(module: nn.Module) -> bool:
 def _mixes_positions(module: nn.Module) -> bool:
     """True for layers that are known to combine neighbouring positions."""
     convolution = isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
-    return convolution or isinstance(module, nn.RNNBase)
+    return convolution or isinstance(module, nn.RNNBase) or mixes_by_name(module)
 
 
 def own_loss(model: nn.Module) -> str | None:
