@@ -95,9 +95,10 @@ def _flex(
             f"{name} got attention_masks of type {type(attention_masks).__name__}. Without a BlockMask attention would "
             "not be causal. Pass the one that the model makes of the positions of the whole sequence"
         )
+    attend: Any = flex_attention
     qkv = [x.transpose(1, 2) for x in (q, k, v)]
-    out = flex_attention(*qkv, score_mod=score_mod, block_mask=attention_masks, scale=scale, enable_gqa=enable_gqa)
-    return out.transpose(1, 2)  # type: ignore[union-attr]
+    out: Tensor = attend(*qkv, score_mod=score_mod, block_mask=attention_masks, scale=scale, enable_gqa=enable_gqa)
+    return out.transpose(1, 2)
 
 
 def prepare_context_parallel_input(
