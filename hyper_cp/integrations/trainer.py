@@ -35,10 +35,11 @@ class ContextParallelTrainer:
             )
         self._refuse_own_loss()
         super().__init__(*args, **kwargs)
-        if getattr(self.args, "neftune_noise_alpha", None) is not None:  # type: ignore[attr-defined]
+        noise = getattr(vars(self)["args"], "neftune_noise_alpha", None)
+        if noise is not None:
             raise NotImplementedError(
-                f"neftune_noise_alpha={self.args.neftune_noise_alpha}: the noise is scaled by the length of "  # type: ignore[attr-defined]
-                "the sequence that a model receives, which is this rank's share. Leave it out"
+                f"neftune_noise_alpha={noise}: the noise is scaled by the length of the sequence that a model gets, "
+                "which is this rank's share. Leave it out"
             )
         if self.label_smoother is not None or self.compute_loss_func is not None:  # type: ignore[attr-defined]
             raise NotImplementedError(

@@ -40,7 +40,7 @@ class ContextParallelSFT(ContextParallelTrainer):
         super().__init__(*args, **kwargs)
         for name, value in self._asked.items():
             setattr(self.args, name, value)  # type: ignore[attr-defined]
-        if self.compute_metrics is not None or getattr(self, "aux_loss_enabled", False):  # type: ignore[attr-defined]
+        if getattr(self, "compute_metrics", None) is not None or getattr(self, "aux_loss_enabled", False):
             raise NotImplementedError(
                 "compute_metrics and router_aux_loss_coef are not supported with SFTTrainer: TRL computes logits and "
                 "the loss of routers from this rank's tokens alone. Leave compute_metrics out, and set "

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hyper_cp import ContextParallel, ContextParallelHandler
@@ -243,6 +244,7 @@ def plain_inner_attention(visible: Tensor, q: Tensor, k: Tensor, v: Tensor, **op
 @on_ranks
 def titan(code: str) -> dict[str, float]:
     """A step of torchtitan's Llama, parallelized by its own function, and the same on one device."""
+    import torchtitan.distributed.parallel_dims as parallel_dims
     import torchtitan.models.llama3.parallelize as llama3
     from torch.nn.attention.flex_attention import and_masks, create_block_mask
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -270,6 +272,7 @@ def titan(code: str) -> dict[str, float]:
 
     sys.modules.setdefault("torchtitan.trainer", types.ModuleType("trainer"))  # it imports loggers and data loaders
     own = llama3.apply_cp_to_forward
+    parallel_dims.device_type = "cpu"  # it takes "cuda" where there is no accelerator
     try:
         names: dict[str, Any] = {}
         exec(code, names)
@@ -280,6 +283,9 @@ def titan(code: str) -> dict[str, float]:
         llama3.parallelize_llama(model, parallel_dims=dims, **arguments)
     finally:
         llama3.apply_cp_to_forward = own
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum that also divides
     split = partial(names["trainer"].prepare_context_parallel_input, cp_mesh=dims.get_mesh("cp"), device="cpu")
     mods = get_causal_mask_mod(), get_efficient_causal_mask_mod_for_packed_document(at)
     masks = create_block_mask(and_masks(*mods), 2, None, 32, 32, device="cpu")  # the model's own function compiles it
@@ -294,8 +300,10 @@ def titan(code: str) -> dict[str, float]:
     mismatch = error_of(lambda: split(text[:, :-1], text[:, 1:], {"positions": at}, load_balancer_type=None))
     assert mismatch.startswith("ValueError: context_parallel_load_balancer=None"), mismatch
     half = create_block_mask(and_masks(get_causal_mask_mod()), 2, None, 16, 16, device="cpu")
+    inner, q = next(iter(model.layers.values())).attention.inner_attention, torch.randn(2, 16, 16, 16)
     for wrong, kind in ((None, "TypeError"), (half, "ValueError")):
-        assert error_of(lambda x=wrong: model(inputs, more["positions"], x)).startswith(kind)
+        message = error_of(lambda x=wrong: inner(q, q, q, attention_masks=x))
+        assert message.startswith(kind), message
     return found
 
 
