@@ -86,4 +86,4 @@ class _Lightning(TorchFunctionMode):
         """The outputs of the recurrence, ``[B, H, S, D]``."""
         self.qkv = None
         self.mixer.routed += 1
-        return self.mixer.recur(q, k, v, -self.module.slope_rate.flatten()).transpose(1, 2)
+        return self.mixer.recur(q, k, v, -self.module.get_buffer("slope_rate").flatten()).transpose(1, 2)
