@@ -170,7 +170,7 @@ def _piece(block: Numbers, rows: Sequence[Range]) -> Numbers:
 # merges: by the cost model of `hyper_cp.plan`, packed documents on eight H100 run a third slower in eight stages of
 # 1,024 rows.
 _STAGES = 4
-_LEAST = 4096  # rows of a stage, on the rank that receives most
+_LEAST = 8192  # rows of a stage, on the rank that receives most
 _AHEAD = 3  # shares of a rank that are under way; a ring has two
 
 
@@ -209,9 +209,8 @@ def stages_of(most: int, share: int) -> tuple[int, int]:
 def in_stages(flows: Numbers, count: int) -> Numbers:
     """Divide the rows that travel into stages, in each of which a rank receives an equal part of its rows.
 
-    It takes them from the ranks behind it, the nearest first, as far as none of these sends more in a stage than the
-    busiest rank must on average. So all stages together take about as long as the transfers of the busiest rank, and
-    there are few messages in each.
+    It receives an equal part from each rank, so each rank sends an equal part too, and all stages together take as long
+    as the transfers of the busiest rank. (Rows that do not divide go to one stage after the other.)
 
     Args:
         flows: the number of rows that rank ``to`` receives from rank ``of``: ``[to, of]``.
@@ -219,21 +218,10 @@ def in_stages(flows: Numbers, count: int) -> Numbers:
     Returns:
         The same for each stage: ``[count, to, of]``.
     """
-    left, ranks, total, stages = flows.copy(), np.arange(len(flows)), flows.sum(1), []
-    quota = -(-max(total.max(), flows.sum(0).max()) // count)
-    for stage in range(1, count):
-        now, receive = np.zeros_like(left), left.sum(1) - total * (count - stage) // count
-        for most in (quota, int(flows.sum())):  # the second time for ranks whose senders have no more to give
-            give = np.full(len(ranks), most)
-            for distance in range(1, len(ranks)) if receive.any() else ():
-                of = ranks - distance
-                rows = np.minimum(np.minimum(left[ranks, of], receive), give[of])
-                now[ranks, of] += rows
-                left[ranks, of] -= rows
-                receive -= rows
-                give[of] -= rows
-        stages.append(now)
-    return np.stack([*stages, left])
+    more = flows % count
+    first, stage = np.cumsum(more, 1) - more, np.arange(count)[:, None, None]
+    part: Numbers = flows // count + ((stage - first) % count < more)
+    return part
 
 
 class _Flows:
