@@ -316,7 +316,7 @@ class _Routing(DispatchMode):
         if func in _BACKWARD and not torch.compiler.is_compiling():
             return self._differentiate(func, args, kwargs)
         if func is F.linear and self.call.mesh.parallel and not torch.compiler.is_compiling() and self.responsible():
-            refuse_running_mixer(self.call.binding.style.allow)
+            refuse_running_mixer(self.call.binding.style.allow, self in _active.blocks)
         key = attention_calls.key_of(func)
         attention = key in attention_calls.ROUTED or attention_calls.spelled(func) is not None
         if not attention or not self.responsible():
@@ -373,8 +373,8 @@ class _Routing(DispatchMode):
 
     def responsible(self) -> bool:
         """True if attention that is called now belongs to this block, not to an inner block or a styled module."""
-        running = current_call()
-        return _active.blocks[-1] is self and not (running is not None and running.alive())
+        running, blocks = current_call(), _active.blocks  # threads of backward inherit the mode, not the list
+        return (not blocks or blocks[-1] is self) and not (running is not None and running.alive())
 
     def __enter__(self) -> Any:
         _active.blocks.append(self)

@@ -192,7 +192,7 @@ def plan(
 ) -> PlanReport:
     """Estimate a training step in every strategy, and name the one to use first. Nothing runs, nothing communicates.
 
-    Work, balance and what travels come from the schedule that a run would use (for rings of more than 16 ranks, from
+    Work, balance and what travels come from the schedule that a run would use (for rings of more than 8 ranks, from
     formulas that agree with it); bytes are those of docs/measured/communication.md; times are a model
     (docs/measured/planner.md), with the shares of the datasheet's peaks that a :class:`Cluster` names.
 

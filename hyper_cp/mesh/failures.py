@@ -160,8 +160,8 @@ class Transfer:
         return sorted({ranks[i] for i in self.peers})
 
 
-_OWN = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-"""Errors of this rank's own device, which a transfer may be the first to report."""
+_OWN = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError), NotImplementedError)
+"""Errors of this rank's own device, which a transfer may be the first to report, and of what a backend cannot do."""
 
 _ADVICE = (
     "A peer has ended, hangs or has raised an error, and this rank only waited for it. Read the first rank's error: "

@@ -24,7 +24,7 @@ from ._torch.compile_guard import plan_being_applied
 from ._torch.modules import calls_running, hook_owners, is_compiled, running_modules
 from .dispatch_mode import EnteredMode, current_call
 from .mesh_binding import Binding
-from .mixers.calls import is_mixer
+from .mixers.calls import captures_function, is_mixer
 from .model import Model, model_of
 
 logger = getLogger(__name__)
@@ -126,11 +126,16 @@ def refuse_mixing_call(
         )
 
 
-def refuse_running_mixer(allow: tuple[str, ...]) -> None:
+def refuse_running_mixer(allow: tuple[str, ...], in_this_thread: bool = True) -> None:
     """Raise ``RuntimeError`` if a module that is known to run along the sequence by code of its own calls a function in
-    a ``context_parallel`` block, and its user does not vouch for it."""
+    a ``context_parallel`` block, and its user does not vouch for it.
+
+    ``in_this_thread``: the block was entered in the thread that runs. (Backward on an accelerator has threads of its
+    own, in which recurrences are not routed.)
+    """
     for module in islice(running_modules(), 2):  # the module that calls a projection, and the projection
-        if not mixes_by_name(module) or any(is_mixer(type(inner)) for inner in module.modules()):
+        routed = in_this_thread and not captures_function(module)
+        if not mixes_by_name(module) or (routed and any(is_mixer(type(inner)) for inner in module.modules())):
             continue
         model = model_of(module)
         name = model.names.get(id(module), "")

@@ -90,7 +90,7 @@ class StyledMesh:
         degrees = [cp.ulysses.size for cp in self.views]
         possible = tuple(d for d in degrees if q_heads % d == 0 and kv_heads % d == 0)
         size, layout = self.views[0].size, "head_tail" if self.mode.load_balance else self.mode.layout
-        heads, device = (q_heads, kv_heads), self.mesh.device_type
+        heads, device = (int(q_heads), int(kv_heads)), self.mesh.device_type  # a graph may have left them open
         return self.views[
             degrees.index(_degree(possible, size, degrees[-1], heads, self.mode.kv_exchange, layout, device))
         ]

@@ -79,7 +79,8 @@ def best_groups(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: C
     degree = cp.ulysses.size
     if degree == 1 or any(not isinstance(x, Tensor) or x.ndim != 4 for x in (q, k, v)):
         return 1
-    heads, dims = (q.shape[1], k.shape[1]), (q.shape[3], v.shape[3])
+    # Numbers of heads may be open in a graph, and the choice is a constant of it.
+    heads, dims = (int(q.shape[1]), int(k.shape[1])), (int(q.shape[3]), int(v.shape[3]))
     if 0 in heads or heads[0] % degree or heads[0] % heads[1]:
         return 1
     compiled = torch.compiler.is_compiling()  # lengths may be open in a graph
@@ -94,8 +95,10 @@ def best_groups(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: C
     return chosen_groups(numbers, degree, cp_mesh.ranks_per_host(), *work, q.device.type)
 
 
-chosen_groups = torch.compiler.assume_constant_result(fastest_groups)
-"""A compiled graph takes the choice as a number."""
+@torch.compiler.assume_constant_result
+def chosen_groups(*work: Any) -> int:
+    """The choice, which a compiled graph takes as a number. (Dynamo would look through a cached function.)"""
+    return fastest_groups(*work)
 
 
 # --------------------------------------------------------------------------- the op

@@ -69,6 +69,22 @@ class CallsModule(Mixer):
         return super().forward(x) + self.conv1d(x.repeat(1, 1, 3).transpose(1, 2)).sum()
 
 
+_RAW = chunk_gated_delta_rule  # as it is before anything routes it
+
+
+class KeepsGatedDeltaNet(Mixer):
+    """A mixer that keeps its function as an attribute, as some models do."""
+
+    def __init__(self, heads: int = 2, size: int = 4) -> None:
+        super().__init__(heads, size)
+        self.chunk_gated_delta_rule = _RAW
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3 * self.heads, -1)).chunk(3, 2)
+        g, beta = self.gates(x).chunk(2, -1)
+        return self.out(self.chunk_gated_delta_rule(q, k, v, F.logsigmoid(g), beta.sigmoid())[0].flatten(2))
+
+
 class Idle(Mixer):
     """A mixer that calls nothing."""
 

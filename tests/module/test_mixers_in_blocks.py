@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 from typing import Any
 
@@ -89,6 +90,7 @@ def refusals() -> dict[str, str]:
 
     return {
         "by none": error_of(lambda: run(nn.Sequential(RwkvAttention()))),
+        "KeepsGatedDeltaNet": error_of(lambda: run(mixer.make(mixer.KeepsGatedDeltaNet))),
         "output_final_state": error_of(lambda: run(mixer.make(output_final_state=True))),
         "cached state": error_of(lambda: run(mixer.make(mixer.Decodes))),
         "conv1d": error_of(lambda: run(mixer.make(mixer.CallsModule))),
@@ -102,6 +104,37 @@ def test_recurrences_that_a_block_cannot_route_are_refused(ranks: Ranks) -> None
         assert found.pop("") == ""
         for text, error in found.items():
             assert text in error and error.startswith(("RuntimeError", "NotImplementedError")), (text, error)
+
+
+class NamedGatedDeltaNet(mixer.Mixer):
+    """A mixer that is known by its name too."""
+
+
+@on_ranks
+def in_a_thread_of_backward() -> tuple[bool, str]:
+    """Attention of a thread that inherits a block's mode, as threads of autograd do, and a mixer's projection there."""
+    mesh, g = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), torch.Generator().manual_seed(3)
+    q, layer = torch.randn(1, 2, 12, 4, generator=g), mixer.make(NamedGatedDeltaNet)
+    found: list[Any] = []
+
+    def inherited(mode: Any) -> None:
+        torch.overrides._push_mode(mode)
+        try:
+            found.append(F.scaled_dot_product_attention(q, q, q, is_causal=True))
+            found.append(error_of(lambda: layer(whole())))
+        finally:
+            torch.overrides._pop_mode()
+
+    with context_parallel(mesh):
+        want = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        thread = threading.Thread(target=inherited, args=(torch.overrides._get_current_function_mode(),))
+        thread.start(), thread.join()
+    return torch.equal(want, found[0]), found[1]
+
+
+def test_threads_of_backward_route_attention_and_refuse_recurrences(ranks: Ranks) -> None:
+    for equal, error in ranks(2, in_a_thread_of_backward):
+        assert equal and error.startswith("RuntimeError") and "NamedGatedDeltaNet" in error, error
 
 
 @on_ranks

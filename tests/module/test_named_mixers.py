@@ -229,8 +229,11 @@ def refusals() -> dict[str, str]:
         settings = {**settings, **style}
         model = nn.ModuleDict({"inner": module or own})
         parallelize_module(model, mesh, {"inner": RecurrentContextParallel(**settings)})
-        model["inner"](**{n: x.narrow(dims[n], 0, 12) if n in dims else x for n, x in given.items()}, **(more or {}))
+        local = {n: x.narrow(dims[n], 0, 12) if n in dims else x for n, x in given.items()}
+        model["inner"](**{**local, **(more or {})})
 
+    g = inputs("delta")[2]["g"]
+    growing = {"g": torch.ones_like(g[:, :12])} if dist.get_rank() == 0 else None  # the other rank hears of it
     bidirectional = DeltaRule()
     bidirectional.is_causal = False  # type: ignore[assignment]
     return {
@@ -249,6 +252,7 @@ def refusals() -> dict[str, str]:
         "seq_dim=1 and head_dim=3": error_of(lambda: RecurrentContextParallel(kind="chunk_kda", head_dim=3)),
         "fixed form": error_of(lambda: RecurrentContextParallel(kind="selective_scan_fn", seq_dim=2, head_dim=1)),
         "is bidirectional": error_of(lambda: run(bidirectional)),
+        "own forward": error_of(lambda: run(more=growing)),
         "": error_of(lambda: run(Chunked())),
     }
 

@@ -273,6 +273,15 @@ def is_mixer(kind: type[nn.Module]) -> bool:
     return bool(_called(kind))
 
 
+def captures_function(module: nn.Module) -> bool:
+    """True if a module, or one inside it, keeps one of the functions as an attribute: a call of it is not routed."""
+    return any(
+        name in ROUTED and callable(value) and not hasattr(value, "hyper_cp_routes")
+        for inner in module.modules()
+        for name, value in vars(inner).items()
+    )
+
+
 def _called(kind: type[nn.Module]) -> tuple[tuple[str, str], ...]:
     """The files and names of the functions that the methods of a type call."""
     if kind in _known:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -240,7 +241,10 @@ class NamedMixerHooks(StyledMixerHooks):
     def _compare(self, mixer: RunningMixer, given: dict[str, Any]) -> None:
         """Raise ``ValueError``, on every rank, unless the module's own forward computes the function."""
         verdict = self._difference(given)
-        signature = (("module", self.name), ("kind", self.named.kind))
+        # Another module of the same name has another forward, so every comparison is one that ranks must agree on.
+        mesh = mixer.cp.agreement or mixer.cp  # no agreement: one rank
+        _comparisons[mesh] = _comparisons.get(mesh, 0) + 1
+        signature = (("module", self.name), ("kind", self.named.kind), ("comparison", str(_comparisons[mesh])))
         mixer.cp.agree(
             "module", signature, self.name, once=(("its own forward", "agrees" if not verdict else "differs"),)
         )
@@ -268,7 +272,10 @@ class NamedMixerHooks(StyledMixerHooks):
 
         def both() -> tuple[Any, Any]:
             with torch.no_grad(), cast:
-                ours = self._answer(alone, few)
+                try:
+                    ours = self._answer(alone, few)
+                except Exception as error:  # on this rank only, perhaps: all ranks have to hear of it
+                    return error, None
                 try:
                     return ours, self.own(**{self.places[name]: x for name, x in few.items()})
                 except Exception:
@@ -276,6 +283,8 @@ class NamedMixerHooks(StyledMixerHooks):
 
         # In another thread nothing is routed, and no mode of the caller (a selective checkpoint, say) sees the calls.
         ours, own = in_thread(both, tensors[0])
+        if isinstance(ours, Exception):
+            return f"the function raises {type(ours).__name__} ({ours})"
         if not isinstance(own, Tensor):
             return f"it returns a {type(own).__name__}, and the function one tensor"
         if own.shape != ours.shape:
@@ -285,6 +294,10 @@ class NamedMixerHooks(StyledMixerHooks):
         scale = torch.maximum(own.abs().max(), ours.abs().max()).item()
         error = (own - ours).abs().max().item()
         return "" if error <= bar * scale else f"their outputs differ by {error:.2g} of {scale:.2g}"
+
+
+_comparisons: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""The number of comparisons on each mesh."""
 
 
 def _along(x: Any) -> bool:

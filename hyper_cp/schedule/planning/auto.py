@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 from ..documents import PackedDocuments
 from ..tiles import Band
@@ -82,7 +82,7 @@ def visible_pairs(length: int, band: Band) -> int:
     return length * (width if lower is None or upper is None else min(width, upper - lower + 1))
 
 
-@cache
+@lru_cache(maxsize=1024)  # each batch of packed documents has other pairs
 def fastest_groups(
     numbers: tuple[int, ...],
     degree: int,
