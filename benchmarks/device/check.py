@@ -65,7 +65,7 @@ def run(name: str, device: str, dtype: torch.dtype, args: argparse.Namespace) ->
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     parser.add_argument("--device", default="cpu" if accelerator is None else accelerator.type)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)

@@ -133,7 +133,7 @@ def line(name: str, step: float, computation: float, communication: float) -> st
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     parser.add_argument("--device", default="cpu" if accelerator is None else accelerator.type)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--length", type=int, default=65536, help="of the whole sequence")

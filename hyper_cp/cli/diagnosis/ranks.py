@@ -45,7 +45,7 @@ class Ranks:
 
 def default_device() -> str:
     """The type of this machine's accelerator, or ``"cpu"``."""
-    found = torch.accelerator.current_accelerator()
+    found = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if found is None else found.type
 
 
