@@ -84,7 +84,7 @@ def test_the_program_runs_as_it_is_printed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", *line.split(), "train.py"]
     command[command.index("--nproc-per-node") + 1] = "2"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=tmp_path)
     assert done.returncode == 0 and "loss" in done.stdout, done.stdout + done.stderr
 
 
