@@ -54,6 +54,14 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
+@pytest.fixture(scope="module")
+def own_pool() -> Iterator[Ranks]:
+    """A pool of a module's own: its ranks get killed."""
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
+
+
 @pytest.fixture
 def standin() -> Any:
     """The stand-in for the NPU's operators, installed, its record of calls empty."""

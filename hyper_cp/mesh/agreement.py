@@ -140,17 +140,24 @@ class Agreement:
         return signature in self._agreed.get(kind, ())
 
     def reach(
-        self, kind: str, signature: Signature, mesh: object, caller: str, once: Signature = (), details: Details = dict
+        self,
+        kind: str,
+        signature: Signature,
+        mesh: object,
+        caller: str,
+        once: Signature = (),
+        details: Details = dict,
+        always: bool = False,
     ) -> None:
         """See :meth:`CPMesh.agree`; ``mesh`` describes itself in errors."""
         agreed = self._agreed.setdefault(kind, {})
         number = agreed.get(signature)
-        if number is not None and not self._doubts:
+        if number is not None and not self._doubts and not always:
             self._calls += 1
             self._order = (self._order * _FACTOR + number) & _BITS
             return
         with self._lock:
-            if signature in agreed and not self._doubts:  # another thread has been faster
+            if signature in agreed and not self._doubts and not always:  # another thread has been faster
                 return
             mine = {"kind": kind} | {name: _text(value) for name, value in (*signature, *once)}
             history, tokens = f"{self._calls}/{self._order:x}", self._tokens if kind == "call" else None

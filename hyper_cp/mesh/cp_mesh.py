@@ -61,6 +61,7 @@ class CPMesh:
         caller: str = "attention",
         once: Signature = (),
         details: Callable[[], dict[str, str]] = dict,
+        always: bool = False,
     ) -> None:
         """Compare ``signature`` with those of the other ranks if it is new on this mesh; else do nothing.
 
@@ -76,6 +77,7 @@ class CPMesh:
             caller: names the call in errors, usually its module.
             once: pairs that are compared with a new signature, and not recorded: they may change with every call.
             details: makes what is exchanged if the ranks disagree, so that the error can name the first that differs.
+            always: compare a known signature too, because ``once`` may differ.
 
         Raises:
             ValueError: on every rank, if the signatures differ, or if the ranks have made different calls (each agreed
@@ -83,7 +85,7 @@ class CPMesh:
             RuntimeError: if other ranks do not come to compare theirs within a time limit (see :mod:`.agreement`).
         """
         if self.agreement is not None and not torch.compiler.is_compiling():
-            self.agreement.reach(kind, signature, self, caller, once, details)
+            self.agreement.reach(kind, signature, self, caller, once, details, always)
 
     def __str__(self) -> str:
         return f"cp mesh of {self.size} ranks (ring {self.ring.size} x ulysses {self.ulysses.size})"

@@ -45,23 +45,31 @@ from .kernels.scores import find
 from .recompute import fingerprint
 
 
+def _heads_of_a_rank(q_heads: int, kv_heads: int, cp: CPMesh) -> tuple[int, int]:
+    """The query heads and key/value heads of each rank after the exchange."""
+    degree = cp.ulysses.size
+    return q_heads // degree, heads_after_sharing(kv_heads, degree) // degree
+
+
+def _fits(groups: int, queries: int, keys: int, cp: CPMesh) -> bool:
+    return (
+        groups <= queries
+        and queries % groups == 0
+        and (keys % groups == 0 or (groups % keys == 0 and cp.ring.size == 1))
+    )
+
+
 def possible_groups(q_heads: int, kv_heads: int, cp: CPMesh) -> tuple[int, ...]:
     """The numbers of groups into which each rank's heads split."""
-    degree = cp.ulysses.size
-    queries, keys = q_heads // degree, heads_after_sharing(kv_heads, degree) // degree
-
-    def fits(n: int) -> bool:
-        return queries % n == 0 and (keys % n == 0 or (n % keys == 0 and cp.ring.size == 1))
-
-    return tuple(n for n in range(1, queries + 1) if fits(n))
+    queries, keys = _heads_of_a_rank(q_heads, kv_heads, cp)
+    return tuple(n for n in range(1, queries + 1) if _fits(n, queries, keys, cp))
 
 
 def check_groups(q_heads: int, kv_heads: int, cp: CPMesh, groups: int) -> None:
     """Raise ``ValueError`` unless each rank's heads split into ``groups``. Several groups may use one key/value head,
     which is exchanged once, but not round a ring, where it would travel again."""
-    degree = cp.ulysses.size
-    if degree > 1 and groups not in possible_groups(q_heads, kv_heads, cp):
-        queries, keys = q_heads // degree, heads_after_sharing(kv_heads, degree) // degree
+    degree, (queries, keys) = cp.ulysses.size, _heads_of_a_rank(q_heads, kv_heads, cp)
+    if degree > 1 and not _fits(groups, queries, keys, cp):
         works = ", ".join(map(str, possible_groups(q_heads, kv_heads, cp)))
         why = " that leave no head of keys to two groups" if cp.ring.size > 1 else ""
         raise ValueError(

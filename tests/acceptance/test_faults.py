@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -27,14 +26,6 @@ TIMEOUT, SPARE = 2.0, 5.0
 """Seconds of the process groups; seconds beyond in which every other rank must have raised."""
 
 OPERATIONS = "attention|exchange of heads|attention in groups of heads"
-
-
-@pytest.fixture(scope="module")
-def own_pool() -> Iterator[Ranks]:
-    """A pool of this module's own: its ranks get killed."""
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
 
 
 # --------------------------------------------------------------------------- ranks that are killed, or stop

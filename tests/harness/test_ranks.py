@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,14 +12,6 @@ import torch.distributed as dist
 
 from tests.harness import ranks as pool
 from tests.harness.ranks import RankError, Ranks, on_ranks
-
-
-@pytest.fixture(scope="module")
-def own_pool() -> Iterator[Ranks]:
-    """A pool of this module's own: its ranks get killed."""
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
 
 
 @on_ranks

@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -241,13 +240,10 @@ class NamedMixerHooks(StyledMixerHooks):
     def _compare(self, mixer: RunningMixer, given: dict[str, Any]) -> None:
         """Raise ``ValueError``, on every rank, unless the module's own forward computes the function."""
         verdict = self._difference(given)
-        # Another module of the same name has another forward, so every comparison is one that ranks must agree on.
-        mesh = mixer.cp.agreement or mixer.cp  # no agreement: one rank
-        _comparisons[mesh] = _comparisons.get(mesh, 0) + 1
-        signature = (("module", self.name), ("kind", self.named.kind), ("comparison", str(_comparisons[mesh])))
-        mixer.cp.agree(
-            "module", signature, self.name, once=(("its own forward", "agrees" if not verdict else "differs"),)
-        )
+        signature = (("module", self.name), ("kind", self.named.kind))
+        outcome = (("its own forward", "agrees" if not verdict else "differs"),)
+        # Another module of the same name has another forward.
+        mixer.cp.agree("module", signature, self.name, once=outcome, always=True)
         if verdict:
             raise ValueError(
                 f"{self.name} does not compute {self.named.kind}: {verdict} on the first tokens of this rank. Its "
@@ -294,10 +290,6 @@ class NamedMixerHooks(StyledMixerHooks):
         scale = torch.maximum(own.abs().max(), ours.abs().max()).item()
         error = (own - ours).abs().max().item()
         return "" if error <= bar * scale else f"their outputs differ by {error:.2g} of {scale:.2g}"
-
-
-_comparisons: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""The number of comparisons on each mesh."""
 
 
 def _along(x: Any) -> bool:
