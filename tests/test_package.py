@@ -22,10 +22,17 @@ def modules() -> list[tuple[str, Path]]:
 
 
 @pytest.mark.slow
-def test_import_is_light_and_gives_no_warning() -> None:
-    code = f"import sys, hyper_cp; print([m for m in {HEAVY} if m in sys.modules])"
+def test_import_is_light_and_warns_once_of_another_torch() -> None:
+    code = f"""
+import sys, torch
+torch.__version__ = '2.16.0'
+import hyper_cp, hyper_cp.ops
+print([m for m in {HEAVY} if m in sys.modules])
+"""
     command = [sys.executable, "-W", "error::FutureWarning", "-c", code]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() == "[]"
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"
+    assert done.stderr.count("supports torch 2.11 to 2.15") == 1 == done.stderr.count("Warning:")
 
 
 def test_version_and_marker() -> None:

@@ -48,6 +48,9 @@ MODES: dict[str, dict[str, Any]] = {
     "Ulysses": {"ulysses_degree": None},
     "Ulysses, 2 head groups": {"ulysses_degree": None, "head_groups": 2},
     "Ulysses, 4 head groups": {"ulysses_degree": None, "head_groups": 4},
+    "ring, per_document": {"kv_exchange": "ring", "layout": "per_document"},
+    "all-gather, per_document": {"layout": "per_document"},
+    "2 x ring, per_document": {"ulysses_degree": 2, "kv_exchange": "ring", "layout": "per_document"},
     "ring, load_balance": {"kv_exchange": "ring", "load_balance": True},
     "all-gather, load_balance": {"load_balance": True},
 }
@@ -71,9 +74,10 @@ def masked(args: argparse.Namespace, mode: dict[str, Any]) -> dict[str, Any]:
     if mask in DRAWN:
         drawn = masks(length, length // args.ranks)
         found["documents"] = list(next(drawn[name][0].rows[0] for name in drawn if name.startswith(mask)))
-    if mode.get("layout") == "balanced":
+    if mode.get("layout") in ("balanced", "per_document"):
         found.setdefault("documents", [0, length])
-        found["layout"] = f"balanced_{length // 8}" if mask == "window" else "balanced"
+    if mode.get("layout") == "balanced" and mask == "window":
+        found["layout"] = f"balanced_{length // 8}"
     return found
 
 
@@ -143,7 +147,7 @@ Row = dict[str, Any]
 
 def measure(args: argparse.Namespace) -> list[Row]:
     """Run the ranks and return their rows, which are printed as they come."""
-    context: Any = torch.multiprocessing.get_context("spawn")
+    context: Any = torch.multiprocessing.get_context("fork")  # this process has run nothing of torch yet
     queue, rows = context.Queue(), []
     with switch() as at, tempfile.TemporaryDirectory() as folder:
         target = args, at, os.path.join(folder, "store"), queue

@@ -41,9 +41,9 @@ os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 GRACE = 5.0  # seconds the other ranks get after one has failed
-MOST_THREADS = 32
+MOST_THREADS = 160
 """A rank with more threads is replaced. PyTorch's caches of DTensors keep process groups alive beyond their job, and
-each has a thread that wakes up a hundred times a second: after some hundred jobs that was a third of all time."""
+each has threads of its own."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -100,6 +100,7 @@ def _serve(
     if prepare is not None:
         prepare()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    _share_device()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     while True:
         try:
@@ -158,6 +159,23 @@ def _run(store: dist.Store, backend: str, job: int, rank: int, world: int, paylo
             from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
             _clear_sharding_prop_cache()
+
+
+def _share_device() -> None:
+    """Let all gloo groups of this process use one device.
+
+    Each group would make its own, whose thread wakes a hundred times a second: with all groups of all ranks of a test
+    run that took a sixth of the processors' time.
+    """
+    device, gloo = dist.ProcessGroupGloo.create_default_device(), dist.ProcessGroupGloo
+
+    class OnThatDevice(gloo):  # type: ignore[misc, valid-type]
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = gloo._Options()
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    dist.distributed_c10d.ProcessGroupGloo = OnThatDevice  # type: ignore[misc]
 
 
 _closing: list[threading.Thread] = []
