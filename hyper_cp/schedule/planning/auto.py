@@ -19,7 +19,7 @@ from .inputs.model import ModelShape
 from .inputs.profiles import PROFILES
 from .strategies import KV_EXCHANGES, Estimator, Problem, Strategy
 from .timeline import BACKWARD, grouped_ulysses
-from .traffic import shared_heads
+from .traffic import heads_after_sharing
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def fastest_groups(
     work = 2.0 * pairs * queries / degree * (dim + value_dim)
     kernels = work / cluster.flops("forward_share"), BACKWARD * work / cluster.flops("backward_share")
     byte = tokens * element * (degree - 1) / degree / link
-    travel = byte * (queries * dim + shared_heads(keys, degree) * (dim + value_dim)), byte * queries * value_dim
+    travel = byte * (queries * dim + heads_after_sharing(keys, degree) * (dim + value_dim)), byte * queries * value_dim
     seconds = {number: grouped_ulysses(number, kernels, travel, each) for number in numbers}
     fastest = min(seconds.values())
     best = min(number for number, found in seconds.items() if found <= EQUAL * fastest)
