@@ -91,6 +91,16 @@ class Schedule:
         """Number of visible (query, key) pairs."""
         return sum(step.area for step in self.forward)
 
+    @cached_property
+    def used(self) -> int:
+        """The number of rows of blocks that arrive which tiles use."""
+        return sum(length_of(step.take) for step in self.forward[1:-1])
+
+    @cached_property
+    def received(self) -> int:
+        """The number of rows that arrive, if only needed ones travel."""
+        return sum(sum(route.received) for route in self.routes)
+
     @property
     def nbytes(self) -> int:
         """About so many bytes of memory."""
