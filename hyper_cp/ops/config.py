@@ -130,8 +130,7 @@ class CheckedCall:
         """The :class:`OpSettings` of this call as text."""
         m, score = self.mode, "" if self.score is None else self.score.key
         exchange = m.layout, m.kv_exchange, m.load_balance
-        heads = m.groups, kernel, self.cp.key, score
-        return OpSettings(*exchange, self.band, *heads, exchange_stages=m.stages).text()
+        return OpSettings(*exchange, self.band, m.groups, kernel, self.cp.key, score, exchange_stages=m.stages).text()
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import NamedTuple
 
 from .. import arrivals
 from ..arrivals import Arrivals
@@ -156,7 +155,8 @@ def fastest_groups(
 # --------------------------------------------------------------------------- stages of an exchange
 
 
-class FastestStages(NamedTuple):
+@dataclass(frozen=True)
+class FastestStages:
     """The number of stages whose attention, forward and backward, is the fastest on the rank that receives most, or the
     usual number if that is within ``EQUAL`` of it.
 
