@@ -80,19 +80,22 @@ def _reasons(found: dict[str, Any]) -> Iterator[str]:
 
 
 def behind(found: dict[str, Any], library: str = "hyper_cp") -> list[str]:
-    """Sentences about peers that are faster than the fastest mode of ``library`` of their kind."""
+    """Sentences about peers that are faster than the fastest mode of ``library`` of their kind, and in how many rounds:
+    in about half of them they are equally fast."""
     lines = []
     for run in found["runs"]:
-        best: dict[tuple[str, bool], tuple[float, str]] = {}
+        best: dict[tuple[str, bool], tuple[float, str, list[float]]] = {}
         for result in run["results"]:
             ratios = shares(run, result) if result["status"] == "ok" else []
             if ratios:
                 key, name = (result["mode"], result["library"] == library), f"{result['library']} {result['note']}"
-                best[key] = max(best.get(key, (0.0, "")), (statistics.median(ratios), name))
-        for (mode, own), (ratio, name) in best.items():
-            ours = best.get((mode, True), (0.0, ""))[0]
-            if not own and ours and ratio > ours:
-                lines.append(f"{Problem(**run['problem'])}: {mode} of {name} {ratio:.3f}, of {library} {ours:.3f}")
+                best[key] = max(best.get(key, (0.0, "", [])), (statistics.median(ratios), name, ratios))
+        for (mode, own), (ratio, name, rounds) in best.items():
+            ours = best.get((mode, True))
+            if not own and ours and ratio > ours[0]:
+                ahead = sum(theirs > mine for theirs, mine in zip(rounds, ours[2], strict=False))
+                where = f"{Problem(**run['problem'])}: {mode} of {name} {ratio:.3f}, of {library} {ours[0]:.3f}"
+                lines.append(f"{where} (ahead in {ahead} of {len(rounds)} rounds)")
     return lines
 
 

@@ -159,6 +159,6 @@ def test_peers_that_are_faster_are_named() -> None:
     results = [result("hyper_cp", 1.1), result("hyper_cp", 1.25), result("other", 1.0), result("other", 0.5, "Ulysses")]
     found = {"runs": [{"problem": problem, "limit": [1.0, 1.0], "results": results}]}
     (line,) = report.behind(found)
-    assert "ring of other" in line and "1.000, of hyper_cp 0.909" in line
+    assert "ring of other" in line and "1.000, of hyper_cp 0.909 (ahead in 2 of 2 rounds)" in line
     kept, faster = report.summary(found, [(4096, 0.9)])
     assert "NOT kept (least 0.800: ring, head_tail)" in kept and faster.startswith("faster peer: ")

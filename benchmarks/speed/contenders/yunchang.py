@@ -1,7 +1,7 @@
 """yunchang (the rings of ring-flash-attention, and Ulysses), with FlashAttention's entry points on the CPU's kernel.
 
 Its rings hold sums of gradients with ``buffer.to(torch.float32)``, which is the buffer itself if the inputs are fp32:
-fp32 gradients come out wrong. Here it copies.
+fp32 gradients come out wrong. One of them returns the gradient of q in bfloat16. Here it copies, and keeps q's dtype.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from .flash_on_cpu import installed
 
 @cache
 def _mended(kind: str) -> Any:
-    """The function of one of its rings, with copies of fp32 buffers."""
+    """The function of one of its rings, with copies of fp32 buffers and dq in the dtype of q."""
     with installed():
         from yunchang.ring import ring_flash_attn, zigzag_ring_flash_attn
     module: Any = {"ring": ring_flash_attn, "zigzag_ring": zigzag_ring_flash_attn}[kind]
     source = inspect.getsource(module).replace("_buffer.to(torch.float32)", "_buffer.to(torch.float32, copy=True)")
+    source = source.replace("dq.to(torch.bfloat16)", "dq.to(q.dtype)")
     exec(compile(source, module.__file__, "exec"), module.__dict__)
     return getattr(module, f"{kind}_flash_attn_func")
 
