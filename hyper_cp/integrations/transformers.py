@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from ..data.batch import WholeBatch, shifted
+from ..data.batch import WholeBatch, shifted, warn_if_shifted
 from ..data.collectives import by_rank
 from ..data.packing import AttentionState, attention_state, padded_mask, take_documents
 from ..handler import ContextParallelHandler
@@ -133,6 +133,7 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
     documents = take_documents(entries)
     if entries.get("labels") is not None:
         if entries.get("shift_labels") is None:
+            warn_if_shifted(handler, entries, 1, IGNORE)
             entries["shift_labels"] = shifted(entries["labels"], 1, IGNORE)
         entries.setdefault("num_items_in_batch", (entries["shift_labels"] != IGNORE).sum())
     dims = {name: -1 if name == "position_ids" else 1 for name in entries if name != "attention_mask"}
@@ -301,9 +302,16 @@ class DecoderHook:
         if (ready is not None and (padding is not None or given is not None)) or (
             block is not None and (known or given is not None)
         ):
+            sources = {
+                "a batch of prepare_batch, which says what is padding, or that nothing is": ready is not None,
+                "an attention_mask": padding is not None,
+                "documents as an argument": given is not None,
+                "an enclosing handler.documents block": block is not None,
+            }
+            found = ", ".join(name for name, is_given in sources.items() if is_given)
             raise ValueError(
-                f"{self.binding.name} got documents or padding twice (from prepare_batch, attention_mask, documents or "
-                "handler.documents). Only one of them can be right. Give them once, best in the batch for prepare_batch"
+                f"{self.binding.name} got documents or padding twice ({found}). Only one of them can be right. Put "
+                "them into the whole batch for prepare_batch, and pass on what it returns as it is"
             )
         documents = block if given is None else given
         if ready is not None:
