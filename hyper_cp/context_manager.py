@@ -49,9 +49,9 @@ class context_parallel:
             must not require gradients. All ranks must hold the same values.
         buffer_seq_dims: the sequence dimension of each.
         no_restore_buffers: the buffers that remain sharded after the block.
-        ulysses_degree, kv_exchange, layout, load_balance, window, head_groups, allow: as in :class:`ContextParallel`,
-            but the default is that of PyTorch's context manager: head-tail layout, no Ulysses, all-gather of keys and
-            values.
+        ulysses_degree, kv_exchange, layout, load_balance, window, head_groups, exchange_stages, allow: as in
+            :class:`ContextParallel`, but the default is that of PyTorch's context manager: head-tail layout, no
+            Ulysses, all-gather of keys and values.
 
     Yields:
         A :class:`ContextParallelHandler` of the mesh and layout: ``combine`` for outputs, ``documents``,
@@ -98,6 +98,7 @@ class context_parallel:
         load_balance: bool = False,
         window: Sequence[int | None] | None = None,
         head_groups: int | str = 1,
+        exchange_stages: int | str = "auto",
         allow: Sequence[str] = (),
     ) -> None:
         style = ContextParallel(
@@ -105,11 +106,13 @@ class context_parallel:
             1,
             ulysses_degree,
             None,
-            load_balance=load_balance,
+            (),
+            load_balance,
             kv_exchange=kv_exchange,
             layout=layout,
             window=window,
             head_groups=head_groups,
+            exchange_stages=exchange_stages,
             allow=allow,
         )
         self.handler = ContextParallelHandler(mesh, style)
@@ -121,14 +124,12 @@ class context_parallel:
         self._entered: list[tuple[_Routing, list[_Sharded]]] = []
         if len(self._buffers) != len(self._dims):
             raise ValueError(
-                f"{len(self._buffers)} buffers and {len(self._dims)} buffer_seq_dims: give the sequence dimension of "
-                "each buffer"
+                f"{len(self._buffers)} buffers and {len(self._dims)} buffer_seq_dims: give one dimension of each buffer"
             )
         unknown = self._keep - {id(x) for x in self._buffers}
         if unknown:
             raise ValueError(
-                f"{len(unknown)} of no_restore_buffers are not in buffers (the same tensor objects): add them there, "
-                "or leave them out"
+                f"{len(unknown)} of no_restore_buffers are not in buffers (the same objects): add or leave them out"
             )
 
     def __enter__(self) -> ContextParallelHandler:

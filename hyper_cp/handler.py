@@ -49,10 +49,8 @@ class ContextParallelHandler(Shares):
                 f"layout: {', '.join(map(repr, layouts.LAYOUTS))}"
             )
         self.style = None if isinstance(style, str) else style
-        if isinstance(style, str):
-            super().__init__(mesh, style)
-        else:
-            super().__init__(mesh, style.mode.layout, style.mode.load_balance)
+        settings = (style, False) if isinstance(style, str) else (style.mode.layout, style.mode.load_balance)
+        super().__init__(mesh, *settings)
         self._cores: dict[Any, nn.Module] = {}
 
     @property
@@ -123,8 +121,9 @@ class ContextParallelHandler(Shares):
         Raises:
             ValueError, TypeError: if the batch is a share already, or an entry (it is named) does not fit.
         """
-        more: dict[str, Any] = {"ignore_index": ignore_index, "pad_values": pad_values, "debug": debug}
-        return local_batch(self, batch, seq_dims, shift_labels=shift_labels, **more)
+        return local_batch(
+            self, batch, seq_dims, shift_labels, ignore_index=ignore_index, pad_values=pad_values, debug=debug
+        )
 
     # ------------------------------------------------------------------ rotary embedding
 

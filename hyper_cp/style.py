@@ -61,6 +61,10 @@ class ContextParallel(ParallelStyle):
             module that receives q, k, v in ``[B, H, S, D]`` and hands them to attention will do), and heads that split
             into the groups. ``"auto"``: the number that the planner's cost puts first with typical figures
             (docs/measured/planner.md), 1 where modules receive q, k, v; it is logged.
+        exchange_stages: the number of stages of ``kv_exchange="needed"``; the first tiles run while the rows of later
+            stages travel. More stages hide more of the transfers and hold fewer rows at a time, and cost more launches
+            and merges. ``"auto"``: chosen for each batch by the planner's cost (docs/measured/planner.md); it is
+            logged.
         allow: modules that you vouch for: qualified names or patterns of them (everything inside is meant too), or
             names of types. They may mix positions, call attention that is not routed, or have other weights on each
             rank.
@@ -114,10 +118,11 @@ class ContextParallel(ParallelStyle):
         use_local_output: bool = True,
         window: Sequence[int | None] | None = None,
         head_groups: int | str = 1,
+        exchange_stages: int | str = "auto",
         allow: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        self.mode = Mode(kv_exchange, layout, load_balance, window, head_groups)  # type: ignore[arg-type]
+        self.mode = Mode(kv_exchange, layout, load_balance, window, head_groups, exchange_stages)  # type: ignore[arg-type]
         self.seq_dim, self.head_dim = _dimension("seq_dim", seq_dim), _dimension("head_dim", head_dim)
         if seq_dim == head_dim:
             raise ValueError(f"seq_dim={seq_dim} and head_dim={head_dim} must name different dimensions")
@@ -191,7 +196,8 @@ class ContextParallel(ParallelStyle):
             f"ContextParallel(seq_dim={self.seq_dim}, head_dim={self.head_dim}, ulysses_degree="
             f"{self.ulysses_degree!r}, qkv_indices={self.qkv_indices}, kv_exchange={m.kv_exchange!r}, "
             f"layout={m.layout!r}, load_balance={m.load_balance}, window={m.window}, "
-            f"head_groups={m.head_groups!r}, use_local_output={self.use_local_output}, allow={self.allow})"
+            f"head_groups={m.head_groups!r}, exchange_stages={m.exchange_stages!r}, "
+            f"use_local_output={self.use_local_output}, allow={self.allow})"
         )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -35,11 +35,12 @@ STYLE: dict[str, list[Any]] = {
     ],
     "qkv_kwarg_names": [(), ("q", "k", "v"), "qkv", 3, None, ("q",), ("q", "q", "q"), (1, 2, 3), [[], [], []]],
     "load_balance": [False, True, None, "x", 1],
-    "kv_exchange": ["all_gather", "ring", "p2p", None, 3, []],
+    "kv_exchange": ["all_gather", "ring", "needed", "p2p", None, 3, []],
     "layout": ["contiguous", "head_tail", "x", None, [], 3],
     "use_local_output": [True, False, None, "x"],
     "window": [None, (1, 2), 5, "ab", (1,), [None, None], (1.5, 2), (None, -5)],
     "head_groups": [1, 2, "auto", 0, "x", None, True, 1.5],
+    "exchange_stages": ["auto", 1, 2, 0, "x", None, True, 1.5],
     "allow": [(), ("a",), "a", 3, None, (1,)],
 }
 

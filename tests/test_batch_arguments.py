@@ -193,6 +193,7 @@ CALLS: dict[str, dict[str, Values]] = {
         "kv_exchange": ["all_gather", "ring", BAR, *JUNK],
         "layout": ["head_tail", "contiguous", "balanced", BAR, *JUNK],
         "load_balance": FLAGS, "window": WINDOWS, "head_groups": [1, 2, BAR, 0, True, 1.5, *JUNK],
+        "exchange_stages": ["auto", 2, BAR, 0, True, 1.5, *JUNK],
     },
     "dynamic": {
         "family": [2, 4, "family", BAR, 0, -1, 1.5, True, *JUNK], "tokens_per_rank": [8, 64, BAR, *COUNTS],

@@ -108,6 +108,7 @@ def _block(mesh: DeviceMesh, style: ContextParallel, **buffers: Any) -> context_
         load_balance=mode.load_balance,
         window=mode.window,
         head_groups=mode.head_groups,
+        exchange_stages=mode.exchange_stages,
         allow=style.allow,
         **buffers,
     )

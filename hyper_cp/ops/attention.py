@@ -122,6 +122,7 @@ def attention(
     dropout_p: float = 0.0,
     return_lse: bool = False,
     head_groups: int | str = 1,
+    exchange_stages: int | str = "auto",
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -162,6 +163,9 @@ def attention(
         head_groups: exchange heads (``ulysses_degree`` > 1) in this many groups, the next one in flight while one is
             attended, in backward too. Each rank's heads must split into them. ``"auto"``: the number that the planner's
             cost puts first with typical figures (docs/measured/planner.md); it is logged.
+        exchange_stages: the number of stages of ``kv_exchange="needed"``; the first tiles run while the rows of later
+            stages travel. ``"auto"``: chosen for each batch by the planner's cost (docs/measured/planner.md); it is
+            logged.
         sinks: a learned logit per query head ``[H]``, of all heads, which takes weight in the softmax of every row and
             gives no value (attention sinks, as in gpt-oss). Each rank returns the gradient through its own rows and
             heads: reduce it over the cp ranks like that of any replicated parameter.
@@ -185,7 +189,7 @@ def attention(
     Source: DeepSpeed Ulysses (arXiv 2309.14509), Ring Attention (2310.01889), USP (2405.07719).
     """
     cp = mesh if isinstance(mesh, CPMesh) else cp_mesh.view(mesh, ulysses_degree)
-    mode = Mode(kv_exchange, layout, load_balance, window, head_groups)  # type: ignore[arg-type]
+    mode = Mode(kv_exchange, layout, load_balance, window, head_groups, exchange_stages)  # type: ignore[arg-type]
     check_degree(mode, cp)
     score = None if softcap is None else scores.softcap(softcap)
     table = documents_table(documents)

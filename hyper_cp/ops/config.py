@@ -26,11 +26,19 @@ class Mode:
     load_balance: bool = False
     window: tuple[int | None, int | None] | None = None
     head_groups: int | Literal["auto"] = 1
+    exchange_stages: int | Literal["auto"] = "auto"
 
     @property
     def groups(self) -> int:
         """The number of groups of heads; 1 while ``"auto"`` is not decided (see ``ops.head_groups``)."""
         return self.head_groups if isinstance(self.head_groups, int) else 1
+
+    @property
+    def stages(self) -> int | None:
+        """The number of stages of the exchange; None: it is chosen with the schedule."""
+        if isinstance(self.exchange_stages, int):
+            return self.exchange_stages
+        return None if self.kv_exchange in arrivals.STAGED else 1
 
     @cached_property
     def signature(self) -> tuple[tuple[str, Hashable], ...]:
@@ -49,11 +57,13 @@ class Mode:
                 f"{', '.join(map(repr, arrivals.KV_EXCHANGES))}"
             )
         layouts.check_layout(self.layout)
-        number = isinstance(self.head_groups, int) and not isinstance(self.head_groups, bool) and self.head_groups > 0
-        if not number and self.head_groups != "auto":
+        _check_number("head_groups", self.head_groups, "1 exchanges all heads at once")
+        _check_number("exchange_stages", self.exchange_stages, "1 exchanges all rows at once")
+        if self.exchange_stages != "auto" and self.kv_exchange not in arrivals.STAGED:
             raise ValueError(
-                f"head_groups={self.head_groups!r} must be a positive int; 1 exchanges all heads at once, and "
-                '"auto" chooses by the planner\'s cost'
+                f"exchange_stages={self.exchange_stages} with kv_exchange={self.kv_exchange!r}, which has no stages. "
+                f"Only {' and '.join(map(repr, sorted(arrivals.STAGED)))} cuts its exchange into stages. Leave "
+                "exchange_stages out, or use that exchange"
             )
         if not isinstance(self.load_balance, bool):
             raise TypeError(f"load_balance={self.load_balance!r} must be True or False")
@@ -62,6 +72,12 @@ class Mode:
                 f"load_balance=True exchanges queries of contiguous data, but layout={self.layout!r} is "
                 "balanced already: use load_balance=False, or layout='contiguous'"
             )
+
+
+def _check_number(name: str, value: object, one: str) -> None:
+    """Raise ``ValueError`` unless a setting is a positive int or ``"auto"``."""
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f'{name}={value!r} must be a positive int; {one}, and "auto" chooses by the planner\'s cost')
 
 
 @dataclass(frozen=True)
@@ -114,7 +130,7 @@ class CheckedCall:
         """The :class:`OpSettings` of this call as text."""
         m, score = self.mode, "" if self.score is None else self.score.key
         exchange = m.layout, m.kv_exchange, m.load_balance
-        return OpSettings(*exchange, self.band, m.groups, kernel, self.cp.key, score).text()
+        return OpSettings(*exchange, self.band, m.groups, kernel, self.cp.key, score, exchange_stages=m.stages).text()
 
 
 @dataclass(frozen=True)
@@ -135,6 +151,8 @@ class OpSettings:
     """The key of the function that changes logits, see :func:`hyper_cp.ops.kernels.scores.find`, or ""."""
     first_head: int | None = None
     """The global number of the first query head, in a group of heads; None: the heads are all those of this rank."""
+    exchange_stages: int | None = None
+    """None: chosen with the schedule."""
 
     def heads_before(self, rank: int, heads: int) -> int:
         """The global number of the first of ``heads`` query heads on a rank of the Ulysses dimension."""
@@ -143,14 +161,14 @@ class OpSettings:
     def text(self) -> str:
         lower, upper = self.band
         names = f"{self.layout}|{self.kv_exchange}|{self.kernel}|{self.score}"  # registered names contain no "|"
-        heads = f"{self.head_groups}|{self.first_head}"
-        return f"{names}|{int(self.load_balance)}|{lower}|{upper}|{heads}|{self.mesh}"
+        numbers = f"{self.head_groups}|{self.first_head}|{self.exchange_stages}"
+        return f"{names}|{int(self.load_balance)}|{lower}|{upper}|{numbers}|{self.mesh}"
 
 
 @lru_cache(maxsize=1024)
 def op_settings(text: str) -> OpSettings:
     """The settings that :meth:`OpSettings.text` has written."""
-    layout, kv_exchange, kernel, score, load_balance, *numbers, mesh = text.split("|", 9)
-    lower, upper, head_groups, first_head = (None if x == "None" else int(x) for x in numbers)
+    layout, kv_exchange, kernel, score, load_balance, *numbers, mesh = text.split("|", 10)
+    lower, upper, head_groups, first_head, stages = (None if x == "None" else int(x) for x in numbers)
     exchange = layout, kv_exchange, load_balance == "1"
-    return OpSettings(*exchange, (lower, upper), head_groups or 1, kernel, mesh, score, first_head)
+    return OpSettings(*exchange, (lower, upper), head_groups or 1, kernel, mesh, score, first_head, stages)

@@ -36,10 +36,11 @@ from ..schedule import tiles
 from ..schedule.documents import read
 from ..schedule.lookup import ascending, resolve
 from ..schedule.planning.auto import TOKENS, fastest_groups, visible_pairs
+from ..schedule.planning.traffic import heads_after_sharing
 from .config import Call, CheckedCall, Mode, OpSettings, op_settings
 from .engine import attention_backward_op, attention_op, gradient_of_sinks, op_arguments
 from .exchange import ulysses
-from .exchange.ulysses import Ulysses, heads_after_sharing, shared_heads
+from .exchange.ulysses import Ulysses, shared_heads
 from .kernels.partials import accumulation_dtype, like_queries
 from .kernels.scores import find
 from .recompute import fingerprint

@@ -7,7 +7,7 @@ Modes differ here only. If blocks are whole shares of other ranks, a way is a li
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,6 +31,8 @@ class Problem:
         queries, keys: the global positions of queries and of keys, by ring rank.
         documents: boundaries for all batch rows, or one per row; None: one document.
         blocks: the blocks of pairs that may be seen; None: all.
+        stages: the number of stages of an exchange that has some, or the function that chooses it; None:
+            :func:`stages_of` does.
     """
 
     rank: int
@@ -39,6 +41,7 @@ class Problem:
     band: Band
     documents: tuple[Documents, ...] | None
     blocks: BlockMap | None = None
+    stages: int | ChooseStages | None = None
 
     @property
     def size(self) -> int:
@@ -83,6 +86,11 @@ class Arrivals:
     def hops(self) -> int:
         """The number of blocks that arrive: pieces of one share count once."""
         return (len(self.blocks) - 1) // max(1, len(self.pieces))
+
+
+ChooseStages = Callable[[Problem, Sequence[int], Callable[[int], Arrivals]], int]
+"""``choose(problem, numbers, in_stages)``: one of the possible numbers of stages. The problem is that of the rank that
+receives most, so that all ranks choose alike; ``in_stages(number)`` is what arrives there."""
 
 
 # --------------------------------------------------------------------------- whole shares of other ranks
@@ -171,6 +179,9 @@ def _piece(block: Numbers, rows: Sequence[Range]) -> Numbers:
 # 1,024 rows.
 _STAGES = 4
 _LEAST = 8192  # rows of a stage, on the rank that receives most
+# If few rows travel, what a stage costs beside them counts: one may be a third faster than two, or four a tenth. With
+# more rows, the usual number is within a tenth of the best by that model, and schedules take longer to make.
+_FEW, _POSSIBLE = 3 * _LEAST, (1, 2, 4)
 _AHEAD = 3  # shares of a rank that are under way; a ring has two
 
 
@@ -180,30 +191,33 @@ def needed(problem: Problem) -> Arrivals:
     So many stages are under way at once that their rows are at most as many as three ranks hold: a rank with much to do
     in one stage then seldom holds up the others.
     """
-    rank, size = problem.rank, problem.size
     flows = _Flows(problem)
-    most, share = flows.most, _length(placed(problem.keys[rank]))
-    if not most:
-        return Arrivals((placed(problem.keys[rank]),))
-    count, ahead = stages_of(most, share)
-    stages = in_stages(flows.lengths, count)
-    received = [flows.stages(rank, of, stages) for of in range(size)]
-    sent = [flows.stages(to, rank, stages) for to in range(size)]
-    blocks, routes = [placed(problem.keys[rank])], []
-    for stage in range(count):
-        incoming, outgoing = [rows[stage] for rows in received], [rows[stage] for rows in sent]
-        rows = np.concatenate(outgoing)
-        blocks.append(placed(compact(np.concatenate(incoming)[:, 1:])))
-        local = np.stack((rows[:, 0], rows[:, 0] + rows[:, 2] - rows[:, 1]), 1)
-        routes.append(Route(Rows(compact(local)), *(tuple(map(_length, x)) for x in (outgoing, incoming))))
-    return Arrivals(tuple(blocks), tuple(routes), ahead)
+    if not flows.most:
+        return Arrivals((placed(problem.keys[problem.rank]),))
+    count = problem.stages
+    if not isinstance(count, int):
+        count = stages_of(flows.most, flows.share) if count is None else _chosen(flows, count)
+    return flows.arrivals(problem.rank, min(count, flows.most))
 
 
-def stages_of(most: int, share: int) -> tuple[int, int]:
-    """The number of stages, and of those under way at once, if the rank that receives most has ``most`` rows to receive
-    and each rank holds ``share``."""
-    count = min(most, max(2, min(_STAGES, most // _LEAST), -(-most // share)))
-    return count, max(1, _AHEAD * share * count // most)
+def stages_of(most: int, share: int) -> int:
+    """The number of stages where costs are not known, if the rank that receives most has ``most`` rows to receive and
+    each rank holds ``share``."""
+    return min(most, max(2, min(_STAGES, most // _LEAST), -(-most // share)))
+
+
+def ahead_of(most: int, share: int, stages: int) -> int:
+    """The number of stages that are under way at once."""
+    return max(1, _AHEAD * share * stages // most)
+
+
+def _chosen(flows: _Flows, choose: ChooseStages) -> int:
+    """The number of stages that a function chooses, if few rows travel, among those in which no rank receives more rows
+    than a rank holds."""
+    usual, least = stages_of(flows.most, flows.share), -(-flows.most // flows.share)
+    numbers = [usual, *(n for n in _POSSIBLE if n != usual and least <= n <= flows.most < _FEW)]
+    busiest = int(flows.lengths.sum(1).argmax())
+    return choose(replace(flows.problem, rank=busiest), numbers, lambda n: flows.arrivals(busiest, n))
 
 
 def in_stages(flows: Numbers, count: int) -> Numbers:
@@ -229,28 +243,41 @@ class _Flows:
 
     Attributes:
         lengths: their number, ``[to, of]``.
-        rows: those to or from this rank, placed as their rank holds them, by ``(to, of)``.
+        most: the rows of the rank that receives most.
+        share: the rows that a rank holds.
     """
 
     def __init__(self, problem: Problem) -> None:
+        self.problem = problem
         keys, source = _by_position(problem.keys)
         self.lengths = np.zeros((problem.size, problem.size), np.int64)
-        self.rows: dict[tuple[int, int], Numbers] = {}
+        self._rows: list[tuple[Numbers, Numbers]] = []  # those for each rank, and who holds them
         for to in range(problem.size):
             rows, at = within(keys, _seen(problem, problem.queries[to]))
+            self._rows.append((rows, source[at]))
             self.lengths[to] = np.bincount(source[at], rows[:, 2] - rows[:, 1], problem.size)
             self.lengths[to, to] = 0
-            for of in range(problem.size) if to == problem.rank else [problem.rank]:
-                self.rows[to, of] = rows[:0] if of == to else rows[source[at] == of]
+        self.most, self.share = int(self.lengths.sum(1).max()), _length(placed(problem.keys[problem.rank]))
 
-    @property
-    def most(self) -> int:
-        """The rows of the rank that receives most."""
-        return int(self.lengths.sum(1).max())
+    def arrivals(self, rank: int, count: int) -> Arrivals:
+        """The blocks and routes of one rank in so many stages."""
+        everyone, stages = range(self.problem.size), in_stages(self.lengths, count)
+        received = [self._stages(rank, of, stages) for of in everyone]
+        sent = [self._stages(to, rank, stages) for to in everyone]
+        blocks, routes = [placed(self.problem.keys[rank])], []
+        for stage in range(count):
+            incoming, outgoing = [rows[stage] for rows in received], [rows[stage] for rows in sent]
+            rows = np.concatenate(outgoing)
+            blocks.append(placed(compact(np.concatenate(incoming)[:, 1:])))
+            local = np.stack((rows[:, 0], rows[:, 0] + rows[:, 2] - rows[:, 1]), 1)
+            routes.append(Route(Rows(compact(local)), *(tuple(map(_length, x)) for x in (outgoing, incoming))))
+        return Arrivals(tuple(blocks), tuple(routes), ahead_of(self.most, self.share, count))
 
-    def stages(self, to: int, of: int, stages: Numbers) -> list[Numbers]:
+    def _stages(self, to: int, of: int, stages: Numbers) -> list[Numbers]:
         """The rows from one rank to another in each stage."""
-        rows, ends = self.rows[to, of], np.concatenate(([0], np.cumsum(stages[:, to, of])))
+        rows, source = self._rows[to]
+        rows = rows[:0] if of == to else rows[source == of]
+        ends = np.concatenate(([0], np.cumsum(stages[:, to, of])))
         length = rows[:, 2] - rows[:, 1]
         line = before(length)  # rows, counted from the first that travels
         pieces, stage, piece_of = split(np.stack((rows[:, 0], line, line + length), 1), tuple(ends.tolist()))
@@ -303,6 +330,8 @@ _VISITS: dict[str, Visits] = {}
 
 KV_EXCHANGES = _ARRIVALS.keys()
 """Names of all ways in which keys and values reach a rank, those registered later included."""
+STAGED = frozenset({"needed"})
+"""Those whose transfers are cut into stages."""
 
 
 def arrivals(kv_exchange: str, problem: Problem) -> Arrivals:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .arrivals import Problem, Route, arrivals
+from .arrivals import Arrivals, ChooseStages, Problem, Route, arrivals
 from .blocks import BlockMap
 from .ranges import Documents, Numbers, Range, Rows, before, compact, length_of, merge_ranges, placed, touching
 from .tiles import CAUSAL, Band, Seen, Tile, by_rows, cut, joined, packed, same_positions, shift
@@ -90,6 +90,16 @@ class Schedule:
     def area(self) -> int:
         """Number of visible (query, key) pairs."""
         return sum(step.area for step in self.forward)
+
+    @cached_property
+    def used(self) -> int:
+        """The number of rows of blocks that arrive which tiles use."""
+        return sum(length_of(step.take) for step in self.forward[1:-1])
+
+    @cached_property
+    def received(self) -> int:
+        """The number of rows that arrive, if only needed ones travel."""
+        return sum(sum(route.received) for route in self.routes)
 
     @property
     def nbytes(self) -> int:
@@ -250,6 +260,7 @@ def build(
     documents: tuple[Documents, ...] | None = None,
     parts: bool = True,
     blocks: BlockMap | None = None,
+    stages: int | ChooseStages | None = None,
 ) -> Schedule:
     """The schedule of ring rank ``rank``, where ring rank r holds queries of global positions ``held[r]`` and keys
     of ``held_keys[r]`` (the same, but for cross-attention). Calls find it through :func:`lookup.schedule`.
@@ -257,16 +268,22 @@ def build(
     ``band``: the mask in global positions (``CAUSAL``, ``FULL`` or a window). ``documents``: one for
     all batch rows, or one per row. ``load_balance`` exchanges the tail half of queries with rank
     ``size-1-rank`` where :func:`swaps` says that this balances the work. ``parts``: tiles may have parts. ``blocks``:
-    all other pairs are hidden.
+    all other pairs are hidden. ``stages``: see :class:`~arrivals.Problem`.
     """
     size, length = len(held), sum(map(length_of, held))
     band = _bounded(band, max(length, sum(map(length_of, held_keys))))
     swap = swaps(load_balance, size, band, length, blocks)
     queries = [_swapped(held, r) if swap else held[r] for r in range(size)]
-    arriving_keys = arrivals(kv_exchange, Problem(rank, queries, held_keys, band, documents, blocks))
-    hops = arriving_keys.hops
-    local, *arriving = (_step(queries[rank], block, band, documents, blocks) for block in arriving_keys.blocks)
-    rows = length_of(queries[rank])
+    problem = Problem(rank, queries, held_keys, band, documents, blocks, stages)
+    return assembled(problem, arrivals(kv_exchange, problem), parts, swap)
+
+
+def assembled(problem: Problem, arriving_keys: Arrivals, parts: bool = True, swap: bool = False) -> Schedule:
+    """The schedule of the rank of a problem, given the keys that arrive there. Other arguments: see :func:`build`."""
+    hops, queries = arriving_keys.hops, problem.queries[problem.rank]
+    mask = problem.band, problem.documents, problem.blocks
+    local, *arriving = (_step(queries, block, *mask) for block in arriving_keys.blocks)
+    rows = length_of(queries)
     own = rows // 2 if swap else rows  # queries that are this rank's
     first, last = _halves(local, own) if hops else (local, _NOTHING)
 
@@ -277,7 +294,7 @@ def build(
     halved = (final(first), *arriving, final(last))
     forward = halved if swap or not hops else (final(local), *arriving, _NOTHING)
     transfers = arriving_keys.routes, arriving_keys.ahead, arriving_keys.pieces
-    return Schedule(forward, halved, hops, swap, queries[rank], *transfers)
+    return Schedule(forward, halved, hops, swap, queries, *transfers)
 
 
 def _bounded(band: Band, length: int) -> Band:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .arrivals import ChooseStages
 from .blocks import BlockMap
 from .build import Schedule, build
 from .documents import PackedDocuments
@@ -68,6 +69,7 @@ class _Call(NamedTuple):
     q_length: int
     kv_length: int
     parts: bool
+    stages: int | ChooseStages | None
 
 
 def schedule(
@@ -84,6 +86,7 @@ def schedule(
     documents: PackedDocuments | None = None,
     batch: int = 1,
     blocks: BlockMap | None = None,
+    stages: int | ChooseStages | None = None,
 ) -> Schedule:
     """The schedule of one ring rank for one kind of attention call. It is built on the first such call.
 
@@ -97,8 +100,10 @@ def schedule(
         parts: False if the kernel needs every tile to be one rectangle.
         documents: those of the ``batch`` rows; ``ValueError`` if they do not fit.
         blocks: of a FlexAttention mask; other pairs are hidden.
+        stages: the number of stages of the exchange, or the function that chooses it, by which the schedule is found,
+            too; None: the usual number.
     """
-    call = layout, rank, ring, ulysses, kv_exchange, load_balance, band, q_length, kv_length, parts
+    call = layout, rank, ring, ulysses, kv_exchange, load_balance, band, q_length, kv_length, parts, stages
     if blocks is not None:
         key = batch, None if documents is None else documents.digest, call
         return blocks.derived(key, lambda: _with_documents(_Call(*call), documents, batch, blocks))
@@ -141,5 +146,5 @@ def _built(
         held_keys = resolve(queries.name, world, call.kv_length, documents).by_ring(call.ulysses).held
     rows = documents.rows if documents is not None and hides else None
     settings = call.kv_exchange, call.load_balance, call.band
-    found = build(held, held_keys, call.rank, *settings, rows, call.parts, blocks)
+    found = build(held, held_keys, call.rank, *settings, rows, call.parts, blocks, call.stages)
     return found if documents is None else replace(found, recurring=False)

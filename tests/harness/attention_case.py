@@ -168,6 +168,7 @@ class AttentionCase(Problem):
     layout: str = "contiguous"
     load_balance: bool = False
     head_groups: int = 1
+    exchange_stages: int | str = "auto"
     return_lse: bool = False
     strided: bool = False
 
@@ -208,7 +209,7 @@ class AttentionCase(Problem):
     def attention_keywords(self) -> dict[str, Any]:
         """Keywords of ``attention`` but for the mesh and the mask, which :class:`Shard` holds."""
         names = ("is_causal", "scale", "window", "ulysses_degree", "kv_exchange", "layout", "load_balance")
-        asked = {name: getattr(self, name) for name in (*names, "head_groups", "return_lse")}
+        asked = {name: getattr(self, name) for name in (*names, "head_groups", "exchange_stages", "return_lse")}
         return {**asked, "documents": self.rows, "enable_gqa": True}
 
 

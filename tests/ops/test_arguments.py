@@ -92,7 +92,7 @@ def drawn_call(draw: st.DrawFn) -> Arguments:
         "scale": rarely([None, 0.5], 0, 0.0, -1.0, float("nan"), float("inf"), "x"),
         "enable_gqa": rarely([True, False], None),
         "ulysses_degree": rarely([1, None, 2], 0, -1, 3, "auto", True, 1.5),
-        "kv_exchange": rarely(["all_gather", "ring", "replicated"], "p2p", None, 3, ["ring"]),
+        "kv_exchange": rarely(["all_gather", "ring", "needed", "replicated"], "p2p", None, 3, ["ring"]),
         "layout": rarely(["contiguous", "head_tail", "per_document", "balanced", "auto"], "zigzag", None, 3, []),
         "load_balance": rarely([False, True], None, 1, "x"),
         "attn_mask": rarely([None, None, None, *masks], *odd, 3, "x", [[True]]),
@@ -117,6 +117,7 @@ def drawn_call(draw: st.DrawFn) -> Arguments:
         "dropout_p": rarely([0.0, 0.0, 0.1], 1.0, -1, float("nan"), "x", None),
         "return_lse": rarely([False, True], None, "x"),
         "head_groups": rarely([1, 1, 2, "auto"], 0, -1, "x", 3, True, None, 1.0),
+        "exchange_stages": rarely(["auto", 2, 1], 0, -1, "x", True, None, 1.0),
     }
     names = draw(st.lists(st.sampled_from(sorted(options)), max_size=4, unique=True))
     return call | {name: draw(options[name]) for name in names}

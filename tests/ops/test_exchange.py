@@ -293,7 +293,7 @@ def test_a_hundred_passes_with_late_ranks_and_messages_give_the_same_bits(ranks:
         18: {"kv_exchange": "ring", "load_balance": True},
         16: {"kv_exchange": "all_gather", "load_balance": True},
         15: {"kv_exchange": "ring", "ulysses_degree": 2, "layout": "head_tail"},
-        14: {"kv_exchange": "needed", "documents": [0, 9, 40, 64]},
+        14: {"kv_exchange": "needed", "exchange_stages": 3, "documents": [0, 9, 40, 64]},
         11: {"ulysses_degree": None, "head_groups": 2, "layout": "head_tail"},
     }
     assert all(ranks(4, repeat_with_delays, 4, passes))

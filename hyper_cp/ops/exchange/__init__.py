@@ -17,7 +17,6 @@ from ...mesh.comm import Axis
 from ...schedule.arrivals import Visits, register_exchange
 from ...schedule.build import Schedule
 from ...schedule.layout import places_by_cost
-from ...schedule.ranges import length_of
 from .all_gather import GatherBackward, GatherForward
 from .needed import NeededBackward, NeededForward
 from .ring import RingBackward, RingForward
@@ -78,7 +77,7 @@ def warn_of_cost(layout: str, kv_exchange: str, plan: Schedule, keys: int, mask:
         mask: an explicit mask that is no band.
     """
     if kv_exchange == "ring" and plan.hops > 1 and places_by_cost(layout) and "ring" not in _warned:
-        moved, seen = plan.hops * keys, sum(length_of(step.take) for step in plan.forward[1:-1])
+        moved, seen = plan.hops * keys, plan.used
         if 2 * seen < moved:
             _warn(
                 "ring",
@@ -88,16 +87,16 @@ def warn_of_cost(layout: str, kv_exchange: str, plan: Schedule, keys: int, mask:
                 "kv_exchange='needed', which moves only what queries see, or compare layouts with "
                 "hyper_cp.ops.balance",
             )
-    if kv_exchange == "needed" and mask is not None and "mask" not in _warned:
-        rows = sum(map(sum, (route.received for route in plan.routes)))
-        if rows and rows == (len(plan.routes[0].received) - 1) * keys:
-            _warn(
-                "mask",
-                f"kv_exchange='needed' with an attn_mask of shape {tuple(mask.shape)} sends all keys and values to "
-                "every rank, as an all-gather does. A mask that is neither causal nor a window is not read to find "
-                "out which keys it hides. Pass is_causal, window or documents where they say the same, or use "
-                "kv_exchange='ring' or 'all_gather'",
-            )
+    if kv_exchange != "needed" or mask is None or not plan.routes or "mask" in _warned:
+        return
+    if plan.received == (len(plan.routes[0].received) - 1) * keys:
+        _warn(
+            "mask",
+            f"kv_exchange='needed' with an attn_mask of shape {tuple(mask.shape)} sends all keys and values to every "
+            "rank, as an all-gather does. A mask that is neither causal nor a window is not read to find out which "
+            "keys it hides. Pass is_causal, window or documents where they say the same, or use kv_exchange='ring' or "
+            "'all_gather'",
+        )
 
 
 def _warn(what: str, message: str) -> None:

@@ -5,7 +5,6 @@ Source: DeepSpeed Ulysses (arXiv 2309.14509).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from ...mesh.failures import backward_of, caller, operation
 from ...schedule import layout as layouts
 from ...schedule.documents import read
 from ...schedule.lookup import ascending, resolve
+from ...schedule.planning.traffic import heads_after_sharing
 from ...schedule.ranges import Rows
 
 
@@ -53,11 +53,6 @@ class Ulysses:
             return xs
         table = self.documents if layouts.by_documents(self.layout) else None
         return all_to_all_op(xs, table, self.cp.key, self.layout, self.seq_dim, self.head_dim, to_heads)
-
-
-def heads_after_sharing(heads: int, degree: int) -> int:
-    """The number of key/value heads after :func:`shared_heads`: the least common multiple with the degree."""
-    return math.lcm(heads, degree)
 
 
 def shared_heads(x: Tensor, degree: int, head_dim: int) -> Tensor:

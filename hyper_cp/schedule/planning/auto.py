@@ -1,34 +1,61 @@
-"""The choices of ``ulysses_degree="auto"`` and ``head_groups="auto"``: the planner's cost of attention, with typical
-figures where none are known.
+"""The choices of ``ulysses_degree="auto"``, ``head_groups="auto"`` and ``exchange_stages="auto"``: the planner's cost
+of attention, with typical figures where none are known.
 
-Both are pure functions of what all ranks have in common. The degree is chosen at the first call with some numbers of
+All are pure functions of what all ranks have in common. The degree is chosen at the first call with some numbers of
 heads, and holds for all lengths, masks and documents that come later: it may be part of a compiled graph, and must not
 depend on which batch came first. So it assumes ``TOKENS`` tokens a rank, heads of ``HEAD_DIM``, bf16, a causal mask and
-the datasheet's links of ``PROFILE_OF`` the device. Groups of heads are chosen for each call, with the same links.
+the datasheet's links of a ``TYPICAL`` device. Groups of heads are chosen for each call, and stages of an exchange
+for each schedule, with the same links.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
+from .. import arrivals
+from ..arrivals import Arrivals
+from ..build import assembled
 from ..documents import PackedDocuments
+from ..ranges import length_of
 from ..tiles import Band
+from .inputs.cluster import Cluster
 from .inputs.model import ModelShape
 from .inputs.profiles import PROFILES
 from .strategies import KV_EXCHANGES, Estimator, Problem, Strategy
-from .timeline import BACKWARD, grouped_ulysses
-from .traffic import shared_heads
+from .timeline import BACKWARD, Kernels, attention_time, grouped_ulysses
+from .traffic import Ranks, heads_after_sharing, transfers
+from .work import rank_work
 
 logger = logging.getLogger(__name__)
 
 TOKENS, HEAD_DIM, ELEMENT = 8192, 128, 2
-PROFILE_OF = {"cuda": "h100", "npu": "910b"}
-"""The profile that stands for a type of device; h100 for all others."""
+TYPICAL = {
+    "cuda": PROFILES["h100"],
+    "npu": PROFILES["910b"],
+    "cpu": Cluster("a CPU", 2, 64.0, 20.0, 0.1, inside_gb_s=2.0, between_gb_s=1.0, launch_us=50.0),
+}
+"""The figures that stand for a type of device; those of h100 for all others."""
 EQUAL = 1.02
 """Choices within this of the fastest are equally good: the largest degree of them is taken, which needs the least
-memory, and the smallest number of groups."""
+memory, the smallest number of groups, and the usual number of stages, which hides transfers on slower links, too."""
+SAID: set[tuple[str | int, ...]] = set()
+"""Choices that were logged at level INFO."""
+
+
+def _say(message: str, choice: tuple[int, ...], gain: str) -> None:
+    """Log a choice: at level INFO, or at level DEBUG if the same was chosen before, for other documents say."""
+    level = logging.DEBUG if (message, *choice) in SAID else logging.INFO
+    if len(SAID) < 4096:
+        SAID.add((message, *choice))
+    logger.log(level, message + "%s", *choice, gain)
+
+
+def typical(device: str) -> Cluster:
+    """The figures that stand for a type of device."""
+    return TYPICAL.get(device, TYPICAL["cuda"])
 
 
 def best_degree(
@@ -62,7 +89,7 @@ def attention_seconds(
 ) -> float:
     """Seconds of attention of one layer, forward and backward."""
     model = ModelShape(1, heads[0], heads[0] * HEAD_DIM, 1, kv_heads=heads[1], head_dim=HEAD_DIM)
-    cluster = replace(PROFILES[PROFILE_OF.get(device, "h100")], gpus_per_host=per_host)
+    cluster = replace(typical(device), gpus_per_host=per_host)
     documents = PackedDocuments([[0, TOKENS * size]])
     problem = Problem(model, cluster, size, documents, True, 1, ELEMENT, 1.0, size, 1.0)
     # Layouts by documents deal a single document as head-tail does.
@@ -106,21 +133,75 @@ def fastest_groups(
         element: bytes of an element.
         device: its type, for which a typical profile stands.
     """
-    cluster, (queries, keys), (dim, value_dim) = PROFILES[PROFILE_OF.get(device, "h100")], heads, dims
+    cluster, (queries, keys), (dim, value_dim) = typical(device), heads, dims
     inside = degree <= per_host
     link = cluster.inside if inside else cluster.between
     each = (cluster.inside_us if inside else cluster.between_us) * 1e-6
     work = 2.0 * pairs * queries / degree * (dim + value_dim)
     kernels = work / cluster.flops("forward_share"), BACKWARD * work / cluster.flops("backward_share")
     byte = tokens * element * (degree - 1) / degree / link
-    travel = byte * (queries * dim + shared_heads(keys, degree) * (dim + value_dim)), byte * queries * value_dim
+    travel = byte * (queries * dim + heads_after_sharing(keys, degree) * (dim + value_dim)), byte * queries * value_dim
     seconds = {number: grouped_ulysses(number, kernels, travel, each) for number in numbers}
     fastest = min(seconds.values())
     best = min(number for number, found in seconds.items() if found <= EQUAL * fastest)
-    found = best, queries, keys, degree, tokens, seconds[best] * 1e3, seconds[1] * 1e3, cluster.name
-    logger.info(
-        'head_groups="auto": %d groups for %d query and %d key/value heads over ulysses_degree=%d, %d tokens a rank: '
-        "%.3g ms instead of %.3g ms at once, by the cost of %s",
-        *found,
+    _say(
+        'head_groups="auto": %d groups for %d query and %d key/value heads over ulysses_degree=%d, %d tokens a rank',
+        (best, queries, keys, degree, tokens),
+        f": {seconds[best] * 1e3:.3g} ms instead of {seconds[1] * 1e3:.3g} ms at once, by the cost of {cluster.name}",
     )
     return best
+
+
+# --------------------------------------------------------------------------- stages of an exchange
+
+
+@dataclass(frozen=True)
+class FastestStages:
+    """The number of stages whose attention, forward and backward, is the fastest on the rank that receives most, or the
+    usual number if that is within ``EQUAL`` of it.
+
+    Attributes:
+        ulysses, per_host: ranks that exchange heads, and ranks that share a host.
+        heads: of queries and of keys on a rank, after that exchange.
+        dims: of keys and of values.
+        batch: batch rows.
+        element: bytes of an element.
+        device: its type, for which a typical profile stands.
+    """
+
+    ulysses: int
+    per_host: int
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    batch: int
+    element: int
+    device: str
+
+    def __call__(self, problem: arrivals.Problem, numbers: Sequence[int], in_stages: Callable[[int], Arrivals]) -> int:
+        """The choice among ``numbers``, the usual one first (see :data:`hyper_cp.schedule.arrivals.ChooseStages`)."""
+        usual = found = numbers[0]
+        gain, rows = "", length_of(problem.queries[problem.rank])
+        if len(numbers) > 1:
+            seconds = {number: self.seconds(problem, in_stages(number)) for number in numbers}
+            best, name = min(numbers, key=seconds.__getitem__), typical(self.device).name
+            found = usual if seconds[usual] <= EQUAL * seconds[best] else best
+            gain = f": {seconds[found] * 1e3:.3g} ms, {seconds[usual] * 1e3:.3g} ms in {usual}, by the cost of {name}"
+        _say(
+            'exchange_stages="auto": %d stages for %d query and %d key/value heads on %d ranks, %d tokens each',
+            (found, *self.heads, problem.size, rows),
+            gain,
+        )
+        return found
+
+    def seconds(self, problem: arrivals.Problem, arriving: Arrivals) -> float:
+        """Seconds of attention of the problem's rank, given the keys that arrive there."""
+        (queries, keys), cluster = self.heads, typical(self.device)
+        dim = max(1, sum(self.dims) // 2)
+        model = ModelShape(1, queries * self.ulysses, 1, 1, kv_heads=keys * self.ulysses, head_dim=dim)
+        work, rows = rank_work(assembled(problem, arriving)), length_of(problem.queries[problem.rank])
+        ranks = Ranks(problem.size, self.ulysses, self.per_host)
+        whole = self.batch, rows * problem.size, problem.rank, work, self.element
+        moves = transfers(model, cluster, ranks, "needed", *whole)
+        kernels = Kernels(model, cluster, queries, keys, self.batch, rows)
+        time = attention_time("needed", kernels, [work], [moves])
+        return time.forward + time.backward

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .inputs.model import ModelShape
-from .traffic import ACCUMULATED, Ranks, shared_heads
+from .traffic import ACCUMULATED, Ranks, heads_after_sharing
 from .work import RankWork
 
 CHECKPOINTING = ("none", "attention", "layers")
@@ -60,7 +60,7 @@ def layer_saved(model: ModelShape, ranks: Ranks, tokens: float, element: int) ->
     The tensors of both norms, q, k, v, the output of attention (twice if heads are exchanged: as attention returns it
     and as the projection receives it), its log-sum-exp, and four tensors of the MLP's inner size.
     """
-    keys = 2 * shared_heads(model.kv_heads, ranks.ulysses) * model.head_dim
+    keys = 2 * heads_after_sharing(model.kv_heads, ranks.ulysses) * model.head_dim
     outputs = 2 if ranks.ulysses > 1 else 1
     channels = (1 + outputs) * model.query_width + keys + 4 * model.ffn
     return tokens * (channels * element + model.heads * ACCUMULATED + 2 * norm_saved(model, element))
@@ -83,7 +83,7 @@ def saved_between(model: ModelShape, ranks: Ranks, tokens: float, element: int, 
     if checkpointing == "attention":
         channels = model.query_width
         if ranks.ulysses > 1:
-            channels += 2 * (model.query_width + shared_heads(model.kv_heads, ranks.ulysses) * model.head_dim)
+            channels += 2 * (model.query_width + heads_after_sharing(model.kv_heads, ranks.ulysses) * model.head_dim)
         kept += tokens * (channels * element + model.heads * ACCUMULATED)
     return kept
 
@@ -104,7 +104,7 @@ def _attention_work(
     model: ModelShape, ranks: Ranks, kv_exchange: str, batch: int, length: int, work: RankWork, element: int
 ) -> float:
     """Bytes of buffers in attention's backward: keys and values that arrive, and fp32 sums of gradients."""
-    width = shared_heads(model.kv_heads, ranks.ulysses) * model.head_dim / ranks.ulysses
+    width = heads_after_sharing(model.kv_heads, ranks.ulysses) * model.head_dim / ranks.ulysses
     position = 2 * width * batch  # elements of keys and values
     share = length / ranks.ring * position
     rows = batch * length / ranks.size * model.query_width

@@ -12,7 +12,7 @@ from .inputs.model import ModelShape
 from .memory import CHECKPOINTING, Memory, memory, state_bytes
 from .pairs import FORMULAS, Pairs
 from .timeline import AttentionTime, Kernels, attention_time
-from .traffic import Ranks, Transfers, shared_heads, transfers
+from .traffic import Ranks, Transfers, heads_after_sharing, transfers
 from .work import DEALT, RingWork, ring_work
 
 KV_EXCHANGES = ("all_gather", "ring", "needed")
@@ -180,7 +180,7 @@ class Estimator:
             rank: transfers(p.model, p.cluster, ranks, exchange, p.batch, p.length, rank, mine, p.element)
             for rank, mine in work.ranks.items()
         }
-        kv_heads = shared_heads(p.model.kv_heads, mode.ulysses_degree) / mode.ulysses_degree
+        kv_heads = heads_after_sharing(p.model.kv_heads, mode.ulysses_degree) / mode.ulysses_degree
         kernels = Kernels(
             p.model, p.cluster, p.model.heads / mode.ulysses_degree, kv_heads, p.batch, p.length / mode.ring
         )

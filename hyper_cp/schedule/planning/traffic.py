@@ -71,9 +71,9 @@ class Transfers:
     home: float = 0.0
 
 
-def shared_heads(kv_heads: int, ulysses: int) -> int:
+def heads_after_sharing(kv_heads: int, ulysses: int) -> int:
     """The key/value heads that travel: heads that do not split over the Ulysses ranks are repeated until they do."""
-    return kv_heads if kv_heads % ulysses == 0 else math.lcm(kv_heads, ulysses)
+    return math.lcm(kv_heads, ulysses)
 
 
 def transfers(
@@ -95,7 +95,7 @@ def transfers(
         element: bytes of an element of q, k and v.
     """
     found = Transfers()
-    kv_width = shared_heads(model.kv_heads, ranks.ulysses) * model.head_dim
+    kv_width = heads_after_sharing(model.kv_heads, ranks.ulysses) * model.head_dim
     if ranks.ulysses > 1:
         tokens = batch * length / ranks.size
         _add_ulysses(found, cluster, ranks, tokens * 2 * (model.query_width + kv_width) * element)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrivals import stages_of
-from ..build import Step, build
+from ..arrivals import ahead_of, stages_of
+from ..build import Schedule, Step, build
 from ..documents import PackedDocuments
 from ..lookup import resolve
 from ..ranges import Numbers, bounds
@@ -119,17 +119,22 @@ def ring_work(layout: str, ring: int, kv_exchange: str, documents: PackedDocumen
     found = {}
     for rank in chosen:
         plan = build(held, held, rank, kv_exchange, False, CAUSAL if pairs.causal else FULL, rows)
-        pieces = max(1, len(plan.pieces))
-        found[rank] = RankWork(
-            _of_steps(plan.forward, pieces),
-            _of_steps(plan.backward, pieces),
-            plan.hops,
-            tuple(np.array(route.received) for route in plan.routes),
-            tuple(np.array(route.sent) for route in plan.routes),
-            max(1, plan.ahead),
-            pieces,
-        )
+        found[rank] = rank_work(plan)
     return RingWork(owed, found, fullest)
+
+
+def rank_work(plan: Schedule) -> RankWork:
+    """The work of a schedule."""
+    pieces = max(1, len(plan.pieces))
+    return RankWork(
+        _of_steps(plan.forward, pieces),
+        _of_steps(plan.backward, pieces),
+        plan.hops,
+        tuple(np.array(route.received) for route in plan.routes),
+        tuple(np.array(route.sent) for route in plan.routes),
+        max(1, plan.ahead),
+        pieces,
+    )
 
 
 def _of_steps(steps: Sequence[Step], pieces: int) -> tuple[StepWork, ...]:
@@ -196,7 +201,8 @@ def _by_formula(layout: str, ring: int, kv_exchange: str, documents: PackedDocum
     else:
         # The rows that arrive come in stages; whole shares come at once.
         needed = remote >= 1 and number > 0 and kv_exchange == "needed"
-        stages, ahead = stages_of(int(remote), share) if needed else (min(number, 1), 1)
+        stages = stages_of(int(remote), share) if needed else min(number, 1)
+        ahead = ahead_of(int(remote), share, stages) if needed else 1
         if stages > min(LISTED, ring - 1):  # fewer and longer ones stand for the stages of a long ring
             ahead = max(1, ahead * min(LISTED, ring - 1) // stages)
             stages = min(LISTED, ring - 1)

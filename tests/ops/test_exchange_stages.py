@@ -1,0 +1,164 @@
+"""The stages of kv_exchange="needed": exact in any number of them, the same bytes, compared, refused, and logged."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hyper_cp import ContextParallel, context_parallel
+from hyper_cp.mesh import comm
+from hyper_cp.ops import attention
+from hyper_cp.ops.exchange.needed import NeededForward
+from hyper_cp.schedule.planning import auto
+from tests.harness.attention_case import FP64, AttentionCase, check, cp_mesh, drawn, run_cases
+from tests.harness.ranks import on_ranks
+
+NUMBERS = (1, 2, 3, 8)
+WORLD, LENGTH = 2, 48
+ROWS = {1: 1, 2: 2, 3: 3, 8: 8, 1000: LENGTH // WORLD, "auto": 1}
+"""Stages in which half of a sequence travels to the other of two ranks, by the number that was asked for."""
+
+
+def cases_of(world: int) -> list[AttentionCase]:
+    length = 16 * world
+    packed = (0, 5, 17, length), (0, length // 2 + 3, length - 1, length)
+    one = ((0, length // 4 + 1, length - 3, length),)
+    needed = partial(AttentionCase, length, kv_exchange="needed", v_dim=6)
+    settings: list[dict[str, Any]] = [
+        {"is_causal": True, "layout": "head_tail", "kv_heads": 2},
+        {"is_causal": True, "load_balance": True},
+        {"window": (3, 4), "layout": "head_tail"},
+        {"is_causal": True, "documents": packed, "kv_heads": 1},
+        {"is_causal": True, "documents": one, "layout": "balanced", "window": (9, 0)},
+        {"mask": "rows and heads"},
+        {"keys": 2 * length},
+    ]
+    if world == 4:
+        settings += [
+            {"ulysses_degree": 2, "is_causal": True, "documents": packed, "layout": "head_tail", "kv_heads": 2},
+            {"ulysses_degree": 2, "is_causal": True, "kv_heads": 1, "head_groups": 1},
+            {"ulysses_degree": 2, "is_causal": True, "window": (6, 0), "head_groups": 2},
+        ]
+    return [needed(**s, exchange_stages=number) for s in settings for number in NUMBERS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_exact_in_fp64(ranks: Any, world: int) -> None:
+    check(ranks(world, run_cases, drawn(cases_of(world), world)), FP64)
+
+
+# --------------------------------------------------------------------------- bytes and messages
+
+
+@on_ranks
+def traffic(settings: list[dict[str, Any]]) -> list[tuple[int, int, int, int]]:
+    """Transfers and bytes of a forward, then of its backward, for each kind of call."""
+    found, mesh = [], cp_mesh()
+    for how in settings:
+        q, k, v = (torch.randn(1, 2, LENGTH // WORLD, 4, requires_grad=True) for _ in range(3))
+        with comm.record_traffic() as forward:
+            out = attention(q, k, v, mesh=mesh, **how)
+        with comm.record_traffic() as backward:
+            out.sum().backward()
+        sent = [[n for name, n in log.entries if name == "all_to_all_rows"] for log in (forward, backward)]
+        found.append((len(sent[0]), sum(sent[0]), len(sent[1]), sum(sent[1])))
+    return found
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_stages(ranks: Any) -> None:
+    settings = [{"kv_exchange": "needed", "exchange_stages": number} for number in ROWS]
+    for found in ranks(WORLD, traffic, settings):
+        numbers, forward, again, backward = zip(*found, strict=True)
+        assert list(numbers) == list(ROWS.values()) and [n // 2 for n in again] == list(numbers)
+        assert set(forward) == {LENGTH // WORLD * 2 * 2 * 4 * 4}, "half of the rows of k and v, two heads of four fp32"
+        assert set(backward) == {2 * forward[0]}, "the rows again, and their gradients"
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+@on_ranks
+def with_other_stages(mine: Any, theirs: Any) -> None:
+    q = torch.randn(1, 2, 8, 4)
+    with comm.record_traffic() as log:
+        try:
+            stages = theirs if dist.get_rank() == 1 else mine
+            attention(q, q, q, mesh=cp_mesh(), kv_exchange="needed", exchange_stages=stages)
+        finally:
+            assert all(operation == "agreement" for operation, _ in log.entries), log.entries
+
+
+def test_ranks_with_different_numbers_raise_all(ranks: Any) -> None:
+    ranks.raises(2, ValueError, "different exchange_stages: rank 0: 2; rank 1: 3", with_other_stages, 2, 3)
+    ranks.raises(2, ValueError, "different exchange_stages: rank 0: auto; rank 1: 3", with_other_stages, "auto", 3)
+
+
+def test_a_style_refuses_wrong_numbers_and_exchanges_without_stages() -> None:
+    needed = {"ulysses_degree": 1, "kv_exchange": "needed"}
+    assert "exchange_stages=3" in repr(ContextParallel(**needed, exchange_stages=3))  # type: ignore[arg-type]
+    assert "exchange_stages='auto'" in repr(ContextParallel())
+    for wrong in (0, -1, True, 1.5, None, "many"):
+        with pytest.raises(ValueError, match=r'exchange_stages=.* must be a positive int; 1 .*"auto" chooses'):
+            ContextParallel(**needed, exchange_stages=wrong)  # type: ignore[arg-type]
+    for exchange in ("all_gather", "ring", "replicated"):
+        words = f"exchange_stages=2 with kv_exchange='{exchange}', which has no stages.*'needed'.*Leave"
+        with pytest.raises(ValueError, match=words):
+            ContextParallel(ulysses_degree=1, kv_exchange=exchange, exchange_stages=2)
+
+
+# --------------------------------------------------------------------------- how it is reached, and what it says
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.INFO:
+            self.texts.append(record.getMessage())
+
+
+@on_ranks
+def reached_and_said() -> tuple[list[int], list[str], bool]:
+    """The stages of calls through the block, the messages of automatic ones, and True if layers share a schedule."""
+    mesh, q = cp_mesh(), torch.randn(1, 3, LENGTH // WORLD, 4)  # heads that no other test has chosen for
+    handler, logger = Messages(), logging.getLogger("hyper_cp")
+    logger.addHandler(handler)
+    before, made = (logger.level, NeededForward.__init__), []
+
+    def recording(self: Any, axis: Any, k: Any, v: Any, plan: Any) -> None:
+        made.append(plan)
+        before[1](self, axis, k, v, plan)
+
+    NeededForward.__init__ = recording  # type: ignore[method-assign]
+    logger.setLevel(logging.INFO)
+    try:
+        for stages in (3, "auto"):
+            with context_parallel(mesh, kv_exchange="needed", exchange_stages=stages, layout="contiguous"):
+                torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        for documents in ([0, 40, 48], [0, 40, 48], [0, 8, 48]):
+            attention(q, q, q, mesh=mesh, kv_exchange="needed", documents=torch.tensor(documents))
+    finally:
+        NeededForward.__init__ = before[1]  # type: ignore[method-assign]
+        logger.setLevel(before[0])
+        logger.removeHandler(handler)
+        auto.SAID.clear()
+    return [len(plan.routes) for plan in made], handler.texts, made[2] is made[3] is not made[4]
+
+
+def test_a_choice_is_made_with_the_schedule_and_logged_once(ranks: Any) -> None:
+    first, second = ranks(WORLD, reached_and_said)
+    assert first == second
+    numbers, texts, shared = first
+    assert numbers == [3, *[numbers[1]] * 4] and shared
+    assert texts == [texts[0]]
+    assert texts[0].startswith(
+        f'exchange_stages="auto": {numbers[1]} stages for 3 query and 3 key/value heads on 2 ranks, 24 tokens each'
+    )
