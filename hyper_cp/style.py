@@ -17,6 +17,7 @@ from .module.mesh_binding import Binding, binding_of, describe
 from .module.mixers.hooks import StyledMixerHooks
 from .module.mixers.named import NamedMixerHooks, named_function
 from .ops.config import Mode
+from .schedule.layout import by_documents
 
 
 class ContextParallel(ParallelStyle):
@@ -65,6 +66,9 @@ class ContextParallel(ParallelStyle):
             stages travel. More stages hide more of the transfers and hold fewer rows at a time, and cost more launches
             and merges. ``"auto"``: chosen for each batch by the planner's cost (docs/measured/planner.md); it is
             logged.
+        cross_attention: keys and values are another sequence than the queries (the decoder's view of an encoder). The
+            documents and the padding of a block describe its queries and hide no keys then, so that a call inside one
+            needs an explicit ``attn_mask`` over the global positions of the keys (``[B, 1, 1, Skv]``).
         allow: modules that you vouch for: qualified names or patterns of them (everything inside is meant too), or
             names of types. They may mix positions, call attention that is not routed, or have other weights on each
             rank.
@@ -119,6 +123,7 @@ class ContextParallel(ParallelStyle):
         window: Sequence[int | None] | None = None,
         head_groups: int | str = 1,
         exchange_stages: int | str = "auto",
+        cross_attention: bool = False,
         allow: Sequence[str] = (),
     ) -> None:
         super().__init__()
@@ -164,6 +169,40 @@ class ContextParallel(ParallelStyle):
                 f"layout={layout!r}: use use_local_output=True"
             )
         self.use_local_output = use_local_output
+        if not isinstance(cross_attention, bool):
+            raise TypeError(f"cross_attention={cross_attention!r} must be True or False")
+        if cross_attention and (window is not None or (by_documents(layout) and kv_exchange != "replicated")):
+            raise ValueError(
+                f"cross_attention=True with layout={layout!r}, window={window} and kv_exchange={kv_exchange!r}. Keys "
+                "of another sequence are not near a query, and do not lie where documents place queries. Leave out "
+                'window; use layout="contiguous" or "head_tail", or kv_exchange="replicated"'
+            )
+        self.cross_attention = cross_attention
+
+    @property
+    def kv_exchange(self) -> str:
+        """The way keys and values reach the ranks that Ulysses leaves."""
+        return self.mode.kv_exchange
+
+    @property
+    def layout(self) -> str:
+        """The positions that each rank holds."""
+        return self.mode.layout
+
+    @property
+    def load_balance(self) -> bool:
+        """True if the tail half of the queries is exchanged under a causal mask."""
+        return self.mode.load_balance
+
+    @property
+    def window(self) -> tuple[int | None, int | None] | None:
+        """The sliding window, ``(left, right)`` or None."""
+        return self.mode.window
+
+    @property
+    def head_groups(self) -> int | str:
+        """The number of groups in which heads are exchanged, or ``"auto"``."""
+        return self.mode.head_groups
 
     def __repr__(self) -> str:
         m = self.mode
@@ -172,7 +211,7 @@ class ContextParallel(ParallelStyle):
             f"{self.ulysses_degree!r}, qkv_indices={self.qkv_indices}, kv_exchange={m.kv_exchange!r}, "
             f"layout={m.layout!r}, load_balance={m.load_balance}, window={m.window}, "
             f"head_groups={m.head_groups!r}, exchange_stages={m.exchange_stages!r}, "
-            f"use_local_output={self.use_local_output}, allow={self.allow})"
+            f"use_local_output={self.use_local_output}, cross_attention={self.cross_attention}, allow={self.allow})"
         )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

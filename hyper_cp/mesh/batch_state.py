@@ -51,6 +51,8 @@ class BatchState:
         self._lengths: dict[int, None] = {}
         self.batches = 0
         """The number of batches that this rank has split, for errors."""
+        self.padded: tuple[tuple[int, int], int, int] | None = None
+        """Rows and positions of a share of the last batch, and its length before and after padding; None: none."""
 
     # ------------------------------------------------------------------ blocks
 
@@ -156,8 +158,9 @@ class BatchState:
             raise RuntimeError(
                 "causal and non-causal attention use the documents of one handler.documents block. They usually belong "
                 "to two sequences (an encoder and a decoder, or cross-attention), and documents describe one. Enter a "
-                "block of each batch around its own part of the model. If one sequence really has both, pass "
-                "documents= to the styled modules as a keyword argument instead of a block"
+                "block of each batch around its own part of the model, and give modules of cross-attention a style "
+                "with cross_attention=True. If one sequence really has both, pass documents= to the styled modules as "
+                "a keyword argument instead of a block"
             )
 
     def record_length(self, length: int) -> None:
