@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from .module._torch.compile_guard import refuse_compiled
 from .module._torch.modules import checkpointed, is_compiled
-from .module.guards import guard_plan
+from .module.guards import guard_plan, refuse_uncalled
 from .module.hooks import AttentionHooks
 from .module.mesh_binding import Binding, binding_of, describe
 from .module.mixers.hooks import StyledMixerHooks
@@ -63,8 +63,8 @@ class ContextParallel(ParallelStyle):
             into the groups. ``"auto"``: the number that the planner's cost puts first with typical figures
             (docs/measured/planner.md), 1 where modules receive q, k, v; it is logged.
         exchange_stages: the number of stages of ``kv_exchange="needed"``; the first tiles run while the rows of later
-            stages travel. More stages hide more of the transfers, and cost more launches and merges. ``"auto"``: chosen
-            for each batch by the planner's cost (docs/measured/planner.md); it is logged.
+            stages travel. More stages hide more of the transfers, hold fewer rows at a time, and cost launches and
+            merges. ``"auto"``: chosen for each batch by the planner's cost (docs/measured/planner.md), and logged.
         cross_attention: keys and values are another sequence than the queries (the decoder's view of an encoder). The
             documents and the padding of a block describe its queries and hide no keys then, so that a call inside one
             needs an explicit ``attn_mask`` over the global positions of the keys (``[B, 1, 1, Skv]``).
@@ -200,7 +200,7 @@ class ContextParallel(ParallelStyle):
 
     @property
     def exchange_stages(self) -> int | str:
-        """The number of stages of ``kv_exchange="needed"``, or ``"auto"``."""
+        """The number of stages of the needed exchange, or ``"auto"``."""
         return self.mode.exchange_stages
 
     def __repr__(self) -> str:
@@ -313,16 +313,6 @@ class RecurrentContextParallel(ContextParallel):
         if self.named is None:
             return StyledMixerHooks(self, device_mesh, module, self.exchange_heads)
         return NamedMixerHooks(self, device_mesh, module, self.exchange_heads, self.named)
-
-
-def refuse_uncalled(module: nn.Module) -> None:
-    """Raise ``ValueError`` for a container, which is never called."""
-    if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
-        raise ValueError(
-            f"ContextParallel is applied to {describe(module)}, which has no forward: it is a container that is never "
-            "called, so nothing would run under the style. End the key of the plan with the modules inside it, as in "
-            '"layers.*.attention"'
-        )
 
 
 def style_of(binding: Binding) -> ContextParallel:

@@ -23,7 +23,7 @@ from . import attention_calls
 from ._torch.compile_guard import plan_being_applied
 from ._torch.modules import calls_running, hook_owners, is_compiled, running_modules
 from .dispatch_mode import EnteredMode, current_call
-from .mesh_binding import Binding
+from .mesh_binding import Binding, describe
 from .mixers.calls import captures_function, is_mixer
 from .model import Model, model_of
 
@@ -166,6 +166,16 @@ def _along_share(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, 
 
 _searched: tuple[int | None, Any] = (None, lambda: None)
 """The plan whose model was searched last, and that model."""
+
+
+def refuse_uncalled(module: nn.Module) -> None:
+    """Raise ``ValueError`` for a container, which is never called."""
+    if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+        raise ValueError(
+            f"ContextParallel is applied to {describe(module)}, which has no forward: it is a container that is never "
+            "called, so nothing would run under the style. End the key of the plan with the modules inside it, as in "
+            '"layers.*.attention"'
+        )
 
 
 def guard_plan(module: nn.Module, binding: Binding, mesh: DeviceMesh) -> None:

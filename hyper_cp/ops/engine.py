@@ -149,8 +149,10 @@ class _Work:
         )
 
 
-def _choice_of_stages(cp: CPMesh, q: Tensor, k: Tensor, v: Tensor) -> FastestStages:
+def _choice_of_stages(cp: CPMesh, q: Tensor, k: Tensor, v: Tensor) -> FastestStages | int:
     """The choice of the number of stages of an exchange for tensors ``[B, H, S, D]`` of a ring rank."""
+    if cp.ring.size == 1:  # perhaps without a process group
+        return 1
     heads, dims = (q.shape[1], k.shape[1]), (q.shape[3], v.shape[3])
     ranks = cp.ulysses.size, cp_mesh.ranks_per_host()
     return FastestStages(*ranks, heads, dims, q.shape[0], q.element_size(), q.device.type)

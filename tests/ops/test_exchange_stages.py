@@ -101,7 +101,8 @@ def test_ranks_with_different_numbers_raise_all(ranks: Any) -> None:
 
 def test_a_style_refuses_wrong_numbers_and_exchanges_without_stages() -> None:
     needed = {"ulysses_degree": 1, "kv_exchange": "needed"}
-    assert "exchange_stages=3" in repr(ContextParallel(**needed, exchange_stages=3))  # type: ignore[arg-type]
+    style = ContextParallel(**needed, exchange_stages=3)  # type: ignore[arg-type]
+    assert "exchange_stages=3" in repr(style) and style.exchange_stages == 3
     assert "exchange_stages='auto'" in repr(ContextParallel())
     for wrong in (0, -1, True, 1.5, None, "many"):
         with pytest.raises(ValueError, match=r'exchange_stages=.* must be a positive int; 1 .*"auto" chooses'):
