@@ -119,7 +119,7 @@ class ContextParallelHandler(Shares):
             (S before padding, for :meth:`combine`) and ``padded_length``.
 
         Raises:
-            ValueError, TypeError: if lengths, documents or masks do not fit; it names the entry.
+            ValueError, TypeError: if the batch is a share already, or an entry (it is named) does not fit.
         """
         return local_batch(
             self, batch, seq_dims, shift_labels, ignore_index=ignore_index, pad_values=pad_values, debug=debug

@@ -179,6 +179,31 @@ class ContextParallel(ParallelStyle):
             )
         self.cross_attention = cross_attention
 
+    @property
+    def kv_exchange(self) -> str:
+        """The way keys and values reach the ranks that Ulysses leaves."""
+        return self.mode.kv_exchange
+
+    @property
+    def layout(self) -> str:
+        """The positions that each rank holds."""
+        return self.mode.layout
+
+    @property
+    def load_balance(self) -> bool:
+        """True if the tail half of the queries is exchanged under a causal mask."""
+        return self.mode.load_balance
+
+    @property
+    def window(self) -> tuple[int | None, int | None] | None:
+        """The sliding window, ``(left, right)`` or None."""
+        return self.mode.window
+
+    @property
+    def head_groups(self) -> int | str:
+        """The number of groups in which heads are exchanged, or ``"auto"``."""
+        return self.mode.head_groups
+
     def __repr__(self) -> str:
         m = self.mode
         return (

@@ -61,6 +61,14 @@ def test_arguments_of_the_style(arguments: dict[str, Any]) -> None:
     assert complaint(lambda: ContextParallel(**arguments), *arguments) == ""
 
 
+def test_settings_of_a_style_can_be_read() -> None:
+    given = {"kv_exchange": "ring", "layout": "head_tail", "load_balance": False, "window": (3, 0), "head_groups": 2}
+    given |= {"seq_dim": 2, "head_dim": 1, "ulysses_degree": 2, "qkv_indices": None, "allow": ("tower",)}
+    style = ContextParallel(**given)
+    assert {name: getattr(style, name) for name in given} == given
+    assert ContextParallel(load_balance=True).load_balance
+
+
 @on_ranks
 def mesh_arguments() -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))

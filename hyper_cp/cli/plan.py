@@ -29,8 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", help="a config.json, its folder, or a name that transformers.AutoConfig finds"
     )
+    others = ", ".join(map(_option, SIZES[1:]))
+    sizes = f"the number of layers; with {others} in place of a model (those that are left out follow from the others)"
     for name in SIZES:
-        parser.add_argument(_option(name), type=int, help=argparse.SUPPRESS if name != "layers" else "or the sizes")
+        parser.add_argument(_option(name), type=int, help=argparse.SUPPRESS if name != "layers" else sizes)
     parser.add_argument("--sequence", type=tokens, help="global length in tokens; 128K and 1M are 2**17 and 2**20")
     parser.add_argument("--documents", help=DOCUMENTS_HELP)
     parser.add_argument("--gpus", type=int, required=True, help="number of devices in all")

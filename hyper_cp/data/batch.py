@@ -7,6 +7,7 @@ the same steps of :class:`WholeBatch` with that library's conventions.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, read
 from .collectives import by_rank
 from .loss import check_ignore_index
-from .packing import padded_mask, runs, take_documents
+from .packing import AttentionState, padded_mask, runs, take_documents
 from .sharding import Shares
 
 TOKENS = ("input_ids", "tokens", "inputs_embeds")
@@ -63,6 +64,7 @@ def local_batch(
     """See :meth:`hyper_cp.ContextParallelHandler.get_batch_on_this_cp_rank`."""
     if not isinstance(batch, (Mapping, list, tuple)):
         raise TypeError(f"batch is a {type(batch).__name__}: pass a dict, a list or a tuple of tensors")
+    refuse_share(batch)
     named = isinstance(batch, Mapping)
     entries: dict[Any, Any] = dict(batch) if named else dict(enumerate(batch))
     if debug:
@@ -94,6 +96,7 @@ def local_batch(
         dim = whole.dims["shift_labels"] = whole.dims.pop("labels")
         # Only documents end a label's context; the labels of padding are the caller's, as on one device.
         ends = whole.documents.rows if whole.documents else ()
+        warn_if_shifted(handler, entries, dim, ignore_index)
         entries["shift_labels"] = shifted(entries.pop("labels"), dim, ignore_index, ends)
     _check_pad_values({} if pad_values is None else pad_values, whole.dims)
     table = whole.table()
@@ -217,6 +220,42 @@ class WholeBatch:
             return at[0]
         at = at.expand(self.rows, -1)
         return (at if self.dim else at.T).contiguous()
+
+
+def refuse_share(batch: Any) -> None:
+    """Raise ``ValueError`` if a batch is what was made of another one: a rank's share of it."""
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    if isinstance(batch, LocalBatch) or any(isinstance(x, AttentionState) for x in values):
+        length = f" of {batch.length} positions" if isinstance(batch, LocalBatch) else ""
+        raise ValueError(
+            f"batch is this rank's share of a batch{length}: get_batch_on_this_cp_rank or prepare_batch has made it. "
+            "Splitting it again would leave a share of the share, in which most tokens are missing. Pass the whole "
+            "batch, and split it once: with prepare_batch for models of prepare_model, else with "
+            "get_batch_on_this_cp_rank"
+        )
+
+
+def warn_if_shifted(handler: Shares, entries: Mapping[Any, Any], dim: int, ignore_index: int) -> None:
+    """Warn if labels that will be shifted are those of the next tokens already.
+
+    Only the first batch of a mesh is read, since that waits for the device; a loader makes all batches alike.
+    """
+    labels = entries["labels"]
+    tokens = next((entries[name] for name in ("input_ids", "tokens") if isinstance(entries.get(name), Tensor)), None)
+    if handler.cp.batch.batches or torch.compiler.is_compiling() or tokens is None or tokens.shape != labels.shape:
+        return
+    tokens, labels = (x.movedim(dim, -1) for x in (tokens, labels))
+    if labels.is_meta or type(labels) is not Tensor or labels.device != tokens.device:
+        return
+    counted = labels != ignore_index
+    here, following = counted & (labels != tokens), counted[..., :-1] & (labels[..., :-1] != tokens[..., 1:])
+    if here.any() and counted[..., :-1].any() and not following.any():
+        warnings.warn(
+            "the labels of this batch are those of the next tokens already, and will be shifted once more: the model "
+            "would learn to predict the token after the next one. Pass unshifted labels, or name these 'shift_labels' "
+            "(and leave shift_labels=True out)",
+            stacklevel=4,
+        )
 
 
 def shifted(labels: Tensor, dim: int, ignore_index: int, boundaries: Sequence[Sequence[int]] = ()) -> Tensor:

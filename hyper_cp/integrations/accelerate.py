@@ -73,8 +73,9 @@ def cp_mesh(accelerator: accelerate.Accelerator) -> DeviceMesh:
     config = accelerator.parallelism_config
     if config is None or not config.cp_enabled:
         raise ValueError(
-            f"accelerator has parallelism_config={config!r} without context parallelism. Pass Accelerator("
-            "parallelism_config=ParallelismConfig(cp_size=n)) or set PARALLELISM_CONFIG_CP_SIZE=n"
+            f"accelerator has parallelism_config={config!r} without context parallelism, so there is no cp mesh. Pass "
+            "parallelism_config=ParallelismConfig(cp_size=n) to Accelerator (with Trainer: to TrainingArguments), or "
+            "set PARALLELISM_CONFIG_CP_SIZE=n"
         )
     return accelerator.torch_device_mesh["cp"]
 

@@ -13,6 +13,7 @@ call as the keyword ``context_parallel``: activation checkpointing recomputes wi
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from ..data.batch import WholeBatch, shifted
+from ..data.batch import WholeBatch, check_same_batch, shifted, warn_if_shifted
 from ..data.collectives import by_rank
 from ..data.packing import AttentionState, attention_state, padded_mask, take_documents
 from ..handler import ContextParallelHandler
@@ -115,7 +116,7 @@ def prepare_model(
     return given
 
 
-def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dict[str, Any]:
+def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any], *, debug: bool = False) -> dict[str, Any]:
     """This rank's share of a global batch, for the forward of a model that ``prepare_model`` has prepared.
 
     Labels are shifted over the whole sequence (``shift_labels``), ``position_ids`` are made, and padding and packed
@@ -128,11 +129,15 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any]) -> dic
             ``[B, S, ...]`` are split; 4-D attention masks (over global positions) and everything else remain whole.
             Packed documents have any name that :meth:`ContextParallelHandler.get_batch_on_this_cp_rank` knows, or
             position ids that restart. They are kept apart in every model (some models forget that in SDPA masks).
+        debug: compare the batches of the ranks by hash, as ``get_batch_on_this_cp_rank(debug=True)`` does.
     """
+    if debug and isinstance(batch, Mapping):
+        check_same_batch(handler, batch)
     tokens, entries = check_batch(batch), dict(batch)
     documents = take_documents(entries)
     if entries.get("labels") is not None:
         if entries.get("shift_labels") is None:
+            warn_if_shifted(handler, entries, 1, IGNORE)
             entries["shift_labels"] = shifted(entries["labels"], 1, IGNORE)
         entries.setdefault("num_items_in_batch", (entries["shift_labels"] != IGNORE).sum())
     dims = {name: -1 if name == "position_ids" else 1 for name in entries if name != "attention_mask"}
@@ -301,9 +306,16 @@ class DecoderHook:
         if (ready is not None and (padding is not None or given is not None)) or (
             block is not None and (known or given is not None)
         ):
+            sources = {
+                "a batch of prepare_batch, which says what is padding, or that nothing is": ready is not None,
+                "an attention_mask": padding is not None,
+                "documents as an argument": given is not None,
+                "an enclosing handler.documents block": block is not None,
+            }
+            found = ", ".join(name for name, is_given in sources.items() if is_given)
             raise ValueError(
-                f"{self.binding.name} got documents or padding twice (from prepare_batch, attention_mask, documents or "
-                "handler.documents). Only one of them can be right. Give them once, best in the batch for prepare_batch"
+                f"{self.binding.name} got documents or padding twice ({found}). Only one of them can be right. Put "
+                "them into the whole batch for prepare_batch, and pass on what it returns as it is"
             )
         documents = block if given is None else given
         if ready is not None:

@@ -231,7 +231,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
 
     def group_of(x: Tensor, number: int) -> Tensor:
         b, h, s, d = x.shape
-        return x.new_empty(b, h // degree // number, s * degree, d)
+        return ulysses.like_received(x, (b, h // degree // number, s * degree, d), 2)
 
     one = group_of(q, groups)
     return [

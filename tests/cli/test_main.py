@@ -23,6 +23,14 @@ def test_without_a_command_they_are_listed(capsys: pytest.CaptureFixture[str]) -
     assert "train a small Llama" in printed and "examine the machine" in printed
 
 
+def test_help_of_the_planner_names_every_size(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    found = capsys.readouterr().out.partition("options:")[2]
+    for size in ("--layers", "--heads", "--kv-heads", "--head-dim", "--width", "--ffn", "--vocabulary"):
+        assert size in found
+
+
 def test_an_unknown_subcommand_ends_in_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

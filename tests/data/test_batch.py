@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -319,6 +320,8 @@ def wrong_batch(what: str) -> None:
         "offsets": lambda: get({"input_ids": x, "cu_seqlens": [0, 5]}),
         "contradiction": lambda: get({"input_ids": x, "cu_seqlens": [0, 5, 7], "cu_seqlens_kv": [0, 4, 7]}),
         "pad": lambda: get({"input_ids": x}, pad_values={"input": 3}),
+        "share": lambda: get(get({"input_ids": x})),
+        "share in a list": lambda: get(get([x, x])),
     }[what]()
 
 
@@ -342,10 +345,44 @@ def wrong_batch(what: str) -> None:
         ("offsets", "ValueError", "global sequence length 7"),
         ("contradiction", "ValueError", "name different documents"),
         ("pad", "ValueError", r"pad_values names \['input'\]"),
+        ("share", "ValueError", "batch is this rank's share of a batch of 7 positions.*Pass the whole batch"),
+        ("share in a list", "ValueError", "batch is this rank's share of a batch of 7 positions"),
     ],
 )
 def test_wrong_batches_are_refused(ranks: Any, what: str, kind: str, words: str) -> None:
     ranks.raises(2, kind, words, wrong_batch, what)
+
+
+@on_ranks
+def labels_that_are_shifted(layout: str) -> list[int]:
+    """The number of warnings in the first two batches of a mesh."""
+    ids = torch.tensor([[5, 3, 8, 8, 1, 2, 9, 4], [6, 6, 2, 7, 1, 1, 3, 5]])
+    after = ids.roll(-1, 1)
+    prompt = torch.where(torch.arange(8) < 3, -100, after)
+    cases = {
+        "last is the first": {"input_ids": ids, "labels": after},
+        "last ignored": {"tokens": ids, "labels": torch.where(torch.arange(8) == 7, -100, after)},
+        "prompt ignored": {"input_ids": ids, "labels": prompt, "attention_mask": torch.ones_like(ids)},
+        "unshifted": {"input_ids": ids, "labels": ids},
+        "unshifted prompt": {"input_ids": ids, "labels": ids.masked_fill(prompt == -100, -100)},
+        "one token": {"input_ids": torch.ones_like(ids), "labels": torch.ones_like(ids)},
+        "others": {"input_ids": ids, "labels": ids.flip(1)},
+        "nothing counts": {"input_ids": ids, "labels": torch.full_like(ids, -100)},
+        "no tokens": {"x": ids, "labels": after},
+    }
+    handler, found = ContextParallelHandler(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), layout), []
+    for batch in cases.values():
+        handler.cp.batch.batches = 0  # as on a new mesh
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                handler.get_batch_on_this_cp_rank(dict(batch), shift_labels=True)
+        found.append(sum("those of the next tokens already" in str(x.message) for x in caught))
+    return found
+
+
+def test_labels_that_are_shifted_already_warn_once(ranks: Any) -> None:
+    assert ranks(2, labels_that_are_shifted, "head_tail") == [[1, 1, 1, 0, 0, 0, 0, 0, 0]] * 2
 
 
 @on_ranks

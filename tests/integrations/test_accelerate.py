@@ -290,7 +290,7 @@ def refused(case: str, directory: str) -> None:
 @pytest.mark.parametrize(
     ("case", "error", "words"),
     [
-        ("no cp", "ValueError", "cp_size=1.*PARALLELISM_CONFIG_CP_SIZE=n"),
+        ("no cp", "ValueError", "cp_size=1.*to TrainingArguments.*PARALLELISM_CONFIG_CP_SIZE=n"),
         ("size", "ValueError", r"has 2 ranks \(cp_size=2 times.*4 processes"),
         ("not styled", "ValueError", "applied to 0 modules of Linear"),
         ("dimensions", "ValueError", "1 buffers and 0 buffer_seq_dims"),

@@ -91,6 +91,34 @@ def test_every_way_to_name_documents(ranks: Any, layout: str) -> None:
 
 
 @on_ranks
+def mistaken(what: str) -> None:
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "head_tail")
+    batch = {"input_ids": tokens(8), "labels": tokens(8)}
+    if what == "labels":
+        handler.cp.batch.batches = 0  # as on a new mesh
+        with pytest.warns(UserWarning, match="those of the next tokens already"):
+            prepare_batch(handler, {**batch, "labels": batch["labels"].roll(-1, 1)})
+    if what == "other ranks":
+        prepare_batch(handler, batch, debug=True)
+        prepare_batch(handler, {**batch, "labels": batch["labels"] + dist.get_rank()}, debug=True)
+    if what == "twice":
+        prepare_batch(handler, prepare_batch(handler, batch))
+    if what == "other function":
+        handler.get_batch_on_this_cp_rank(dict(prepare_batch(handler, batch)))
+    if what == "other function first":
+        prepare_batch(handler, handler.get_batch_on_this_cp_rank(batch, shift_labels=True))
+
+
+def test_what_is_split_or_shifted_already_is_found(ranks: Any) -> None:
+    ranks(2, mistaken, "labels")
+    ranks.raises(2, "ValueError", "entry 'labels' of the batch differs", mistaken, "other ranks")
+    for what in ("twice", "other function", "other function first"):
+        ranks.raises(2, "ValueError", "batch is this rank's share of a batch.*split it once", mistaken, what)
+
+
+@on_ranks
 def unknown() -> None:
     from hyper_cp.integrations.transformers import prepare_batch
 

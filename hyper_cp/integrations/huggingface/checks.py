@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...data.batch import refuse_share
 from ...data.collectives import by_rank
 from ...handler import ContextParallelHandler
 from ...module.guards import mixes_by_name
@@ -231,6 +232,7 @@ def check_batch(batch: Any) -> Tensor:
             f"batch is a {type(batch).__name__}. It is to be what the model takes as keywords. Pass a dict such as "
             '{"input_ids": ..., "labels": ...}'
         )
+    refuse_share(batch)
     name = next((x for x in ("input_ids", "inputs_embeds") if batch.get(x) is not None), None)
     if name is None:
         raise ValueError(

@@ -5,7 +5,7 @@ Source: DeepSpeed Ulysses (arXiv 2309.14509).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +111,9 @@ def _(
     for x in xs:
         shape = list(x.shape)
         shape[wider], shape[narrower] = shape[wider] * degree, shape[narrower] // degree
-        if to_heads or head_dim > seq_dim:
+        if to_heads and not stays_contiguous(x, seq_dim, head_dim):
+            out.append(like_received(x, shape, seq_dim))
+        elif to_heads or seq_dim < head_dim:
             out.append(x.new_empty(shape))
         else:  # tokens before heads in memory, see heads_to_sequence
             shape.insert(head_dim, shape.pop(seq_dim))
@@ -140,19 +142,35 @@ Order = tuple[Rows, Rows]
 Reordering is part of the copy that packs or unpacks a message."""
 
 
+def like_received(x: Tensor, shape: Sequence[int], seq_dim: int) -> Tensor:
+    """An empty tensor with the memory order of :func:`send_heads`: tokens outermost."""
+    tokens_first = [shape[seq_dim], *shape[:seq_dim], *shape[seq_dim + 1 :]]
+    return x.new_empty(tokens_first).movedim(0, seq_dim)
+
+
+def stays_contiguous(x: Tensor, seq_dim: int, head_dim: int) -> bool:
+    """True if :func:`sequence_to_heads` gives a contiguous tensor.
+
+    It does for contiguous tensors, since the module that receives the result may rely on it. Otherwise, as for heads
+    that a model has split off and transposed, the result has tokens outermost, as the message has them, and is not
+    copied.
+    """
+    return seq_dim < head_dim or x.is_contiguous()
+
+
 def sequence_to_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, order: Order) -> Pending:
     """Trade a sequence shard for a head shard: ``[.. S .. H ..] -> [.. S*n .. H/n ..]``."""
-    return send_heads(axis, x.unflatten(head_dim, (axis.size, -1)), seq_dim, head_dim, order)
+    pending = send_heads(axis, x.unflatten(head_dim, (axis.size, -1)), seq_dim, head_dim, order)
+    return pending.then(Tensor.contiguous) if stays_contiguous(x, seq_dim, head_dim) else pending
 
 
 def send_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, order: Order) -> Pending:
     """:func:`sequence_to_heads` for ``[.. S .. n, H ..]``: ``head_dim`` numbers the destination ranks, and the heads
-    are the next dimension. They may be a part of each rank's heads, with any strides."""
+    are the next dimension. They may be a part of each rank's heads, with any strides. The result is a view of the
+    message, with tokens outermost."""
     send = x.movedim(head_dim, 0).movedim(seq_dim + 1, 1).contiguous()  # [n, S, ...]
     to_ascending, _ = order
-    return axis.all_to_all(send).then(
-        lambda received: to_ascending.take(received.flatten(0, 1).movedim(0, seq_dim), seq_dim).contiguous()
-    )
+    return axis.all_to_all(send).then(lambda received: to_ascending.take(received.flatten(0, 1), 0).movedim(0, seq_dim))
 
 
 def heads_to_sequence(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, order: Order) -> Pending:

@@ -1,0 +1,30 @@
+"""Ulysses: what its exchange of heads does to tensors in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hyper_cp.mesh.cp_mesh import view
+from hyper_cp.ops.exchange.ulysses import Ulysses
+from tests.harness.attention_case import cp_mesh
+from tests.harness.ranks import on_ranks
+
+
+@on_ranks
+def orders_of_memory() -> list[tuple[bool, float]]:
+    """For heads that are contiguous, and that are split off and transposed: True if the result has the same order in
+    memory as the first, or as the message; and the error of a round trip."""
+    exchange, found = Ulysses(view(cp_mesh()), "head_tail"), []
+    for q in (torch.randn(2, 8, 4, 16), torch.randn(2, 4, 8, 16).transpose(1, 2)):
+        (wide,) = exchange.to_heads(q)
+        kept = wide if q.is_contiguous() else wide.movedim(2, 0)
+        found.append((kept.is_contiguous(), (exchange.to_sequence(wide) - q).abs().max().item()))
+    return found
+
+
+def test_transposed_heads_are_not_copied_after_their_exchange(ranks: Any) -> None:
+    """Contiguous ones are: the module that receives them may rely on it."""
+    for found in ranks(2, orders_of_memory):
+        assert found == [(True, 0.0), (True, 0.0)]
