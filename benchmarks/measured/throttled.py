@@ -44,6 +44,8 @@ MODES: dict[str, dict[str, Any]] = {
     "ring": {"kv_exchange": "ring", "layout": "head_tail"},
     "all-gather": {"layout": "head_tail"},
     "needed": {"kv_exchange": "needed", "layout": "head_tail"},
+    "needed, 2 stages": {"kv_exchange": "needed", "layout": "head_tail", "exchange_stages": 2},
+    "needed, 4 stages": {"kv_exchange": "needed", "layout": "head_tail", "exchange_stages": 4},
     "needed, balanced": {"kv_exchange": "needed", "layout": "balanced"},
     "Ulysses": {"ulysses_degree": None},
     "Ulysses, 2 head groups": {"ulysses_degree": None, "head_groups": 2},
