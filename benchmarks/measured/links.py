@@ -22,11 +22,15 @@ _SIGNAL_OF_PARENT = 1  # PR_SET_PDEATHSIG
 _MAKE_SWITCH = "ip link add switch type bridge && ip link set switch up"
 _TRY = (
     f"{_MAKE_SWITCH} && ip link add near type veth peer name far && "
-    "tc qdisc replace dev near root tbf rate 100mbit burst 128kb latency 50ms"
+    "tc qdisc replace dev near root tbf rate 100mbit burst 128kb limit 64mb"
 )
 
 BURST = 128 * 1024
 """Bytes that pass at once: a packet of 64 KiB must fit, which the kernel passes on uncut, as to a card that cuts it."""
+
+QUEUE = 64 * 1024 * 1024
+"""Bytes that may wait for a link: more than TCP has under way, so that nothing is dropped. (A loss that TCP notices by
+its timeout costs 0.2 s, as long as a whole step.)"""
 
 
 def why_not() -> str:
@@ -85,7 +89,7 @@ class Link:
             if rate is None:
                 self._run(f"tc qdisc del dev {device} root", at_switch)
             else:
-                limit = f"tbf rate {round(rate * 1e6)}bit burst {BURST} latency 50ms"
+                limit = f"tbf rate {round(rate * 1e6)}bit burst {BURST} limit {QUEUE}"
                 self._run(f"tc qdisc replace dev {device} root {limit}", at_switch)
         self.limited = rate is not None
 

@@ -47,6 +47,7 @@ MODES: dict[str, dict[str, Any]] = {
     "needed, 2 stages": {"kv_exchange": "needed", "layout": "head_tail", "exchange_stages": 2},
     "needed, 4 stages": {"kv_exchange": "needed", "layout": "head_tail", "exchange_stages": 4},
     "needed, balanced": {"kv_exchange": "needed", "layout": "balanced"},
+    "needed, balanced, 4 stages": {"kv_exchange": "needed", "layout": "balanced", "exchange_stages": 4},
     "Ulysses": {"ulysses_degree": None},
     "Ulysses, 2 head groups": {"ulysses_degree": None, "head_groups": 2},
     "Ulysses, 4 head groups": {"ulysses_degree": None, "head_groups": 4},
