@@ -338,7 +338,7 @@ class ContextParallelHandler(Shares):
             2.0
         """
         whole = loss.reduced_mesh(mesh, self.mesh)
-        loss.refuse_late_shift(self.cp, losses if labels is None else labels)
+        loss.check_share(self.cp, losses if labels is None else labels)
         losses = token_losses(losses, labels, head, Logits(ignore_index, softcap, scale, chunk))
         return loss.mean_loss(losses, labels, whole, ignore_index=ignore_index, mask=mask, gradients=gradients)
 
@@ -363,7 +363,7 @@ class ContextParallelHandler(Shares):
             gather: return those of the whole sequence on every rank, ``[B, S]`` in global order (see :meth:`combine`).
             length: S before padding. Default: that of the batch whose block this is; elsewhere padding comes along.
         """
-        loss.refuse_late_shift(self.cp, labels)
+        loss.check_share(self.cp, labels)
         if length is not None and not gather:
             raise ValueError(f"length={length} without gather=True: only the whole sequence has padding to cut off")
         found = log_probs(hidden, labels, head, Logits(ignore_index, softcap, scale, chunk))

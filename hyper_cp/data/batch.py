@@ -106,6 +106,9 @@ def local_batch(
         shares["position_ids"] = whole.position_ids(table)
     found: Any = _Dict(shares) if named else (_List if isinstance(batch, list) else _Tuple)(shares.values())
     found.documents, found.length, found.padded_length = table, whole.length, whole.padded
+    labels = found.get("shift_labels", found.get("labels")) if named else None
+    if isinstance(labels, Tensor) and whole.documents and any(len(row) > 2 for row in whole.documents.rows):
+        handler.cp.batch.record_packed(labels)
     return found
 
 
