@@ -117,7 +117,8 @@ def train(args: argparse.Namespace) -> list[float]:
     handler = ContextParallelHandler(mesh, style)
     torch.manual_seed(0)
     model = EncoderDecoder().to(device)
-    plan = dict.fromkeys(("encoder.*.attention", "decoder.*.attention", "decoder.*.cross"), style)
+    cross = ContextParallel(qkv_indices=None, ulysses_degree=1, cross_attention=True)  # its keys are another sequence
+    plan = {"encoder.*.attention": style, "decoder.*.attention": style, "decoder.*.cross": cross}
     parallelize_module(model, mesh, plan)
     styled_modules(model, at_least=len(model.encoder) + 2 * len(model.decoder))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)  # unlike Adam, SGD shows a wrong scale of gradients

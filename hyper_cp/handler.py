@@ -312,7 +312,7 @@ class ContextParallelHandler(Shares):
         Args:
             losses: losses of this rank's tokens, ``[B, S/n]`` (``reduction="none"``), or logits ``[B, S/n, V]`` with
                 ``labels``, or with ``head`` hidden states ``[B, S/n, width]``. Half precision is added up in fp32.
-            labels: ``[B, S/n]``, already shifted; positions with ``ignore_index`` do not count.
+            labels: ``[B, S/n]``, already shifted; positions with ``ignore_index`` do not count (without labels all do).
             mask: ``[B, S/n]``, bool or weights: a weighted mean.
             mesh: the mesh over which gradients are reduced, of any number of dimensions, if that is more than the
                 cp mesh: with data parallelism ``world["dp", "cp"]``, or the flattened mesh of FSDP. The mean is
@@ -338,7 +338,7 @@ class ContextParallelHandler(Shares):
             2.0
         """
         whole = loss.reduced_mesh(mesh, self.mesh)
-        loss.check_share(self.cp, losses if labels is None else labels)
+        loss.check_tokens(self.cp, losses, labels, mask)
         losses = token_losses(losses, labels, head, Logits(ignore_index, softcap, scale, chunk))
         return loss.mean_loss(losses, labels, whole, ignore_index=ignore_index, mask=mask, gradients=gradients)
 

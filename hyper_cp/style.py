@@ -17,6 +17,7 @@ from .module.mesh_binding import Binding, binding_of, describe
 from .module.mixers.hooks import StyledMixerHooks
 from .module.mixers.named import NamedMixerHooks, named_function
 from .ops.config import Mode
+from .schedule.layout import by_documents
 
 
 class ContextParallel(ParallelStyle):
@@ -62,9 +63,11 @@ class ContextParallel(ParallelStyle):
             into the groups. ``"auto"``: the number that the planner's cost puts first with typical figures
             (docs/measured/planner.md), 1 where modules receive q, k, v; it is logged.
         exchange_stages: the number of stages of ``kv_exchange="needed"``; the first tiles run while the rows of later
-            stages travel. More stages hide more of the transfers and hold fewer rows at a time, and cost more launches
-            and merges. ``"auto"``: chosen for each batch by the planner's cost (docs/measured/planner.md); it is
-            logged.
+            stages travel. More stages hide more of the transfers, and cost more launches and merges. ``"auto"``: chosen
+            for each batch by the planner's cost (docs/measured/planner.md); it is logged.
+        cross_attention: keys and values are another sequence than the queries (the decoder's view of an encoder). The
+            documents and the padding of a block describe its queries and hide no keys then, so that a call inside one
+            needs an explicit ``attn_mask`` over the global positions of the keys (``[B, 1, 1, Skv]``).
         allow: modules that you vouch for: qualified names or patterns of them (everything inside is meant too), or
             names of types. They may mix positions, call attention that is not routed, or have other weights on each
             rank.
@@ -74,10 +77,7 @@ class ContextParallel(ParallelStyle):
 
     q, k, v may be DTensors (tensor parallel with ``use_local_output=False``) on a mesh beside cp, ``Shard(head_dim)``
     or ``Replicate()`` there, or on one that has cp as a dimension, ``Shard(seq_dim)`` there (``layout="contiguous"``).
-    The module itself runs on local tensors; outputs are placed as q was.
-
-    Returns:
-        A :class:`ParallelStyle`. One instance may serve any number of modules.
+    The module itself runs on local tensors; outputs are placed as q was. One style may serve any number of modules.
 
     Raises:
         ValueError, TypeError: at construction, at ``parallelize_module`` or at the first call, with
@@ -119,6 +119,7 @@ class ContextParallel(ParallelStyle):
         window: Sequence[int | None] | None = None,
         head_groups: int | str = 1,
         exchange_stages: int | str = "auto",
+        cross_attention: bool = False,
         allow: Sequence[str] = (),
     ) -> None:
         super().__init__()
@@ -156,14 +157,21 @@ class ContextParallel(ParallelStyle):
                 "module runs, it sees all its heads at once, so there is nothing to overlap. Set qkv_indices=None: its "
                 "attention call (F.scaled_dot_product_attention in [B, H, S, D]) then exchanges them; or head_groups=1"
             )
-        if not isinstance(use_local_output, bool):
-            raise TypeError(f"use_local_output={use_local_output!r} must be True or False")
+        for name, value in (("use_local_output", use_local_output), ("cross_attention", cross_attention)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}={value!r} must be True or False")
         if not use_local_output and layout != "contiguous":
             raise ValueError(
                 f"use_local_output=False returns Shard({seq_dim}) DTensors, which mean contiguous order, but "
                 f"layout={layout!r}: use use_local_output=True"
             )
-        self.use_local_output = use_local_output
+        if cross_attention and (window is not None or (by_documents(layout) and kv_exchange != "replicated")):
+            raise ValueError(
+                f"cross_attention=True with layout={layout!r}, window={window} and kv_exchange={kv_exchange!r}. Keys "
+                "of another sequence are not near a query, and do not lie where documents place queries. Leave out "
+                'window; use layout="contiguous" or "head_tail", or kv_exchange="replicated"'
+            )
+        self.use_local_output, self.cross_attention = use_local_output, cross_attention
 
     @property
     def kv_exchange(self) -> str:
@@ -190,15 +198,15 @@ class ContextParallel(ParallelStyle):
         """The number of groups in which heads are exchanged, or ``"auto"``."""
         return self.mode.head_groups
 
+    @property
+    def exchange_stages(self) -> int | str:
+        """The number of stages of ``kv_exchange="needed"``, or ``"auto"``."""
+        return self.mode.exchange_stages
+
     def __repr__(self) -> str:
-        m = self.mode
-        return (
-            f"ContextParallel(seq_dim={self.seq_dim}, head_dim={self.head_dim}, ulysses_degree="
-            f"{self.ulysses_degree!r}, qkv_indices={self.qkv_indices}, kv_exchange={m.kv_exchange!r}, "
-            f"layout={m.layout!r}, load_balance={m.load_balance}, window={m.window}, "
-            f"head_groups={m.head_groups!r}, exchange_stages={m.exchange_stages!r}, "
-            f"use_local_output={self.use_local_output}, allow={self.allow})"
-        )
+        names = "seq_dim head_dim ulysses_degree qkv_indices kv_exchange layout load_balance window head_groups"
+        names += " exchange_stages use_local_output cross_attention allow"
+        return f"ContextParallel({', '.join(f'{name}={getattr(self, name)!r}' for name in names.split())})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         inner = checkpointed(module)

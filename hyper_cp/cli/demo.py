@@ -216,6 +216,8 @@ def report(results: dict[str, Result], args: argparse.Namespace) -> int:
         *lines,
         "activations: bytes of tensors that a rank keeps between forward and backward, and what one rank alone needs.",
         "sent MiB/step: bytes that hyper_cp sends per rank, without the all-reduce of the gradients of parameters.",
+        'modes: colossal is kv_exchange="all_gather", balanced load_balance=True, hybrid ulysses_degree=2; '
+        "docs/start/concepts.md explains them.",
     ]
     print("\n" + "\n".join(lines))
     panels = maps(args.modes, ranks, args.seq_len)

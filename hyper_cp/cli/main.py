@@ -7,6 +7,7 @@ Keep such a module light: import what only some runs need (matplotlib, for examp
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from . import demo, doctor, plan, tiles, verify
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Context parallelism for PyTorch.",
         epilog="`hyper-cp COMMAND --help` lists the options of a command.",
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
         subparser = commands.add_parser(
             name,
@@ -38,4 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_arguments(subparser)
         subparser.set_defaults(run=module.run)
     args = parser.parse_args(argv)
+    if not hasattr(args, "run"):  # without a command: say which there are
+        parser.print_help(sys.stderr)
+        return 2
     return int(args.run(args))

@@ -34,6 +34,10 @@ from ..schedule.ranges import Numbers, Rows
 from .options import DOCUMENTS_HELP, check_picture, document_lengths, mistake, tokens
 
 LAYOUTS = ("head_tail", "per_document", "balanced")
+LEGEND = (
+    "A row is a part of the queries, a column one of the keys, a letter the rank that computes the pair: a capital "
+    "where\nit holds the keys, a small letter where they travel to it. A dot is hidden by the mask."
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
         if not args.picture:
             print("\n".join(text(panel.cells)))
         print(f"{panel.title}: {panel.caption}")
+    if not args.picture:
+        print(LEGEND)
     return 0
 
 

@@ -202,7 +202,11 @@ class WholeBatch:
 
     def split(self, table: Tensor | None, fill: Mapping[Any, float]) -> dict[Any, Any]:
         """This rank's share of every entry; ``fill`` has the values (default 0) with which entries are padded."""
-        self.handler.cp.batch.batches += 1
+        state, shape = self.handler.cp.batch, self.first.shape
+        state.batches += 1
+        rows = shape.numel() // max(self.length, 1) if self.first.ndim < 3 else shape[0]
+        share = rows, self.padded // self.handler.cp.size
+        state.padded = None if self.padded == self.length else (share, self.length, self.padded)
         return {
             name: self.handler.local_share(x, self.dims[name], table, fill.get(name, 0)) if name in self.dims else x
             for name, x in self.entries.items()

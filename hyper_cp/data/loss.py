@@ -54,6 +54,20 @@ def reduced_mesh(mesh: DeviceMesh | None, cp: DeviceMesh) -> DeviceMesh:
     return cp if mesh is None else mesh
 
 
+def check_tokens(cp: CPMesh, losses: Any, labels: Tensor | None, mask: Tensor | None) -> None:
+    """Raise ``ValueError`` for tokens that were shifted in a share, and for padding that would count."""
+    check_share(cp, losses if labels is None else labels)
+    if labels is not None or mask is not None or cp.batch.padded is None:
+        return
+    (rows, positions), length, padded = cp.batch.padded
+    if positions > 1 and tuple(getattr(losses, "shape", ())) in ((rows, positions), (rows * positions,)):
+        raise ValueError(
+            f"losses of shape {tuple(losses.shape)} come without labels or mask, and this batch of {length} positions "
+            f"was padded to {padded}. The losses of padding, and zeros for ignored labels, would count in the mean. "
+            'Pass labels too, mean_loss(losses, batch["shift_labels"]), or a mask of the tokens that count'
+        )
+
+
 def check_share(cp: CPMesh, per_token: Any) -> None:
     """Check the labels (or losses) of a share against what is known of its batch.
 
@@ -129,7 +143,8 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
         )
     if losses.ndim == 0:
         raise ValueError(
-            "losses is one number, and its number of tokens is unknown. Pass the losses of tokens (reduction='none')"
+            "losses is one number, and its number of tokens is unknown. Pass logits and labels, or losses of tokens "
+            "(reduction='none') and their labels, of which the ignored ones do not count"
         )
     weights = torch.ones_like(losses, dtype=torch.bool) if mask is None else mask
     if labels is not None:

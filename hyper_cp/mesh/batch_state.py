@@ -56,6 +56,8 @@ class BatchState:
         """Labels of the latest batches with packed documents."""
         self._heeded: set[bool] = set()
         """True if an attention call had documents or an explicit mask, False if one had neither."""
+        self.padded: tuple[tuple[int, int], int, int] | None = None
+        """Rows and positions of a share of the last batch, and its length before and after padding; None: none."""
 
     # ------------------------------------------------------------------ blocks
 
@@ -162,8 +164,9 @@ class BatchState:
             raise RuntimeError(
                 "causal and non-causal attention use the documents of one handler.documents block. They usually belong "
                 "to two sequences (an encoder and a decoder, or cross-attention), and documents describe one. Enter a "
-                "block of each batch around its own part of the model. If one sequence really has both, pass "
-                "documents= to the styled modules as a keyword argument instead of a block"
+                "block of each batch around its own part of the model, and give modules of cross-attention a style "
+                "with cross_attention=True. If one sequence really has both, pass documents= to the styled modules as "
+                "a keyword argument instead of a block"
             )
 
     def record_packed(self, labels: Tensor) -> None:

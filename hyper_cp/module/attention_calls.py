@@ -39,6 +39,13 @@ class AttentionRequest:
     answer: Callable[[Any], Any] = lambda out: out
     core: AttentionBackend | None = None
     """None: the engine."""
+    blocks: bool = False
+    """True if ``core`` has a mask of its own."""
+
+    @property
+    def masked(self) -> bool:
+        """True if a mask of the caller's says which keys each query sees."""
+        return self.mask is not None or self.blocks
 
 
 def _sdpa(
@@ -82,7 +89,7 @@ def _flex(
     _check_gqa(name, query, key, enable_gqa)
     options = {"scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse, "kernel_options": kernel_options}
     flex = Flex(name, score_mod, block_mask, {**options, **others}, plain_flex_attention)
-    return AttentionRequest(query, key, value, core=flex, answer=flex.answer)
+    return AttentionRequest(query, key, value, core=flex, answer=flex.answer, blocks=block_mask is not None)
 
 
 # --------------------------------------------------------------------------- nn.MultiheadAttention

@@ -32,6 +32,7 @@ class Style(Protocol):
     qkv_indices: tuple[int, ...] | None
     qkv_kwarg_names: tuple[str, ...]
     use_local_output: bool
+    cross_attention: bool
     allow: tuple[str, ...]
 
 

@@ -286,7 +286,8 @@ def check_options(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) 
         raise ValueError(
             f"query has {lengths[0]} and key {lengths[1]} positions (kv_exchange={mode.kv_exchange!r}). "
             "Cross-attention of different lengths takes no is_causal, window or documents: document boundaries "
-            "describe queries only. Pass an explicit attn_mask, which says which keys each query sees"
+            "describe queries only. Pass an explicit attn_mask, which says which keys each query sees (in a "
+            "module of a plan with cross_attention=True in its style)"
         )
     if layouts.by_documents(mode.layout) and mode.kv_exchange != "replicated" and cp.size > 1:
         raise ValueError(
@@ -325,7 +326,8 @@ def _check_mask(call: Call, q: Tensor, cp: CPMesh, lengths: tuple[int, int], exc
     if mask.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             f"attn_mask of shape {tuple(mask.shape)} requires a gradient, which context-parallel attention "
-            "does not compute. Detach it, or leave this module out of the plan"
+            "does not compute. Add a learned bias in the score_mod of flex_attention, which is called with global "
+            "positions and whose tensors get gradients; or detach the mask"
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"attn_mask has dtype {mask.dtype}. It must be bool (True is visible) or floating")

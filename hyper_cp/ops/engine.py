@@ -101,6 +101,7 @@ class _Work:
         self.kernel_name = name or self.kernel.name
         length = q.shape[2] * cp.ring.size
         kv_length = k.shape[2] * (1 if settings.kv_exchange == "replicated" else cp.ring.size)
+        self.lengths = length, kv_length
         band: Band = settings.band
         known = None if mask is None or length != kv_length else masks.recognised(mask, length)
         if known is not None:
@@ -230,7 +231,9 @@ def attention_op(
     work = _Work(q, k, v, captured, documents, mask, seed, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
     known = work.mask is None and (work.scores is None or not work.scores.score.positional)
-    causal = work.band[1] == 0 if known else None
+    # Rows of a mask that are all the same show the same keys to every query: nothing causal.
+    alike = mask is not None and mask.shape[2] == 1 < work.lengths[0] == work.lengths[1]
+    causal = False if alike else work.band[1] == 0 if known else None
     work.cp.batch.record_attention(q.shape[2] // work.cp.ulysses.size, documents, causal)
     with _no_autocast(q.device.type), operation(work.cp, "attention", "forward"):
         watched(work.cp, options, "query, key, value", q, k, v)

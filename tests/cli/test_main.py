@@ -17,6 +17,12 @@ def test_help_is_printed(argv: list[str], capsys: pytest.CaptureFixture[str]) ->
     assert done.value.code == 0 and "demo" in capsys.readouterr().out
 
 
+def test_without_a_command_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    printed = capsys.readouterr().err
+    assert "train a small Llama" in printed and "examine the machine" in printed
+
+
 def test_help_of_the_planner_names_every_size(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--help"])

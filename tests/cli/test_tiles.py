@@ -35,6 +35,7 @@ def test_maps_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert out.startswith("A....") and "b" * 16 + "B" * 16 in out
     assert "contiguous: work 1.49 x the mean, 0.50 of an all-gather travels" in out
+    assert "A dot is hidden by the mask" in out
 
 
 @pytest.mark.parametrize(

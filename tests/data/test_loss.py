@@ -256,6 +256,28 @@ def test_labels_that_are_shifted_after_sharding_are_refused(ranks: Any) -> None:
     ranks(2, shifted_late, "others")
 
 
+@on_ranks
+def padding_counts() -> list[float]:
+    """Losses of a batch of 7 positions, which are padded to 8: without labels, padding would count."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
+    whole = torch.arange(21.0).view(3, 7)
+    batch = handler.get_batch_on_this_cp_rank(
+        {"input_ids": whole.long(), "losses": whole, "shift_labels": whole.long()}
+    )
+    losses, labels = batch["losses"], batch["shift_labels"]
+    for given in (losses, losses.flatten()):
+        with pytest.raises(ValueError, match=r"without labels or mask, and this batch of 7 positions was padded to 8"):
+            handler.mean_loss(given)
+    found = [handler.mean_loss(losses, labels), handler.mean_loss(losses.flatten(), labels.flatten())]
+    found += [handler.mean_loss(losses, mask=labels != -100), handler.mean_loss(whole.sum(1))]
+    handler.get_batch_on_this_cp_rank({"input_ids": torch.zeros(3, 8)})
+    return [x.item() for x in (*found, handler.mean_loss(torch.ones(3, 4)))]
+
+
+def test_padding_does_not_count(ranks: Any) -> None:
+    assert ranks(2, padding_counts) == [[10.0, 10.0, 10.0, 70.0, 1.0]] * 2
+
+
 def test_no_token_counts(ranks: Any) -> None:
     assert ranks(2, nothing_counts) == [(0.0, 0.0, 1)] * 2
 
