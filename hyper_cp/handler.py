@@ -363,7 +363,7 @@ class ContextParallelHandler(Shares):
             gather: return those of the whole sequence on every rank, ``[B, S]`` in global order (see :meth:`combine`).
             length: S before padding. Default: that of the batch whose block this is; elsewhere padding comes along.
         """
-        loss.refuse_late_shift(self.cp, labels)
+        loss.check_share(self.cp, labels)
         if length is not None and not gather:
             raise ValueError(f"length={length} without gather=True: only the whole sequence has padding to cut off")
         found = log_probs(hidden, labels, head, Logits(ignore_index, softcap, scale, chunk))

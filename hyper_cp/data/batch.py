@@ -106,6 +106,9 @@ def local_batch(
         shares["position_ids"] = whole.position_ids(table)
     found: Any = _Dict(shares) if named else (_List if isinstance(batch, list) else _Tuple)(shares.values())
     found.documents, found.length, found.padded_length = table, whole.length, whole.padded
+    labels = found.get("shift_labels", found.get("labels")) if named else None
+    if isinstance(labels, Tensor) and whole.documents and any(len(row) > 2 for row in whole.documents.rows):
+        handler.cp.batch.record_packed(labels)
     return found
 
 
@@ -201,7 +204,7 @@ class WholeBatch:
         """This rank's share of every entry; ``fill`` has the values (default 0) with which entries are padded."""
         state, shape = self.handler.cp.batch, self.first.shape
         state.batches += 1
-        rows = shape.numel() // self.length if self.first.ndim < 3 else shape[0]
+        rows = shape.numel() // max(self.length, 1) if self.first.ndim < 3 else shape[0]
         share = rows, self.padded // self.handler.cp.size
         state.padded = None if self.padded == self.length else (share, self.length, self.padded)
         return {

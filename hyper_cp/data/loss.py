@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def reduced_mesh(mesh: DeviceMesh | None, cp: DeviceMesh) -> DeviceMesh:
 
 def check_tokens(cp: CPMesh, losses: Any, labels: Tensor | None, mask: Tensor | None) -> None:
     """Raise ``ValueError`` for tokens that were shifted in a share, and for padding that would count."""
-    refuse_late_shift(cp, losses if labels is None else labels)
+    check_share(cp, losses if labels is None else labels)
     if labels is not None or mask is not None or cp.batch.padded is None:
         return
     (rows, positions), length, padded = cp.batch.padded
@@ -67,9 +68,20 @@ def check_tokens(cp: CPMesh, losses: Any, labels: Tensor | None, mask: Tensor | 
         )
 
 
-def refuse_late_shift(cp: CPMesh, per_token: Any) -> None:
-    """Raise ``ValueError`` for tokens ``[B, S/n - 1]``: each rank has shifted its own share."""
+def check_share(cp: CPMesh, per_token: Any) -> None:
+    """Check the labels (or losses) of a share against what is known of its batch.
+
+    ``ValueError`` for tokens ``[B, S/n - 1]``: each rank has shifted its own share. A warning if the batch has packed
+    documents and attention did not know them.
+    """
     state, shape = cp.batch, tuple(getattr(per_token, "shape", ()))
+    if not torch.compiler.is_compiling() and state.ignores_documents(per_token):
+        warnings.warn(
+            "the batch of these labels has packed documents, and no attention call on this cp mesh has had documents: "
+            "the documents see each other. Run the forward inside `with handler.documents(batch)`, or pass documents= "
+            "to the styled modules",
+            stacklevel=3,
+        )
     if cp.size == 1 or len(shape) != 2 or any(map(state.is_share, shape)):
         return
     length = max(shape)

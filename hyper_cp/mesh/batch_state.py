@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import torch
 from torch import Tensor
@@ -51,6 +52,10 @@ class BatchState:
         self._lengths: dict[int, None] = {}
         self.batches = 0
         """The number of batches that this rank has split, for errors."""
+        self._packed: list[weakref.ref[Tensor]] = []
+        """Labels of the latest batches with packed documents."""
+        self._heeded: set[bool] = set()
+        """True if an attention call had documents or an explicit mask, False if one had neither."""
         self.padded: tuple[tuple[int, int], int, int] | None = None
         """Rows and positions of a share of the last batch, and its length before and after padding; None: none."""
 
@@ -145,6 +150,7 @@ class BatchState:
             RuntimeError: if causal and other attention use the documents of one block.
         """
         self.record_length(length)
+        self._heeded.add(documents is not None or causal is None)
         entered = self._mine.blocks.entered
         if documents is None or not entered:
             return
@@ -162,6 +168,14 @@ class BatchState:
                 "with cross_attention=True. If one sequence really has both, pass documents= to the styled modules as "
                 "a keyword argument instead of a block"
             )
+
+    def record_packed(self, labels: Tensor) -> None:
+        """Record the labels of a batch with packed documents."""
+        self._packed = [*self._packed[1 - LENGTHS :], weakref.ref(labels)]
+
+    def ignores_documents(self, labels: object) -> bool:
+        """True if these are the labels of a batch with packed documents, and no attention call had documents ever."""
+        return self._heeded == {False} and any(known() is labels for known in self._packed)
 
     def record_length(self, length: int) -> None:
         """Record the length of a share."""

@@ -41,6 +41,40 @@ def expected(whole: list[Tensor], boundaries: list[int] | None, causal: bool = T
     return plain_attention(*whole, is_causal=causal, visible=number[:, None] == number)
 
 
+def packed_step(way: str) -> bool:
+    """True if the loss of a batch with packed documents warns, on a mesh on which nothing has run."""
+    handler, module, whole = setup()
+    handler.cp.batch.__init__()  # type: ignore[misc]
+    ids = torch.arange(LENGTH)[None]
+    entries = {} if way == "one document" else {"cu_seqlens": [0, LENGTH] if way == "whole" else A}
+    batch = handler.get_batch_on_this_cp_rank({"tokens": ids, "labels": ids, **entries}, shift_labels=True)
+    labels, q = batch["shift_labels"], [handler.dispatch(x, 2) for x in whole]
+    if way == "block":
+        with handler.documents(batch):
+            module(*q)
+    elif way == "argument":
+        module(*q, documents=A)
+    elif way == "next batch":  # split ahead of a loss, which is that of another batch
+        labels = torch.zeros_like(labels)
+        module(*q)
+    elif way != "no attention":
+        module(*q)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        handler.mean_loss(torch.zeros(1, labels.shape[1]), labels)
+    return any("no attention call on this cp mesh has had documents" in str(x.message) for x in caught)
+
+
+@on_ranks
+def packed_steps() -> list[str]:
+    ways = ("forgotten", "block", "argument", "next batch", "no attention", "one document", "whole")
+    return [way for way in ways if packed_step(way)]
+
+
+def test_a_forgotten_block_warns_in_the_loss(ranks: Any) -> None:
+    assert ranks(2, packed_steps) == [["forgotten"]] * 2
+
+
 @contextmanager
 def prefetching(handler: ContextParallelHandler, documents: Any) -> Iterator[None]:
     """Another thread is in a documents block of the next batch."""
