@@ -231,14 +231,15 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
-    """Draw for every mode and number of ranks the step over the rate, with the line."""
+    """Draw the step over the rate, with the line, for every number of ranks and the modes that all of them have."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
-    modes = [mode for mode in MODES if any(r["mode"] == mode for r in rows)]
     worlds = sorted({r["ranks"] for r in rows})
+    measured = {(r["ranks"], r["mode"]) for r in rows}
+    modes = [mode for mode in MODES if all((world, mode) in measured for world in worlds)]
     size = 2.6 * len(modes), 2.6 * len(worlds) + 0.4
     figure, grid = pyplot.subplots(
         len(worlds), len(modes), figsize=size, layout="constrained", sharex=True, sharey="row", squeeze=False
@@ -250,6 +251,10 @@ def plot(rows: Sequence[Row], path: str) -> None:
             axes.plot(rates, [line(r) for r in some], color="0.5", label="max(compute, communicate)")
             axes.plot(rates, [statistics.median(r["seconds"]) for r in some], "o-", color="C0", label="measured")
             axes.set(xscale="log", yscale="log", title=f"{mode}\n{world} ranks")
+            axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+            axes.minorticks_off()
+            axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
             axes.title.set_fontsize(9)
             axes.grid(alpha=0.3, which="both")
     for axes in grid[-1]:
