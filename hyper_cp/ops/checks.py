@@ -122,6 +122,8 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
         ("score", "" if call.score is None else call.score.signature),
     )
     cp.agree("call", signature, call.name, (("scale", call.scale), ("dropout_p", call.dropout_p)))
+    if mode.stages is None and cp.ring.size > 1:  # chosen with the schedule, by the ranks that are near
+        cp.agree("hosts", (("ranks per host", cp_mesh.ranks_per_host()),), call.name)
     table = documents.read(call.documents)
     cp.agree("documents", (("documents", None if table is None else table.digest),), call.name)
     if call.score is not None and call.score.blocks is not None:

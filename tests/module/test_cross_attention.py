@@ -101,6 +101,11 @@ def refusals() -> None:
         cross(*shares[16], masks[16])
     with handler.documents([0, TARGET, 16]):  # a mask of keys alone is a mask of the sequence itself
         plain(*shares[16], masks[16])
+    window, _ = styled(Attention(), ulysses_degree=1, window=(5, 0))
+    with handler.documents([0, TARGET, 16]):  # with a causal window, it is that of a causal model
+        plain(*shares[16], causal=True)
+        window(*shares[16], masks[16])
+        window(*shares[16], torch.ones_like(masks[16]))
     plain(*shares[12], masks[12])
     style = ContextParallel(
         2, 1, ulysses_degree=1, kv_exchange="replicated", layout="per_document", cross_attention=True

@@ -99,6 +99,25 @@ def test_ranks_with_different_numbers_raise_all(ranks: Any) -> None:
     ranks.raises(2, ValueError, "different exchange_stages: rank 0: auto; rank 1: 3", with_other_stages, "auto", 3)
 
 
+@on_ranks
+def on_unequal_hosts(stages: Any) -> None:
+    """Hosts of one and of two ranks: at some lengths, ranks that count differently would choose different stages."""
+    q, monkeypatch = torch.randn(1, 2, 8, 4), pytest.MonkeyPatch()
+    with comm.record_traffic() as log:
+        try:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", str(1 + dist.get_rank()))
+            attention(q, q, q, mesh=cp_mesh(), kv_exchange="needed", exchange_stages=stages)
+        finally:
+            monkeypatch.undo()
+            assert stages != "auto" or all(operation == "agreement" for operation, _ in log.entries), log.entries
+
+
+def test_ranks_with_different_hosts_choose_no_stages(ranks: Any) -> None:
+    words = "different ranks per host: rank 0: 1; rank 1: 2.*LOCAL_WORLD_SIZE.*Set exchange_stages to a number"
+    ranks.raises(2, ValueError, words, on_unequal_hosts, "auto")
+    ranks(2, on_unequal_hosts, 2)
+
+
 def test_a_style_refuses_wrong_numbers_and_exchanges_without_stages() -> None:
     needed = {"ulysses_degree": 1, "kv_exchange": "needed"}
     style = ContextParallel(**needed, exchange_stages=3)  # type: ignore[arg-type]
