@@ -151,11 +151,11 @@ def like_received(x: Tensor, shape: Sequence[int], seq_dim: int) -> Tensor:
 def stays_contiguous(x: Tensor, seq_dim: int, head_dim: int) -> bool:
     """True if :func:`sequence_to_heads` gives a contiguous tensor.
 
-    It does for contiguous tensors, since the module that receives the result may rely on it. Otherwise, as for heads
-    that a model has split off and transposed, the result has tokens outermost, as the message has them, and is not
-    copied.
+    It does where tokens of a head lie side by side in memory, since the module that receives the result may rely on it.
+    Otherwise, as for heads that a model has split off and transposed, the result has tokens outermost, as the message
+    has them, and is not copied.
     """
-    return seq_dim < head_dim or x.is_contiguous()
+    return seq_dim < head_dim or x.stride(head_dim) >= x.stride(seq_dim)
 
 
 def sequence_to_heads(axis: Axis, x: Tensor, seq_dim: int, head_dim: int, order: Order) -> Pending:
