@@ -122,11 +122,6 @@ class Binding:
         self.introduced: WeakSet[Agreement] = WeakSet()
         """Meshes on which the module has been compared with that of the other ranks."""
 
-    def qualify(self, name: str, module: nn.Module) -> None:
-        """Call the module by its qualified name in errors, unless it has such a name already."""
-        if name and self.name == describe(module):
-            self.name = f"module {name!r} ({type(module).__name__})"
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__)  # style and meshes are shared, process groups cannot be copied
@@ -185,5 +180,5 @@ def bindings(model: nn.Module) -> list[Binding]:
 
 
 def describe(module: nn.Module) -> str:
-    """The name of a module in errors, until ``styled_modules`` or its first call gives it its qualified name."""
+    """The name of a module in errors, until ``styled_modules`` gives it its qualified name."""
     return f"module {type(module).__name__}"

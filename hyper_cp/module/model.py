@@ -73,7 +73,6 @@ def introduce(binding: Binding, module: nn.Module, mesh: StyledMesh) -> None:
         plan = Plan({name: repr(found.style) for name, found in model.styled.items()})
         for name, found in model.styled.items():
             found.place = name, plan
-            found.qualify(name, model.root.get_submodule(name))
     if binding.place is None:  # held by something else than the model: an integration
         binding.place = "", Plan({"": repr(binding.style)})
     name, plan = binding.place
