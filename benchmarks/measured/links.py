@@ -29,7 +29,7 @@ BURST = 128 * 1024
 """Bytes that pass at once: a packet of 64 KiB must fit, which the kernel passes on uncut, as to a card that cuts it."""
 
 QUEUE = 64 * 1024 * 1024
-"""Bytes that may wait for a link: more than TCP has under way, so that nothing is dropped. (A loss that TCP notices by
+"""Bytes that may wait for a link: more than TCP has under way, so that nothing is dropped. (A loss that TCP detects by
 its timeout costs 0.2 s, as long as a whole step.)"""
 
 

@@ -241,7 +241,7 @@ def _shared_state(ranks: list[int], *axes: Axis) -> tuple[BatchState, Agreement 
 
 def ranks_per_host() -> int:
     """The ranks that share a host: ``LOCAL_WORLD_SIZE`` (set by torchrun), or all of them without it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or dist.get_world_size()
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (dist.get_world_size() if dist.is_initialized() else 1)
 
 
 def degrees_within_host(mesh: DeviceMesh) -> list[int]:
