@@ -77,7 +77,9 @@ class Training:
     def forward(self, step: int, **entries: Any) -> Tensor:
         batch = self.handler.get_batch_on_this_cp_rank({"tokens": tokens(step), **entries}, {"tokens": 1})
         with self.handler.documents(batch):
-            found: Tensor = self.handler.mean_loss(self.model(batch["tokens"]).square().mean(-1), gradients="sum")
+            counts = self.handler.dispatch(torch.ones(1, LENGTH, dtype=torch.bool), 1, pad_value=0)
+            losses = self.model(batch["tokens"]).square().mean(-1)
+            found: Tensor = self.handler.mean_loss(losses, mask=counts, gradients="sum")
         return found
 
     def step(self, step: int, before_backward: Callable[[], None] = lambda: None, **entries: Any) -> float:
