@@ -170,7 +170,10 @@ def _share_device() -> None:
     device, gloo = dist.ProcessGroupGloo.create_default_device(), dist.ProcessGroupGloo
 
     class OnThatDevice(gloo):  # type: ignore[misc, valid-type]
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
+            if any(more.values()):  # torch 2.15 has a further argument, which is not among the options
+                super().__init__(store, rank, size, timeout=timeout, **more)
+                return
             options = gloo._Options()
             options._devices, options._timeout = [device], timeout
             super().__init__(store, rank, size, options)
