@@ -31,7 +31,7 @@ test: $(STAMP)
 test-fast: $(STAMP)
 	$(PYTEST) -m 'not slow'
 
-# Every mode beside its peers, about twelve minutes; writes the table and the plot of docs/measured/performance.md. A peer that
+# Every mode beside its peers, about 17 minutes; writes the table and the plot of docs/measured/performance.md. A peer that
 # cannot be installed is skipped, and the table says so. They lie beside the environment, not in it, since others find
 # them there (accelerate turns to DeepSpeed), and without what they depend on, which would pull CUDA packages.
 bench: $(STAMP)

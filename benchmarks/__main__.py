@@ -1,6 +1,6 @@
 """Compares this library with plain SDPA and with other libraries, on gloo ranks of this machine.
 
-    python -m benchmarks                                   # all problems of the documents, about twelve minutes
+    python -m benchmarks                                   # all problems of the documents, about 17 minutes
     python -m benchmarks --write                           # and writes docs/measured/performance.md
     python -m benchmarks --lengths 4096 --rounds 5 --only Ulysses
 
