@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,14 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
-from torch.overrides import TorchFunctionMode
 
 from .handler import ContextParallelHandler
 from .module import attention_calls
 from .module._torch import checkpoint, flex_patch
-from .module.dispatch_mode import DispatchMode, current_call, dispatching
+from .module.dispatch_mode import BACKWARD, DispatchMode, current_call, differentiate, dispatching
 from .module.guards import MIXING_CALLS, refuse_mixing_call, refuse_running_mixer
 from .module.mesh_binding import Binding
 from .module.mixers.block import BlockMixer
@@ -124,12 +122,14 @@ class context_parallel:
         self._entered: list[tuple[_Routing, list[_Sharded]]] = []
         if len(self._buffers) != len(self._dims):
             raise ValueError(
-                f"{len(self._buffers)} buffers and {len(self._dims)} buffer_seq_dims: give one dimension of each buffer"
+                f"{len(self._buffers)} buffers and {len(self._dims)} buffer_seq_dims: give the sequence dimension of "
+                "each buffer"
             )
         unknown = self._keep - {id(x) for x in self._buffers}
         if unknown:
             raise ValueError(
-                f"{len(unknown)} of no_restore_buffers are not in buffers (the same objects): add or leave them out"
+                f"{len(unknown)} of no_restore_buffers are not in buffers (the same tensor objects): add them there, "
+                "or leave them out"
             )
 
     def __enter__(self) -> ContextParallelHandler:
@@ -314,8 +314,8 @@ class _Routing(DispatchMode):
         kwargs = kwargs or {}
         if self.shares and not torch.compiler.is_compiling():
             args, kwargs = tuple(map(self._shared, args)), {name: self._shared(x) for name, x in kwargs.items()}
-        if func in _BACKWARD and not torch.compiler.is_compiling():
-            return self._differentiate(func, args, kwargs)
+        if func in BACKWARD and not torch.compiler.is_compiling():
+            return differentiate(self, func, args, kwargs)
         if func is F.linear and self.call.mesh.parallel and not torch.compiler.is_compiling() and self.responsible():
             refuse_running_mixer(self.call.binding.style.allow, self in _active.blocks)
         key = attention_calls.key_of(func)
@@ -344,26 +344,6 @@ class _Routing(DispatchMode):
         if self.lengths and self.responsible():
             refuse_mixing_call(func, args, kwargs, self.lengths, self.call.binding.style.allow)
 
-    def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run backward in the block with this mode entered again. A mode is inactive while it handles a function, and
-        backward is such a function: attention that an activation checkpoint recomputes in it would be local. The mode
-        does not handle backward from edges of the graph, so tensors are replaced by their edges."""
-        given = inspect.signature(func).bind(*args, **kwargs).arguments
-        given = {_RENAMED.get(name, name) if func is Tensor.backward else name: x for name, x in given.items()}
-        ends = [name for name in ("tensors", "outputs", "inputs") if given.get(name) is not None]
-        tensors = {name: [given[name]] if isinstance(given[name], Tensor) else list(given[name]) for name in ends}
-        plain = all(not isinstance(x, Tensor) or x.requires_grad for xs in tensors.values() for x in xs)
-        if not plain or given.get("materialize_grads") or given.get("is_grads_batched"):
-            return func(*args, **kwargs)  # an error, or what edges cannot do: a recompute then raises
-        for name, xs in tensors.items():
-            given[name] = [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in xs]
-        run = torch.autograd.backward if func is Tensor.backward else func
-        TorchFunctionMode.__enter__(self)
-        try:
-            return run(**given)
-        finally:
-            TorchFunctionMode.__exit__(self, None, None, None)
-
     def _shared(self, x: Any) -> Any:
         """``x`` with buffers replaced by their shares, in a list or tuple too."""
         if isinstance(x, Tensor):
@@ -386,10 +366,6 @@ class _Routing(DispatchMode):
         _active.blocks.remove(self)
         self.mixer.end()
         super().__exit__(*error)
-
-
-_BACKWARD = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
-_RENAMED = {"self": "tensors", "gradient": "grad_tensors"}
 
 
 class _Active(threading.local):

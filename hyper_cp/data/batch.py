@@ -64,11 +64,7 @@ def local_batch(
     """See :meth:`hyper_cp.ContextParallelHandler.get_batch_on_this_cp_rank`."""
     if not isinstance(batch, (Mapping, list, tuple)):
         raise TypeError(f"batch is a {type(batch).__name__}: pass a dict, a list or a tuple of tensors")
-    refuse_share(batch)
-    named = isinstance(batch, Mapping)
-    entries: dict[Any, Any] = dict(batch) if named else dict(enumerate(batch))
-    if debug:
-        check_same_batch(handler, entries)
+    named, entries = isinstance(batch, Mapping), entries_of(handler, batch, debug)
     if named and not isinstance(entries.get("position_ids"), (Tensor, type(None))):
         raise TypeError(
             f"position_ids is a {type(entries['position_ids']).__name__}: pass a tensor over the whole sequence, or "
@@ -225,10 +221,14 @@ class WholeBatch:
         return (at if self.dim else at.T).contiguous()
 
 
-def refuse_share(batch: Any) -> None:
-    """Raise ``ValueError`` if a batch is what was made of another one: a rank's share of it."""
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(batch, LocalBatch) or any(isinstance(x, AttentionState) for x in values):
+def entries_of(handler: Shares, batch: Any, debug: bool) -> dict[Any, Any]:
+    """The entries of a batch that is to be split, by name or place; with ``debug``, compared on all ranks.
+
+    Raises ``ValueError`` if the batch is what was made of another one, a rank's share of it, or if the ranks hold
+    different batches.
+    """
+    entries: dict[Any, Any] = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
+    if isinstance(batch, LocalBatch) or any(isinstance(x, AttentionState) for x in entries.values()):
         length = f" of {batch.length} positions" if isinstance(batch, LocalBatch) else ""
         raise ValueError(
             f"batch is this rank's share of a batch{length}: get_batch_on_this_cp_rank or prepare_batch has made it. "
@@ -236,6 +236,9 @@ def refuse_share(batch: Any) -> None:
             "batch, and split it once: with prepare_batch for models of prepare_model, else with "
             "get_batch_on_this_cp_rank"
         )
+    if debug:
+        _check_same_batch(handler, entries)
+    return entries
 
 
 def warn_if_shifted(handler: Shares, entries: Mapping[Any, Any], dim: int, ignore_index: int) -> None:
@@ -319,7 +322,7 @@ def _refuse_nested(name: Any, x: Any) -> None:
 # --------------------------------------------------------------------------- comparing the ranks' batches
 
 
-def check_same_batch(handler: Shares, entries: Mapping[Any, Any]) -> None:
+def _check_same_batch(handler: Shares, entries: Mapping[Any, Any]) -> None:
     """Raise ``ValueError`` on every rank, naming the entry, if the ranks of the cp mesh hold different batches."""
     digests = [_digest(repr(list(entries))), *(_digest(x) for x in entries.values())]
     device = handler.mesh.device_type

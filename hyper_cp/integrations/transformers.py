@@ -13,7 +13,6 @@ call as the keyword ``context_parallel``: activation checkpointing recomputes wi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from ..data.batch import WholeBatch, check_same_batch, shifted, warn_if_shifted
+from ..data.batch import WholeBatch, entries_of, shifted, warn_if_shifted
 from ..data.collectives import by_rank
 from ..data.packing import AttentionState, attention_state, padded_mask, take_documents
 from ..handler import ContextParallelHandler
@@ -39,9 +38,10 @@ from .huggingface.attention import NAME, register
 from .huggingface.checks import (
     base_of,
     check_adapters,
-    check_batch,
     check_dispatched,
+    check_entries,
     check_inputs,
+    check_kind,
     check_model,
     decoder_of,
     has_attention,
@@ -131,9 +131,9 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any], *, deb
             position ids that restart. They are kept apart in every model (some models forget that in SDPA masks).
         debug: compare the batches of the ranks by hash, as ``get_batch_on_this_cp_rank(debug=True)`` does.
     """
-    if debug and isinstance(batch, Mapping):
-        check_same_batch(handler, batch)
-    tokens, entries = check_batch(batch), dict(batch)
+    check_kind(batch)
+    entries = entries_of(handler, batch, debug)
+    tokens = check_entries(entries)
     documents = take_documents(entries)
     if entries.get("labels") is not None:
         if entries.get("shift_labels") is None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from . import attention_calls
@@ -56,6 +60,34 @@ class DispatchMode(EnteredMode):
                 "ulysses_degree=None with qkv_indices on a module that receives q, k, v, where any kernel works"
             )
         return attention_calls.PLAIN.get(func, func)(*args, **kwargs)
+
+
+BACKWARD = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+"""Functions that run backward."""
+_RENAMED = {"self": "tensors", "gradient": "grad_tensors"}
+
+
+def differentiate(mode: TorchFunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one of ``BACKWARD`` in a mode that is handling it, with the mode entered again.
+
+    A mode is inactive while it handles a function: attention that an activation checkpoint recomputes in backward would
+    be local. The mode does not handle backward from edges of the graph, so tensors are replaced by their edges.
+    """
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
+    given = {_RENAMED.get(name, name) if func is Tensor.backward else name: x for name, x in given.items()}
+    ends = [name for name in ("tensors", "outputs", "inputs") if given.get(name) is not None]
+    tensors = {name: [given[name]] if isinstance(given[name], Tensor) else list(given[name]) for name in ends}
+    plain = all(not isinstance(x, Tensor) or x.requires_grad for xs in tensors.values() for x in xs)
+    if not plain or given.get("materialize_grads") or given.get("is_grads_batched"):
+        return func(*args, **kwargs)  # an error, or what edges cannot do: a recompute then raises
+    for name, xs in tensors.items():
+        given[name] = [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in xs]
+    run = torch.autograd.backward if func is Tensor.backward else func
+    TorchFunctionMode.__enter__(mode)
+    try:
+        return run(**given)
+    finally:
+        TorchFunctionMode.__exit__(mode, None, None, None)
 
 
 def begin(call: RunningCall) -> None:

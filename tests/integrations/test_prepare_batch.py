@@ -104,7 +104,7 @@ def mistaken(what: str) -> None:
         prepare_batch(handler, batch, debug=True)
         prepare_batch(handler, {**batch, "labels": batch["labels"] + dist.get_rank()}, debug=True)
     if what == "twice":
-        prepare_batch(handler, prepare_batch(handler, batch))
+        prepare_batch(handler, prepare_batch(handler, batch), debug=True)
     if what == "other function":
         handler.get_batch_on_this_cp_rank(dict(prepare_batch(handler, batch)))
     if what == "other function first":

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...data.batch import refuse_share
 from ...data.collectives import by_rank
 from ...handler import ContextParallelHandler
 from ...module.guards import mixes_by_name
@@ -225,14 +224,17 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         )
 
 
-def check_batch(batch: Any) -> Tensor:
-    """Return the tokens of a whole batch. Raise unless it is a mapping whose entries fit to them."""
+def check_kind(batch: Any) -> None:
+    """Raise ``TypeError`` unless a batch is a mapping."""
     if not isinstance(batch, Mapping):
         raise TypeError(
             f"batch is a {type(batch).__name__}. It is to be what the model takes as keywords. Pass a dict such as "
             '{"input_ids": ..., "labels": ...}'
         )
-    refuse_share(batch)
+
+
+def check_entries(batch: Mapping[str, Any]) -> Tensor:
+    """Return the tokens of a whole batch. Raise unless its other entries fit to them."""
     name = next((x for x in ("input_ids", "inputs_embeds") if batch.get(x) is not None), None)
     if name is None:
         raise ValueError(
