@@ -128,7 +128,8 @@ def every_degree(style: dict[str, Any], home: int, block: bool) -> dict[str, flo
 @pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES, ids=str)
 def test_every_degree_from_every_degree(ranks: Any, style: dict[str, Any]) -> None:
-    for home, block in ((4, False), (1, False), (2, True)):
+    others = ((1, False), (2, True))
+    for home, block in ((4, False), others[STYLES.index(style) % 2]):
         for found in ranks(4, every_degree, style, home, block):
             assert max(found.values(), default=0.0) <= 1e-10, (home, found)
 
@@ -262,7 +263,7 @@ def compiled() -> dict[str, float]:
     torch._dynamo.reset()
     family = split_cp_mesh(init_device_mesh("cpu", (2,)))
     model = built({"ulysses_degree": None, "layout": "head_tail"}, family.cp(2), block=True, layers=1)
-    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    fast = torch.compile(model, fullgraph=True, backend="eager")
     found = {}
     for turn, (degree, ulysses) in enumerate(((2, None), (2, 1), (1, None), (2, None), (2, 1), (1, None))):
         with (

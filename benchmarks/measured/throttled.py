@@ -93,6 +93,7 @@ class Rank:
     def __init__(self, rank: int, args: argparse.Namespace, at: int, store: str) -> None:
         torch.set_num_threads(1)
         self.args, self.link = args, Link(at, rank)
+        os.environ["LOCAL_WORLD_SIZE"] = "1"  # as torchrun sets it where a host has one rank
         group = {"rank": rank, "world_size": args.ranks, "timeout": timedelta(minutes=2)}
         dist.init_process_group("gloo", init_method=f"file://{store}", **group)
         self.mesh = init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("cp",))

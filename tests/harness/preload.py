@@ -39,4 +39,4 @@ gc.collect()
 gc.freeze()
 # What a job makes lives as long as the job. A compilation makes millions of objects, which the collector would visit
 # again and again.
-gc.set_threshold(50_000, 20, 20)
+gc.set_threshold(200_000, 50, 50)

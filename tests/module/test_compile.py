@@ -89,7 +89,8 @@ def compiled_equals_eager(world: int, modes: list[dict[str, Any]], backend: str)
 
 
 RING = {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"}
-ON_TWO = [mode for mode in MODES if mode["ulysses_degree"] != 2 and mode != RING]
+ON_TWO = [MODES[i] for i in (1, 3, 8)]
+"""The other modes have the same graph: an exchange of heads, if there is one, and attention, whose settings are text."""
 ON_FOUR = [mode for mode in MODES if mode["ulysses_degree"] in (2, "auto")]
 """Modes that two ranks cannot have: a ring of several and Ulysses of several. (There are two key/value heads.)"""
 

@@ -108,7 +108,7 @@ def by_documents(style: Style) -> dict[str, float]:
     block, handler = styled(Block(), {**style, "qkv_indices": None})
     whole = torch.randn(2, SEQ, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     torch._dynamo.reset()
-    fast = torch.compile(block, fullgraph=True, backend="aot_eager")
+    fast = torch.compile(block, fullgraph=True, backend="eager")
     for turn, documents in enumerate((FIRST, SECOND, [0, 4, 8, 24])):
         want, want_grad = wanted(whole, documents)
         for name, run in (
@@ -227,7 +227,7 @@ def compiled(style: Style) -> float:
     """New documents do not recompile, and are those used."""
     torch._dynamo.reset()
     module, handler = styled(Attending(), style)
-    fast = torch.compile(module, fullgraph=True, backend="aot_eager")
+    fast = torch.compile(module, fullgraph=True, backend="eager")
     q, k, v, _ = inputs(2, 4, 4, SEQ, 8, 8, torch.float64)
     worst = 0.0
     for step, documents in enumerate((FIRST, SECOND, [0, 1, 2, SEQ])):

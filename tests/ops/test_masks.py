@@ -174,12 +174,12 @@ def drawn_case(draw: st.DrawFn, world: int) -> AttentionCase:
 @st.composite
 def drawn_job(draw: st.DrawFn) -> tuple[int, list[AttentionCase]]:
     """Several cases of one world: what takes time is to bring ranks together."""
-    world = draw(st.integers(1, 8))
+    world = draw(st.integers(1, 6))
     return world, draw(st.lists(drawn_case(world), min_size=1, max_size=10))
 
 
 @pytest.mark.slow
-@settings(max_examples=20)
+@settings(max_examples=16)
 @given(drawn_job())
 def test_drawn_masks(ranks: Any, job: tuple[int, list[AttentionCase]]) -> None:
     check(ranks(job[0], run_cases, job[1]), FP64)
