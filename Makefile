@@ -1,7 +1,8 @@
-# Two commands on a machine with only Python (>= 3.10) and make: `make demo` and `make test`.
-# The system's, if it is recent and can make environments and build extensions: distributions build Python with
-# profile-guided optimization, pyenv does not, and the tests take a fifth longer without. PYTHON= names another.
-CAN := import ensurepip, os, sys, sysconfig; sys.exit(sys.version_info < (3, 10) or not os.path.exists(sysconfig.get_path("include") + "/Python.h"))
+# Two commands on a machine with only Python (>= 3.11) and make: `make demo` and `make test`.
+# The system's Python, if it is recent and can make environments and build extensions: distributions build it with
+# profile-guided optimization, pyenv does not, and the tests take a fifth longer without. `make test PYTHON=python3.12`
+# takes another one. constraints.txt has packages for Python 3.11 to 3.14.
+CAN := import ensurepip, os, sys, sysconfig; sys.exit(not ((3, 11) <= sys.version_info < (3, 15) and os.path.exists(sysconfig.get_path("include") + "/Python.h")))
 ifndef PYTHON
 PYTHON := $(shell /usr/bin/python3 -c '$(CAN)' 2>/dev/null && echo /usr/bin/python3 || echo python3)
 endif
@@ -69,7 +70,7 @@ release-check: $(STAMP)
 	$(BIN)/python -m hatchling build -d dist
 	$(PYTHON) -m venv dist/env
 	dist/env/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
-	cd dist && env/bin/hyper-cp demo --steps 2 --html demo.html && env/bin/hyper-cp tiles --modes
+	cd dist && env/bin/hyper-cp demo --steps 2 --html demo.html && env/bin/hyper-cp tiles --modes && env/bin/hyper-cp doctor
 	sed -n '/^```python/,/^```/{/^```/!p}' README.md > dist/train.py
 	cd dist && env/bin/torchrun --nproc-per-node 2 train.py
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.harness.ranks import Ranks
 
 torch.set_num_threads(1)  # as each rank does: threads of several processes would wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"  # and scripts that tests start
-if hasattr(os, "SCHED_BATCH"):
+with suppress(AttributeError, OSError):  # Linux has it, and some containers forbid it
     # What wakes up does not interrupt what runs, here and in all processes that tests start. More ranks than cores run,
     # and a rank that is interrupted while gloo holds the lock of a connection has gloo's own thread poll until it goes
     # on: that took an eighth of the processors' time.

@@ -228,7 +228,11 @@ def entries_of(handler: Shares, batch: Any, debug: bool) -> dict[Any, Any]:
     different batches.
     """
     entries: dict[Any, Any] = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
-    if isinstance(batch, LocalBatch) or any(isinstance(x, AttentionState) for x in entries.values()):
+    is_share = isinstance(batch, LocalBatch) or any(isinstance(x, AttentionState) for x in entries.values())
+    if debug:
+        state = "the state (whole, or split already)"
+        _compare(handler, {"the names (or number) of entries": list(entries), state: is_share})
+    if is_share:
         length = f" of {batch.length} positions" if isinstance(batch, LocalBatch) else ""
         raise ValueError(
             f"batch is this rank's share of a batch{length}: get_batch_on_this_cp_rank or prepare_batch has made it. "
@@ -236,8 +240,8 @@ def entries_of(handler: Shares, batch: Any, debug: bool) -> dict[Any, Any]:
             "batch, and split it once: with prepare_batch for models of prepare_model, else with "
             "get_batch_on_this_cp_rank"
         )
-    if debug:
-        _check_same_batch(handler, entries)
+    if debug and entries:
+        _compare(handler, {f"entry {name!r}": x for name, x in entries.items()})
     return entries
 
 
@@ -322,16 +326,10 @@ def _refuse_nested(name: Any, x: Any) -> None:
 # --------------------------------------------------------------------------- comparing the ranks' batches
 
 
-def _check_same_batch(handler: Shares, entries: Mapping[Any, Any]) -> None:
-    """Raise ``ValueError`` on every rank, naming the entry, if the ranks of the cp mesh hold different batches."""
-    digests = [_digest(repr(list(entries))), *(_digest(x) for x in entries.values())]
-    device = handler.mesh.device_type
-    names = by_rank(handler.mesh, torch.tensor(digests[:1], device=device)).flatten().tolist()
-    described = ["the names (or number) of entries", *(f"entry {name!r}" for name in entries)]
-    columns = [names]
-    if len(set(names)) == 1:
-        columns = by_rank(handler.mesh, torch.tensor(digests, device=device)).T.tolist()
-    for what, column in zip(described, columns, strict=False):
+def _compare(handler: Shares, values: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` on every rank, naming the value, if the ranks of the cp mesh hold different ones."""
+    digests = torch.tensor([_digest(x) for x in values.values()], device=handler.mesh.device_type)
+    for what, column in zip(values, by_rank(handler.mesh, digests).T.tolist(), strict=True):
         odd = [rank for rank, digest in enumerate(column) if digest != column[0]]
         if odd:
             raise ValueError(

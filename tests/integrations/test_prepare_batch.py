@@ -100,6 +100,8 @@ def mistaken(what: str) -> None:
         handler.cp.batch.batches = 0  # as on a new mesh
         with pytest.warns(UserWarning, match="those of the next tokens already"):
             prepare_batch(handler, {**batch, "labels": batch["labels"].roll(-1, 1)})
+    if what == "some ranks":
+        prepare_batch(handler, prepare_batch(handler, batch) if dist.get_rank() else batch, debug=True)
     if what == "other ranks":
         prepare_batch(handler, batch, debug=True)
         prepare_batch(handler, {**batch, "labels": batch["labels"] + dist.get_rank()}, debug=True)
@@ -114,6 +116,7 @@ def mistaken(what: str) -> None:
 def test_what_is_split_or_shifted_already_is_found(ranks: Any) -> None:
     ranks(2, mistaken, "labels")
     ranks.raises(2, "ValueError", "entry 'labels' of the batch differs", mistaken, "other ranks")
+    ranks.raises(2, "ValueError", "of the batch differs", mistaken, "some ranks")
     for what in ("twice", "other function", "other function first"):
         ranks.raises(2, "ValueError", "batch is this rank's share of a batch.*split it once", mistaken, what)
 

@@ -158,7 +158,7 @@ def fastest_groups(
 @dataclass(frozen=True)
 class FastestStages:
     """The number of stages whose attention, forward and backward, is the fastest on the rank that receives most, or the
-    usual number if that is within ``EQUAL`` of it; on CPUs the largest number within ``EQUAL``.
+    usual number if that is within ``EQUAL`` of it. Between hosts on gloo it is the largest number within ``EQUAL``.
 
     Attributes:
         ulysses, per_host: ranks that exchange heads, and ranks that share a host.
@@ -191,7 +191,8 @@ class FastestStages:
             equal = [number for number in seconds if seconds[number] <= EQUAL * seconds[best]]
             # Gloo has one connection for both directions: in few stages a rank says that it is ready to receive behind
             # long messages of its own. That is not in the model (benchmarks/README.md has it on real links).
-            found = max(equal) if self.device == "cpu" else usual if usual in equal else best
+            slower = self.device == "cpu" and self.ulysses * problem.size > self.per_host
+            found = max(equal) if slower else usual if usual in equal else best
             gain = f": {seconds[found] * 1e3:.3g} ms, {seconds[usual] * 1e3:.3g} ms in {usual}, by the cost of {name}"
         _say(
             'exchange_stages="auto": %d stages for %d query and %d key/value heads on %d ranks, %d tokens each',
