@@ -6,9 +6,9 @@
 Each rank is a host of its own with one thread and a full-duplex link of so many Mbit/s to a switch (see links.py). The
 script prints the seconds of forward + backward (the slowest rank, median of rounds) over the line max(compute,
 communicate). "Communicate" is the bytes that the mode must send, as the library records them, over the rate (on the
-rank that sends most). "Compute" is the same step on the same links without a limit (the fastest of five rounds just
-before), with as many ranks on this machine's cores. With a perfect link and perfect overlap the ratio is 1.00. Results
-are added to what the JSON file has. Where there can be no such links, the script says why and exits with 3.
+rank that sends most). "Compute" is the same step on the same links without a limit (the median of rounds, which take
+turns with the others), with as many ranks on this machine's cores. With a perfect link and perfect overlap the ratio is
+1.00. Results are added to what the JSON file has. Where there can be no such links, the script says why and exits with 3.
 """
 
 from __future__ import annotations
@@ -59,9 +59,6 @@ MODES: dict[str, dict[str, Any]] = {
     "all-gather, load_balance": {"load_balance": True},
 }
 
-UNLIMITED = 5
-"""Rounds without a limit, which are short."""
-
 DRAWN = ("log-normal", "exponential", "half one")
 """Documents of simulated/needed.py, in proportion to the tokens of a rank."""
 MASKS = ("causal", "window", "documents", *DRAWN)
@@ -105,15 +102,17 @@ class Rank:
         self.link.limit(rate)
         dist.barrier()
 
-    def times(self, mode: dict[str, Any], rounds: int) -> tuple[list[float], int]:
-        """Seconds of each round, of the slowest rank; and the bytes that the rank sends that sends most."""
+    def times(self, mode: dict[str, Any], rate: float, rounds: int) -> tuple[list[float], list[float], int]:
+        """Seconds of each round, of the slowest rank, with the rate and without a limit; and the bytes that the rank
+        sends that sends most. The two take turns: cores of a virtual machine are not as fast in every minute."""
         args, length = self.args, self.args.length
         heads, tokens = 4 * args.ranks, length // args.ranks
         shape = 1, tokens, heads, args.width // heads
         q, k, v, dout = (torch.randn(shape).transpose(1, 2) for _ in range(4))
         found, options = [], masked(args, mode)
         with comm.record_traffic() as traffic:
-            for _ in range(rounds + 1):  # the first one warms up: schedules, connections, what ranks compare
+            for turn in range(2 * rounds + 1):  # the first one warms up: schedules, connections, what ranks compare
+                self.set_rate(rate if turn % 2 else None)
                 leaves = [x.detach().requires_grad_() for x in (q, k, v)]
                 dist.barrier()
                 traffic.entries.clear()
@@ -123,7 +122,7 @@ class Rank:
         worst = torch.tensor([*found[1:], traffic.bytes_sent], dtype=torch.float64)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         *seconds, sent = worst.tolist()
-        return seconds, int(sent)
+        return seconds[::2], seconds[1::2], int(sent)
 
 
 def rank_main(number: int, args: argparse.Namespace, at: int, store: str, queue: Any) -> None:
@@ -132,15 +131,10 @@ def rank_main(number: int, args: argparse.Namespace, at: int, store: str, queue:
     chosen = [name for name in MODES if not args.only or name in args.only]
     for rate in args.rates:
         for name in chosen:
-            # The fastest round, just before: work of others on this machine's cores would make the line too easy, and
-            # a virtual machine's cores are not as fast in every minute.
-            rank.set_rate(None)
-            compute = min(rank.times(MODES[name], UNLIMITED)[0])
-            rank.set_rate(rate)
-            seconds, sent = rank.times(MODES[name], args.rounds)
+            seconds, unlimited, sent = rank.times(MODES[name], rate, args.rounds)
             if number == 0:
                 case = {"ranks": args.ranks, "length": args.length, "mask": args.mask, "rate": rate, "mode": name}
-                queue.put({**case, "seconds": seconds, "compute": compute, "sent": sent})
+                queue.put({**case, "seconds": seconds, "compute": statistics.median(unlimited), "sent": sent})
     rank.set_rate(None)
     dist.destroy_process_group()
 

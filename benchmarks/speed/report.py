@@ -13,17 +13,17 @@ from .case import Problem
 Key = tuple[str, str, str, str]
 
 
-def shares(run: dict[str, Any], result: dict[str, Any]) -> list[float]:
+def shares(result: dict[str, Any]) -> list[float]:
     """The time of plain SDPA over that of a contender, round by round: 1 is perfect scaling."""
-    pairs = zip(run["limit"], result["seconds"], strict=False)
+    pairs = zip(result["limits"], result["seconds"], strict=True)
     return [limit / seconds for limit, seconds in pairs if seconds is not None]
 
 
-def cell(run: dict[str, Any], result: dict[str, Any]) -> str:
+def cell(result: dict[str, Any]) -> str:
     """The median, and the smallest and the largest of all rounds."""
     if result["status"] == "WRONG":
         return "wrong"
-    found = shares(run, result)
+    found = shares(result)
     if not found:
         return ""
     spread = f" ({min(found):.2f} to {max(found):.2f})" if len(found) > 1 else ""
@@ -54,7 +54,7 @@ def markdown(found: dict[str, Any]) -> str:
     medians = (f"{statistics.median(run['limit']) * 1e3:.0f} ms" for run in runs)
     lines.append("| plain SDPA, one process | | | " + " | ".join(medians) + " |")
     for (library, mode, layout, note), results in _sorted(_rows(found)):
-        cells = [cell(run, results[i]) if i in results else "" for i, run in enumerate(runs)]
+        cells = [cell(results[i]) if i in results else "" for i in range(len(runs))]
         if any(cells):
             name = f"{mode} ({note})" if note else mode
             balanced = "" if next(iter(results.values()))["balanced"] else " (unbalanced)"
@@ -86,7 +86,7 @@ def behind(found: dict[str, Any], library: str = "hyper_cp") -> list[str]:
     for run in found["runs"]:
         best: dict[tuple[str, bool], tuple[float, str, list[float]]] = {}
         for result in run["results"]:
-            ratios = shares(run, result) if result["status"] == "ok" else []
+            ratios = shares(result) if result["status"] == "ok" else []
             if ratios:
                 key, name = (result["mode"], result["library"] == library), f"{result['library']} {result['note']}"
                 best[key] = max(best.get(key, (0.0, "", [])), (statistics.median(ratios), name, ratios))
@@ -106,11 +106,11 @@ def plot(found: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    runs = [run for run in found["runs"] if any(shares(run, result) for result in run["results"])][:2]
-    most = max(sum(bool(shares(run, result)) for result in run["results"]) for run in runs)
+    runs = [run for run in found["runs"] if any(shares(result) for result in run["results"])][:2]
+    most = max(sum(bool(shares(result)) for result in run["results"]) for run in runs)
     figure, panels = plt.subplots(1, len(runs), figsize=(5.2 * len(runs), 0.9 + 0.27 * most), squeeze=False)
     for run, panel in zip(runs, panels[0], strict=True):
-        bars = [(statistics.median(s), min(s), max(s), r) for r in run["results"] if (s := shares(run, r))]
+        bars = [(statistics.median(s), min(s), max(s), r) for r in run["results"] if (s := shares(r))]
         bars.sort(key=lambda bar: bar[0])
         names = [f"{r['library']}: {r['mode']}, {r['layout']}{', ' + r['note'] if r['note'] else ''}" for *_, r in bars]
         medians = [median for median, *_ in bars]
@@ -151,7 +151,7 @@ def summary(found: dict[str, Any], bars: Sequence[tuple[int, float]]) -> list[st
         own = {
             f"{r['mode']}, {r['layout']}{', ' + r['note'] if r['note'] else ''}": statistics.median(s)
             for r in run["results"]
-            if r["library"] == "hyper_cp" and r["balanced"] and (s := shares(run, r))
+            if r["library"] == "hyper_cp" and r["balanced"] and (s := shares(r))
         }
         if own:
             name, least = min(own.items(), key=lambda item: item[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ class Result:
         reason: of the last two.
         error: the largest relative error against fp64.
         seconds: of the slowest rank in each round; None in rounds without it.
+        limits: of plain SDPA just before and after it, their mean, in each round.
     """
 
     library: str
@@ -55,6 +57,7 @@ class Result:
     reason: str = ""
     error: float = 0.0
     seconds: list[float | None] = field(default_factory=list)
+    limits: list[float] = field(default_factory=list)
 
 
 def machine() -> dict[str, Any]:
@@ -210,7 +213,8 @@ class Entry:
 
 
 def measure(problem: Problem, rounds: int, only: Sequence[str], ranks: Ranks) -> dict[str, Any]:
-    """Check all contenders, then time them in turns, plain SDPA first in every round."""
+    """Check all contenders, then time them in turns, plain SDPA between every two: the cores of a virtual machine are
+    not as fast in every minute."""
     short, bar = problem.resized(min(problem.length, SHORT)), BARS[problem.dtype]
     entries = [Entry(contender) for contender in chosen(only)]
     exact, shares_short, shares = oracle(short), Shares(), Shares()
@@ -223,26 +227,35 @@ def measure(problem: Problem, rounds: int, only: Sequence[str], ranks: Ranks) ->
     for entry in [entry for entry in entries if entry.result.status == "ok"]:
         entry.check(problem, shares, plain, 4 * bar, "plain SDPA", ranks)
     del plain
-    limits: list[float] = []
     runners = [entry for entry in entries if entry.result.status == "ok"]
-    for number in range(rounds + 1):  # the first round warms up
+    for entry in runners:  # this warms up
+        dist.barrier()
+        entry.step()
+
+    def plainly() -> float:
         dist.barrier()
         seconds = 0.0
-        if ranks.rank == 0:  # the other ranks wait in the next barrier and use no core
+        if ranks.rank == 0:  # the other ranks wait and use no core
             torch.set_num_threads(ranks.size)
             seconds, _ = timed(attend, whole, dout)
             torch.set_num_threads(1)
-        limits.append(ranks.most(seconds))
+        return ranks.most(seconds)
+
+    limits: list[list[float]] = []
+    for number in range(rounds):
+        limits.append([plainly()])
         for entry in [*runners[number % len(runners) :], *runners[: number % len(runners)]] if runners else []:
-            times = entry.result.seconds
-            if number > 1 and (times[1] or 0.0) > SLOW * limits[1]:
-                times.append(None)
+            result, around = entry.result, limits[-1]
+            if number and (result.seconds[0] or 0.0) > SLOW * result.limits[0]:
+                result.seconds.append(None)
+                result.limits.append(around[-1])
                 continue
             dist.barrier()
-            times.append(ranks.most(entry.step()))
-    for entry in runners:
-        del entry.result.seconds[0]
-    return {"problem": asdict(problem), "limit": limits[1:], "results": [asdict(entry.result) for entry in entries]}
+            result.seconds.append(ranks.most(entry.step()))
+            around.append(plainly())
+            result.limits.append((around[-2] + around[-1]) / 2)
+    medians = [statistics.median(around) for around in limits]
+    return {"problem": asdict(problem), "limit": medians, "results": [asdict(entry.result) for entry in entries]}
 
 
 # --------------------------------------------------------------------------- processes

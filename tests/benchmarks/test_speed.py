@@ -153,7 +153,7 @@ def test_a_section_of_a_document_is_replaced(tmp_path: Path) -> None:
 def test_peers_that_are_faster_are_named() -> None:
     def result(library: str, seconds: float, mode: str = "ring") -> dict[str, Any]:
         names = {"library": library, "mode": mode, "layout": "head_tail", "note": ""}
-        return {**names, "status": "ok", "balanced": True, "seconds": [seconds, seconds]}
+        return {**names, "status": "ok", "balanced": True, "seconds": [seconds, seconds], "limits": [1.0, 1.0]}
 
     problem = dict(Problem(4096).__dict__)
     results = [result("hyper_cp", 1.1), result("hyper_cp", 1.25), result("other", 1.0), result("other", 0.5, "Ulysses")]
