@@ -8,7 +8,7 @@ script prints the seconds of forward + backward (the slowest rank, median of rou
 communicate). "Communicate" is the bytes that the mode must send, as the library records them, over the rate (on the
 rank that sends most). "Compute" is the same step on the same links without a limit (the median of rounds, which take
 turns with the others), with as many ranks on this machine's cores. With a perfect link and perfect overlap the ratio is
-1.00. Results are added to what the JSON file has. Where there can be no such links, the script says why and exits with 3.
+1.00. Results are added to what the JSON file has. Where there are no such links, it says why and exits with 3.
 """
 
 from __future__ import annotations
