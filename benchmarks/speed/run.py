@@ -241,6 +241,7 @@ def measure(problem: Problem, rounds: int, only: Sequence[str], ranks: Ranks) ->
             torch.set_num_threads(1)
         return ranks.most(seconds)
 
+    plainly()
     limits: list[list[float]] = []
     for number in range(rounds):
         limits.append([plainly()])

@@ -231,7 +231,7 @@ def entries_of(handler: Shares, batch: Any, debug: bool) -> dict[Any, Any]:
     is_share = isinstance(batch, LocalBatch) or any(isinstance(x, AttentionState) for x in entries.values())
     if debug:
         state = "the state (whole, or split already)"
-        _compare(handler, {"the names (or number) of entries": list(entries), state: is_share})
+        _compare(handler, {state: is_share, "the names (or number) of entries": list(entries)})
     if is_share:
         length = f" of {batch.length} positions" if isinstance(batch, LocalBatch) else ""
         raise ValueError(

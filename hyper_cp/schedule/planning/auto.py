@@ -40,7 +40,7 @@ TYPICAL = {
 """The figures that stand for a type of device; those of h100 for all others."""
 EQUAL = 1.02
 """Choices within this of the fastest are equally good: the largest degree of them is taken, which needs the least
-memory, the smallest number of groups, and the usual number of stages, which hides transfers on slower links, too."""
+memory, and the smallest number of groups. :class:`FastestStages` says which number of stages."""
 SAID: set[tuple[str | int, ...]] = set()
 """Choices that were logged at level INFO."""
 
