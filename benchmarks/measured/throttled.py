@@ -249,7 +249,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
             axes.set(xscale="log", yscale="log", title=f"{mode}\n{world} ranks")
             axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
             axes.minorticks_off()
-            axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=12))
             axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
             axes.title.set_fontsize(9)
             axes.grid(alpha=0.3, which="both")
