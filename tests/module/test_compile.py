@@ -89,12 +89,7 @@ def compiled_equals_eager(world: int, modes: list[dict[str, Any]], backend: str)
 
 
 RING = {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"}
-ON_TWO: list[dict[str, Any]] = [
-    {"ulysses_degree": None, "layout": "head_tail"},
-    {"ulysses_degree": 1, "load_balance": True},
-    {"ulysses_degree": "auto", "kv_exchange": "ring"},
-]
-"""The other modes have the same graph: perhaps an exchange of heads, and attention, whose settings are a text."""
+ON_TWO = [mode for mode in MODES if mode["ulysses_degree"] != 2 and mode != RING]
 ON_FOUR = [mode for mode in MODES if mode["ulysses_degree"] in (2, "auto")]
 """Modes that two ranks cannot have: a ring of several and Ulysses of several. (There are two key/value heads.)"""
 

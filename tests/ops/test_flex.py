@@ -130,7 +130,7 @@ def compiled_errors(styles: list[dict[str, Any]], cases: list[str]) -> dict[str,
 
 @pytest.mark.slow
 def test_compiled(ranks: Any) -> None:
-    styles = [STYLES[i] for i in (8, 3)]
+    styles = [STYLES[i] for i in (8, 0, 3)]
     for errors in ranks(2, compiled_errors, styles, ["window, alibi"], timeout=300):
         assert max(errors.values()) <= 1e-10, {k: e for k, e in errors.items() if e > 1e-10}
 

@@ -204,10 +204,11 @@ def opcheck(world: int) -> None:
         q, k, v = (torch.randn(2, h, 8, 16, requires_grad=True) for h in (HEADS, kv_heads, kv_heads))
         documents, mask = torch.tensor([[0, 5, 16]]), torch.ones(1, HEADS // 2, 1, 16, dtype=torch.bool)
         sinks = torch.zeros(HEADS // 2, requires_grad=True)
-        settings = (0.25, 0.0, OpSettings("head_tail", "all_gather", False, (-9, 0), 2, "", cp.key).text())
-        ops = torch.ops.hyper_cp
-        inputs = (q, k, v, sinks, [], documents, mask if kv_heads == 2 else None, None, *settings)
-        torch.library.opcheck(ops.ulysses_attention.default, inputs)
+        for mask_or_none in (None, mask):
+            settings = (0.25, 0.0, OpSettings("head_tail", "all_gather", False, (-9, 0), 2, "", cp.key).text())
+            ops = torch.ops.hyper_cp
+            inputs = (q, k, v, sinks, [], documents, mask_or_none, None, *settings)
+            torch.library.opcheck(ops.ulysses_attention.default, inputs)
         with torch.no_grad():
             out, lse, *saved = ops.ulysses_attention(q, k, v, sinks, [], documents, None, None, *settings)
             results = torch.ones_like(out), lse, None, saved, ops.fingerprint(documents, cp.key)

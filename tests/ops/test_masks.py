@@ -174,7 +174,7 @@ def drawn_case(draw: st.DrawFn, world: int) -> AttentionCase:
 @st.composite
 def drawn_job(draw: st.DrawFn) -> tuple[int, list[AttentionCase]]:
     """Several cases of one world: what takes time is to bring ranks together."""
-    world = draw(st.integers(1, 6))
+    world = draw(st.integers(1, 8))
     return world, draw(st.lists(drawn_case(world), min_size=1, max_size=10))
 
 
