@@ -19,9 +19,10 @@ from contextlib import contextmanager
 
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET; os.unshare is new in Python 3.12
 _SIGNAL_OF_PARENT = 1  # PR_SET_PDEATHSIG
+_CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"  # that of the namespace of the process that opens it
 _MAKE_SWITCH = "ip link add switch type bridge && ip link set switch up"
 _TRY = (
-    f"{_MAKE_SWITCH} && ip link add near type veth peer name far && "
+    f"{_MAKE_SWITCH} && echo reno > {_CONGESTION} && ip link add near type veth peer name far && "
     "tc qdisc replace dev near root tbf rate 100mbit burst 128kb limit 64mb"
 )
 
@@ -64,9 +65,16 @@ def switch() -> Iterator[int]:
 
 class Link:
     """The link of one rank. It moves the calling process into a network namespace of its own, so make it in a process
-    of the rank, before its process group and in its main thread."""
+    of the rank, before its process group and in its main thread.
 
-    def __init__(self, switch: int, rank: int) -> None:
+    Args:
+        switch: the number of the process whose namespace is the switch.
+        congestion: how TCP decides how much it sends. With "reno", which every Linux has, it sends as much as the
+            receiver takes where nothing is dropped. "cubic" and "bbr", the defaults of hosts, estimate from delays how
+            fast a link is, and several connections that share it seldom fill it.
+    """
+
+    def __init__(self, switch: int, rank: int, congestion: str = "reno") -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_SIGNAL_OF_PARENT, signal.SIGKILL)  # a rank whose parent is gone would wait for other ranks
         if libc.unshare(_NEW_NETWORK):
@@ -75,6 +83,7 @@ class Link:
         self.limited = False
         self._run(f"ip link add {self.port} type veth peer name eth0 netns {os.getpid()}", at_switch=True)
         self._run(f"ip link set {self.port} master switch up", at_switch=True)
+        self._control(congestion)
         self._run("ip link set lo up")
         self._run("ip link set eth0 addrgenmode none")  # gloo takes the interface's first address: there is one
         self._run(f"ip address add 10.0.0.{rank + 1}/24 dev eth0")
@@ -92,6 +101,14 @@ class Link:
                 limit = f"tbf rate {round(rate * 1e6)}bit burst {BURST} limit {QUEUE}"
                 self._run(f"tc qdisc replace dev {device} root {limit}", at_switch)
         self.limited = rate is not None
+
+    def _control(self, congestion: str) -> None:
+        with open(_CONGESTION.replace("tcp_", "tcp_available_")) as names:
+            known = names.read().split()
+        if congestion not in known:
+            raise ValueError(f"congestion={congestion!r} is not among those of this kernel: {', '.join(known)}")
+        with open(_CONGESTION, "w") as setting:
+            setting.write(congestion)
 
     def _run(self, command: str, at_switch: bool = False) -> None:
         enter = ["nsenter", "--net", "--target", str(self.switch)] if at_switch else []

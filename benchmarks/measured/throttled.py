@@ -9,6 +9,9 @@ communicate). "Communicate" is the bytes that the mode must send, as the library
 rank that sends most). "Compute" is the same step on the same links without a limit (the median of rounds, which take
 turns with the others), with as many ranks on this machine's cores. With a perfect link and perfect overlap the ratio is
 1.00. Results are added to what the JSON file has. Where there are no such links, it says why and exits with 3.
+
+For groups of heads it also prints what is possible at best: the groups are too few to hide all of the first and of the
+last transfer, and forward communicates more, for its computation, than backward.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp.mesh import comm
 from hyper_cp.ops import attention
+from hyper_cp.schedule.planning.timeline import BACKWARD, grouped_ulysses
 
 from ..simulated.needed import masks
 from .links import Link, switch, why_not
@@ -62,6 +66,8 @@ MODES: dict[str, dict[str, Any]] = {
 DRAWN = ("log-normal", "exponential", "half one")
 """Documents of simulated/needed.py, in proportion to the tokens of a rank."""
 MASKS = ("causal", "window", "documents", *DRAWN)
+SETTINGS = ("ranks", "length", "mask", "congestion")
+"""Arguments that are part of a row, and that rows of one table have in common."""
 
 
 def masked(args: argparse.Namespace, mode: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +96,7 @@ class Rank:
 
     def __init__(self, rank: int, args: argparse.Namespace, at: int, store: str) -> None:
         torch.set_num_threads(1)
-        self.args, self.link = args, Link(at, rank)
+        self.args, self.link = args, Link(at, rank, args.congestion)
         os.environ["LOCAL_WORLD_SIZE"] = "1"  # as torchrun sets it where a host has one rank
         group = {"rank": rank, "world_size": args.ranks, "timeout": timedelta(minutes=2)}
         dist.init_process_group("gloo", init_method=f"file://{store}", **group)
@@ -133,7 +139,8 @@ def rank_main(number: int, args: argparse.Namespace, at: int, store: str, queue:
         for name in chosen:
             seconds, unlimited, sent = rank.times(MODES[name], rate, args.rounds)
             if number == 0:
-                case = {"ranks": args.ranks, "length": args.length, "mask": args.mask, "rate": rate, "mode": name}
+                case = {setting: getattr(args, setting) for setting in SETTINGS}
+                case |= {"rate": rate, "mode": name}
                 queue.put({**case, "seconds": seconds, "compute": statistics.median(unlimited), "sent": sent})
     rank.set_rate(None)
     dist.destroy_process_group()
@@ -184,15 +191,26 @@ def ratio(row: Row) -> float:
 
 def key(row: Row) -> tuple[Any, ...]:
     """The case of a row."""
-    return tuple(row[name] for name in ("ranks", "length", "mask", "mode", "rate"))
+    return tuple(row.get(name) for name in (*SETTINGS, "mode", "rate"))
+
+
+def at_best(row: Row) -> float | None:
+    """The ratio of a step in which groups of heads overlap perfectly; None for other modes."""
+    groups = MODES[row["mode"]].get("head_groups")
+    if groups is None:
+        return None
+    forward = row["compute"] / (1 + BACKWARD)
+    there = communicate(row) * 3 / 8  # q, k and v; the output is as long as one of them
+    seconds = grouped_ulysses(groups, (forward, BACKWARD * forward), (there, communicate(row) / 8), 0.0)
+    return seconds / line(row)
 
 
 def line_of(row: Row) -> str:
-    low, high = min(row["seconds"]), max(row["seconds"])
+    low, high, best = min(row["seconds"]), max(row["seconds"]), at_best(row)
     return (
         f"{row['ranks']} ranks {row['rate']:6g} Mbit/s {row['mode']:26} {statistics.median(row['seconds']):6.3f} s "
         f"({low:.3f} - {high:.3f})  compute {row['compute']:.3f}  communicate {communicate(row):.3f}  "
-        f"{ratio(row):.2f} x the line"
+        f"{ratio(row):.2f} x the line" + ("" if best is None else f" (at best {best:.2f})")
     )
 
 
@@ -209,10 +227,11 @@ def merged(path: Path, rows: list[Row]) -> dict[str, Any]:
 def table(rows: Sequence[Row]) -> str:
     """A Markdown table: the step in seconds, and in brackets over the line."""
     lines = []
-    for ranks, length, mask in sorted({(r["ranks"], r["length"], r["mask"]) for r in rows}):
-        some = [r for r in rows if (r["ranks"], r["length"], r["mask"]) == (ranks, length, mask)]
-        rates = sorted({r["rate"] for r in some})
-        lines += [f"| {ranks} ranks, S={length}, {mask} | " + " | ".join(f"{x:g} Mbit/s" for x in rates) + " |"]
+    for settings in sorted({key(r)[: len(SETTINGS)] for r in rows}, key=str):
+        some = [r for r in rows if key(r)[: len(SETTINGS)] == settings]
+        (ranks, length, *rest), rates = settings, sorted({r["rate"] for r in some})
+        title = ", ".join([f"{ranks} ranks", f"S={length}", *filter(None, rest)])
+        lines += [f"| {title} | " + " | ".join(f"{x:g} Mbit/s" for x in rates) + " |"]
         lines += ["|---|" + "---:|" * len(rates)]
         for mode in MODES:
             cells = {
@@ -268,6 +287,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=4096, help="of the whole sequence")
     parser.add_argument("--width", type=int, default=512, help="heads times head dim; there are 4 heads a rank")
     parser.add_argument("--mask", choices=MASKS, default="causal")
+    parser.add_argument("--congestion", default="reno", help="congestion control of TCP; see links.py")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=MODES, help="only these modes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the results to this file")

@@ -181,16 +181,15 @@ _STAGES = 4
 _LEAST = 8192  # rows of a stage, on the rank that receives most
 # If few rows travel, what a stage costs beside them counts: one may be a third faster than two, or four a tenth. With
 # more rows, the usual number is within a tenth of the best by that model, and schedules take longer to make.
-_FEW, _POSSIBLE = 3 * _LEAST, (1, 2, 4)
-_AHEAD = 3  # shares of a rank that are under way; a ring has two
+_FEW, _POSSIBLE = 3 * _LEAST, (1, 2, 4, 8)
+# So many stages are under way, and at most as many rows as so many ranks hold. A rank with much to do in one stage then
+# seldom holds up the others. In backward gradients travel beside keys, and the more stages of keys are under way, the
+# longer the first takes to arrive: on TCP all of them share the link (benchmarks/README.md, two hosts).
+_AHEAD = 3
 
 
 def needed(problem: Problem) -> Arrivals:
-    """Blocks are the rows that this rank's queries see, each once, from the ranks that hold them.
-
-    So many stages are under way at once that their rows are at most as many as three ranks hold: a rank with much to do
-    in one stage then seldom holds up the others.
-    """
+    """Blocks are the rows that this rank's queries see, each once, from the ranks that hold them."""
     flows = _Flows(problem)
     if not flows.most:
         return Arrivals((placed(problem.keys[problem.rank]),))
@@ -208,7 +207,7 @@ def stages_of(most: int, share: int) -> int:
 
 def ahead_of(most: int, share: int, stages: int) -> int:
     """The number of stages that are under way at once."""
-    return max(1, _AHEAD * share * stages // most)
+    return max(1, min(_AHEAD, _AHEAD * share * stages // most))
 
 
 def _chosen(flows: _Flows, choose: ChooseStages) -> int:

@@ -44,6 +44,16 @@ def test_results_are_added_to_a_file_and_compared_with_the_line(tmp_path: Path) 
     assert "| ring | 6.00 s (2.00) | 8.00 s (8.00) |" in throttled.table(rows)
 
 
+def test_what_groups_of_heads_can_reach_is_shown() -> None:
+    """One group hides nothing. In two, half of q, k and v and half of the output stay visible each way."""
+    row = {"ranks": 2, "length": 64, "mode": "Ulysses, 2 head groups", "rate": 8.0, "seconds": [4.0]}
+    short, long = ({**row, "compute": compute, "sent": 1_000_000} for compute in (14.0, 1e-6))
+    assert throttled.at_best(short) == pytest.approx((14.0 + 2 * (3 / 16 + 1 / 16)) / 14.0)
+    assert throttled.at_best(long) == pytest.approx(1.0, abs=1e-5)
+    assert "4.00 x the line" not in throttled.line_of(short) and "(at best 1.04)" in throttled.line_of(short)
+    assert throttled.at_best({**row, "mode": "Ulysses", "compute": 1.0, "sent": 1}) is None
+
+
 def network(pid: int) -> str:
     return os.readlink(f"/proc/{pid}/ns/net")
 
@@ -82,6 +92,8 @@ def test_nothing_is_left_when_it_is_killed() -> None:
             ).stdout
 
         assert "port0" in ports()
+        control = f"nsenter --net --target {process.pid} cat /proc/sys/net/ipv4/tcp_congestion_control"
+        assert subprocess.run(control.split(), capture_output=True, text=True).stdout == "reno\n"
         process.kill()
         process.communicate()
         for _ in range(100):

@@ -267,7 +267,7 @@ def test_needed_rows_travel_in_equal_stages(layout: str, least: int) -> None:
     (stages,), (ahead,) = ({len(plan.routes) for plan in plans}, {plan.ahead for plan in plans})
     most = max(sum(sum(route.received) for route in plan.routes) for plan in plans)
     assert stages == max(min(4, most // least), -(-most // (length // world)))
-    assert ahead * -(-most // stages) <= 3 * length // world + stages
+    assert 1 <= ahead <= 3 and ahead * -(-most // stages) <= 3 * length // world + stages
     for rank, plan in enumerate(plans):
         totals = [sum(route.received) for route in plan.routes]
         assert max(totals) - min(totals) <= 1 and max(totals) <= length // world

@@ -40,7 +40,9 @@ TYPICAL = {
 """The figures that stand for a type of device; those of h100 for all others."""
 EQUAL = 1.02
 """Choices within this of the fastest are equally good: the largest degree of them is taken, which needs the least
-memory, and the smallest number of groups. :class:`FastestStages` says which number of stages."""
+memory, the smallest number of groups, and the usual number of stages. :func:`_cuts_are_cheap` is the exception."""
+MOST_STAGES = 4
+"""More stages than this seldom gain anything on fast links."""
 SAID: set[tuple[str | int, ...]] = set()
 """Choices that were logged at level INFO."""
 
@@ -99,6 +101,16 @@ def attention_seconds(
     return time.forward + time.backward
 
 
+def _cuts_are_cheap(device: str, ranks: int, per_host: int) -> bool:
+    """True between hosts on gloo, where the largest of equally good numbers of groups and of stages is taken.
+
+    Links there are seldom as fast as the profile says. And gloo has one connection for both directions: between few and
+    long messages a rank says that it is ready to receive behind a long one of its own, which is not in the model
+    (benchmarks/README.md has it on real links).
+    """
+    return device == "cpu" and ranks > per_host
+
+
 # --------------------------------------------------------------------------- groups of heads
 
 
@@ -122,6 +134,7 @@ def fastest_groups(
     device: str,
 ) -> int:
     """The fewest groups of heads whose attention, forward and backward, takes within ``EQUAL`` of the shortest time.
+    Between hosts on gloo it is the most groups.
 
     Args:
         numbers: the possible ones.
@@ -143,7 +156,8 @@ def fastest_groups(
     travel = byte * (queries * dim + heads_after_sharing(keys, degree) * (dim + value_dim)), byte * queries * value_dim
     seconds = {number: grouped_ulysses(number, kernels, travel, each) for number in numbers}
     fastest = min(seconds.values())
-    best = min(number for number, found in seconds.items() if found <= EQUAL * fastest)
+    least_or_most = max if _cuts_are_cheap(device, degree, per_host) else min
+    best = least_or_most(number for number, found in seconds.items() if found <= EQUAL * fastest)
     _say(
         'head_groups="auto": %d groups for %d query and %d key/value heads over ulysses_degree=%d, %d tokens a rank',
         (best, queries, keys, degree, tokens),
@@ -158,7 +172,8 @@ def fastest_groups(
 @dataclass(frozen=True)
 class FastestStages:
     """The number of stages whose attention, forward and backward, is the fastest on the rank that receives most, or the
-    usual number if that is within ``EQUAL`` of it. Between hosts on gloo it is the largest number within ``EQUAL``.
+    usual number if that is within ``EQUAL`` of it. Between hosts on gloo it is the largest number within ``EQUAL``, and
+    may be more than :data:`MOST_STAGES`.
 
     Attributes:
         ulysses, per_host: ranks that exchange heads, and ranks that share a host.
@@ -180,6 +195,8 @@ class FastestStages:
     def __call__(self, problem: arrivals.Problem, numbers: Sequence[int], in_stages: Callable[[int], Arrivals]) -> int:
         """The choice among ``numbers``, the usual one first (see :data:`hyper_cp.schedule.arrivals.ChooseStages`)."""
         usual = found = numbers[0]
+        cheap = _cuts_are_cheap(self.device, self.ulysses * problem.size, self.per_host)
+        numbers = [number for number in numbers if cheap or number <= max(usual, MOST_STAGES)]
         gain, rows = "", length_of(problem.queries[problem.rank])
         if len(numbers) > 1:
             seconds: dict[int, float] = {}
@@ -189,10 +206,7 @@ class FastestStages:
                     break  # so do more of them
             best, name = min(seconds, key=seconds.__getitem__), typical(self.device).name
             equal = [number for number in seconds if seconds[number] <= EQUAL * seconds[best]]
-            # Gloo has one connection for both directions: in few stages a rank says that it is ready to receive behind
-            # long messages of its own. That is not in the model (benchmarks/README.md has it on real links).
-            slower = self.device == "cpu" and self.ulysses * problem.size > self.per_host
-            found = max(equal) if slower else usual if usual in equal else best
+            found = max(equal) if cheap else usual if usual in equal else best
             gain = f": {seconds[found] * 1e3:.3g} ms, {seconds[usual] * 1e3:.3g} ms in {usual}, by the cost of {name}"
         _say(
             'exchange_stages="auto": %d stages for %d query and %d key/value heads on %d ranks, %d tokens each',

@@ -52,6 +52,11 @@ def test_many_groups_of_a_short_sequence_cost_more_messages_than_they_hide() -> 
     assert fastest(64, 8) == 1
 
 
+def test_between_hosts_on_gloo_the_most_of_equally_fast_groups_are_taken() -> None:
+    for per_host, groups in ((1, 4), (4, 2)):
+        assert fastest_groups((1, 2, 4), 4, per_host, (16, 16), (32, 32), 1024, 4096 * 2048, 4, "cpu") == groups
+
+
 def test_the_choice_is_logged_with_what_it_gains(caplog: pytest.LogCaptureFixture) -> None:
     fastest_groups.cache_clear()
     auto.SAID.clear()
@@ -157,5 +162,7 @@ def test_between_hosts_on_gloo_the_most_of_equally_fast_stages_are_taken() -> No
     for tokens, ring in ((2048, 2), (4096, 2), (4096, 4)):
         case, heads = Case([tokens], ring, "head_tail"), 4 * ring
         choice = FastestStages(1, 1, (heads, heads), (512 // heads, 512 // heads), 1, 4, "cpu")
-        assert case.chosen(choice) == 4, (tokens, ring)
+        assert case.chosen(choice) == 8, (tokens, ring)
     assert Case([2048], 2, "head_tail").chosen(replace(choice, per_host=2)) == 2
+    # The same figures of a link, but another type of device: eight are not even compared.
+    assert Case([2048], 2, "head_tail").chosen(replace(choice, device="cuda")) <= 4
