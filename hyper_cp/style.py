@@ -62,9 +62,11 @@ class ContextParallel(ParallelStyle):
             module that receives q, k, v in ``[B, H, S, D]`` and hands them to attention will do), and heads that split
             into the groups. ``"auto"``: the number that the planner's cost puts first with typical figures
             (docs/measured/planner.md), 1 where modules receive q, k, v; it is logged.
-        exchange_stages: the number of stages of ``kv_exchange="needed"``; the first tiles run while the rows of later
-            stages travel. More stages hide more of the transfers, hold fewer rows at a time, and cost launches and
-            merges. ``"auto"``: chosen for each batch by the planner's cost (docs/measured/planner.md), and logged.
+        exchange_stages: the number of stages in which keys and values travel with ``kv_exchange="needed"`` or
+            ``"all_gather"``; the first tiles run while the rows of later stages are on their way. More stages hide more
+            of the transfers, and cost launches and merges; with ``"needed"`` they hold fewer rows at a time.
+            ``"auto"``: chosen for each batch by the planner's cost (docs/measured/planner.md), and logged; an
+            all-gather stays whole, except between hosts on gloo.
         cross_attention: keys and values are another sequence than the queries (the decoder's view of an encoder). The
             documents and the padding of a block describe its queries and hide no keys then, so that a call inside one
             needs an explicit ``attn_mask`` over the global positions of the keys (``[B, 1, 1, Skv]``).
@@ -200,7 +202,7 @@ class ContextParallel(ParallelStyle):
 
     @property
     def exchange_stages(self) -> int | str:
-        """The number of stages of the needed exchange, or ``"auto"``."""
+        """The number of stages of the exchange, or ``"auto"``."""
         return self.mode.exchange_stages
 
     def __repr__(self) -> str:

@@ -163,9 +163,10 @@ def attention(
         head_groups: exchange heads (``ulysses_degree`` > 1) in this many groups, the next one in flight while one is
             attended, in backward too. Each rank's heads must split into them. ``"auto"``: the number that the planner's
             cost puts first with typical figures (docs/measured/planner.md); it is logged.
-        exchange_stages: the number of stages of ``kv_exchange="needed"``; the first tiles run while the rows of later
-            stages travel. ``"auto"``: chosen for each batch by the planner's cost (docs/measured/planner.md); it is
-            logged.
+        exchange_stages: the number of stages in which keys and values travel with ``kv_exchange="needed"`` or
+            ``"all_gather"``; the first tiles run while the rows of later stages are on their way. ``"auto"``: chosen
+            for each batch by the planner's cost (docs/measured/planner.md), and logged; an all-gather stays whole,
+            except between hosts on gloo.
         sinks: a learned logit per query head ``[H]``, of all heads, which takes weight in the softmax of every row and
             gives no value (attention sinks, as in gpt-oss). Each rank returns the gradient through its own rows and
             heads: reduce it over the cp ranks like that of any replicated parameter.

@@ -19,6 +19,7 @@ from ..mesh.cp_mesh import CPMesh
 from ..schedule import build, documents, tiles
 from ..schedule import layout as layouts
 from ..schedule.blocks import BlockMap
+from ..schedule.planning.auto import hosts_matter
 from ..schedule.tiles import Band
 from .config import Call, CheckedCall, Mode
 
@@ -122,7 +123,7 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
         ("score", "" if call.score is None else call.score.signature),
     )
     cp.agree("call", signature, call.name, (("scale", call.scale), ("dropout_p", call.dropout_p)))
-    if mode.stages is None and cp.ring.size > 1:  # chosen with the schedule, by the ranks that are near
+    if mode.stages is None and cp.ring.size > 1 and hosts_matter(mode.kv_exchange, tensors[0].device.type):
         cp.agree("hosts", (("ranks per host", cp_mesh.ranks_per_host()),), call.name)
     table = documents.read(call.documents)
     cp.agree("documents", (("documents", None if table is None else table.digest),), call.name)

@@ -62,8 +62,8 @@ class Mode:
         if self.exchange_stages != "auto" and self.kv_exchange not in arrivals.STAGED:
             raise ValueError(
                 f"exchange_stages={self.exchange_stages} with kv_exchange={self.kv_exchange!r}, which has no stages. "
-                f"Only {' and '.join(map(repr, sorted(arrivals.STAGED)))} cuts its exchange into stages. Leave "
-                "exchange_stages out, or use that exchange"
+                f"Only {' and '.join(map(repr, sorted(arrivals.STAGED)))} send in stages. Leave exchange_stages out, "
+                "or use one of these"
             )
         if not isinstance(self.load_balance, bool):
             raise TypeError(f"load_balance={self.load_balance!r} must be True or False")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -74,7 +75,8 @@ class Arrivals:
         blocks: placed ranges of each block that may be used.
         routes: what travels before each arriving block; empty if whole shares travel.
         ahead: the number of routes that are under way at once, the same on all ranks.
-        pieces: the rows of a whole share that travel together, the same on all ranks. The rows of a piece are a block.
+        pieces: the rows of a whole share that travel together, the same on all ranks. The rows of a piece are a block;
+            in an all-gather, those of all ranks.
     """
 
     blocks: tuple[Numbers, ...]
@@ -151,13 +153,39 @@ _LEAST_PIECE = 512  # rows; kernels are slower on fewer
 def in_pieces(problem: Problem, whole: Arrivals) -> Arrivals:
     """The same blocks, of one share each, in pieces if the ranks are few and the shares long."""
     share = _length(placed(problem.keys[problem.rank]))
-    if problem.size > _IN_PIECES_UP_TO or share < 2 * _LEAST_PIECE:
-        pieces: tuple[tuple[Range, ...], ...] = (((0, share),),)
-    else:
-        first, middle, third = (share * i // 4 for i in (1, 2, 3))
-        pieces = ((0, first), (middle, third)), ((first, middle), (third, share))
+    pieces = _pieces(share, 1 if problem.size > _IN_PIECES_UP_TO or share < 2 * _LEAST_PIECE else 2)
     local, *arriving = whole.blocks
     return Arrivals((local, *(_piece(block, rows) for block in arriving for rows in pieces)), pieces=pieces)
+
+
+def gathered(problem: Problem, whole: Arrivals) -> Arrivals:
+    """The same block, of all shares, in stages: in each, the same piece of every share travels. All of them are under
+    way at once."""
+    if not whole.hops:
+        return whole
+    share, count = _length(placed(problem.keys[0])), problem.stages
+    if count is not None and not isinstance(count, int):
+        # Of contiguous data under a causal mask, the last rank sees the most.
+        last = replace(problem, rank=problem.size - 1)
+        numbers = [n for n in _POSSIBLE if n == 1 or 2 * n <= share]
+        count = count(last, numbers, lambda n: gathered(replace(last, stages=n), _GATHER(last)))
+    pieces, (local, block) = _pieces(share, min(count or 1, max(1, share // 2))), whole.blocks
+    of = block[:, 0] // share
+    stages = []
+    for rows in pieces:
+        length = sum(stop - start for start, stop in rows)
+        parts = [_piece(block[of == source] - [source * share, 0, 0], rows) for source in range(problem.size)]
+        stages.append(np.concatenate([part + [source * length, 0, 0] for source, part in enumerate(parts)]))
+    return Arrivals((local, *stages), ahead=len(pieces), pieces=pieces)
+
+
+def _pieces(share: int, count: int) -> tuple[tuple[Range, ...], ...]:
+    """The rows of a share in so many pieces, each of which has an equal part of either half of the share."""
+    if count == 1:
+        return (((0, share),),)
+    cuts = [share * i // (2 * count) for i in range(2 * count + 1)]
+    ranges = [*pairwise(cuts)]
+    return tuple((ranges[i], ranges[count + i]) for i in range(count))
 
 
 def _piece(block: Numbers, rows: Sequence[Range]) -> Numbers:
@@ -329,7 +357,7 @@ _VISITS: dict[str, Visits] = {}
 
 KV_EXCHANGES = _ARRIVALS.keys()
 """Names of all ways in which keys and values reach a rank, those registered later included."""
-STAGED = frozenset({"needed"})
+STAGED = frozenset({"all_gather", "needed"})
 """Those whose transfers are cut into stages."""
 
 
@@ -352,7 +380,8 @@ def register_exchange(name: str, visits: Visits) -> None:
 
 register_exchange("all_gather", lambda rank, size: [(rank,), tuple(range(size))])
 register_exchange("ring", lambda rank, size: [((rank - hop) % size,) for hop in range(size)])
-_RING = _ARRIVALS["ring"]
+_GATHER, _RING = _ARRIVALS["all_gather"], _ARRIVALS["ring"]
+_ARRIVALS["all_gather"] = lambda problem: gathered(problem, _GATHER(problem))
 _ARRIVALS["ring"] = lambda problem: in_pieces(problem, _RING(problem))
 register_exchange("replicated", lambda rank, size: [(rank,)])  # every rank holds all keys and values
 _ARRIVALS["needed"] = needed

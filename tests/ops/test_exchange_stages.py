@@ -1,4 +1,5 @@
-"""The stages of kv_exchange="needed": exact in any number of them, the same bytes, compared, refused, and logged."""
+"""The stages of kv_exchange="needed" and "all_gather": exact in any number of them, the same bytes, compared, refused,
+and logged."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from hyper_cp.schedule.planning import auto
 from tests.harness.attention_case import FP64, AttentionCase, check, cp_mesh, drawn, run_cases
 from tests.harness.ranks import on_ranks
 
-NUMBERS = (1, 2, 3, 8)
+NUMBERS = {"needed": (1, 2, 3, 8), "all_gather": (2, 3, 100)}
 WORLD, LENGTH = 2, 48
 ROWS = {1: 1, 2: 2, 3: 3, 8: 8, 1000: LENGTH // WORLD, "auto": 1}
 """Stages in which half of a sequence travels to the other of two ranks, by the number that was asked for."""
@@ -28,7 +29,7 @@ def cases_of(world: int) -> list[AttentionCase]:
     length = 16 * world
     packed = (0, 5, 17, length), (0, length // 2 + 3, length - 1, length)
     one = ((0, length // 4 + 1, length - 3, length),)
-    needed = partial(AttentionCase, length, kv_exchange="needed", v_dim=6)
+    case = partial(AttentionCase, length, v_dim=6)
     settings: list[dict[str, Any]] = [
         {"is_causal": True, "layout": "head_tail", "kv_heads": 2},
         {"is_causal": True, "load_balance": True},
@@ -44,7 +45,12 @@ def cases_of(world: int) -> list[AttentionCase]:
             {"ulysses_degree": 2, "is_causal": True, "kv_heads": 1, "head_groups": 1},
             {"ulysses_degree": 2, "is_causal": True, "window": (6, 0), "head_groups": 2},
         ]
-    return [needed(**s, exchange_stages=number) for s in settings for number in NUMBERS]
+    return [
+        case(**s, kv_exchange=exchange, exchange_stages=number)
+        for s in settings
+        for exchange, numbers in NUMBERS.items()
+        for number in numbers
+    ]
 
 
 @pytest.mark.slow
@@ -66,7 +72,7 @@ def traffic(settings: list[dict[str, Any]]) -> list[tuple[int, int, int, int]]:
             out = attention(q, k, v, mesh=mesh, **how)
         with comm.record_traffic() as backward:
             out.sum().backward()
-        sent = [[n for name, n in log.entries if name == "all_to_all_rows"] for log in (forward, backward)]
+        sent = [[n for name, n in log.entries if name != "agreement"] for log in (forward, backward)]
         found.append((len(sent[0]), sum(sent[0]), len(sent[1]), sum(sent[1])))
     return found
 
@@ -78,6 +84,16 @@ def test_the_bytes_do_not_depend_on_the_number_of_stages(ranks: Any) -> None:
         assert list(numbers) == list(ROWS.values()) and [n // 2 for n in again] == list(numbers)
         assert set(forward) == {LENGTH // WORLD * 2 * 2 * 4 * 4}, "half of the rows of k and v, two heads of four fp32"
         assert set(backward) == {2 * forward[0]}, "the rows again, and their gradients"
+
+
+def test_so_it_is_in_an_all_gather(ranks: Any) -> None:
+    """A stage is a piece of each share; a share of 24 rows has at most 12 that take from either half."""
+    pieces = {1: 1, 2: 2, 5: 5, 1000: LENGTH // WORLD // 2, "auto": 1}
+    settings = [{"kv_exchange": "all_gather", "exchange_stages": number} for number in pieces]
+    for found in ranks(WORLD, traffic, settings):
+        numbers, forward, again, backward = zip(*found, strict=True)
+        assert [n / 2 for n in numbers] == [n / 4 for n in again] == list(pieces.values()), "of keys, and of values"
+        assert set(forward) == {LENGTH // WORLD * 2 * 2 * 4 * 4} and set(backward) == {2 * forward[0]}
 
 
 # --------------------------------------------------------------------------- refusals
@@ -100,13 +116,13 @@ def test_ranks_with_different_numbers_raise_all(ranks: Any) -> None:
 
 
 @on_ranks
-def on_unequal_hosts(stages: Any) -> None:
+def on_unequal_hosts(kv_exchange: str, stages: Any) -> None:
     """Hosts of one and of two ranks: at some lengths, ranks that count differently would choose different stages."""
     q, monkeypatch = torch.randn(1, 2, 8, 4), pytest.MonkeyPatch()
     with comm.record_traffic() as log:
         try:
             monkeypatch.setenv("LOCAL_WORLD_SIZE", str(1 + dist.get_rank()))
-            attention(q, q, q, mesh=cp_mesh(), kv_exchange="needed", exchange_stages=stages)
+            attention(q, q, q, mesh=cp_mesh(), kv_exchange=kv_exchange, exchange_stages=stages)
         finally:
             monkeypatch.undo()
             assert stages != "auto" or all(operation == "agreement" for operation, _ in log.entries), log.entries
@@ -114,8 +130,11 @@ def on_unequal_hosts(stages: Any) -> None:
 
 def test_ranks_with_different_hosts_choose_no_stages(ranks: Any) -> None:
     words = "different ranks per host: rank 0: 1; rank 1: 2.*LOCAL_WORLD_SIZE.*Set exchange_stages to a number"
-    ranks.raises(2, ValueError, words, on_unequal_hosts, "auto")
-    ranks(2, on_unequal_hosts, 2)
+    for kv_exchange in ("needed", "all_gather"):
+        ranks.raises(2, ValueError, words, on_unequal_hosts, kv_exchange, "auto")
+        ranks(2, on_unequal_hosts, kv_exchange, 2)
+    # On devices on which an all-gather is whole whatever the hosts are, they may be unequal.
+    assert [auto.hosts_matter(e, "cuda") for e in ("needed", "all_gather", "ring")] == [True, False, False]
 
 
 def test_a_style_refuses_wrong_numbers_and_exchanges_without_stages() -> None:
@@ -126,8 +145,10 @@ def test_a_style_refuses_wrong_numbers_and_exchanges_without_stages() -> None:
     for wrong in (0, -1, True, 1.5, None, "many"):
         with pytest.raises(ValueError, match=r'exchange_stages=.* must be a positive int; 1 .*"auto" chooses'):
             ContextParallel(**needed, exchange_stages=wrong)  # type: ignore[arg-type]
-    for exchange in ("all_gather", "ring", "replicated"):
-        words = f"exchange_stages=2 with kv_exchange='{exchange}', which has no stages.*'needed'.*Leave"
+    for exchange in ("ring", "replicated"):
+        words = (
+            f"exchange_stages=2 with kv_exchange='{exchange}', which has no stages.*'all_gather' and 'needed'.*Leave"
+        )
         with pytest.raises(ValueError, match=words):
             ContextParallel(ulysses_degree=1, kv_exchange=exchange, exchange_stages=2)
 

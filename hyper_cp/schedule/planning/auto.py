@@ -41,8 +41,9 @@ TYPICAL = {
 EQUAL = 1.02
 """Choices within this of the fastest are equally good: the largest degree of them is taken, which needs the least
 memory, the smallest number of groups, and the usual number of stages. :func:`_cuts_are_cheap` is the exception."""
-MOST_STAGES = 4
-"""More stages than this seldom gain anything on fast links."""
+MOST_STAGES = {"needed": 4, "all_gather": 1}
+"""The most stages that are chosen, but between hosts on gloo. More of ``"needed"`` seldom gain anything on fast links,
+and those of an all-gather have been measured on gloo only."""
 SAID: set[tuple[str | int, ...]] = set()
 """Choices that were logged at level INFO."""
 
@@ -99,6 +100,11 @@ def attention_seconds(
     exchange = None if degree == size else kv_exchange
     time = Estimator(problem).cost(Strategy(size, degree, exchange, known, "none", False)).attention
     return time.forward + time.backward
+
+
+def hosts_matter(kv_exchange: str, device: str) -> bool:
+    """True if the choice of stages depends on which ranks share a host."""
+    return device == "cpu" or MOST_STAGES.get(kv_exchange, 1) > 1
 
 
 def _cuts_are_cheap(device: str, ranks: int, per_host: int) -> bool:
@@ -176,6 +182,7 @@ class FastestStages:
     may be more than :data:`MOST_STAGES`.
 
     Attributes:
+        kv_exchange: one that has stages.
         ulysses, per_host: ranks that exchange heads, and ranks that share a host.
         heads: of queries and of keys on a rank, after that exchange.
         dims: of keys and of values.
@@ -184,6 +191,7 @@ class FastestStages:
         device: its type, for which a typical profile stands.
     """
 
+    kv_exchange: str
     ulysses: int
     per_host: int
     heads: tuple[int, int]
@@ -196,7 +204,7 @@ class FastestStages:
         """The choice among ``numbers``, the usual one first (see :data:`hyper_cp.schedule.arrivals.ChooseStages`)."""
         usual = found = numbers[0]
         cheap = _cuts_are_cheap(self.device, self.ulysses * problem.size, self.per_host)
-        numbers = [number for number in numbers if cheap or number <= max(usual, MOST_STAGES)]
+        numbers = [number for number in numbers if cheap or number <= max(usual, MOST_STAGES[self.kv_exchange])]
         gain, rows = "", length_of(problem.queries[problem.rank])
         if len(numbers) > 1:
             seconds: dict[int, float] = {}
@@ -208,11 +216,12 @@ class FastestStages:
             equal = [number for number in seconds if seconds[number] <= EQUAL * seconds[best]]
             found = max(equal) if cheap else usual if usual in equal else best
             gain = f": {seconds[found] * 1e3:.3g} ms, {seconds[usual] * 1e3:.3g} ms in {usual}, by the cost of {name}"
-        _say(
-            'exchange_stages="auto": %d stages for %d query and %d key/value heads on %d ranks, %d tokens each',
-            (found, *self.heads, problem.size, rows),
-            gain,
-        )
+        if found > 1 or len(numbers) > 1:
+            _say(
+                'exchange_stages="auto": %d stages for %d query and %d key/value heads on %d ranks, %d tokens each',
+                (found, *self.heads, problem.size, rows),
+                gain,
+            )
         return found
 
     def seconds(self, problem: arrivals.Problem, arriving: Arrivals) -> float:
@@ -223,7 +232,7 @@ class FastestStages:
         work, rows = rank_work(assembled(problem, arriving)), length_of(problem.queries[problem.rank])
         ranks = Ranks(problem.size, self.ulysses, self.per_host)
         whole = self.batch, rows * problem.size, problem.rank, work, self.element
-        moves = transfers(model, cluster, ranks, "needed", *whole)
+        moves = transfers(model, cluster, ranks, self.kv_exchange, *whole)
         kernels = Kernels(model, cluster, queries, keys, self.batch, rows)
-        time = attention_time("needed", kernels, [work], [moves])
+        time = attention_time(self.kv_exchange, kernels, [work], [moves])
         return time.forward + time.backward

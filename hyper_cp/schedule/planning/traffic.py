@@ -105,7 +105,7 @@ def transfers(
         if kv_exchange == "ring":
             _add_ring(found, cluster, ranks, work.hops, share, element)
         elif kv_exchange == "all_gather":
-            _add_gather(found, cluster, ranks, share, element)
+            _add_gather(found, cluster, ranks, work.pieces, share, element)
         else:
             _add_needed(found, cluster, ranks, rank, work, position, element)
     return found
@@ -144,22 +144,23 @@ def _add_ring(found: Transfers, cluster: Cluster, ranks: Ranks, hops: int, share
     found.messages += 3 * hops
 
 
-def _add_gather(found: Transfers, cluster: Cluster, ranks: Ranks, share: float, element: int) -> None:
+def _add_gather(found: Transfers, cluster: Cluster, ranks: Ranks, stages: int, share: float, element: int) -> None:
     """A gather brings each host's keys to another host once, and spreads them inside: all its links share that. The
-    reduce-scatter of gradients is its mirror image, in the accumulation dtype."""
+    reduce-scatter of gradients is its mirror image, in the accumulation dtype. Each stage has an equal part."""
     others = ranks.ring - 1
     from_hosts = (ranks.ring - ranks.ring_inside) / ranks.ring_inside if ranks.crosses else 0.0
     near = others if ranks.ring_inside > 1 else 0
 
     def one(size: int) -> float:
-        return _seconds(cluster, near * share * size, from_hosts * share * size, ranks.ring, ranks.crosses)
+        part = share * size / stages
+        return _seconds(cluster, near * part, from_hosts * part, ranks.ring, ranks.crosses)
 
-    found.arriving = found.again = [one(element)]
-    found.gradients = [one(ACCUMULATED)]
+    found.arriving = found.again = [one(element)] * stages
+    found.gradients = [one(ACCUMULATED)] * stages
     total = share * (2 * element + ACCUMULATED)
     found.bytes_inside += max(0.0, others - from_hosts) * total
     found.bytes_between += from_hosts * total
-    found.messages += 6 * others
+    found.messages += 6 * others * stages
 
 
 def _add_needed(

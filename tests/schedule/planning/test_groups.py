@@ -101,8 +101,8 @@ class Case:
         self.mask = (None if window is None else -window, 0), documents.rows
         self.works: dict[int, list[RankWork]] = {}
 
-    def plan(self, rank: int, stages: Any) -> Schedule:
-        return build(self.held, self.held, rank, "needed", False, *self.mask, stages=stages)
+    def plan(self, rank: int, stages: Any, kv_exchange: str = "needed") -> Schedule:
+        return build(self.held, self.held, rank, kv_exchange, False, *self.mask, stages=stages)
 
     def seconds(self, stages: int, choice: FastestStages) -> float:
         """On the slowest of all ranks."""
@@ -126,7 +126,12 @@ class Case:
 
 def choices() -> list[FastestStages]:
     heads = (64, 8), (8, 1)
-    return [FastestStages(1, host, h, (128, 128), 1, 2, d) for host in (8, 1) for h in heads for d in ("cuda", "npu")]
+    return [
+        FastestStages("needed", 1, host, h, (128, 128), 1, 2, d)
+        for host in (8, 1)
+        for h in heads
+        for d in ("cuda", "npu")
+    ]
 
 
 @pytest.mark.slow
@@ -161,8 +166,19 @@ def test_between_hosts_on_gloo_the_most_of_equally_fast_stages_are_taken() -> No
     """There they are faster than the model says (benchmarks/README.md, two hosts)."""
     for tokens, ring in ((2048, 2), (4096, 2), (4096, 4)):
         case, heads = Case([tokens], ring, "head_tail"), 4 * ring
-        choice = FastestStages(1, 1, (heads, heads), (512 // heads, 512 // heads), 1, 4, "cpu")
+        choice = FastestStages("needed", 1, 1, (heads, heads), (512 // heads, 512 // heads), 1, 4, "cpu")
         assert case.chosen(choice) == 8, (tokens, ring)
     assert Case([2048], 2, "head_tail").chosen(replace(choice, per_host=2)) == 2
     # The same figures of a link, but another type of device: eight are not even compared.
     assert Case([2048], 2, "head_tail").chosen(replace(choice, device="cuda")) <= 4
+
+
+def test_an_all_gather_is_in_stages_between_hosts_on_gloo_only() -> None:
+    """On all ranks in the same number of them."""
+    for tokens, ring, stages in ((2048, 2, (2, 4, 8)), (4096, 4, (2, 4, 8)), (8, 4, (1,))):
+        case, heads = Case([tokens], ring, "head_tail"), 4 * ring
+        gloo = FastestStages("all_gather", 1, 1, (heads, heads), (512 // heads, 512 // heads), 1, 4, "cpu")
+        (found,) = {len(case.plan(rank, gloo, "all_gather").pieces) for rank in range(ring)}
+        assert found in stages, (tokens, ring, found)
+        for whole in (replace(gloo, per_host=ring), replace(gloo, device="cuda"), replace(gloo, device="npu"), None):
+            assert len(case.plan(0, whole, "all_gather").pieces) == 1
