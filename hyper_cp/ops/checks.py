@@ -110,6 +110,7 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
         return
     if mode.kv_exchange == "replicated" and cp.ulysses.size == 1:
         return  # nothing travels, so ranks may make as many such calls as they like
+    chosen = mode.stages is None and cp.ring.size > 1 and hosts_matter(mode.kv_exchange, tensors[0].device.type)
     # Without what may change with every step. The first scale and probability that come with a signature are compared.
     signature = (
         ("shapes", tuple(x.shape for x in tensors)),
@@ -121,10 +122,9 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
         ("sinks", call.sinks is not None),
         ("dropout", call.dropout_p > 0),
         ("score", "" if call.score is None else call.score.signature),
+        ("ranks per host", cp_mesh.ranks_per_host() if chosen else "any"),
     )
     cp.agree("call", signature, call.name, (("scale", call.scale), ("dropout_p", call.dropout_p)))
-    if mode.stages is None and cp.ring.size > 1 and hosts_matter(mode.kv_exchange, tensors[0].device.type):
-        cp.agree("hosts", (("ranks per host", cp_mesh.ranks_per_host()),), call.name)
     table = documents.read(call.documents)
     cp.agree("documents", (("documents", None if table is None else table.digest),), call.name)
     if call.score is not None and call.score.blocks is not None:

@@ -112,7 +112,8 @@ def with_other_stages(mine: Any, theirs: Any) -> None:
 
 def test_ranks_with_different_numbers_raise_all(ranks: Any) -> None:
     ranks.raises(2, ValueError, "different exchange_stages: rank 0: 2; rank 1: 3", with_other_stages, 2, 3)
-    ranks.raises(2, ValueError, "different exchange_stages: rank 0: auto; rank 1: 3", with_other_stages, "auto", 3)
+    words = "different exchange_stages and .*: rank 0: exchange_stages=auto, .*; rank 1: exchange_stages=3, .*=any"
+    ranks.raises(2, ValueError, words, with_other_stages, "auto", 3)
 
 
 @on_ranks
