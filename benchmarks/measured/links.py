@@ -70,8 +70,8 @@ class Link:
     Args:
         switch: the number of the process whose namespace is the switch.
         congestion: how TCP decides how much it sends. With "reno", which every Linux has, it sends as much as the
-            receiver takes where nothing is dropped. "cubic" and "bbr", the defaults of hosts, estimate from delays how
-            fast a link is, and several connections that share it seldom fill it.
+            receiver takes where nothing is dropped. "cubic" and "bbr", the defaults of hosts, go by delays too, and
+            several connections that share a link then seldom fill it. A namespace may have reno and the host's default.
     """
 
     def __init__(self, switch: int, rank: int, congestion: str = "reno") -> None:
@@ -103,10 +103,10 @@ class Link:
         self.limited = rate is not None
 
     def _control(self, congestion: str) -> None:
-        with open(_CONGESTION.replace("tcp_", "tcp_available_")) as names:
+        with open(_CONGESTION.replace("tcp_", "tcp_allowed_")) as names:
             known = names.read().split()
         if congestion not in known:
-            raise ValueError(f"congestion={congestion!r} is not among those of this kernel: {', '.join(known)}")
+            raise ValueError(f"congestion={congestion!r} is not among those that a namespace may have: {known}")
         with open(_CONGESTION, "w") as setting:
             setting.write(congestion)
 

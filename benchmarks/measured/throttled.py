@@ -309,7 +309,7 @@ def main() -> int:
         rows = merged(args.json, rows)["rows"] if args.json else rows
     print("\n" + table(rows))
     if args.plot:
-        plot(rows, args.plot)
+        plot([row for row in rows if row.get("congestion", args.congestion) == args.congestion], args.plot)
     return 0
 
 

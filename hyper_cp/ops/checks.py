@@ -122,7 +122,7 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
         ("sinks", call.sinks is not None),
         ("dropout", call.dropout_p > 0),
         ("score", "" if call.score is None else call.score.signature),
-        ("ranks per host", cp_mesh.ranks_per_host() if chosen else "any"),
+        ("ranks per host", cp_mesh.ranks_per_host() if chosen else "does not matter"),
     )
     cp.agree("call", signature, call.name, (("scale", call.scale), ("dropout_p", call.dropout_p)))
     table = documents.read(call.documents)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from ..mesh.cp_mesh import CPMesh
@@ -128,9 +129,11 @@ class CheckedCall:
 
     def settings(self, kernel: str) -> str:
         """The :class:`OpSettings` of this call as text."""
-        m, score = self.mode, "" if self.score is None else self.score.key
+        m, score, stages = self.mode, "" if self.score is None else self.score.key, self.mode.stages
+        if stages is None and torch.compiler.is_compiling() and m.kv_exchange == "all_gather":
+            stages = 1  # a choice would depend on hosts, which compiled calls do not compare
         exchange = m.layout, m.kv_exchange, m.load_balance
-        return OpSettings(*exchange, self.band, m.groups, kernel, self.cp.key, score, exchange_stages=m.stages).text()
+        return OpSettings(*exchange, self.band, m.groups, kernel, self.cp.key, score, exchange_stages=stages).text()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ..mesh.failures import backward_of, caller, operation
 from ..schedule import lookup
 from ..schedule.build import Step
 from ..schedule.documents import read
-from ..schedule.planning.auto import FastestStages, hosts_matter
+from ..schedule.planning.auto import FastestStages, stages_vary
 from ..schedule.tiles import Band, Tile, intersect
 from . import exchange, kernels, masks
 from .config import Call, CheckedCall, Mode, OpSettings, op_settings
@@ -151,11 +151,15 @@ class _Work:
 
 def _choice_of_stages(cp: CPMesh, kv_exchange: str, q: Tensor, k: Tensor, v: Tensor) -> FastestStages | int:
     """The choice of the number of stages of an exchange for tensors ``[B, H, S, D]`` of a ring rank."""
-    if cp.ring.size == 1 or not hosts_matter(kv_exchange, q.device.type):  # perhaps without a process group
+    if cp.ring.size == 1:  # perhaps without a process group
+        return 1
+    per_host = cp_mesh.ranks_per_host()
+    if not stages_vary(kv_exchange, q.device.type, cp.size, per_host):
         return 1
     heads, dims = (q.shape[1], k.shape[1]), (q.shape[3], v.shape[3])
-    ranks = cp.ulysses.size, cp_mesh.ranks_per_host()
-    return FastestStages(kv_exchange, *ranks, heads, dims, q.shape[0], q.element_size(), q.device.type)
+    return FastestStages(
+        kv_exchange, cp.ulysses.size, per_host, heads, dims, q.shape[0], q.element_size(), q.device.type
+    )
 
 
 class _UsedKeys:

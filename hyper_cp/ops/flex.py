@@ -64,7 +64,6 @@ class Flex:
             f"layout={mode.layout!r}": by_documents(mode.layout),
             f"head_groups={mode.head_groups}": cp.ulysses.size > 1 and mode.groups > 1,
             f"kv_exchange={mode.kv_exchange!r}": cp.ring.size > 1 and mode.kv_exchange != "all_gather",
-            f"exchange_stages={mode.exchange_stages}": cp.ring.size > 1 and (mode.stages or 1) > 1,
             "load_balance=True": cp.ring.size > 1 and mode.load_balance,
             f"window={mode.window}": mode.window is not None,
             "documents": documents is not None,

@@ -74,7 +74,7 @@ class Arrivals:
     Attributes:
         blocks: placed ranges of each block that may be used.
         routes: what travels before each arriving block; empty if whole shares travel.
-        ahead: the number of routes that are under way at once, the same on all ranks.
+        ahead: the number of stages that are under way at once, the same on all ranks.
         pieces: the rows of a whole share that travel together, the same on all ranks. The rows of a piece are a block;
             in an all-gather, those of all ranks.
     """
@@ -91,8 +91,8 @@ class Arrivals:
 
 
 ChooseStages = Callable[[Problem, Sequence[int], Callable[[int], Arrivals]], int]
-"""``choose(problem, numbers, in_stages)``: one of the possible numbers of stages. The problem is that of the rank that
-receives most, so that all ranks choose alike; ``in_stages(number)`` is what arrives there."""
+"""``choose(problem, numbers, in_stages)``: one of the possible numbers of stages, the usual one first. The problem is
+that of one rank, on all ranks the same, so that they choose alike; ``in_stages(number)`` is what arrives there."""
 
 
 # --------------------------------------------------------------------------- whole shares of other ranks
@@ -167,8 +167,8 @@ def gathered(problem: Problem, whole: Arrivals) -> Arrivals:
     if count is not None and not isinstance(count, int):
         # Of contiguous data under a causal mask, the last rank sees the most.
         last = replace(problem, rank=problem.size - 1)
-        numbers = [n for n in _POSSIBLE if n == 1 or 2 * n <= share]
-        count = count(last, numbers, lambda n: gathered(replace(last, stages=n), _GATHER(last)))
+        numbers, there = [n for n in (1, 2, 4) if n == 1 or 2 * n <= share], _GATHER(last)
+        count = count(last, numbers, lambda n: gathered(replace(last, stages=n), there))
     pieces, (local, block) = _pieces(share, min(count or 1, max(1, share // 2))), whole.blocks
     of = block[:, 0] // share
     stages = []
@@ -212,7 +212,7 @@ _LEAST = 8192  # rows of a stage, on the rank that receives most
 _FEW, _POSSIBLE = 3 * _LEAST, (1, 2, 4, 8)
 # So many stages are under way, and at most as many rows as so many ranks hold. A rank with much to do in one stage then
 # seldom holds up the others. In backward gradients travel beside keys, and the more stages of keys are under way, the
-# longer the first takes to arrive: on TCP all of them share the link (benchmarks/README.md, two hosts).
+# longer the first takes to arrive: on TCP, keys for all ranks share the link.
 _AHEAD = 3
 
 

@@ -71,8 +71,9 @@ class Schedule:
             step.
         queries: the global positions that this rank attends, in the order of the tiles' rows.
         routes: for each block that arrives, the rows that travel, if only needed ones do.
-        ahead: the number of these transfers that are under way at once.
-        pieces: the rows of a rank's share that travel together round a ring. Each piece has a step.
+        ahead: the number of stages that are under way at once.
+        pieces: the rows of a rank's share that travel together, round a ring or in a stage of an all-gather. Each piece
+            has a step.
         recurring: False if documents decided it, so that the lengths of its tiles change from batch to batch.
     """
 

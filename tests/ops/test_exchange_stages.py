@@ -29,7 +29,7 @@ def cases_of(world: int) -> list[AttentionCase]:
     length = 16 * world
     packed = (0, 5, 17, length), (0, length // 2 + 3, length - 1, length)
     one = ((0, length // 4 + 1, length - 3, length),)
-    case = partial(AttentionCase, length, v_dim=6)
+    case = partial(AttentionCase, v_dim=6)
     settings: list[dict[str, Any]] = [
         {"is_causal": True, "layout": "head_tail", "kv_heads": 2},
         {"is_causal": True, "load_balance": True},
@@ -38,6 +38,7 @@ def cases_of(world: int) -> list[AttentionCase]:
         {"is_causal": True, "documents": one, "layout": "balanced", "window": (9, 0)},
         {"mask": "rows and heads"},
         {"keys": 2 * length},
+        {"length": 15 * world, "is_causal": True},
     ]
     if world == 4:
         settings += [
@@ -46,7 +47,7 @@ def cases_of(world: int) -> list[AttentionCase]:
             {"ulysses_degree": 2, "is_causal": True, "window": (6, 0), "head_groups": 2},
         ]
     return [
-        case(**s, kv_exchange=exchange, exchange_stages=number)
+        case(**{"length": length, **s}, kv_exchange=exchange, exchange_stages=number)
         for s in settings
         for exchange, numbers in NUMBERS.items()
         for number in numbers
@@ -96,6 +97,33 @@ def test_so_it_is_in_an_all_gather(ranks: Any) -> None:
         assert set(forward) == {LENGTH // WORLD * 2 * 2 * 4 * 4} and set(backward) == {2 * forward[0]}
 
 
+@on_ranks
+def chosen_between_hosts() -> list[tuple[int, float]]:
+    """Gathers of a call's keys, and its distance from one whole gather: eager, then compiled."""
+    mesh, monkeypatch = cp_mesh(), pytest.MonkeyPatch()
+    q, k, v = (torch.randn(1, 8, 512, 64, dtype=torch.float64) for _ in range(3))
+    found = []
+    with monkeypatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+
+        def call(**how: Any) -> torch.Tensor:
+            return attention(q, k, v, mesh=mesh, is_causal=True, layout="head_tail", **how)
+
+        want = call(exchange_stages=1)
+        for run in (call, torch.compile(call, backend="eager")):
+            with comm.record_traffic() as log:
+                got = run()
+            gathers = sum(name == "all_gather" for name, _ in log.entries)
+            found.append((gathers // 2, (got - want).abs().max().item()))
+    return found
+
+
+def test_an_all_gather_chooses_its_stages_between_hosts_in_eager_calls(ranks: Any) -> None:
+    """Compiled calls do not compare hosts, so theirs stays whole."""
+    (eager, far), (compiled, near) = ranks(WORLD, chosen_between_hosts)[0]
+    assert eager > 1 == compiled and max(far, near) < 1e-12
+
+
 # --------------------------------------------------------------------------- refusals
 
 
@@ -112,7 +140,7 @@ def with_other_stages(mine: Any, theirs: Any) -> None:
 
 def test_ranks_with_different_numbers_raise_all(ranks: Any) -> None:
     ranks.raises(2, ValueError, "different exchange_stages: rank 0: 2; rank 1: 3", with_other_stages, 2, 3)
-    words = "different exchange_stages and .*: rank 0: exchange_stages=auto, .*; rank 1: exchange_stages=3, .*=any"
+    words = "different exchange_stages and .*: rank 0: exchange_stages=auto, .*; rank 1: exchange_stages=3, .*=does not"
     ranks.raises(2, ValueError, words, with_other_stages, "auto", 3)
 
 

@@ -24,7 +24,7 @@ from .ring import RingBackward, RingForward
 
 class Forward(Protocol):
     """Keys and values of one forward call. Iterating yields a block ``(k, v)`` ``[B, H, S', D]`` for each step of the
-    schedule: the local one, the ``plan.hops`` blocks that arrive, and the local one again."""
+    schedule: the local one, those that arrive (``plan.hops``, each in ``plan.pieces``), and the local one again."""
 
     def __init__(self, axis: Axis, k: Tensor, v: Tensor, plan: Schedule) -> None: ...
 

@@ -44,6 +44,9 @@ memory, the smallest number of groups, and the usual number of stages. :func:`_c
 MOST_STAGES = {"needed": 4, "all_gather": 1}
 """The most stages that are chosen, but between hosts on gloo. More of ``"needed"`` seldom gain anything on fast links,
 and those of an all-gather have been measured on gloo only."""
+MOST_GROUPS = 4
+"""The most groups of heads that are chosen between hosts on gloo for being as fast as fewer: a group of few heads may
+be too little work for all threads of a rank."""
 SAID: set[tuple[str | int, ...]] = set()
 """Choices that were logged at level INFO."""
 
@@ -107,6 +110,11 @@ def hosts_matter(kv_exchange: str, device: str) -> bool:
     return device == "cpu" or MOST_STAGES.get(kv_exchange, 1) > 1
 
 
+def stages_vary(kv_exchange: str, device: str, ranks: int, per_host: int) -> bool:
+    """True if there is a choice of stages."""
+    return MOST_STAGES.get(kv_exchange, 1) > 1 or _cuts_are_cheap(device, ranks, per_host)
+
+
 def _cuts_are_cheap(device: str, ranks: int, per_host: int) -> bool:
     """True between hosts on gloo, where the largest of equally good numbers of groups and of stages is taken.
 
@@ -140,7 +148,7 @@ def fastest_groups(
     device: str,
 ) -> int:
     """The fewest groups of heads whose attention, forward and backward, takes within ``EQUAL`` of the shortest time.
-    Between hosts on gloo it is the most groups.
+    Between hosts on gloo it is the most of them up to ``MOST_GROUPS``.
 
     Args:
         numbers: the possible ones.
@@ -162,8 +170,10 @@ def fastest_groups(
     travel = byte * (queries * dim + heads_after_sharing(keys, degree) * (dim + value_dim)), byte * queries * value_dim
     seconds = {number: grouped_ulysses(number, kernels, travel, each) for number in numbers}
     fastest = min(seconds.values())
-    least_or_most = max if _cuts_are_cheap(device, degree, per_host) else min
-    best = least_or_most(number for number, found in seconds.items() if found <= EQUAL * fastest)
+    equal = [number for number, found in seconds.items() if found <= EQUAL * fastest]
+    best = min(equal)
+    if _cuts_are_cheap(device, degree, per_host):
+        best = max(number for number in equal if number <= max(best, MOST_GROUPS))
     _say(
         'head_groups="auto": %d groups for %d query and %d key/value heads over ulysses_degree=%d, %d tokens a rank',
         (best, queries, keys, degree, tokens),
@@ -177,7 +187,7 @@ def fastest_groups(
 
 @dataclass(frozen=True)
 class FastestStages:
-    """The number of stages whose attention, forward and backward, is the fastest on the rank that receives most, or the
+    """The number of stages whose attention, forward and backward, is the fastest on the rank of a problem, or the
     usual number if that is within ``EQUAL`` of it. Between hosts on gloo it is the largest number within ``EQUAL``, and
     may be more than :data:`MOST_STAGES`.
 
@@ -230,8 +240,9 @@ class FastestStages:
         dim = max(1, sum(self.dims) // 2)
         model = ModelShape(1, queries * self.ulysses, 1, 1, kv_heads=keys * self.ulysses, head_dim=dim)
         work, rows = rank_work(assembled(problem, arriving)), length_of(problem.queries[problem.rank])
+        keys_of_all = length_of(problem.keys[problem.rank]) * problem.size
         ranks = Ranks(problem.size, self.ulysses, self.per_host)
-        whole = self.batch, rows * problem.size, problem.rank, work, self.element
+        whole = self.batch, keys_of_all, problem.rank, work, self.element
         moves = transfers(model, cluster, ranks, self.kv_exchange, *whole)
         kernels = Kernels(model, cluster, queries, keys, self.batch, rows)
         time = attention_time(self.kv_exchange, kernels, [work], [moves])
