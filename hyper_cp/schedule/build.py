@@ -93,6 +93,11 @@ class Schedule:
         return sum(step.area for step in self.forward)
 
     @cached_property
+    def rows_of_pieces(self) -> tuple[Rows, ...]:
+        """``pieces`` as rows of a share."""
+        return tuple(map(Rows, self.pieces))
+
+    @cached_property
     def used(self) -> int:
         """The number of rows of blocks that arrive which tiles use."""
         return sum(length_of(step.take) for step in self.forward[1:-1])

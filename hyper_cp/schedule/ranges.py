@@ -182,6 +182,10 @@ class Rows:
 
     def add(self, total: Tensor, x: Tensor, dim: int) -> None:
         """Add ``x`` to these positions of ``total``, in place: the transpose of :meth:`take`."""
+        if not self.many:
+            for (start, stop), piece in zip(self.ranges, x.split([b - a for a, b in self.ranges], dim), strict=True):
+                total.narrow(dim, start, stop - start).add_(piece)
+            return
         total.movedim(dim, 0).index_add_(0, self.index(total.device), x.movedim(dim, 0))
 
     def put(self, whole: Tensor, x: Tensor, dim: int) -> None:

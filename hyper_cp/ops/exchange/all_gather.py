@@ -7,14 +7,13 @@ last stage while the local block is attended again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ...mesh.comm import Axis
 from ...schedule.build import Schedule
-from ...schedule.ranges import Range
 from .wire import Pair, from_wire, gradient_zeros, to_wire
 
 
@@ -26,9 +25,9 @@ class GatherForward:
     """
 
     def __init__(self, axis: Axis, k: Tensor, v: Tensor, plan: Schedule):
-        self.local, self.stages = (k, v), plan.pieces if plan.hops else ()
+        self.local, self.stages = (k, v), plan.rows_of_pieces if plan.hops else ()
         wire = [to_wire(x) for x in self.local] if self.stages else []
-        self.pending = [[axis.all_gather(_taken(x, rows), own=False) for x in wire] for rows in self.stages]
+        self.pending = [[axis.all_gather(rows.take(x, 0), own=False) for x in wire] for rows in self.stages]
 
     def __iter__(self) -> Iterator[Pair]:
         yield self.local
@@ -36,12 +35,6 @@ class GatherForward:
             k, v = (from_wire(pending.wait()) for pending in stage)
             yield k, v
         yield self.local
-
-
-def _taken(x: Tensor, rows: Sequence[Range]) -> Tensor:
-    """Rows of a tensor in the format of the wire: a view if they are one range."""
-    parts = [x[start:stop] for start, stop in rows]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class GatherBackward:
@@ -68,7 +61,5 @@ class GatherBackward:
             pending.append([self.axis.reduce_scatter(total) for total in (dk, dv)])
         yield *next(blocks), *self.home
         for rows, sums in zip(self.blocks.stages, pending, strict=True):
-            lengths = [stop - start for start, stop in rows]
             for home, total in zip(self.home, sums, strict=True):
-                for (start, stop), part in zip(rows, from_wire(total.wait()).split(lengths, 2), strict=True):
-                    home[:, :, start:stop] += part
+                rows.add(home, from_wire(total.wait()), 2)

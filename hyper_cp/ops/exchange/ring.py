@@ -62,7 +62,7 @@ class RingBackward:
     """
 
     def __init__(self, axis: Axis, k: Tensor, v: Tensor, plan: Schedule, dtype: torch.dtype):
-        self.blocks, self.dtype = RingForward(axis, k, v, plan), dtype
+        self.blocks, self.dtype, self.rows = RingForward(axis, k, v, plan), dtype, plan.rows_of_pieces
         self.home = gradient_zeros(k, dtype), gradient_zeros(v, dtype)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -100,7 +100,5 @@ class RingBackward:
         yield blocks.k, blocks.v, *self.home
         for i in pieces:
             pending[i].wait()
-            lengths = [stop - start for start, stop in blocks.rows[i]]
             for home, total in zip(self.home, arriving[i].pair, strict=True):
-                for (start, stop), part in zip(blocks.rows[i], total.split(lengths, 2), strict=True):
-                    home[:, :, start:stop] += part
+                self.rows[i].add(home, total, 2)

@@ -175,7 +175,7 @@ def test_between_hosts_on_gloo_the_most_of_equally_fast_stages_are_taken() -> No
 
 def test_an_all_gather_is_in_stages_between_hosts_on_gloo_only() -> None:
     """On all ranks in the same number of them."""
-    for tokens, ring, stages in ((2048, 2, (2, 4, 8)), (4096, 4, (2, 4, 8)), (8, 4, (1,))):
+    for tokens, ring, stages in ((2048, 2, (2, 4)), (4096, 4, (2, 4)), (8, 4, (1,))):
         case, heads = Case([tokens], ring, "head_tail"), 4 * ring
         gloo = FastestStages("all_gather", 1, 1, (heads, heads), (512 // heads, 512 // heads), 1, 4, "cpu")
         (found,) = {len(case.plan(rank, gloo, "all_gather").pieces) for rank in range(ring)}
