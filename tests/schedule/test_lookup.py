@@ -140,5 +140,5 @@ def test_keys_of_another_length() -> None:
     call = {**CALL, "layout": "contiguous", "band": (None, None), "kv_length": 32}
     found = lookup.schedule(**call, documents=packed(0, 5, 64))
     assert found.area == 16 * 32
-    assert lookup.schedule(**{**call, "kv_exchange": "replicated"}).hops == 0
+    assert lookup.schedule(**{**call, "kv_exchange": "replicated"}).transfers.hops == 0
     assert torch.equal(lookup.resolve("contiguous", 8, 64).by_ring(2).positions(1), torch.arange(16, 32))

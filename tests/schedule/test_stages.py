@@ -33,6 +33,6 @@ def test_all_stages_together_take_no_longer_than_the_busiest_rank(name: str, wor
     documents = PackedDocuments([ends])
     rest = ("needed", False, (None, 0), length, length, True, documents)
     plans = [lookup.schedule("balanced", rank, world, 1, *rest) for rank in range(world)]
-    rows = np.array([[(sum(route.sent), sum(route.received)) for route in plan.routes] for plan in plans])
+    rows = np.array([[(sum(move.sent), sum(move.received)) for move in plan.transfers.moves] for plan in plans])
     busiest, in_turn = rows.sum(1).max(), rows.max((0, 2)).sum()
     assert in_turn <= (1.01 if name == "causal" else 1.1) * busiest

@@ -109,7 +109,7 @@ def _measured(layout: str, length: int, ranks: int, documents: PackedDocuments, 
         tuple(sum(map(_blocks, mine)) for mine in tiles),
         tuple(map(len, tiles)),
         tuple(map(received, problems)),
-        arrivals("ring", problems[0]).hops,
+        arrivals("ring", problems[0]).transfers.hops,
         length,
     )
 
