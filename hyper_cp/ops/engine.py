@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -97,7 +96,7 @@ class _Work:
         known = None if mask is None or length != kv_length else masks.recognised(mask, length)
         if known is not None:
             band, mask = intersect(band, known), None
-        self.schedule = lookup.schedule(
+        key = lookup.Key(
             settings.layout,
             cp.ring.rank,
             cp.ring.size,
@@ -108,11 +107,10 @@ class _Work:
             length,
             kv_length,
             parts=mask is None and given.seed is None,
-            documents=read(given.documents),
-            batch=q.shape[0],
-            blocks=None if score is None else score.blocks,
             stages=settings.exchange_stages or _choice_of_stages(cp, settings.kv_exchange, q, k, v),
         )
+        blocks = None if score is None else score.blocks
+        self.schedule = lookup.schedule(key, read(given.documents), q.shape[0], blocks)
         kernels.check(self.kernel, mask is not None, band)
         exchange.warn_of_cost(settings.layout, settings.kv_exchange, self.schedule, k.shape[2], mask)
         self.band, self.mask = band, None if mask is None else masks.MaskSlices(mask, self.schedule)
@@ -287,10 +285,10 @@ def attention_backward_op(
         work.run(plan.backward, keys, queries, compute, dq)
         (dq_local,) = queries.results(dq.result)
         watched(work.cp, options, "the gradients of query, key, value", dq_local, *keys.home)
-    dk_home, dv_home = (_bshd_in_memory(home.to(x.dtype)) for home, x in zip(keys.home, (k, v), strict=True))
     others = [] if work.scores is None else work.scores.gradients
     of_captured = [total.to(x.dtype) for total, x in zip(others, given.captured, strict=True)]
-    return _bshd_in_memory(dq_local), dk_home, dv_home, of_captured
+    dk, dv = keys.gradients_at_home()
+    return _bshd_in_memory(dq_local), dk, dv, of_captured
 
 
 def watched(cp: CPMesh, options: OpSettings, names: str, *tensors: Tensor) -> None:
@@ -331,16 +329,22 @@ class Saved:
         self.documents: Tensor | None = None
         self.names: tuple[str, ...] = ()
 
-    def operands(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def kept(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors to save, of those that the op took."""
-        given = Operands.of(tensors, self.options.tensors)
-        self.documents, mark = given.documents, fingerprint(given.documents, self.options.mesh)
-        found, self.names = replace(given, documents=None, mark=mark).listed()
-        return found
+        named = [*zip(self.options.tensors, tensors, strict=True)]
+        self.documents = next((x for name, x in named if name == "documents"), None)
+        kept = [("mark", fingerprint(self.documents, self.options.mesh)), *(x for x in named if x[0] != "documents")]
+        self.names = tuple(name for name, _ in kept)
+        return [x for _, x in kept]
 
-    def arguments(self, tensors: Sequence[Tensor], **more: Any) -> tuple[list[Tensor], float, float, str]:
-        """The last arguments of the backward op: what was saved, and the operands that only backward has."""
-        given = replace(Operands.of(tensors, self.names), documents=self.documents, **more)
+    def operands(self, tensors: Sequence[Tensor], dlse: Tensor | None, kernel: Tensor) -> Operands:
+        """What was saved, and the operands that only backward has."""
+        given = Operands.of(tensors, self.names)
+        given.documents, given.dlse, given.kernel = self.documents, dlse, kernel
+        return given
+
+    def arguments(self, given: Operands) -> tuple[list[Tensor], float, float, str]:
+        """The last arguments of the backward op."""
         return self.options.arguments(given, self.scale, self.dropout_p)
 
     def gradients(self, of_sinks: Tensor | None, of_captured: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -355,7 +359,7 @@ class Saved:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, tensors, *others = inputs
     ctx.saved = Saved(*others)
-    ctx.save_for_backward(q, k, v, *output, *ctx.saved.operands(tensors))
+    ctx.save_for_backward(q, k, v, *output, *ctx.saved.kept(tensors))
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1 if ctx.saved.score is None else 2 :])
 
@@ -365,10 +369,9 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) 
     saved: Saved = ctx.saved
     dout = torch.zeros_like(out) if dout is None else dout
     with backward_of(saved.caller):
-        arguments = saved.arguments(tensors, dlse=dlse, kernel=kernel)
-        *grads, of_captured = attention_backward_op(dout, q, k, v, out, lse, *arguments)
-    sinks = Operands.of(tensors, saved.names).sinks
-    of_sinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse, dlse)
+        given = saved.operands(tensors, dlse, kernel)
+        *grads, of_captured = attention_backward_op(dout, q, k, v, out, lse, *saved.arguments(given))
+    of_sinks = None if given.sinks is None else gradient_of_sinks(given.sinks, dout, out, lse, dlse)
     return *grads, saved.gradients(of_sinks, of_captured), None, None, None
 
 

@@ -324,9 +324,9 @@ def _added(total: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, _, _, tensors, *others = inputs
     ctx.saved = Saved(*others)
-    operands = ctx.saved.operands(tensors)
-    ctx.operands = len(operands)
-    ctx.save_for_backward(*operands, *output[1:])
+    kept = ctx.saved.kept(tensors)
+    ctx.kept = len(kept)
+    ctx.save_for_backward(*kept, *output[1:])
     ctx.mark_non_differentiable(*output[1 if ctx.saved.score is None else 2 :])
     ctx.set_materialize_grads(False)  # zeros for what has no gradient would be as large as all of q, k, v
 
@@ -335,7 +335,7 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     dout, dlse, *_ = grads
     saved: Saved = ctx.saved
     tensors = ctx.saved_tensors
-    operands, (lse, kernel, *groups) = tensors[: ctx.operands], tensors[ctx.operands :]
+    kept, (lse, kernel, *groups) = tensors[: ctx.kept], tensors[ctx.kept :]
     if dout is None and dlse is None:
         return None, None, None, saved.gradients(None, [None] * len(groups)), None, None, None
     if dout is None:
@@ -343,7 +343,7 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         shape = _rank_of(queries, cp_mesh.by_key(saved.options.mesh).ulysses.size)
         dout = like_queries(shape, outs[0].shape[3], shape.dtype).zero_()
     with backward_of(saved.caller):
-        arguments = saved.arguments(operands, dlse=dlse, kernel=kernel)
+        arguments = saved.arguments(saved.operands(kept, dlse, kernel))
         *of_qkv, others = ulysses_attention_backward_op(dout, lse, [*groups], *arguments)
     of_sinks = others.pop(0) if "sinks" in saved.names else None
     return *of_qkv, saved.gradients(of_sinks, others), None, None, None

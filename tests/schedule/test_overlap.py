@@ -16,7 +16,7 @@ SUM = 2.0
 
 def schedule(kv_exchange: str, ranks: int = RANKS) -> Schedule:
     length = ranks * SHARE
-    return lookup.schedule("head_tail", 1, ranks, 1, kv_exchange, False, (None, 0), length, length)
+    return lookup.schedule(lookup.Key("head_tail", 1, ranks, 1, kv_exchange, False, (None, 0), length, length))
 
 
 def on_device(kv_exchange: str, backward: bool, one_queue: bool, ranks: int = RANKS) -> tuple[Device, float, float]:

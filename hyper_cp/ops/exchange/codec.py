@@ -18,32 +18,38 @@ class Codec:
     """Packs tensors of one dtype into rows, and shows rows as such tensors."""
 
     def __init__(self, *tensors: Tensor) -> None:
-        self.tensors = tensors
-        self._shapes = [(x.shape[0], x.shape[1], *x.shape[3:]) for x in tensors]
-        self._widths = [math.prod(shape) for shape in self._shapes]
-        self.width = sum(self._widths)
+        self.tensors, self.length = tensors, tensors[0].shape[2]
+        self._views: list[tuple[int, ...]] = []  # batch, heads, elements of a head, place in a row
+        self.width = 0
+        for x in tensors:
+            b, h, size = x.shape[0], x.shape[1], math.prod(x.shape[3:])
+            self._views.append((b, h, size, self.width))
+            self.width += b * h * size
         self._all: Tensor | None = None
 
     def pack(self, rows: Rows) -> Tensor:
         """Copies of some tokens' rows."""
         if rows.many:
             if self._all is None:
-                self._all = self.pack(Rows(((0, self.tensors[0].shape[2]),)))
+                self._all = self.pack(Rows.of(0, self.length))
             return rows.take(self._all, 0)
-        first = self.tensors[0]
-        packed = first.new_empty(rows.length, self.width)
+        packed = self.tensors[0].new_empty(rows.length, self.width)
         for view, x in zip(self.unpack(packed), self.tensors, strict=True):
             at = 0
             for start, stop in rows.ranges:
-                view.narrow(2, at, stop - start).copy_(x.narrow(2, start, stop - start))
+                whole = stop - start == self.length
+                (view if whole else view.narrow(2, at, stop - start)).copy_(
+                    x if whole else x.narrow(2, start, stop - start)
+                )
                 at += stop - start
         return packed
 
     def unpack(self, rows: Tensor) -> list[Tensor]:
-        """The tensors ``[B, H, S, ...]`` of rows, as views."""
-        found, at = [], 0
-        for width, (b, h, *rest) in zip(self._widths, self._shapes, strict=True):
-            x = rows.narrow(1, at, width).view(len(rows), b, h, *rest)
-            found.append(x.permute(1, 2, 0, *range(3, x.ndim)))
-            at += width
-        return found
+        """The tensors ``[B, H, S, ...]`` of rows, which are contiguous, as views."""
+        length, width, start = rows.shape[0], self.width, rows.storage_offset()
+        return [
+            rows.as_strided((b, h, length, size), (h * size, size, width, 1), start + at)
+            if x.ndim == 4
+            else rows.as_strided((b, h, length), (h, 1, width), start + at)
+            for x, (b, h, size, at) in zip(self.tensors, self._views, strict=True)
+        ]

@@ -35,7 +35,7 @@ class SwappedTails:
     def _swap(self, tensors: Sequence[Tensor], rows: Range) -> Pending:
         """Post some rows of the tensors, those of one dtype in one message; the result has the partner's."""
         codecs = [Codec(*(x for x in tensors if x.dtype == dtype)) for dtype in dict.fromkeys(x.dtype for x in tensors)]
-        sends = [codec.pack(Rows((rows,))) for codec in codecs]
+        sends = [codec.pack(Rows.of(*rows)) for codec in codecs]
         receives, partner = [torch.empty_like(x) for x in sends], [self.partner] * len(sends)
 
         def unpacked(messages: Sequence[Tensor]) -> list[Tensor]:
