@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from .module._torch.dispatch_modes import tree_leaves
-from .module.guards import mixing
 from .module.mesh_binding import binding_of
+from .module.mixing import mixing
 from .ops.writes import writes
 
 _ATTENTION = re.compile(r"Attention|Attn")

@@ -29,7 +29,7 @@ from ..handler import ContextParallelHandler
 from ..module._torch import checkpoint
 from ..module.mesh_binding import Binding, binding_of, describe
 from ..module.mixers.hooks import MixerHooks
-from ..module.model import introduce
+from ..module.model import compare_model_across_ranks
 from ..schedule import layout as layouts
 from ..schedule.documents import documents_table
 from ..style import ContextParallel, style_of
@@ -235,7 +235,7 @@ class DecoderHook:
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
             self._check_positions(batch, kwargs)
             state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs))
-            introduce(self.binding, module, mesh)
+            compare_model_across_ranks(self.binding, module, mesh)
             self._complete(handler, tokens, batch, kwargs)
             if ready is None and mesh.parallel and not self.compared:
                 check_dispatched(handler, tokens, self.binding.name)
