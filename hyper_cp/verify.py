@@ -18,7 +18,7 @@ from .module.mesh_binding import bindings
 from .schedule.layout import check_layout
 from .style import ContextParallel, style_of
 from .verification.compare import TOLERANCES, Tolerance, coarsest
-from .verification.conclude import Traces, conclude
+from .verification.conclude import conclude
 from .verification.report import Cause, Report, Row
 from .verification.runs import HALF, Runs
 
@@ -102,7 +102,7 @@ def verify(
     ):
         exact = runs.whole(parallel, exact=True)
     tolerance = Tolerance(TOLERANCES[kind] if rtol is None else rtol, atol or 0.0, norms=kind in HALF)
-    return conclude(Traces(parallel, one, exact), mesh, runs.length, tolerance, runs.documents)
+    return conclude(parallel, one, exact, mesh, runs.length, tolerance, runs.documents)
 
 
 def _checked(

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from ...data.collectives import by_rank
 from ...handler import ContextParallelHandler
-from ...module.guards import mixes_by_name
 from ...module.mixers.calls import is_mixer
+from ...module.mixing import mixing_modules
 from .direct import direct_attention
 from .lightning import is_lightning
 
@@ -110,11 +110,12 @@ def has_attention(decoder: nn.Module) -> bool:
 
 def unrouted_mixers(decoder: PreTrainedModel) -> list[str]:
     """The layers and modules that mix positions by something else than attention or a routed function."""
+    modules = dict(decoder.named_modules())
     routed = {id(inner) for module in mixers_of(decoder) for inner in module.modules()}
-    mixing = [m for m in decoder.modules() if _mixes_positions(m) and not any(id(x) in routed for x in m.modules())]
-    # Not what contains another one of them: a block, or a model, that is named after its mixers.
-    outer = {id(m) for m in mixing if sum(x is y for x in m.modules() for y in mixing) > 1}
-    modules = {type(m).__name__ for m in mixing if id(m) not in outer}
+    mixing = [name for name in mixing_modules(decoder) if not any(id(x) in routed for x in modules[name].modules())]
+    # A block or a model that contains another one of them is named after it.
+    innermost = [x for x in mixing if not any(y != x and y.startswith(f"{x}." if x else "") for y in mixing)]
+    kinds_of_modules = {type(modules[name]).__name__ for name in innermost}
     types = list(getattr(decoder.config, "layer_types", None) or ())
     lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == len(types)]
     layers = lists[0] if lists else [nn.Identity()] * len(types)
@@ -123,7 +124,9 @@ def unrouted_mixers(decoder: PreTrainedModel) -> list[str]:
         for kind, layer in zip(types, layers, strict=True)
         if kind not in LAYER_TYPES and not any(id(m) in routed for m in layer.modules())
     }
-    return [f"layers of type {kind}" for kind in sorted(kinds)] or [f"modules {name}" for name in sorted(modules)]
+    return [f"layers of type {kind}" for kind in sorted(kinds)] or [
+        f"modules {name}" for name in sorted(kinds_of_modules)
+    ]
 
 
 def _counts_positions(module: nn.Module) -> bool:
@@ -131,12 +134,6 @@ def _counts_positions(module: nn.Module) -> bool:
     them do not have.)"""
     scales = getattr(module, "attn_temperature_tuning", True) and not getattr(module, "use_rope", False)
     return bool(scales and COUNTS.search(_source_of_forward(module)))
-
-
-def _mixes_positions(module: nn.Module) -> bool:
-    """True for layers that are known to combine neighbouring positions."""
-    convolution = isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
-    return convolution or isinstance(module, nn.RNNBase) or mixes_by_name(module)
 
 
 def own_loss(model: nn.Module) -> str | None:
