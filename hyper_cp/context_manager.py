@@ -17,10 +17,9 @@ from .handler import ContextParallelHandler
 from .module import attention_calls
 from .module._torch import checkpoint, flex_patch
 from .module.dispatch_mode import BACKWARD, DispatchMode, current_call, differentiate, dispatching
-from .module.guards import refuse_mixing_call, refuse_running_mixer
+from .module.guards import MIXING_CALLS, refuse_mixing_call, refuse_running_mixer
 from .module.mesh_binding import Binding
 from .module.mixers.block import BlockMixer
-from .module.mixing import REFUSED_CALLS
 from .module.running_call import RunningCall
 from .ops.writes import writes
 from .style import ContextParallel
@@ -322,7 +321,7 @@ class _Routing(DispatchMode):
         key = attention_calls.key_of(func)
         attention = key in attention_calls.ROUTED or attention_calls.spelled(func) is not None
         if not attention or not self.responsible():
-            if not torch.compiler.is_compiling() and getattr(func, "__name__", "") in REFUSED_CALLS:
+            if not torch.compiler.is_compiling() and getattr(func, "__name__", "") in MIXING_CALLS:
                 self._refuse_mixing(func, args, kwargs)
             out = attention_calls.PLAIN.get(func, func)(*args, **kwargs)
             # The result of `x += 1` is x, which must still be the buffer.

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..handler import ContextParallelHandler
 from ..module._torch import checkpoint
 from ..module.mesh_binding import Binding, binding_of, describe
-from ..module.model import compare_model_across_ranks
+from ..module.model import introduce
 from ..ops.attention import cp_attention
 from ..ops.config import Call
 from ..schedule.documents import documents_table
@@ -282,7 +282,7 @@ class PackedAttention(nn.Module):
             )
         metadata = attention_metadata if attention_masks is None else attention_masks
         documents, mesh = checkpoint.batch_state(self.binding, lambda: self._batch_state(metadata, q))
-        compare_model_across_ranks(self.binding, self, mesh)
+        introduce(self.binding, self, mesh)
         q, k, v = ((x.unsqueeze(0) if packed else x).transpose(1, 2) for x in (q, k, v))
         cp, mode = mesh.view(heads, kv_heads), replace(self.binding.style.mode, window=self.window)  # type: ignore[arg-type]
         # is_causal=False: the module's window ends at the query, so it is causal already.

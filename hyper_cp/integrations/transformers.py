@@ -29,7 +29,7 @@ from ..handler import ContextParallelHandler
 from ..module._torch import checkpoint
 from ..module.mesh_binding import Binding, binding_of, describe
 from ..module.mixers.hooks import MixerHooks
-from ..module.model import compare_model_across_ranks
+from ..module.model import introduce
 from ..schedule import layout as layouts
 from ..schedule.documents import documents_table
 from ..style import ContextParallel, style_of
@@ -50,10 +50,8 @@ from .huggingface.checks import (
     own_positions,
 )
 from .huggingface.chunked_loss import ChunkedLoss
-from .huggingface.direct import direct_attention, no_mask, route
 from .huggingface.forward import ForwardState, OneDevice, PreparedBatch, mixer_state
-from .huggingface.lightning import LightningHooks, is_lightning
-from .huggingface.rotary import prepare_rotary
+from .huggingface.modules import LightningHooks, direct_attention, is_lightning, no_mask, prepare_rotary, route
 
 __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
 
@@ -235,7 +233,7 @@ class DecoderHook:
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
             self._check_positions(batch, kwargs)
             state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs))
-            compare_model_across_ranks(self.binding, module, mesh)
+            introduce(self.binding, module, mesh)
             self._complete(handler, tokens, batch, kwargs)
             if ready is None and mesh.parallel and not self.compared:
                 check_dispatched(handler, tokens, self.binding.name)

@@ -24,7 +24,7 @@ from ._torch.modules import calls_running, hook_owners, is_compiled, running_mod
 from .dispatch_mode import EnteredMode, current_call
 from .mesh_binding import Binding, describe
 from .mixers.calls import captures_function, is_mixer
-from .mixing import NAMED, Mixing, mixes_by_name, mixing_modules, row_of_call
+from .mixing import NAMED, TABLE, Mixing, mixes_by_name, mixing_modules, row_of_call
 from .model import Model, model_of
 
 logger = getLogger(__name__)
@@ -42,7 +42,7 @@ def refuse_mixing(model: Model, whole: tuple[type[nn.Module], ...] = ()) -> None
     outer = [name for name, module in modules.items() if isinstance(module, whole)]
     found: dict[str, Mixing] = {}
     for name, row in mixing_modules(model.root).items():
-        if not model.exempts(name) and not any(name.startswith(f"{x}." if x else "") for x in outer):
+        if not model.allows(name) and not any(name.startswith(f"{x}." if x else "") for x in outer):
             found[name] = row
             outer.append(name)  # not what is inside of it
     if found:
@@ -64,6 +64,10 @@ def _pattern(names: Iterable[str]) -> str:
     return repr(tuple(names)[:3])
 
 
+MIXING_CALLS = {name for row in TABLE if row.refused for name in row.functions}
+"""Names of functions that mix positions."""
+
+
 def refuse_mixing_call(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: set[int], allow: tuple[str, ...]
 ) -> None:
@@ -76,7 +80,7 @@ def refuse_mixing_call(
     running = list(running_modules())
     model = Model(running[-1], allow) if running else None
     caller = model.names.get(id(running[0]), "") if model else ""
-    if model is None or not model.exempts(caller):
+    if model is None or not model.allows(caller):
         who = f"module {caller!r} ({type(running[0]).__name__}) calls {func.__name__}" if model else func.__name__
         raise RuntimeError(
             f"{who}{'' if model else ' is called'} on a tensor {tuple(x.shape)} that has this rank's share of the "
@@ -99,7 +103,7 @@ def refuse_running_mixer(allow: tuple[str, ...], in_this_thread: bool = True) ->
             continue
         model = model_of(module)
         name = model.names.get(id(module), "")
-        if not Model(model.root, allow).exempts(name):
+        if not Model(model.root, allow).allows(name):
             raise RuntimeError(
                 f"module {name!r} ({type(module).__name__}) runs along the sequence in a context_parallel block, by "
                 "none of the functions that are routed, so it would see this rank's share only. Take it out of the "
@@ -192,7 +196,7 @@ class FirstForward(EnteredMode):
             return
         caller = next(iter(running_modules()), self.model.root)
         name = self.model.names.get(id(caller), "")
-        if not self.model.exempts(name):
+        if not self.model.allows(name):
             self.unrouted.append((name, f"module {name!r} ({type(caller).__name__}) calls {spelling}", length))
             self._refuse_unrouted()
 

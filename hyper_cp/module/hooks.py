@@ -21,7 +21,7 @@ from ._torch import checkpoint, flex_patch
 from ._torch.modules import calls_running
 from .dispatch_mode import abandon, begin, call_stack, current_call, dispatching
 from .mesh_binding import Binding, Style, describe
-from .model import compare_model_across_ranks
+from .model import introduce
 from .running_call import Exchanged, RunningCall
 
 
@@ -65,7 +65,7 @@ class AttentionHooks:
             checkpoint.refuse_recompiled(self.name, documents is not None)
         else:
             self.binding.ran = True
-        compare_model_across_ranks(self.binding, module, mesh)
+        introduce(self.binding, module, mesh)
         call = RunningCall(self.binding, module, mesh, documents)
         call_stack().append(call)
         if self.style.qkv_indices is None:

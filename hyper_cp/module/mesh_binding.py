@@ -119,13 +119,13 @@ class Binding:
         """True once a call has begun (compiled calls do not count)."""
         self.place: tuple[str, Plan] | None = None
         """The qualified name of the module in the model that it runs in, and that model's styled modules."""
-        self.compared: WeakSet[Agreement] = WeakSet()
+        self.introduced: WeakSet[Agreement] = WeakSet()
         """Meshes on which the module has been compared with that of the other ranks."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__)  # style and meshes are shared, process groups cannot be copied
-        copy.stack, copy.compared = list(self.stack), WeakSet(self.compared)
+        copy.stack, copy.introduced = list(self.stack), WeakSet(self.introduced)
         return copy
 
     def __reduce__(self) -> Any:

@@ -123,7 +123,6 @@ NAMED = Mixing(
 
 BY_NAME = {name: row for row in TABLE for name in (*row.functions, *(kind.__name__ for kind in row.modules))}
 """The rows by the names of their functions and of their types of modules."""
-REFUSED_CALLS = {name for row in TABLE if row.refused for name in row.functions}
 
 _NAMES = re.compile(
     r"Mamba|LightningAttention|DeltaNet|DeltaAttention|R[Ww][Kk][Vv]|RetNet|Retention|Hyena|LinearAttention|RG?LRU|LSTM|ShortConv"

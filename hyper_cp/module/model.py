@@ -24,30 +24,30 @@ from .mesh_binding import Binding, Plan, StyledMesh, binding_of
 
 @dataclass
 class Model:
-    """A model, its qualified names, its styled modules, and the modules that its user exempts from checks."""
+    """A model, its qualified names, its styled modules, and what its user vouches for."""
 
     root: nn.Module
-    allow: tuple[str, ...] = ()
-    """Patterns of names, and types, that are exempt beside those of the styles that are applied already."""
+    vouched: tuple[str, ...] = ()
+    """Patterns of names, and types, beside those of the styles that are applied already."""
     names: dict[int, str] = field(init=False)
     """Qualified names of the modules, by identity."""
     styled: dict[str, Binding] = field(init=False)
     exempt: list[str] = field(init=False)
-    """Names of the exempt modules; everything inside them is exempt too."""
+    """Names of the modules that the user vouches for; everything inside them is meant too."""
 
     def __post_init__(self) -> None:
         modules = dict(self.root.named_modules())
         self.names = {id(module): name for name, module in modules.items()}
         self.styled = {name: found for name, module in modules.items() if (found := binding_of(module)) is not None}
-        allow = {*self.allow, *(pattern for found in self.styled.values() for pattern in found.style.allow)}
+        allow = {*self.vouched, *(pattern for found in self.styled.values() for pattern in found.style.allow)}
         self.exempt = [
             name
             for name, module in modules.items()
             if any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for pattern in allow)
         ]
 
-    def exempts(self, name: str) -> bool:
-        """True if the module (or parameter) of this name is exempt, or one that contains it."""
+    def allows(self, name: str) -> bool:
+        """True if the user vouches for the module (or parameter) of this name, or for one that contains it."""
         return any(name == outer or name.startswith(f"{outer}.") or not outer for outer in self.exempt)
 
 
@@ -57,7 +57,7 @@ def model_of(module: nn.Module) -> Model:
     return Model(outer[-1] if outer else module)
 
 
-def compare_model_across_ranks(binding: Binding, module: nn.Module, mesh: StyledMesh) -> None:
+def introduce(binding: Binding, module: nn.Module, mesh: StyledMesh) -> None:
     """Compare the model of a module that runs for the first time on this mesh with those of the other ranks.
 
     Raises:
@@ -65,7 +65,7 @@ def compare_model_across_ranks(binding: Binding, module: nn.Module, mesh: Styled
             otherwise; if they hold other weights; if they run another module now.
     """
     cp = mesh.views[0]
-    if torch.compiler.is_compiling() or cp.agreement is None or cp.agreement in binding.compared:
+    if torch.compiler.is_compiling() or cp.agreement is None or cp.agreement in binding.introduced:
         return
     model = None
     if binding.place is None:
@@ -82,7 +82,7 @@ def compare_model_across_ranks(binding: Binding, module: nn.Module, mesh: Styled
         total = digest("".join(f"{name}={value}" for name, value in weights.items()).encode())
         cp.agree("weights", plan.signature, binding.name, (("weights", total),), lambda: weights)
     cp.agree("module", (("module", name), ("style", plan.styles[name])), binding.name)
-    binding.compared.add(cp.agreement)
+    binding.introduced.add(cp.agreement)
 
 
 # --------------------------------------------------------------------------- weights
@@ -92,12 +92,12 @@ def fingerprints(model: Model, cp: CPDims) -> Iterator[tuple[str, str]]:
     """Name and digest of every parameter that the ranks of a cp mesh hold alike.
 
     Parameters that are sharded over cp ranks (FSDP, ZeRO, expert parallelism by DTensor) are left out, and so are those
-    of modules that the user exempts from checks.
+    of modules that the user vouches for.
     """
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.root.modules()):
         return  # its parameters are plain tensors, some of them gathered at the moment
     for name, parameter in model.root.named_parameters():
-        if hasattr(parameter, "ds_id") or not getattr(parameter, "allreduce", True) or model.exempts(name):
+        if hasattr(parameter, "ds_id") or not getattr(parameter, "allreduce", True) or model.allows(name):
             continue  # ds_id: DeepSpeed has taken it apart; allreduce=False: Megatron and DeepSpeed mark experts so
         with suppress(Exception):  # in a trace, a transform or a lazy module values cannot be read, on any rank
             local = _replicated(parameter, cp)

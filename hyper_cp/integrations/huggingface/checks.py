@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from ...data.collectives import by_rank
 from ...handler import ContextParallelHandler
 from ...module.mixers.calls import is_mixer
 from ...module.mixing import mixing_modules
-from .direct import direct_attention
-from .lightning import is_lightning
+from .modules import direct_attention, is_lightning, source_of
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 """Types of layers that do not mix positions, or do so by attention only."""
@@ -133,34 +131,22 @@ def _counts_positions(module: nn.Module) -> bool:
     """True for a layer that makes positions of its hidden states. (Layers of Llama 4 do so for a scale that most of
     them do not have.)"""
     scales = getattr(module, "attn_temperature_tuning", True) and not getattr(module, "use_rope", False)
-    return bool(scales and COUNTS.search(_source_of_forward(module)))
+    return bool(scales and COUNTS.search(source_of(type(module).forward)))
 
 
 def own_loss(model: nn.Module) -> str | None:
     """The reason why the loss of a model would be wrong on a share, though its labels have been shifted; or None."""
     if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()):
         return "its forward takes no shift_labels"
-    source = _source_of_forward(model)
+    source = source_of(type(model).forward)
     if "cross_entropy(" in source or "CrossEntropyLoss" in source:
         return "its forward computes the loss from labels that it shifts within this rank's share, or does not shift"
     return None
 
 
-def _source_of_forward(model: nn.Module) -> str:
-    return _source_of(inspect.unwrap(type(model).forward))
-
-
-@cache
-def _source_of(function: Callable[..., Any]) -> str:
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        return ""
-
-
 def masks_by_types(model: nn.Module) -> bool:
     """True if a model makes masks of the types of its tokens, in which the tokens of one image see each other."""
-    return any("block_sequence_ids" in _source_of_forward(module) for module in (model, *model.children()))
+    return any("block_sequence_ids" in source_of(type(module).forward) for module in (model, *model.children()))
 
 
 def own_positions(decoder: nn.Module) -> str | None:
@@ -168,7 +154,7 @@ def own_positions(decoder: nn.Module) -> str | None:
     None."""
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in decoder.modules()):
         return "input_ids"
-    return "attention_mask" if "cumsum(" in _source_of_forward(decoder) else None
+    return "attention_mask" if "cumsum(" in source_of(type(decoder).forward) else None
 
 
 def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from ...schedule.documents import documents_table
 from .._torch import checkpoint
 from .._torch.modules import calls_running
 from ..mesh_binding import Binding, Style, describe
-from ..model import compare_model_across_ranks
+from ..model import introduce
 from .calls import RunningMixer, is_mixer, mixer_stack, route
 
 Where = tuple[CPMesh, str, Tensor | None, int | None]
@@ -129,7 +129,7 @@ class StyledMixerHooks(MixerHooks):
         )
         if not torch.compiler.is_compiling():
             self.binding.ran = True
-        compare_model_across_ranks(self.binding, module, mesh)
+        introduce(self.binding, module, mesh)
         if not mesh.parallel and documents is None:
             return None
         return mesh.views[0], self.binding.style.mode.layout, documents, None if self.exchange_heads else 1
