@@ -27,8 +27,8 @@ class ContextParallel(ParallelStyle):
     blocks that compute them) in a ``parallelize_module`` plan. Everything outside these modules
     works on the local share of the sequence, so it must treat positions one by one. Modules that are known not to
     (convolutions, recurrences, batch statistics, pools) raise when the plan is applied, and attention that is not
-    routed raises in the first forward of the module that the plan was applied to; ``allow`` names those that you vouch
-    for. Cumulative sums, token shifts and the like, written by hand, are not detected.
+    routed raises in the first forward of the module that the plan was applied to; ``allow`` names modules that you
+    exempt from these checks. Cumulative sums, token shifts and the like, written by hand, are not detected.
 
     Args:
         seq_dim: the sequence dimension of q, k, v and of the output. ``[B, S, H, D]``: 1 (default).
@@ -55,8 +55,8 @@ class ContextParallel(ParallelStyle):
         use_local_output: ``True``: outputs have the form of q, a plain tensor or a DTensor of the same mesh and
             placements. ``False``: DTensors that are also ``Shard(seq_dim)`` on the cp mesh (contiguous layout
             only); if q was a DTensor on a tp mesh, on the mesh of both.
-        window: ``(left, right)``: sliding-window attention. A query sees at most so many positions
-            before and after its own (None or -1: no bound), within what is_causal leaves.
+        window: ``(left, right)``: sliding-window attention. A query sees at most ``left`` positions before and
+            ``right`` positions after its own (None or -1: no bound), and none after it if the call is causal.
         head_groups: the number of groups in which heads are exchanged. The next group is in flight while one is
             attended, in backward too, so that attention hides Ulysses' all-to-all. It needs ``qkv_indices=None`` (a
             module that receives q, k, v in ``[B, H, S, D]`` and hands them to attention will do), and heads that split
@@ -70,9 +70,9 @@ class ContextParallel(ParallelStyle):
         cross_attention: keys and values are another sequence than the queries (the decoder's view of an encoder). The
             documents and the padding of a block describe its queries and hide no keys then, so that a call inside one
             needs an explicit ``attn_mask`` over the global positions of the keys (``[B, 1, 1, Skv]``).
-        allow: modules that you vouch for: qualified names or patterns of them (everything inside is meant too), or
-            names of types. They may mix positions, call attention that is not routed, or have other weights on each
-            rank.
+        allow: modules that you exempt from these checks: qualified names or patterns of them (everything inside is
+            exempt too), or names of types. They may mix positions, call attention that is not routed, or have other
+            weights on each rank.
 
     A call may have packed documents: run it inside ``ContextParallelHandler.documents(...)``, or pass them to
     the styled module as the keyword argument ``documents`` (see :func:`hyper_cp.ops.attention`).
@@ -128,10 +128,16 @@ class ContextParallel(ParallelStyle):
         self.mode = Mode(kv_exchange, layout, load_balance, window, head_groups, exchange_stages)  # type: ignore[arg-type]
         self.seq_dim, self.head_dim = _dimension("seq_dim", seq_dim), _dimension("head_dim", head_dim)
         if seq_dim == head_dim:
-            raise ValueError(f"seq_dim={seq_dim} and head_dim={head_dim} must name different dimensions")
+            raise ValueError(
+                f"seq_dim={seq_dim} and head_dim={head_dim} must name different dimensions. One dimension cannot "
+                "hold positions and heads. For [B, S, H, D] they are 1 and 2, for [B, H, S, D] 2 and 1"
+            )
         degree_is_int = isinstance(ulysses_degree, int) and not isinstance(ulysses_degree, bool)
         if not (ulysses_degree is None or ulysses_degree == "auto" or (degree_is_int and ulysses_degree > 0)):  # type: ignore[operator]
-            raise ValueError(f'ulysses_degree={ulysses_degree!r} must be None (whole mesh), "auto" or a positive int')
+            raise ValueError(
+                f"ulysses_degree={ulysses_degree!r} is not a degree. It is the number of adjacent ranks that trade "
+                'sequence for heads. Pass a positive int, None (the whole mesh) or "auto"'
+            )
         self.ulysses_degree = ulysses_degree
         if qkv_indices is not None:
             _check_sequence("qkv_indices", qkv_indices, int)
@@ -141,8 +147,8 @@ class ContextParallel(ParallelStyle):
         self.qkv_kwarg_names, self.allow = tuple(qkv_kwarg_names), tuple(allow)
         if self.qkv_indices is not None and (not _q_k_v(self.qkv_indices) or any(i < 0 for i in self.qkv_indices)):
             raise ValueError(
-                f"qkv_indices={qkv_indices!r} must be three different argument positions (q, k, v), those of k and v "
-                "equal if they are one tensor (0, 1, 1), or None if the module computes q, k, v itself"
+                f"qkv_indices={qkv_indices!r} does not say where q, k, v are among the arguments. Pass three different "
+                "positions, (0, 1, 1) if k and v are one tensor, or None if the module computes q, k, v itself"
             )
         if self.qkv_kwarg_names and (
             self.qkv_indices is None
@@ -150,22 +156,22 @@ class ContextParallel(ParallelStyle):
             or len(set(self.qkv_kwarg_names)) != len(set(self.qkv_indices))
         ):
             raise ValueError(
-                f"qkv_kwarg_names={qkv_kwarg_names!r} with qkv_indices={qkv_indices!r}: give three names (of q, k, v; "
-                "k and v equal in both if they are one tensor), and only for a module that receives q, k, v"
+                f"qkv_kwarg_names={qkv_kwarg_names!r} does not fit qkv_indices={qkv_indices!r}. Both describe a "
+                "module that receives q, k, v. Pass three names, those of k and v equal in both if they are one tensor"
             )
         if self.mode.groups > 1 and self.qkv_indices is not None:
             raise ValueError(
-                f"head_groups={head_groups} with qkv_indices={qkv_indices!r}: where q, k, v are exchanged before the "
-                "module runs, it sees all its heads at once, so there is nothing to overlap. Set qkv_indices=None: its "
-                "attention call (F.scaled_dot_product_attention in [B, H, S, D]) then exchanges them; or head_groups=1"
+                f"head_groups={head_groups} has no effect with qkv_indices={qkv_indices!r}. q, k, v are exchanged "
+                "before the module runs, and it sees all its heads at once. Set qkv_indices=None, so that its attention "
+                "call (F.scaled_dot_product_attention in [B, H, S, D]) exchanges them, or head_groups=1"
             )
         for name, value in (("use_local_output", use_local_output), ("cross_attention", cross_attention)):
             if not isinstance(value, bool):
-                raise TypeError(f"{name}={value!r} must be True or False")
+                raise TypeError(f"{name}={value!r} is a {type(value).__name__}. It is a switch. Pass True or False")
         if not use_local_output and layout != "contiguous":
             raise ValueError(
-                f"use_local_output=False returns Shard({seq_dim}) DTensors, which mean contiguous order, but "
-                f"layout={layout!r}: use use_local_output=True"
+                f"use_local_output=False does not fit layout={layout!r}. It returns Shard({seq_dim}) DTensors, which "
+                "mean contiguous order. Use use_local_output=True"
             )
         if cross_attention and (window is not None or (by_documents(layout) and kv_exchange != "replicated")):
             raise ValueError(
@@ -182,7 +188,7 @@ class ContextParallel(ParallelStyle):
 
     @property
     def layout(self) -> str:
-        """The positions that each rank holds."""
+        """The sequence layout: the positions that each rank holds."""
         return self.mode.layout
 
     @property
@@ -382,11 +388,15 @@ def _check_sequence(name: str, value: Sequence[object], kind: type) -> None:
     """Raise ``TypeError`` unless an argument is a list or tuple of one kind of values."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(x, kind) for x in value):
         raise TypeError(
-            f"{name}={value!r} must be a tuple or list of {kind.__name__}. Write ({name}=(...)), with commas"
+            f"{name}={value!r} must be a tuple or list of {kind.__name__}. It names several things. Write {name}=(..., "
+            "...), with commas"
         )
 
 
 def _dimension(name: str, value: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{name}={value!r} must be a non-negative int: dimensions are counted from the left")
+        raise ValueError(
+            f"{name}={value!r} is not a dimension. Dimensions are counted from the left, from 0 on. Pass an int that "
+            "is not negative"
+        )
     return value

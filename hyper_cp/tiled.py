@@ -62,16 +62,19 @@ def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
     Source: tiled MLPs of Arctic long-sequence training (arXiv 2506.13996).
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}: pass an nn.Module, for example the MLP of a layer")
+        raise TypeError(
+            f"module is a {type(module).__name__}. tiled replaces the forward of a module. Pass an nn.Module, for "
+            "example the MLP of a layer"
+        )
     for name, value in (("chunks", chunks), ("seq_dim", seq_dim)):
         if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} is a {type(value).__name__}: pass an int")
+            raise TypeError(f"{name} is a {type(value).__name__}. It is a number. Pass an int")
     if chunks < 1:
-        raise ValueError(f"chunks={chunks} must be at least 1, the number of parts of the local sequence")
+        raise ValueError(f"chunks={chunks} is no number of parts of the local sequence. Pass 1 or more")
     if "forward" in vars(module):
         raise ValueError(
-            f"module {type(module).__name__} has a forward of its own instance: it is tiled or compiled already, or "
-            "another library has replaced it. Tile the module itself, once, before the others"
+            f"module {type(module).__name__} has had its forward replaced: it is tiled or compiled already, or another "
+            "library has done it. tiled would lose that forward. Tile the module once, before the others"
         )
     for name, inner in module.named_modules():
         how = _mixes(inner)
@@ -92,7 +95,7 @@ def _mixes(module: nn.Module) -> str | None:
 
 
 class _Tiled:
-    """The forward of a tiled module."""
+    """Replaces the forward of a tiled module."""
 
     def __init__(self, module: nn.Module, chunks: int, seq_dim: int) -> None:
         self.module, self.chunks, self.seq_dim = module, chunks, seq_dim

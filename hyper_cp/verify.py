@@ -108,7 +108,7 @@ def verify(
 def _checked(
     model: nn.Module, mesh: DeviceMesh, loss_fn: Any, gradients: str, layout: str | None
 ) -> ContextParallel | str:
-    """The style of the model's modules, or a layout; everything is checked that can be before the runs."""
+    """Check all that can be checked before the runs. Return the style of the model's modules, or a layout."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}. verify records modules. Pass an nn.Module")
     cp_mesh.check_mesh(mesh)

@@ -20,6 +20,7 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 4 * 2**-1
 LEAST_GRADIENT = 1e-2
 """Gradients that are zero but for rounding (a bias of keys) are judged by this part of the largest gradient."""
 LEAST_LOSS = 1e-2
+"""Losses that are nearly zero are judged by this number."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,13 @@ class Tolerance:
     """True in half precision: errors are those of norms, in which the rounding of single values cancels."""
 
     def judge(self, local: Tensor, alone: Tensor, exact: Tensor | None, least: float = 0.0) -> tuple[float, float]:
-        """The error of ``local`` and the tolerance for it. With ``exact``, the same in fp32, it may be twice as far
-        from it as ``alone`` (and once more, since small tensors scatter), but for one rounding."""
+        """The error of ``local``, the tensor under context parallelism, and the tolerance for it.
+
+        ``alone`` is the tensor on one device, and ``exact`` the same in fp32, for half precision. The distance between
+        ``local`` and ``exact`` may be three times that of ``alone`` (twice, and once more since small tensors scatter),
+        plus one rounding. A fixed tolerance would not do: rounding adds up over layers, and where a router picks other
+        experts, a few rows differ altogether.
+        """
         if local.numel() == 0:
             return 0.0, 0.0
         if not local.is_floating_point():

@@ -36,7 +36,7 @@ from ..ops.writes import writes
 from .share import Positions, Selection, closest, looks_local
 
 Key = tuple[str, int, str, str]
-"""Module, number of its call, ``"input"`` or ``"output"``, and the place of the tensor among them."""
+"""The name of a module, the number of its call, ``"input"`` or ``"output"``, and the tensor's place among them."""
 
 WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)(\.|$)")
 
@@ -49,7 +49,7 @@ class Event:
     call: int
     tick: int
     value: Tensor
-    """On the CPU: the tensor; in a run without context parallelism the rows of it that this rank holds with it."""
+    """The tensor on the CPU; in a run on one device only the rows that this rank holds under context parallelism."""
     shape: tuple[int, ...]
     """The shape of the tensor itself."""
     selection: Selection | None = None
@@ -79,7 +79,7 @@ class Observation:
 
     tick: int
     module: str | None
-    """None: outside of all modules."""
+    """The name of the module that ran; None outside of all modules."""
     kind: str
     text: str
 
@@ -94,7 +94,7 @@ class Trace:
     """Tensors whose rows could not be found, with their shapes."""
     observations: list[Observation] = field(default_factory=list)
     documents: bool = False
-    """True if packed documents or padding were in force in some module."""
+    """True if some module ran with packed documents or padding."""
     loss: float = float("nan")
     gradients: dict[str, Tensor] = field(default_factory=dict)
 

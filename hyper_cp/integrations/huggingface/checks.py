@@ -1,4 +1,4 @@
-"""Checks of models and of the arguments of their forward: what would be wrong on a share is refused."""
+"""Checks of models, of the arguments of their forward and of batches: they refuse what would be wrong on a share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ...data.collectives import by_rank
 from ...handler import ContextParallelHandler
+from ...mesh.agreement import digest
 from ...module.mixers.calls import is_mixer
 from ...module.mixing import mixing_modules
 from .modules import direct_attention, is_lightning, source_of
@@ -134,7 +135,7 @@ def _counts_positions(module: nn.Module) -> bool:
     return bool(scales and COUNTS.search(source_of(type(module).forward)))
 
 
-def own_loss(model: nn.Module) -> str | None:
+def why_loss_is_wrong(model: nn.Module) -> str | None:
     """The reason why the loss of a model would be wrong on a share, though its labels have been shifted; or None."""
     if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()):
         return "its forward takes no shift_labels"
@@ -171,10 +172,10 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             f"{name} got labels: its loss ({kind}) is a mean over this rank's share, in which labels are not "
             "shifted. Leave them out, and pass logits and the dispatched labels to handler.mean_loss"
         )
-    own = own_loss(model) if labels is not None or shifted is not None else None
-    if own is not None:
+    reason = why_loss_is_wrong(model) if labels is not None or shifted is not None else None
+    if reason is not None:
         raise NotImplementedError(
-            f"{name} got labels, but {own}. Leave labels out of the batch, and pass logits and the shift_labels of "
+            f"{name} got labels, but {reason}. Leave labels out of the batch, and pass logits and the shift_labels of "
             "handler.get_batch_on_this_cp_rank(batch, shift_labels=True) to handler.mean_loss"
         )
     if labels is not None and shifted is None:
@@ -211,7 +212,7 @@ def check_kind(batch: Any) -> None:
     """Raise ``TypeError`` unless a batch is a mapping."""
     if not isinstance(batch, Mapping):
         raise TypeError(
-            f"batch is a {type(batch).__name__}. It is to be what the model takes as keywords. Pass a dict such as "
+            f"batch is a {type(batch).__name__}. It must be a dict of the model's keyword arguments. Pass one such as "
             '{"input_ids": ..., "labels": ...}'
         )
 
@@ -221,7 +222,8 @@ def check_entries(batch: Mapping[str, Any]) -> Tensor:
     name = next((x for x in ("input_ids", "inputs_embeds") if batch.get(x) is not None), None)
     if name is None:
         raise ValueError(
-            f"batch has the entries {list(batch)}, but neither input_ids nor inputs_embeds: name the tokens so"
+            f"batch has the entries {list(batch)}, but neither input_ids nor inputs_embeds. The tokens tell the length "
+            "of the sequence. Give them one of these names"
         )
     tokens = batch[name]
     if not isinstance(tokens, Tensor) or tokens.ndim < 2 or 0 in tokens.shape[:2]:
@@ -267,13 +269,11 @@ def check_dispatched(handler: ContextParallelHandler, tokens: Tensor, name: str)
     """Raise ``ValueError`` on every rank if all ranks of the mesh hold the same tokens. One small communication."""
     if tokens.is_floating_point() or tokens.numel() < 2 or bool((tokens == tokens.flatten()[0]).all()):
         return
-    at = torch.arange(1, tokens.numel() + 1, device=tokens.device)
-    hashed = ((tokens.flatten().to(torch.int64) + 1) * (at * 2654435761 % 4294967291)).sum()
-    shape = torch.tensor([tokens.shape[-1]], device=tokens.device)
-    rows = by_rank(handler.mesh, torch.cat([hashed[None], shape]))
+    content = digest(str(tuple(tokens.shape)).encode() + tokens.cpu().contiguous().numpy().tobytes())
+    rows = by_rank(handler.mesh, torch.tensor([int(content, 16) // 2], device=tokens.device))
     if bool((rows == rows[0]).all()):
         raise ValueError(
-            f"{name} got the same {tuple(tokens.shape)} tokens on all {handler.cp.size} ranks. They are to be shares "
+            f"{name} got the same {tuple(tokens.shape)} tokens on all {handler.cp.size} ranks. They must be shares "
             "of one sequence. Pass the whole batch through prepare_batch (or handler.dispatch); generate with a model "
             "without prepare_model"
         )
