@@ -128,16 +128,10 @@ class ContextParallel(ParallelStyle):
         self.mode = Mode(kv_exchange, layout, load_balance, window, head_groups, exchange_stages)  # type: ignore[arg-type]
         self.seq_dim, self.head_dim = _dimension("seq_dim", seq_dim), _dimension("head_dim", head_dim)
         if seq_dim == head_dim:
-            raise ValueError(
-                f"seq_dim={seq_dim} and head_dim={head_dim} must name different dimensions. One dimension cannot "
-                "hold positions and heads. For [B, S, H, D] they are 1 and 2, for [B, H, S, D] 2 and 1"
-            )
+            raise ValueError(f"seq_dim={seq_dim} and head_dim={head_dim} must name different dimensions")
         degree_is_int = isinstance(ulysses_degree, int) and not isinstance(ulysses_degree, bool)
         if not (ulysses_degree is None or ulysses_degree == "auto" or (degree_is_int and ulysses_degree > 0)):  # type: ignore[operator]
-            raise ValueError(
-                f"ulysses_degree={ulysses_degree!r} is not a degree. It is the number of adjacent ranks that trade "
-                'sequence for heads. Pass a positive int, None (the whole mesh) or "auto"'
-            )
+            raise ValueError(f'ulysses_degree={ulysses_degree!r} must be None (whole mesh), "auto" or a positive int')
         self.ulysses_degree = ulysses_degree
         if qkv_indices is not None:
             _check_sequence("qkv_indices", qkv_indices, int)
@@ -147,8 +141,8 @@ class ContextParallel(ParallelStyle):
         self.qkv_kwarg_names, self.allow = tuple(qkv_kwarg_names), tuple(allow)
         if self.qkv_indices is not None and (not _q_k_v(self.qkv_indices) or any(i < 0 for i in self.qkv_indices)):
             raise ValueError(
-                f"qkv_indices={qkv_indices!r} does not say where q, k, v are among the arguments. Pass three different "
-                "positions, (0, 1, 1) if k and v are one tensor, or None if the module computes q, k, v itself"
+                f"qkv_indices={qkv_indices!r} must be three different argument positions (q, k, v), those of k and v "
+                "equal if they are one tensor (0, 1, 1), or None if the module computes q, k, v itself"
             )
         if self.qkv_kwarg_names and (
             self.qkv_indices is None
@@ -156,22 +150,22 @@ class ContextParallel(ParallelStyle):
             or len(set(self.qkv_kwarg_names)) != len(set(self.qkv_indices))
         ):
             raise ValueError(
-                f"qkv_kwarg_names={qkv_kwarg_names!r} does not fit qkv_indices={qkv_indices!r}. Both describe a "
-                "module that receives q, k, v. Pass three names, those of k and v equal in both if they are one tensor"
+                f"qkv_kwarg_names={qkv_kwarg_names!r} with qkv_indices={qkv_indices!r}: give three names (of q, k, v; "
+                "k and v equal in both if they are one tensor), and only for a module that receives q, k, v"
             )
         if self.mode.groups > 1 and self.qkv_indices is not None:
             raise ValueError(
-                f"head_groups={head_groups} has no effect with qkv_indices={qkv_indices!r}. q, k, v are exchanged "
-                "before the module runs, and it sees all its heads at once. Set qkv_indices=None, so that its attention "
-                "call (F.scaled_dot_product_attention in [B, H, S, D]) exchanges them, or head_groups=1"
+                f"head_groups={head_groups} with qkv_indices={qkv_indices!r}: where q, k, v are exchanged before the "
+                "module runs, it sees all its heads at once, so there is nothing to overlap. Set qkv_indices=None: its "
+                "attention call (F.scaled_dot_product_attention in [B, H, S, D]) then exchanges them; or head_groups=1"
             )
         for name, value in (("use_local_output", use_local_output), ("cross_attention", cross_attention)):
             if not isinstance(value, bool):
-                raise TypeError(f"{name}={value!r} is a {type(value).__name__}. It is a switch. Pass True or False")
+                raise TypeError(f"{name}={value!r} must be True or False")
         if not use_local_output and layout != "contiguous":
             raise ValueError(
-                f"use_local_output=False does not fit layout={layout!r}. It returns Shard({seq_dim}) DTensors, which "
-                "mean contiguous order. Use use_local_output=True"
+                f"use_local_output=False returns Shard({seq_dim}) DTensors, which mean contiguous order, but "
+                f"layout={layout!r}: use use_local_output=True"
             )
         if cross_attention and (window is not None or (by_documents(layout) and kv_exchange != "replicated")):
             raise ValueError(
@@ -188,7 +182,7 @@ class ContextParallel(ParallelStyle):
 
     @property
     def layout(self) -> str:
-        """The sequence layout: the positions that each rank holds."""
+        """The positions that each rank holds."""
         return self.mode.layout
 
     @property
@@ -388,15 +382,11 @@ def _check_sequence(name: str, value: Sequence[object], kind: type) -> None:
     """Raise ``TypeError`` unless an argument is a list or tuple of one kind of values."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(x, kind) for x in value):
         raise TypeError(
-            f"{name}={value!r} must be a tuple or list of {kind.__name__}. It names several things. Write {name}=(..., "
-            "...), with commas"
+            f"{name}={value!r} must be a tuple or list of {kind.__name__}. Write ({name}=(...)), with commas"
         )
 
 
 def _dimension(name: str, value: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(
-            f"{name}={value!r} is not a dimension. Dimensions are counted from the left, from 0 on. Pass an int that "
-            "is not negative"
-        )
+        raise ValueError(f"{name}={value!r} must be a non-negative int: dimensions are counted from the left")
     return value

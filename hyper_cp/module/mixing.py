@@ -65,12 +65,11 @@ class Mixing:
     along: Callable[[Tensor, Arguments, dict[str, Any], Collection[int]], bool] = _in_last_dimension
     """True if a function, called with an input and these arguments, mixes one of these numbers of positions."""
     instead: str = GATHER
-    """A way out, as a sentence without its full stop; ``{0}`` stands for the names of the modules."""
+    """The way out, as a sentence without its full stop; ``{0}`` stands for the names of the modules."""
     refused: bool = True
     """False where the sequence is seldom the dimension that is mixed: ``verify`` then takes it for evidence only."""
 
 
-_RUNNING_STATISTICS: Callable[[Any], bool] = lambda module: not module.training and module.track_running_stats  # noqa: E731
 TABLE = (
     Mixing(
         "convolves {0.kernel_size[0]} neighbouring positions",
@@ -90,7 +89,7 @@ TABLE = (
         "takes its statistics over positions",
         (nn.BatchNorm1d,),
         ("batch_norm",),
-        harmless=_RUNNING_STATISTICS,
+        harmless=lambda module: not module.training and module.track_running_stats,
         along=_batch_normalised,
     ),
     Mixing("takes its statistics over positions", (nn.InstanceNorm1d, nn.GroupNorm), ("instance_norm",)),
@@ -110,7 +109,7 @@ TABLE = (
             *("median", "softmax", "log_softmax", "logsumexp"),
         ),
         along=_along_dim,
-        instead=f"{GATHER}, or use handler.roll_tensor for a shift",
+        instead=f"{GATHER}, use handler.roll_tensor for a shift",
         refused=False,
     ),
 )
