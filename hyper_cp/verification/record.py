@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -122,6 +122,7 @@ class Recorder(TorchFunctionMode):
         self.model, self.handler, self.cp_dims, self.positions, self.like = model, handler, cp_dims, positions, like
         self.trace = Trace()
         self._stack: list[tuple[nn.Module, int, tuple[Any, ...]]] = []
+        """The modules that run, the numbers of their calls in the trace, and the arguments that callers have passed."""
         self._numbers: Counter[str] = Counter()
         self._copies: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         self._tick = 0
@@ -129,9 +130,9 @@ class Recorder(TorchFunctionMode):
 
     def __enter__(self) -> Recorder:
         for name, module in self.model.named_modules():
-            before, behind = self._hooks(WRAPPERS.sub("", name).rstrip("."), _parameter_names(module))
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-            self._handles.append(module.register_forward_hook(behind))
+            begin = partial(self._begin, WRAPPERS.sub("", name).rstrip("."), _parameter_names(module))
+            self._handles.append(module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True))
+            self._handles.append(module.register_forward_hook(self._end))
         super().__enter__()
         return self
 
@@ -140,18 +141,12 @@ class Recorder(TorchFunctionMode):
         for handle in self._handles:
             handle.remove()
 
-    def _hooks(self, name: str, names: list[str]) -> tuple[Callable[..., None], Callable[..., None]]:
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._begin(module, name, args, {**dict(zip(names, args, strict=False)), **kwargs})
-
-        def behind(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._end(module, output)
-
-        return before, behind
-
     # ---- one call of a module
 
-    def _begin(self, module: nn.Module, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _begin(
+        self, name: str, names: list[str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
         trace, owners = self.trace, hook_owners(module)
         hooks = [h for h in owners if isinstance(h, AttentionHooks)]
         parent = self._stack[-1][1] if self._stack else None
@@ -171,7 +166,7 @@ class Recorder(TorchFunctionMode):
                 if x.ndim:
                     self._keep(len(trace.calls) - 1, "input", place, x)
 
-    def _end(self, module: nn.Module, output: Any) -> None:
+    def _end(self, module: nn.Module, inner_args: tuple[Any, ...], output: Any) -> None:
         while self._stack and self._stack[-1][0] is not module:
             self._stack.pop()  # an exception, which the model has caught, ended that call
         if not self._stack:
@@ -229,7 +224,7 @@ class Recorder(TorchFunctionMode):
         with suppress(RuntimeError):  # values cannot be read in transforms of functions, and need not be
             # Without context parallelism only random numbers matter.
             found = suspicious(func, args, kwargs, out, self.positions() if self.like is None else None)
-            if found is not None and not _called_by_library(sys._getframe(1)):
+            if found is not None and not _called_by_library(inspect.currentframe()):
                 self._observe(*found)
         return out
 
