@@ -19,6 +19,8 @@ from .module.mixing import mixing
 from .ops.writes import writes
 
 _ATTENTION = re.compile(r"Attention|Attn")
+_CHUNK = object()
+"""The argument that is replaced by a chunk of the tensor."""
 
 
 def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
@@ -70,7 +72,7 @@ def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name} is a {type(value).__name__}. It is a number. Pass an int")
     if chunks < 1:
-        raise ValueError(f"chunks={chunks} is no number of parts of the local sequence. Pass 1 or more")
+        raise ValueError(f"chunks={chunks} is below 1. It is the number of parts of the local sequence. Pass 1 or more")
     if "forward" in vars(module):
         raise ValueError(
             f"module {type(module).__name__} has had its forward replaced: it is tiled or compiled already, or another "
@@ -111,7 +113,7 @@ class _Tiled:
         if len(tensors) != 1 or not any(x is tensors[0] for x in (*args, *kwargs.values())):
             raise TypeError(
                 f"module {self._name} is tiled and got {len(tensors)} tensors, those inside of lists included. It cuts "
-                "one tensor, which is an argument by itself, into chunks. Tile a module whose forward takes such a one"
+                "one tensor, which is an argument by itself, into chunks. Tile a module whose forward takes one"
             )
         (x,) = tensors
         if not -x.ndim <= self.seq_dim < x.ndim:
@@ -137,10 +139,8 @@ class _Call:
         self.module, self.parameters = tiled.module, parameters
         compiled = torch.compiler.is_compiling()  # a compiled graph computes again with what it has saved
         self.weights = {} if compiled else {name: (p, writes(p)) for name, p in tiled.module.named_parameters()}
-        self.args = [None if a is x else a for a in args]
-        self.kwargs = {name: None if a is x else a for name, a in kwargs.items()}
-        self.place: Any = next((i for i, a in enumerate(args) if a is x), None)
-        self.name = next((name for name, a in kwargs.items() if a is x), None)
+        self.args = [_CHUNK if a is x else a for a in args]
+        self.kwargs = {name: _CHUNK if a is x else a for name, a in kwargs.items()}
         self.dim = tiled.seq_dim % x.ndim
         self.size = max(1, -(-x.shape[self.dim] // tiled.chunks))
         self.device = x.device.type
@@ -161,11 +161,8 @@ class _Call:
 
     def run(self, x: Tensor) -> Tensor:
         """Call the module's own forward with one chunk."""
-        args, kwargs = list(self.args), dict(self.kwargs)
-        if self.name is None:
-            args[self.place] = x
-        else:
-            kwargs[self.name] = x
+        args = [x if a is _CHUNK else a for a in self.args]
+        kwargs = {name: x if a is _CHUNK else a for name, a in self.kwargs.items()}
         out: Any = type(self.module).forward(self.module, *args, **kwargs)
         if not isinstance(out, Tensor) or out.ndim <= self.dim or out.shape[self.dim] != x.shape[self.dim]:
             kind, shape = type(self.module).__name__, getattr(out, "shape", None)

@@ -91,8 +91,8 @@ def refuse_mixing_call(
 
 
 def refuse_running_mixer(allow: tuple[str, ...], in_this_thread: bool = True) -> None:
-    """Raise ``RuntimeError`` if a module that is known to run along the sequence by code of its own calls a function in
-    a ``context_parallel`` block, and its user does not exempt it.
+    """Raise ``RuntimeError`` if a module whose name says that it runs along the sequence calls a function in a
+    ``context_parallel`` block, none of its functions is routed, and its user does not exempt it.
 
     ``in_this_thread``: the block was entered in the thread that runs. (Backward on an accelerator has threads of its
     own, in which recurrences are not routed.)
@@ -158,7 +158,7 @@ class FirstForward(EnteredMode):
         self.thread: int | None = None
         """The thread in which the first forward runs; None while it does not run."""
         self.unrouted: list[tuple[str, str, int | None]] = []
-        """Attention calls that were not routed: the module's name, the call in words, and its number of positions."""
+        """Attention calls that were not routed: a module's name, the beginning of the error, the number of positions."""
 
     def __deepcopy__(self, memo: Any) -> FirstForward:
         return FirstForward()  # a copy is another model

@@ -57,7 +57,7 @@ class Mixing:
     """One row of the table: modules and functions that mix positions in the same way."""
 
     does: str
-    """The verb and object of a sentence about such a module, which ``{0}`` stands for."""
+    """The predicate of a sentence about such a module; ``{0}`` is the module."""
     modules: tuple[type[nn.Module], ...] = ()
     functions: tuple[str, ...] = ()
     harmless: Callable[[Any], bool] = lambda module: False
@@ -65,7 +65,7 @@ class Mixing:
     along: Callable[[Tensor, Arguments, dict[str, Any], Collection[int]], bool] = _in_last_dimension
     """True if a function, called with an input and these arguments, mixes one of these numbers of positions."""
     instead: str = GATHER
-    """The way out, as a sentence without its full stop; ``{0}`` stands for the names of the modules."""
+    """The way out, as a sentence without its full stop; ``{0}`` is the names of the modules."""
     refused: bool = True
     """False where the sequence is seldom the dimension that is mixed: ``verify`` then takes it for evidence only."""
 
@@ -139,7 +139,7 @@ def mixes_by_name(module: nn.Module) -> bool:
 
 
 def row_of(module: nn.Module) -> Mixing | None:
-    """The row of a module that mixes positions; None if it is not known to."""
+    """The row of a module that mixes positions; None for other modules."""
     for row in TABLE:
         if row.refused and isinstance(module, row.modules):
             return None if row.harmless(module) else row
@@ -149,7 +149,7 @@ def row_of(module: nn.Module) -> Mixing | None:
 
 
 def mixing(module: nn.Module) -> str | None:
-    """The way in which a module mixes positions, in words; None if it is not known to."""
+    """The predicate of a sentence about a module that mixes positions; None for other modules."""
     row = row_of(module)
     return None if row is None else row.does.format(module)
 

@@ -109,7 +109,7 @@ class Comparison:
         """The error in units of the tolerance; -1 where nothing was compared."""
         return -1.0 if self.error is None else (self.error + 1e-300) / (self.tolerance or 1e-300)
 
-    def judge(
+    def record_outcome(
         self, tolerance: Tolerance, local: Tensor, alone: Tensor, exact: Tensor | None, least: float = 0.0
     ) -> None:
         """Compare two tensors, and record the outcome."""
@@ -128,7 +128,7 @@ def compare_modules(parallel: Trace, alone: Trace, exact: Trace | None, toleranc
             precise = None if exact is None else exact.events.get(key)
             truth = None if precise is None or precise.selection != whole.selection else precise.value
             local = whole.selection.of_local(event.value)
-            row.judge(tolerance, local, whole.value, truth)
+            row.record_outcome(tolerance, local, whole.value, truth)
             row.same_shape = whole.selection.kind == "same"
             row.local_positions = event.local_positions
         if row.whole_shape or event.key[2] == "output":
@@ -143,7 +143,7 @@ def compare_gradients(parallel: Trace, alone: Trace, exact: Trace | None, tolera
     for name, whole in alone.gradients.items():
         reduced = parallel.gradients[name]
         row = Comparison(name, 0, "gradient", "", "", 0, list(reduced.shape), None, None, SKIPPED)
-        row.judge(
+        row.record_outcome(
             tolerance, reduced, whole, None if exact is None else exact.gradients.get(name), LEAST_GRADIENT * largest
         )
         if row.status == DIFFERS:

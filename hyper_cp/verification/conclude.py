@@ -75,7 +75,7 @@ def conclude(
             rows=[row for row in modules[rank] if row.key not in internal],
             first=worst,
             gradients=merged,
-            observations=[Observation(*o) for o in _ordered(ranks, rank, key is None)],
+            observations=[Observation(*o) for o in _observations_of(ranks, rank, key is None)],
             dropped=documents and not ranks[rank]["documents"],
             styled=frozenset(ranks[rank]["styled"]),
             losses=([other["losses"][0] for other in ranks], ranks[0]["losses"][1]),
@@ -158,7 +158,7 @@ def _worst(modules: Sequence[Sequence[Comparison]], key: Any) -> tuple[int, Comp
     return max(found, key=lambda item: (item[1].local_positions, item[1].excess))
 
 
-def _ordered(ranks: Sequence[Any], rank: int, everywhere: bool) -> list[Any]:
+def _observations_of(ranks: Sequence[Any], rank: int, everywhere: bool) -> list[Any]:
     """The observations of one rank, or of all if no module differs; sums that were not made, of all ranks."""
     chosen = [o for i, other in enumerate(ranks) for o in other["observations"]
               if everywhere or i == rank or o[2] == "tensor parallel"]  # fmt: skip
@@ -212,7 +212,7 @@ _ELSEWHERE = f"{mixing.GATHER}, use handler.roll_tensor for shifts"
 
 @dataclass
 class Evidence:
-    """All that a cause is found from, in the run of the rank where the first difference is largest."""
+    """The evidence for a cause, from the run of the rank where the first difference is largest."""
 
     ranks: int
     rows: Sequence[Comparison]
@@ -230,7 +230,7 @@ class Evidence:
 
 
 def explain(e: Evidence) -> list[Cause]:
-    """Return the causes that fit, the most likely one first; never none if something differs."""
+    """Return the causes that fit, the most likely one first; at least one if something differs."""
     sums = [_cause("tensor parallel", o.module, o.text) for o in e.observations if o.kind == "tensor parallel"]
     if e.first is None:
         return sums[:1]
@@ -246,7 +246,7 @@ def _cause(kind: str, module: str | None, what: str = "", where: str = "") -> Ca
 
 
 def _observed(observations: Iterable[Observation], *kinds: str) -> Cause | None:
-    """The cause that the first observation shows, of the first of these kinds that there is."""
+    """The cause that an observation shows: the first one of the first of these kinds that has any."""
     known = list(observations)
     found = next((o for kind in kinds for o in known if o.kind == kind), None)
     if found is None:

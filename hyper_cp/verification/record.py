@@ -271,7 +271,7 @@ LIBRARY = __name__.partition(".")[0]
 def suspicious(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, positions: Positions | None
 ) -> tuple[str, str] | None:
-    """The kind of a call that may be wrong on a share, and the call in words; None for other calls. Without
+    """The kind and the description of a call that may be wrong on a share; None for other calls. Without
     ``positions`` only random numbers are suspicious."""
     name = getattr(func, "__name__", "")
     random = _random(func, name, args, kwargs)

@@ -35,7 +35,7 @@ class Row:
 
     @property
     def title(self) -> str:
-        """The row's name in words."""
+        """The name of the row in the table and in sentences."""
         place = f" {self.place}" if self.place else ""
         return f"{self.name} {self.kind}{place}" if self.kind != "loss" else "loss"
 

@@ -74,7 +74,7 @@ class Runs:
         self.handler = RecordingHandler(self.mesh, self.style)
         self.known = _read(self.handler, self.batch)
         """The batch as the handler reads it; None if only ``loss_fn`` can read it."""
-        self.documents = self.known is not None and _divided(self.known)
+        self.documents = self.known is not None and _has_documents(self.known)
         """True if the batch has packed documents or padding."""
         self.expected = None if self.known is None else self._positions(self.known.length, self.known.documents)
         self.handler.sequence = None
@@ -150,7 +150,7 @@ class Runs:
     def _run(
         self, model: nn.Module, handler: ContextParallelHandler, like: Trace | None = None, exact: bool = False
     ) -> Trace:
-        batch, leaves = _fresh(self.batch, exact)
+        batch, leaves = _copy_of_batch(self.batch, exact)
         with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             with Recorder(model, handler, self.cp_dims, self.positions, like) as recorder:
                 loss = self._loss(model, batch, handler)
@@ -221,7 +221,7 @@ class _WithoutAutocast(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-def _fresh(batch: Any, exact: bool) -> tuple[Any, dict[str, Tensor]]:
+def _copy_of_batch(batch: Any, exact: bool) -> tuple[Any, dict[str, Tensor]]:
     """A copy of a batch for one run (``exact``: in fp32), and those of its tensors whose gradients are compared."""
     leaves: dict[str, Tensor] = {}
 
@@ -242,14 +242,14 @@ def _fresh(batch: Any, exact: bool) -> tuple[Any, dict[str, Tensor]]:
 
 
 def _read(handler: ContextParallelHandler, batch: Any) -> Any:
-    """The batch as the handler reads it by itself, or None."""
+    """The batch as the handler splits it, or None if the handler cannot read it."""
     try:
         return handler.get_batch_on_this_cp_rank(batch)
     except (TypeError, ValueError):
         return None
 
 
-def _divided(batch: LocalBatch) -> bool:
+def _has_documents(batch: LocalBatch) -> bool:
     """True if a batch has packed documents or padding inside its length."""
     if batch.documents is None:
         return False
@@ -302,7 +302,7 @@ def _accepted(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 def gradients_of(
     model: nn.Module, inputs: Mapping[str, Tensor], mesh: DeviceMesh, average: bool | None
 ) -> dict[str, Tensor]:
-    """The gradients of parameters and of ``inputs`` by name, on the CPU, of DTensors this rank's part.
+    """The gradients of parameters and of ``inputs`` by name, on the CPU. Of a DTensor it is this rank's part.
 
     Args:
         average: the reduction over the cp mesh that the user makes after backward: True for the mean, False for the
@@ -406,7 +406,7 @@ def restore_model_state(model: nn.Module, device_type: str) -> Iterator[None]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes that user code may assign in a forward. (DDP and torch's own state are their own.)"""
+    """The attributes that user code may assign in a forward. (DDP and torch restore theirs.)"""
     if isinstance(module, DistributedDataParallel):
         return {}
     return {name: value for name, value in vars(module).items() if not name.startswith("_")}

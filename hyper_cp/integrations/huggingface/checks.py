@@ -191,7 +191,8 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     if labels is not None and kwargs.get("num_items_in_batch") is None:
         raise ValueError(
             f"{name} got labels without num_items_in_batch. Its loss would be the mean over this rank's tokens, which "
-            "is no share of the mean over the batch. Use prepare_batch, or pass the number of labels of the whole batch"
+            "is not a share of the mean over the batch. Use prepare_batch, or pass the number of labels of the whole "
+            "batch"
         )
     kept = kwargs.get("logits_to_keep")
     if kept is not None and (isinstance(kept, Tensor) or kept != 0):
