@@ -158,7 +158,7 @@ class FirstForward(EnteredMode):
         self.thread: int | None = None
         """The thread in which the first forward runs; None while it does not run."""
         self.unrouted: list[tuple[str, str, int | None]] = []
-        """Attention calls that were not routed: a module's name, the beginning of the error, the number of positions."""
+        """Attention calls that were not routed: module name, beginning of the error, number of positions."""
 
     def __deepcopy__(self, memo: Any) -> FirstForward:
         return FirstForward()  # a copy is another model

@@ -111,6 +111,7 @@ def test_every_planted_mistake_is_named(ranks: Any) -> None:
         first = json.loads(mine[4])["first"]
         assert first["error"] > first["tolerance"]
         assert f"Cause ({cause})" in mine[3] and "DIFFERENT, first in" in mine[3]
+        assert fault != "conv" or "call hyper_cp.ops.causal_conv1d in its place, or replace" in mine[3]
 
 
 # --------------------------------------------------------------------------- nothing is left behind
