@@ -27,8 +27,8 @@ class ContextParallel(ParallelStyle):
     blocks that compute them) in a ``parallelize_module`` plan. Everything outside these modules
     works on the local share of the sequence, so it must treat positions one by one. Modules that are known not to
     (convolutions, recurrences, batch statistics, pools) raise when the plan is applied, and attention that is not
-    routed raises in the first forward of the module that the plan was applied to; ``allow`` names those that you vouch
-    for. Cumulative sums, token shifts and the like, written by hand, are not detected.
+    routed raises in the first forward of the module that the plan was applied to; ``allow`` names modules that you
+    exempt from these checks. Cumulative sums, token shifts and the like, written by hand, are not detected.
 
     Args:
         seq_dim: the sequence dimension of q, k, v and of the output. ``[B, S, H, D]``: 1 (default).
@@ -55,8 +55,8 @@ class ContextParallel(ParallelStyle):
         use_local_output: ``True``: outputs have the form of q, a plain tensor or a DTensor of the same mesh and
             placements. ``False``: DTensors that are also ``Shard(seq_dim)`` on the cp mesh (contiguous layout
             only); if q was a DTensor on a tp mesh, on the mesh of both.
-        window: ``(left, right)``: sliding-window attention. A query sees at most so many positions
-            before and after its own (None or -1: no bound), within what is_causal leaves.
+        window: ``(left, right)``: sliding-window attention. A query sees at most ``left`` positions before and
+            ``right`` positions after its own (None or -1: no bound), and none after it if the call is causal.
         head_groups: the number of groups in which heads are exchanged. The next group is in flight while one is
             attended, in backward too, so that attention hides Ulysses' all-to-all. It needs ``qkv_indices=None`` (a
             module that receives q, k, v in ``[B, H, S, D]`` and hands them to attention will do), and heads that split
@@ -70,9 +70,9 @@ class ContextParallel(ParallelStyle):
         cross_attention: keys and values are another sequence than the queries (the decoder's view of an encoder). The
             documents and the padding of a block describe its queries and hide no keys then, so that a call inside one
             needs an explicit ``attn_mask`` over the global positions of the keys (``[B, 1, 1, Skv]``).
-        allow: modules that you vouch for: qualified names or patterns of them (everything inside is meant too), or
-            names of types. They may mix positions, call attention that is not routed, or have other weights on each
-            rank.
+        allow: modules that you exempt from these checks: qualified names or patterns of them (everything inside is
+            exempt too), or names of types. They may mix positions, call attention that is not routed, or have other
+            weights on each rank.
 
     A call may have packed documents: run it inside ``ContextParallelHandler.documents(...)``, or pass them to
     the styled module as the keyword argument ``documents`` (see :func:`hyper_cp.ops.attention`).

@@ -14,11 +14,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from .module._torch.dispatch_modes import tree_leaves
-from .module.guards import mixing
 from .module.mesh_binding import binding_of
+from .module.mixing import mixing
 from .ops.writes import writes
 
 _ATTENTION = re.compile(r"Attention|Attn")
+_CHUNK = object()
+"""The argument that is replaced by a chunk of the tensor."""
 
 
 def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
@@ -62,16 +64,19 @@ def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
     Source: tiled MLPs of Arctic long-sequence training (arXiv 2506.13996).
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}: pass an nn.Module, for example the MLP of a layer")
+        raise TypeError(
+            f"module is a {type(module).__name__}. tiled replaces the forward of a module. Pass an nn.Module, for "
+            "example the MLP of a layer"
+        )
     for name, value in (("chunks", chunks), ("seq_dim", seq_dim)):
         if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} is a {type(value).__name__}: pass an int")
+            raise TypeError(f"{name} is a {type(value).__name__}. It is a number. Pass an int")
     if chunks < 1:
-        raise ValueError(f"chunks={chunks} must be at least 1, the number of parts of the local sequence")
+        raise ValueError(f"chunks={chunks} is below 1. It is the number of parts of the local sequence. Pass 1 or more")
     if "forward" in vars(module):
         raise ValueError(
-            f"module {type(module).__name__} has a forward of its own instance: it is tiled or compiled already, or "
-            "another library has replaced it. Tile the module itself, once, before the others"
+            f"module {type(module).__name__} has had its forward replaced: it is tiled or compiled already, or another "
+            "library has done it. tiled would lose that forward. Tile the module once, before the others"
         )
     for name, inner in module.named_modules():
         how = _mixes(inner)
@@ -92,7 +97,7 @@ def _mixes(module: nn.Module) -> str | None:
 
 
 class _Tiled:
-    """The forward of a tiled module."""
+    """Replaces the forward of a tiled module."""
 
     def __init__(self, module: nn.Module, chunks: int, seq_dim: int) -> None:
         self.module, self.chunks, self.seq_dim = module, chunks, seq_dim
@@ -108,7 +113,7 @@ class _Tiled:
         if len(tensors) != 1 or not any(x is tensors[0] for x in (*args, *kwargs.values())):
             raise TypeError(
                 f"module {self._name} is tiled and got {len(tensors)} tensors, those inside of lists included. It cuts "
-                "one tensor, which is an argument by itself, into chunks. Tile a module whose forward takes such a one"
+                "one tensor, which is an argument by itself, into chunks. Tile a module whose forward takes one"
             )
         (x,) = tensors
         if not -x.ndim <= self.seq_dim < x.ndim:
@@ -134,10 +139,8 @@ class _Call:
         self.module, self.parameters = tiled.module, parameters
         compiled = torch.compiler.is_compiling()  # a compiled graph computes again with what it has saved
         self.weights = {} if compiled else {name: (p, writes(p)) for name, p in tiled.module.named_parameters()}
-        self.args = [None if a is x else a for a in args]
-        self.kwargs = {name: None if a is x else a for name, a in kwargs.items()}
-        self.place: Any = next((i for i, a in enumerate(args) if a is x), None)
-        self.name = next((name for name, a in kwargs.items() if a is x), None)
+        self.args = [_CHUNK if a is x else a for a in args]
+        self.kwargs = {name: _CHUNK if a is x else a for name, a in kwargs.items()}
         self.dim = tiled.seq_dim % x.ndim
         self.size = max(1, -(-x.shape[self.dim] // tiled.chunks))
         self.device = x.device.type
@@ -158,11 +161,8 @@ class _Call:
 
     def run(self, x: Tensor) -> Tensor:
         """Call the module's own forward with one chunk."""
-        args, kwargs = list(self.args), dict(self.kwargs)
-        if self.name is None:
-            args[self.place] = x
-        else:
-            kwargs[self.name] = x
+        args = [x if a is _CHUNK else a for a in self.args]
+        kwargs = {name: x if a is _CHUNK else a for name, a in self.kwargs.items()}
         out: Any = type(self.module).forward(self.module, *args, **kwargs)
         if not isinstance(out, Tensor) or out.ndim <= self.dim or out.shape[self.dim] != x.shape[self.dim]:
             kind, shape = type(self.module).__name__, getattr(out, "shape", None)

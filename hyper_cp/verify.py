@@ -18,7 +18,7 @@ from .module.mesh_binding import bindings
 from .schedule.layout import check_layout
 from .style import ContextParallel, style_of
 from .verification.compare import TOLERANCES, Tolerance, coarsest
-from .verification.conclude import Traces, conclude
+from .verification.conclude import conclude
 from .verification.report import Cause, Report, Row
 from .verification.runs import HALF, Runs
 
@@ -102,13 +102,13 @@ def verify(
     ):
         exact = runs.whole(parallel, exact=True)
     tolerance = Tolerance(TOLERANCES[kind] if rtol is None else rtol, atol or 0.0, norms=kind in HALF)
-    return conclude(Traces(parallel, one, exact), mesh, runs.length, tolerance, runs.documents)
+    return conclude(parallel, one, exact, mesh, runs.length, tolerance, runs.documents)
 
 
 def _checked(
     model: nn.Module, mesh: DeviceMesh, loss_fn: Any, gradients: str, layout: str | None
 ) -> ContextParallel | str:
-    """The style of the model's modules, or a layout; everything is checked that can be before the runs."""
+    """Check all that can be checked before the runs. Return the style of the model's modules, or a layout."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}. verify records modules. Pass an nn.Module")
     cp_mesh.check_mesh(mesh)

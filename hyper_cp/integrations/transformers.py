@@ -50,10 +50,8 @@ from .huggingface.checks import (
     own_positions,
 )
 from .huggingface.chunked_loss import ChunkedLoss
-from .huggingface.direct import direct_attention, no_mask, route
 from .huggingface.forward import ForwardState, OneDevice, PreparedBatch, mixer_state
-from .huggingface.lightning import LightningHooks, is_lightning
-from .huggingface.rotary import prepare_rotary
+from .huggingface.modules import LightningHooks, direct_attention, is_lightning, no_mask, prepare_rotary, route
 
 __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
 

@@ -1,10 +1,9 @@
-"""Compare the traces of the runs on one rank, and gather the comparisons of all ranks of the cp mesh."""
+"""Compare the runs of a verification on one rank, tensor by tensor, and exchange the comparisons of all ranks."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,15 +11,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..data.collectives import by_rank
-from .record.share import Selection, distance, pieces, wide
-from .record.trace import Event, Trace
+from .record import Trace
 from .report import DIFFERS, EQUAL, SKIPPED
+from .share import distance, pieces, wide
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 4 * 2**-10, torch.bfloat16: 4 * 2**-7}
 """Default tolerances by the coarsest dtype of a run. (Some models compute parts in fp32 whatever their dtype.)"""
 LEAST_GRADIENT = 1e-2
 """Gradients that are zero but for rounding (a bias of keys) are judged by this part of the largest gradient."""
 LEAST_LOSS = 1e-2
+"""Losses that are nearly zero are judged by this number."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,13 @@ class Tolerance:
     """True in half precision: errors are those of norms, in which the rounding of single values cancels."""
 
     def judge(self, local: Tensor, alone: Tensor, exact: Tensor | None, least: float = 0.0) -> tuple[float, float]:
-        """The error of ``local`` and the tolerance for it. With ``exact``, the same in fp32, it may be twice as far
-        from it as ``alone`` (and once more, since small tensors scatter), but for one rounding."""
+        """The error of ``local``, the tensor under context parallelism, and the tolerance for it.
+
+        ``alone`` is the tensor on one device, and ``exact`` the same in fp32, for half precision. The distance between
+        ``local`` and ``exact`` may be three times that of ``alone`` (twice, and once more since small tensors scatter),
+        plus one rounding. A fixed tolerance would not do: rounding adds up over layers, and where a router picks other
+        experts, a few rows differ altogether.
+        """
         if local.numel() == 0:
             return 0.0, 0.0
         if not local.is_floating_point():
@@ -42,8 +47,7 @@ class Tolerance:
             return distance(local, alone), allowed
         if exact is not None and exact.shape == alone.shape:
             scale = max(_norm(exact), least * exact.numel() ** 0.5)
-            own, plain = _norm(local, exact), _norm(alone, exact)
-            return _ratio(own, scale), 3 * _ratio(plain, scale) + self.rtol / 4
+            return _ratio(_norm(local, exact), scale), 3 * _ratio(_norm(alone, exact), scale) + self.rtol / 4
         if self.norms:
             scale = max(_norm(alone), least * alone.numel() ** 0.5)
             return _ratio(_norm(local, alone), scale), self.rtol + _ratio(self.atol, scale)
@@ -76,7 +80,7 @@ def coarsest(trace: Trace) -> torch.dtype:
 
 
 @dataclass
-class Found:
+class Comparison:
     """The comparison of one tensor on one rank; it travels as JSON."""
 
     name: str
@@ -100,42 +104,50 @@ class Found:
     def key(self) -> tuple[str, int, str, str]:
         return self.name, self.number, self.kind, self.place
 
+    @property
+    def excess(self) -> float:
+        """The error in units of the tolerance; -1 where nothing was compared."""
+        return -1.0 if self.error is None else (self.error + 1e-300) / (self.tolerance or 1e-300)
 
-def compare_modules(parallel: Trace, alone: Trace, exact: Trace | None, tolerance: Tolerance) -> list[Found]:
-    """Every tensor that went into or came out of a module with context parallelism, against one device."""
+    def record_outcome(
+        self, tolerance: Tolerance, local: Tensor, alone: Tensor, exact: Tensor | None, least: float = 0.0
+    ) -> None:
+        """Compare two tensors, and record the outcome."""
+        self.error, self.tolerance = tolerance.judge(local, alone, exact, least)
+        self.status = EQUAL if self.error <= self.tolerance else DIFFERS
+
+
+def compare_modules(parallel: Trace, alone: Trace, exact: Trace | None, tolerance: Tolerance) -> list[Comparison]:
+    """Compare every tensor that went into or came out of a module with that of one device."""
     rows = []
     for key, event in parallel.events.items():
-        call, theirs = parallel.calls[event.call], alone.events.get(key)
-        row = Found(*key, call.type, event.tick, list(event.shape), None, None, SKIPPED)
-        row.whole_shape = list(theirs.shape if theirs is not None else alone.unmatched.get(key, ()))
-        if theirs is not None and theirs.selection is not None:
-            local = theirs.selection.of_local(event.value)
-            row.error, row.tolerance = tolerance.judge(local, theirs.value, _exact(exact, key, theirs.selection))
-            row.status = EQUAL if row.error <= row.tolerance else DIFFERS
-            row.same_shape = theirs.selection.kind == "same"
+        call, whole = parallel.calls[event.call], alone.events.get(key)
+        row = Comparison(*key, call.type, event.tick, list(event.shape), None, None, SKIPPED)
+        row.whole_shape = list(whole.shape if whole is not None else alone.unmatched.get(key, ()))
+        if whole is not None and whole.selection is not None:
+            precise = None if exact is None else exact.events.get(key)
+            truth = None if precise is None or precise.selection != whole.selection else precise.value
+            local = whole.selection.of_local(event.value)
+            row.record_outcome(tolerance, local, whole.value, truth)
+            row.same_shape = whole.selection.kind == "same"
             row.local_positions = event.local_positions
         if row.whole_shape or event.key[2] == "output":
             rows.append(row)
     return rows
 
 
-def _exact(exact: Trace | None, key: Any, selection: Selection) -> Tensor | None:
-    event: Event | None = None if exact is None else exact.events.get(key)
-    return None if event is None or event.selection != selection else event.value
-
-
-def compare_gradients(parallel: Trace, alone: Trace, exact: Trace | None, tolerance: Tolerance) -> list[Found]:
-    """The gradients of parameters and inputs."""
+def compare_gradients(parallel: Trace, alone: Trace, exact: Trace | None, tolerance: Tolerance) -> list[Comparison]:
+    """Compare the gradients of parameters and inputs."""
     largest = max((_largest(x) for x in alone.gradients.values()), default=0.0)
     rows = []
-    for name, theirs in alone.gradients.items():
-        mine = parallel.gradients[name]
-        truth = None if exact is None else exact.gradients.get(name)
-        row = Found(name, 0, "gradient", "", "", 0, list(mine.shape), None, None, SKIPPED)
-        row.error, row.tolerance = tolerance.judge(mine, theirs, truth, LEAST_GRADIENT * largest)
-        row.status = EQUAL if row.error <= row.tolerance else DIFFERS
+    for name, whole in alone.gradients.items():
+        reduced = parallel.gradients[name]
+        row = Comparison(name, 0, "gradient", "", "", 0, list(reduced.shape), None, None, SKIPPED)
+        row.record_outcome(
+            tolerance, reduced, whole, None if exact is None else exact.gradients.get(name), LEAST_GRADIENT * largest
+        )
         if row.status == DIFFERS:
-            a, b = wide(mine).flatten(), wide(theirs).flatten()
+            a, b = wide(reduced).flatten(), wide(whole).flatten()
             factor = (a @ b / (b @ b)).item() if bool(b.any()) else 0.0
             fits = Tolerance(max(tolerance.rtol, 1e-3), norms=True).judge(a, factor * b, None)
             row.factor = factor if fits[0] <= fits[1] else None
@@ -155,13 +167,8 @@ def exchange(mesh: DeviceMesh, payload: Any) -> list[Any]:
     return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
-def by_all_ranks(mesh: DeviceMesh, mine: Iterable[Found]) -> list[list[Found]]:
-    """The comparisons of every rank."""
-    return [[Found(**row) for row in rows] for rows in exchange(mesh, [asdict(row) for row in mine])]
-
-
 def accept_sums(
-    mesh: DeviceMesh, ranks: list[list[Found]], parallel: Trace, alone: Trace, tol: Tolerance
+    mesh: DeviceMesh, ranks: list[list[Comparison]], parallel: Trace, alone: Trace, tol: Tolerance
 ) -> dict[Any, float]:
     """The keys of tensors without a sequence dimension whose sum or mean over the ranks is that of one device, and its
     error: each rank has its share of a statistic. All ranks make the call."""

@@ -24,7 +24,7 @@ class Row:
     place: str
     """The tensor among the module's inputs or outputs; empty if there is one."""
     shape: tuple[int, ...]
-    """With context parallelism, on one rank."""
+    """The shape of the tensor on one rank of the run with context parallelism."""
     error: float | None
     """The largest difference on any rank, relative to the largest value (in half precision: of the norms)."""
     tolerance: float | None
@@ -35,7 +35,7 @@ class Row:
 
     @property
     def title(self) -> str:
-        """The row's name in words."""
+        """The name of the row in the table and in sentences."""
         place = f" {self.place}" if self.place else ""
         return f"{self.name} {self.kind}{place}" if self.kind != "loss" else "loss"
 
@@ -62,11 +62,11 @@ class Report:
     length: int
     """Positions of the sequence."""
     rows: tuple[Row, ...]
-    """In the order of execution; then the loss; then gradients."""
+    """Rows of modules in the order of execution, then the loss, then gradients."""
     first: Row | None
     """The first row that differs."""
     causes: tuple[Cause, ...]
-    """The most likely one first."""
+    """Causes that fit, the most likely one first."""
 
     @property
     def module(self) -> str | None:

@@ -3,41 +3,44 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from ..data.batch import TOKENS, LocalBatch
+from ..data.collectives import by_rank
 from ..handler import ContextParallelHandler
 from ..mesh.comm import record_traffic
 from ..mesh_swap import context_parallel_mesh
-from ..module._torch.modules import hook_owners
+from ..module._torch.modules import buffers_of, hook_owners
 from ..module.dtensor import CPDims
 from ..module.mesh_binding import bindings
 from ..schedule.documents import read
 from ..style import ContextParallel
-from .gradients import gradients_of
-from .record.share import Positions
-from .record.tensor_parallel import Unreduced
-from .record.trace import Recorder, Trace
-from .record.untouched import untouched
-from .steps import integrated_loss, styled_loss
+from .record import WRAPPERS, Recorder, Trace, tensors
+from .share import Positions
 
 LossFn = Callable[[Any, Any, ContextParallelHandler], Tensor]
 LARGEST_COUNT = 512
 """Bytes. A run on one rank may gather the counts of a loss (over dp), but not keys and values."""
-
-
+BUCKET = 2**22
+"""Values of gradients that are reduced together."""
 HALF = (torch.bfloat16, torch.float16)
 
 
-class WatchedHandler(ContextParallelHandler):
+class RecordingHandler(ContextParallelHandler):
     """A handler that records the first sequence that it splits."""
 
     sequence: tuple[int, Tensor | None] | None = None
@@ -68,10 +71,10 @@ class Runs:
     sequence: Positions | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.handler = WatchedHandler(self.mesh, self.style)
+        self.handler = RecordingHandler(self.mesh, self.style)
         self.known = _read(self.handler, self.batch)
         """The batch as the handler reads it; None if only ``loss_fn`` can read it."""
-        self.documents = self.known is not None and _divided(self.known)
+        self.documents = self.known is not None and _has_documents(self.known)
         """True if the batch has packed documents or padding."""
         self.expected = None if self.known is None else self._positions(self.known.length, self.known.documents)
         self.handler.sequence = None
@@ -110,16 +113,8 @@ class Runs:
 
     def parallel(self) -> Trace:
         """The run with context parallelism."""
-        state, unreduced = self.handler.cp.batch, Unreduced(self.cp_dims)
-        recorder = Recorder(
-            self.model,
-            self.cp_dims,
-            self.positions,
-            documents=lambda: state.documents is not None,
-            after=unreduced.check,
-        )
-        with untouched(self.model, self.mesh.device_type):
-            trace = self._run(self.model, recorder, self.handler)
+        with restore_model_state(self.model, self.mesh.device_type):
+            trace = self._run(self.model, self.handler)
         self.sequence = self.positions()
         if self.sequence is None:
             raise ValueError(
@@ -133,7 +128,7 @@ class Runs:
         model in fp32."""
         model = copy.deepcopy(self.model).float() if exact else self.model
         with ExitStack() as stack:
-            stack.enter_context(untouched(model, self.mesh.device_type))
+            stack.enter_context(restore_model_state(model, self.mesh.device_type))
             if bindings(model):
                 stack.enter_context(context_parallel_mesh(model, self.alone))
             handler = ContextParallelHandler(self.alone, self.style)
@@ -142,7 +137,7 @@ class Runs:
             if exact:
                 stack.enter_context(_WithoutAutocast(self.mesh.device_type))
             traffic = stack.enter_context(record_traffic())
-            trace = self._run(model, Recorder(model, self.cp_dims, self.positions, like), handler, exact)
+            trace = self._run(model, handler, like, exact)
         sent = max((size for _, size in traffic.entries), default=0)
         if sent > LARGEST_COUNT:
             raise ValueError(
@@ -152,29 +147,64 @@ class Runs:
             )
         return trace
 
-    def _run(self, model: nn.Module, recorder: Recorder, handler: ContextParallelHandler, exact: bool = False) -> Trace:
-        batch, leaves = _fresh(self.batch, exact)
-        parallel = handler.mesh.size() > 1
+    def _run(
+        self, model: nn.Module, handler: ContextParallelHandler, like: Trace | None = None, exact: bool = False
+    ) -> Trace:
+        batch, leaves = _copy_of_batch(self.batch, exact)
         with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-            with recorder as trace:
+            with Recorder(model, handler, self.cp_dims, self.positions, like) as recorder:
                 loss = self._loss(model, batch, handler)
+            trace = recorder.trace
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
                 got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
                 raise TypeError(f"loss_fn returned {got}. verify compares one loss. Return a tensor with one number")
             trace.loss = loss.detach().double().item()
             if loss.requires_grad:
                 loss.backward()
-            average = self.average if parallel else None
-            trace.gradients = gradients_of(model, leaves, self.mesh, average)
+            trace.gradients = gradients_of(model, leaves, self.mesh, self.average if like is None else None)
         return trace
 
     def _loss(self, model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
+        """The loss of the training step. Gradients of the default loss, averaged over the cp ranks, are those of one
+        device."""
         if self.loss_fn is not None:
             return self.loss_fn(model, batch, handler)
-        share = integration(model)
-        if share is not None:
-            return integrated_loss(model, share(handler, batch), handler, self.positions)
-        return styled_loss(model, batch, handler, self.positions)
+        owners = (owner for module in model.modules() for owner in hook_owners(module))
+        share = next((owner.share for owner in owners if hasattr(owner, "share")), None)
+        if share is not None:  # an integration has prepared the model, and splits its batches
+            output = model(**share(handler, batch))
+            loss = getattr(output, "loss", None)  # a share of the mean
+            return loss * handler.cp.size if isinstance(loss, Tensor) else self._loss_of(output, None, handler)
+        shift = isinstance(batch, Mapping) and "labels" in batch and "shift_labels" not in batch
+        local = handler.get_batch_on_this_cp_rank(batch, shift_labels=shift)
+        with handler.documents(local):
+            output = model(*local) if isinstance(local, (list, tuple)) else model(**_accepted(model, local))
+        labels = local.get("shift_labels") if isinstance(local, Mapping) else None
+        return self._loss_of(output, labels, handler)
+
+    def _loss_of(self, output: Any, labels: Tensor | None, handler: ContextParallelHandler) -> Tensor:
+        """The loss that a model returned, the cross-entropy of its logits, or a fixed weighted sum of its output."""
+        loss, logits = getattr(output, "loss", None), getattr(output, "logits", None)
+        if isinstance(loss, Tensor):
+            return loss
+        first = logits if isinstance(logits, Tensor) else next((x for _, x in tensors(output)), None)
+        if first is None or not first.is_floating_point():
+            raise TypeError(
+                f"the model returned a {type(output).__name__} without a floating-point tensor. verify compares losses "
+                "and gradients. Pass loss_fn(model, batch, handler), which returns the loss of your training step"
+            )
+        if labels is not None and first.shape[:-1] == labels.shape:
+            return handler.mean_loss(first, labels)
+        known = self.positions()
+        at = torch.arange(first.shape[1] if first.ndim > 1 else 0)
+        if known is not None and handler.cp.size > 1:
+            at = known.at
+        if first.ndim < 2 or first.shape[1] != len(at):
+            raise ValueError(
+                f"the model returned {tuple(first.shape)}, which does not have the {len(at)} local positions in "
+                "dimension 1. verify does not know its loss. Pass loss_fn(model, batch, handler)"
+            )
+        return handler.mean_loss(_weighted(first, at.to(first.device)), mask=_counted(first, at, known))
 
 
 class _WithoutAutocast(TorchFunctionMode):
@@ -191,13 +221,7 @@ class _WithoutAutocast(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-def integration(model: nn.Module) -> Callable[[ContextParallelHandler, Any], Any] | None:
-    """The function that splits a batch for a model that an integration has prepared; None for other models."""
-    owners = (owner for module in model.modules() for owner in hook_owners(module))
-    return next((owner.share for owner in owners if hasattr(owner, "share")), None)
-
-
-def _fresh(batch: Any, exact: bool) -> tuple[Any, dict[str, Tensor]]:
+def _copy_of_batch(batch: Any, exact: bool) -> tuple[Any, dict[str, Tensor]]:
     """A copy of a batch for one run (``exact``: in fp32), and those of its tensors whose gradients are compared."""
     leaves: dict[str, Tensor] = {}
 
@@ -218,15 +242,184 @@ def _fresh(batch: Any, exact: bool) -> tuple[Any, dict[str, Tensor]]:
 
 
 def _read(handler: ContextParallelHandler, batch: Any) -> Any:
-    """The batch as the handler reads it by itself, or None."""
+    """The batch as the handler splits it, or None if the handler cannot read it."""
     try:
         return handler.get_batch_on_this_cp_rank(batch)
     except (TypeError, ValueError):
         return None
 
 
-def _divided(batch: LocalBatch) -> bool:
+def _has_documents(batch: LocalBatch) -> bool:
     """True if a batch has packed documents or padding inside its length."""
     if batch.documents is None:
         return False
     return any(0 < b < batch.length for row in read(batch.documents).rows for b in row)
+
+
+# --------------------------------------------------------------------------- the default training step
+
+
+def _weighted(x: Tensor, at: Tensor) -> Tensor:
+    """A number for each position, in which every channel has another weight, and every position other weights."""
+    x = x if x.dtype == torch.float64 else x.float()
+    x = x.flatten(2) if x.ndim > 2 else x.unsqueeze(2)
+    channels = torch.arange(x.shape[2], device=x.device)
+    return (x * torch.cos(at[:, None] * 0.7 + channels * 1.3).to(x.dtype)).mean(2)
+
+
+def _counted(x: Tensor, at: Tensor, positions: Positions | None) -> Tensor | None:
+    """True for the positions ``[B, S/n]`` that are tokens."""
+    if positions is None:
+        return None
+    counted = (at < positions.length).expand(x.shape[:2])
+    if positions.padding is not None and len(positions.padding) == len(x):
+        counted = counted & ~positions.padding[:, at.clamp(max=positions.length - 1)]
+    return counted.to(x.device)
+
+
+def _accepted(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a batch that the model's forward takes by name."""
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    parameters = inspect.signature(model.forward).parameters
+    missing = [
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and name not in batch
+    ]
+    if missing:
+        raise TypeError(
+            f"the forward of {type(model).__name__} needs {', '.join(missing)}, but the batch has {list(batch)}. "
+            "verify passes entries by name. Rename the entries, or pass loss_fn(model, batch, handler), which calls "
+            "the model as your training step does"
+        )
+    return {name: batch[name] for name in parameters if name in batch}
+
+
+# --------------------------------------------------------------------------- gradients, reduced over the cp ranks
+
+
+def gradients_of(
+    model: nn.Module, inputs: Mapping[str, Tensor], mesh: DeviceMesh, average: bool | None
+) -> dict[str, Tensor]:
+    """The gradients of parameters and of ``inputs`` by name, on the CPU. Of a DTensor it is this rank's part.
+
+    Args:
+        average: the reduction over the cp mesh that the user makes after backward: True for the mean, False for the
+            sum. None: this rank has run the whole batch, so that there is nothing to reduce.
+    """
+    ranks = set(mesh.mesh.flatten().tolist())
+    wrapped = any(
+        len(ranks & set(dist.get_process_group_ranks(m.process_group))) > 1
+        for m in model.modules()
+        if isinstance(m, DistributedDataParallel)
+    )
+    found: dict[str, Tensor] = {}
+    pending: dict[str, Tensor] = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            sharded = isinstance(p, DTensor) and len(ranks & set(p.device_mesh.mesh.flatten().tolist())) > 1
+            (found if wrapped or sharded else pending)[WRAPPERS.sub("", name)] = _local_gradient(p)
+    pending.update({name: _local_gradient(x) for name, x in inputs.items()})
+    if average is None:
+        found.update(pending)
+        pending = {}
+    host = {name: x.to("cpu", copy=True) for name, x in found.items()}
+    for bucket in _buckets(pending):
+        host.update(_reduced(bucket, mesh, bool(average)))
+    return host
+
+
+def _local_gradient(x: Tensor) -> Tensor:
+    """This rank's part of a gradient; zeros if there is none."""
+    grad = torch.zeros_like(x) if x.grad is None else x.grad
+    if isinstance(grad, DTensor):  # sequence parallelism leaves sums over tp to be made when they are read
+        made = [Replicate() if isinstance(p, Partial) else p for p in grad.placements]
+        grad = grad.redistribute(placements=made).to_local()
+    return grad.detach()
+
+
+def _buckets(grads: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Gradients of one dtype, as many as travel together. (Reducing each alone would take as long as the step.)"""
+    for dtype in dict.fromkeys(x.dtype for x in grads.values()):
+        bucket: dict[str, Tensor] = {}
+        size = 0
+        for name, x in grads.items():
+            if x.dtype != dtype:
+                continue
+            if bucket and size + x.numel() > BUCKET:
+                yield bucket
+                bucket, size = {}, 0
+            bucket[name], size = x, size + x.numel()
+        yield bucket
+
+
+def _reduced(grads: Mapping[str, Tensor], mesh: DeviceMesh, average: bool) -> dict[str, Tensor]:
+    flat = torch.cat([x.flatten() for x in grads.values()])
+    total = by_rank(mesh, flat).cpu().double().sum(0)
+    total = total / mesh.size() if average else total
+    parts = total.to(flat.dtype).split([x.numel() for x in grads.values()])
+    return {name: part.view(x.shape) for (name, x), part in zip(grads.items(), parts, strict=True)}
+
+
+# --------------------------------------------------------------------------- the state of the model between the runs
+
+_ABSENT: Any = object()
+
+
+@contextmanager
+def restore_model_state(model: nn.Module, device_type: str) -> Iterator[None]:
+    """Restore a model after the block, or after an exception in it: gradients (the same objects), buffers, the
+    attributes that a forward assigns, the records of its styles. Restore random number generators, too. In the block
+    gradients begin as None."""
+    grads = [(p, p.grad) for p in model.parameters()]
+    buffers = [(module, dict(buffers_of(module))) for module in model.modules()]
+    contents = [(x, x.detach().clone()) for _, found in buffers for x in found.values() if x is not None]
+    attributes = [(module, _attributes(module)) for module in model.modules()]
+    heads = [(binding, binding.heads) for binding in bindings(model)]
+    python = random.getstate()
+    devices = [] if device_type == "cpu" else [torch.accelerator.current_device_index()]
+    of_device = {} if device_type == "cpu" else {"device_type": device_type}  # torch 2.11 takes no None
+    with torch.random.fork_rng(devices, **of_device):
+        for p, _ in grads:
+            p.grad = None
+        try:
+            yield
+        finally:
+            for module, before in attributes:
+                _restore_attributes(module, before)
+            for module, found in buffers:
+                buffers_of(module).clear()
+                buffers_of(module).update(found)
+            with torch.no_grad():
+                for buffer, content in contents:
+                    if not _equal(buffer, content):
+                        buffer.copy_(content)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # after an exception, whole parameters may be in place of the sharded ones
+            for p, grad in grads:
+                p.grad = grad
+            for binding, before_heads in heads:
+                binding.heads = before_heads
+            random.setstate(python)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes that user code may assign in a forward. (DDP and torch restore theirs.)"""
+    if isinstance(module, DistributedDataParallel):
+        return {}
+    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+
+
+def _restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
+    now = _attributes(module)
+    for name in now.keys() - before.keys():
+        delattr(module, name)
+    for name, value in before.items():
+        if now.get(name, _ABSENT) is not value:
+            vars(module)[name] = value
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

@@ -130,7 +130,7 @@ class Planted(nn.Module):
 def styled(mesh: DeviceMesh, fault: str = "", dtype: torch.dtype = torch.float64, **style: Any) -> Planted:
     """The model under context parallelism, also the second attention of a block but for the fault "unrouted"."""
     model = Planted(fault, dtype)
-    # Vouched for, since the guards would raise before there is anything to verify.
+    # Exempt from checks, since the guards would raise before there is anything to verify.
     plan = ContextParallel(**{"seq_dim": 2, "head_dim": 1, "allow": ("*",), **style})
     parallelize_module(model, mesh, {"blocks.*.attention.inner": plan})
     return model

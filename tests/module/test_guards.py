@@ -16,7 +16,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from hyper_cp import ContextParallel, context_parallel, styled_modules
 from hyper_cp.mesh import comm
-from hyper_cp.module.guards import mixing, refuse_mixing
+from hyper_cp.module.guards import refuse_mixing
+from hyper_cp.module.mixing import mixing, row_of_call
 from hyper_cp.module.model import Model
 from tests.harness import modules
 from tests.harness.attention_case import cp_mesh
@@ -63,14 +64,42 @@ def test_modules_that_mix_positions_are_known() -> None:
     assert not any(mixing(module) for module in POINTWISE)
 
 
+def test_calls_that_mix_a_number_of_positions_are_known() -> None:
+    x, wide, narrow = torch.zeros(2, 3, 8), torch.zeros(3, 3, 5), torch.zeros(3, 3, 1)
+    statistics = (None, None, None, None, True)
+    mixing_calls = [
+        ("conv1d", (x, wide)),
+        ("conv2d", (x[None], torch.zeros(2, 2, 1, 3))),
+        ("gru", (x.mT,)),
+        ("batch_norm", (x, *statistics)),
+        ("batch_norm", (torch.zeros(16, 3), *statistics)),
+        ("avg_pool1d", (x, 2)),
+        ("interpolate", (x, 4)),
+        ("cumsum", (x, -1)),
+        ("sum", (x, (0, 2))),
+    ]
+    harmless = [
+        ("conv1d", (x, narrow)),
+        ("conv1d", (x[..., :7], wide)),
+        ("conv2d", (x[None], torch.zeros(2, 2, 3, 1))),
+        ("batch_norm", (x, None, None, None, None, False)),
+        ("cumsum", (x, 1)),
+        ("linear", (x, wide)),
+    ]
+    assert all(row_of_call(name, args, {}, {8}) for name, args in mixing_calls)
+    assert not any(row_of_call(name, args, {}, {8}) for name, args in harmless)
+    assert row_of_call("softmax", (x,), {"dim": 2}, {8}) and not row_of_call("softmax", (x,), {"dim": 1}, {8})
+
+
 def test_an_error_names_what_mixes_positions() -> None:
     model = nn.ModuleDict({"conv": nn.Conv1d(4, 4, 3), "attn": modules.BNSD(), "mamba": MambaMixer()})
     with pytest.raises(ValueError, match=r"module 'conv' \(Conv1d\) convolves 3 neighbouring positions") as error:
         refuse_mixing(Model(model))
     assert "module 'mamba' (MambaMixer)" in str(error.value) and "mamba.conv" not in str(error.value)
-    assert "vouch for it: ContextParallel(allow=('conv', 'mamba'))" in str(error.value)
-    for vouched in (("conv", "mamba"), ("*",), ("Conv1d", "MambaMixer"), ("c*", "m?mba")):
-        refuse_mixing(Model(model, vouched))
+    assert "call hyper_cp.ops.causal_conv1d in its place." in str(error.value)
+    assert "exempt it from this check: ContextParallel(allow=('conv', 'mamba'))" in str(error.value)
+    for allow in (("conv", "mamba"), ("*",), ("Conv1d", "MambaMixer"), ("c*", "m?mba")):
+        refuse_mixing(Model(model, allow))
     refuse_mixing(Model(nn.Sequential(MambaMixer(), nn.Linear(2, 2)), ("Conv1d", "MambaMixer")))
     refuse_mixing(Model(model, ("conv",)), whole=(MambaMixer, nn.ModuleDict))
 
@@ -332,4 +361,4 @@ def test_functions_that_mix_positions_in_a_block(ranks: Any) -> None:
                     name,
                     text,
                 )
-                assert text.endswith("vouch for it: context_parallel(..., allow=('mixing',))[]")
+                assert text.endswith("exempt it from this check: context_parallel(..., allow=('mixing',))[]")

@@ -88,12 +88,24 @@ def test_wrapped_models(title: str, reduced: dict[str, str] | None, ranks: Any) 
         assert ok and compared > 60, text
 
 
+HALF_WRONG = {
+    "local table": ("blocks.0", "positions"),
+    "unrouted": ("blocks.1.extra.inner", "attention"),
+    "conv": ("blocks.1.extra", "mixing"),
+    "cumsum": ("blocks.1.extra", "mixing"),
+    "token shift": ("blocks.1.extra", "mixing"),
+    "normalise": ("blocks.1.extra", "mixing"),
+}
+"""Faults of a model, and the module and the cause that are named in half precision, as in double precision."""
+
+
 @on_ranks
 def half(dtype: torch.dtype) -> list[Summary]:
-    """Right and wrong models in half precision, and a right one under autocast."""
+    """Right and wrong models in half precision, a wrong loss, and a right model under autocast."""
     mesh, style = cp_mesh(), {"ulysses_degree": 1, "layout": "head_tail"}
-    models = [planted.styled(mesh, fault, dtype, **style) for fault in ("", "local table", "token shift")]
+    models = [planted.styled(mesh, fault, dtype, **style) for fault in ("", *HALF_WRONG)]
     found = [summary(verify(model, mesh, planted.whole_batch(), loss_fn=planted.loss_fn)) for model in models]
+    found.append(summary(verify(models[0], mesh, planted.whole_batch(), loss_fn=planted.mean_of_share)))
 
     def with_autocast(model: nn.Module, batch: Any, handler: Any) -> Tensor:
         with torch.autocast("cpu", dtype):
@@ -106,9 +118,11 @@ def half(dtype: torch.dtype) -> list[Summary]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype, ranks: Any) -> None:
-    for right, table, shift, autocast in ranks(2, half, dtype):
+    for right, *wrong, mean_of_share, autocast in ranks(2, half, dtype):
         assert right[0], right[3]
-        assert table[2] == "positions" and shift[1:3] == ("blocks.1.extra", "mixing"), (table[3], shift[3])
+        for fault, report in zip(HALF_WRONG, wrong, strict=True):
+            assert report[:3] == (False, *HALF_WRONG[fault]), (fault, report[3])
+        assert not mean_of_share[0] and mean_of_share[1] is None, mean_of_share[3]
         assert autocast[0], autocast[3]
 
 

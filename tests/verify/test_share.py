@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hyper_cp.verification import share
 from hyper_cp.verification.compare import Tolerance
-from hyper_cp.verification.record import share
-from hyper_cp.verification.record.share import Positions, closest, distance, looks_local, selections
+from hyper_cp.verification.share import Positions, closest, distance, looks_local, selections
 
 AT = torch.tensor([4, 5, 6, 7, 12, 13, 14, 15])  # rank 1 of 2, head-tail, of 13 positions padded to 16
 WHOLE = Positions(AT, 13, 16, (13, 14))

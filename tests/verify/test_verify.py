@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hyper_cp import verify
 from hyper_cp.module.mesh_binding import bindings, swapped
-from hyper_cp.verification import gradients
+from hyper_cp.verification import runs
 from hyper_cp.verify import Report
 from tests.harness import planted
 from tests.harness.attention_case import cp_mesh
@@ -111,6 +111,7 @@ def test_every_planted_mistake_is_named(ranks: Any) -> None:
         first = json.loads(mine[4])["first"]
         assert first["error"] > first["tolerance"]
         assert f"Cause ({cause})" in mine[3] and "DIFFERENT, first in" in mine[3]
+        assert fault != "conv" or "call hyper_cp.ops.causal_conv1d in its place, or replace" in mine[3]
 
 
 # --------------------------------------------------------------------------- nothing is left behind
@@ -179,11 +180,11 @@ def test_nothing_is_changed_afterwards(fault: str, step: str, raised: str, ranks
 def in_small_parts() -> bool:
     """The result where every gradient is reduced alone, or with its neighbour."""
     mesh = cp_mesh()
-    before, gradients.BUCKET = gradients.BUCKET, 300
+    before, runs.BUCKET = runs.BUCKET, 300
     try:
         return verify(styled(mesh), mesh, whole_batch(), loss_fn=planted.loss_fn).ok
     finally:
-        gradients.BUCKET = before
+        runs.BUCKET = before
 
 
 def test_gradients_may_be_reduced_in_parts(ranks: Any) -> None:

@@ -1,11 +1,10 @@
-"""Checks of models and of the arguments of their forward: what would be wrong on a share is refused."""
+"""Checks of models, of the arguments of their forward and of batches: they refuse what would be wrong on a share."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,10 +13,10 @@ from transformers import PreTrainedModel
 
 from ...data.collectives import by_rank
 from ...handler import ContextParallelHandler
-from ...module.guards import mixes_by_name
+from ...mesh.agreement import digest
 from ...module.mixers.calls import is_mixer
-from .direct import direct_attention
-from .lightning import is_lightning
+from ...module.mixing import mixing_modules
+from .modules import direct_attention, is_lightning, source_of
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 """Types of layers that do not mix positions, or do so by attention only."""
@@ -110,11 +109,12 @@ def has_attention(decoder: nn.Module) -> bool:
 
 def unrouted_mixers(decoder: PreTrainedModel) -> list[str]:
     """The layers and modules that mix positions by something else than attention or a routed function."""
+    modules = dict(decoder.named_modules())
     routed = {id(inner) for module in mixers_of(decoder) for inner in module.modules()}
-    mixing = [m for m in decoder.modules() if _mixes_positions(m) and not any(id(x) in routed for x in m.modules())]
-    # Not what contains another one of them: a block, or a model, that is named after its mixers.
-    outer = {id(m) for m in mixing if sum(x is y for x in m.modules() for y in mixing) > 1}
-    modules = {type(m).__name__ for m in mixing if id(m) not in outer}
+    mixing = [name for name in mixing_modules(decoder) if not any(id(x) in routed for x in modules[name].modules())]
+    # A block or a model that contains another one of them is named after it.
+    innermost = [x for x in mixing if not any(y != x and y.startswith(f"{x}." if x else "") for y in mixing)]
+    kinds_of_modules = {type(modules[name]).__name__ for name in innermost}
     types = list(getattr(decoder.config, "layer_types", None) or ())
     lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == len(types)]
     layers = lists[0] if lists else [nn.Identity()] * len(types)
@@ -123,47 +123,31 @@ def unrouted_mixers(decoder: PreTrainedModel) -> list[str]:
         for kind, layer in zip(types, layers, strict=True)
         if kind not in LAYER_TYPES and not any(id(m) in routed for m in layer.modules())
     }
-    return [f"layers of type {kind}" for kind in sorted(kinds)] or [f"modules {name}" for name in sorted(modules)]
+    return [f"layers of type {kind}" for kind in sorted(kinds)] or [
+        f"modules {name}" for name in sorted(kinds_of_modules)
+    ]
 
 
 def _counts_positions(module: nn.Module) -> bool:
     """True for a layer that makes positions of its hidden states. (Layers of Llama 4 do so for a scale that most of
     them do not have.)"""
     scales = getattr(module, "attn_temperature_tuning", True) and not getattr(module, "use_rope", False)
-    return bool(scales and COUNTS.search(_source_of_forward(module)))
+    return bool(scales and COUNTS.search(source_of(type(module).forward)))
 
 
-def _mixes_positions(module: nn.Module) -> bool:
-    """True for layers that are known to combine neighbouring positions."""
-    convolution = isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
-    return convolution or isinstance(module, nn.RNNBase) or mixes_by_name(module)
-
-
-def own_loss(model: nn.Module) -> str | None:
+def why_loss_is_wrong(model: nn.Module) -> str | None:
     """The reason why the loss of a model would be wrong on a share, though its labels have been shifted; or None."""
     if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()):
         return "its forward takes no shift_labels"
-    source = _source_of_forward(model)
+    source = source_of(type(model).forward)
     if "cross_entropy(" in source or "CrossEntropyLoss" in source:
         return "its forward computes the loss from labels that it shifts within this rank's share, or does not shift"
     return None
 
 
-def _source_of_forward(model: nn.Module) -> str:
-    return _source_of(inspect.unwrap(type(model).forward))
-
-
-@cache
-def _source_of(function: Callable[..., Any]) -> str:
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        return ""
-
-
 def masks_by_types(model: nn.Module) -> bool:
     """True if a model makes masks of the types of its tokens, in which the tokens of one image see each other."""
-    return any("block_sequence_ids" in _source_of_forward(module) for module in (model, *model.children()))
+    return any("block_sequence_ids" in source_of(type(module).forward) for module in (model, *model.children()))
 
 
 def own_positions(decoder: nn.Module) -> str | None:
@@ -171,7 +155,7 @@ def own_positions(decoder: nn.Module) -> str | None:
     None."""
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in decoder.modules()):
         return "input_ids"
-    return "attention_mask" if "cumsum(" in _source_of_forward(decoder) else None
+    return "attention_mask" if "cumsum(" in source_of(type(decoder).forward) else None
 
 
 def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
@@ -188,10 +172,10 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             f"{name} got labels: its loss ({kind}) is a mean over this rank's share, in which labels are not "
             "shifted. Leave them out, and pass logits and the dispatched labels to handler.mean_loss"
         )
-    own = own_loss(model) if labels is not None or shifted is not None else None
-    if own is not None:
+    reason = why_loss_is_wrong(model) if labels is not None or shifted is not None else None
+    if reason is not None:
         raise NotImplementedError(
-            f"{name} got labels, but {own}. Leave labels out of the batch, and pass logits and the shift_labels of "
+            f"{name} got labels, but {reason}. Leave labels out of the batch, and pass logits and the shift_labels of "
             "handler.get_batch_on_this_cp_rank(batch, shift_labels=True) to handler.mean_loss"
         )
     if labels is not None and shifted is None:
@@ -207,7 +191,8 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     if labels is not None and kwargs.get("num_items_in_batch") is None:
         raise ValueError(
             f"{name} got labels without num_items_in_batch. Its loss would be the mean over this rank's tokens, which "
-            "is no share of the mean over the batch. Use prepare_batch, or pass the number of labels of the whole batch"
+            "is not a share of the mean over the batch. Use prepare_batch, or pass the number of labels of the whole "
+            "batch"
         )
     kept = kwargs.get("logits_to_keep")
     if kept is not None and (isinstance(kept, Tensor) or kept != 0):
@@ -228,7 +213,7 @@ def check_kind(batch: Any) -> None:
     """Raise ``TypeError`` unless a batch is a mapping."""
     if not isinstance(batch, Mapping):
         raise TypeError(
-            f"batch is a {type(batch).__name__}. It is to be what the model takes as keywords. Pass a dict such as "
+            f"batch is a {type(batch).__name__}. It must be a dict of the model's keyword arguments. Pass one such as "
             '{"input_ids": ..., "labels": ...}'
         )
 
@@ -238,7 +223,8 @@ def check_entries(batch: Mapping[str, Any]) -> Tensor:
     name = next((x for x in ("input_ids", "inputs_embeds") if batch.get(x) is not None), None)
     if name is None:
         raise ValueError(
-            f"batch has the entries {list(batch)}, but neither input_ids nor inputs_embeds: name the tokens so"
+            f"batch has the entries {list(batch)}, but neither input_ids nor inputs_embeds. The tokens tell the length "
+            "of the sequence. Give them one of these names"
         )
     tokens = batch[name]
     if not isinstance(tokens, Tensor) or tokens.ndim < 2 or 0 in tokens.shape[:2]:
@@ -284,13 +270,11 @@ def check_dispatched(handler: ContextParallelHandler, tokens: Tensor, name: str)
     """Raise ``ValueError`` on every rank if all ranks of the mesh hold the same tokens. One small communication."""
     if tokens.is_floating_point() or tokens.numel() < 2 or bool((tokens == tokens.flatten()[0]).all()):
         return
-    at = torch.arange(1, tokens.numel() + 1, device=tokens.device)
-    hashed = ((tokens.flatten().to(torch.int64) + 1) * (at * 2654435761 % 4294967291)).sum()
-    shape = torch.tensor([tokens.shape[-1]], device=tokens.device)
-    rows = by_rank(handler.mesh, torch.cat([hashed[None], shape]))
+    content = digest(str(tuple(tokens.shape)).encode() + tokens.cpu().contiguous().numpy().tobytes())
+    rows = by_rank(handler.mesh, torch.tensor([int(content, 16) // 2], device=tokens.device))
     if bool((rows == rows[0]).all()):
         raise ValueError(
-            f"{name} got the same {tuple(tokens.shape)} tokens on all {handler.cp.size} ranks. They are to be shares "
+            f"{name} got the same {tuple(tokens.shape)} tokens on all {handler.cp.size} ranks. They must be shares "
             "of one sequence. Pass the whole batch through prepare_batch (or handler.dispatch); generate with a model "
             "without prepare_model"
         )

@@ -96,7 +96,7 @@ class DeferredLogits:
 
 
 class _DeferredHead:
-    """Stands for a head during a forward: calls are deferred, everything else is the head's own."""
+    """Replaces a head during a forward: calls are deferred, and attributes are the head's."""
 
     def __init__(self, model: str, head: nn.Module) -> None:
         self.model, self.head = model, head

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...data.collectives import by_rank
 
 PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-"""Those of the function ``load_balancing_loss_func`` that this module knows."""
+"""The parameters of the usual function ``load_balancing_loss_func``."""
 
 
 def requested(model: nn.Module, kwargs: dict[str, Any]) -> bool:

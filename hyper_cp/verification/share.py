@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 PIECE = 2**22
+"""Values of a tensor that are compared at a time."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +99,14 @@ def selections(local: Sequence[int], whole: Sequence[int], positions: Positions)
     if len(differ) > 1:
         return []
     (dim,) = differ
-    mine, theirs = local[dim], whole[dim]
     for length in positions.wholes:
-        count = theirs // length
-        if count == 0 or theirs % length:
+        count = whole[dim] // length
+        if count == 0 or whole[dim] % length:
             continue
-        if mine == positions.local * count:
+        if local[dim] == positions.local * count:
             orders = (True, False) if count > 1 else (True,)
             return [Selection("share", positions, dim, count, order) for order in orders]
-        if count == 1 and mine == positions.padded:
+        if count == 1 and local[dim] == positions.padded:
             return [Selection("padded", positions, dim)]
     return []
 

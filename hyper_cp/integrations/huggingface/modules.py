@@ -1,0 +1,232 @@
+"""Modules of transformers that read the sequence in code of their own, and the hooks that show them all of it.
+
+- Falcon calls ``F.scaled_dot_product_attention`` itself, with its own conventions for masks and heads.
+- MiniMax computes lightning attention, a linear recurrence, block by block.
+- Some rotary tables (dynamic NTK, LongRoPE and others) depend on the longest position of the whole batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from ...module._torch.modules import is_running
+from ...module.mixers.calls import RunningMixer, running_mixer
+from ...module.mixers.hooks import MixerHooks
+from .attention import attention_forward
+from .forward import ForwardState, state_for
+
+
+@cache
+def source_of(function: Callable[..., Any]) -> str:
+    """The source of a function; "" if there is none."""
+    try:
+        return inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError):
+        return ""
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.modes: list[tuple[nn.Module, TorchFunctionMode]] = []
+
+
+_thread = _Thread()
+"""The modules that run in a mode of this file, innermost last."""
+
+
+def _run_in(module: nn.Module, make: Callable[[nn.Module], TorchFunctionMode | None]) -> None:
+    """Enter the mode that ``make`` returns (None: no mode) at each call of the module, and leave it at its end."""
+
+    def before(module: nn.Module, args: Any) -> None:
+        mode = make(module)
+        if mode is not None:
+            _thread.modes.append((module, mode))
+            mode.__enter__()
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if _thread.modes and _thread.modes[-1][0] is module:
+            _thread.modes.pop()[1].__exit__(None, None, None)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True)
+
+
+# --------------------------------------------------------------------------- attention that calls SDPA itself
+
+
+def direct_attention(decoder: PreTrainedModel) -> list[nn.Module]:
+    """The attention modules of a decoder that call SDPA themselves and add nothing to scores; none if it runs another
+    implementation."""
+    if decoder.config._attn_implementation != "sdpa" or getattr(decoder.config, "alibi", False):
+        return []
+    return [module for module in decoder.modules() if _calls_sdpa(type(module))]
+
+
+def _calls_sdpa(kind: type[nn.Module]) -> bool:
+    if kind.__module__.startswith("torch.") or "attention_mask" not in inspect.signature(kind.forward).parameters:
+        return False
+    return "scaled_dot_product_attention(" in source_of(kind.forward)
+
+
+def no_mask(device: torch.device) -> Tensor:
+    """A mask in four dimensions, in place of one that models would make. They hand it on as it is."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def route(modules: list[nn.Module]) -> None:
+    """Route the attention calls of these modules.
+
+    (The dispatch mode of styled modules cannot: here a mask of one element means a causal mask, one key head serves all
+    query heads without ``enable_gqa``, and documents and padding are those of the prepared batch.)
+    """
+    for module in modules:
+        _run_in(module, lambda module: _Sdpa(module, x) if isinstance(x := state_for(module), ForwardState) else None)
+
+
+class _Sdpa(TorchFunctionMode):
+    """While entered, SDPA is attention over the sequence of all ranks."""
+
+    def __init__(self, module: nn.Module, state: ForwardState) -> None:
+        super().__init__()
+        self.module, self.state = module, state
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A KeyboardInterrupt ends a module's call without its hooks.
+        alive = torch.compiler.is_compiling() or is_running(self.module)
+        if func is F.scaled_dot_product_attention and alive:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        mask = None if attn_mask is None or attn_mask.numel() == 1 else attn_mask
+        out, _ = attention_forward(
+            self.module, query, key, value, mask, context_parallel=self.state, dropout=dropout_p, scaling=scale
+        )
+        return out.transpose(1, 2)
+
+
+# --------------------------------------------------------------------------- lightning attention
+
+STEPS = ("torch.split(qkv_states", "torch.matmul(", "torch.cat(attn_output, dim=-2)")
+"""The code around the recurrence in the forward of a module with lightning attention."""
+
+
+def is_lightning(module: nn.Module) -> bool:
+    """True for a module that computes lightning attention as MiniMax of transformers does."""
+    has_rates = isinstance(getattr(module, "slope_rate", None), Tensor)
+    return has_rates and all(step in source_of(type(module).forward) for step in STEPS)
+
+
+class LightningHooks(MixerHooks):
+    """The hooks of one module with lightning attention.
+
+    Its forward calls no function for the recurrence. But it splits one tensor into q, k and v (``torch.split``), and
+    concatenates the outputs of its blocks (``torch.cat``): the first shows the inputs of the recurrence, and the second
+    is the place of its outputs. What lies between them is not computed.
+    """
+
+    def check_calls(self, module: nn.Module) -> None:
+        """The recurrence is found in the forward itself."""
+
+    def attach(self, module: nn.Module) -> None:
+        """Register the hooks."""
+        super().attach(module)
+        _run_in(module, _lightning)
+
+
+def _lightning(module: nn.Module) -> TorchFunctionMode | None:
+    mixer = running_mixer()
+    return _Lightning(mixer, module) if mixer is not None and mixer.module is module else None
+
+
+class _Lightning(TorchFunctionMode):
+    """While entered, the recurrence between the split and the concatenation runs over all ranks."""
+
+    def __init__(self, mixer: RunningMixer, module: nn.Module) -> None:
+        super().__init__()
+        self.mixer, self.module = mixer, module
+        self.qkv: tuple[Tensor, ...] | None = None
+        """q, k and v ``[B, S, H, D]`` between the two."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if running_mixer() is not self.mixer:  # a KeyboardInterrupt ended the module's call without its hooks
+            return func(*args, **kwargs)
+        if func is torch.split:
+            self.qkv = func(*args, **kwargs)
+            return tuple(x.detach() for x in self.qkv)  # what is computed of them is thrown away
+        if func is torch.matmul and self.qkv is not None:
+            a, b = args
+            batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+            return a.new_zeros(()).expand(*batch, a.shape[-2], b.shape[-1])
+        if func is torch.cat and self.qkv is not None:
+            (q, k, v), self.qkv = self.qkv, None
+            self.mixer.routed += 1
+            return self.mixer.recur(q, k, v, -self.module.get_buffer("slope_rate").flatten()).transpose(1, 2)
+        return func(*args, **kwargs)
+
+
+# --------------------------------------------------------------------------- rotary tables
+
+STATIC = {"default", "linear", "yarn", "llama3", "proportional", "ntk_alpha", "axial"}
+"""Kinds of rotary embedding whose angles depend on a token's own position only."""
+
+
+def prepare_rotary(decoder: nn.Module) -> int:
+    """Hook the rotary embeddings of a decoder that depend on the longest position, and return their number.
+
+    They take the maximum of the position ids that they are given, and a rank has only its own share of them. So the
+    last position of the whole sequence is appended to the ids, and its row removed from the table.
+    """
+    found = [module for module in decoder.modules() if _kinds(module) - STATIC]
+    for module in found:
+        module.register_forward_pre_hook(_append_last_position, with_kwargs=True)
+        module.register_forward_hook(_remove_last_row)
+    return len(found)
+
+
+def _kinds(module: nn.Module) -> set[str]:
+    """The kinds of rotary embedding that a module computes: one, or one for each type of layer."""
+    kinds = getattr(module, "rope_type", None)
+    return {str(kind) for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,)) if kind is not None}
+
+
+def _append_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    state = state_for(module)
+    if not isinstance(state, ForwardState):
+        return None
+    positional, keywords = list(args), dict(kwargs)
+    given: Any = keywords if "position_ids" in keywords else positional
+    at: Any = "position_ids" if "position_ids" in keywords else 1
+    positions = given[at]
+    last = torch.as_tensor(state.batch.last_position, dtype=positions.dtype, device=positions.device)
+    given[at] = torch.cat([positions, last.expand(*positions.shape[:-1], 1)], -1)
+    return tuple(positional), keywords
+
+
+def _remove_last_row(module: nn.Module, args: Any, output: Any) -> Any:
+    if not isinstance(state_for(module), ForwardState):
+        return None
+    if isinstance(output, Tensor):
+        return output.narrow(-2, 0, output.shape[-2] - 1)
+    return type(output)(x.narrow(-2, 0, x.shape[-2] - 1) for x in output)

@@ -1,0 +1,172 @@
+"""The table of everything that mixes positions along the sequence, and is therefore wrong on one rank's share of it.
+
+The guards of plans and of ``context_parallel`` blocks, ``tiled``, the checks of Hugging Face models and the causes that
+``verify`` names all read it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from .mixers.calls import is_mixer
+
+Arguments = tuple[Any, ...]
+GATHER = "Gather the sequence around it (handler.combine, then handler.dispatch)"
+
+
+def _in_last_dimension(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    return x.ndim > 2 and x.shape[-1] in lengths
+
+
+def _convolved(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+    kernel = weight.shape[2:] if isinstance(weight, Tensor) else ()
+    sizes = x.shape[x.ndim - len(kernel) :]
+    return any(width > 1 and size in lengths for width, size in zip(kernel, sizes, strict=False))
+
+
+def _recurrent(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    return any(size in lengths for size in x.shape[:2])
+
+
+def _batch_normalised(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    if not kwargs.get("training", args[5] if len(args) > 5 else False):
+        return False
+    flattened = x.ndim == 2 and any(x.shape[0] % length == 0 for length in lengths if length > 1)
+    return flattened or _in_last_dimension(x, args, kwargs, lengths)
+
+
+def _resized(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    return any(size in lengths for size in x.shape[2:])
+
+
+def _along_dim(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    positional = next((a for a in args[1:] if isinstance(a, (int, tuple, list)) and not isinstance(a, bool)), None)
+    dims = kwargs.get("dim", kwargs.get("dims", positional))
+    dims = [dims] if isinstance(dims, int) else list(dims or ())
+    return any(x.shape[d] in lengths for d in dims if isinstance(d, int) and -x.ndim <= d < x.ndim)
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """One row of the table: modules and functions that mix positions in the same way."""
+
+    does: str
+    """The predicate of a sentence about such a module; ``{0}`` is the module."""
+    modules: tuple[type[nn.Module], ...] = ()
+    functions: tuple[str, ...] = ()
+    harmless: Callable[[Any], bool] = lambda module: False
+    """True for a module of these types that treats every position by itself."""
+    along: Callable[[Tensor, Arguments, dict[str, Any], Collection[int]], bool] = _in_last_dimension
+    """True if a function, called with an input and these arguments, mixes one of these numbers of positions."""
+    instead: str = GATHER
+    """The way out, as a sentence without its full stop; ``{0}`` is the names of the modules."""
+    refused: bool = True
+    """False where the sequence is seldom the dimension that is mixed: ``verify`` then takes it for evidence only."""
+
+
+TABLE = (
+    Mixing(
+        "convolves {0.kernel_size[0]} neighbouring positions",
+        (nn.Conv1d, nn.ConvTranspose1d),
+        ("conv1d", "conv_transpose1d"),
+        harmless=lambda module: module.kernel_size[0] == 1,
+        along=_convolved,
+        instead="If it is causal, call hyper_cp.ops.causal_conv1d in its place",
+    ),
+    Mixing(
+        "carries a state from position to position",
+        (nn.RNN, nn.LSTM, nn.GRU, nn.RNNBase),
+        ("rnn_tanh", "rnn_relu", "lstm", "gru"),
+        along=_recurrent,
+    ),
+    Mixing(
+        "takes its statistics over positions",
+        (nn.BatchNorm1d,),
+        ("batch_norm",),
+        harmless=lambda module: not module.training and module.track_running_stats,
+        along=_batch_normalised,
+    ),
+    Mixing("takes its statistics over positions", (nn.InstanceNorm1d, nn.GroupNorm), ("instance_norm",)),
+    Mixing(
+        "pools positions",
+        (nn.MaxPool1d, nn.AvgPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
+        ("max_pool1d", "avg_pool1d", "lp_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d"),
+    ),
+    Mixing("convolves pixels", (nn.Conv2d, nn.Conv3d), ("conv2d", "conv3d"), along=_convolved, refused=False),
+    Mixing("takes its statistics over pixels", (nn.BatchNorm2d, nn.SyncBatchNorm), refused=False),
+    Mixing("resizes the sequence", functions=("interpolate",), along=_resized, refused=False),
+    Mixing(
+        "scans, sorts or reduces positions",
+        functions=(
+            *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "roll", "sort", "argsort", "diff"),
+            *("mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "var_mean", "norm"),
+            *("median", "softmax", "log_softmax", "logsumexp"),
+        ),
+        along=_along_dim,
+        instead=f"{GATHER}, use handler.roll_tensor for a shift",
+        refused=False,
+    ),
+)
+ROUTED = Mixing("runs along the sequence", instead="RecurrentContextParallel on {0} in the plan runs it over all ranks")
+"""Modules that call recurrences and convolutions which can be routed."""
+NAMED = Mixing(
+    "mixes positions along the sequence", instead="Call hyper_cp.ops.linear_recurrence in place of its recurrence"
+)
+"""Modules that are named after a recurrence or a convolution, and call none that can be routed."""
+
+BY_NAME = {name: row for row in TABLE for name in (*row.functions, *(kind.__name__ for kind in row.modules))}
+"""The rows by the names of their functions and of their types of modules."""
+
+_NAMES = re.compile(
+    r"Mamba|LightningAttention|DeltaNet|DeltaAttention|R[Ww][Kk][Vv]|RetNet|Retention|Hyena|LinearAttention|RG?LRU|LSTM|ShortConv"
+)
+"""Names of types that run a recurrence or a convolution along the sequence, in the libraries that have them."""
+_NAMES_OF_PARTS = re.compile(r"Norm|MLP")
+"""Names of parts of such modules that do not."""
+
+
+def mixes_by_name(module: nn.Module) -> bool:
+    """True for a module that is named after a recurrence or a convolution along the sequence. (Attention of a model may
+    be named after the model: it says that it is causal.)"""
+    name = type(module).__name__
+    return bool(_NAMES.search(name) and not _NAMES_OF_PARTS.search(name)) and not getattr(module, "is_causal", False)
+
+
+def row_of(module: nn.Module) -> Mixing | None:
+    """The row of a module that mixes positions; None for other modules."""
+    for row in TABLE:
+        if row.refused and isinstance(module, row.modules):
+            return None if row.harmless(module) else row
+    if is_mixer(type(module)):
+        return ROUTED
+    return NAMED if mixes_by_name(module) else None
+
+
+def mixing(module: nn.Module) -> str | None:
+    """The predicate of a sentence about a module that mixes positions; None for other modules."""
+    row = row_of(module)
+    return None if row is None else row.does.format(module)
+
+
+def mixing_modules(root: nn.Module) -> dict[str, Mixing]:
+    """The modules of a model that mix positions, by name. A block or a model that is named after its mixers is none of
+    them: its mixers are."""
+    found = {}
+    for name, module in root.named_modules():
+        row = row_of(module)
+        inner = (part for part in module.modules() if part is not module) if row is NAMED else ()
+        if row is not None and not any(is_mixer(type(part)) for part in inner):
+            found[name] = row
+    return found
+
+
+def row_of_call(name: str, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> Mixing | None:
+    """The row of a function, if this call of it mixes one of these numbers of positions."""
+    row, x = BY_NAME.get(name), args[0] if args else kwargs.get("input")
+    return row if row is not None and isinstance(x, Tensor) and row.along(x, args, kwargs, lengths) else None

@@ -1,1 +1,0 @@
-"""Record a run: the tensors at the boundaries of modules, suspicious calls, and the state that is restored."""
