@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from ...mesh.comm import backend_of
 from ...module._torch.version import INSTALLED, NEWEST, OLDEST, supported
 from .findings import NOTE, OK, WARNING, WRONG, Finding
-from .ranks import Ranks, host_name
+from .ranks import Ranks
 
 PACKAGES = (
     *("hyper-cp", "numpy", "triton", "transformers", "accelerate", "torchtitan", "torch_npu"),
@@ -56,7 +57,7 @@ WANTED = {
 def machine(ranks: Ranks) -> list[Finding]:
     """Everything about the software and hardware of the ranks. It is compared where it should be equal."""
     mine = {"versions": versions(), "device": device_of(ranks.device), "variables": variables(ranks.device)}
-    everyone = ranks.share({**mine, "host": host_name()})
+    everyone = ranks.share({**mine, "host": socket.gethostname()})
     return [*_versions(everyone), *_devices(ranks, everyone), *_backends(ranks), *_variables(ranks, everyone)]
 
 
