@@ -33,7 +33,7 @@ from hyper_cp.cli.diagnosis.findings import Finding, check
 from hyper_cp.cli.diagnosis.ranks import Ranks, default_device, process_group
 from hyper_cp.cli.diagnosis.tiles import CAUSAL, Tile
 from hyper_cp.cli.diagnosis.timing import seconds_in_turns
-from hyper_cp.cli.modes import Mode, modes
+from hyper_cp.cli.modes import Mode, named_modes
 from hyper_cp.mesh import cp_mesh
 from hyper_cp.ops import attention
 from hyper_cp.ops.head_groups import possible_groups
@@ -41,7 +41,7 @@ from hyper_cp.ops.head_groups import possible_groups
 from ..no_kernel import without_kernel
 from .ranks import SilentAxis
 
-MODES = modes(
+MODES = named_modes(
     "ring, head_tail",
     "ring, load_balance",
     "all-gather, head_tail",

@@ -17,14 +17,14 @@ from torch import Tensor
 from hyper_cp.cli.diagnosis.exchanges import positions, whole
 from hyper_cp.cli.diagnosis.findings import NAMES, Finding, Results, check
 from hyper_cp.cli.diagnosis.tiles import CAUSAL, Tile
-from hyper_cp.cli.modes import Mode, modes
+from hyper_cp.cli.modes import Mode, named_modes
 from hyper_cp.mesh import cp_mesh
 from hyper_cp.mesh.comm import Axis, Pending
 from hyper_cp.ops import engine, kernels
 from hyper_cp.ops.config import OpSettings
 from hyper_cp.ops.exchange.ulysses import Ulysses
 
-MODES = modes(
+MODES = named_modes(
     "ring, head_tail",
     "ring, load_balance",
     "all-gather, head_tail",

@@ -27,16 +27,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from hyper_cp import ContextParallel, ContextParallelHandler, tiled
 from hyper_cp.cli.demo_model import Block, Llama, LlamaConfig, rope
+from hyper_cp.cli.modes import Mode, named_modes
 from hyper_cp.memory import MemoryCounter
 from hyper_cp.ops import SAVE_LIST, attention, kernels
 
+from ..no_kernel import NoKernel
+
 CONFIG = LlamaConfig(vocab=2004, dim=64, layers=4, heads=8, kv_heads=2, hidden=224)
-MODES: dict[str, dict[str, Any]] = {
-    "Ulysses": {"ulysses_degree": None},
-    "all-gather": {"ulysses_degree": 1},
-    "ring": {"ulysses_degree": 1, "kv_exchange": "ring"},
-    "needed": {"ulysses_degree": 1, "kv_exchange": "needed"},
-}
+MODES = named_modes("Ulysses", "all-gather", "ring", "needed")
 LAYERS: dict[str, tuple[bool, int, str]] = {
     "plain": (False, 1, ""),
     "loss without logits": (True, 1, ""),
@@ -47,19 +45,6 @@ LAYERS: dict[str, tuple[bool, int, str]] = {
 """For each row: is the loss chunked, chunks of the MLP, and what blocks save besides their input."""
 CHUNK = 256
 """Tokens whose logits exist at once, where the loss is chunked."""
-
-
-class NoKernel:
-    """Returns memory of the right shapes."""
-
-    name = "nothing"
-
-    def forward(self, tile: Any) -> tuple[Tensor, Tensor]:
-        q, v = tile.q, tile.v
-        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_zeros(q.shape[:3], dtype=torch.float32)
-
-    def backward(self, tile: Any, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.zeros_like(tile.q), torch.zeros_like(tile.k), torch.zeros_like(tile.v)
 
 
 class Step(NamedTuple):
@@ -95,7 +80,7 @@ def count(forward: Callable[[], Tensor], parameters: Iterator[Tensor]) -> Step:
     return Step(saved, memory.peak["cpu"])
 
 
-def attention_alone(mesh: DeviceMesh, length: int, mode: dict[str, Any]) -> Step:
+def attention_alone(mesh: DeviceMesh, length: int, mode: Mode) -> Step:
     """One attention call; q, k, v exist before."""
     part, size = length // mesh.size(), CONFIG.head_dim
     q, k, v = (
@@ -105,7 +90,7 @@ def attention_alone(mesh: DeviceMesh, length: int, mode: dict[str, Any]) -> Step
     return count(lambda: attention(q, k, v, mesh=mesh, **options), iter((q, k, v)))  # type: ignore[return-value,arg-type]
 
 
-def one_block(mesh: DeviceMesh, length: int, mode: dict[str, Any], row: str = "plain") -> Step:
+def one_block(mesh: DeviceMesh, length: int, mode: Mode, row: str = "plain") -> Step:
     """One block of the model; its input exists before."""
     block: Any = Block(CONFIG)
     parallelize_module(block, mesh, {"attention.inner": style_of(mode)})
@@ -116,7 +101,7 @@ def one_block(mesh: DeviceMesh, length: int, mode: dict[str, Any], row: str = "p
     return count(lambda: run(block, saving, x, *tables), iter((x, *block.parameters())))
 
 
-def whole_model(mesh: DeviceMesh, length: int, mode: dict[str, Any], row: str = "plain") -> Step:
+def whole_model(mesh: DeviceMesh, length: int, mode: Mode, row: str = "plain") -> Step:
     """A training step of the whole model."""
     model, style = Llama(CONFIG), style_of(mode)
     parallelize_module(model, mesh, {"layers.*.attention.inner": style})
@@ -139,7 +124,7 @@ def whole_model(mesh: DeviceMesh, length: int, mode: dict[str, Any], row: str = 
     return count(forward, iter(parameters))
 
 
-def style_of(mode: dict[str, Any]) -> ContextParallel:
+def style_of(mode: Mode) -> ContextParallel:
     return ContextParallel(seq_dim=2, head_dim=1, layout="head_tail", **mode)
 
 

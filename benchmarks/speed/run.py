@@ -5,24 +5,23 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import date, timedelta
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
-from queue import Empty
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_cp import ContextParallelHandler
 
+from ..ranks import join, leave, results_of
 from .case import BARS, Problem, oracle, positions, share
 from .contenders import chosen
 from .contenders.contender import Attention, Contender, Skip
@@ -263,21 +262,20 @@ def measure(problem: Problem, rounds: int, only: Sequence[str], ranks: Ranks) ->
 
 
 def rank_main(
-    rank: int, world: int, problems: Sequence[tuple[Problem, int]], only: Sequence[str], store: str, queue: Any
+    rank: int,
+    world: int,
+    store: str,
+    put: Callable[[Any], None],
+    problems: Sequence[tuple[Problem, int]],
+    only: Sequence[str],
 ) -> None:
-    """Measure on one rank. Rank 0 puts what it finds into the queue."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(minutes=3)
-    )
-    ranks = Ranks(init_device_mesh("cpu", (world,), mesh_dim_names=("cp",)))
+    """Measure on one rank. Rank 0 puts what it finds."""
+    ranks = Ranks(join(rank, world, store))
     for problem, rounds in problems:
         found = measure(problem, rounds, only, ranks)
         if rank == 0:
-            queue.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
+            put(found)
+    leave()
 
 
 def run(
@@ -285,33 +283,11 @@ def run(
 ) -> dict[str, Any]:
     """Measure every problem in so many rounds. Problems of as many ranks share one process group."""
     found: list[dict[str, Any]] = []
-    context: Any = torch.multiprocessing.get_context("spawn")
     about = machine()
     for world in sorted({problem.world for problem, _ in problems}):
         some = [(problem, rounds) for problem, rounds in problems if problem.world == world]
-        queue = context.Queue()
-        with tempfile.TemporaryDirectory() as folder:
-            target = world, some, list(only), os.path.join(folder, "store"), queue
-            processes = [context.Process(target=rank_main, args=(rank, *target), daemon=True) for rank in range(world)]
-            for process in processes:
-                process.start()
-            for problem, _ in some:
-                say(f"{problem} ...")
-                found.append(_next(queue, processes))
-            for process in processes:
-                process.join()
+        say(f"{', '.join(str(problem) for problem, _ in some)} ...")
+        for run in results_of(rank_main, world, some, list(only)):
+            found.append(run)
+            say(f"{Problem(**run['problem'])}: done")
     return {"format": "hyper-cp speed", "version": 1, "machine": about, "runs": found}
-
-
-def _next(queue: Any, processes: Sequence[Any]) -> dict[str, Any]:
-    """The next result; ``RuntimeError`` if a rank has ended without one."""
-    while True:
-        try:
-            found: dict[str, Any] = queue.get(timeout=2)
-            return found
-        except Empty as error:
-            failed = [process.exitcode for process in processes if process.exitcode]
-            if failed:
-                raise RuntimeError(
-                    f"a rank ended with exit code {failed[0]}. The measurement needs all ranks. See its traceback above"
-                ) from error

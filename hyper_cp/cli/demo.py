@@ -34,20 +34,20 @@ from .. import ContextParallel, ContextParallelHandler, styled_modules
 from ..memory import MemoryCounter
 from ..mesh.comm import record_traffic
 from .demo_model import Llama, LlamaConfig
-from .modes import Mode, mode
+from .modes import Mode, named_mode
 from .options import check_picture, mistake
 from .tiles import Panel, draw_on, legend, mode_panel
 
 MODES: dict[str, Mode] = {
-    "ulysses": mode("Ulysses"),
-    "ulysses head-tail": mode("Ulysses, head_tail"),
-    "colossal": mode("all-gather"),
-    "colossal balanced": mode("all-gather, load_balance"),
-    "ring": mode("ring"),
-    "ring head-tail": mode("ring, head_tail"),
-    "ring balanced": mode("ring, load_balance"),
-    "hybrid": mode("hybrid of 2"),
-    "hybrid ring head-tail": mode("hybrid of 2, ring, head_tail"),
+    "ulysses": named_mode("Ulysses"),
+    "ulysses head-tail": named_mode("Ulysses, head_tail"),
+    "colossal": named_mode("all-gather"),
+    "colossal balanced": named_mode("all-gather, load_balance"),
+    "ring": named_mode("ring"),
+    "ring head-tail": named_mode("ring, head_tail"),
+    "ring balanced": named_mode("ring, load_balance"),
+    "hybrid": named_mode("hybrid of 2"),
+    "hybrid ring head-tail": named_mode("hybrid of 2, ring, head_tail"),
 }
 
 ONE_RANK = "one rank"

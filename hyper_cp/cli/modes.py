@@ -16,14 +16,15 @@ WORDS: dict[str, Mode] = {
     "needed": {"kv_exchange": "needed"},
     "Ulysses": {"ulysses_degree": None},
     "hybrid of 2": {"ulysses_degree": 2},
+    "auto": {"ulysses_degree": "auto"},
     "load_balance": {"load_balance": True},
     **{layout: {"layout": layout} for layout in ("contiguous", "head_tail", "per_document", "balanced")},
     **{f"{n} head groups": {"head_groups": n} for n in (2, 4, 8)},
-    **{f"{n} stages": {"exchange_stages": n} for n in (1, 2, 4, 8)},
+    **{f"{n} stage{'s' * (n > 1)}": {"exchange_stages": n} for n in (1, 2, 4, 8)},
 }
 
 
-def mode(name: str) -> Mode:
+def named_mode(name: str) -> Mode:
     """Return the arguments of a named mode. Without another word the Ulysses degree is 1."""
     found: Mode = {"ulysses_degree": 1}
     for word in name.split(", "):
@@ -31,6 +32,6 @@ def mode(name: str) -> Mode:
     return found
 
 
-def modes(*names: str) -> dict[str, Mode]:
+def named_modes(*names: str) -> dict[str, Mode]:
     """Return the arguments of several modes by name."""
-    return {name: mode(name) for name in names}
+    return {name: named_mode(name) for name in names}
