@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def results_of(main: Callable[..., None], ranks: int, *args: Any, method: str = "spawn") -> Iterator[Any]:
-    """Run ``main(rank, ranks, store, put, *args)`` in so many processes, and yield what they put as it comes.
+    """Run ``main(rank, ranks, store, put, *args)`` in ``ranks`` processes, and yield what they put as it comes.
 
     Raises:
         RuntimeError: if a rank ends with an error. The others are then ended too.

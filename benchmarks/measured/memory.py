@@ -57,7 +57,7 @@ class Step(NamedTuple):
 
 @contextmanager
 def rank_of(ranks: int) -> Iterator[DeviceMesh]:
-    """The cp mesh of a process that is one of so many ranks, in the middle of them."""
+    """Yield the cp mesh of a process that is one of ``ranks`` ranks, in the middle of them."""
     # Private to PyTorch, as there is no public process group without peers; importing it registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -70,7 +70,7 @@ def rank_of(ranks: int) -> Iterator[DeviceMesh]:
 
 
 def count(forward: Callable[[], Tensor], parameters: Iterator[Tensor]) -> Step:
-    """The bytes of a forward and its backward. Gradients of parameters exist before, as with accumulation."""
+    """Return the bytes of a forward and its backward. Gradients of parameters exist before, as with accumulation."""
     for p in parameters:
         p.grad = torch.zeros_like(p)
     with MemoryCounter() as memory:
@@ -171,8 +171,8 @@ def tables(lengths: list[int], ranks: list[int]) -> None:
 
 
 def longest(mesh: DeviceMesh, row: str, budget: int) -> int:
-    """The longest sequence whose step fits the budget, to 2 %. From some length on memory is a straight line: the two
-    lengths that were measured last give the next one."""
+    """Return the longest sequence whose step fits the budget, to 2 %. From some length on memory is a straight line:
+    the two lengths that were measured last give the next one."""
     unit = 16 * mesh.size()
     peaks = {n: whole_model(mesh, n * unit, MODES["ring"], row).peak for n in (64, 128)}
     while not any(0.98 * budget <= peak <= budget for peak in peaks.values()):

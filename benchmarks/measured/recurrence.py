@@ -39,7 +39,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def layers(length: int, args: argparse.Namespace) -> dict[str, Layer]:
-    """The layers and their inputs: B1, H heads with keys and values of D numbers."""
+    """Return the layers and their inputs: B1, H heads with keys and values of D numbers."""
     heads, dim = args.heads, args.dim
 
     def random(*shape: int) -> Tensor:
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def measure(world: int, args: argparse.Namespace) -> None:
-    """Measure on so many ranks, and print the table."""
+    """Measure on ``world`` ranks, and print the table."""
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, {world} ranks, S={args.length}")
     print(f"{'layer':22} {'mode':18} {'median ms':>10} {'ratio':>7} {'MiB sent':>9}")
     for name, times, sent in results_of(rank_main, world, args):

@@ -3,7 +3,7 @@
     python -m benchmarks.measured.throttled --ranks 2 --rates 100 200 800 --json throttled.json
     python -m benchmarks.measured.throttled --report throttled.json --plot docs/pictures/throttled.png
 
-Each rank is a host of its own with one thread and a full-duplex link of so many Mbit/s to a switch (see links.py). The
+Each rank is a host of its own with one thread and a full-duplex link of a given rate to a switch (see links.py). The
 script prints the seconds of forward + backward (the slowest rank, median of rounds) over the line max(compute,
 communicate). "Communicate" is the bytes that the mode must send, as the library records them, over the rate (on the
 rank that sends most). "Compute" is the same step on the same links without a limit (the median of rounds, which take
@@ -65,7 +65,8 @@ SETTINGS = ("ranks", "length", "mask", "congestion")
 
 
 def masked(args: argparse.Namespace, mode: Mode) -> dict[str, Any]:
-    """The arguments of a mask and a mode. Masks are: causal; a window of an eighth of the sequence; or documents."""
+    """Return the arguments of a mask and a mode. Masks are: causal; a window of an eighth of the sequence; or
+    documents."""
     length, mask = args.length, args.mask
     found: dict[str, Any] = {"is_causal": True, **mode}
     if mask == "window":
@@ -153,7 +154,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 
 def line(row: Row) -> float:
-    """Seconds that the step would take if it waited for the longer of computation and communication only."""
+    """Return the seconds that the step would take if it waited for the longer of computation and communication only."""
     return max(row["compute"], communicate(row))
 
 
@@ -166,12 +167,12 @@ def ratio(row: Row) -> float:
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """The case of a row."""
+    """Return the case of a row."""
     return tuple(row.get(name) for name in (*SETTINGS, "mode", "rate"))
 
 
 def at_best(row: Row) -> float | None:
-    """The ratio of a step in which groups of heads overlap perfectly; None for other modes."""
+    """Return the ratio of a step in which groups of heads overlap perfectly; None for other modes."""
     groups = MODES[row["mode"]].get("head_groups")
     if groups is None:
         return None
@@ -201,7 +202,7 @@ def merged(path: Path, rows: list[Row]) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A Markdown table: the step in seconds, and in brackets over the line."""
+    """Return a Markdown table: the step in seconds, and in brackets over the line."""
     lines = []
     for settings in sorted({key(r)[: len(SETTINGS)] for r in rows}, key=str):
         some = [r for r in rows if key(r)[: len(SETTINGS)] == settings]

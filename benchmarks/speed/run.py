@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_cp import ContextParallelHandler
+from hyper_cp.cli.diagnosis.exchanges import positions
 
 from ..ranks import join, leave, results_of
-from .case import BARS, Problem, oracle, positions, share
+from .case import BARS, Problem, oracle, share
 from .contenders import chosen
 from .contenders.contender import Attention, Contender, Skip
 
@@ -30,7 +30,7 @@ SHORT = 512
 """Length at which results are compared with fp64; at the measured length they are compared with plain SDPA."""
 
 SLOW = 3.0
-"""A contender that takes so many times as long as plain SDPA is timed in one round only."""
+"""A contender that takes this many times as long as plain SDPA is timed in one round only."""
 
 TENSORS = "out", "dq", "dk", "dv"
 
@@ -60,7 +60,7 @@ class Result:
 
 
 def machine() -> dict[str, Any]:
-    """The machine and the versions."""
+    """Return the machine and the versions."""
     names = {"deepspeed": "deepspeed", "ringmaster": "axolotl-ringmaster", "yunchang": "yunchang"}
     found = {}
     for name, package in names.items():
@@ -97,20 +97,20 @@ class Ranks:
         self.mesh, self.rank, self.size = mesh, mesh.get_local_rank(), mesh.size()
 
     def most(self, value: float) -> float:
-        """The largest of all ranks' values; infinite if one is not a number."""
+        """Return the largest of all ranks' values; infinite if one is not a number."""
         found = torch.tensor([value if value == value else float("inf")], dtype=torch.float64)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return float(found)
 
     def error(self, text: str) -> str:
-        """The error of the first rank that has one."""
+        """Return the error of the first rank that has one."""
         texts: list[Any] = [None] * self.size
         dist.all_gather_object(texts, text)
         return next((x for x in texts if x), "")
 
 
 def limit(problem: Problem) -> Attention:
-    """Plain SDPA of the whole sequence in one process: of every document by itself, if there are several."""
+    """Return plain SDPA of the whole sequence in one process: of every document by itself, if there are several."""
     gqa = problem.heads != problem.kv_heads
     ends = problem.documents
     if ends is None:
@@ -124,7 +124,7 @@ def limit(problem: Problem) -> Attention:
 
 
 def timed(attend: Attention, inputs: Sequence[Tensor], dout: Tensor) -> tuple[float, Tensor]:
-    """The seconds of forward and backward, and the output."""
+    """Return the seconds of forward and backward, and the output."""
     for x in inputs:
         x.grad = None
     start = time.perf_counter()
@@ -146,15 +146,11 @@ class Entry:
         self.result = Result(c.library, c.mode, c.layout, c.note, c.balanced)
 
     def rows(self, problem: Problem, ranks: Ranks) -> Tensor:
-        """The global positions of this rank."""
-        layout = self.contender.layout
-        if layout in ("contiguous", "head_tail"):
-            return positions(layout, ranks.rank, ranks.size, problem.length)
-        handler = ContextParallelHandler(ranks.mesh, layout)
-        return handler.position_ids(problem.length, documents=problem.documents)
+        """Return the global positions of this rank."""
+        return positions(ranks.rank, ranks.size, problem.tile, self.contender.layout)
 
     def prepare(self, problem: Problem, ranks: Ranks, shares: Shares) -> Callable[[], float]:
-        """Make the function and its inputs; returns a step that takes so many seconds."""
+        """Make the function and its inputs; returns a step, which returns its seconds."""
         attend = self.contender.prepare(problem, ranks.mesh)
         if self.contender.layout not in shares:
             rows = self.rows(problem, ranks)
@@ -170,7 +166,7 @@ class Entry:
         return step
 
     def off(self, expected: Sequence[Tensor], ranks: Ranks) -> dict[str, float]:
-        """The relative error of each tensor, the largest of all ranks."""
+        """Return the relative error of each tensor, the largest of all ranks."""
         found = [self.out, *(x.grad for x in self.inputs)]
         errors = {}
         for name, got, want in zip(TENSORS, found, expected, strict=True):
@@ -281,7 +277,7 @@ def rank_main(
 def run(
     problems: Sequence[tuple[Problem, int]], only: Sequence[str] = (), say: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Measure every problem in so many rounds. Problems of as many ranks share one process group."""
+    """Measure every problem in its number of rounds. Problems of as many ranks share one process group."""
     found: list[dict[str, Any]] = []
     about = machine()
     for world in sorted({problem.world for problem, _ in problems}):

@@ -1,8 +1,8 @@
 """Trains a small byte-level Llama on real text in every mode of context parallelism, beside one rank.
 
-Run it as `make demo`, `hyper-cp demo`, or `torchrun --nproc-per-node 4 -m hyper_cp demo`. It prints a table and draws
-the losses and who computes what; `--html FILE` puts all of it on one page. The exit code is not zero if the losses of
-any mode differ from those of one rank by more than fp32 rounding.
+Run it as `make demo`, `hyper-cp demo`, or `torchrun --nproc-per-node 4 -m hyper_cp demo`. It prints a table and, if
+matplotlib is installed (the extra `viz`), draws the losses and who computes what; `--html FILE` puts all of it on one
+page. The exit code is not zero if the losses of any mode differ from those of one rank by more than fp32 rounding.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(f"'{name}'" for name in MODES)
     parser.add_argument("--modes", nargs="+", choices=MODES, metavar="MODE", help=f"some of {names} (default: all)")
     parser.add_argument("--out", help="image file for loss curves and who computes what (default demo_losses.png)")
-    parser.add_argument("--html", metavar="FILE", help="also write one page with the table, the curves and the maps")
+    parser.add_argument("--html", metavar="FILE", help="also write one page with the table and the picture")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,7 +106,7 @@ def _heads_split(mode: dict[str, Any], ranks: int) -> bool:
 def _check(args: argparse.Namespace, ranks: int, possible: list[str]) -> None:
     for name, value in (("--ranks", ranks), ("--steps", args.steps), ("--seq-len", args.seq_len)):
         if value < 1:
-            raise ValueError(f"{name} {value} is no positive number. The demo trains. Pass at least 1")
+            raise ValueError(f"{name} {value} is not a positive number. The demo trains. Pass at least 1")
     if args.seq_len % (2 * ranks):
         least = -(-args.seq_len // (2 * ranks)) * 2 * ranks
         raise ValueError(
@@ -184,7 +184,7 @@ def train(name: str, mode: dict[str, Any] | None, args: argparse.Namespace) -> R
 
 
 def share_of_loss(model: Llama, tokens: Tensor, labels: Tensor, positions: Tensor, length: int) -> Tensor:
-    """This rank's share of the mean over the whole sequence: a local sum over the global number of tokens."""
+    """Return this rank's share of the mean over the whole sequence: a local sum over the global number of tokens."""
     logits = model(tokens, positions)
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / length
 

@@ -62,7 +62,7 @@ def _check_options(args: argparse.Namespace, device: str, ranks: int) -> None:
         )
     for name, value in (("--message-mb", args.message_mb), ("--timeout", args.timeout)):
         if value is not None and not 0 < value < 2**20:
-            raise ValueError(f"{name} {value} is no positive number. It is a size or a time. Pass one above 0")
+            raise ValueError(f"{name} {value} is not a positive number. It is a size or a time. Pass one above 0")
     degree = args.ulysses_degree
     if degree is not None and (degree < 1 or ranks % degree):
         raise ValueError(

@@ -27,7 +27,7 @@ def mistake(command: str, error: Exception | str) -> int:
 
 
 def tokens(text: str) -> int:
-    """A number of tokens; K and M are powers of two."""
+    """Return a number of tokens; K and M are powers of two."""
     factor = {"K": 2**10, "M": 2**20}.get(text[-1:].upper(), 1)
     digits = text[:-1] if factor > 1 else text
     if not digits.isdecimal():
@@ -38,7 +38,7 @@ def tokens(text: str) -> int:
 
 
 def document_lengths(text: str) -> list[int]:
-    """The lengths of documents: with commas, or those of a file.
+    """Return the lengths of documents: with commas, or those of a file.
 
     Raises:
         ValueError: if this is neither, or if they are boundaries.

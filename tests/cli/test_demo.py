@@ -123,7 +123,7 @@ def with_address(port: int) -> int:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ranks", "0"], "--ranks 0 is no positive number"),
+        (["--ranks", "0"], "--ranks 0 is not a positive number"),
         (["--seq-len", "1001"], "--seq-len 1001 does not split over 4 ranks"),
         (["--ranks", "3", "--seq-len", "6", "--modes", "ulysses"], "--modes ulysses cannot run on 3 ranks"),
         (["--out", "losses.xyz"], "--out losses.xyz has no ending of a picture"),
