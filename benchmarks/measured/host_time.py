@@ -167,8 +167,8 @@ def hops(case: str) -> int:
 
 
 def in_turns(args: argparse.Namespace) -> list[Times]:
-    """Return the times of the other checkout and of this one, which take turns. A busy machine only ever adds time, so the
-    round with the lowest median counts."""
+    """Return the times of the other checkout and of this one, which take turns. A busy machine only ever adds time, so
+    the round with the lowest median counts."""
     trees = [Path(args.against).resolve(), Path(__file__).resolve().parents[2]]
     own = [word for name in ("calls", "length", "heads", "dim") for word in (f"--{name}", str(getattr(args, name)))]
     own += ["--fastest"] if args.fastest else []

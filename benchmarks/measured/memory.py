@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -32,6 +32,7 @@ from hyper_cp.memory import MemoryCounter
 from hyper_cp.ops import SAVE_LIST, attention, kernels
 
 from ..no_kernel import NoKernel
+from .host_time import join
 
 CONFIG = LlamaConfig(vocab=2004, dim=64, layers=4, heads=8, kv_heads=2, hidden=224)
 MODES = named_modes("Ulysses", "all-gather", "ring", "needed")
@@ -58,13 +59,10 @@ class Step(NamedTuple):
 @contextmanager
 def rank_of(ranks: int) -> Iterator[DeviceMesh]:
     """Yield the cp mesh of a process that is one of ``ranks`` ranks, in the middle of them."""
-    # Private to PyTorch, as there is no public process group without peers; importing it registers the backend.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=ranks // 2, world_size=ranks, store=FakeStore())
+    mesh = join(ranks)
     with kernels.register(NoKernel(), "cpu"):
         try:
-            yield init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+            yield mesh
         finally:
             dist.destroy_process_group()
 

@@ -52,8 +52,8 @@ def drawn(draw: Callable[[], float]) -> Iterator[float]:
 
 
 def masks(total: int, tokens: int = 8192) -> dict[str, tuple[PackedDocuments, int | None]]:
-    """Return the documents and the window of each case, for a sequence of ``total`` positions. The names give the lengths for
-    8K tokens a rank; with other ``tokens`` they are in proportion."""
+    """Return the documents and the window of each case, for a sequence of ``total`` positions. The names give the
+    lengths for 8K tokens a rank; with other ``tokens`` they are in proportion."""
     rng = np.random.default_rng(0)
     one = PackedDocuments([[0, total]])
     short, long = tokens // 2, 2 * tokens

@@ -247,12 +247,9 @@ def picture(results: dict[str, Result], panels: Sequence[Panel], ranks: int) -> 
     Return None if matplotlib, an optional dependency (the extra "viz"), is not installed."""
     if not importlib.util.find_spec("matplotlib"):
         return None
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure = pyplot.figure(figsize=(max(12, 2.6 * len(panels)), 8), layout="constrained")
+    figure = Figure(figsize=(max(12, 2.6 * len(panels)), 8), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=[1.2, 1])  # type: ignore[misc]
     left, right = above.subplots(1, 2)
     reference = results[ONE_RANK].losses

@@ -245,15 +245,10 @@ def palette(ranks: int) -> Any:
 
 def draw(panels: Sequence[Panel], ranks: int, path: str) -> None:
     """Draw the maps side by side into an image file."""
-    import matplotlib  # an optional dependency (the extra "viz"), which nothing else needs
+    from matplotlib.figure import Figure  # an optional dependency (the extra "viz"), which nothing else needs
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(4.2 * len(panels), 4.9), layout="constrained", squeeze=False
-    )
-    draw_on(axes[0], panels, ranks)
+    figure = Figure(figsize=(4.2 * len(panels), 4.9), layout="constrained")
+    draw_on(figure.subplots(1, len(panels), squeeze=False)[0], panels, ranks)
     legend(figure, ranks)
     figure.savefig(path, dpi=110)
 

@@ -44,8 +44,8 @@ def _cases(mesh: DeviceMesh, ranks: Ranks, dtype: torch.dtype) -> Iterator[Case]
         for name, axis in (("ring", cp.ring), ("ulysses", cp.ulysses)):
             if axis.size > 1:
                 where = f"of {axis.size} ranks ({name}, ulysses_degree={degree})"
-                for operation, run in TRANSFERS.items():
-                    yield f"{operation} {where}", torch.float64, partial(_transfer, run, axis, ranks.device)
+                for operation in TRANSFERS:
+                    yield f"{operation} {where}", torch.float64, partial(_transferred, operation, axis, ranks.device)
     n = ranks.size
     modes: list[tuple[int, dict[str, Any]]] = []
     for degree, cp in views.items():
@@ -78,53 +78,68 @@ def _degrees(ranks: Ranks) -> list[int]:
 # --------------------------------------------------------------------------- single transfers
 
 
-def _transfer(run: Callable[[Axis, list[Tensor], list[Tensor]], tuple[Any, Any]], axis: Axis, device: str) -> Results:
-    """Run one transfer of messages whose numbers and rows say from whom to whom they are."""
-
-    def message(sender: int, receiver: int) -> Tensor:
-        rows = 1 + (sender + 2 * receiver) % 3 if run is _all_to_all_rows else 3
-        return torch.full((rows, 4), 1.0 + sender * axis.size + receiver, device=device)
-
-    sends, wanted = zip(*((message(axis.rank, i), message(i, axis.rank)) for i in range(axis.size)), strict=True)
-    found, want = run(axis, list(sends), list(wanted))
-    return [("result", found, want)]
+Transfer = tuple[Callable[[], Any], Any]
+"""A function that makes a transfer and returns what has arrived, and what should."""
+Message = Callable[[int, int], Tensor]
+"""The message of a sender to a receiver."""
 
 
-def _all_to_all(axis: Axis, sends: list[Tensor], wanted: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return axis.all_to_all(torch.stack(sends)).wait(), torch.stack(wanted)
+def _all_to_all(axis: Axis, message: Message) -> Transfer:
+    packed = torch.stack([message(axis.rank, to) for to in range(axis.size)])
+    want = torch.stack([message(source, axis.rank) for source in range(axis.size)])
+    return lambda: axis.all_to_all(packed).wait(), want
 
 
-def _all_gather(axis: Axis, sends: list[Tensor], wanted: list[Tensor]) -> tuple[Tensor, Tensor]:
-    same = [x - axis.rank for x in wanted]  # a message that does not depend on its receiver
-    return axis.all_gather(same[axis.rank]).wait(), torch.cat(same)
+def _all_gather(axis: Axis, message: Message) -> Transfer:
+    packed = message(axis.rank, 0)  # the same for every receiver
+    return lambda: axis.all_gather(packed).wait(), torch.cat([message(source, 0) for source in range(axis.size)])
 
 
-def _reduce_scatter(axis: Axis, sends: list[Tensor], wanted: list[Tensor]) -> tuple[Tensor, Tensor]:
-    sends[axis.rank].zero_()
-    wanted[axis.rank].zero_()
-    return axis.reduce_scatter(torch.cat(sends)).wait(), torch.stack(wanted).sum(0)
+def _reduce_scatter(axis: Axis, message: Message) -> Transfer:
+    packed = torch.cat([message(axis.rank, to) * (to != axis.rank) for to in range(axis.size)])
+    others = (message(source, axis.rank) for source in range(axis.size) if source != axis.rank)
+    return lambda: axis.reduce_scatter(packed).wait(), torch.stack(list(others)).sum(0)
 
 
-def _all_to_all_rows(axis: Axis, sends: list[Tensor], wanted: list[Tensor]) -> tuple[Tensor, Tensor]:
-    sends[axis.rank], wanted[axis.rank] = sends[axis.rank][:0], wanted[axis.rank][:0]
-    sent, received = ([len(x) for x in messages] for messages in (sends, wanted))
-    return axis.all_to_all_rows(torch.cat(sends), sent, received).wait(), torch.cat(wanted)
+def _all_to_all_rows(axis: Axis, message: Message) -> Transfer:
+    """Send other numbers of rows to each rank, and none to itself."""
+    rows = [[0 if a == b else 1 + (a + 2 * b) % 3 for b in range(axis.size)] for a in range(axis.size)]
+    sent, received = rows[axis.rank], [row[axis.rank] for row in rows]
+    packed = torch.cat([message(axis.rank, to)[:n] for to, n in enumerate(sent)])
+    want = torch.cat([message(source, axis.rank)[:n] for source, n in enumerate(received)])
+    return lambda: axis.all_to_all_rows(packed, sent, received).wait(), want
 
 
-def _send_recv(axis: Axis, sends: list[Tensor], wanted: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _send_recv(axis: Axis, message: Message) -> Transfer:
+    """Send two messages of different lengths to the next rank."""
     to, source = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-    messages, want = ([x, -torch.cat([x, x])] for x in (sends[to], wanted[source]))
-    found = axis.send_recv(messages, to, [torch.empty_like(x) for x in want], source).wait()
-    return torch.cat(found), torch.cat(want)
+    sends, want = ([x, -x[:1]] for x in (message(axis.rank, to), message(source, axis.rank)))
+    into = [torch.empty_like(x) for x in want]
+    return lambda: axis.send_recv(sends, to, into, source).wait(), want
 
 
-TRANSFERS = {
+TRANSFERS: dict[str, Callable[[Axis, Message], Transfer]] = {
     "send_recv": _send_recv,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
     "all_to_all_rows": _all_to_all_rows,
 }
+
+
+def transfer(name: str, axis: Axis, device: str, rows: int = 3) -> Transfer:
+    """Prepare a transfer of messages ``[rows, 4]``, whose numbers say from whom to whom they are."""
+
+    def message(sender: int, receiver: int) -> Tensor:
+        return torch.full((rows, 4), 1.0 + sender * axis.size + receiver, device=device)
+
+    return TRANSFERS[name](axis, message)
+
+
+def _transferred(name: str, axis: Axis, device: str) -> Results:
+    run, want = transfer(name, axis, device)
+    found = run()
+    return [("result", *pair) for pair in (zip(found, want, strict=True) if name == "send_recv" else [(found, want)])]
 
 
 # --------------------------------------------------------------------------- attention

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from ...mesh import cp_mesh
 from ...mesh.comm import Axis
 from ...ops import kernels
 from ...schedule.planning.inputs.cluster import FORMAT, VERSION
+from .exchanges import transfer
 from .findings import NOTE, Finding
 from .machine import device_of
 from .ranks import Ranks
@@ -23,6 +24,7 @@ from .timing import seconds_in_turns
 GIGA = 1e9
 SMALL_ROUNDS = 20
 """Rounds of what takes microseconds."""
+TIMED = "send_recv", "all_gather", "reduce_scatter", "all_to_all"
 
 
 @dataclass(frozen=True)
@@ -83,23 +85,14 @@ def _link(ranks: Ranks, axis: Axis, message: int) -> tuple[bool, dict[str, float
         message; and microseconds of an exchange of a few bytes with the neighbours.
     """
     n = axis.size
-    rows = max(n, message // 4 // n * n)
-    large, few = (torch.ones(count, device=ranks.device) for count in (rows, n))
-    square, received, few_received = large.view(n, -1), torch.empty_like(large), torch.empty_like(few)
-    to, source = (axis.rank + 1) % n, (axis.rank - 1) % n
-    part = large.narrow(0, 0, rows // n)
-    ways: dict[str, Callable[[], Any]] = {
-        "send_recv": lambda: axis.send_recv([large], to, [received], source).wait(),
-        "all_gather": lambda: axis.all_gather(part).wait(),
-        "reduce_scatter": lambda: axis.reduce_scatter(large).wait(),
-        "all_to_all": lambda: axis.all_to_all(square).wait(),
-    }
-    small = {"few": lambda: axis.send_recv([few], to, [few_received], source).wait()}
+    rows = {way: max(1, message // 16 // (1 if way == "send_recv" else n)) for way in TIMED}
+    ways = {way: transfer(way, axis, ranks.device, rows[way])[0] for way in TIMED}
+    small = {"few": transfer("send_recv", axis, ranks.device, 1)[0]}
     mine = seconds_in_turns(ways, ranks.device) | seconds_in_turns(small, ranks.device, SMALL_ROUNDS)
     members = dist.get_process_group_ranks(axis.group)
     everyone = ranks.share([mine, len({ranks.host(rank) for rank in members}) > 1])
     slowest = {way: max(times[way] for times, _ in everyone) for way in mine}
-    sent = {way: large.nbytes if way == "send_recv" else part.nbytes * (n - 1) for way in ways}
+    sent = {way: 16 * (count + 1 if way == "send_recv" else count * (n - 1)) for way, count in rows.items()}
     speeds = {way: nbytes / slowest[way] / GIGA for way, nbytes in sent.items()}
     return any(crosses for _, crosses in everyone), speeds, slowest["few"] * 1e6
 
