@@ -103,6 +103,8 @@ def device_name(device: str) -> str:
 def main(given: Sequence[str] | None = None) -> int:
     args = arguments(given)
     device, dtype = args.device, getattr(torch, args.dtype)
+    if torch.device(device).index is not None:  # events and names are those of the current device
+        torch.accelerator.set_device_index(torch.device(device).index)
     print(f"torch {torch.__version__} on {device_name(device)}")
     torch.manual_seed(0)
     outcomes: Counter[str] = Counter()

@@ -87,7 +87,7 @@ def measure(ranks: Ranks, mesh: DeviceMesh, args: argparse.Namespace) -> Iterato
     """Yield ``(mode, step, computation and merging, communication alone)`` in seconds, the same on every rank."""
     device, rows = mesh.device_type, args.length // mesh.size()
     tile = Tile(rows, rows, batch=1, heads=(args.heads, args.kv_heads), dims=(args.dim, args.dim))
-    *qkv, dout = tile.tensors(device, getattr(torch, args.dtype), seed=mesh.get_local_rank())
+    *qkv, dout = tile.tensors(device, getattr(torch, args.dtype), seed=None)
     for name, cp, mode in possible(mesh, args):
 
         def step(cp: cp_mesh.CPMesh, mode: dict[str, Any] = mode) -> tuple[Tensor, ...]:

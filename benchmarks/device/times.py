@@ -36,7 +36,7 @@ def time_tiles(device: str, dtype: torch.dtype, args: argparse.Namespace) -> Ite
     """Yield a line per kernel and tile: forward and backward over the time of plain SDPA of the same shape, which is
     causal if the tile is and sees everything otherwise. Windowed and packed tiles see a part of that."""
     for tile in timed_tiles(min(args.lengths), (args.heads, args.kv_heads), args.dim):
-        *qkv, dout = tile.tensors(device, dtype)
+        *qkv, dout = tile.tensors(device, dtype, seed=None)
 
         def run(kernel: Any, tile: Tile = tile, qkv: list[Tensor] = qkv, dout: Tensor = dout) -> Any:
             given = tile.inputs(*qkv)
@@ -64,7 +64,7 @@ def time_shares(device: str, dtype: torch.dtype, args: argparse.Namespace) -> It
     )
     for length in args.lengths:
         tile = Tile(length, length, FULL, batch=1, heads=(args.heads, args.kv_heads), dims=(args.dim, args.dim))
-        whole = tile.tensors(device, dtype)
+        whole = tile.tensors(device, dtype, seed=None)
         for n in args.ranks:
             if length % (2 * n):
                 continue

@@ -303,6 +303,7 @@ def report(results: dict[str, Result], args: argparse.Namespace) -> int:
         print(f"page with all of it: {args.html}")
     if wrong:
         print(f"WRONG: losses differ from one rank by more than {TOLERANCE}: {', '.join(wrong)}")
+    sys.stdout.flush()  # a rank that ends with an error may end the others before they have printed
     return int(bool(wrong))
 
 

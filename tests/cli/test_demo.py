@@ -89,6 +89,17 @@ def test_activations_are_shared_by_the_ranks(ranks: Any) -> None:
         assert all(0.45 * whole <= mine <= 0.51 * whole for mine in found), (whole, found)
 
 
+@pytest.mark.slow
+def test_wrong_losses_are_printed_and_end_in_an_error(tmp_path: Path) -> None:
+    """All ranks end with an error at the same time, and the first one ends the others."""
+    options = "--ranks 3 --steps 1 --seq-len 66 --modes ring colossal"
+    run = f"raise SystemExit(m.main(['demo', *'{options}'.split()]))"
+    code = f"import hyper_cp.cli.main as m; m.demo.TOLERANCE = -1.0; {run}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 1 and "\ncolossal " in done.stdout, done.stderr
+    assert "WRONG: losses differ from one rank by more than -1.0: one rank, ring, colossal" in done.stdout
+
+
 def train_with_positions_of_rank_zero() -> int:
     """A classic mistake, every rank counting positions from zero, must end in a non-zero exit."""
     right = demo.ContextParallelHandler.position_ids

@@ -72,12 +72,17 @@ class Tile:
         visible = visible if lower is None else visible & (distance >= lower)
         return visible if upper is None else visible & (distance <= upper)
 
-    def tensors(self, device: str, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-        """Return random q, k, v and dout ``[B, H, S, D]``, in memory as ``[B, S, H, D]``."""
-        g = torch.Generator().manual_seed(seed)
+    def tensors(self, device: str, dtype: torch.dtype, seed: int | None = 0) -> list[Tensor]:
+        """Return random q, k, v and dout ``[B, H, S, D]``, in memory as ``[B, S, H, D]``. With a seed they are drawn on
+        the CPU and are the same everywhere; with None they are drawn on the device, which is faster for long ones."""
+        g = None if seed is None else torch.Generator().manual_seed(seed)
+        drawn_on = device if seed is None else "cpu"
         (heads, kv_heads), (dim, v_dim) = self.heads, self.dims
         shapes = (self.rows, heads, dim), (self.cols, kv_heads, dim), (self.cols, kv_heads, v_dim)
-        made = (torch.randn(self.batch, *shape, generator=g) for shape in (*shapes, (self.rows, heads, v_dim)))
+        made = (
+            torch.randn(self.batch, *shape, generator=g, device=drawn_on)
+            for shape in (*shapes, (self.rows, heads, v_dim))
+        )
         return [x.to(device, dtype).transpose(1, 2) for x in made]
 
     def inputs(self, q: Tensor, k: Tensor, v: Tensor) -> TileInputs:
