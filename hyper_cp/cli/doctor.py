@@ -23,10 +23,10 @@ from ..schedule.planning.inputs.profiles import PROFILES
 from .diagnosis.exchanges import check_exchanges
 from .diagnosis.findings import NOTE, WARNING, Finding
 from .diagnosis.machine import machine
-from .diagnosis.ranks import Ranks, default_device, process_group
+from .diagnosis.ranks import Ranks, default_device, one_of_several_ranks, process_group
 from .diagnosis.speeds import measure
 from .diagnosis.tiles import check_kernels
-from .options import mistake, one_of_several_ranks
+from .options import mistake
 
 MODEL = {"layers": 32, "heads": 32, "kv_heads": 8, "width": 4096, "ffn": 14336, "vocabulary": 128256}
 TOKENS = 16384

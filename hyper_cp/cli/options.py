@@ -1,15 +1,12 @@
-"""Values that several commands take, each written in one way (lengths, documents, pictures), and errors of users."""
+"""Options that several commands take (lengths, documents, pictures), and how a mistake of a user is printed."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import sys
 from itertools import pairwise
 from pathlib import Path
-
-import torch.distributed as dist
 
 FORMATS = ("png", "svg", "pdf", "jpg", "jpeg", "eps", "ps", "webp", "tif", "tiff")
 """Endings of pictures that matplotlib writes."""
@@ -58,23 +55,6 @@ def document_lengths(text: str) -> list[int]:
             f"differences: {','.join(str(b - a) for a, b in pairwise(found))[:80]}"
         )
     return found
-
-
-def one_of_several_ranks() -> bool:
-    """True if torchrun, or something that sets the same variables, has started this process.
-
-    Raises:
-        ValueError: if some of the variables are missing by which ranks find each other.
-    """
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if {"RANK", "WORLD_SIZE"} & set(missing):
-        return False
-    if missing and not dist.is_initialized():
-        raise ValueError(
-            f"RANK={os.environ['RANK']} is set, and {' and '.join(missing)} is not. Ranks find each other by it. Start "
-            "them with torchrun, or set it to the host and a free port of rank 0"
-        )
-    return True
 
 
 def check_picture(option: str, path: str) -> None:

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ..data.collectives import by_rank
 from ..verify import verify
-from .diagnosis.ranks import default_device, process_group
-from .options import mistake, one_of_several_ranks
+from .diagnosis.ranks import default_device, one_of_several_ranks, process_group
+from .options import mistake
 
 
 class _Mistake(ValueError):

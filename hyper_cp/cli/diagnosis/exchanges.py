@@ -65,7 +65,7 @@ def _cases(mesh: DeviceMesh, ranks: Ranks, dtype: torch.dtype) -> Iterator[Case]
         yield what, dtype, partial(_attention, views[degree], dtype, ranks.device, **mode)
     exact = torch.float64 if ranks.device == "cpu" else torch.float32
     for name, sequence in SEQUENCES.items():
-        yield name, exact, partial(sequence, ContextParallelHandler(mesh, "head_tail"), mesh, ranks.device, exact)
+        yield name, exact, partial(sequence, mesh, ranks.device, exact)
 
 
 def _degrees(ranks: Ranks) -> list[int]:
@@ -204,19 +204,21 @@ def _random(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def _gathered(handler: ContextParallelHandler, mesh: DeviceMesh, device: str, dtype: torch.dtype) -> Results:
+def _gathered(mesh: DeviceMesh, device: str, dtype: torch.dtype) -> Results:
+    handler = ContextParallelHandler(mesh, "head_tail")
     sequence = torch.arange(LENGTH * mesh.size(), dtype=dtype, device=device)[None]
     return [("sequence", handler.combine(handler.dispatch(sequence), 1), sequence)]
 
 
-def _shifted(handler: ContextParallelHandler, mesh: DeviceMesh, device: str, dtype: torch.dtype) -> Results:
+def _shifted(mesh: DeviceMesh, device: str, dtype: torch.dtype) -> Results:
+    handler = ContextParallelHandler(mesh, "head_tail")
     sequence = 1 + torch.arange(LENGTH * mesh.size(), dtype=dtype, device=device)[None]
     want = torch.cat([sequence[:, 1:], torch.zeros_like(sequence[:, :1])], 1)
     return [("sequence", handler.roll_tensor(handler.dispatch(sequence), -1, 1)[0], handler.dispatch(want))]
 
 
-def _recurrence(handler: ContextParallelHandler, mesh: DeviceMesh, device: str, dtype: torch.dtype) -> Results:
-    length = LENGTH * mesh.size()
+def _recurrence(mesh: DeviceMesh, device: str, dtype: torch.dtype) -> Results:
+    length, handler = LENGTH * mesh.size(), ContextParallelHandler(mesh, "head_tail")
     q, k, v = (_random(seed, 1, length, 2, 4) for seed in (2, 3, 4))
     decay = -_random(5, 1, length, 2).abs()
     state, rows = torch.zeros(1, 2, 4, 4, dtype=torch.float64), []
@@ -228,8 +230,8 @@ def _recurrence(handler: ContextParallelHandler, mesh: DeviceMesh, device: str, 
     return [("output", found, handler.dispatch(torch.stack(rows, 1)))]
 
 
-def _convolution(handler: ContextParallelHandler, mesh: DeviceMesh, device: str, dtype: torch.dtype) -> Results:
-    length = LENGTH * mesh.size()
+def _convolution(mesh: DeviceMesh, device: str, dtype: torch.dtype) -> Results:
+    length, handler = LENGTH * mesh.size(), ContextParallelHandler(mesh, "head_tail")
     x, weight = _random(6, 1, 3, length), _random(7, 3, 4)
     wide = torch.nn.functional.pad(x, (3, 0))
     want = torch.stack([wide[..., i : i + length] * weight[:, i, None] for i in range(4)]).sum(0)

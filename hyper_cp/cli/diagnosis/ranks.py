@@ -60,6 +60,23 @@ def default_device() -> str:
     return "cpu" if found is None else found.type
 
 
+def one_of_several_ranks() -> bool:
+    """True if torchrun, or something that sets the same variables, has started this process.
+
+    Raises:
+        ValueError: if some of the variables are missing by which ranks find each other.
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if {"RANK", "WORLD_SIZE"} & set(missing):
+        return False
+    if missing and not dist.is_initialized():
+        raise ValueError(
+            f"RANK={os.environ['RANK']} is set, and {' and '.join(missing)} is not. Ranks find each other by it. Start "
+            "them with torchrun, or set it to the host and a free port of rank 0"
+        )
+    return True
+
+
 @contextmanager
 def process_group(device: str, seconds: float | None = None, several: bool = True) -> Iterator[None]:
     """Open the default process group: the one that exists, that of ``several`` ranks, or one of this process alone."""
