@@ -13,7 +13,7 @@ ROUNDS = 6
 """An even number, so that each order of the turns occurs equally often."""
 
 WARM_UPS = 10
-"""Calls before the first timed one on an accelerator, whose clocks and caches settle meanwhile; one on a CPU."""
+"""Calls before the first timed one on an accelerator, while its clocks rise and its caches fill; one on a CPU."""
 
 CACHE = 2**28
 """Bytes that are written between calls on an accelerator: more than its last cache holds."""
