@@ -13,9 +13,10 @@ engine    forward and backward with n = 2, 4, 8 ranks as threads of this process
 tiles     times of tiles over plain SDPA of the same shape
 shares    device time of the busiest rank's share (nothing is transferred) over 1/n of the time of plain SDPA
 
-Results have to be finite and within the bar of the dtype. A kernel may refuse a dtype only where
-``results.py`` lists it. Everything else fails: it is shown, and the exit code is 1. docs/measured/devices.md
-explains every line.
+Results have to be finite and within the bar of the dtype. A kernel may refuse a tile only where
+``tiles.py`` lists it, or where PyTorch says that this card has no operator for such heads.
+Everything else fails: it is shown, and the exit code is 1. docs/measured/devices.md
+explains every line. `hyper-cp doctor` runs the same checks on a few tiles, and on all ranks.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from hyper_cp.cli.diagnosis.findings import CRASHED, Finding
+from hyper_cp.cli.diagnosis.ranks import default_device
+from hyper_cp.cli.diagnosis.timing import ROUNDS
+
 from . import merges, ranks, replays, tiles, times
-from .results import CRASHED, Result
 
 SECTIONS = "kernels", "layouts", "merges", "replays", "engine", "tiles", "shares"
 
 
-def section(name: str, device: str, dtype: torch.dtype, args: argparse.Namespace) -> Iterator[Result | str]:
-    """The results of one section, as they come; lines of text are times."""
+def section(name: str, device: str, dtype: torch.dtype, args: argparse.Namespace) -> Iterator[Finding | str]:
+    """Yield the findings of one section as they come; lines of text are times."""
     dtypes = list(dict.fromkeys([dtype, torch.float32]))
     if name == "kernels":
         yield from tiles.check_kernels(device, dtypes)
@@ -54,25 +58,24 @@ def section(name: str, device: str, dtype: torch.dtype, args: argparse.Namespace
         yield from times.time_shares(device, dtype, args)
 
 
-def run(name: str, device: str, dtype: torch.dtype, args: argparse.Namespace) -> Iterator[Result | str]:
-    """A section; an error outside of its checks fails it, and the next one runs."""
+def run(name: str, device: str, dtype: torch.dtype, args: argparse.Namespace) -> Iterator[Finding | str]:
+    """Yield a section; an error outside of its checks fails it, and the next one runs."""
     try:
         yield from section(name, device, dtype, args)
     except Exception as error:
         traceback.print_exc()
-        yield Result(CRASHED, f"section {name}", float("inf"), f"{type(error).__name__}: {error}")
+        yield Finding(name, f"section {name}", CRASHED, f"{type(error).__name__}: {error}")
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    parser.add_argument("--device", default="cpu" if accelerator is None else accelerator.type)
+    parser.add_argument("--device", default=default_device())
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--lengths", type=int, nargs="*", default=[8192 << i for i in range(6)])
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8], help="simulated ranks of the engine")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], help="ranks whose share is timed")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
@@ -85,25 +88,38 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def device_name(device: str) -> str:
+    """Return the name of a device and, if its driver tells it, the clock at which it runs now."""
+    if device == "cpu":
+        return device
+    module = torch.get_device_module(device)
+    try:
+        clock = f", now at {module.clock_rate()} MHz"
+    except (AttributeError, ModuleNotFoundError, RuntimeError):  # it needs the driver's library, on CUDA pynvml
+        clock = ""
+    return f"{module.get_device_name()}{clock}"
+
+
 def main(given: Sequence[str] | None = None) -> int:
     args = arguments(given)
     device, dtype = args.device, getattr(torch, args.dtype)
-    name = device if device == "cpu" else torch.get_device_module(device).get_device_name()
-    print(f"torch {torch.__version__} on {name}")
+    if torch.device(device).index is not None:  # events and names are those of the current device
+        torch.accelerator.set_device_index(torch.device(device).index)
+    print(f"torch {torch.__version__} on {device_name(device)}")
     torch.manual_seed(0)
     outcomes: Counter[str] = Counter()
-    failed: list[Result] = []
+    failed: list[Finding] = []
     for title in args.only:
         print(f"\n--- {title}", flush=True)
         for result in run(title, device, dtype, args):
-            if isinstance(result, str) or not (result.passed and args.failures):
+            if isinstance(result, str) or result.failed or not args.failures:
                 print(result, flush=True)
-            if isinstance(result, Result):
+            if isinstance(result, Finding):
                 outcomes[result.status] += 1
-                failed += [] if result.passed else [result]
-    print("\n" + ", ".join(f"{count} {status}" for status, count in outcomes.items()))
-    for result in failed:
-        print(f"FAILED  {result}")
+                failed += [result] if result.failed else []
+    print(f"\n{device_name(device)}: " + ", ".join(f"{count} {status}" for status, count in outcomes.items()))
+    for finding in failed:
+        print(f"FAILED  {finding}")
     return int(bool(failed))
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
+from hyper_cp.cli.diagnosis.findings import Finding, Results, check
 from hyper_cp.ops.kernels.fused import sums
-
-from .results import Pairs, Result, check
 
 SHAPES = [(1, 1, 1, 64), (2, 4, 300, 64), (1, 8, 1000, 128), (2, 3, 77, 80)]
 
 
-def merged(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Pairs:
-    """A merge into some rows of a larger output, and what it gives in fp64. Empty where Triton is not used."""
+def merged(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Results:
+    """Return a merge into some rows of a larger output, and what it gives in fp64. Empty where Triton is not used."""
     b, h, s, d = shape
     memory = torch.zeros(b, s + 3, h, d, device=device)
     total, total_lse = memory.transpose(1, 2)[:, :, 1 : s + 1], torch.randn(b, h, s, device=device) * 5
@@ -26,19 +26,20 @@ def merged(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Pairs:
     want_lse = lses.logsumexp(0)
     weights = (lses - want_lse.nan_to_num(neginf=0.0)).exp().unsqueeze(-1)
     want = (weights * torch.stack([total.cpu(), out.cpu().float()]).double()).sum(0)
-    return [(total, want), (total_lse, want_lse)] if sums.merge(total, total_lse, out, lse) else []
+    used = sums.merge(total, total_lse, out, lse)
+    return [("output", total, want), ("log-sum-exp", total_lse, want_lse)] if used else []
 
 
-def added(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Pairs:
-    """A sum of gradients, and what it is in fp64. Empty where Triton is not used."""
+def added(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Results:
+    """Return a sum of gradients, and what it is in fp64. Empty where Triton is not used."""
     total, x = torch.randn(shape, device=device), torch.randn(shape, device=device, dtype=dtype)
     want = total.cpu().double() + x.cpu().double()
-    return [(total, want)] if sums.add(total, x) else []
+    return [("sum", total, want)] if sums.add(total, x) else []
 
 
-def check_merges(device: str, dtype: torch.dtype) -> Iterator[Result]:
+def check_merges(device: str, dtype: torch.dtype) -> Iterator[Finding]:
     """Both kernels, on several shapes, to the bar of float32, in which they add up."""
     for shape in SHAPES:
         for what, run in (("merge", merged), ("sum", added)):
             text = f"{what} in Triton, {shape} of {dtype}"
-            yield check(text, torch.float32, lambda run=run, shape=shape: run(shape, device, dtype))
+            yield check("merges", text, torch.float32, partial(run, shape, device, dtype))

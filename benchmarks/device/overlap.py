@@ -4,137 +4,118 @@
     torchrun --nproc-per-node 2 -m benchmarks.device.overlap --device cpu --length 2048 --dtype float32
 
 First each mode is compared with attention written out in fp64, on a short sequence; the exit code is 1 if one differs.
-Then three steps of each are timed, forward and backward of one causal attention call: the step itself, the same one
-with transfers that bring nothing (computation alone), and the same one with a kernel that computes nothing
-(communication alone; partials are still merged). The share of communication that is hidden is
+Then four steps of each are timed in turns, forward and backward of one causal attention call: the step itself; the same
+one with transfers that take no time (computation and merging); with a kernel that computes nothing (transfers and
+merging); and with both (merging alone). Communication is the third less the fourth, and the share of it that is hidden
 
-    (computation + communication - step) / communication
+    (computation and merging + communication - step) / communication
 
-100 % means that the step is no longer than computation alone, 0 % that the two follow each other. Every number is the
+100 % means that the step is no longer than without transfers, 0 % that the two follow each other. Every number is the
 slowest rank's median.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_cp.cli.diagnosis.exchanges import attend
+from hyper_cp.cli.diagnosis.findings import Finding, check
+from hyper_cp.cli.diagnosis.ranks import Ranks, default_device, process_group
+from hyper_cp.cli.diagnosis.tiles import CAUSAL, Tile
+from hyper_cp.cli.diagnosis.timing import seconds_in_turns
+from hyper_cp.cli.modes import Mode, named_modes
 from hyper_cp.mesh import cp_mesh
-from hyper_cp.ops import attention, kernels
-from hyper_cp.schedule.lookup import resolve
+from hyper_cp.ops import attention
+from hyper_cp.ops.head_groups import possible_groups
 
+from ..no_kernel import without_kernel
 from .ranks import SilentAxis
-from .results import Result, check
-from .tiles import CAUSAL, SCALE, Tile, answer, tensors_of, visible_of
-from .times import NoKernel, seconds
 
-MODES: dict[str, dict[str, Any]] = {
-    "ring, head_tail": {"kv_exchange": "ring", "layout": "head_tail"},
-    "ring, load_balance": {"kv_exchange": "ring", "load_balance": True},
-    "all_gather, head_tail": {"kv_exchange": "all_gather", "layout": "head_tail"},
-    "needed, head_tail": {"kv_exchange": "needed", "layout": "head_tail"},
-    "Ulysses": {"ulysses_degree": None},
-    "Ulysses, 4 head groups": {"ulysses_degree": None, "head_groups": 4},
-    "hybrid of 2, ring": {"ulysses_degree": 2, "kv_exchange": "ring", "layout": "head_tail"},
-    "hybrid of 2, ring, 2 groups": {"ulysses_degree": 2, "kv_exchange": "ring", "head_groups": 2},
-}
+MODES = named_modes(
+    "ring, head_tail",
+    "ring, load_balance",
+    "all-gather, head_tail",
+    "needed, head_tail",
+    "Ulysses",
+    "Ulysses, 4 head groups",
+    "hybrid of 2, ring, head_tail",
+    "hybrid of 2, ring, 2 head groups",
+)
 
 
-Modes = Iterator[tuple[str, cp_mesh.CPMesh, dict[str, Any]]]
+def possible(mesh: DeviceMesh, args: argparse.Namespace) -> Iterator[tuple[str, cp_mesh.CPMesh, Mode]]:
+    """Yield the modes that run on this mesh, each with its view of the mesh and its arguments of ``attention``. A
+    hybrid has two dimensions, and heads must split over ranks and groups."""
+    for name, mode in MODES.items():
+        settings, n = dict(mode), mesh.size()
+        degree = settings.pop("ulysses_degree") or n
+        if n % degree or args.heads % degree or ("hybrid" in name and n == degree):
+            continue
+        view = cp_mesh.view(mesh, degree)
+        if settings.get("head_groups", 1) in possible_groups(args.heads, args.kv_heads, view):
+            yield name, view, settings
 
 
-def modes(mesh: DeviceMesh, args: argparse.Namespace) -> Modes:
-    """The modes that run on this mesh, each with its view of the mesh and its arguments of ``attention``."""
-    for name, settings in MODES.items():
-        if possible(settings, mesh.size(), args):
-            rest = {key: value for key, value in settings.items() if key != "ulysses_degree"}
-            yield name, cp_mesh.view(mesh, settings.get("ulysses_degree", 1)), rest
-
-
-def compare(mesh: DeviceMesh, args: argparse.Namespace) -> Iterator[Result]:
-    """Output and gradients of every mode on this rank, for a sequence of which every rank knows all."""
+def compare(ranks: Ranks, mesh: DeviceMesh, args: argparse.Namespace) -> Iterator[Finding]:
+    """Yield output and gradients of every mode on all ranks."""
     dtype, rows = getattr(torch, args.dtype), min(args.length, 128 * mesh.size())
     tile = Tile(rows, rows, CAUSAL, batch=1, heads=(args.heads, args.kv_heads), dims=(args.dim, args.dim))
-    wholes = tensors_of(tile, mesh.device_type, dtype)
-    want = answer(*wholes, visible_of(tile, mesh.device_type), SCALE)
-    del want[1]  # the log-sum-exp
-    for name, cp, mode in modes(mesh, args):
-        mine = resolve(mode.get("layout", "contiguous"), mesh.size(), rows).positions(cp.rank)
-
-        def step(mine: Tensor = mine, cp: cp_mesh.CPMesh = cp, mode: dict[str, Any] = mode) -> Any:
-            q, k, v, dout = (x[:, :, mine.to(x.device)].detach() for x in wholes)
-            inputs = [x.requires_grad_() for x in (q, k, v)]
-            out = attention(*inputs, mesh=cp, is_causal=True, enable_gqa=True, scale=SCALE, **mode)
-            found = out.detach(), *torch.autograd.grad(out, inputs, dout)
-            return list(zip(found, (x[:, :, mine] for x in want), strict=True))
-
-        yield check(f"{name}, rank {cp.rank} of {mesh.size()}, {dtype}", dtype, step)
+    for name, cp, mode in possible(mesh, args):
+        what = f"{name}, {mesh.size()} ranks, {dtype}"
+        yield ranks.worst(check("modes", what, dtype, partial(attend, cp, tile, dtype, mesh.device_type, **mode)))
 
 
 def silent(cp: cp_mesh.CPMesh) -> cp_mesh.CPMesh:
-    """The same mesh with transfers that take no time and bring nothing."""
+    """Return the same mesh with transfers that take no time."""
     ring, ulysses = (SilentAxis(axis.rank, axis.size) for axis in (cp.ring, cp.ulysses))
     return cp_mesh.register(
         replace(cp, key=f"silent {cp.key}", ring=ring, ulysses=ulysses, flat=(ulysses, ring), agreement=None)
     )
 
 
-def possible(mode: dict[str, Any], ranks: int, args: argparse.Namespace) -> bool:
-    """True if the mode is itself on so many ranks (a hybrid has two dimensions) and the heads split."""
-    degree, groups = mode.get("ulysses_degree", 1), mode.get("head_groups", 1)
-    hybrid = degree not in (None, 1)
-    degree = degree or ranks
-    return not (hybrid and (ranks == degree or ranks % degree)) and args.kv_heads % (degree * groups) == 0
+def measure(ranks: Ranks, mesh: DeviceMesh, args: argparse.Namespace) -> Iterator[tuple[str, float, float, float]]:
+    """Yield ``(mode, step, computation and merging, communication alone)`` in seconds, the same on every rank."""
+    device, rows = mesh.device_type, args.length // mesh.size()
+    tile = Tile(rows, rows, batch=1, heads=(args.heads, args.kv_heads), dims=(args.dim, args.dim))
+    *qkv, dout = tile.tensors(device, getattr(torch, args.dtype), seed=None)
+    for name, cp, mode in possible(mesh, args):
 
-
-def measure(mesh: DeviceMesh, args: argparse.Namespace) -> Iterator[tuple[str, float, float, float]]:
-    """``(mode, step, computation alone, communication alone)`` in seconds, the same on every rank."""
-    device, ranks = torch.device(mesh.device_type), mesh.size()
-    dtype, rows = getattr(torch, args.dtype), args.length // ranks
-    tensors = [
-        torch.randn(1, rows, heads, args.dim, device=device, dtype=dtype).transpose(1, 2)
-        for heads in (args.heads, args.kv_heads, args.kv_heads, args.heads)
-    ]
-    for name, cp, mode in modes(mesh, args):
-
-        def step(cp: cp_mesh.CPMesh = cp, mode: dict[str, Any] = mode) -> tuple[Tensor, ...]:
-            inputs = [x.detach().requires_grad_() for x in tensors[:3]]
+        def step(cp: cp_mesh.CPMesh, mode: dict[str, Any] = mode) -> tuple[Tensor, ...]:
+            inputs = [x.detach().requires_grad_() for x in qkv]
             out = attention(*inputs, mesh=cp, is_causal=True, enable_gqa=True, **mode)
-            return torch.autograd.grad(out, inputs, tensors[3])
+            return torch.autograd.grad(out, inputs, dout)
 
-        times = [seconds(step, device.type, args.rounds)]
-        quiet = silent(cp)
-        times.append(seconds(lambda run=step, cp=quiet: run(cp), device.type, args.rounds))
-        with kernels.register(NoKernel(), device.type):
-            times.append(seconds(step, device.type, args.rounds))
-        slowest = torch.tensor(times, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=mesh.get_group())
-        found, computation, communication = slowest.tolist()
-        yield name, found, computation, communication
+        real, quiet = partial(step, cp), partial(step, silent(cp))
+        runs: list[Callable[[], Any]] = [real, quiet, without_kernel(real, device), without_kernel(quiet, device)]
+        numbered = {str(number): run for number, run in enumerate(runs)}
+        mine = seconds_in_turns(numbered, device, args.rounds, before=partial(dist.barrier, mesh.get_group()))
+        slowest = map(max, zip(*ranks.share(list(mine.values())), strict=True))
+        found, computation, with_merging, merging = slowest
+        yield name, found, computation, with_merging - merging
 
 
 def line(name: str, step: float, computation: float, communication: float) -> str:
-    """One mode as a line of the table."""
-    hidden = (computation + communication - step) / communication
+    """Return one mode as a line of the table."""
+    hidden = (computation + communication - step) / communication if communication > 0 else float("nan")
     return (
-        f"{name:28} step {step * 1e3:9.2f} ms   computation {computation * 1e3:9.2f} ms   "
+        f"{name:32} step {step * 1e3:9.2f} ms   computation {computation * 1e3:9.2f} ms   "
         f"communication {communication * 1e3:9.2f} ms   hidden {hidden:5.0%}"
     )
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    parser.add_argument("--device", default="cpu" if accelerator is None else accelerator.type)
+    parser.add_argument("--device", default=default_device())
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--length", type=int, default=65536, help="of the whole sequence")
     parser.add_argument("--heads", type=int, default=32)
@@ -146,21 +127,15 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    device = torch.device(args.device)
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-        device = torch.device(device.type, torch.accelerator.current_device_index())
-    dist.init_process_group(device_id=None if device.type == "cpu" else device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
-    if dist.get_rank() == 0:
-        print(f"{mesh.size()} ranks, S={args.length} H{args.heads}/{args.kv_heads} D{args.dim} {args.dtype}, causal")
-    failed = [result for result in compare(mesh, args) if not result.passed]
-    for result in failed:
-        print(f"FAILED  {result}", flush=True)
-    for row in measure(mesh, args):
-        if dist.get_rank() == 0:
-            print(line(*row), flush=True)
-    dist.destroy_process_group()
+    with process_group(torch.device(args.device).type):
+        ranks = Ranks(torch.device(args.device).type)
+        mesh, show = ranks.mesh(), print if ranks.rank == 0 else lambda *_, **__: None
+        show(f"{mesh.size()} ranks, S={args.length} H{args.heads}/{args.kv_heads} D{args.dim} {args.dtype}, causal")
+        failed = [finding for finding in compare(ranks, mesh, args) if finding.failed]
+        for finding in failed:
+            show(f"FAILED  {finding}", flush=True)
+        for row in measure(ranks, mesh, args):
+            show(line(*row), flush=True)
     return int(bool(failed))
 
 

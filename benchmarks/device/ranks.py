@@ -6,6 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import count
 from queue import Empty, Queue
 from typing import Any
@@ -13,26 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hyper_cp.cli.diagnosis.exchanges import positions, whole
+from hyper_cp.cli.diagnosis.findings import NAMES, Finding, Results, check
+from hyper_cp.cli.diagnosis.tiles import CAUSAL, Tile
+from hyper_cp.cli.modes import Mode, named_modes
 from hyper_cp.mesh import cp_mesh
 from hyper_cp.mesh.comm import Axis, Pending
 from hyper_cp.ops import engine, kernels
 from hyper_cp.ops.config import Operands, OpSettings
 from hyper_cp.ops.exchange.ulysses import Ulysses
-from hyper_cp.schedule.lookup import resolve
 
-from .results import CRASHED, Result, judge
-from .tiles import answer
-
-MODES: dict[str, dict[str, Any]] = {
-    "ring, head_tail": {"kv_exchange": "ring", "layout": "head_tail"},
-    "ring, load_balance": {"kv_exchange": "ring", "load_balance": True},
-    "colossal, head_tail": {"kv_exchange": "all_gather", "layout": "head_tail"},
-    "colossal, load_balance": {"kv_exchange": "all_gather", "load_balance": True},
-    "needed, head_tail": {"kv_exchange": "needed", "layout": "head_tail"},
-    "ulysses": {"ulysses": True, "layout": "head_tail"},
-}
+MODES = named_modes(
+    "ring, head_tail",
+    "ring, load_balance",
+    "all-gather, head_tail",
+    "all-gather, load_balance",
+    "needed, head_tail",
+    "Ulysses, head_tail",
+)
 PATIENCE = 60.0
-SCALE = 0.125
 
 
 class Board:
@@ -48,7 +48,7 @@ class Board:
             return self.messages[key]
 
     def take(self, key: tuple[int, int, int]) -> list[Tensor]:
-        """The message, unless its sender has failed."""
+        """Return the message, unless its sender has failed."""
         for _ in range(int(PATIENCE / 0.1)):
             try:
                 return self[key].get(timeout=0.1)
@@ -116,43 +116,57 @@ class ThreadAxis(Axis):
 
 
 class SilentAxis(Axis):
-    """Transfers that take no time and bring nothing: for timing one rank's own work."""
+    """Transfers that take no time and bring random numbers: for timing one rank's own work.
+
+    A receive buffer is filled when its memory is seen for the first time, which is in the warm-up: the allocator hands
+    out the same memory again, and attention of numbers that mean something takes another power than that of zeros.
+    """
+
+    filled: set[int]
 
     def __init__(self, rank: int, size: int):
         super().__init__(rank, size, None)
+        object.__setattr__(self, "filled", set())
+
+    def _arrived(self, sent: Any, *received: Tensor) -> Pending:
+        for x in received:
+            if x.data_ptr() not in self.filled:
+                self.filled.add(x.data_ptr())
+                x.normal_() if x.is_floating_point() else x.zero_()
+        return Pending([], received[0], sent)
 
     def send_recv(self, sends: Sequence[Tensor], to: int, recvs: Sequence[Tensor], source: int) -> Pending:
-        return Pending([], list(recvs), list(sends))
+        return self._arrived(list(sends), *recvs).then(lambda _: list(recvs))
 
     def all_to_all(self, send: Tensor) -> Pending:
-        return Pending([], torch.empty_like(send), send)
+        return self._arrived(send, torch.empty_like(send))
 
     def all_to_all_rows(self, send: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
-        return Pending([], send.new_empty(sum(received), *send.shape[1:]), send)
+        return self._arrived(send, send.new_empty(sum(received), *send.shape[1:]))
 
     def all_gather(self, send: Tensor, own: bool = True) -> Pending:
-        return Pending([], send.new_empty(self.size * send.shape[0], *send.shape[1:]), send)
+        return self._arrived(send, send.new_empty(self.size * send.shape[0], *send.shape[1:]))
 
     def reduce_scatter(self, send: Tensor) -> Pending:
-        return Pending([], send.new_empty(send.shape[0] // self.size, *send.shape[1:]), send)
+        return self._arrived(send, send.new_empty(send.shape[0] // self.size, *send.shape[1:]))
 
 
 def mesh_of(line: Axis, by_heads: bool) -> cp_mesh.CPMesh:
-    """A cp mesh whose only dimension larger than one is ``line``."""
+    """Return a cp mesh whose only dimension larger than one is ``line``."""
     alone = Axis.alone()
     ring, heads = (alone, line) if by_heads else (line, alone)
     key = f"{type(line).__name__}/{line.rank}/{ring.size}x{heads.size}"
     return cp_mesh.register(cp_mesh.CPMesh(key, ring, heads, (line,), cp_mesh.BatchState()))
 
 
-def settings_of(cp: cp_mesh.CPMesh, mode: dict[str, Any], kernel: str) -> OpSettings:
-    """The settings of a causal call."""
+def settings_of(cp: cp_mesh.CPMesh, mode: Mode, kernel: str) -> OpSettings:
+    """Return the settings of a causal call."""
     named = {name: mode[name] for name in ("layout", "kv_exchange", "load_balance") if name in mode}
     return OpSettings(cp.key, band=(None, 0), kernel=kernel, **named)
 
 
-def share(cp: cp_mesh.CPMesh, mode: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """One rank's output and gradients, by the library's ops (its autograd would put the backward of all
+def share(cp: cp_mesh.CPMesh, mode: Mode, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """Return one rank's output and gradients, by the library's ops (its autograd would put the backward of all
     threads on one thread)."""
     heads = Ulysses(cp, mode.get("layout", "contiguous"))
     q, k, v, dout = heads.to_heads(q, k, v, dout)
@@ -164,23 +178,30 @@ def share(cp: cp_mesh.CPMesh, mode: dict[str, Any], q: Tensor, k: Tensor, v: Ten
 
 
 class Simulation:
-    """One mode on n threads: pairs of every rank's output and gradients and what is expected."""
+    """One mode on n threads, each of which computes its share of a whole sequence.
+
+    Args:
+        around: a context for each thread: autocast, for example, holds in its own thread only.
+    """
 
     def __init__(
         self,
-        mode: dict[str, Any],
+        mode: Mode,
         n: int,
-        tensors: list[Tensor],
-        want: list[Tensor],
+        tile: Tile,
+        dtype: torch.dtype,
+        device: str,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
-        self.mode, self.n, self.tensors, self.want, self.around = mode, n, tensors, want, around
+        self.mode, self.n, self.tile, self.device, self.around = mode, n, tile, device, around
+        self.tensors, self.want = whole(tile, dtype)
         self.board = Board()
-        self.meshes = [mesh_of(ThreadAxis(r, n, self.board), bool(mode.get("ulysses"))) for r in range(n)]
-        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.meshes = [mesh_of(ThreadAxis(r, n, self.board), mode["ulysses_degree"] is None) for r in range(n)]
+        self.results: list[tuple[str, Tensor, Tensor]] = []
         self.failures: list[BaseException] = []
 
-    def run(self) -> list[tuple[Tensor, Tensor]]:
+    def run(self) -> Results:
+        """Run all threads; returns every rank's output and gradients, and what is expected."""
         threads = [threading.Thread(target=self._rank, args=(r,)) for r in range(self.n)]
         for thread in threads:
             thread.start()
@@ -188,32 +209,26 @@ class Simulation:
             thread.join()
         if self.failures:
             raise self.failures[0]
-        return self.pairs
+        return self.results
 
     def _rank(self, rank: int) -> None:
         try:
-            x = self.tensors[0]
-            mine = resolve(self.mode.get("layout", "contiguous"), self.n, x.shape[2]).positions(rank)
-            with self.around():  # autocast holds in its own thread only
-                got = share(self.meshes[rank], self.mode, *(t[:, :, mine.to(t.device)] for t in self.tensors))
-            self.pairs += [(a, b[:, :, mine]) for a, b in zip(got, self.want, strict=True)]
+            at = positions(rank, self.n, self.tile, self.mode.get("layout", "contiguous"))
+            with self.around():
+                found = share(self.meshes[rank], self.mode, *(x[:, :, at].to(self.device) for x in self.tensors))
+            want = (x[:, :, at] for x in self.want)
+            self.results += zip((NAMES[0], *NAMES[2:]), found, want, strict=True)
         except BaseException as failure:
             self.failures.append(failure)
             self.board.broken.set()
 
 
-def check_engine(device: str, dtype: torch.dtype, worlds: Sequence[int], length: int) -> Iterator[Result]:
-    """Every mode and number of simulated ranks; the first number of ranks under autocast too."""
-    tensors = [torch.randn(1, length, 8, 64, device=device, dtype=dtype).transpose(1, 2) for _ in range(4)]
-    visible = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    want = answer(*tensors, visible, SCALE)
-    del want[1]  # the log-sum-exp
-    autocast = lambda: torch.autocast(torch.device(device).type, torch.bfloat16)  # noqa: E731
-    around = [(n, "", nullcontext) for n in worlds] + [(worlds[0], ", autocast", autocast)]
-    for n, under, manager in around:
+def check_engine(device: str, dtype: torch.dtype, worlds: Sequence[int], length: int) -> Iterator[Finding]:
+    """Check every mode and number of simulated ranks; the first number of ranks under autocast too."""
+    tile = Tile(length, length, CAUSAL, batch=1, heads=(8, 8))
+    autocast = partial(torch.autocast, torch.device(device).type, torch.bfloat16)
+    around: list[tuple[int, str, Any]] = [(n, "", nullcontext) for n in worlds]
+    for n, under, manager in [*around, (worlds[0], ", autocast", autocast)]:
         for name, mode in MODES.items():
-            what = f"{name}, {n} ranks{under}, {dtype}"
-            try:
-                yield judge(what, dtype, Simulation(mode, n, tensors, want, manager).run())
-            except Exception as failure:
-                yield Result(CRASHED, what, float("inf"), f"{type(failure).__name__}: {str(failure)[:300]}")
+            simulation = Simulation(mode, n, tile, dtype, device, manager)
+            yield check("engine", f"{name}, {n} ranks{under}, {dtype}", dtype, simulation.run)

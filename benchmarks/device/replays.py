@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hyper_cp.cli.diagnosis.findings import NAMES, Finding, Results, answer, check
+from hyper_cp.cli.diagnosis.tiles import CAUSAL, FULL, Tile
 from hyper_cp.mesh import cp_mesh
 from hyper_cp.mesh.comm import Axis
 from hyper_cp.ops import engine, kernels
@@ -17,25 +20,23 @@ from hyper_cp.ops.config import Operands
 from hyper_cp.schedule.documents import documents_table
 
 from .ranks import settings_of
-from .results import Result, check, refusal
-from .tiles import CAUSAL, FULL, SCALE, Tile, answer, tensors_of, visible_of
+from .tiles import refusal
 
-Pairs = list[tuple[Tensor, Tensor]]
 TILE = Tile(128, 128, CAUSAL, heads=(4, 2))
 DOCUMENTS = [(0, 128), (0, 40, 128), (0, 63, 64, 128)]
 
 
-def captured(kernel: Any, tile: Tile, device: str, dtype: torch.dtype) -> Pairs:
+def captured(kernel: Any, tile: Tile, device: str, dtype: torch.dtype) -> Results:
     """Capture forward and backward of a tile in a CUDA graph, and replay it with other values. Empty without graphs."""
     module = torch.get_device_module(device)
     if not hasattr(module, "CUDAGraph"):
         return []
-    q, k, v, dout = static = tensors_of(tile, device, dtype)
-    want = answer(*static, visible_of(tile, device), SCALE)
+    q, k, v, dout = static = tile.tensors(device, dtype)
+    want = answer(static, tile.visible(), tile.scale)
     out, lse = want[0].to(q), want[1].to(q.device, torch.float32)
 
     def step() -> tuple[Tensor, ...]:
-        given = kernels.TileInputs(q, k, v, tile.band, SCALE, parts=tile.parts)
+        given = tile.inputs(q, k, v)
         return (*kernel.forward(given), *kernel.backward(given, dout, out, lse))
 
     side = module.Stream()
@@ -46,51 +47,54 @@ def captured(kernel: Any, tile: Tile, device: str, dtype: torch.dtype) -> Pairs:
     graph = module.CUDAGraph()
     with module.graph(graph):
         results = step()
-    for x, other in zip(static, tensors_of(tile, device, dtype, seed=1), strict=True):
+    for x, other in zip(static, tile.tensors(device, dtype, seed=1), strict=True):
         x.copy_(other)
-    want = answer(*static, visible_of(tile, device), SCALE)
+    want = answer(static, tile.visible(), tile.scale)
     out.copy_(want[0])
     lse.copy_(want[1])
     graph.replay()
     module.synchronize()
-    return list(zip(results, want, strict=True))
+    return list(zip(NAMES, results, want, strict=True))
 
 
-def check_graphs(device: str, dtype: torch.dtype) -> Iterator[Result]:
+def check_graphs(device: str, dtype: torch.dtype) -> Iterator[Finding]:
     """Every kernel that is captured, on tiles whose kernels are the same in every replay."""
     for name, kernel in kernels.available(torch.device(device).type).items():
         for tile in (TILE, replace(TILE, band=FULL)):
             what, permitted = f"CUDA graph: {name} {dtype} {tile}", refusal(name, dtype, tile.kind)
-            yield check(what, dtype, lambda k=kernel, t=tile: captured(k, t, device, dtype), permitted)
+            yield check("replays", what, dtype, partial(captured, kernel, tile, device, dtype), permitted)
 
 
-def compiled(device: str, dtype: torch.dtype, backend: str, options: dict[str, Any]) -> Pairs:
+def compiled(device: str, dtype: torch.dtype, backend: str, options: dict[str, Any]) -> Results:
     """Compile the op once and call it with one table of documents after another: with each, the results of that one."""
     cp = cp_mesh.register(cp_mesh.CPMesh("alone", Axis.alone(), Axis.alone(), (Axis.alone(),), cp_mesh.BatchState()))
-    q, k, v, dout = tensors_of(replace(TILE, heads=(4, 4)), device, dtype)
+    tile = replace(TILE, heads=(4, 4))
+    q, k, v, dout = tile.tensors(device, dtype)
     mode = {"layout": "contiguous"}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
         settings = settings_of(cp, mode, kernels.choose(q, k, v, True))
         given = Operands(documents=documents)
-        out: Tensor = engine.attention_op(q, k, v, *settings.arguments(given, SCALE))[0]
+        out: Tensor = engine.attention_op(q, k, v, *settings.arguments(given, TILE.scale))[0]
         return out * 1.0
 
     run = torch.compile(attend, fullgraph=True, backend=backend, **options)
-    pairs: Pairs = []
+    results: list[tuple[str, Tensor, Tensor]] = []
     for ends in DOCUMENTS * 2:
         inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
         out = run(*inputs, documents_table(list(ends)))
         found = [out.detach().clone(), *torch.autograd.grad(out, inputs, dout)]
         parts = tuple(((a, b), (a, b)) for a, b in pairwise(ends))
-        want = answer(*inputs, dout, visible_of(replace(TILE, parts=parts), device), SCALE)
-        pairs += zip([x.clone() for x in found], [want[0], *want[2:]], strict=True)
-    return pairs
+        want = answer([*inputs, dout], replace(tile, parts=parts).visible(), tile.scale)
+        results += zip((NAMES[0], *NAMES[2:]), [x.clone() for x in found], [want[0], *want[2:]], strict=True)
+    return results
 
 
-def check_compiled(device: str, dtype: torch.dtype, backends: Sequence[str]) -> Iterator[Result]:
+def check_compiled(device: str, dtype: torch.dtype, backends: Sequence[str]) -> Iterator[Finding]:
     """The op in compiled functions, with and without CUDA graphs."""
     for name in backends:
         backend, *mode = name.split("/")
         options = {"mode": mode[0]} if mode else {}
-        yield check(f"compiled by {name}, {dtype}", dtype, lambda b=backend, o=options: compiled(device, dtype, b, o))
+        yield check(
+            "replays", f"compiled by {name}, {dtype}", dtype, partial(compiled, device, dtype, backend, options)
+        )

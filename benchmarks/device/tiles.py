@@ -2,57 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from hyper_cp.cli.diagnosis.findings import REFUSED, Finding, check
+from hyper_cp.cli.diagnosis.tiles import CAUSAL, FULL, Parts, Tile, run_tile
 from hyper_cp.ops import kernels
+from hyper_cp.ops.kernels import Kernel
 
-from .results import Result, check, refusal
-
-Band = tuple[int | None, int | None]
-Parts = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
-FULL: Band = (None, None)
-CAUSAL: Band = (None, 0)
 SQUARES: Parts = (((0, 100), (0, 100)), ((100, 101), (100, 101)), ((130, 256), (130, 256)))  # rows and columns missing
 OBLONG: Parts = (((0, 64), (10, 138)), ((64, 200), (138, 180)), ((200, 201), (200, 300)))
 MANY: Parts = tuple(((i, i + n), (i, i + n)) for d in range(0, 320, 10) for i, n in ((d, 1), (d + 1, 9)))
-SCALE = 0.125
-NAMES = "out", "lse", "dq", "dk", "dv"
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The shape of a tile, and which of its pairs are visible."""
-
-    rows: int
-    cols: int
-    band: Band = FULL
-    parts: Parts | None = None
-    batch: int = 2
-    heads: tuple[int, int] = (8, 2)
-    dims: tuple[int, int] = (64, 64)
-    recurring: bool = True
-    """False: as with documents, whose lengths are others in every batch. A kernel may then use another operator."""
-
-    @property
-    def kind(self) -> str:
-        """``"packed"``, or ``"windows"`` if these are under a band; ``"banded"`` if an operator for rectangles cannot
-        express it; or ``"dense"``."""
-        square = self.band == CAUSAL and self.rows == self.cols
-        if self.parts and self.band not in (FULL, CAUSAL):
-            return "windows"
-        return "packed" if self.parts else "dense" if square or self.band == FULL else "banded"
-
-    def __str__(self) -> str:
-        packed = f" packed, {len(self.parts)} parts" if self.parts else ""
-        v = "" if self.dims[0] == self.dims[1] else f"/{self.dims[1]}"
-        heads = f"B{self.batch} H{self.heads[0]}/{self.heads[1]} D{self.dims[0]}{v}"
-        return f"{heads} {self.rows}x{self.cols} {self.band}{packed}{'' if self.recurring else ', new lengths'}"
-
 
 TILES = [
     Tile(256, 256),
@@ -96,45 +61,59 @@ IN_EVERY_LAYOUT = [
 ]
 
 
-# --------------------------------------------------------------------------- written out
+# --------------------------------------------------------------------------- refusals
+
+HALF_ONLY = "FlashAttention and cuDNN take bfloat16 and float16 only"
+REFUSALS: list[tuple[str, Sequence[torch.dtype], str, str]] = [
+    (r"cuda (flash|cudnn)\b.*", (torch.float32, torch.float64), "any", HALF_ONLY),
+    (r"cuda memory-efficient\b.*", (torch.float64,), "any", "the operator takes no float64"),
+    (
+        r"cuda memory-efficient",
+        (torch.float32,),
+        "packed or banded or windows",
+        HALF_ONLY + ", and do these tiles of this kernel",
+    ),
+    (r"cuda .* without .*memory-efficient", (), "banded", "only the memory-efficient operator takes a mask"),
+    (r"cuda cudnn without flash and memory-efficient", (), "windows", "no operator takes a window"),
+    (r"npu fusion attention", (torch.float64,), "any", "the operator takes no float64"),
+]
+"""Refusals that are permitted on every card: a kernel's name, dtypes (none: all), kinds of tiles, and the reason. Every
+other error is a failure, and a kernel that runs in spite of an entry has to be right."""
+
+TAKES = {
+    "flash": "can_use_flash_attention",
+    "memory-efficient": "can_use_efficient_attention",
+    "cudnn": "can_use_cudnn_attention",
+}
+"""PyTorch's answers to what the operators behind scaled_dot_product_attention take on this card."""
 
 
-def visible_of(tile: Tile, device: str) -> Tensor:
-    """``[rows, cols]``: the pairs that a tile leaves visible."""
-    if tile.parts is not None:
-        visible = torch.zeros(tile.rows, tile.cols, dtype=torch.bool, device=device)
-        for (top, bottom), (left, right) in tile.parts:
-            height, width = bottom - top, right - left
-            lower, upper = (None if bound is None else bound + width - height for bound in tile.band)
-            visible[top:bottom, left:right] = visible_of(Tile(height, width, (lower, upper)), device)
-        return visible
-    distance = torch.arange(tile.cols, device=device)[None] - torch.arange(tile.rows, device=device)[:, None]
-    lower, upper = tile.band
-    visible = torch.ones_like(distance, dtype=torch.bool)
-    visible = visible if lower is None else visible & (distance >= lower)
-    return visible if upper is None else visible & (distance <= upper)
+def refusal(kernel: str, dtype: torch.dtype, kind: str = "") -> str:
+    """Return the reason why a kernel may refuse a dtype, or tiles of a kind, by a ``RuntimeError``; empty if it may
+    not."""
+    for name, dtypes, kinds, reason in REFUSALS:
+        if re.fullmatch(name, kernel) and (dtype in dtypes or not dtypes) and (kinds == "any" or kind in kinds.split()):
+            return reason
+    return ""
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, differentiable. Rows that see nothing: 0 and -inf."""
-    groups = q.shape[1] // k.shape[1]
-    logits = (q @ k.repeat_interleave(groups, 1).mT * scale).masked_fill(~visible, -1e300)
-    lse = logits.logsumexp(-1).masked_fill(~visible.any(-1), -torch.inf)
-    return (logits.softmax(-1) * visible) @ v.repeat_interleave(groups, 1), lse
-
-
-def answer(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, visible: Tensor, scale: float) -> list[Tensor]:
-    """Output, log-sum-exp and gradients in fp64, on the CPU: some devices have no fp64."""
-    wide = [x.detach().cpu().double().requires_grad_() for x in (q, k, v)]
-    out, lse = written_out(*wide, visible.cpu(), scale)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, wide, dout.cpu().double())]
+def refused_by_the_card(kernel: Kernel, tile: Tile, dtype: torch.dtype, device: str) -> str:
+    """Return the reason why no call with a tile's heads reaches a kernel on this card; empty if one may. PyTorch is
+    asked, and not the operator, which need not check what it is given."""
+    operator = getattr(getattr(kernel, "dense", None), "name", "")
+    if not kernel.name.startswith("cuda ") or operator not in TAKES:
+        return ""
+    cuda, call = torch.backends.cuda, replace(tile, rows=128, cols=128)  # a tile of a call may be as narrow as one key
+    q, k, v, _ = (x.requires_grad_() for x in call.tensors(device, dtype))
+    params = cuda.SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
+    return "" if getattr(cuda, TAKES[operator])(params) else f"PyTorch gives {operator} no such heads on this card"
 
 
 # --------------------------------------------------------------------------- memory layouts
 
 
 def _fused_projection(x: Tensor) -> Tensor:
-    """As one of q, k, v that are views of the output of one projection, ``[B, S, H, 3 * D]``."""
+    """Arrange x as one of q, k, v that are views of the output of one projection, ``[B, S, H, 3 * D]``."""
     b, h, s, d = x.shape
     return x.new_zeros(b, s, h, 3 * d).transpose(1, 2)[..., d : 2 * d].copy_(x)
 
@@ -148,25 +127,14 @@ LAYOUTS = {
 }
 
 
-def tensors_of(tile: Tile, device: str, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """q, k, v, dout in memory order [B, S, H, D]."""
-    g = torch.Generator().manual_seed(seed)
-    (heads, kv_heads), (dim, v_dim) = tile.heads, tile.dims
-    shapes = (
-        (tile.rows, heads, dim),
-        (tile.cols, kv_heads, dim),
-        (tile.cols, kv_heads, v_dim),
-        (tile.rows, heads, v_dim),
-    )
-    made = (torch.randn(tile.batch, *shape, generator=g).to(device, dtype) for shape in shapes)
-    return [x.transpose(1, 2) for x in made]
+ARRANGED = "q", "k", "v", "dout", "out"
 
 
-def arrangements(kernel_tile: Tile, tensors: list[Tensor]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Each of q, k, v, dout and out alone in each layout, then all of them."""
+def arrangements() -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield each of q, k, v, dout and out alone in each layout, then all of them."""
     for layout in LAYOUTS:
-        yield f"all {layout}", dict.fromkeys(("q", "k", "v", "dout", "out"), layout)
-    for name in ("q", "k", "v", "dout", "out"):
+        yield f"all {layout}", dict.fromkeys(ARRANGED, layout)
+    for name in ARRANGED:
         for layout in list(LAYOUTS)[1:]:
             yield f"{name} {layout}, others BSHD", {name: layout}
 
@@ -174,49 +142,53 @@ def arrangements(kernel_tile: Tile, tensors: list[Tensor]) -> Iterator[tuple[str
 # --------------------------------------------------------------------------- the checks
 
 
-def run_tile(kernel: Any, tile: Tile, tensors: Sequence[Tensor], layouts: dict[str, str], device: str) -> Any:
-    """Pairs of what a kernel returns for a tile and what is expected."""
-    arranged = [LAYOUTS[layouts.get(name, "BSHD")](x) for name, x in zip(("q", "k", "v", "dout"), tensors, strict=True)]
-    q, k, v, dout = arranged
-    want = answer(*arranged, visible_of(tile, device), SCALE)
-    given = kernels.TileInputs(q, k, v, tile.band, SCALE, parts=tile.parts, recurring=tile.recurring)
-    out, lse = kernel.forward(given)
-    merged = want[0].to(q)
-    if layouts.get("out", "BSHD") != "one batch row for all":  # an output has rows of its own
-        merged = LAYOUTS[layouts.get("out", "BSHD")](merged)
-    merged_lse = want[1].to(lse)
-    return list(zip((out, lse, *kernel.backward(given, dout, merged, merged_lse)), want, strict=True))
+def check_tile(
+    section: str, kernel: Kernel, tile: Tile, tensors: Sequence[Tensor], how: str = "", **at: str
+) -> Finding:
+    """Check one kernel on one tile, unless the card does not have it.
+
+    Args:
+        how: more about the tile, or its memory layouts, for the report.
+        at: memory layouts of q, k, v, dout and out; BSHD is that of the others.
+    """
+    dtype, device = tensors[0].dtype, str(tensors[0].device)
+    what, permitted = f"{kernel.name} {dtype} {tile}{how}", refusal(kernel.name, dtype, tile.kind)
+    unreachable = "" if permitted else refused_by_the_card(kernel, tile, dtype, device)
+    if unreachable:
+        return Finding(section, what, REFUSED, unreachable)
+    arranged = [LAYOUTS[at.get(name, "BSHD")](x) for name, x in zip(ARRANGED[:4], tensors, strict=True)]
+    out = at.get("out", "BSHD")
+    arrange = LAYOUTS["BSHD" if out == "one batch row for all" else out]  # an output has rows of its own
+    return check(section, what, dtype, partial(run_tile, kernel, tile, arranged, arrange), permitted)
 
 
-def check_kernels(device: str, dtypes: Sequence[torch.dtype]) -> Iterator[Result]:
-    """Every kernel of the device, dtype and tile."""
+def check_kernels(device: str, dtypes: Sequence[torch.dtype]) -> Iterator[Finding]:
+    """Check every kernel of the device, dtype and tile."""
     found = kernels.available(torch.device(device).type)
     for dtype in dtypes:
         for tile in TILES:
-            tensors = tensors_of(tile, device, dtype)
-            for name, kernel in found.items():
-                what, permitted = f"{name} {dtype} {tile}", refusal(name, dtype, tile.kind)
-                yield check(what, dtype, lambda k=kernel, t=tile, x=tensors: run_tile(k, t, x, {}, device), permitted)
+            tensors = tile.tensors(device, dtype)
+            for kernel in found.values():
+                yield check_tile("kernels", kernel, tile, tensors)
         for tile in MIXED:
-            tensors = tensors_of(tile, device, dtype)
-            chosen = kernels.get(kernels.choose(*tensors[:3], tile.band == CAUSAL), *tensors[:3])
+            tensors = tile.tensors(device, dtype)
+            q, k, v, _ = tensors
+            chosen = kernels.get(kernels.choose(q, k, v, tile.band == CAUSAL), q, k, v)
             what = f"{chosen.name} (chosen) {dtype} {tile}"
-            yield check(what, dtype, lambda k=chosen, t=tile, x=tensors: run_tile(k, t, x, {}, device))
+            yield check("kernels", what, dtype, partial(run_tile, chosen, tile, tensors))
 
 
-def check_layouts(device: str, dtype: torch.dtype) -> Iterator[Result]:
-    """Every kernel of the device with its tensors in every memory layout."""
-    for name, kernel in kernels.available(torch.device(device).type).items():
+def check_layouts(device: str, dtype: torch.dtype) -> Iterator[Finding]:
+    """Check every kernel of the device with its tensors in every memory layout."""
+    for kernel in kernels.available(torch.device(device).type).values():
         for tile in IN_EVERY_LAYOUT:
-            tensors = tensors_of(tile, device, dtype)
-            for how, layouts in arrangements(tile, tensors):
-                what, permitted = f"{name} {dtype} {tile}, {how}", refusal(name, dtype, tile.kind)
-                run = lambda k=kernel, t=tile, x=tensors, w=layouts: run_tile(k, t, x, w, device)  # noqa: E731
-                yield check(what, dtype, run, permitted)
+            tensors = tile.tensors(device, dtype)
+            for how, layouts in arrangements():
+                yield check_tile("layouts", kernel, tile, tensors, f", {how}", **layouts)
 
 
 def timed_tiles(length: int, heads: tuple[int, int], dim: int) -> list[Tile]:
-    """The kinds of tiles that a rank has, at a length that occurs."""
+    """Return the kinds of tiles that a rank has, at a length that occurs."""
     documents = tuple(((i * length // 16, (i + 1) * length // 16),) * 2 for i in range(16))
     square = Tile(length, length, CAUSAL, batch=1, heads=heads, dims=(dim, dim))
     return [

@@ -24,23 +24,22 @@ import math
 import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallelHandler
 from hyper_cp.cli.demo_model import Llama, LlamaConfig
 from hyper_cp.data.dynamic import CostModel, DynamicContextParallel, Plan
 from hyper_cp.mesh.family import MeshFamily, split_cp_mesh
 from hyper_cp.ops import attention
+
+from ..ranks import join, leave, results_of
 
 K = 1024
 Draw = Callable[[random.Random, int], list[int]]
@@ -188,21 +187,16 @@ def calibrate(model: nn.Module, family: MeshFamily) -> CostModel:
     return CostModel(linear, quadratic, exchange, fixed)
 
 
-def rank_main(rank: int, args: argparse.Namespace, store: str) -> None:
-    """Measure on one rank; rank 0 prints."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks, timeout=timedelta(minutes=5)
-    )
-    family = split_cp_mesh(init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("cp",)))
+def rank_main(rank: int, ranks: int, store: str, put: Callable[[Any], None], args: argparse.Namespace) -> None:
+    """Measure on one rank. Rank 0 puts the lines of the report."""
+    family = split_cp_mesh(join(rank, ranks, store))
     torch.manual_seed(0)
     model = Llama(CONFIG)
     for layer in model.layers:
         layer.attention.inner = InnerAttention()
     costs: list[Any] = [calibrate(model, family)]
     dist.broadcast_object_list(costs)  # all ranks must make the same plan
-    show = print if rank == 0 else lambda *_: None
+    show = put if rank == 0 else lambda _: None
     show(f"{args.ranks} ranks x 1 thread, {os.cpu_count()} cores, torch {torch.__version__}; {args.samples} samples")
     show(f"measured costs: {costs[0]}")
     show("| lengths | static cp | static: wall, busiest rank | dynamic: wall, busiest rank | speedup | predicted |")
@@ -228,14 +222,13 @@ def rank_main(rank: int, args: argparse.Namespace, store: str) -> None:
             f"| {name} | {degree} | {wall:.2f} s, {busy:.2f} s | {wall_free:.2f} s, {busy_free:.2f} s | "
             f"{faster:.2f}, {lighter:.2f} | {predicted:.2f} |"
         )
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def measure(args: argparse.Namespace) -> None:
     """Print the times of a small Llama on gloo ranks of this machine."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(rank_main, (args, os.path.join(folder, "store")), nprocs=args.ranks)
+    for line in results_of(rank_main, args.ranks, args):
+        print(line, flush=True)
 
 
 def main() -> None:

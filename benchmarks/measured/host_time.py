@@ -50,7 +50,7 @@ Times = dict[str, tuple[float, float]]
 
 
 def library() -> SimpleNamespace:
-    """The entry points that this benchmark uses, of this tree or of one from before the rooms."""
+    """Return the entry points that this benchmark uses, of this tree or of one from before the rooms."""
     ops = importlib.import_module("hyper_cp.ops")
     rooms = importlib.util.find_spec("hyper_cp.mesh") is not None
     comm = importlib.import_module("hyper_cp.mesh.comm" if rooms else "hyper_cp.ops.axis")
@@ -93,7 +93,7 @@ def leave_out_the_device() -> SimpleNamespace:
 
 
 def join(ranks: int) -> DeviceMesh:
-    """The cp mesh of a process that is one of so many ranks, in the middle of them."""
+    """Return the cp mesh of a process that is one of ``ranks`` ranks, in the middle of them."""
     # Private to PyTorch, as there is no public process group without peers; importing it registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -102,7 +102,7 @@ def join(ranks: int) -> DeviceMesh:
 
 
 def new_documents(length: int) -> Tensor:
-    """A table of packed documents of random lengths."""
+    """Return a table of packed documents of random lengths."""
     inner = random.sample(range(1, length), min(DOCUMENTS, length) - 1)
     return torch.tensor([[0, *sorted(inner), length]])
 
@@ -125,7 +125,7 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, bool, dict[str, Any]]
 
 
 def one_call(attend: Callable[..., Tensor], qkv: list[Tensor]) -> tuple[float, float]:
-    """Microseconds of forward and of backward."""
+    """Return the microseconds of forward and of backward."""
     forward, out = microseconds(lambda: attend(*qkv))
     gradient = torch.zeros_like(out)
     return forward, microseconds(lambda: torch.autograd.grad(out, qkv, gradient))[0]
@@ -160,15 +160,15 @@ def mode_of(case: str) -> str:
 
 
 def hops(case: str) -> int:
-    """Hops of the ring in one direction; 0 where nothing goes round."""
+    """Return the hops of the ring in one direction; 0 where nothing goes round."""
     degree = MODES[mode_of(case)].get("ulysses_degree", 1)
     ring = MODES[mode_of(case)].get("kv_exchange") == "ring"
     return int(case.split(" | ")[-1]) // degree - 1 if ring else 0
 
 
 def in_turns(args: argparse.Namespace) -> list[Times]:
-    """Times of the other checkout and of this one, which take turns. A busy machine only ever adds time, so the round
-    with the lowest median counts."""
+    """Return the times of the other checkout and of this one, which take turns. A busy machine only ever adds time, so
+    the round with the lowest median counts."""
     trees = [Path(args.against).resolve(), Path(__file__).resolve().parents[2]]
     own = [word for name in ("calls", "length", "heads", "dim") for word in (f"--{name}", str(getattr(args, name)))]
     own += ["--fastest"] if args.fastest else []
@@ -190,7 +190,8 @@ def in_turns(args: argparse.Namespace) -> list[Times]:
 
 
 def further_hop(times: Times, case: str) -> str:
-    """Microseconds that one more hop costs, forward and backward: the difference to the case with the fewest ranks."""
+    """Return the microseconds that one more hop costs, forward and backward: the difference to the case with the fewest
+    ranks."""
     name = case.rpartition(" | ")[0]
     fewest = min((c for c in times if c.rpartition(" | ")[0] == name), key=hops)
     more = hops(case) - hops(fewest)
@@ -198,7 +199,7 @@ def further_hop(times: Times, case: str) -> str:
 
 
 def report(columns: list[Times]) -> None:
-    """A Markdown table; with two columns of times, before and after."""
+    """Return a Markdown table; with two columns of times, before and after."""
     arrow = " before -> after" if len(columns) == 2 else ""
     print(f"| mode | layout, documents | ranks | forward, µs{arrow} | backward, µs{arrow} | a further hop: both |")
     print("|---|---|---:|---:|---:|---:|")

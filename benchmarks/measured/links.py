@@ -35,7 +35,7 @@ its timeout costs 0.2 s, as long as a whole step.)"""
 
 
 def why_not() -> str:
-    """The reason why there can be no such links here, in a sentence; empty if there can."""
+    """Return the reason why there can be no such links here, in a sentence; empty if there can."""
     if sys.platform != "linux":
         return f"Network namespaces exist on Linux only, and this is {sys.platform}."
     missing = [tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None]

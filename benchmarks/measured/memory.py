@@ -21,22 +21,21 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hyper_cp import ContextParallel, ContextParallelHandler, tiled
 from hyper_cp.cli.demo_model import Block, Llama, LlamaConfig, rope
+from hyper_cp.cli.modes import Mode, named_modes
 from hyper_cp.memory import MemoryCounter
 from hyper_cp.ops import SAVE_LIST, attention, kernels
 
+from ..no_kernel import NoKernel
+from .host_time import join
+
 CONFIG = LlamaConfig(vocab=2004, dim=64, layers=4, heads=8, kv_heads=2, hidden=224)
-MODES: dict[str, dict[str, Any]] = {
-    "Ulysses": {"ulysses_degree": None},
-    "all-gather": {"ulysses_degree": 1},
-    "ring": {"ulysses_degree": 1, "kv_exchange": "ring"},
-    "needed": {"ulysses_degree": 1, "kv_exchange": "needed"},
-}
+MODES = named_modes("Ulysses", "all-gather", "ring", "needed")
 LAYERS: dict[str, tuple[bool, int, str]] = {
     "plain": (False, 1, ""),
     "loss without logits": (True, 1, ""),
@@ -49,19 +48,6 @@ CHUNK = 256
 """Tokens whose logits exist at once, where the loss is chunked."""
 
 
-class NoKernel:
-    """Returns memory of the right shapes."""
-
-    name = "nothing"
-
-    def forward(self, tile: Any) -> tuple[Tensor, Tensor]:
-        q, v = tile.q, tile.v
-        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_zeros(q.shape[:3], dtype=torch.float32)
-
-    def backward(self, tile: Any, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.zeros_like(tile.q), torch.zeros_like(tile.k), torch.zeros_like(tile.v)
-
-
 class Step(NamedTuple):
     """Bytes of one training step on one rank."""
 
@@ -72,20 +58,17 @@ class Step(NamedTuple):
 
 @contextmanager
 def rank_of(ranks: int) -> Iterator[DeviceMesh]:
-    """The cp mesh of a process that is one of so many ranks, in the middle of them."""
-    # Private to PyTorch, as there is no public process group without peers; importing it registers the backend.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=ranks // 2, world_size=ranks, store=FakeStore())
+    """Yield the cp mesh of a process that is one of ``ranks`` ranks, in the middle of them."""
+    mesh = join(ranks)
     with kernels.register(NoKernel(), "cpu"):
         try:
-            yield init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+            yield mesh
         finally:
             dist.destroy_process_group()
 
 
 def count(forward: Callable[[], Tensor], parameters: Iterator[Tensor]) -> Step:
-    """The bytes of a forward and its backward. Gradients of parameters exist before, as with accumulation."""
+    """Return the bytes of a forward and its backward. Gradients of parameters exist before, as with accumulation."""
     for p in parameters:
         p.grad = torch.zeros_like(p)
     with MemoryCounter() as memory:
@@ -95,7 +78,7 @@ def count(forward: Callable[[], Tensor], parameters: Iterator[Tensor]) -> Step:
     return Step(saved, memory.peak["cpu"])
 
 
-def attention_alone(mesh: DeviceMesh, length: int, mode: dict[str, Any]) -> Step:
+def attention_alone(mesh: DeviceMesh, length: int, mode: Mode) -> Step:
     """One attention call; q, k, v exist before."""
     part, size = length // mesh.size(), CONFIG.head_dim
     q, k, v = (
@@ -105,7 +88,7 @@ def attention_alone(mesh: DeviceMesh, length: int, mode: dict[str, Any]) -> Step
     return count(lambda: attention(q, k, v, mesh=mesh, **options), iter((q, k, v)))  # type: ignore[return-value,arg-type]
 
 
-def one_block(mesh: DeviceMesh, length: int, mode: dict[str, Any], row: str = "plain") -> Step:
+def one_block(mesh: DeviceMesh, length: int, mode: Mode, row: str = "plain") -> Step:
     """One block of the model; its input exists before."""
     block: Any = Block(CONFIG)
     parallelize_module(block, mesh, {"attention.inner": style_of(mode)})
@@ -116,7 +99,7 @@ def one_block(mesh: DeviceMesh, length: int, mode: dict[str, Any], row: str = "p
     return count(lambda: run(block, saving, x, *tables), iter((x, *block.parameters())))
 
 
-def whole_model(mesh: DeviceMesh, length: int, mode: dict[str, Any], row: str = "plain") -> Step:
+def whole_model(mesh: DeviceMesh, length: int, mode: Mode, row: str = "plain") -> Step:
     """A training step of the whole model."""
     model, style = Llama(CONFIG), style_of(mode)
     parallelize_module(model, mesh, {"layers.*.attention.inner": style})
@@ -139,7 +122,7 @@ def whole_model(mesh: DeviceMesh, length: int, mode: dict[str, Any], row: str = 
     return count(forward, iter(parameters))
 
 
-def style_of(mode: dict[str, Any]) -> ContextParallel:
+def style_of(mode: Mode) -> ContextParallel:
     return ContextParallel(seq_dim=2, head_dim=1, layout="head_tail", **mode)
 
 
@@ -186,8 +169,8 @@ def tables(lengths: list[int], ranks: list[int]) -> None:
 
 
 def longest(mesh: DeviceMesh, row: str, budget: int) -> int:
-    """The longest sequence whose step fits the budget, to 2 %. From some length on memory is a straight line: the two
-    lengths that were measured last give the next one."""
+    """Return the longest sequence whose step fits the budget, to 2 %. From some length on memory is a straight line:
+    the two lengths that were measured last give the next one."""
     unit = 16 * mesh.size()
     peaks = {n: whole_model(mesh, n * unit, MODES["ring"], row).peak for n in (64, 128)}
     while not any(0.98 * budget <= peak <= budget for peak in peaks.values()):

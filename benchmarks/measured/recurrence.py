@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,6 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from hyper_cp.mesh.comm import record_traffic
 from hyper_cp.ops import causal_conv1d, linear_recurrence
 
+from ..ranks import join, leave, results_of
+
 Layer = tuple[Callable[..., Tensor], list[Tensor]]
 MODES: dict[str, dict[str, Any]] = {
     "states": {},
@@ -38,7 +39,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def layers(length: int, args: argparse.Namespace) -> dict[str, Layer]:
-    """The layers and their inputs: B1, H heads with keys and values of D numbers."""
+    """Return the layers and their inputs: B1, H heads with keys and values of D numbers."""
     heads, dim = args.heads, args.dim
 
     def random(*shape: int) -> Tensor:
@@ -67,12 +68,9 @@ def timed(run: Callable[..., Tensor], inputs: list[Tensor]) -> float:
     return time.perf_counter() - start
 
 
-def rank_main(rank: int, world: int, args: argparse.Namespace, store: str, queue: Any) -> None:
-    """Measure on one rank. Rank 0 puts ``(layer, seconds of every round by mode, bytes by mode)`` into the queue."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+def rank_main(rank: int, world: int, store: str, put: Callable[[Any], None], args: argparse.Namespace) -> None:
+    """Measure on one rank. Rank 0 puts ``(layer, seconds of every round by mode, bytes by mode)``."""
+    mesh = join(rank, world, store)
     alone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("others", "cp"))["cp"]
     whole, parts = layers(args.length, args), layers(args.length // world, args)
     for name, (function, inputs) in whole.items():
@@ -97,9 +95,8 @@ def rank_main(rank: int, world: int, args: argparse.Namespace, store: str, queue
                 times[mode].append(slowest.item())
                 sent[mode] = sum(size for operation, size in traffic.entries if operation != "agreement")
         if rank == 0:
-            queue.put((name, {mode: ts[1:] for mode, ts in times.items()}, sent))
-    dist.barrier()
-    dist.destroy_process_group()
+            put((name, {mode: ts[1:] for mode, ts in times.items()}, sent))
+    leave()
 
 
 def main() -> None:
@@ -116,25 +113,15 @@ def main() -> None:
 
 
 def measure(world: int, args: argparse.Namespace) -> None:
-    """Measure on so many ranks, and print the table."""
-    context = torch.multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        ranks = [context.Process(target=rank_main, args=(r, world, args, store, queue)) for r in range(world)]
-        for process in ranks:
-            process.start()
-        print(f"torch {torch.__version__}, {os.cpu_count()} cores, {world} ranks, S={args.length}")
-        print(f"{'layer':22} {'mode':18} {'median ms':>10} {'ratio':>7} {'MiB sent':>9}")
-        for _ in layers(1, args):
-            name, times, sent = queue.get()
-            base = statistics.median(times["one process"])
-            for mode, ts in times.items():
-                median = statistics.median(ts)
-                ratio = base / median / (1 if mode == "one process" else world)
-                print(f"{name:22} {mode:18} {median * 1e3:>10.0f} {ratio:>7.2f} {sent[mode] / 2**20:>9.2f}")
-        for process in ranks:
-            process.join()
+    """Measure on ``world`` ranks, and print the table."""
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores, {world} ranks, S={args.length}")
+    print(f"{'layer':22} {'mode':18} {'median ms':>10} {'ratio':>7} {'MiB sent':>9}")
+    for name, times, sent in results_of(rank_main, world, args):
+        base = statistics.median(times["one process"])
+        for mode, ts in times.items():
+            median = statistics.median(ts)
+            ratio = base / median / (1 if mode == "one process" else world)
+            print(f"{name:22} {mode:18} {median * 1e3:>10.0f} {ratio:>7.2f} {sent[mode] / 2**20:>9.2f}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m benchmarks.measured.throttled --ranks 2 --rates 100 200 800 --json throttled.json
     python -m benchmarks.measured.throttled --report throttled.json --plot docs/pictures/throttled.png
 
-Each rank is a host of its own with one thread and a full-duplex link of so many Mbit/s to a switch (see links.py). The
+Each rank is a host of its own with one thread and a full-duplex link of a given rate to a switch (see links.py). The
 script prints the seconds of forward + backward (the slowest rank, median of rounds) over the line max(compute,
 communicate). "Communicate" is the bytes that the mode must send, as the library records them, over the rate (on the
 rank that sends most). "Compute" is the same step on the same links without a limit (the median of rounds, which take
@@ -22,56 +22,51 @@ import os
 import platform
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from datetime import date, timedelta
+from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
+from hyper_cp.cli.modes import Mode, named_mode, named_modes
 from hyper_cp.mesh import comm
 from hyper_cp.ops import attention
 from hyper_cp.schedule.planning.timeline import BACKWARD, grouped_ulysses
 
+from ..ranks import join, leave, results_of
 from ..simulated.needed import masks
 from .links import Link, switch, why_not
 
 NOT_HERE = 3
 """The exit code where there can be no such links."""
 
-MODES: dict[str, dict[str, Any]] = {
-    "ring": {"kv_exchange": "ring", "layout": "head_tail"},
-    "all-gather": {"layout": "head_tail"},
-    "needed": {"kv_exchange": "needed", "layout": "head_tail"},
-    "needed, 2 stages": {"kv_exchange": "needed", "layout": "head_tail", "exchange_stages": 2},
-    "needed, 4 stages": {"kv_exchange": "needed", "layout": "head_tail", "exchange_stages": 4},
-    "needed, 8 stages": {"kv_exchange": "needed", "layout": "head_tail", "exchange_stages": 8},
-    "needed, balanced": {"kv_exchange": "needed", "layout": "balanced"},
-    "needed, balanced, 4 stages": {"kv_exchange": "needed", "layout": "balanced", "exchange_stages": 4},
-    "Ulysses": {"ulysses_degree": None},
-    "Ulysses, 2 head groups": {"ulysses_degree": None, "head_groups": 2},
-    "Ulysses, 4 head groups": {"ulysses_degree": None, "head_groups": 4},
-    "ring, per_document": {"kv_exchange": "ring", "layout": "per_document"},
-    "all-gather, per_document": {"layout": "per_document"},
-    "2 x ring, per_document": {"ulysses_degree": 2, "kv_exchange": "ring", "layout": "per_document"},
-    "ring, load_balance": {"kv_exchange": "ring", "load_balance": True},
-    "all-gather, load_balance": {"load_balance": True},
+MODES = {
+    "ring": named_mode("ring, head_tail"),
+    "all-gather": named_mode("all-gather, head_tail"),
+    "needed": named_mode("needed, head_tail"),
+    **{f"needed, {n} stages": named_mode(f"needed, head_tail, {n} stages") for n in (2, 4, 8)},
+    **named_modes("needed, balanced", "needed, balanced, 4 stages"),
+    **named_modes("Ulysses", "Ulysses, 2 head groups", "Ulysses, 4 head groups"),
+    **named_modes("ring, per_document", "all-gather, per_document"),
+    "2 x ring, per_document": named_mode("hybrid of 2, ring, per_document"),
+    **named_modes("ring, load_balance", "all-gather, load_balance"),
 }
 
 DRAWN = ("log-normal", "exponential", "half one")
 """Documents of simulated/needed.py, in proportion to the tokens of a rank."""
 MASKS = ("causal", "window", "documents", *DRAWN)
+Row = dict[str, Any]
+"""The result of one mode at one rate."""
 SETTINGS = ("ranks", "length", "mask", "congestion")
 """Arguments that are part of a row, and that rows of one table have in common."""
 
 
-def masked(args: argparse.Namespace, mode: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a mask and a mode. Masks are: causal; a window of an eighth of the sequence; or documents."""
+def masked(args: argparse.Namespace, mode: Mode) -> dict[str, Any]:
+    """Return the arguments of a mask and a mode. Masks are: causal; a window of an eighth of the sequence; or
+    documents."""
     length, mask = args.length, args.mask
     found: dict[str, Any] = {"is_causal": True, **mode}
     if mask == "window":
@@ -95,12 +90,9 @@ class Rank:
     """One rank and its link."""
 
     def __init__(self, rank: int, args: argparse.Namespace, at: int, store: str) -> None:
-        torch.set_num_threads(1)
-        self.args, self.link = args, Link(at, rank, args.congestion)
+        self.args, self.link = args, Link(at, rank, args.congestion)  # it names the network interface for gloo
         os.environ["LOCAL_WORLD_SIZE"] = "1"  # as torchrun sets it where a host has one rank
-        group = {"rank": rank, "world_size": args.ranks, "timeout": timedelta(minutes=2)}
-        dist.init_process_group("gloo", init_method=f"file://{store}", **group)
-        self.mesh = init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("cp",))
+        self.mesh = join(rank, args.ranks, store)
 
     def set_rate(self, rate: float | None) -> None:
         """Limit all links at the same time."""
@@ -108,7 +100,7 @@ class Rank:
         self.link.limit(rate)
         dist.barrier()
 
-    def times(self, mode: dict[str, Any], rate: float, rounds: int) -> tuple[list[float], list[float], int]:
+    def times(self, mode: Mode, rate: float, rounds: int) -> tuple[list[float], list[float], int]:
         """Seconds of each round, of the slowest rank, with the rate and without a limit; and the bytes that the rank
         sends that sends most. The two take turns: cores of a virtual machine are not as fast in every minute."""
         args, length = self.args, self.args.length
@@ -131,8 +123,10 @@ class Rank:
         return seconds[::2], seconds[1::2], int(sent)
 
 
-def rank_main(number: int, args: argparse.Namespace, at: int, store: str, queue: Any) -> None:
-    """Measure every mode at every rate. Rank 0 puts a row of results for each into the queue."""
+def rank_main(
+    number: int, ranks: int, store: str, put: Callable[[Row], None], args: argparse.Namespace, at: int
+) -> None:
+    """Measure every mode at every rate. Rank 0 puts a row of results for each."""
     rank = Rank(number, args, at, store)
     chosen = [name for name in MODES if not args.only or name in args.only]
     for rate in args.rates:
@@ -141,43 +135,26 @@ def rank_main(number: int, args: argparse.Namespace, at: int, store: str, queue:
             if number == 0:
                 case = {setting: getattr(args, setting) for setting in SETTINGS}
                 case |= {"rate": rate, "mode": name}
-                queue.put({**case, "seconds": seconds, "compute": statistics.median(unlimited), "sent": sent})
+                put({**case, "seconds": seconds, "compute": statistics.median(unlimited), "sent": sent})
     rank.set_rate(None)
-    dist.destroy_process_group()
+    leave()
 
 
 # --------------------------------------------------------------------------- results
 
-Row = dict[str, Any]
-
 
 def measure(args: argparse.Namespace) -> list[Row]:
     """Run the ranks and return their rows, which are printed as they come."""
-    context: Any = torch.multiprocessing.get_context("fork")  # this process has run nothing of torch yet
-    queue, rows = context.Queue(), []
-    with switch() as at, tempfile.TemporaryDirectory() as folder:
-        target = args, at, os.path.join(folder, "store"), queue
-        processes = [context.Process(target=rank_main, args=(r, *target), daemon=True) for r in range(args.ranks)]
-        try:
-            for process in processes:
-                process.start()
-            while any(process.is_alive() for process in processes) or not queue.empty():
-                if any(process.exitcode for process in processes):
-                    raise SystemExit("A rank failed: its error is above.")
-                try:
-                    rows.append(queue.get(timeout=0.5))
-                except Empty:
-                    continue
-                print(line_of(rows[-1]), flush=True)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    rows: list[Row] = []
+    with switch() as at:
+        for row in results_of(rank_main, args.ranks, args, at, method="fork"):  # nothing of torch has run here yet
+            print(line_of(row), flush=True)
+            rows.append(row)
     return rows
 
 
 def line(row: Row) -> float:
-    """Seconds that the step would take if it waited for the longer of computation and communication only."""
+    """Return the seconds that the step would take if it waited for the longer of computation and communication only."""
     return max(row["compute"], communicate(row))
 
 
@@ -190,12 +167,12 @@ def ratio(row: Row) -> float:
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """The case of a row."""
+    """Return the case of a row."""
     return tuple(row.get(name) for name in (*SETTINGS, "mode", "rate"))
 
 
 def at_best(row: Row) -> float | None:
-    """The ratio of a step in which groups of heads overlap perfectly; None for other modes."""
+    """Return the ratio of a step in which groups of heads overlap perfectly; None for other modes."""
     groups = MODES[row["mode"]].get("head_groups")
     if groups is None:
         return None
@@ -225,7 +202,7 @@ def merged(path: Path, rows: list[Row]) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A Markdown table: the step in seconds, and in brackets over the line."""
+    """Return a Markdown table: the step in seconds, and in brackets over the line."""
     lines = []
     for settings in sorted({key(r)[: len(SETTINGS)] for r in rows}, key=str):
         some = [r for r in rows if key(r)[: len(SETTINGS)] == settings]
@@ -233,14 +210,14 @@ def table(rows: Sequence[Row]) -> str:
         title = ", ".join([f"{ranks} ranks", f"S={length}", *filter(None, rest)])
         lines += [f"| {title} | " + " | ".join(f"{x:g} Mbit/s" for x in rates) + " |"]
         lines += ["|---|" + "---:|" * len(rates)]
-        for mode in MODES:
+        for name in MODES:
             cells = {
                 r["rate"]: f"{statistics.median(r['seconds']):.2f} s ({ratio(r):.2f})"
                 for r in some
-                if r["mode"] == mode
+                if r["mode"] == name
             }
             if cells:
-                lines.append(f"| {mode} | " + " | ".join(cells.get(rate, "") for rate in rates) + " |")
+                lines.append(f"| {name} | " + " | ".join(cells.get(rate, "") for rate in rates) + " |")
         lines.append("")
     return "\n".join(lines)
 
@@ -254,18 +231,18 @@ def plot(rows: Sequence[Row], path: str) -> None:
 
     worlds = sorted({r["ranks"] for r in rows})
     measured = {(r["ranks"], r["mode"]) for r in rows}
-    modes = [mode for mode in MODES if all((world, mode) in measured for world in worlds)]
-    size = 2.6 * len(modes), 2.6 * len(worlds) + 0.4
+    names = [name for name in MODES if all((world, name) in measured for world in worlds)]
+    size = 2.6 * len(names), 2.6 * len(worlds) + 0.4
     figure, grid = pyplot.subplots(
-        len(worlds), len(modes), figsize=size, layout="constrained", sharex=True, sharey="row", squeeze=False
+        len(worlds), len(names), figsize=size, layout="constrained", sharex=True, sharey="row", squeeze=False
     )
     for axes_row, world in zip(grid, worlds, strict=True):
-        for axes, mode in zip(axes_row, modes, strict=True):
-            some = sorted((r for r in rows if (r["ranks"], r["mode"]) == (world, mode)), key=lambda r: r["rate"])
+        for axes, name in zip(axes_row, names, strict=True):
+            some = sorted((r for r in rows if (r["ranks"], r["mode"]) == (world, name)), key=lambda r: r["rate"])
             rates = [r["rate"] for r in some]
             axes.plot(rates, [line(r) for r in some], color="0.5", label="max(compute, communicate)")
             axes.plot(rates, [statistics.median(r["seconds"]) for r in some], "o-", color="C0", label="measured")
-            axes.set(xscale="log", yscale="log", title=f"{mode}\n{world} ranks")
+            axes.set(xscale="log", yscale="log", title=f"{name}\n{world} ranks")
             axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
             axes.minorticks_off()
             axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=12))

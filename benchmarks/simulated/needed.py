@@ -39,7 +39,7 @@ BACKWARD = 2.5
 
 
 def packed(lengths: Iterator[float], total: int) -> PackedDocuments:
-    """Documents of the given lengths, the last one cut."""
+    """Return documents of the given lengths, the last one cut."""
     ends = [0]
     while ends[-1] < total:
         ends.append(min(total, ends[-1] + max(1, int(next(lengths)))))
@@ -52,8 +52,8 @@ def drawn(draw: Callable[[], float]) -> Iterator[float]:
 
 
 def masks(total: int, tokens: int = 8192) -> dict[str, tuple[PackedDocuments, int | None]]:
-    """Documents and window of each case, for a sequence of ``total`` positions. The names give the lengths for 8K
-    tokens a rank; with other ``tokens`` they are in proportion."""
+    """Return the documents and the window of each case, for a sequence of ``total`` positions. The names give the
+    lengths for 8K tokens a rank; with other ``tokens`` they are in proportion."""
     rng = np.random.default_rng(0)
     one = PackedDocuments([[0, total]])
     short, long = tokens // 2, 2 * tokens
@@ -90,8 +90,8 @@ class Ranks:
         self.clock = self.clock + areas * self.pair * factor
 
     def post(self, peers: np.ndarray, rows: np.ndarray, factor: float = 1.0) -> np.ndarray:
-        """The time at which a transfer is done on each rank, posted now. ``peers[r, s]``: r and s exchange something.
-        ``rows``: those that each rank sends or receives; ``factor``: their bytes over those of a row."""
+        """Return the time at which a transfer is done on each rank, posted now. ``peers[r, s]``: r and s exchange
+        something. ``rows``: those that each rank sends or receives; ``factor``: their bytes over those of a row."""
         begin = np.maximum(self.free, np.where(peers, self.clock, 0.0).max(1))
         self.free = np.maximum(begin, self.clock) + rows * self.row * factor
         return self.free
@@ -101,7 +101,7 @@ class Ranks:
 
 
 def areas(plans: Sequence[Schedule], direction: str) -> np.ndarray:
-    """Visible pairs of each step of each rank: ``[steps, ranks]``."""
+    """Return the visible pairs of each step of each rank: ``[steps, ranks]``."""
     return np.array([[step.area for step in getattr(plan, direction)] for plan in plans], dtype=float).T
 
 
@@ -143,12 +143,12 @@ def run(ranks: Ranks, direction: str, factor: float) -> None:
 
 
 def kv_row(ulysses: int) -> int:
-    """Bytes of one token's keys and values on a rank that has 1/ulysses of the heads."""
+    """Return the bytes of one token's keys and values on a rank that has 1/ulysses of the heads."""
     return 2 * max(KV_HEADS, ulysses) // ulysses * DIM * ELEMENT
 
 
 def heads_bytes(ulysses: int, share: int) -> float:
-    """Bytes that one rank sends to exchange heads: q, k, v before attention and its output behind it."""
+    """Return the bytes that one rank sends to exchange heads: q, k, v before attention and its output behind it."""
     return (ulysses - 1) / ulysses * share * (2 * HEADS + 2 * max(KV_HEADS, ulysses)) * DIM * ELEMENT
 
 
@@ -174,13 +174,13 @@ class Case:
         return [build(held, held, r, exchange, False, self.band, self.documents.rows) for r in ring]
 
     def link(self) -> float:
-        """Bytes that a link moves in the time of the mean rank's computation."""
+        """Return the bytes that a link moves in the time of the mean rank's computation."""
         if self.slow:
             return self.busiest() * kv_row(1) * (2 + SUM / ELEMENT)
         return 2 * heads_bytes(self.size, self.share)
 
     def time(self, layout: str, exchange: str, ulysses: int = 1) -> float:
-        """Forward and backward."""
+        """Return the time of forward and backward."""
         plans = self.plans(layout, exchange, ulysses)
         mean = self.pairs / self.size * (1 + BACKWARD)
         ranks = Ranks(plans, kv_row(ulysses) / self.link(), 1 / ulysses / mean)
@@ -200,7 +200,7 @@ class Case:
         return float(self.rows.max())
 
     def _time_of(self, rows: float) -> float:
-        """The time that so many rows take, received and their gradients sent back."""
+        """Return the time that rows take, received and their gradients sent back."""
         return rows * kv_row(1) * (2 + SUM / ELEMENT) / self.link()
 
     def ideal(self) -> float:

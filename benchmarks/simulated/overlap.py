@@ -12,35 +12,33 @@ is 1.15.
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
+from hyper_cp.cli.modes import Mode, named_modes
 from hyper_cp.mesh import comm
 from hyper_cp.ops import attention, kernels
 
-MODES: dict[str, dict[str, Any]] = {
-    "ring, head_tail": {"kv_exchange": "ring", "layout": "head_tail"},
-    "ring, load_balance": {"kv_exchange": "ring", "load_balance": True},
-    "needed, head_tail": {"kv_exchange": "needed", "layout": "head_tail"},
-    "all_gather, head_tail": {"layout": "head_tail", "exchange_stages": 1},
-    "all_gather, head_tail, 2 stages": {"layout": "head_tail", "exchange_stages": 2},
-    "all_gather, head_tail, 4 stages": {"layout": "head_tail", "exchange_stages": 4},
-    "all_gather, load_balance": {"load_balance": True},
-    "Ulysses": {"ulysses_degree": None},
-    "Ulysses, 2 head groups": {"ulysses_degree": None, "head_groups": 2},
-    "Ulysses, 4 head groups": {"ulysses_degree": None, "head_groups": 4},
-    "Ulysses, 8 head groups": {"ulysses_degree": None, "head_groups": 8},
-}
+from ..ranks import join, leave, results_of
+
+MODES = named_modes(
+    "ring, head_tail",
+    "ring, load_balance",
+    "needed, head_tail",
+    "all-gather, head_tail, 1 stage",
+    "all-gather, head_tail, 2 stages",
+    "all-gather, head_tail, 4 stages",
+    "all-gather, load_balance",
+    "Ulysses",
+    "Ulysses, 2 head groups",
+    "Ulysses, 4 head groups",
+    "Ulysses, 8 head groups",
+)
 
 
 class Clock:
@@ -129,45 +127,16 @@ def simulate(link: Link, kernel: Kernel) -> None:
     kernels.register(kernel, "cpu")
 
 
-def join(rank: int, ranks: int, store: str) -> None:
-    """Make this process one of the ranks."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(minutes=5),
-    )
-
-
-@contextmanager
-def on_ranks(main: Callable[..., None], args: argparse.Namespace) -> Iterator[Any]:
-    """Run ``main(rank, args, store, queue)`` in ``args.ranks`` processes, and yield the queue of their results."""
-    context: Any = torch.multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        target = (args, os.path.join(folder, "store"), queue)
-        ranks = [context.Process(target=main, args=(r, *target)) for r in range(args.ranks)]
-        for process in ranks:
-            process.start()
-        yield queue
-        for process in ranks:
-            process.join()
-
-
-def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> None:
-    """Measure the chosen modes on one rank. Rank 0 puts ``(name, seconds, the longer of the two)`` into the queue."""
-    join(rank, args.ranks, store)
-    mesh = init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("cp",))
+def rank_main(rank: int, ranks: int, store: str, put: Callable[[Any], None], args: argparse.Namespace) -> None:
+    """Measure the chosen modes on one rank. Rank 0 puts ``(name, seconds, the longer of the two)``."""
+    mesh = join(rank, ranks, store)
     clock = Clock(args.virtual)
     link, kernel = Link(clock, args.headers, args.latency, args.half_duplex), Kernel(clock)
     simulate(link, kernel)
 
-    def step(mode: dict[str, Any]) -> float:
+    def step(mode: Mode) -> float:
         # Ulysses needs heads for every rank and group, and few dims, because the copies of n ranks share few cores.
-        heads, dims = (2, 16) if "ulysses_degree" not in mode else (8 * args.ranks, 4)
+        heads, dims = (2, 16) if mode["ulysses_degree"] == 1 else (8 * args.ranks, 4)
         kv_heads = heads // (args.queries_per_key if heads > 2 else 1)
         tokens = args.tokens if heads == 2 else max(args.tokens // 16, 2)
         q, k, v = (torch.randn(1, h, tokens, dims, requires_grad=True) for h in (heads, kv_heads, kv_heads))
@@ -188,12 +157,11 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, queue: Any) -> No
             found = torch.tensor([step(mode), max(link.busy, kernel.busy)])
             dist.all_reduce(found, dist.ReduceOp.MAX)
             if rank == 0:
-                queue.put((name, *found.tolist()))
-    dist.barrier()
-    dist.destroy_process_group()
+                put((name, *found.tolist()))
+    leave()
 
 
-def chosen(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+def chosen(args: argparse.Namespace) -> list[tuple[str, Mode]]:
     """Return the modes that ``--only`` selects."""
     return [(name, mode) for name, mode in MODES.items() if args.only in name]
 
@@ -212,13 +180,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1, help="runs of each mode")
     parser.add_argument("--only", default="", help="run only the modes whose name contains this")
     args = parser.parse_args()
-    with on_ranks(rank_main, args) as queue:
-        print(
-            f"{args.ranks} ranks; {args.seconds} s of simulated computation and {args.link} times as much communication"
-        )
-        for _ in range(args.runs * len(chosen(args))):
-            name, seconds, longer = queue.get()
-            print(f"{name:26} {seconds:6.2f} s   {seconds / longer:.2f} x the longer of the two", flush=True)
+    print(f"{args.ranks} ranks; {args.seconds} s of simulated computation and {args.link} times as much communication")
+    for name, seconds, longer in results_of(rank_main, args.ranks, args):
+        print(f"{name:32} {seconds:6.2f} s   {seconds / longer:.2f} x the longer of the two", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import statistics
 
 
 def step(ranks: int, link: float, jitter: float, buffers: int, draw: random.Random) -> float:
-    """Duration of one forward over the longer of a rank's computation and communication."""
+    """Return the duration of one forward over the longer of a rank's computation and communication."""
     hops = ranks - 1
     kernel = [[draw.lognormvariate(-(jitter**2) / 2, jitter) for _ in range(ranks)] for _ in range(ranks)]
     arrived = [[0.0] * ranks]  # by hop and rank; hop 0 is the rank's own block

@@ -37,13 +37,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import MeshFamily, split_cp_mesh
+from hyper_cp.cli.diagnosis.findings import bar
 from hyper_cp.ops import attention
 from hyper_cp.schedule.documents import kept
 
 from .steps import DIM, HEADS, KINDS, Draw
 
 RANKS, WARM_UP, SAMPLES, REPEAT = 4, 100, 20, 10
-BARS = {torch.float64: 1e-10, torch.float32: 5e-6}
 CACHE = 256 * 1024  # bytes of what documents derive: small, so that the soak reaches the bound
 
 
@@ -122,10 +122,10 @@ class Soak:
     def compare(self, name: str, kind: str, got: Tensor, want: Tensor) -> None:
         scale = want.abs().max().item() if want.numel() else 0.0
         error = (got.double() - want.double()).abs().max().item() / (scale if scale > 1e-6 else 1.0)
-        share = error / BARS[got.dtype]
+        share = error / bar(got.dtype)
         self.worst[kind] = max(self.worst.get(kind, 0.0), share)
         if not share <= 1:  # NaN too
-            self.failures.append(f"{name} is off by {error:.1e} (bar {BARS[got.dtype]})")
+            self.failures.append(f"{name} is off by {error:.1e} (bar {bar(got.dtype)})")
 
     def leaks(self, table: Sequence[tuple[int, Counts]]) -> None:
         """Compare the last counts with the first ones."""

@@ -40,7 +40,7 @@ Results = Iterator[tuple[str, Tensor, Tensor]]
 def one_device(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softcap: float | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attention ``[B, H, S, D]`` in plain math; ``seen`` broadcasts to ``[B, H, S, S]``."""
+    """Return the attention ``[B, H, S, D]`` in plain math; ``seen`` broadcasts to ``[B, H, S, S]``."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     logits = torch.einsum("bhid,bhjd->bhij", q, k) * q.shape[-1] ** -0.5
     logits = logits if softcap is None else softcap * (logits / softcap).tanh()
@@ -52,7 +52,7 @@ def one_device(
 
 
 def numbers(rows: Sequence[Sequence[int]], length: int) -> Tensor:
-    """The number of the document of every position, ``[rows, S]``."""
+    """Return the number of the document of every position, ``[rows, S]``."""
     found = torch.zeros(len(rows), length, dtype=torch.int64)
     for row, bounds in enumerate(rows):
         for start in bounds[1:-1]:
@@ -61,7 +61,7 @@ def numbers(rows: Sequence[Sequence[int]], length: int) -> Tensor:
 
 
 def visible(length: int, causal: bool, window: Any, documents: Tensor | None) -> Tensor:
-    """The pairs that a query sees, ``[B or 1, 1, S, S]``; ``documents`` as from :func:`numbers`."""
+    """Return the pairs that a query sees, ``[B or 1, 1, S, S]``; ``documents`` as from :func:`numbers`."""
     distance = torch.arange(length)[:, None] - torch.arange(length)
     seen = distance >= 0 if causal else torch.ones(length, length, dtype=torch.bool)
     left, right = window or (None, None)
@@ -70,7 +70,7 @@ def visible(length: int, causal: bool, window: Any, documents: Tensor | None) ->
 
 
 def restarted(documents: Tensor) -> Tensor:
-    """Positions that count from 0 in each document."""
+    """Return positions that count from 0 in each document."""
     found = torch.zeros_like(documents)
     for p in range(1, documents.shape[1]):
         found[:, p] = torch.where(documents[:, p] == documents[:, p - 1], found[:, p - 1] + 1, 0)
@@ -134,7 +134,7 @@ class Draw:
         return torch.randint(VOCAB, shape, generator=self.generator)
 
     def mode(self, ranks: int, kv_heads: int) -> dict[str, Any]:
-        """Settings that ``ContextParallel`` and ``attention`` share."""
+        """Draw settings that ``ContextParallel`` and ``attention`` share."""
         rng, degree = self.rng, self.rng.choice([d for d in (1, 2, 4, 8) if ranks % d == 0])
         layout = rng.choice(("contiguous", "head_tail", *BY_DOCUMENTS))
         window = (
@@ -151,7 +151,7 @@ class Draw:
         }
 
     def documents(self, length: int, batch: int, layout: str) -> list[list[int]] | None:
-        """Boundaries of packed documents: none, one row for all, or one for each batch row."""
+        """Draw boundaries of packed documents: none, one row for all, or one for each batch row."""
         if self.maybe(0.3):
             return None
         rows = 1 if layout == "per_document" or self.maybe() else batch

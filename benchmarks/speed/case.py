@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+
+from hyper_cp.cli.diagnosis.findings import answer
+from hyper_cp.cli.diagnosis.tiles import CAUSAL, FULL, Tile
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BARS = {"float32": 1e-5, "bfloat16": 3e-2}
@@ -49,12 +52,19 @@ class Problem:
         ends = [self.length * end // sum(parts) for end in accumulate(parts)]
         return [0, *ends]
 
+    @property
+    def tile(self) -> Tile:
+        """The visible pairs of the whole sequence, as the self-checks describe them."""
+        parts = None if self.documents is None else tuple((part, part) for part in pairwise(self.documents))
+        band, heads = CAUSAL if self.causal else FULL, (self.heads, self.kv_heads)
+        return Tile(self.length, self.length, band, parts, self.batch, heads, (self.dim, self.dim))
+
     def resized(self, length: int) -> Problem:
-        """The same problem with another length."""
+        """Return the same problem with another length."""
         return Problem(**{**self.__dict__, "length": length})
 
     def tensors(self) -> tuple[list[Tensor], Tensor]:
-        """q, k, v and the gradient of the output, the same on every rank: ``[B, H, S, D]`` in the memory order
+        """Return q, k, v and the gradient of the output, the same on every rank: ``[B, H, S, D]`` in the memory order
         ``[B, S, H, D]`` of models."""
         numbers = torch.Generator().manual_seed(self.length)
 
@@ -65,39 +75,13 @@ class Problem:
         return [one(self.heads), one(self.kv_heads), one(self.kv_heads)], one(self.heads)
 
 
-def positions(layout: str, rank: int, world: int, length: int) -> Tensor:
-    """The global positions of a rank in the layouts that need no documents."""
-    if layout == "head_tail":
-        chunks = torch.arange(length).chunk(2 * world)
-        return torch.cat([chunks[rank], chunks[2 * world - 1 - rank]])
-    return torch.arange(length).chunk(world)[rank]
-
-
 def share(x: Tensor, rows: Tensor) -> Tensor:
-    """Positions of ``[B, H, S, D]``, in the same memory order."""
+    """Return some positions of ``[B, H, S, D]``, in the same memory order."""
     return x.transpose(1, 2).index_select(1, rows).transpose(1, 2)
 
 
 def oracle(problem: Problem) -> list[Tensor]:
-    """The output and the gradients of q, k, v in plain math in fp64."""
-    (q, k, v), dout = problem.tensors()
-    q, k, v, dout = (x.double() for x in (q, k, v, dout))
-    at = torch.arange(problem.length)
-    seen = torch.ones(problem.length, problem.length, dtype=torch.bool)
-    if problem.causal:
-        seen = at[:, None] >= at
-    if problem.documents is not None:
-        number = torch.bucketize(at, torch.tensor(problem.documents[1:-1]), right=True)
-        seen = seen & (number[:, None] == number)
-    group = problem.heads // problem.kv_heads
-    keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
-    logits = (q @ keys.mT * problem.dim**-0.5).masked_fill(~seen, -torch.inf)
-    weights = logits.softmax(-1)
-    out = weights @ values
-    of_weights = dout @ values.mT
-    of_logits = weights * (of_weights - (dout * out).sum(-1, keepdim=True)) * problem.dim**-0.5
-
-    def summed(x: Tensor) -> Tensor:
-        return x.unflatten(1, (problem.kv_heads, group)).sum(2)
-
-    return [out, of_logits @ keys, summed(of_logits.mT @ q), summed(weights.mT @ dout)]
+    """Return the output and the gradients of q, k, v in plain math in fp64."""
+    qkv, dout = problem.tensors()
+    out, _, *grads = answer([*qkv, dout], problem.tile.visible(), problem.tile.scale)
+    return [out, *grads]

@@ -14,13 +14,13 @@ Key = tuple[str, str, str, str]
 
 
 def shares(result: dict[str, Any]) -> list[float]:
-    """The time of plain SDPA over that of a contender, round by round: 1 is perfect scaling."""
+    """Return the time of plain SDPA over that of a contender, round by round: 1 is perfect scaling."""
     pairs = zip(result["limits"], result["seconds"], strict=True)
     return [limit / seconds for limit, seconds in pairs if seconds is not None]
 
 
 def cell(result: dict[str, Any]) -> str:
-    """The median, and the smallest and the largest of all rounds."""
+    """Return the median, and the smallest and the largest of all rounds."""
     if result["status"] == "WRONG":
         return "wrong"
     found = shares(result)
@@ -31,7 +31,7 @@ def cell(result: dict[str, Any]) -> str:
 
 
 def _rows(found: dict[str, Any]) -> dict[Key, dict[int, dict[str, Any]]]:
-    """The results of each contender, by the index of the run."""
+    """Return the results of each contender, by the index of the run."""
     rows: dict[Key, dict[int, dict[str, Any]]] = {}
     for index, run in enumerate(found["runs"]):
         for result in run["results"]:
@@ -41,7 +41,7 @@ def _rows(found: dict[str, Any]) -> dict[Key, dict[int, dict[str, Any]]]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The table of all runs, and why some contenders are not in it."""
+    """Return the table of all runs, and why some contenders are not in it."""
     about, runs = found["machine"], found["runs"]
     peers = ", ".join(f"{name} {about[name]}" for name in ("deepspeed", "ringmaster", "yunchang"))
     lines = [
@@ -69,7 +69,7 @@ def _sorted(rows: dict[Key, dict[int, dict[str, Any]]]) -> list[tuple[Key, dict[
 
 
 def _reasons(found: dict[str, Any]) -> Iterator[str]:
-    """One line for each contender that was refused, or that nothing ran."""
+    """Yield one line for each contender that was refused, or that nothing ran."""
     for (library, mode, layout, note), results in _rows(found).items():
         wrong = [f"{result['reason']}" for result in results.values() if result["status"] == "WRONG"]
         ran = any(result["seconds"] for result in results.values())
@@ -80,8 +80,8 @@ def _reasons(found: dict[str, Any]) -> Iterator[str]:
 
 
 def behind(found: dict[str, Any], library: str = "hyper_cp") -> list[str]:
-    """Sentences about peers that are faster than the fastest mode of ``library`` of their kind, and in how many rounds:
-    in about half of them they are equally fast."""
+    """Return sentences about peers that are faster than the fastest mode of ``library`` of their kind, and in how many
+    rounds: in about half of them they are equally fast."""
     lines = []
     for run in found["runs"]:
         best: dict[tuple[str, bool], tuple[float, str, list[float]]] = {}
@@ -141,7 +141,8 @@ def write_section(path: Path, name: str, text: str) -> None:
 
 
 def summary(found: dict[str, Any], bars: Sequence[tuple[int, float]]) -> list[str]:
-    """Sentences about what was promised: each balanced mode's share at some lengths, and peers that are faster."""
+    """Return sentences about what was promised: each balanced mode's share at some lengths, and peers that are
+    faster."""
     lines = []
     for run in found["runs"]:
         problem = Problem(**run["problem"])

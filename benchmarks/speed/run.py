@@ -5,25 +5,24 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import date, timedelta
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
-from queue import Empty
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_cp import ContextParallelHandler
+from hyper_cp.cli.diagnosis.exchanges import positions
 
-from .case import BARS, Problem, oracle, positions, share
+from ..ranks import join, leave, results_of
+from .case import BARS, Problem, oracle, share
 from .contenders import chosen
 from .contenders.contender import Attention, Contender, Skip
 
@@ -31,7 +30,7 @@ SHORT = 512
 """Length at which results are compared with fp64; at the measured length they are compared with plain SDPA."""
 
 SLOW = 3.0
-"""A contender that takes so many times as long as plain SDPA is timed in one round only."""
+"""A contender that takes this many times as long as plain SDPA is timed in one round only."""
 
 TENSORS = "out", "dq", "dk", "dv"
 
@@ -61,7 +60,7 @@ class Result:
 
 
 def machine() -> dict[str, Any]:
-    """The machine and the versions."""
+    """Return the machine and the versions."""
     names = {"deepspeed": "deepspeed", "ringmaster": "axolotl-ringmaster", "yunchang": "yunchang"}
     found = {}
     for name, package in names.items():
@@ -98,20 +97,20 @@ class Ranks:
         self.mesh, self.rank, self.size = mesh, mesh.get_local_rank(), mesh.size()
 
     def most(self, value: float) -> float:
-        """The largest of all ranks' values; infinite if one is not a number."""
+        """Return the largest of all ranks' values; infinite if one is not a number."""
         found = torch.tensor([value if value == value else float("inf")], dtype=torch.float64)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return float(found)
 
     def error(self, text: str) -> str:
-        """The error of the first rank that has one."""
+        """Return the error of the first rank that has one."""
         texts: list[Any] = [None] * self.size
         dist.all_gather_object(texts, text)
         return next((x for x in texts if x), "")
 
 
 def limit(problem: Problem) -> Attention:
-    """Plain SDPA of the whole sequence in one process: of every document by itself, if there are several."""
+    """Return plain SDPA of the whole sequence in one process: of every document by itself, if there are several."""
     gqa = problem.heads != problem.kv_heads
     ends = problem.documents
     if ends is None:
@@ -125,7 +124,7 @@ def limit(problem: Problem) -> Attention:
 
 
 def timed(attend: Attention, inputs: Sequence[Tensor], dout: Tensor) -> tuple[float, Tensor]:
-    """The seconds of forward and backward, and the output."""
+    """Return the seconds of forward and backward, and the output."""
     for x in inputs:
         x.grad = None
     start = time.perf_counter()
@@ -147,15 +146,11 @@ class Entry:
         self.result = Result(c.library, c.mode, c.layout, c.note, c.balanced)
 
     def rows(self, problem: Problem, ranks: Ranks) -> Tensor:
-        """The global positions of this rank."""
-        layout = self.contender.layout
-        if layout in ("contiguous", "head_tail"):
-            return positions(layout, ranks.rank, ranks.size, problem.length)
-        handler = ContextParallelHandler(ranks.mesh, layout)
-        return handler.position_ids(problem.length, documents=problem.documents)
+        """Return the global positions of this rank."""
+        return positions(ranks.rank, ranks.size, problem.tile, self.contender.layout)
 
     def prepare(self, problem: Problem, ranks: Ranks, shares: Shares) -> Callable[[], float]:
-        """Make the function and its inputs; returns a step that takes so many seconds."""
+        """Make the function and its inputs; returns a step, which returns its seconds."""
         attend = self.contender.prepare(problem, ranks.mesh)
         if self.contender.layout not in shares:
             rows = self.rows(problem, ranks)
@@ -171,7 +166,7 @@ class Entry:
         return step
 
     def off(self, expected: Sequence[Tensor], ranks: Ranks) -> dict[str, float]:
-        """The relative error of each tensor, the largest of all ranks."""
+        """Return the relative error of each tensor, the largest of all ranks."""
         found = [self.out, *(x.grad for x in self.inputs)]
         errors = {}
         for name, got, want in zip(TENSORS, found, expected, strict=True):
@@ -263,55 +258,32 @@ def measure(problem: Problem, rounds: int, only: Sequence[str], ranks: Ranks) ->
 
 
 def rank_main(
-    rank: int, world: int, problems: Sequence[tuple[Problem, int]], only: Sequence[str], store: str, queue: Any
+    rank: int,
+    world: int,
+    store: str,
+    put: Callable[[Any], None],
+    problems: Sequence[tuple[Problem, int]],
+    only: Sequence[str],
 ) -> None:
-    """Measure on one rank. Rank 0 puts what it finds into the queue."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(minutes=3)
-    )
-    ranks = Ranks(init_device_mesh("cpu", (world,), mesh_dim_names=("cp",)))
+    """Measure on one rank. Rank 0 puts what it finds."""
+    ranks = Ranks(join(rank, world, store))
     for problem, rounds in problems:
         found = measure(problem, rounds, only, ranks)
         if rank == 0:
-            queue.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
+            put(found)
+    leave()
 
 
 def run(
     problems: Sequence[tuple[Problem, int]], only: Sequence[str] = (), say: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Measure every problem in so many rounds. Problems of as many ranks share one process group."""
+    """Measure every problem in its number of rounds. Problems of as many ranks share one process group."""
     found: list[dict[str, Any]] = []
-    context: Any = torch.multiprocessing.get_context("spawn")
     about = machine()
     for world in sorted({problem.world for problem, _ in problems}):
         some = [(problem, rounds) for problem, rounds in problems if problem.world == world]
-        queue = context.Queue()
-        with tempfile.TemporaryDirectory() as folder:
-            target = world, some, list(only), os.path.join(folder, "store"), queue
-            processes = [context.Process(target=rank_main, args=(rank, *target), daemon=True) for rank in range(world)]
-            for process in processes:
-                process.start()
-            for problem, _ in some:
-                say(f"{problem} ...")
-                found.append(_next(queue, processes))
-            for process in processes:
-                process.join()
+        say(f"{', '.join(str(problem) for problem, _ in some)} ...")
+        for run in results_of(rank_main, world, some, list(only)):
+            found.append(run)
+            say(f"{Problem(**run['problem'])}: done")
     return {"format": "hyper-cp speed", "version": 1, "machine": about, "runs": found}
-
-
-def _next(queue: Any, processes: Sequence[Any]) -> dict[str, Any]:
-    """The next result; ``RuntimeError`` if a rank has ended without one."""
-    while True:
-        try:
-            found: dict[str, Any] = queue.get(timeout=2)
-            return found
-        except Empty as error:
-            failed = [process.exitcode for process in processes if process.exitcode]
-            if failed:
-                raise RuntimeError(
-                    f"a rank ended with exit code {failed[0]}. The measurement needs all ranks. See its traceback above"
-                ) from error

@@ -1,20 +1,23 @@
 """Trains a small byte-level Llama on real text in every mode of context parallelism, beside one rank.
 
-Run it as `make demo`, `hyper-cp demo`, or `torchrun --nproc-per-node 4 -m hyper_cp demo`. It prints a table and draws
-the losses and who computes what; `--html FILE` puts all of it on one page. The exit code is not zero if the losses of
-any mode differ from those of one rank by more than fp32 rounding.
+Run it as `make demo`, `hyper-cp demo`, or `torchrun --nproc-per-node 4 -m hyper_cp demo`. It prints a table and, if
+matplotlib is installed (the extra `viz`), draws the losses and who computes what; `--html FILE` puts all of it on one
+page. The exit code is not zero if the losses of any mode differ from those of one rank by more than fp32 rounding.
 """
 
 from __future__ import annotations
 
 import argparse
+import html
+import importlib.util
+import io
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,26 +28,49 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from .. import ContextParallel, ContextParallelHandler, styled_modules
 from ..memory import MemoryCounter
 from ..mesh.comm import record_traffic
 from .demo_model import Llama, LlamaConfig
-from .demo_report import ONE_RANK, TOLERANCE, Result, progress, save_page, save_picture, table
+from .modes import Mode, named_mode
 from .options import check_picture, mistake
-from .tiles import Panel, mode_panel
+from .tiles import Panel, draw_on, legend, mode_panel
 
-MODES: dict[str, dict[str, Any]] = {
-    "ulysses": {"ulysses_degree": None},
-    "ulysses head-tail": {"ulysses_degree": None, "layout": "head_tail"},
-    "colossal": {"ulysses_degree": 1},
-    "colossal balanced": {"ulysses_degree": 1, "load_balance": True},
-    "ring": {"ulysses_degree": 1, "kv_exchange": "ring"},
-    "ring head-tail": {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
-    "ring balanced": {"ulysses_degree": 1, "kv_exchange": "ring", "load_balance": True},
-    "hybrid": {"ulysses_degree": 2},
-    "hybrid ring head-tail": {"ulysses_degree": 2, "kv_exchange": "ring", "layout": "head_tail"},
+MODES: dict[str, Mode] = {
+    "ulysses": named_mode("Ulysses"),
+    "ulysses head-tail": named_mode("Ulysses, head_tail"),
+    "colossal": named_mode("all-gather"),
+    "colossal balanced": named_mode("all-gather, load_balance"),
+    "ring": named_mode("ring"),
+    "ring head-tail": named_mode("ring, head_tail"),
+    "ring balanced": named_mode("ring, load_balance"),
+    "hybrid": named_mode("hybrid of 2"),
+    "hybrid ring head-tail": named_mode("hybrid of 2, ring, head_tail"),
 }
+
+ONE_RANK = "one rank"
+"""Name of the run that the other runs are compared with: the unsharded model on rank 0."""
+
+TOLERANCE = 2e-5
+"""Largest difference between a loss and that of one rank which counts as rounding.
+
+The ranks add the same fp32 numbers in another order. That changes a sum by about 1e-7 relative per step, and the
+optimizer carries the difference on (5e-7 after 12 steps). A real mistake in a position, a mask or a label at a shard's
+boundary changes the loss by 1e-3 and more from the second step on.
+"""
+
+
+@dataclass
+class Result:
+    """Measurements of one training run, over all ranks."""
+
+    losses: list[float]
+    tokens_per_second: float
+    activation_bytes: int
+    """The most that a rank keeps between forward and backward."""
+    bytes_per_step: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(f"'{name}'" for name in MODES)
     parser.add_argument("--modes", nargs="+", choices=MODES, metavar="MODE", help=f"some of {names} (default: all)")
     parser.add_argument("--out", help="image file for loss curves and who computes what (default demo_losses.png)")
-    parser.add_argument("--html", metavar="FILE", help="also write one page with the table, the curves and the maps")
+    parser.add_argument("--html", metavar="FILE", help="also write one page with the table and the picture")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,7 +106,7 @@ def _heads_split(mode: dict[str, Any], ranks: int) -> bool:
 def _check(args: argparse.Namespace, ranks: int, possible: list[str]) -> None:
     for name, value in (("--ranks", ranks), ("--steps", args.steps), ("--seq-len", args.seq_len)):
         if value < 1:
-            raise ValueError(f"{name} {value} is no positive number. The demo trains. Pass at least 1")
+            raise ValueError(f"{name} {value} is not a positive number. The demo trains. Pass at least 1")
     if args.seq_len % (2 * ranks):
         least = -(-args.seq_len // (2 * ranks)) * 2 * ranks
         raise ValueError(
@@ -158,7 +184,7 @@ def train(name: str, mode: dict[str, Any] | None, args: argparse.Namespace) -> R
 
 
 def share_of_loss(model: Llama, tokens: Tensor, labels: Tensor, positions: Tensor, length: int) -> Tensor:
-    """This rank's share of the mean over the whole sequence: a local sum over the global number of tokens."""
+    """Return this rank's share of the mean over the whole sequence: a local sum over the global number of tokens."""
     logits = model(tokens, positions)
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / length
 
@@ -171,6 +197,114 @@ def sum_over_ranks(loss: Tensor, model: Llama) -> Tensor:
     for grad, part in zip(grads, flat[1:].split([g.numel() for g in grads]), strict=True):
         grad.copy_(part.view_as(grad))
     return flat[0]
+
+
+# --------------------------------------------------------------------------- the report
+
+
+def progress(name: str, step: int, steps: int, loss: float) -> None:
+    """Draw the progress bar of a run on rank 0: every step on a terminal, otherwise only the last one."""
+    if dist.get_rank() != 0:
+        return
+    done = 24 * step // steps
+    bar = f"{name:22} [{'#' * done}{'.' * (24 - done)}] {step:3}/{steps}  loss {loss:.4f}"
+    if sys.stderr.isatty():
+        print(f"\r{bar}", end="\n" if step == steps else "", file=sys.stderr, flush=True)
+    elif step == steps:
+        print(bar, file=sys.stderr, flush=True)
+
+
+def table(results: dict[str, Result]) -> tuple[list[str], list[str]]:
+    """Return the lines of the final table, and the names of the modes whose losses are wrong."""
+    reference = results[ONE_RANK].losses
+    whole = results[ONE_RANK].activation_bytes / 2**20
+    titles = f"{'final loss':>10} {'max |diff|':>10} {'tokens/s':>9} {'activations, MiB':>17} {'sent MiB/step':>14}"
+    lines = [f"{'mode':22} {titles}"]
+    wrong = []
+    for name, r in results.items():
+        differences = [abs(a - b) for a, b in zip(r.losses, reference, strict=True)]
+        if not all(d <= TOLERANCE for d in differences):  # written so that a NaN counts as wrong
+            wrong.append(name)
+        lines.append(
+            f"{name:22} {r.losses[-1]:>10.5f} {max(differences):>10.1e} {r.tokens_per_second:>9.0f} "
+            f"{f'{r.activation_bytes / 2**20:.1f} of {whole:.1f}':>17} {r.bytes_per_step / 2**20:>14.2f}"
+        )
+    return lines, wrong
+
+
+def maps(modes: list[str], ranks: int, length: int) -> list[Panel]:
+    """Return who computes what in each of the modes; those with equal maps share one."""
+    found: dict[bytes, Panel] = {}
+    for name in modes:
+        panel = mode_panel(name, MODES[name], ranks, length, 96)
+        same = found.get(panel.cells.tobytes())
+        found[panel.cells.tobytes()] = panel if same is None else replace(same, title=f"{same.title}, {name}")
+    return list(found.values())
+
+
+def picture(results: dict[str, Result], panels: Sequence[Panel], ranks: int) -> Any:
+    """Return a figure: the losses and their differences from those of one rank, above the maps of who computes what.
+    Return None if matplotlib, an optional dependency (the extra "viz"), is not installed."""
+    if not importlib.util.find_spec("matplotlib"):
+        return None
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(12, 2.6 * len(panels)), 8), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=[1.2, 1])  # type: ignore[misc]
+    left, right = above.subplots(1, 2)
+    reference = results[ONE_RANK].losses
+    for name, r in results.items():
+        left.plot(r.losses, label=name, linewidth=3 if name == ONE_RANK else 1)
+        if name != ONE_RANK:
+            right.semilogy([abs(a - b) + 1e-9 for a, b in zip(r.losses, reference, strict=True)], label=name)
+    right.axhline(TOLERANCE, color="black", linestyle="--", label="allowed")
+    left.set(title="loss", xlabel="step")
+    right.set(title="|loss - loss on one rank|", xlabel="step")
+    left.legend(fontsize=7)
+    right.legend(fontsize=7)
+    draw_on(below.subplots(1, len(panels), squeeze=False)[0], panels, ranks)
+    legend(below, ranks)
+    return figure
+
+
+def save_page(lines: Sequence[str], figure: Any, path: str) -> None:
+    """Write the table, and the figure as SVG if there is one, into one HTML file that loads nothing else."""
+    drawn = io.StringIO()
+    if figure is not None:
+        figure.savefig(drawn, format="svg")
+    head = '<!doctype html>\n<meta charset="utf-8">\n<title>hyper-cp demo</title>\n<h1>hyper-cp demo</h1>\n'
+    svg = drawn.getvalue().partition("<svg")
+    page = f"{head}<pre>{html.escape(chr(10).join(lines))}</pre>\n{svg[1]}{svg[2]}"
+    Path(path).write_text(page, encoding="utf-8")
+
+
+def report(results: dict[str, Result], args: argparse.Namespace) -> int:
+    """Print the table and save the pictures. Return 1 if the losses of a mode are wrong, else 0."""
+    ranks = dist.get_world_size()
+    lines, wrong = table(results)
+    lines = [
+        f"{ranks} gloo ranks x 1 thread, {os.cpu_count()} cores, sequence length {args.seq_len}, {args.steps} steps, "
+        f"fp32, torch {torch.__version__}",
+        *lines,
+        "activations: bytes of tensors that a rank keeps between forward and backward, and what one rank alone needs.",
+        "sent MiB/step: bytes that hyper_cp sends per rank, without the all-reduce of the gradients of parameters.",
+        'modes: colossal is kv_exchange="all_gather", balanced load_balance=True, hybrid ulysses_degree=2; '
+        "docs/start/concepts.md explains them.",
+    ]
+    print("\n" + "\n".join(lines))
+    figure, path = picture(results, maps(args.modes, ranks, args.seq_len), ranks), args.out or "demo_losses.png"
+    if figure is None:
+        print("no picture: matplotlib is not installed (pip install 'hyper-cp[viz]')")
+    else:
+        figure.savefig(path, dpi=120)
+        print(f"loss curves, and who computes what: {path}")
+    if args.html:
+        save_page(lines, figure, args.html)
+        print(f"page with all of it: {args.html}")
+    if wrong:
+        print(f"WRONG: losses differ from one rank by more than {TOLERANCE}: {', '.join(wrong)}")
+    sys.stdout.flush()  # a rank that ends with an error may end the others before they have printed
+    return int(bool(wrong))
 
 
 # --------------------------------------------------------------------------- ranks
@@ -206,70 +340,24 @@ def rank_main(args: argparse.Namespace) -> int:
     return int(exit_code.item())
 
 
-def report(results: dict[str, Result], args: argparse.Namespace) -> int:
-    """Print the table and save the pictures. Return 1 if the losses of a mode are wrong, else 0."""
-    ranks = dist.get_world_size()
-    lines, wrong = table(results)
-    lines = [
-        f"{ranks} gloo ranks x 1 thread, {os.cpu_count()} cores, sequence length {args.seq_len}, {args.steps} steps, "
-        f"fp32, torch {torch.__version__}",
-        *lines,
-        "activations: bytes of tensors that a rank keeps between forward and backward, and what one rank alone needs.",
-        "sent MiB/step: bytes that hyper_cp sends per rank, without the all-reduce of the gradients of parameters.",
-        'modes: colossal is kv_exchange="all_gather", balanced load_balance=True, hybrid ulysses_degree=2; '
-        "docs/start/concepts.md explains them.",
-    ]
-    print("\n" + "\n".join(lines))
-    panels = maps(args.modes, ranks, args.seq_len)
-    picture = args.out or "demo_losses.png"
-    if save_picture(results, panels, ranks, picture):
-        print(f"loss curves, and who computes what: {picture}")
-    else:
-        print("no picture: matplotlib is not installed (pip install 'hyper-cp[viz]')")
-    if args.html:
-        save_page(results, lines, panels, ranks, args.html)
-        print(f"page with all of it: {args.html}")
-    if wrong:
-        print(f"WRONG: losses differ from one rank by more than {TOLERANCE}: {', '.join(wrong)}")
-    return int(bool(wrong))
-
-
-def maps(modes: list[str], ranks: int, length: int) -> list[Panel]:
-    """Who computes what in each of the modes; those with equal maps share one."""
-    found: dict[bytes, Panel] = {}
-    for name in modes:
-        panel = mode_panel(name, MODES[name], ranks, length, 96)
-        same = found.get(panel.cells.tobytes())
-        found[panel.cells.tobytes()] = panel if same is None else replace(same, title=f"{same.title}, {name}")
-    return list(found.values())
-
-
 def _spawned(rank: int, args: argparse.Namespace, port: int) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(args.ranks),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(args.ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    raise SystemExit(rank_main(args))
+    local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": args.ranks}
+    where = {"RANK": rank, "WORLD_SIZE": args.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **local}
+    os.environ.update({name: str(value) for name, value in where.items()})
+    sys.exit(rank_main(args))
 
 
 def start_ranks(args: argparse.Namespace) -> int:
-    """Start ``args.ranks`` processes that train, and wait for them. Return the largest exit code."""
+    """Start ``args.ranks`` processes that train, and wait for them. Return the exit code of the first that failed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context: Any = torch.multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    ranks = [context.Process(target=_spawned, args=(r, args, port)) for r in range(args.ranks)]
-    for process in ranks:
-        process.start()
-    while any(p.is_alive() for p in ranks) and not any(p.exitcode for p in ranks):
-        time.sleep(0.1)
-    for process in ranks:
-        process.join(timeout=10)
-        if process.is_alive():  # another rank has failed, and this one waits for it in vain
-            process.kill()
-            process.join()
-    return max(abs(p.exitcode or 0) for p in ranks)
+    method = "fork" if sys.platform == "linux" else "spawn"
+    try:
+        start_processes(_spawned, (args, port), args.ranks, start_method=method)
+    except ProcessRaisedException as error:
+        print(error, file=sys.stderr)
+        return 1
+    except ProcessExitedException as error:
+        return abs(error.exit_code)
+    return 0

@@ -15,22 +15,22 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from ..planner import plan
 from ..schedule.planning.inputs.profiles import PROFILES
 from .diagnosis.exchanges import check_exchanges
-from .diagnosis.findings import NOTE, WARNING, WRONG, Finding
+from .diagnosis.findings import NOTE, WARNING, Finding
 from .diagnosis.machine import machine
-from .diagnosis.ranks import Ranks, default_device, process_group
+from .diagnosis.ranks import Ranks, default_device, one_of_several_ranks, process_group
 from .diagnosis.speeds import measure
 from .diagnosis.tiles import check_kernels
-from .options import mistake, one_of_several_ranks
+from .options import mistake
 
 MODEL = {"layers": 32, "heads": 32, "kv_heads": 8, "width": 4096, "ffn": 14336, "vocabulary": 128256}
 TOKENS = 16384
-"""The sequence for which a split is recommended: Llama 3 8B, so many tokens a rank."""
+"""Tokens of each rank in the sequence for which a split is recommended, of Llama 3 8B."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def _check_options(args: argparse.Namespace, device: str, ranks: int) -> None:
         )
     for name, value in (("--message-mb", args.message_mb), ("--timeout", args.timeout)):
         if value is not None and not 0 < value < 2**20:
-            raise ValueError(f"{name} {value} is no positive number. It is a size or a time. Pass one above 0")
+            raise ValueError(f"{name} {value} is not a positive number. It is a size or a time. Pass one above 0")
     degree = args.ulysses_degree
     if degree is not None and (degree < 1 or ranks % degree):
         raise ValueError(
@@ -71,51 +71,42 @@ def _check_options(args: argparse.Namespace, device: str, ranks: int) -> None:
 
 
 def _examine(ranks: Ranks, args: argparse.Namespace) -> int:
-    first = ranks.rank == 0
     findings: list[Finding] = []
-    for finding in _findings(ranks):
+    measured: dict[str, Any] = {}
+    shown = ranks.rank == 0 and not args.json
+    for finding in _findings(ranks, args, measured):
+        if shown and (not findings or findings[-1].section != finding.section):
+            print(f"\n{finding.section}")
+        if shown:
+            print(f"  {finding}", flush=True)
         findings.append(finding)
-        if first and not args.json:
-            _show(finding, findings[-2] if len(findings) > 1 else None)
-    message = None if args.message_mb is None else max(1, int(args.message_mb * 2**20))
-    speeds, measured = measure(ranks, args.ulysses_degree, message)
-    more = [*speeds, *recommended(ranks, measured)]
-    for before, finding in zip([findings[-1], *more], more, strict=False):
-        if first and not args.json:
-            _show(finding, before)
-    findings += more
-    wrong = [finding for finding in findings if finding.status == WRONG]
+    wrong = [finding.what for finding in findings if finding.failed]
     code = int(any(ranks.share(bool(wrong))))
-    if first and args.json:
-        print(json.dumps(measured | {"ok": not code, "findings": [asdict(f) for f in findings]}, indent=1), flush=True)
-    elif first:
+    if shown:
         warnings = sum(finding.status == WARNING for finding in findings)
-        print(f"\n{'WRONG: ' + '; '.join(f.what for f in wrong) if wrong else 'OK'} ({warnings} warnings)", flush=True)
+        print(f"\n{'WRONG: ' + '; '.join(wrong) if wrong else 'OK'} ({warnings} warnings)", flush=True)
+    elif ranks.rank == 0:
+        report = measured | {"ok": not code, "findings": [asdict(f) for f in findings]}
+        print(json.dumps(report, indent=1), flush=True)
     return code
 
 
-def _findings(ranks: Ranks) -> Iterator[Finding]:
-    """Everything that is found before anything is timed. A kernel counts as wrong if it is so on any rank."""
+def _findings(ranks: Ranks, args: argparse.Namespace, measured: dict[str, Any]) -> Iterator[Finding]:
+    """Yield everything in the order of the report, and put measurements into ``measured``."""
     yield from machine(ranks)
-    for mine in check_kernels(ranks.device):
-        everyone = ranks.share([mine.status, mine.note])
-        wrong = [rank for rank, (status, _) in enumerate(everyone) if status == WRONG]
-        yield replace(mine, status=WRONG, note=f"on rank {wrong[0]}: {everyone[wrong[0]][1]}") if wrong else mine
+    yield from map(ranks.worst, check_kernels(ranks.device))
     yield from check_exchanges(ranks)
+    message = None if args.message_mb is None else max(1, int(args.message_mb * 2**20))
+    speeds, found = measure(ranks, args.ulysses_degree, message)
+    measured |= found
+    yield from speeds
+    yield recommended(ranks, measured)
 
 
-def _show(finding: Finding, before: Finding | None) -> None:
-    if before is None or before.section != finding.section:
-        print(f"\n{finding.section}")
-    print(finding, flush=True)
-
-
-def recommended(ranks: Ranks, measured: dict[str, Any]) -> list[Finding]:
-    """The split of attention that the planner puts first with these measurements, by time alone."""
+def recommended(ranks: Ranks, measured: dict[str, Any]) -> Finding:
+    """Return the split of attention that the planner puts first with these measurements, by time alone."""
     if ranks.size == 1:
-        return [
-            Finding("split", "one rank", NOTE, "start it under torchrun on the ranks that train, to compare splits")
-        ]
+        return Finding("split", "one rank", NOTE, "start it under torchrun on the ranks that train, to compare splits")
     name = next((n for n in PROFILES if n in str(measured["device"]).lower()), "h100")
     everything: dict[str, Any] = {"checkpointing": "none", "chunked_loss": True, "memory_gb": 1e9}
     report = plan(
@@ -133,4 +124,4 @@ def recommended(ranks: Ranks, measured: dict[str, Any]) -> list[Finding]:
     problem = f"for Llama 3 8B and {TOKENS:,} tokens a rank, by time alone"
     waits = f"{best.exposed_seconds / best.step_seconds:.0%} of its step waits for transfers"
     again = f"Numbers that were not measured are those of {name}. `hyper-cp plan --measured` answers for your model"
-    return [Finding("split", problem, NOTE, f"ContextParallel({style}); {waits}. {again}")]
+    return Finding("split", problem, NOTE, f"ContextParallel({style}); {waits}. {again}")

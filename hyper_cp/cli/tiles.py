@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _length(given: int | None, documents: Sequence[int] | None) -> int:
-    """The length of the sequence: that of the documents, if there are any."""
+    """Return the length of the sequence: that of the documents, if there are any."""
     if documents is None:
         return 4096 if given is None else given
     if given not in (None, documents[-1]):
@@ -114,7 +114,7 @@ def _length(given: int | None, documents: Sequence[int] | None) -> int:
 
 
 def mode_panels(ranks: int, length: int, size: int) -> list[Panel]:
-    """The modes that these ranks and this length allow."""
+    """Return the modes that these ranks and this length allow."""
     modes: dict[str, dict[str, Any]] = {
         "all-gather or ring, contiguous": {},
         "the same, load_balance": {"load_balance": True},
@@ -131,7 +131,7 @@ def mode_panels(ranks: int, length: int, size: int) -> list[Panel]:
 
 
 def mode_panel(title: str, mode: dict[str, Any], ranks: int, length: int, size: int) -> Panel:
-    """The map of one mode under a causal mask, and its cost.
+    """Return the map of one mode under a causal mask, and its cost.
 
     Args:
         mode: arguments of :class:`hyper_cp.ContextParallel`: ``ulysses_degree``, ``layout``, ``load_balance``.
@@ -151,7 +151,7 @@ def mode_panel(title: str, mode: dict[str, Any], ranks: int, length: int, size: 
 
 
 def mosaic(maps: list[Numbers]) -> Numbers:
-    """Maps side by side in a square, with gaps."""
+    """Return maps side by side in a square, with gaps."""
     side, size = math.ceil(math.sqrt(len(maps))), len(maps[0])
     gap = max(1, size // 24) if len(maps) > 1 else 0
     whole = np.zeros((-(-len(maps) // side) * (size + gap) - gap, side * (size + gap) - gap), dtype=np.int64)
@@ -162,7 +162,7 @@ def mosaic(maps: list[Numbers]) -> Numbers:
 
 
 def caption(cost: Balance) -> str:
-    """The cost of a layout in a few words."""
+    """Return the cost of a layout in a few words."""
     return f"work {cost.ratio:.2f} x the mean, {cost.share:.2f} of an all-gather travels"
 
 
@@ -178,7 +178,7 @@ def tile_map(
     group: int = 0,
     load_balance: bool = False,
 ) -> Numbers:
-    """The tiles of all ranks under a causal mask on a grid of ``size`` x ``size``.
+    """Return the tiles of all ranks under a causal mask on a grid of ``size`` x ``size``.
 
     Args:
         ulysses: the number of adjacent ranks that split the heads; the map is that of part ``group`` of them.
@@ -211,13 +211,13 @@ def tile_map(
 
 
 def _cells(positions: tuple[int, int], length: int, size: int) -> slice:
-    """The cells whose middle lies in a range of positions."""
+    """Return the cells whose middle lies in a range of positions."""
     start, stop = ((2 * p * size + length - 1) // (2 * length) for p in positions)
     return slice(start, stop)
 
 
 def _visible(documents: PackedDocuments, length: int, window: int | None, size: int) -> Any:
-    """Cells whose middle is seen."""
+    """Return the cells whose middle is seen."""
     middle = (2 * np.arange(size) + 1) * length // (2 * size)
     number = np.searchsorted(np.array(documents.rows[0]), middle, "right")
     distance = middle[:, None] - middle[None]
@@ -225,7 +225,7 @@ def _visible(documents: PackedDocuments, length: int, window: int | None, size: 
 
 
 def text(cells: Numbers) -> list[str]:
-    """A map in letters, a line for each row of cells."""
+    """Return a map in letters, a line for each row of cells."""
     letters = string.ascii_uppercase
     return [
         "".join(
@@ -236,7 +236,8 @@ def text(cells: Numbers) -> list[str]:
 
 
 def palette(ranks: int) -> Any:
-    """Colours (red, green, blue from 0 to 1) of the numbers from ``-ranks`` to ``ranks``: pale, white, and full."""
+    """Return the colours (red, green, blue from 0 to 1) of the numbers from ``-ranks`` to ``ranks``: pale, white, and
+    full."""
     hues = (np.arange(ranks)[:, None] + 0.5) / ranks + np.array([0, 2 / 3, 1 / 3])
     colours = 0.5 + 0.4 * np.cos(2 * np.pi * hues)
     return np.concatenate((1 - 0.4 * (1 - colours[::-1]), np.ones((1, 3)), colours))
@@ -244,15 +245,10 @@ def palette(ranks: int) -> Any:
 
 def draw(panels: Sequence[Panel], ranks: int, path: str) -> None:
     """Draw the maps side by side into an image file."""
-    import matplotlib  # an optional dependency (the extra "viz"), which nothing else needs
+    from matplotlib.figure import Figure  # an optional dependency (the extra "viz"), which nothing else needs
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(4.2 * len(panels), 4.9), layout="constrained", squeeze=False
-    )
-    draw_on(axes[0], panels, ranks)
+    figure = Figure(figsize=(4.2 * len(panels), 4.9), layout="constrained")
+    draw_on(figure.subplots(1, len(panels), squeeze=False)[0], panels, ranks)
     legend(figure, ranks)
     figure.savefig(path, dpi=110)
 

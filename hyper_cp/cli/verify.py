@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ..data.collectives import by_rank
 from ..verify import verify
-from .options import mistake, one_of_several_ranks
+from .diagnosis.ranks import default_device, one_of_several_ranks, process_group
+from .options import mistake
 
 
 class _Mistake(ValueError):
@@ -56,18 +57,11 @@ def run(args: argparse.Namespace) -> int:
         function = _load(args.function)
     except _Mistake as error:  # the same on every rank: one of them says so
         return mistake("verify", error) if os.environ["RANK"] == "0" else 2
-    made_here = not dist.is_initialized()
-    if made_here:
-        if torch.accelerator.is_available():
-            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
-        dist.init_process_group()
-    try:
-        return _verify(function, args)
-    except _Mistake as error:
-        return mistake("verify", error) if dist.get_rank() == 0 else 2
-    finally:
-        if made_here:
-            dist.destroy_process_group()
+    with process_group(default_device()):
+        try:
+            return _verify(function, args)
+        except _Mistake as error:
+            return mistake("verify", error) if dist.get_rank() == 0 else 2
 
 
 def _verify(function: Callable[[], Any], args: argparse.Namespace) -> int:

@@ -12,18 +12,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp.cli.modes import named_mode
 from hyper_cp.mesh import comm
 from hyper_cp.ops import attention
 from tests.harness.attention_case import FP64, AttentionCase, check, cp_mesh, inputs, run_cases
 from tests.harness.oracle import plain_attention, relative_error, visible_pairs
 from tests.harness.ranks import on_ranks
 
-MODES: list[dict[str, Any]] = [
-    {"ulysses_degree": None},
-    {"ulysses_degree": 1, "layout": "head_tail"},
-    {"ulysses_degree": 1, "load_balance": True},
-    {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
-    {"ulysses_degree": 2, "kv_exchange": "ring"},
+MODES = [
+    named_mode(name)
+    for name in (
+        "Ulysses",
+        "all-gather, head_tail",
+        "all-gather, load_balance",
+        "ring, head_tail",
+        "hybrid of 2, ring",
+    )
 ]
 
 

@@ -14,17 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp.cli.modes import named_mode
 from hyper_cp.memory import MemoryCounter
 from tests.harness.composition_training import CONFIG, ROWS, batch, llama
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
 LENGTH = 32
-MODES: list[dict[str, Any]] = [
-    {"ulysses_degree": None},
-    {"ulysses_degree": 1, "layout": "head_tail"},
-    {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
-    {"ulysses_degree": 1, "kv_exchange": "needed"},
-]
+MODES = [named_mode(name) for name in ("Ulysses", "all-gather, head_tail", "ring, head_tail", "needed")]
 DOCS = (Path(__file__).parents[2] / "docs" / "guide" / "long_sequences.md").read_text()
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from hyper_cp import ContextParallel
+from hyper_cp.cli.modes import named_mode
 from hyper_cp.mesh import failures
 from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import npu
@@ -30,15 +31,15 @@ BEGIN, END = (
     "<!-- end of the support matrix -->",
 )
 
-MODES: dict[str, dict[str, Any]] = {
-    "Ulysses": {"ulysses_degree": None},
-    "Colossal": {"ulysses_degree": 1},
-    "Colossal, load_balance": {"ulysses_degree": 1, "load_balance": True},
-    "ring": {"ulysses_degree": 1, "kv_exchange": "ring"},
-    "hybrid with ring": {"ulysses_degree": 2, "kv_exchange": "ring"},
-    "hybrid with all-gather": {"ulysses_degree": 2, "kv_exchange": "all_gather"},
-    "needed": {"ulysses_degree": 1, "kv_exchange": "needed"},
-    "hybrid with needed": {"ulysses_degree": 2, "kv_exchange": "needed"},
+MODES = {
+    "Ulysses": named_mode("Ulysses"),
+    "Colossal": named_mode("all-gather"),
+    "Colossal, load_balance": named_mode("all-gather, load_balance"),
+    "ring": named_mode("ring"),
+    "hybrid with ring": named_mode("hybrid of 2, ring"),
+    "hybrid with all-gather": named_mode("hybrid of 2, all-gather"),
+    "needed": named_mode("needed"),
+    "hybrid with needed": named_mode("hybrid of 2, needed"),
 }
 S, CAP = 32, 1.5
 DOCUMENTS = {"is_causal": True, "documents": ((0, 1, 12, 13, S),)}

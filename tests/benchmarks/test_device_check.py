@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.device import check as device_check
-from benchmarks.device import merges, ranks, replays, results, tiles, times
+from benchmarks.device import merges, ranks, replays, tiles, times
+from hyper_cp.cli.diagnosis import findings
+from hyper_cp.cli.diagnosis.tiles import CAUSAL, Tile
 from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import REFERENCE, TileInputs
 from hyper_cp.ops.kernels.fused import sums
 
-SMALL = [tiles.Tile(12, 12, tiles.CAUSAL, heads=(2, 1), dims=(8, 8)), tiles.Tile(7, 1, heads=(2, 1), dims=(8, 8))]
+SMALL = [Tile(12, 12, CAUSAL, heads=(2, 1), dims=(8, 8)), Tile(7, 1, heads=(2, 1), dims=(8, 8))]
 ARGUMENTS = "--device cpu --dtype float32 --lengths 64 --heads 4 --kv-heads 4 --dim 16 --ranks 2 --worlds 2 --rounds 1"
 
 
@@ -79,7 +81,7 @@ def test_every_section_passes_on_the_cpu(check: Any) -> None:
         "needed, head_tail, 2",
     ):
         assert line in text, line
-    assert "ulysses, 2 ranks, autocast" in text and "compiled by aot_eager" in text
+    assert "Ulysses, head_tail, 2 ranks, autocast" in text and "compiled by aot_eager" in text
     assert text.count("of plain SDPA  cpu flash") == 6 and text.count("merging") == 1 + len(ranks.MODES)
     assert text.count("absent") == 1 + 4 + 8  # CUDA graphs of two kernels on two tiles, Triton, and their count
 
@@ -108,7 +110,7 @@ def test_refusals_are_listed_by_kernel_dtype_and_kind_of_tile(check: Any, monkey
     """A listed refusal passes and is shown; another exception than a RuntimeError, or another dtype, is none."""
 
     def listed(*dtypes: torch.dtype) -> None:
-        monkeypatch.setattr(results, "REFUSALS", [("planted", dtypes, "any", "only halves")])
+        monkeypatch.setattr(tiles, "REFUSALS", [("planted", dtypes, "any", "only halves")])
 
     with kernels.register(Planted(crash, False), "cpu", accepts=lambda *_: False):
         listed(torch.float32)
@@ -126,9 +128,9 @@ def test_refusals_that_are_permitted() -> None:
     for name in kernels.available("cuda").keys() - {"reference"}:
         for kind in ("dense", "packed", "banded"):
             without_masks = kind == "banded" and "without" in name and "memory-efficient" in name.split("without")[1]
-            assert bool(results.refusal(name, half, kind)) == without_masks, (name, kind)
-        assert bool(results.refusal(name, single, "dense")) == (name.split()[1] in ("flash", "cudnn"))
-    assert not any(results.refusal(name, single, "dense") for name in (*kernels.available("npu"), "cpu flash"))
+            assert bool(tiles.refusal(name, half, kind)) == without_masks, (name, kind)
+        assert bool(tiles.refusal(name, single, "dense")) == (name.split()[1] in ("flash", "cudnn"))
+    assert not any(tiles.refusal(name, single, "dense") for name in (*kernels.available("npu"), "cpu flash"))
 
 
 def test_a_section_that_breaks_fails_and_the_next_one_runs(check: Any, monkeypatch: Any) -> None:
@@ -195,18 +197,48 @@ def test_a_replay_with_other_values_is_checked(monkeypatch: Any, stale: bool, st
 
 def test_judgement() -> None:
     exact = torch.tensor([[1.0, -torch.inf]], dtype=torch.float64)
-    assert results.judge("x", torch.float32, [(exact.float(), exact)]).status == results.OK
-    assert results.judge("x", torch.float32, [(exact.float()[0], exact)]).status == results.WRONG  # another shape
+
+    def status(found: Tensor) -> str:
+        return findings.judge("", "x", torch.float32, [("output", found, exact)]).status
+
+    assert status(exact.float()) == findings.OK
+    assert status(exact.float()[0]) == findings.WRONG  # another shape
     for found in ([1.0, 0.0], [1.0, torch.nan], [torch.inf, -torch.inf], [torch.nan, -torch.inf]):
-        assert results.judge("x", torch.float32, [(torch.tensor([found]), exact)]).status == results.NOT_FINITE
-    assert results.judge("x", torch.float32, [(torch.tensor([[1.00001, -torch.inf]]), exact)]).status == results.WRONG
+        assert status(torch.tensor([found])) == findings.NOT_FINITE
+    assert status(torch.tensor([[1.00001, -torch.inf]])) == findings.WRONG
 
 
 def test_the_tiles_of_the_real_check_are_those_that_devices_meet() -> None:
     assert any(t.cols == 1 for t in tiles.TILES) and any(t.rows == 1 for t in tiles.TILES)
     assert any(t.rows % 2 and t.cols % 2 for t in tiles.TILES) and {1, 2, 3} <= {t.batch for t in tiles.TILES}
     assert any(t.parts for t in tiles.TILES) and any(t.band[0] is not None for t in tiles.TILES)
-    assert any(not bool(tiles.visible_of(t, "cpu").any(-1).all()) for t in tiles.TILES)
+    assert any(not bool(t.visible().any(-1).all()) for t in tiles.TILES)
+
+
+class CuDNN:
+    """A kernel whose operator is cuDNN's on a card that has none for long heads."""
+
+    name, dense = "cuda cudnn", SimpleNamespace(name="cudnn")
+
+    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        if tile.q.shape[3] > 128:
+            raise RuntimeError("cuDNN Frontend error: no engine")
+        return REFERENCE.forward(tile)
+
+    def backward(self, tile: TileInputs, *of_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return REFERENCE.backward(tile, *of_rows)
+
+
+@pytest.mark.parametrize("most, code", [(128, 0), (256, 1)])
+def test_heads_that_the_card_does_not_take_are_no_failure(check: Any, monkeypatch: Any, most: int, code: int) -> None:
+    """PyTorch says what a card's operators take. Where it says that heads are taken, an error is a failure."""
+    long = Tile(16, 16, CAUSAL, heads=(2, 1), dims=(256, 256))
+    monkeypatch.setattr(tiles, "TILES", [*SMALL, long])
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: params.query.shape[3] <= most)
+    with kernels.register(CuDNN(), "cpu", accepts=lambda *_: False):
+        found, text = check("kernels", "--dtype", "bfloat16")
+    (line, *_) = (line for line in text.splitlines() if "cuda cudnn torch.bfloat16" in line and "D256" in line)
+    assert found == code and line.startswith("CRASHED" if code else "refused"), text
 
 
 def test_merges_are_checked_where_triton_runs(monkeypatch: Any) -> None:

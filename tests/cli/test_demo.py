@@ -9,13 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from hyper_cp.cli import demo
-from hyper_cp.cli.demo_report import save_picture
 from hyper_cp.cli.main import main
 from tests.harness.ranks import on_ranks
 
@@ -43,18 +43,24 @@ def test_every_mode_and_the_picture(tmp_path: Path) -> None:
         assert f"\n{mode} " in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     text = page.read_text()
-    assert "colossal, ring" in text and text.count("<svg") == 8 and text.count("<polyline") == 10
-    assert not re.search(r"(src|href)=|url\(|@import", text), "the page loads something else"
-    ElementTree.fromstring(text.partition("\n")[2].replace('<meta charset="utf-8">', "").replace("<br>", "<br/>"))
-
-
-def test_without_matplotlib_there_is_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not save_picture({}, [], 2, "nowhere.png")
+    assert "colossal, ring" in text and "\nring head-tail " in text and text.count("<svg") == 1
+    assert not re.search(r'src=|href="(?!#|data:)|url\((?!#)|@import', text), "the page loads something else"
+    ElementTree.fromstring(text[text.index("<svg") :])
 
 
 def result(losses: list[float]) -> demo.Result:
     return demo.Result(losses, 1.0, 1, 1)
+
+
+def test_without_matplotlib_the_page_has_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    args = argparse.Namespace(modes=["ring"], seq_len=64, steps=1, out=None, html=str(tmp_path / "demo.html"))
+    assert demo.report({demo.ONE_RANK: result([5.0]), "ring": result([5.0])}, args) == 0
+    assert "no picture: matplotlib is not installed (pip install 'hyper-cp[viz]')" in capsys.readouterr().out
+    assert "\nring  " in (tmp_path / "demo.html").read_text()
 
 
 @pytest.mark.parametrize("losses", [[5.0, 4.001], [5.0, float("nan")]])
@@ -83,15 +89,26 @@ def test_activations_are_shared_by_the_ranks(ranks: Any) -> None:
         assert all(0.45 * whole <= mine <= 0.51 * whole for mine in found), (whole, found)
 
 
+@pytest.mark.slow
+def test_wrong_losses_are_printed_and_end_in_an_error(tmp_path: Path) -> None:
+    """All ranks end with an error at the same time, and the first one ends the others."""
+    options = "--ranks 3 --steps 1 --seq-len 66 --modes ring colossal"
+    run = f"raise SystemExit(m.main(['demo', *'{options}'.split()]))"
+    code = f"import hyper_cp.cli.main as m; m.demo.TOLERANCE = -1.0; {run}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 1 and "\ncolossal " in done.stdout, done.stderr
+    assert "WRONG: losses differ from one rank by more than -1.0: one rank, ring, colossal" in done.stdout
+
+
 def train_with_positions_of_rank_zero() -> int:
     """A classic mistake, every rank counting positions from zero, must end in a non-zero exit."""
     right = demo.ContextParallelHandler.position_ids
     demo.ContextParallelHandler.position_ids = lambda self, length: torch.arange(length // self.cp.size)  # type: ignore[method-assign]
     torch.distributed.destroy_process_group()
     try:
-        args = argparse.Namespace(steps=3, seq_len=256, modes=["ring"], out="/dev/null", html=None)
-        demo.save_picture = lambda *_: True
-        return demo.rank_main(args)
+        args = argparse.Namespace(steps=3, seq_len=256, modes=["ring"], out=None, html=None)
+        with mock.patch.object(demo, "picture", lambda *_: None):
+            return demo.rank_main(args)
     finally:
         demo.ContextParallelHandler.position_ids = right  # type: ignore[method-assign]
         torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
@@ -117,7 +134,7 @@ def with_address(port: int) -> int:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ranks", "0"], "--ranks 0 is no positive number"),
+        (["--ranks", "0"], "--ranks 0 is not a positive number"),
         (["--seq-len", "1001"], "--seq-len 1001 does not split over 4 ranks"),
         (["--ranks", "3", "--seq-len", "6", "--modes", "ulysses"], "--modes ulysses cannot run on 3 ranks"),
         (["--out", "losses.xyz"], "--out losses.xyz has no ending of a picture"),

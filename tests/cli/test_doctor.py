@@ -138,7 +138,7 @@ def test_alone_it_makes_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch, caps
     ("options", "message"),
     [
         (["--device", "abacus"], "--device abacus is not on this machine"),
-        (["--message-mb", "-1"], "--message-mb -1.0 is no positive number"),
+        (["--message-mb", "-1"], "--message-mb -1.0 is not a positive number"),
         (["--ulysses-degree", "3"], "--ulysses-degree 3 does not divide the 1 ranks"),
     ],
 )

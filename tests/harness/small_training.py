@@ -14,19 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler, styled_modules
+from hyper_cp.cli.modes import named_mode
 from hyper_cp.ops.kernels import cpu
 
 HEADS, WIDTH, LENGTH = 4, 16, 32
 
-MODES: dict[str, dict[str, Any]] = {
-    "ring": {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
-    "all-gather": {"ulysses_degree": 1, "layout": "head_tail"},
-    "load balance": {"ulysses_degree": 1, "load_balance": True},
-    "needed": {"ulysses_degree": 1, "kv_exchange": "needed"},
-    "Ulysses": {"ulysses_degree": None},
-    "Ulysses at the boundary": {"ulysses_degree": None, "qkv_indices": (0, 1, 2)},
-    "head groups": {"ulysses_degree": 2, "head_groups": 2},
-    "hybrid": {"ulysses_degree": 2, "kv_exchange": "ring"},
+MODES = {
+    "ring": named_mode("ring, head_tail"),
+    "all-gather": named_mode("all-gather, head_tail"),
+    "load balance": named_mode("all-gather, load_balance"),
+    "needed": named_mode("needed"),
+    "Ulysses": named_mode("Ulysses"),
+    "Ulysses at the boundary": {**named_mode("Ulysses"), "qkv_indices": (0, 1, 2)},
+    "head groups": named_mode("hybrid of 2, 2 head groups"),
+    "hybrid": named_mode("hybrid of 2, ring"),
 }
 
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel
+from hyper_cp.cli.modes import named_mode
 from hyper_cp.mesh import comm
 from tests.harness.attention_case import cp_mesh
 from tests.harness.oracle import plain_attention, token_positions
@@ -39,12 +40,7 @@ def apply(module: nn.Module, mesh_shape: tuple[int, ...] | None = None, **kwargs
     return parallelize_module(module, mesh, ContextParallel(**kwargs))
 
 
-MODES: list[dict[str, Any]] = [
-    {"ulysses_degree": None},
-    {"ulysses_degree": 1},
-    {"ulysses_degree": 2, "kv_exchange": "ring", "layout": "head_tail"},
-    {"ulysses_degree": "auto"},
-]
+MODES = [named_mode(name) for name in ("Ulysses", "all-gather", "hybrid of 2, ring, head_tail", "auto")]
 
 
 BNSD = {"seq_dim": 2, "head_dim": 1}

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hyper_cp
 from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp.cli.modes import named_mode
 from hyper_cp.data import head
 from tests.harness.hf_causal import VOCABULARY, NotTiny, causal_types, changed_behaviour, class_name, tiny_causal
 from tests.harness.hf_models import InDouble, tokens
@@ -45,10 +46,7 @@ logits and the gradients of all parameters with those of one device, in double p
   flash attention does. In SDPA on one device some types let documents see each other, because their masks are made
   without position ids: `afmoe`, `bert`, `bert-generation`, `biogpt`, `electra`, `ernie`, `falcon` and `gpt_oss`.
 """
-MODES: dict[str, dict[str, Any]] = {
-    "ulysses": {"ulysses_degree": None},
-    "ring": {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
-}
+MODES = {"ulysses": named_mode("Ulysses"), "ring": named_mode("ring, head_tail")}
 
 
 def batches() -> dict[str, dict[str, Tensor]]:

@@ -13,19 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp.cli.modes import named_modes
 from tests.harness.hf_models import NAMES, InDouble, make, tokens
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
 pytest.importorskip("transformers")
 
-MODES: dict[str, dict[str, Any]] = {
-    "ulysses": {"ulysses_degree": None},
-    "colossal": {"ulysses_degree": 1},
-    "ring": {"ulysses_degree": 1, "kv_exchange": "ring"},
-    "balanced": {"ulysses_degree": 1, "load_balance": True},
-    "hybrid": {"ulysses_degree": 2, "kv_exchange": "ring"},
-}
+MODES = named_modes("Ulysses", "all-gather", "ring", "all-gather, load_balance", "hybrid of 2, ring")
 
 
 def cp_mesh() -> DeviceMesh:
@@ -90,7 +85,8 @@ def batch_of(length: int = 24) -> dict[str, Any]:
 def every_mode(name: str, layout: str) -> dict[str, float]:
     model, batch, want, found = make(name), batch_of(), one_device(name), {}
     for mode, settings in MODES.items():
-        if (mode == "balanced" and layout == "head_tail") or (mode == "hybrid" and dist.get_world_size() < 4):
+        hybrid = settings["ulysses_degree"] == 2
+        if ("load_balance" in settings and layout == "head_tail") or (hybrid and dist.get_world_size() < 4):
             continue
         found[mode] = errors(model, batch, want, layout=layout, **settings)
     return found

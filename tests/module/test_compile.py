@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from hyper_cp import ContextParallel
+from hyper_cp.cli.modes import named_mode
 from hyper_cp.mesh import comm
 from hyper_cp.ops import SAVE_LIST
 from hyper_cp.ops.recurrence.engine import RecurrenceSettings
@@ -27,16 +28,16 @@ from hyper_cp.ops.recurrence.kernels import choose
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks
 
-MODES: list[dict[str, Any]] = [
-    {"ulysses_degree": None},
-    {"ulysses_degree": None, "layout": "head_tail"},
-    {"ulysses_degree": 1},
-    {"ulysses_degree": 1, "load_balance": True},
-    {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
-    {"ulysses_degree": 1, "kv_exchange": "ring", "load_balance": True},
-    {"ulysses_degree": 2},
-    {"ulysses_degree": 2, "kv_exchange": "ring", "layout": "head_tail"},
-    {"ulysses_degree": "auto", "kv_exchange": "ring"},
+MODES = [
+    named_mode("Ulysses"),
+    named_mode("Ulysses, head_tail"),
+    named_mode("all-gather"),
+    named_mode("all-gather, load_balance"),
+    named_mode("ring, head_tail"),
+    named_mode("ring, load_balance"),
+    named_mode("hybrid of 2"),
+    named_mode("hybrid of 2, ring, head_tail"),
+    named_mode("auto, ring"),
 ]
 
 

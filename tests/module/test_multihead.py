@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, context_parallel
+from hyper_cp.cli.modes import named_mode
 from tests.harness.attention_case import cp_mesh
 from tests.harness.oracle import relative_error, token_positions
 from tests.harness.ranks import on_ranks, sum_over_ranks
@@ -43,11 +44,7 @@ def mask(kind: str) -> dict[str, Any]:
 
 
 KINDS = ("none", "causal", "bool", "per head", "padding", "causal and padding", "bool and padding")
-MODES: list[dict[str, Any]] = [
-    {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
-    {"ulysses_degree": None},
-    {"ulysses_degree": 1, "load_balance": True},
-]
+MODES = [named_mode("ring, head_tail"), named_mode("Ulysses"), named_mode("all-gather, load_balance")]
 SHAPES: list[dict[str, Any]] = [{"batch_first": True}, {"batch_first": False, "kdim": 6, "vdim": 5, "bias": False}]
 
 

@@ -17,7 +17,7 @@ CONTENDERS: list[Contender] = [
 
 
 def chosen(only: Sequence[str]) -> Iterator[Contender]:
-    """The contenders whose name contains one of these words; all without words."""
+    """Yield the contenders whose name contains one of these words; all without words."""
     for contender in CONTENDERS:
         if not only or any(word.lower() in contender.name.lower() for word in only):
             yield contender

@@ -27,7 +27,7 @@ class Contender:
     Attributes:
         library: whose it is.
         mode: the kind that it competes in: ``"Ulysses"``, ``"all-gather"``, ``"ring"``, ``"needed"`` or ``"hybrid"``.
-        layout: of the sequence on the ranks, a name that :func:`benchmarks.speed.case.positions` or the library knows.
+        layout: the library's name of the sequence layout on the ranks.
         prepare: makes its attention function, for a problem on a mesh. It raises :class:`Skip`, or its library's own
             error, if it cannot.
         note: more about it, for the table.

@@ -1,1 +1,4 @@
-"""The pieces of ``hyper-cp doctor``: the machine, its kernels, every exchange, and the speed of links and devices."""
+"""The self-check: the machine, its kernels, every exchange, and the speed of links and devices.
+
+``hyper-cp doctor`` runs it in seconds; ``benchmarks/device`` runs it on many more tiles, layouts and lengths.
+"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from ...mesh.comm import backend_of
 from ...module._torch.version import INSTALLED, NEWEST, OLDEST, supported
 from .findings import NOTE, OK, WARNING, WRONG, Finding
-from .ranks import Ranks, host_name
+from .ranks import Ranks
 
 PACKAGES = (
     *("hyper-cp", "numpy", "triton", "transformers", "accelerate", "torchtitan", "torch_npu"),
@@ -56,12 +57,12 @@ WANTED = {
 def machine(ranks: Ranks) -> list[Finding]:
     """Everything about the software and hardware of the ranks. It is compared where it should be equal."""
     mine = {"versions": versions(), "device": device_of(ranks.device), "variables": variables(ranks.device)}
-    everyone = ranks.share({**mine, "host": host_name()})
+    everyone = ranks.share({**mine, "host": socket.gethostname()})
     return [*_versions(everyone), *_devices(ranks, everyone), *_backends(ranks), *_variables(ranks, everyone)]
 
 
 def versions() -> dict[str, str]:
-    """The installed versions of what the library runs on or with; packages that are missing are left out."""
+    """Return the installed versions of what the library runs on or with; packages that are missing are left out."""
     found = {"python": platform.python_version(), "torch": INSTALLED}
     for name in PACKAGES:
         try:
@@ -72,7 +73,7 @@ def versions() -> dict[str, str]:
 
 
 def device_of(kind: str) -> dict[str, Any]:
-    """The name, memory and number of this rank's kind of device."""
+    """Return the name, memory and number of this rank's kind of device."""
     if kind == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
         name = platform.processor() or platform.machine()
@@ -83,14 +84,15 @@ def device_of(kind: str) -> dict[str, Any]:
 
 
 def variables(device: str) -> dict[str, str]:
-    """The variables that matter here and are set."""
+    """Return the variables that matter here and are set."""
     names = [*VARIABLES["any"], *VARIABLES.get("gloo" if device == "cpu" else device, ())]
     names += sorted(name for name in os.environ if name.startswith("HYPER_CP_"))
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _differing(everyone: list[dict[str, Any]], section: str) -> Iterator[tuple[str, str]]:
-    """Names whose values differ between ranks, with the values of the first rank and of the first that differs."""
+    """Yield names whose values differ between ranks, with the values of the first rank and of the first that
+    differs."""
     for name in dict.fromkeys(name for one in everyone for name in one[section]):
         values = [one[section].get(name) for one in everyone]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)

@@ -1,10 +1,12 @@
-"""Kernels that are usable here, and why the others are not: each on a few tiny tiles against attention in fp64."""
+"""Tiles with the answers of plain math, and the kernels that are usable here, and why the others are not."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,17 +15,110 @@ from ...ops import kernels
 from ...ops.kernels import Kernel, TileInputs
 from ...ops.kernels.scores import flex_kernel
 from ...ops.recurrence.kernels import fla
-from .findings import ABSENT, NOTE, OK, WARNING, WRONG, Finding, answer, bar, error_of
+from .findings import ABSENT, NAMES, NOTE, OK, REFUSED, WARNING, WRONG, Finding, Results, answer, check
 
 SECTION = "kernels"
-ROWS, HEADS, KV_HEADS, DIM, SCALE = 96, 4, 2, 64, 0.125
-CAUSAL, FULL = (None, 0), (None, None)
-PARTS = (((0, 40), (0, 40)), ((40, 41), (40, 41)), ((50, 96), (50, 96)))
-NAMES = "output", "log-sum-exp", "gradient of q", "gradient of k", "gradient of v"
+Band = tuple[int | None, int | None]
+Parts = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+FULL: Band = (None, None)
+CAUSAL: Band = (None, 0)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of a tile, and which of its pairs are visible."""
+
+    rows: int
+    cols: int
+    band: Band = FULL
+    parts: Parts | None = None
+    batch: int = 2
+    heads: tuple[int, int] = (8, 2)
+    dims: tuple[int, int] = (64, 64)
+    recurring: bool = True
+    """False: as with documents, whose lengths are others in every batch. A kernel may then use another operator."""
+
+    @property
+    def kind(self) -> str:
+        """``"packed"``, or ``"windows"`` if these are under a band; ``"banded"`` if an operator for rectangles cannot
+        express it; or ``"dense"``."""
+        square = self.band == CAUSAL and self.rows == self.cols
+        if self.parts and self.band not in (FULL, CAUSAL):
+            return "windows"
+        return "packed" if self.parts else "dense" if square or self.band == FULL else "banded"
+
+    @property
+    def scale(self) -> float:
+        return float(self.dims[0] ** -0.5)
+
+    def __str__(self) -> str:
+        packed = f" packed, {len(self.parts)} parts" if self.parts else ""
+        v = "" if self.dims[0] == self.dims[1] else f"/{self.dims[1]}"
+        heads = f"B{self.batch} H{self.heads[0]}/{self.heads[1]} D{self.dims[0]}{v}"
+        return f"{heads} {self.rows}x{self.cols} {self.band}{packed}{'' if self.recurring else ', new lengths'}"
+
+    def visible(self) -> Tensor:
+        """Return ``[rows, cols]``: the pairs that are visible, on the CPU."""
+        if self.parts is not None:
+            visible = torch.zeros(self.rows, self.cols, dtype=torch.bool)
+            for (top, bottom), (left, right) in self.parts:
+                height, width = bottom - top, right - left
+                lower, upper = (None if bound is None else bound + width - height for bound in self.band)
+                visible[top:bottom, left:right] = Tile(height, width, (lower, upper)).visible()
+            return visible
+        distance = torch.arange(self.cols)[None] - torch.arange(self.rows)[:, None]
+        lower, upper = self.band
+        visible = torch.ones_like(distance, dtype=torch.bool)
+        visible = visible if lower is None else visible & (distance >= lower)
+        return visible if upper is None else visible & (distance <= upper)
+
+    def tensors(self, device: str, dtype: torch.dtype, seed: int | None = 0) -> list[Tensor]:
+        """Return random q, k, v and dout ``[B, H, S, D]``, in memory as ``[B, S, H, D]``. With a seed they are drawn on
+        the CPU and are the same everywhere; with None they are drawn on the device, which is faster for long ones."""
+        g = None if seed is None else torch.Generator().manual_seed(seed)
+        drawn_on = device if seed is None else "cpu"
+        (heads, kv_heads), (dim, v_dim) = self.heads, self.dims
+        shapes = (self.rows, heads, dim), (self.cols, kv_heads, dim), (self.cols, kv_heads, v_dim)
+        made = (
+            torch.randn(self.batch, *shape, generator=g, device=drawn_on)
+            for shape in (*shapes, (self.rows, heads, v_dim))
+        )
+        return [x.to(device, dtype).transpose(1, 2) for x in made]
+
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor) -> TileInputs:
+        """Return the tile as kernels take it."""
+        return TileInputs(q, k, v, self.band, self.scale, parts=self.parts, recurring=self.recurring)
+
+
+def run_tile(
+    kernel: Kernel, tile: Tile, tensors: Sequence[Tensor], arrange: Callable[[Tensor], Tensor] = lambda x: x
+) -> Results:
+    """Run a kernel forward and backward. Backward takes the right output, as one that other tiles are merged into.
+
+    Args:
+        tensors: q, k, v and dout.
+        arrange: puts the output that backward takes into another memory layout.
+    """
+    *qkv, dout = tensors
+    want, given = answer(tensors, tile.visible(), tile.scale), tile.inputs(*qkv)
+    out, lse = kernel.forward(given)
+    found = out, lse, *kernel.backward(given, dout, arrange(want[0].to(dout)), want[1].to(lse))
+    return list(zip(NAMES, found, want, strict=True))
+
+
+# --------------------------------------------------------------------------- the kernels of the doctor
+
+_SQUARE = Tile(96, 96, CAUSAL, batch=1, heads=(4, 2))
+QUICK = {
+    "full": replace(_SQUARE, band=FULL),
+    "causal": _SQUARE,
+    "window": replace(_SQUARE, band=(-20, 0)),
+    "packed": replace(_SQUARE, parts=tuple((part, part) for part in ((0, 40), (40, 41), (50, 96)))),
+}
 
 
 def check_kernels(device: str) -> Iterator[Finding]:
-    """Every registered kernel: checked if it is for this device or the CPU, otherwise the reason why it cannot run."""
+    """Yield every registered kernel: checked if it is for this device or the CPU, otherwise why it cannot run."""
     for kind in dict.fromkeys(["cpu", *kernels.device_types()]):
         if kind in (device, "cpu"):
             yield from _of_device(kind)
@@ -36,7 +131,7 @@ def check_kernels(device: str) -> Iterator[Finding]:
 
 def _of_device(kind: str) -> Iterator[Finding]:
     for dtype in [torch.float32] if kind == "cpu" else [torch.bfloat16, torch.float32]:
-        tensors = _tensors(kind, dtype)
+        tensors = _SQUARE.tensors(kind, dtype)
         q, k, v, _ = tensors
         chosen = kernels.choose(q, k, v, False)
         for name, kernel in kernels.available(kind).items():
@@ -44,54 +139,24 @@ def _of_device(kind: str) -> Iterator[Finding]:
                 yield Finding(SECTION, f"{name} on {kind}", NOTE, "for functions of logits; compiled at the first call")
                 continue
             what = f"{name} on {kind}, {str(dtype).removeprefix('torch.')}"
-            yield _checked(kernel, what, tensors, name == chosen)
+            yield _on_quick_tiles(kernel, what, tensors, name == chosen)
 
 
-def _checked(kernel: Kernel, what: str, tensors: list[Tensor], chosen: bool) -> Finding:
-    """One kernel on all tiles; a kernel that nothing chose may refuse them."""
-    dtype, worst, refused = tensors[0].dtype, 0.0, []
-    for name, tile, visible in _tiles(tensors):
-        want = answer(tensors, visible, SCALE)
-        try:
-            out, lse = kernel.forward(tile)
-            found = [out, lse, *kernel.backward(tile, tensors[3], want[0].to(out), want[1].to(lse))]
-        except (RuntimeError, NotImplementedError) as error:
-            refused.append(f"{name}: {str(error).strip().splitlines()[0][:120]}")
-            continue
-        except Exception as error:
-            return Finding(SECTION, what, WRONG, f"{name}: {type(error).__name__}: {str(error).strip()[:200]}")
-        errors = [error_of(a, b) for a, b in zip(found, want, strict=True)]
-        if max(errors) > bar(dtype):
-            part = NAMES[errors.index(max(errors))]
-            return Finding(SECTION, what, WRONG, f"{name}: the {part} has an error of {max(errors):.1e}")
-        worst = max(worst, *errors)
-    if refused:
-        return Finding(SECTION, what, WRONG if chosen else ABSENT, "it refuses " + "; ".join(refused))
+def _on_quick_tiles(kernel: Kernel, what: str, tensors: list[Tensor], chosen: bool) -> Finding:
+    """Check one kernel on all tiles; a kernel that nothing chose may refuse them."""
+    permitted = "" if chosen else "it refuses the tile"
+    failed, refused = [], []
+    for kind, tile in QUICK.items():
+        found = check(SECTION, what, tensors[0].dtype, partial(run_tile, kernel, tile, tensors), permitted)
+        failed += [f"{kind}: {found.note}"] if found.failed else []
+        refused += [f"{kind}: {found.note}"] if found.status == REFUSED else []
+    if failed or refused:
+        return Finding(SECTION, what, WRONG if failed else ABSENT, "; ".join(failed or refused))
     return Finding(SECTION, what, OK, "it runs plain calls" if chosen else "")
 
 
-def _tiles(tensors: list[Tensor]) -> Iterator[tuple[str, TileInputs, Tensor]]:
-    """A tile's kind, the tile, and its visible pairs."""
-    q, k, v, _ = tensors
-    everything = torch.ones(ROWS, ROWS, dtype=torch.bool)
-    packed = torch.zeros_like(everything)
-    for (top, bottom), (left, right) in PARTS:
-        packed[top:bottom, left:right] = True
-    yield "full", TileInputs(q, k, v, FULL, SCALE), everything
-    yield "causal", TileInputs(q, k, v, CAUSAL, SCALE), everything.tril()
-    yield "window", TileInputs(q, k, v, (-20, 0), SCALE), everything.tril() & everything.triu(-20)
-    yield "packed", TileInputs(q, k, v, CAUSAL, SCALE, parts=PARTS), packed.tril()
-
-
-def _tensors(device: str, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and dout ``[B, H, S, D]``, in memory as ``[B, S, H, D]``."""
-    g = torch.Generator().manual_seed(0)
-    heads = HEADS, KV_HEADS, KV_HEADS, HEADS
-    return [torch.randn(1, ROWS, h, DIM, generator=g).to(device, dtype).transpose(1, 2) for h in heads]
-
-
 def _missing(kind: str) -> str:
-    """The reason why there is no device of a type."""
+    """Return the reason why there is no device of a type."""
     if kind == "cuda":
         built = torch.version.cuda or torch.version.hip
         return "there is no GPU here" if built else f"torch {torch.__version__} is built without CUDA"
@@ -102,20 +167,21 @@ def _missing(kind: str) -> str:
 
 
 def _beside_attention(device: str) -> Iterator[Finding]:
-    """Triton's merge of partials, and flash-linear-attention."""
+    """Yield Triton's merge of partials, and flash-linear-attention."""
+    triton, linear = "merge of partials in Triton", "flash-linear-attention (recurrences)"
     if device != "cuda":
-        yield Finding(SECTION, "merge of partials in Triton", ABSENT, f"it runs on CUDA; {device} merges by operators")
-        yield Finding(SECTION, "flash-linear-attention (recurrences)", ABSENT, "it runs on CUDA; plain torch runs here")
+        yield Finding(SECTION, triton, ABSENT, f"it runs on CUDA; {device} merges by operators")
+        yield Finding(SECTION, linear, ABSENT, "it runs on CUDA; plain torch runs here")
         return
     if os.environ.get("HYPER_CP_TRITON", "1") == "0":
-        yield Finding(SECTION, "merge of partials in Triton", ABSENT, "HYPER_CP_TRITON=0")
+        yield Finding(SECTION, triton, ABSENT, "HYPER_CP_TRITON=0")
     elif importlib.util.find_spec("triton") is None:
-        yield Finding(SECTION, "merge of partials in Triton", WARNING, "triton is not installed: merges are slower")
+        yield Finding(SECTION, triton, WARNING, "triton is not installed: merges are slower")
     else:
-        yield Finding(SECTION, "merge of partials in Triton", NOTE, "used; the checks of exchanges run it")
+        yield Finding(SECTION, triton, NOTE, "used; the checks of exchanges run it")
     try:
         fla.function(True, False)
     except (ImportError, NotImplementedError) as error:
-        yield Finding(SECTION, "flash-linear-attention (recurrences)", ABSENT, str(error))
+        yield Finding(SECTION, linear, ABSENT, str(error))
     else:
-        yield Finding(SECTION, "flash-linear-attention (recurrences)", NOTE, "used in half precision")
+        yield Finding(SECTION, linear, NOTE, "used in half precision")

@@ -1,15 +1,12 @@
-"""Values that several commands take, each written in one way (lengths, documents, pictures), and errors of users."""
+"""Options that several commands take (lengths, documents, pictures), and how a mistake of a user is printed."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import sys
 from itertools import pairwise
 from pathlib import Path
-
-import torch.distributed as dist
 
 FORMATS = ("png", "svg", "pdf", "jpg", "jpeg", "eps", "ps", "webp", "tif", "tiff")
 """Endings of pictures that matplotlib writes."""
@@ -27,7 +24,7 @@ def mistake(command: str, error: Exception | str) -> int:
 
 
 def tokens(text: str) -> int:
-    """A number of tokens; K and M are powers of two."""
+    """Return a number of tokens; K and M are powers of two."""
     factor = {"K": 2**10, "M": 2**20}.get(text[-1:].upper(), 1)
     digits = text[:-1] if factor > 1 else text
     if not digits.isdecimal():
@@ -38,7 +35,7 @@ def tokens(text: str) -> int:
 
 
 def document_lengths(text: str) -> list[int]:
-    """The lengths of documents: with commas, or those of a file.
+    """Return the lengths of documents: with commas, or those of a file.
 
     Raises:
         ValueError: if this is neither, or if they are boundaries.
@@ -58,23 +55,6 @@ def document_lengths(text: str) -> list[int]:
             f"differences: {','.join(str(b - a) for a, b in pairwise(found))[:80]}"
         )
     return found
-
-
-def one_of_several_ranks() -> bool:
-    """True if torchrun, or something that sets the same variables, has started this process.
-
-    Raises:
-        ValueError: if some of the variables are missing by which ranks find each other.
-    """
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if {"RANK", "WORLD_SIZE"} & set(missing):
-        return False
-    if missing and not dist.is_initialized():
-        raise ValueError(
-            f"RANK={os.environ['RANK']} is set, and {' and '.join(missing)} is not. Ranks find each other by it. Start "
-            "them with torchrun, or set it to the host and a free port of rank 0"
-        )
-    return True
 
 
 def check_picture(option: str, path: str) -> None:
