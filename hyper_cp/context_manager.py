@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,8 +18,9 @@ from .module._torch import checkpoint, flex_patch
 from .module.dispatch_mode import BACKWARD, DispatchMode, current_call, differentiate, dispatching
 from .module.guards import MIXING_CALLS, refuse_mixing_call, refuse_running_mixer
 from .module.mesh_binding import Binding
-from .module.mixers.block import BlockMixer
+from .module.mixers.calls import RunningMixer, route_loaded, running_mixers
 from .module.running_call import RunningCall
+from .module.thread_stack import ThreadStack
 from .ops.writes import writes
 from .style import ContextParallel
 
@@ -134,7 +134,7 @@ class context_parallel:
 
     def __enter__(self) -> ContextParallelHandler:
         self._check()
-        for outer in _active.blocks:
+        for outer in _blocks.entries:
             theirs = outer.call.binding.style.mode.layout
             if outer.shares and theirs != self.handler.layout and outer.call.binding.active.mesh == self.handler.mesh:
                 raise ValueError(
@@ -304,7 +304,7 @@ class _Routing(DispatchMode):
         self.training = torch.is_grad_enabled()
         self.shares = {id(buffer): share for buffer, share in sharded}
         self.buffers = {id(share): buffer for buffer, share in sharded}
-        self.mixer = BlockMixer(binding, self.responsible, self.refuse_reentrant)
+        self.mixer = _BlockMixer(self)
         self.lengths: set[int] = set()
         """Positions of the shares."""
 
@@ -317,7 +317,7 @@ class _Routing(DispatchMode):
         if func in BACKWARD and not torch.compiler.is_compiling():
             return differentiate(self, func, args, kwargs)
         if func is F.linear and self.call.mesh.parallel and not torch.compiler.is_compiling() and self.responsible():
-            refuse_running_mixer(self.call.binding.style.allow, self in _active.blocks)
+            refuse_running_mixer(self.call.binding.style.allow, self in _blocks.entries)
         key = attention_calls.key_of(func)
         attention = key in attention_calls.ROUTED or attention_calls.spelled(func) is not None
         if not attention or not self.responsible():
@@ -327,10 +327,14 @@ class _Routing(DispatchMode):
             # The result of `x += 1` is x, which must still be the buffer.
             return out if torch.compiler.is_compiling() else self.buffers.get(id(out), out)
         self.refuse_reentrant("attention")
-        call, mesh = self.call, self.call.binding.active
-        call.mesh, call.documents = mesh, mesh.documents("attention in a context_parallel block")
-        call.must_route = mesh.parallel or call.engine_only
+        call = self.call
+        call.documents = self.documents("attention")
+        call.must_route = call.mesh.parallel or call.engine_only
         return super().__torch_function__(func, types, args, kwargs)
+
+    def documents(self, what: str) -> Tensor | None:
+        """The documents that are active now, for a call in the block."""
+        return self.call.mesh.documents(f"{what} in a context_parallel block")
 
     def refuse_reentrant(self, what: str) -> None:
         """Raise ``NotImplementedError`` in a reentrant checkpoint."""
@@ -354,23 +358,39 @@ class _Routing(DispatchMode):
 
     def responsible(self) -> bool:
         """True if attention that is called now belongs to this block, not to an inner block or a styled module."""
-        running, blocks = current_call(), _active.blocks  # threads of backward inherit the mode, not the list
-        return (not blocks or blocks[-1] is self) and not (running is not None and running.alive())
+        running, inner = current_call(), _blocks.top  # threads of backward inherit the mode, not the stack
+        return (inner is None or inner is self) and not (running is not None and running.alive())
 
     def __enter__(self) -> Any:
-        _active.blocks.append(self)
-        self.mixer.begin()
+        _blocks.push(self)
+        route_loaded()
+        running_mixers.push(self.mixer)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        _active.blocks.remove(self)
-        self.mixer.end()
+        _blocks.remove(self)
+        running_mixers.remove(self.mixer)
         super().__exit__(*error)
 
 
-class _Active(threading.local):
-    def __init__(self) -> None:
-        self.blocks: list[_Routing] = []
+_blocks: ThreadStack[_Routing] = ThreadStack()
+"""The blocks that are entered."""
 
 
-_active = _Active()
+class _BlockMixer(RunningMixer):
+    """Runs the recurrent calls of a block. States pass between all of its ranks."""
+
+    def __init__(self, routing: _Routing) -> None:
+        binding = routing.call.binding
+        super().__init__(binding.name, None, binding.active.views[0], binding.style.mode.layout, None)
+        self.routing = routing
+
+    def current(self) -> RunningMixer | None:
+        """This one with the active documents; None where calls are left to others, or there is one rank."""
+        if not self.routing.responsible():
+            return None
+        self.documents = self.routing.documents("a recurrence")
+        if not self.routing.call.mesh.parallel and self.documents is None:
+            return None
+        self.routing.refuse_reentrant("a recurrence")
+        return self

@@ -26,10 +26,9 @@ from ..data.batch import WholeBatch, entries_of, shifted, warn_if_shifted
 from ..data.collectives import by_rank
 from ..data.packing import AttentionState, attention_state, padded_mask, take_documents
 from ..handler import ContextParallelHandler
-from ..module._torch import checkpoint
 from ..module.mesh_binding import Binding, binding_of, describe
 from ..module.mixers.hooks import MixerHooks
-from ..module.model import introduce
+from ..module.model import begin_call
 from ..schedule import layout as layouts
 from ..schedule.documents import documents_table
 from ..style import ContextParallel, style_of
@@ -217,8 +216,8 @@ class DecoderHook:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add ``context_parallel`` to the keywords, and masks and positions that suit it."""
         kwargs = dict(kwargs)
-        documents, mesh, offered = checkpoint.batch_state(
-            self.binding, lambda: (self.binding.documents_in_force(), self.binding.active, forward.offered())
+        mesh, documents, offered = begin_call(
+            self.binding, module, lambda: (self.binding.active_documents(), forward.offered())
         )
         ready = kwargs.pop("context_parallel", None) or offered
         given = take_documents(kwargs)
@@ -235,7 +234,6 @@ class DecoderHook:
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
             self._check_positions(batch, kwargs)
             state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs))
-            introduce(self.binding, module, mesh)
             self._complete(handler, tokens, batch, kwargs)
             if ready is None and mesh.parallel and not self.compared:
                 check_dispatched(handler, tokens, self.binding.name)

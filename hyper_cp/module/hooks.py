@@ -15,13 +15,12 @@ from ..mesh.failures import calling
 from ..ops.checks import agree, check_shards, refuse_forward_mode
 from ..ops.config import Call
 from ..ops.exchange.ulysses import Ulysses
-from ..schedule.documents import documents_table
 from . import dtensor
 from ._torch import checkpoint, flex_patch
 from ._torch.modules import calls_running
-from .dispatch_mode import abandon, begin, call_stack, current_call, dispatching
-from .mesh_binding import Binding, Style, describe
-from .model import introduce
+from .dispatch_mode import abandon, begin, calls, current_call, dispatching
+from .mesh_binding import Binding, Style, describe, documents_keyword, takes_documents
+from .model import begin_call
 from .running_call import Exchanged, RunningCall
 
 
@@ -33,7 +32,7 @@ class AttentionHooks:
         names = style.qkv_kwarg_names or _parameter_names(module, style.qkv_indices)
         self.arguments = list(dict.fromkeys(zip(style.qkv_indices or (), names, strict=True)))
         """Position and name of q, k, v among the module's arguments; of q and k only, if v is in the same tensor."""
-        self.takes_documents = "documents" in inspect.signature(module.forward).parameters
+        self.takes_documents = takes_documents(module)
         flex_patch.install(dispatching)
 
     @property
@@ -56,18 +55,12 @@ class AttentionHooks:
         """Exchange heads of q, k, v, and begin to route attention calls. A module that computes q, k, v itself leaves
         the exchange to its attention call."""
         self._refuse_nesting(module)
-        kwargs, given = self._documents(kwargs)
-        documents, mesh = checkpoint.batch_state(
-            self.binding,
-            lambda: (self.binding.documents_in_force() if given is None else given, self.binding.active),
-        )
+        given, kwargs = documents_keyword(kwargs, self.takes_documents)
+        mesh, documents = begin_call(self.binding, module, lambda: (self.binding.active_documents(given),))
         if torch.compiler.is_compiling():
             checkpoint.refuse_recompiled(self.name, documents is not None)
-        else:
-            self.binding.ran = True
-        introduce(self.binding, module, mesh)
         call = RunningCall(self.binding, module, mesh, documents)
-        call_stack().append(call)
+        calls.push(call)
         if self.style.qkv_indices is None:
             if not self.style.use_local_output:
                 call.outputs = mesh.cp_dims.outputs(None, self.style.seq_dim, self.name)
@@ -116,14 +109,6 @@ class AttentionHooks:
         style = self.style
         return Ulysses(cp, style.mode.layout, style.seq_dim, style.head_dim, call.documents)
 
-    def _documents(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
-        """Packed documents that this call is given by keyword. The keyword is ours unless the module has a parameter of
-        that name."""
-        found = documents_table(kwargs.get("documents"))
-        if "documents" in kwargs and not self.takes_documents:
-            kwargs = {name: value for name, value in kwargs.items() if name != "documents"}
-        return kwargs, found
-
     def _refuse_nesting(self, module: nn.Module) -> None:
         while (outer := current_call()) is not None:
             # The call that begins here is on the stack too: where it is one of the same module, there must be another.
@@ -135,7 +120,8 @@ class AttentionHooks:
                     "the sequence would be exchanged twice. Apply it to one of them"
                 )
             # A KeyboardInterrupt ended that call: torch runs no hooks then.
-            abandon(call_stack().pop())
+            calls.remove(outer)
+            abandon(outer)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
         """Positions or keywords of q, k, v (q and k, if v is in the same tensor) in this call. (By hand, because
@@ -207,7 +193,7 @@ class AttentionHooks:
         call = current_call()
         if call is None or call.binding is not self.binding:
             return None  # an earlier hook, or `before` itself, raised: there is no call to end
-        call_stack().pop()
+        calls.remove(call)
         call.leave()
         if output is None:  # an exception is on its way, or the module has nothing to give back
             return None

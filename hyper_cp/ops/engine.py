@@ -236,11 +236,15 @@ def attention_op(
     q, k, v = _last_dim_contiguous(q, k, v)
     work = _Work(q, k, v, captured, documents, mask, seed, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
-    # Rows of a mask that are all the same show the same keys to every query: only a window may be causal then.
-    alike = mask is None or mask.shape[2] == 1 < work.lengths[0] == work.lengths[1]
-    known = (alike or work.mask is None) and (work.scores is None or not work.scores.score.positional)
-    causal = work.band[1] == 0 if known else None
-    work.cp.batch.record_attention(q.shape[2] // work.cp.ulysses.size, documents, causal)
+    work.cp.batch.record_attention(
+        q.shape[2] // work.cp.ulysses.size,
+        documents,
+        band=work.band,
+        lengths=work.lengths,
+        mask_rows=None if mask is None else mask.shape[2],
+        masked=work.mask is not None,
+        positional=work.scores is not None and work.scores.score.positional,
+    )
     with _no_autocast(q.device.type), operation(work.cp, "attention", "forward"):
         watched(work.cp, options, "query, key, value", q, k, v)
         blocks = exchange.FORWARD[options.kv_exchange](ring, k, v, plan)

@@ -66,14 +66,14 @@ def test_blocks_end_in_any_order() -> None:
     state.leave(first)
     assert state.documents is B
     state.leave(second)
-    assert state.documents is None and state.in_force("x") is None
+    assert state.documents is None and state.active_documents("x") is None
     with in_a_block_of_another_thread(state, None):
         first, second = state.enter(A), state.enter(None)
         assert state.documents is None
         state.leave(second)
         assert state.documents is A
     result_of(lambda: state.leave(first), thread_of_python)  # it still ends the block of the thread that entered it
-    assert state.documents is None and result_of(lambda: state.in_force("x"), thread_of_python) is None
+    assert state.documents is None and result_of(lambda: state.active_documents("x"), thread_of_python) is None
 
 
 def test_a_block_holds_in_its_own_thread() -> None:
@@ -81,28 +81,30 @@ def test_a_block_holds_in_its_own_thread() -> None:
     with in_a_block_of_another_thread(state, B):
         assert state.documents is None
         with pytest.raises(RuntimeError, match=r"layer 3 runs in thread 'MainThread'.*'prefetch'.*documents\(None\)"):
-            state.in_force("layer 3")
+            state.active_documents("layer 3")
         own = state.enter(A)
-        assert state.in_force("layer 3") is A and state.documents is A
+        assert state.active_documents("layer 3") is A and state.documents is A
         state.leave(own)
-    assert state.in_force("layer 3") is None
+    assert state.active_documents("layer 3") is None
 
 
 def test_a_worker_does_not_ignore_the_documents_of_the_thread_that_started_it() -> None:
     state = BatchState()
     block = state.enter(A)
-    assert "'worker', which is in no documents block" in str(result_of(lambda: state.in_force("x"), thread_of_python))
+    assert "'worker', which is in no documents block" in str(
+        result_of(lambda: state.active_documents("x"), thread_of_python)
+    )
     assert result_of(lambda: state.documents, thread_of_python) is None
     state.leave(block)
 
 
 def test_backward_sees_the_only_blocks_there_are() -> None:
     state = BatchState()
-    assert result_of(lambda: state.in_force("x"), thread_of_backward) is None
+    assert result_of(lambda: state.active_documents("x"), thread_of_backward) is None
     block = state.enter(A)
-    assert result_of(lambda: state.in_force("x"), thread_of_backward) is A
+    assert result_of(lambda: state.active_documents("x"), thread_of_backward) is A
     with in_a_block_of_another_thread(state, B):
-        error = str(result_of(lambda: state.in_force("x"), thread_of_backward))
+        error = str(result_of(lambda: state.active_documents("x"), thread_of_backward))
         assert "2 threads ('MainThread', 'prefetch') are in documents blocks" in error
     state.leave(block)
 
@@ -112,7 +114,7 @@ def test_blocks_of_a_thread_that_has_ended_do_not_count() -> None:
     thread = threading.Thread(target=lambda: state.enter(B))
     thread.start()
     thread.join()
-    assert state.in_force("x") is None
+    assert state.active_documents("x") is None
 
 
 def test_lengths_of_shares_are_recorded_for_a_while() -> None:

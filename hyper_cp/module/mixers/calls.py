@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -27,6 +26,7 @@ from ...ops.kernels.partials import accumulation_dtype
 from ...ops.recurrence.convolution import causal_conv1d
 from ...ops.recurrence.linear import linear_recurrence
 from .._torch.modules import is_running
+from ..thread_stack import ThreadStack
 
 
 @dataclass
@@ -245,27 +245,17 @@ ROUTED: dict[str, Callable[..., Any]] = {
 """The functions by the names that they have in the files of mixers."""
 
 
-class _Thread(threading.local):
-    """The mixers that are running in this thread, innermost last."""
-
-    def __init__(self) -> None:
-        self.mixers: list[RunningMixer] = []
-
-
-_thread = _Thread()
-
-
-def mixer_stack() -> list[RunningMixer]:
-    """The stack of running mixers of this thread."""
-    return _thread.mixers
+running_mixers: ThreadStack[RunningMixer] = ThreadStack()
+"""The mixers, and the ``context_parallel`` blocks, that are running."""
 
 
 def running_mixer() -> RunningMixer | None:
     """The mixer, or the ``context_parallel`` block, that answers recurrent calls of this thread now."""
-    stack = mixer_stack()
-    while stack and not stack[-1].alive():
-        stack.pop()  # a KeyboardInterrupt ended that call without its hooks
-    return stack[-1].current() if stack else None
+    while (mixer := running_mixers.top) is not None:
+        if mixer.alive():
+            return mixer.current()
+        running_mixers.remove(mixer)  # a KeyboardInterrupt ended that call without its hooks
+    return None
 
 
 def is_mixer(kind: type[nn.Module]) -> bool:
