@@ -137,8 +137,8 @@ def _documents(call: RunningCall, request: AttentionRequest) -> Tensor | None:
 _DECODING = (
     "{name} attends from one query on each rank to {local_keys} keys on each. That is how a model decodes with a KV "
     "cache: the new token is no share of a sequence, and the cache holds shares, so the result would be wrong. "
-    "Generate on a mesh of one rank (context_parallel_mesh), or, if keys are another sequence, give the module a style with "
-    "cross_attention=True"
+    "Generate on a mesh of one rank (context_parallel_mesh), or, if keys are another sequence, give the module a style "
+    "with cross_attention=True"
 )
 _OTHER_KEYS = (
     "{name} attends to keys of another length ({keys} for {queries} queries on this rank) in a batch with documents or "
