@@ -81,6 +81,7 @@ class ContextParallelHandler(Shares):
         ignore_index: int = -100,
         pad_values: Mapping[Any, float] | None = None,
         debug: bool = False,
+        labels_cross_documents: bool = False,
     ) -> Any:
         """This rank's share of a whole batch, after all that must happen before it is sharded::
 
@@ -100,6 +101,8 @@ class ContextParallelHandler(Shares):
             pad_values: for each other entry the value with which it is padded if S does not split evenly. Default 0.
             debug: compare the batches of the ranks by hash (a small communication, and every entry is read on the
                 host) and raise on all ranks, with the name of the first entry that differs.
+            labels_cross_documents: with ``shift_labels``, the last token of a document gets the label of the first of
+                the next one, as in transformers' own loss. Default False: it gets ``ignore_index``.
 
         A dict may also contain:
 
@@ -122,7 +125,14 @@ class ContextParallelHandler(Shares):
             ValueError, TypeError: if the batch is a share already, or an entry (it is named) does not fit.
         """
         return local_batch(
-            self, batch, seq_dims, shift_labels, ignore_index=ignore_index, pad_values=pad_values, debug=debug
+            self,
+            batch,
+            seq_dims,
+            shift_labels,
+            ignore_index=ignore_index,
+            pad_values=pad_values,
+            debug=debug,
+            labels_cross_documents=labels_cross_documents,
         )
 
     # ------------------------------------------------------------------ rotary embedding
