@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
+from .data.sharding import checked_dim, resolve_layout
 from .handler import ContextParallelHandler
 from .module import attention_calls
 from .module._torch import checkpoint, flex_patch
@@ -186,11 +187,8 @@ class context_parallel:
                     f"{name} of shape {tuple(x.shape)} was made under inference_mode, and writes to it are not "
                     "counted: make it outside, or pass x.clone() made outside"
                 )
-            if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
-                raise ValueError(
-                    f"buffer_seq_dims[{i}]={dim!r} is not a dimension of {name}, whose shape is {tuple(x.shape)}"
-                )
-            self.handler.resolve(x.shape[dim], self.handler.cp.batch.documents, f"{name}.shape[{dim}]")
+            checked_dim(x, dim, f"buffer_seq_dims[{i}]", name)
+            resolve_layout(self.handler, x.shape[dim], self.handler.cp.batch.documents, f"{name}.shape[{dim}]")
             if id(x) in seen or id(x) in _sharded_now:
                 where = "twice in buffers" if id(x) in seen else "sharded by an enclosing block already"
                 raise ValueError(f"{name} of shape {tuple(x.shape)} is {where}: it can be sharded once")

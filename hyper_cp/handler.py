@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from .data import loss, rotary
 from .data.batch import LocalBatch, local_batch
 from .data.head import Logits, log_probs, token_losses
-from .data.sharding import Shares, checked_dim, checked_length
+from .data.sharding import Shares, checked_dim, checked_length, documents_for, padded_table, resolve_layout
 from .mesh.cp_mesh import CPMesh
 from .module.mesh_binding import bindings, swapped
 from .schedule import layout as layouts
@@ -100,7 +100,7 @@ class ContextParallelHandler(Shares):
             ignore_index: also the value with which labels are padded.
             pad_values: for each other entry the value with which it is padded if S does not split evenly. Default 0.
             debug: compare the batches of the ranks by hash (a small communication, and every entry is read on the
-                host) and raise on all ranks, with the name of the first entry that differs.
+                host) and raise on all ranks, with the names of the entries that differ.
             labels_cross_documents: with ``shift_labels``, the last token of a document gets the label of the first of
                 the next one, as in transformers' own loss. Default False: it gets ``ignore_index``.
 
@@ -150,7 +150,7 @@ class ContextParallelHandler(Shares):
             length = local.shape[checked_dim(local, seq_dim, name="local")]
         else:
             length = checked_length("local", local)
-        table = self.documents_for(documents, length * self.cp.size)
+        table = documents_for(self, documents, length * self.cp.size)
         if table is None:
             return length * self.cp.size
         return max((b - a for row in read(table).rows for a, b in pairwise(row)), default=0)
@@ -166,9 +166,9 @@ class ContextParallelHandler(Shares):
             emb: for example rotary angles ``[L, 1, 1, R]``, as Megatron makes them, or cosines ``[L, R]``.
         """
         seq_dim = checked_dim(emb, seq_dim, name="emb")
-        given = self.cp.batch.documents if documents is None else self.padded_table(documents)
+        given = self.cp.batch.documents if documents is None else padded_table(self, documents)
         if given is None:
-            self.resolve(emb.shape[seq_dim], None, f"emb.shape[{seq_dim}]")  # its error names the argument
+            resolve_layout(self, emb.shape[seq_dim], None, f"emb.shape[{seq_dim}]")  # its error names the argument
             return self.dispatch(emb, seq_dim)
         at = self.position_ids(int(given[0, -1]), restart=True, documents=given)
         if at.ndim > 1:
@@ -217,7 +217,7 @@ class ContextParallelHandler(Shares):
             angles = table[None]
         else:
             length = here * self.cp.size
-            given = self.documents_for(documents, length, tensor, seq_dim)
+            given = documents_for(self, documents, length, tensor, seq_dim)
             at = self.position_ids(length, restart=given is not None, documents=given)
             angles = rotary.rows_of(table, at, 0, "freqs").view(*(at if at.ndim > 1 else at[None]).shape, -1)
         return rotary.rotate(tensor, angles, seq_dim, interleaved, float(mscale))
@@ -255,7 +255,7 @@ class ContextParallelHandler(Shares):
             )
         else:
             table = documents_table(cu_seqlens, document_ids)  # None: a sequence without documents
-            table = None if table is None else self.padded_table(table)
+            table = None if table is None else padded_table(self, table)
         state = self.cp.batch
         block = state.enter(table, cu_seqlens.length if isinstance(cu_seqlens, LocalBatch) else None)
         try:
@@ -377,7 +377,10 @@ class ContextParallelHandler(Shares):
         if length is not None and not gather:
             raise ValueError(f"length={length} without gather=True: only the whole sequence has padding to cut off")
         found = log_probs(hidden, labels, head, Logits(ignore_index, softcap, scale, chunk))
-        return self.combine(found, -1, length=length or self.known_length(found.shape[-1])) if gather else found
+        if gather and length is None:
+            known = self.cp.batch.length
+            length = known if known and self.padded_length(known) == found.shape[-1] * self.cp.size else None
+        return self.combine(found, -1, length=length) if gather else found
 
 
 class _Core(nn.Module):

@@ -6,7 +6,6 @@ keywords of a model's forward.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -16,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..mesh.agreement import digest
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, read
-from .collectives import by_rank
 from .loss import check_ignore_index
 from .packing import AttentionState, padded_mask, runs, take_documents
-from .sharding import Shares
+from .sharding import Shares, checked_dim, local_share, padded_table, resolve_layout
 
 TOKENS = ("input_ids", "tokens", "inputs_embeds")
 """Entries that determine the length of the sequence, if a batch has them."""
@@ -207,7 +206,7 @@ class WholeBatch:
             rows = [sorted({*row, *found}) for row, found in zip(packed, self.padding, strict=True)]
         if not rows and (self.padded > self.length or layouts.by_documents(self.handler.layout)):
             rows = [[0, self.length]]  # the whole sequence is a document too
-        return self.handler.padded_table(rows) if rows else None
+        return padded_table(self.handler, rows) if rows else None
 
     def split(self, fill: Mapping[Any, float], *, positions: bool = True) -> dict[Any, Any]:
         """This rank's share of every entry, and its ``position_ids``.
@@ -223,9 +222,9 @@ class WholeBatch:
         state.padded = None if self.padded == self.length else (share, self.length, self.padded)
         shares = dict(self.entries)
         for name, dim in self.dims.items():
-            shares[name] = handler.local_share(shares[name], dim, self.table, fill.get(name, 0))
+            shares[name] = local_share(handler, shares[name], dim, self.table, fill.get(name, 0))
         if positions and shares.get("position_ids") is None:
-            at = handler.resolve(self.padded, self.table, "padded length").positions(handler.cp.rank)
+            at = resolve_layout(handler, self.padded, self.table, "padded length").positions(handler.cp.rank)
             shares["position_ids"] = self.positions(at).to(self.first.device)
         return shares
 
@@ -251,8 +250,8 @@ def entries_of(handler: Shares, batch: Any, debug: bool) -> dict[Any, Any]:
     entries: dict[Any, Any] = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
     is_share = isinstance(batch, LocalBatch) or any(isinstance(x, AttentionState) for x in entries.values())
     if debug:
-        state = "the state (whole, or split already)"
-        _compare(handler, {state: is_share, "the names (or number) of entries": list(entries)})
+        state = "its state (whole, or split already)"
+        _compare(handler, {state: is_share, "the names (or number) of its entries": list(entries)})
     if is_share:
         length = f" of {batch.length} positions" if isinstance(batch, LocalBatch) else ""
         raise ValueError(
@@ -323,9 +322,7 @@ def _sequence_dims(entries: dict[Any, Any], seq_dims: Any, named: bool) -> dict[
         dim = given.get(name, None if explicit_mask or not -x.ndim <= default < x.ndim else default)
         if dim is None:
             continue
-        if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
-            raise ValueError(f"seq_dims gives {name!r} dimension {dim!r}, but its shape is {tuple(x.shape)}")
-        found[name] = dim % x.ndim
+        found[name] = checked_dim(x, dim, f"seq_dims[{name!r}]", f"batch entry {name!r}")
     if not found:
         shapes = {k: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for k, x in entries.items()}
         raise ValueError(
@@ -344,27 +341,14 @@ def _refuse_nested(name: Any, x: Any) -> None:
         )
 
 
-# --------------------------------------------------------------------------- comparing the ranks' batches
-
-
 def _compare(handler: Shares, values: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` on every rank, naming the value, if the ranks of the cp mesh hold different ones."""
-    digests = torch.tensor([_digest(x) for x in values.values()], device=handler.mesh.device_type)
-    for what, column in zip(values, by_rank(handler.mesh, digests).T.tolist(), strict=True):
-        odd = [rank for rank, digest in enumerate(column) if digest != column[0]]
-        if odd:
-            raise ValueError(
-                f"{what} of the batch differs between the ranks of the cp mesh: cp ranks {odd} do not hold what cp "
-                f"rank 0 holds. All ranks of a cp mesh must get the same batch: let the sampler of the data loader "
-                "depend on the data-parallel rank only, or broadcast the batch inside the cp mesh"
-            )
+    """Raise ``ValueError`` on every rank, naming the values, if the ranks of the cp mesh hold different ones."""
+    digests = tuple((name, digest(_bytes(x))) for name, x in values.items())
+    handler.cp.agree("batch", (), "debug=True", once=digests, always=True)
 
 
-def _digest(x: Any) -> int:
-    """Hash the contents of ``x`` to 64 bits."""
-    if isinstance(x, Tensor):
-        h = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)}".encode(), digest_size=8)
-        h.update(x.detach().cpu().flatten().view(torch.uint8).numpy().data)
-    else:
-        h = hashlib.blake2b(repr(x).encode(), digest_size=8)
-    return int.from_bytes(h.digest(), "big", signed=True)
+def _bytes(x: Any) -> bytes:
+    """The contents of an entry."""
+    if not isinstance(x, Tensor):
+        return repr(x).encode()
+    return f"{x.dtype} {tuple(x.shape)}".encode() + x.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()

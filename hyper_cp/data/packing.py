@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ..schedule.documents import documents_table, ids_tensor, read
-from .sharding import Shares
+from .sharding import Shares, local_share
 
 OFFSETS = (
     "documents",
@@ -188,7 +188,7 @@ def attention_state(
     if documents is not None or bool((begins.sum(1) + host[:, 0] > 1).any()):
         return AttentionState(documents, keys=rearrange(tokens, "b s -> b 1 1 s"), layout=handler.layout)
     documents = documents_table(rows)
-    here = rearrange(handler.local_share(tokens, 1, documents), "b s -> b 1 s 1")
+    here = rearrange(local_share(handler, tokens, 1, documents), "b s -> b 1 s 1")
     return AttentionState(documents, tokens=here, layout=handler.layout)
 
 

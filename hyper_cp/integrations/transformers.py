@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from ..data.batch import WholeBatch, entries_of
 from ..data.collectives import by_rank
 from ..data.packing import attention_state, take_documents
-from ..data.sharding import Shares
+from ..data.sharding import Shares, documents_for, local_share, padded_table
 from ..handler import ContextParallelHandler
 from ..module.mesh_binding import Binding, binding_of, describe
 from ..module.mixers.hooks import MixerHooks
@@ -180,7 +180,7 @@ class _KeywordBatch(WholeBatch):
             self.pad_mask(mask)
         elif _rows(self.position_ids) and self.position_ids.ndim == 2 and not in_block:
             positions = self.position_ids  # the documents of a block say what positions that restart in them would say
-        documents = None if self.documents is None else self.handler.padded_table(self.documents.rows)
+        documents = None if self.documents is None else padded_table(self.handler, self.documents.rows)
         self.state = attention_state(self.handler, documents, self.mask, positions)
         if positions is not None and self.state.documents is not None:
             rows = read(self.state.documents).rows
@@ -191,7 +191,7 @@ class _KeywordBatch(WholeBatch):
     @cached_property
     def table(self) -> Tensor | None:
         """The documents that place the tokens."""
-        return self.handler.documents_for(self.state.documents, self.padded)
+        return documents_for(self.handler, self.state.documents, self.padded)
 
     def positions(self, at: Tensor) -> Tensor:
         """Positions ``[1, S/n]``. Padding gets no later one than the tokens, so that tables of positions need not be
@@ -209,7 +209,7 @@ class _KeywordBatch(WholeBatch):
         return PreparedBatch(
             **vars(self.state),
             last_position=self.length - 1 if self.position_ids is None else self.position_ids.max(),
-            counted=None if counted is None else self.handler.local_share(counted, 1, self.table),
+            counted=None if counted is None else local_share(self.handler, counted, 1, self.table),
             token_types=types,
             length=self.padded // self.handler.cp.size,
             numbered=self.position_ids is None,
@@ -368,7 +368,7 @@ class DecoderHook:
         counted = whole = packed = None
         if padding is not None:
             whole = self._global_mask(handler, padding, tokens.shape[1])
-            counted = padding if padding.shape[1] == tokens.shape[1] else handler.local_share(whole, 1, documents)
+            counted = padding if padding.shape[1] == tokens.shape[1] else local_share(handler, whole, 1, documents)
         elif mask is None and positions is not None and positions.ndim == 2 and documents is None:
             packed = handler.combine(positions, 1)
         state = attention_state(handler, documents, whole, packed)

@@ -294,13 +294,14 @@ def _disagreement(
         return f"{caller}: the ranks of the {mesh} make different calls: {table}. {_SAME_CALLS}"
     fields = dict.fromkeys(name for theirs in everyone for name in theirs)
     differ = [name for name in fields if len({theirs.get(name) for theirs in everyone}) > 1]
-    names = " and ".join(map(_name, differ))
-    start = f"{caller}: the ranks of the {mesh} call attention with different {names}: "
-    remedy = _REMEDY.get(differ[0], _SAME_CALLS)
+    names, batch = " and ".join(map(_name, differ)), kinds[0] == "batch"
+    found = f"split batches that differ in {names}" if batch else f"call attention with different {names}"
+    start = f"{caller}: the ranks of the {mesh} {found}: "
+    remedy = _REMEDY["batch" if batch else differ[0]] if batch or differ[0] in _REMEDY else _SAME_CALLS
     if first is not None and differ[0] not in _DIGESTS:
         table = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(first[1]))
         return f"{start}{first[0]} ({table}). {remedy}"
-    if set(differ) <= set(_DIGESTS):
+    if batch or set(differ) <= set(_DIGESTS):
         odd = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
         which = f", first in {first[0]}" if first is not None else ""
         return f"{start}ranks {odd} have others (or none) than rank 0{which}. {remedy}"

@@ -115,8 +115,8 @@ def mistaken(what: str) -> None:
 
 def test_what_is_split_or_shifted_already_is_found(ranks: Any) -> None:
     ranks(2, mistaken, "labels")
-    ranks.raises(2, "ValueError", "entry 'labels' of the batch differs", mistaken, "other ranks")
-    ranks.raises(2, "ValueError", "of the batch differs", mistaken, "some ranks")
+    ranks.raises(2, "ValueError", "batches that differ in entry 'labels'", mistaken, "other ranks")
+    ranks.raises(2, "ValueError", "batches that differ in its state", mistaken, "some ranks")
     for what in ("twice", "other function", "other function first"):
         ranks.raises(2, "ValueError", "batch is this rank's share of a batch.*split it once", mistaken, what)
 
