@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,11 +39,9 @@ def take_documents(entries: dict[Any, Any], known: Collection[Any] = ()) -> Tens
     """
     # An entry named "documents" may be anything else, such as texts; then it passes through.
     names = [name for name in OFFSETS if name in entries and (name != "documents" or _numbers(entries))]
-    given = {name: entries.pop(name) for name in names}
-    for name in LONGEST if given else ():
+    tables = {name: _table(name, entries.pop(name)) for name in (*names, *(name for name in IDS if name in entries))}
+    for name in LONGEST if names else ():
         entries.pop(name, None)
-    tables = {name: _table(name, x, _table_of_offsets) for name, x in given.items()}
-    tables |= {name: _table(name, entries.pop(name), _table_of_ids) for name in IDS if name in entries}
     _refuse_unknown_names({name: x for name, x in entries.items() if name not in known})
     found = {name: table for name, table in tables.items() if table is not None}
     rows = {name: read(table).rows for name, table in found.items()}
@@ -55,21 +53,15 @@ def take_documents(entries: dict[Any, Any], known: Collection[Any] = ()) -> Tens
     return next(iter(found.values()), None)
 
 
-def _table(name: str, entry: Any, parse: Callable[[Any], Tensor | None]) -> Tensor | None:
+def _table(name: str, entry: Any) -> Tensor | None:
     """The table of a batch entry; its errors name the entry."""
     try:
-        return parse(entry)
+        if name not in IDS:
+            return documents_table(entry.cpu() if isinstance(entry, Tensor) else entry)
+        ids = None if entry is None else ids_tensor(entry)
+        return documents_table(None, ids[None] if ids is not None and ids.ndim == 1 else ids)
     except (TypeError, ValueError) as error:
         raise type(error)(f"batch entry {name!r}: {error}") from error
-
-
-def _table_of_offsets(offsets: Any) -> Tensor | None:
-    return documents_table(offsets.cpu() if isinstance(offsets, Tensor) else offsets)
-
-
-def _table_of_ids(ids: Any) -> Tensor | None:
-    ids = None if ids is None else ids_tensor(ids)
-    return documents_table(None, ids[None] if ids is not None and ids.ndim == 1 else ids)
 
 
 def _refuse_unknown_names(entries: dict[Any, Any]) -> None:

@@ -201,6 +201,10 @@ def packed(layout: str) -> None:
         assert list(found) == ["input_ids", "weight", "shift_labels", "position_ids"]
         assert torch.equal(found["shift_labels"], shift(whole["labels"], [[4, 5, 16]])[:, mine])
         assert torch.equal(found["position_ids"], restarted[mine].expand(3, -1))
+        crossing = handler.get_batch_on_this_cp_rank(
+            {**batch, **offsets}, shift_labels=True, labels_cross_documents=True
+        )
+        assert torch.equal(crossing["shift_labels"], shift(whole["labels"], [[]])[:, mine])
         with handler.documents(found) as table:
             assert sorted(set(table[0].tolist())) == [0, 5, 6, 17, 24] and handler.cp.batch.documents is table
             assert torch.equal(handler.position_ids(24, restart=True), restarted[mine])
