@@ -136,11 +136,11 @@ class context_parallel:
     def __enter__(self) -> ContextParallelHandler:
         self._check()
         for outer in _blocks.entries:
-            theirs = outer.call.binding.style.mode.layout
-            if outer.shares and theirs != self.handler.layout and outer.call.binding.active.mesh == self.handler.mesh:
+            layout = outer.call.binding.style.mode.layout
+            if outer.shares and layout != self.handler.layout and outer.call.binding.active.mesh == self.handler.mesh:
                 raise ValueError(
                     f"layout={self.handler.layout!r} inside a context_parallel block that has sharded its buffers as "
-                    f"{theirs!r} on the same mesh. Attention would assign wrong positions to tokens. Use one layout"
+                    f"{layout!r} on the same mesh. Attention would assign wrong positions to tokens. Use one layout"
                 )
         sharded = [
             _Sharded(x, dim, self.handler, id(x) in self._keep)

@@ -112,10 +112,10 @@ def check_head(head: nn.Module) -> None:
 def _call(head: nn.Module, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Any:
     """Call a module with another forward: its hooks run, those of FSDP and tensor parallelism too. Hooks of others see
     log-probabilities in place of logits, so they may observe, and must not change anything."""
-    hooks, own = head._forward_hooks, dict(head._forward_hooks)
+    hooks, before = head._forward_hooks, dict(head._forward_hooks)
     if head._backward_pre_hooks:
         raise _changes("backward pre-hook", next(iter(head._backward_pre_hooks.values())))
-    for key, hook in own.items():
+    for key, hook in before.items():
         if not str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
             hooks[key] = partial(_observe, hook)
     head.forward = forward
@@ -123,7 +123,7 @@ def _call(head: nn.Module, hidden: Tensor, forward: Callable[[Tensor], Tensor]) 
         return head(hidden)
     finally:
         del head.forward
-        hooks.update((key, hook) for key, hook in own.items() if key in hooks)  # a hook may have removed itself
+        hooks.update((key, hook) for key, hook in before.items() if key in hooks)  # a hook may have removed itself
 
 
 def _observe(hook: Callable[..., Any], module: nn.Module, *given: Any) -> None:

@@ -147,7 +147,7 @@ class AttentionState:
     """The layout in which the batch was split."""
 
     def to(self, device: torch.device) -> AttentionState:
-        """The same on the device where the model computes: batches are often prepared on the host."""
+        """Move the state to the device where the model computes: batches are often prepared on the host."""
         tokens, keys = (None if x is None else x.to(device) for x in (self.tokens, self.keys))
         return replace(self, tokens=tokens, keys=keys)
 

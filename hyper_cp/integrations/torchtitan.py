@@ -241,10 +241,10 @@ class PackedAttention(nn.Module):
 
     def __init__(self, inner: nn.Module, mesh: DeviceMesh, style: ContextParallel) -> None:
         super().__init__()
-        own = getattr(inner, "window_size", (-1, 0))
+        window = getattr(inner, "window_size", (-1, 0))
         if style.mode.window is not None:
             raise ValueError(f"style has window={style.mode.window}, but {type(inner).__name__} has its own. Drop it")
-        self.window = tuple(None if w == -1 else w for w in own)
+        self.window = tuple(None if w == -1 else w for w in window)
         self.binding = Binding(style, mesh, describe(inner))
 
     def forward(

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import attention_calls
 from ._torch.function_modes import take_out
-from .running_call import RunningCall, answer
+from .running_call import RunningCall, routed_attention
 from .thread_stack import ThreadStack
 
 
@@ -51,7 +51,7 @@ class DispatchMode(EnteredMode):
         if read is not None and call.alive():  # else a KeyboardInterrupt ended the call without its hooks
             call.routed += 1
             request = read(call.binding.name, *args, **kwargs)
-            return request.answer(answer(call, request))
+            return request.to_caller(routed_attention(call, request))
         unrouted = attention_calls.spelled(func) if read is None and call.must_route else None
         if unrouted is not None and call.alive():
             raise NotImplementedError(

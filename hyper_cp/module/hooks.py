@@ -21,7 +21,7 @@ from ._torch.modules import calls_running
 from .dispatch_mode import abandon, begin, calls, current_call, dispatching
 from .mesh_binding import Binding, Style, describe, documents_keyword, takes_documents
 from .model import begin_call
-from .running_call import Exchanged, RunningCall
+from .running_call import ExchangedInputs, RunningCall
 
 
 class AttentionHooks:
@@ -99,7 +99,7 @@ class AttentionHooks:
             qkv = self._ulysses(call, cp).to_heads(*qkv)
         length, heads = qkv[0].shape[seq], qkv[0].shape[head]
         ambiguous = length == heads and not torch.compiler.is_compiling()
-        call.exchanged = Exchanged(cp, length, heads, qkv[0].ndim, tuple(qkv) if ambiguous else ())
+        call.exchanged = ExchangedInputs(cp, length, heads, qkv[0].ndim, tuple(qkv) if ambiguous else ())
         positional, keywords = list(args), dict(kwargs)
         for w, x in zip(where, qkv, strict=True):
             (positional if isinstance(w, int) else keywords)[w] = x  # type: ignore[index]
@@ -211,7 +211,7 @@ class AttentionHooks:
             return output
         return self._back(call, call.exchanged, output)
 
-    def _back(self, call: RunningCall, inside: Exchanged, output: Any) -> Any:
+    def _back(self, call: RunningCall, inside: ExchangedInputs, output: Any) -> Any:
         """All-to-all back, and into the placement of q: a tensor, or every fitting tensor of a tuple or list."""
         items = list(output) if isinstance(output, (tuple, list)) else [output]
         fits = [self._fits(inside, x) for x in items]
@@ -228,7 +228,7 @@ class AttentionHooks:
         items = [self._placed(call, next(moved)) if f else x for x, f in zip(items, fits, strict=True)]
         return _like(output, items) if isinstance(output, (tuple, list)) else items[0]
 
-    def _fits(self, inside: Exchanged, x: Any) -> bool:
+    def _fits(self, inside: ExchangedInputs, x: Any) -> bool:
         """True for a tensor of the module's output that has its sequence and heads where q had them."""
         seq, head = self.style.seq_dim, self.style.head_dim
         if not isinstance(x, Tensor) or x.ndim <= max(seq, head) or x.shape[seq] != inside.length:

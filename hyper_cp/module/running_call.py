@@ -21,7 +21,7 @@ from .mesh_binding import Binding, StyledMesh
 
 
 @dataclass
-class Exchanged:
+class ExchangedInputs:
     """Tensors of a module after the Ulysses all-to-all at its entrance."""
 
     cp: CPMesh
@@ -43,7 +43,7 @@ class RunningCall:
     module: nn.Module | None
     mesh: StyledMesh
     documents: Tensor | None = None
-    exchanged: Exchanged | None = None
+    exchanged: ExchangedInputs | None = None
     """Set if the Ulysses all-to-all was done at the entrance of the module; else the attention call does it."""
     must_route: bool = False
     """True if a local attention kernel would give wrong results."""
@@ -70,7 +70,7 @@ class RunningCall:
             self.stop()
 
 
-def answer(call: RunningCall, request: AttentionRequest) -> Any:
+def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
     """Attention over the whole sequence, as a module's attention call requests it."""
     binding, exchanged = call.binding, call.exchanged
     _check_request(call, request)
@@ -100,7 +100,8 @@ def _mode(call: RunningCall, request: AttentionRequest) -> Mode:
         return mode
     if mode.window is not None:
         raise ValueError(
-            f"{call.binding.name} asks for window={request.window}, its style for {mode.window}. Drop one of them"
+            f"{call.binding.name} calls attention with window={request.window}, but its style has "
+            f"window={mode.window}. Only one of them can apply. Drop the other"
         )
     return replace(mode, window=request.window)
 
@@ -108,7 +109,8 @@ def _mode(call: RunningCall, request: AttentionRequest) -> Mode:
 def _documents(call: RunningCall, request: AttentionRequest) -> Tensor | None:
     """The documents that place the queries of an attention call, and hide keys if these are the same sequence.
 
-    Documents describe queries. Keys of another sequence may be as many, so a module that attends to one says so.
+    Documents describe queries. Keys of another sequence may have the same length, so a module that attends to them has
+    cross_attention=True in its style.
     """
     style, mesh = call.binding.style, call.mesh
     found = call.documents if request.documents is None else request.documents
@@ -182,7 +184,7 @@ def _check_request(call: RunningCall, request: AttentionRequest) -> None:
         )
 
 
-def _swapped(call: RunningCall, exchanged: Exchanged, request: AttentionRequest) -> bool:
+def _swapped(call: RunningCall, exchanged: ExchangedInputs, request: AttentionRequest) -> bool:
     """True if the style's sequence dimension is where attention has its heads. The strides show it, of tensors that
     reach attention as the module got them, or as views."""
     style = call.binding.style

@@ -1,4 +1,4 @@
-"""The functions with which mixers run along the sequence, each answered by a recurrence over all ranks.
+"""The functions with which mixers run along the sequence, each replaced by a recurrence over all ranks.
 
 Mixers call them as globals of their own file: those of ``fla``, ``mamba_ssm`` and ``causal_conv1d``, or the plain torch
 ones that transformers has in their place. :func:`route` puts a function in front of each of them, which calls the
@@ -58,7 +58,7 @@ class RunningMixer:
 
 
 def _changing(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of further options that change what a kernel computes. Models hand all their own keywords on, too."""
+    """Return the extra keywords that affect the result. (Models also pass on keywords that do not.)"""
     return {name: x for name, x in options.items() if "in_kernel" in name or name in ("g_gamma", "gk", "gv")}
 
 
@@ -219,8 +219,8 @@ def _groups(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _not_fused(mixer: RunningMixer, *_: Any, **__: Any) -> None:
-    """A whole mixer in one function. None is the answer of transformers where there is no such kernel: the mixer then
-    calls its parts."""
+    """A whole mixer in one function. transformers returns None where there is no such kernel, and the mixer then calls
+    its parts."""
 
 
 def _decoding(mixer: RunningMixer, *_: Any, **__: Any) -> None:
@@ -250,7 +250,7 @@ running_mixers: ThreadStack[RunningMixer] = ThreadStack()
 
 
 def running_mixer() -> RunningMixer | None:
-    """The mixer, or the ``context_parallel`` block, that answers recurrent calls of this thread now."""
+    """The mixer, or the ``context_parallel`` block, that runs the recurrent calls of this thread now."""
     while (mixer := running_mixers.top) is not None:
         if mixer.alive():
             return mixer.current()
@@ -299,7 +299,7 @@ def route(kind: type[nn.Module]) -> None:
 
 
 def route_loaded() -> None:
-    """The same for all files that are loaded: a ``context_parallel`` block knows no model."""
+    """Put :data:`ROUTED` in front of the functions of all loaded files: a ``context_parallel`` block knows no model."""
     for file in sys.modules.keys() - _routed:
         names = vars(module) if isinstance(module := sys.modules.get(file), ModuleType) else {}
         for name in ROUTED.keys() & names.keys():
@@ -318,7 +318,7 @@ def _put_in_front(names: dict[str, Any], name: str) -> None:
 
 
 def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    answer = ROUTED[name]
+    replacement = ROUTED[name]
 
     @functools.wraps(original)
     def routed(*args: Any, **kwargs: Any) -> Any:
@@ -326,7 +326,7 @@ def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if mixer is None:
             return original(*args, **kwargs)
         mixer.routed += 1
-        return answer(mixer, *args, **kwargs)
+        return replacement(mixer, *args, **kwargs)
 
     routed.hyper_cp_routes = name  # type: ignore[attr-defined]
     return routed
