@@ -120,7 +120,7 @@ class context_parallel:
         self._buffers = _listed("buffers", buffers)
         self._dims = _listed("buffer_seq_dims", buffer_seq_dims)
         self._keep = {id(x) for x in _listed("no_restore_buffers", no_restore_buffers)}
-        self._entered: list[tuple[_Routing, list[_Sharded]]] = []
+        self._entered: list[_Routing] = []
         if len(self._buffers) != len(self._dims):
             raise ValueError(
                 f"{len(self._buffers)} buffers and {len(self._dims)} buffer_seq_dims: give the sequence dimension of "
@@ -150,21 +150,20 @@ class context_parallel:
         for s in sharded:
             if s.whole is not None and (s.shares_memory or memory[s.memory] > 1):
                 s.keep_before()
-        routing = _Routing(self._binding, [(s.buffer, s.share) for s in sharded])
-        routing.lengths = {s.share.shape[s.dim] for s in sharded} if self.handler.cp.size > 1 else set()
+        routing = _Routing(self._binding, sharded)
         for s in sharded:  # nothing fails from here on
             s.begin()
         for s in sharded:  # when all have begun: views of one tensor count their writes together
             s.versions = s.count_versions()
         routing.__enter__()
-        self._entered.append((routing, sharded))
+        self._entered.append(routing)
         return self.handler
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        routing, sharded = self._entered.pop()
+        routing = self._entered.pop()
         routing.__exit__(kind, error, trace)
-        written = [s for s in sharded if s.whole is not None and s.count_versions() != s.versions]
-        for s in sharded:
+        written = [s for s in routing.sharded if s.whole is not None and s.count_versions() != s.versions]
+        for s in routing.sharded:
             s.end()
         if kind is None:
             _collect(written)
@@ -297,13 +296,13 @@ class _Routing(DispatchMode):
     """Routes attention calls of a block, and gives functions a share in place of its buffer: an autograd graph must
     not hold the buffer, which will be another tensor when backward runs after the block."""
 
-    def __init__(self, binding: Binding, sharded: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, binding: Binding, sharded: list[_Sharded]) -> None:
         super().__init__(RunningCall(binding, None, binding.active, grad_enabled=False))
-        self.training = torch.is_grad_enabled()
-        self.shares = {id(buffer): share for buffer, share in sharded}
-        self.buffers = {id(share): buffer for buffer, share in sharded}
+        self.training, self.sharded = torch.is_grad_enabled(), sharded
+        self.shares = {id(s.buffer): s.share for s in sharded}
+        self.buffers = {id(s.share): s.buffer for s in sharded}
         self.mixer = _BlockMixer(self)
-        self.lengths: set[int] = set()
+        self.lengths = {s.share.shape[s.dim] for s in sharded if binding.active.parallel}
         """Positions of the shares."""
 
     def __torch_function__(
@@ -326,13 +325,9 @@ class _Routing(DispatchMode):
             return out if torch.compiler.is_compiling() else self.buffers.get(id(out), out)
         self.refuse_reentrant("attention")
         call = self.call
-        call.documents = self.documents("attention")
+        call.documents = call.binding.active_documents(caller="attention in a context_parallel block")
         call.must_route = call.mesh.parallel or call.engine_only
         return super().__torch_function__(func, types, args, kwargs)
-
-    def documents(self, what: str) -> Tensor | None:
-        """The documents that are active now, for a call in the block."""
-        return self.call.mesh.documents(f"{what} in a context_parallel block")
 
     def refuse_reentrant(self, what: str) -> None:
         """Raise ``NotImplementedError`` in a reentrant checkpoint."""
@@ -387,8 +382,9 @@ class _BlockMixer(RunningMixer):
         """This one with the active documents; None where calls are left to others, or there is one rank."""
         if not self.routing.responsible():
             return None
-        self.documents = self.routing.documents("a recurrence")
-        if not self.routing.call.mesh.parallel and self.documents is None:
+        binding = self.routing.call.binding
+        self.documents = binding.active_documents(caller="a recurrence in a context_parallel block")
+        if not binding.active.parallel and self.documents is None:
             return None
         self.routing.refuse_reentrant("a recurrence")
         return self

@@ -77,10 +77,6 @@ class StyledMesh:
             check_degree(style.mode, cp)
         self.cp_dims = CPDims(mesh)
 
-    def documents(self, caller: str) -> Tensor | None:
-        """The documents of the active ``handler.documents`` block on this mesh, for a call of ``caller``."""
-        return self.views[0].batch.active_documents(caller)
-
     @property
     def parallel(self) -> bool:
         """True if there is more than one rank."""
@@ -148,12 +144,12 @@ class Binding:
             self.heads, self.positions = (q_heads, kv_heads), positions
         return q_heads, kv_heads
 
-    def active_documents(self, given: Tensor | None = None) -> Tensor | None:
+    def active_documents(self, given: Tensor | None = None, caller: str | None = None) -> Tensor | None:
         """The documents of a call: those it is ``given``, else those of the enclosing ``handler.documents`` block on
-        the active mesh."""
+        the active mesh. Errors name the module, or the ``caller``."""
         if given is not None:
             return given
-        found = self.active.documents(self.name)
+        found = self.active.views[0].batch.active_documents(caller or self.name)
         if found is None and any(mesh.views[0].batch.documents is not None for mesh in self.stack[:-1]):
             raise RuntimeError(
                 f"{self.name} runs on another cp mesh, but a documents block is active on the one it has left. "
