@@ -201,7 +201,7 @@ class Shares:
         resolved = resolve_layout(self, tensor.shape[seq_dim], documents, f"tensor.shape[{seq_dim}]")
         self.cp.batch.record_length(tensor.shape[seq_dim] // self.cp.size)
         if self.cp.agreement is not None and not torch.compiler.is_compiling():
-            self.cp.agreement.bring(tensor)
+            self.cp.agreement.compare_tokens_later(tensor)
         ranges = resolved.ranges(self.cp.rank)
         return torch.cat([tensor.narrow(seq_dim, start, stop - start) for start, stop in ranges], dim=seq_dim)
 
