@@ -169,20 +169,18 @@ class _KeywordBatch(WholeBatch):
 
     def read_padding(self) -> None:
         """Read what attention must know."""
-        mask, positions, in_block = (
-            self.entries.get("attention_mask"),
-            None,
-            self.handler.cp.batch.documents is not None,
-        )
+        mask, positions = self.entries.get("attention_mask"), self.position_ids
         if _rows(mask) and mask.ndim == 2:
             self.mask = self._padded(self.entries.pop("attention_mask"))
         elif isinstance(mask, Tensor):
             self.pad_mask(mask)
-        elif _rows(self.position_ids) and self.position_ids.ndim == 2 and not in_block:
-            positions = self.position_ids  # the documents of a block say what positions that restart in them would say
+        # The documents of a block say what positions that restart in them would say.
+        in_block = self.handler.cp.batch.documents is not None
+        if mask is not None or positions is None or positions.ndim != 2 or in_block:
+            positions = None
         documents = None if self.documents is None else padded_table(self.handler, self.documents.rows)
         self.state = attention_state(self.handler, documents, self.mask, positions)
-        if positions is not None and self.state.documents is not None:
+        if self.documents is None and positions is not None and self.state.documents is not None:
             rows = read(self.state.documents).rows
             self.documents = PackedDocuments([[min(x, self.length) for x in row] for row in rows])
         if self.state.documents is None and layouts.by_documents(self.handler.layout) and not in_block:
