@@ -34,6 +34,8 @@ class ThreadBlocks:
 
 
 class _ThisThread(threading.local):
+    """The blocks of a thread on one mesh. (No ``module.thread_stack``: other threads must see them too, see below.)"""
+
     def __init__(self) -> None:
         self.blocks = ThreadBlocks()
 

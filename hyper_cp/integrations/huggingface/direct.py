@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ...module._torch.modules import is_running
+from ...module.thread_stack import ThreadStack
 from .attention import attention_forward
 from .forward import ForwardState, state_for
 
@@ -52,13 +52,15 @@ def route(modules: list[nn.Module]) -> None:
 def _before(module: nn.Module, args: Any) -> None:
     state = state_for(module)
     if isinstance(state, ForwardState):
-        _thread.modes.append(_Routing(module, state))
-        _thread.modes[-1].__enter__()
+        mode = _Routing(module, state)
+        _modes.push(mode)
+        mode.__enter__()
 
 
 def _after(module: nn.Module, args: Any, output: Any) -> None:
-    if _thread.modes and _thread.modes[-1].module is module:
-        _thread.modes.pop().__exit__(None, None, None)
+    if (mode := _modes.top) is not None and mode.module is module:
+        _modes.remove(mode)
+        mode.__exit__(None, None, None)
 
 
 class _Routing(TorchFunctionMode):
@@ -93,9 +95,5 @@ class _Routing(TorchFunctionMode):
         return out.transpose(1, 2)
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.modes: list[_Routing] = []
-
-
-_thread = _Thread()
+_modes: ThreadStack[_Routing] = ThreadStack()
+"""The modes that are entered."""

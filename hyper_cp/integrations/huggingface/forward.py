@@ -6,7 +6,6 @@ on are called without it: they find the forward that is running.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,6 +16,7 @@ from ...module._torch import checkpoint
 from ...module._torch.modules import is_running
 from ...module.mesh_binding import Style, StyledMesh
 from ...module.mixers.hooks import Where
+from ...module.thread_stack import ThreadStack
 from ...schedule.layout import by_documents
 
 
@@ -75,43 +75,40 @@ class OneDevice:
 State = ForwardState | OneDevice
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.forwards: list[tuple[nn.Module, State]] = []
-        self.offered: PreparedBatch | None = None
-
-
-_thread = _Thread()
+_forwards: ThreadStack[tuple[nn.Module, State]] = ThreadStack()
+"""The decoders that run, and the state of each."""
+_offered: ThreadStack[PreparedBatch | None] = ThreadStack()
+"""The state that the model around a decoder was given, if any."""
 
 
 def offer(batch: PreparedBatch | None) -> None:
     """Keep the state that a model was given for its decoder: not every model passes unknown keywords on."""
-    _thread.offered = batch
+    _offered.entries[:] = [batch]
 
 
 def offered() -> PreparedBatch | None:
     """The state that the model around this decoder was given."""
-    return _thread.offered
+    return _offered.top
 
 
 def begin(decoder: nn.Module, state: State) -> None:
     """Record that a forward of ``decoder`` runs with this state."""
-    _thread.forwards.append((decoder, state))
+    _forwards.push((decoder, state))
 
 
 def end(decoder: nn.Module) -> None:
     """Undo :func:`begin`, if it was called."""
-    if _thread.forwards and _thread.forwards[-1][0] is decoder:
-        _thread.forwards.pop()
+    if (top := _forwards.top) is not None and top[0] is decoder:
+        _forwards.remove(top)
 
 
 def running() -> State | None:
     """The state of the innermost forward that runs in this thread."""
-    forwards = _thread.forwards
-    # A KeyboardInterrupt ends a forward without its hooks.
-    while forwards and not (torch.compiler.is_compiling() or is_running(forwards[-1][0])):
-        forwards.pop()
-    return forwards[-1][1] if forwards else None
+    while (top := _forwards.top) is not None:
+        if torch.compiler.is_compiling() or is_running(top[0]):
+            return top[1]
+        _forwards.remove(top)  # a KeyboardInterrupt ended that forward without its hooks
+    return None
 
 
 def state_for(owner: nn.Module) -> State | None:
