@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
+from .data.arguments import check_type
 from .data.sharding import checked_dim, resolve_layout
 from .handler import ContextParallelHandler
 from .module import attention_calls
@@ -123,14 +124,14 @@ class context_parallel:
         self._entered: list[_Routing] = []
         if len(self._buffers) != len(self._dims):
             raise ValueError(
-                f"{len(self._buffers)} buffers and {len(self._dims)} buffer_seq_dims: give the sequence dimension of "
-                "each buffer"
+                f"{len(self._buffers)} buffers and {len(self._dims)} buffer_seq_dims are given. Each buffer has one "
+                "sequence dimension. Pass equal numbers of both"
             )
         unknown = self._keep - {id(x) for x in self._buffers}
         if unknown:
             raise ValueError(
-                f"{len(unknown)} of no_restore_buffers are not in buffers (the same tensor objects): add them there, "
-                "or leave them out"
+                f"{len(unknown)} of no_restore_buffers are not in buffers (the same tensor objects). They would not be "
+                "sharded at all. Add them there, or leave them out"
             )
 
     def __enter__(self) -> ContextParallelHandler:
@@ -172,32 +173,34 @@ class context_parallel:
         seen: set[int] = set()
         for i, (x, dim) in enumerate(zip(self._buffers, self._dims, strict=True)):
             name = f"buffers[{i}]"
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} is a {type(x).__name__}, not a tensor")
+            check_type(name, x, Tensor, "Buffers are sharded in place. Pass the tensor itself")
             if x.requires_grad:
                 raise ValueError(
-                    f"{name} of shape {tuple(x.shape)} requires a gradient, and a tensor in an autograd graph cannot "
-                    "be sharded in place: pass x.detach(), or shard it with handler.dispatch, which is differentiable"
+                    f"{name} of shape {tuple(x.shape)} requires a gradient. A tensor in an autograd graph cannot be "
+                    "sharded in place. Pass x.detach(), or shard it with handler.dispatch, which is differentiable"
                 )
             if type(x) not in (Tensor, nn.Parameter, nn.Buffer):
-                raise TypeError(f"{name} is a {type(x).__name__}; only plain tensors can be sharded in place")
+                raise TypeError(
+                    f"{name} is a {type(x).__name__}. Only plain tensors can be sharded in place. Shard it with "
+                    "handler.dispatch"
+                )
             if x.is_inference():
                 raise ValueError(
-                    f"{name} of shape {tuple(x.shape)} was made under inference_mode, and writes to it are not "
-                    "counted: make it outside, or pass x.clone() made outside"
+                    f"{name} of shape {tuple(x.shape)} was made under inference_mode. Writes to it are not counted. "
+                    "Make it outside, or pass x.clone() made outside"
                 )
             checked_dim(x, dim, f"buffer_seq_dims[{i}]", name)
             resolve_layout(self.handler, x.shape[dim], self.handler.cp.batch.documents, f"{name}.shape[{dim}]")
             if id(x) in seen or id(x) in _sharded_now:
                 where = "twice in buffers" if id(x) in seen else "sharded by an enclosing block already"
-                raise ValueError(f"{name} of shape {tuple(x.shape)} is {where}: it can be sharded once")
+                raise ValueError(f"{name} of shape {tuple(x.shape)} is {where}. It can be sharded once. Drop it")
             seen.add(id(x))
 
 
 def _listed(argument: str, given: Any) -> list[Any]:
     """An argument that is None or holds several objects, as a list."""
     if isinstance(given, (Tensor, str)) or not isinstance(given, (Iterable, type(None))):
-        raise TypeError(f"{argument} is a {type(given).__name__}: pass a list, with one entry per buffer")
+        raise TypeError(f"{argument} is a {type(given).__name__}. Each buffer has an entry. Pass a list")
     return list(given or ())
 
 

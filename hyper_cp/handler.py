@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from .data import loss, rotary
+from .data.arguments import check_type
 from .data.batch import LocalBatch, local_batch
 from .data.head import Logits, log_probs, token_losses
 from .data.sharding import Shares, checked_dim, checked_length, documents_for, padded_table, resolve_layout
@@ -59,8 +60,9 @@ class ContextParallelHandler(Shares):
         away = swapped.get(self.style) if self.style is not None else None
         if away and away[-1] != self.mesh:
             raise RuntimeError(
-                "the model of this handler's style runs on another cp mesh (context_parallel_mesh). Use the handler "
-                "that the block yields, or one that follows the model, ContextParallelHandler.of(model)"
+                "the model of this handler's style runs on another cp mesh (context_parallel_mesh). Data would be "
+                "split over other ranks than attention. Use the handler that the block yields, or one that follows "
+                "the model, ContextParallelHandler.of(model)"
             )
         return super().cp
 
@@ -288,8 +290,7 @@ class ContextParallelHandler(Shares):
                 f"core_attn needs to know how attention runs, but this handler was made with layout {self.layout!r} "
                 "only. To make the handler, pass it a ContextParallel style"
             )
-        if not callable(attn):
-            raise TypeError(f"attn is a {type(attn).__name__}: pass an attention function or module")
+        check_type("attn", attn, Callable, "It is called with q, k, v. Pass an attention function or module")
         dims = kwargs.pop("seq_dim", self.style.seq_dim), kwargs.pop("head_dim", self.style.head_dim)
         ContextParallel(*dims)  # raises if they are wrong
         if (self.mesh, *dims) not in self._cores:
@@ -375,7 +376,7 @@ class ContextParallelHandler(Shares):
         """
         loss.check_share(self.cp, labels)
         if length is not None and not gather:
-            raise ValueError(f"length={length} without gather=True: only the whole sequence has padding to cut off")
+            raise ValueError(f"length={length} without gather=True. A share has no padding to cut off. Leave it out")
         found = log_probs(hidden, labels, head, Logits(ignore_index, softcap, scale, chunk))
         if gather and length is None:
             known = self.cp.batch.length

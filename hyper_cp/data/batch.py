@@ -18,6 +18,7 @@ from torch import Tensor
 from ..mesh.agreement import digest
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, read
+from .arguments import check_type, is_int
 from .loss import check_ignore_index
 from .packing import AttentionState, padded_mask, runs, take_documents
 from .sharding import Shares, checked_dim, local_share, padded_table, resolve_layout
@@ -63,14 +64,11 @@ def local_batch(
     labels_cross_documents: bool,
 ) -> Any:
     """See :meth:`hyper_cp.ContextParallelHandler.get_batch_on_this_cp_rank`."""
-    if not isinstance(batch, (Mapping, list, tuple)):
-        raise TypeError(f"batch is a {type(batch).__name__}: pass a dict, a list or a tuple of tensors")
+    check_type("batch", batch, (Mapping, list, tuple), "It holds several tensors. Pass a dict, a list or a tuple")
     named, entries = isinstance(batch, Mapping), entries_of(handler, batch, debug)
-    if named and not isinstance(entries.get("position_ids"), (Tensor, type(None))):
-        raise TypeError(
-            f"position_ids is a {type(entries['position_ids']).__name__}: pass a tensor over the whole sequence, or "
-            "leave it out"
-        )
+    if named:
+        remedy = "It is split like the tokens. Pass a tensor over the whole sequence, or leave it out"
+        check_type("position_ids", entries.get("position_ids"), (Tensor, type(None)), remedy)
     check_ignore_index(ignore_index)
     if shift_labels and not (named and isinstance(entries.get("labels"), Tensor) and "shift_labels" not in entries):
         raise ValueError(
@@ -97,14 +95,15 @@ def local_batch(
 
 
 def _check_pad_values(pad_values: Any, dims: Mapping[Any, int]) -> None:
-    if not isinstance(pad_values, Mapping):
-        raise TypeError(f"pad_values is a {type(pad_values).__name__}: pass a dict, from entries to numbers")
+    check_type("pad_values", pad_values, Mapping, "Each entry has a value of its own. Pass a dict of numbers")
     unknown = [name for name in pad_values if name not in dims]
     if unknown:
-        raise ValueError(f"pad_values names {unknown}, but the entries with a sequence are {list(dims)}")
+        raise ValueError(
+            f"pad_values names {unknown}, but the entries with a sequence are {list(dims)}. Others are not padded. "
+            "Leave them out"
+        )
     for name, value in pad_values.items():
-        if not isinstance(value, (int, float)):
-            raise TypeError(f"pad_values[{name!r}]={value!r} must be a number, with which the entry is padded")
+        check_type(f"pad_values[{name!r}]", value, (int, float), "The entry is padded with it. Pass a number")
 
 
 class WholeBatch:
@@ -150,7 +149,10 @@ class WholeBatch:
             return
         if not isinstance(mask, Tensor) or mask.ndim < 2:
             kind = f"has shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
-            raise TypeError(f"attention_mask {kind}: pass a padding mask [B, S], or a mask [..., S, S], as a tensor")
+            raise TypeError(
+                f"attention_mask {kind}. It says which positions are padding, or which see each other. Pass a padding "
+                "mask [B, S], or a mask [..., S, S], as a tensor"
+            )
         if "attention_mask" not in self.dims:
             self.pad_mask(mask)
             return
@@ -307,12 +309,17 @@ def _sequence_dims(entries: dict[Any, Any], seq_dims: Any, named: bool) -> dict[
             )
         seq_dims = dict(enumerate(seq_dims))
     given: Mapping[Any, int | None] = seq_dims if isinstance(seq_dims, Mapping) else {}
-    default = 1 if isinstance(seq_dims, Mapping) else seq_dims
-    if not isinstance(default, int) or isinstance(default, bool):
-        raise TypeError(f"seq_dims={seq_dims!r} must be an int, a dict of ints and None, or one of these per entry")
+    default: Any = 1 if isinstance(seq_dims, Mapping) else seq_dims
+    if not is_int(default):
+        raise TypeError(
+            f"seq_dims={seq_dims!r} is not a dimension. It says where each entry has its sequence. Pass an int, a dict "
+            "of ints and None, or one of these per entry"
+        )
     missing = [name for name in given if name not in entries]
     if missing:
-        raise ValueError(f"seq_dims names {missing}, but the batch has {list(entries)}")
+        raise ValueError(
+            f"seq_dims names {missing}, but the batch has {list(entries)}. There is nothing to split. Correct the names"
+        )
     found = {}
     for name, x in entries.items():
         if not isinstance(x, Tensor):

@@ -15,7 +15,8 @@ from ..schedule import layout as layouts
 from ..schedule.documents import documents_table, read
 from ..schedule.layout import ResolvedLayout
 from ..schedule.lookup import resolve
-from .collectives import gather_sequence, roll_sequence, scale_gradient
+from .arguments import check_type, is_int
+from .collectives import gather_sequence, roll_sequence, with_gradient_of
 
 
 class Shares:
@@ -120,8 +121,8 @@ class Shares:
             )
         table = self.cp.batch.documents if documents is None else documents_for(self, documents, whole)
         if gradients is not None:
-            # Parts, of which the reduction makes the mean; or the sum, of a loss that has been divided by n.
-            tensor = scale_gradient(tensor, self.cp.size)
+            # The reduction averages the parts of all ranks, or adds up those of a loss that was divided by n.
+            tensor = with_gradient_of(tensor, tensor * self.cp.size)
         gathered = gather_sequence(tensor, table, self.cp.key, self.layout, seq_dim)
         return gathered if length is None else gathered.narrow(seq_dim, 0, length)
 
@@ -151,8 +152,8 @@ class Shares:
         Source: ``roll_tensor`` of Megatron-LM's multi-token prediction; there one position to the left.
         """
         seq_dim = checked_dim(tensor, dims, "dims")
-        if not isinstance(shifts, int) or isinstance(shifts, bool):
-            raise TypeError(f"shifts={shifts!r} must be an int, a number of positions along the one dimension dims")
+        if not is_int(shifts):
+            raise TypeError(f"shifts={shifts!r} must be an int. It counts positions along the dimension dims. Pass one")
         length = tensor.shape[seq_dim] * self.cp.size
         shifts = max(-length, min(length, shifts))  # beyond that everything is zero, and ops take 64 bits
         layouts.check_length(self.layout, self.cp.size, length)
@@ -194,8 +195,7 @@ class Shares:
         """See :func:`local_share`."""
         seq_dim = checked_dim(tensor, seq_dim)
         length = tensor.shape[seq_dim]
-        if not isinstance(pad_value, (int, float, type(None))):
-            raise TypeError(f"pad_value={pad_value!r} must be a number, with which the sequence is padded, or None")
+        check_type("pad_value", pad_value, (int, float, type(None)), "The sequence is padded with it. Pass a number")
         if pad_value is not None and self.padded_length(length) > length:
             tensor = _padded(tensor, seq_dim, self.padded_length(length) - length, pad_value)
         resolved = resolve_layout(self, tensor.shape[seq_dim], documents, f"tensor.shape[{seq_dim}]")
@@ -264,9 +264,8 @@ def _padded(tensor: Tensor, seq_dim: int, more: int, pad_value: float) -> Tensor
 def checked_dim(tensor: Tensor, seq_dim: int, argument: str = "seq_dim", name: str = "tensor") -> int:
     """The dimension ``seq_dim`` counted from the left; ``TypeError`` or ``ValueError`` if the tensor, which errors call
     ``name``, has none."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor")
-    if not isinstance(seq_dim, int) or isinstance(seq_dim, bool) or not -tensor.ndim <= seq_dim < tensor.ndim:
+    check_type(name, tensor, Tensor, "It has one dimension that is the sequence. Pass a torch.Tensor")
+    if not is_int(seq_dim) or not -tensor.ndim <= seq_dim < tensor.ndim:
         raise ValueError(
             f"{argument}={seq_dim!r} is not a dimension of {name}, whose shape is {tuple(tensor.shape)}. "
             + (f"Use {-tensor.ndim} to {tensor.ndim - 1}" if tensor.ndim else "A sequence needs a dimension")
@@ -277,7 +276,7 @@ def checked_dim(tensor: Tensor, seq_dim: int, argument: str = "seq_dim", name: s
 def checked_length(argument: str, length: int) -> int:
     """Return a number of positions, or raise ``TypeError`` or ``ValueError``."""
     if not isinstance(length, (int, torch.SymInt)) or isinstance(length, bool):
-        raise TypeError(f"{argument}={length!r} must be an int, a number of positions")
+        raise TypeError(f"{argument}={length!r} must be an int. It is a number of positions. Pass one")
     if isinstance(length, int) and not 0 <= length < 2**48:
-        raise ValueError(f"{argument}={length} is not a number of positions that a sequence can have")
+        raise ValueError(f"{argument}={length} is impossible. A sequence has 0 to 2**48 positions. Pass their number")
     return length

@@ -122,3 +122,52 @@ def test_lengths_of_shares_are_recorded_for_a_while() -> None:
     for length in range(LENGTHS + 2):
         state.record_length(length)
     assert not state.is_share(1) and state.is_share(2) and state.is_share(LENGTHS + 1)
+
+
+def attend(state: BatchState, **given: Any) -> None:
+    """Record a call of 8 queries and keys with the documents ``A``; without more it is causal."""
+    usual = {"band": (None, 0), "lengths": (8, 8), "mask_rows": None, "masked": False, "positional": False}
+    state.record_attention(4, A, **{**usual, **given})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"positional": True},
+        {"mask_rows": 8, "masked": True},
+        {"mask_rows": 1, "masked": True, "lengths": (8, 6)},
+        {"mask_rows": 1, "masked": True, "lengths": (1, 1)},
+    ],
+)
+def test_attention_that_may_be_anything_is_not_compared(given: dict[str, Any]) -> None:
+    state = BatchState()
+    block = state.enter(A)
+    attend(state)
+    attend(state, band=(None, None), **given)
+    assert block.used and block.kinds == {True}
+    state.leave(block)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"mask_rows": 1, "masked": True}, {"mask_rows": 8}],
+    ids=["plain", "rows alike", "mask that is a band"],
+)
+def test_causal_and_other_attention_in_one_block_raises(given: dict[str, Any]) -> None:
+    state = BatchState()
+    block = state.enter(A)
+    attend(state)
+    with pytest.raises(RuntimeError, match="causal and non-causal attention use the documents of one"):
+        attend(state, band=(None, None), **given)
+    state.leave(block)
+    attend(state, band=(None, None))  # outside of the block nothing is compared
+
+
+def test_labels_of_documents_that_no_call_had() -> None:
+    state, labels = BatchState(), torch.zeros(1, 8)
+    state.record_packed(labels)
+    assert not state.ignores_documents(labels)
+    state.record_attention(4, None, band=(None, 0), lengths=(8, 8), mask_rows=None, masked=False, positional=False)
+    assert state.ignores_documents(labels) and not state.ignores_documents(labels.clone())
+    attend(state)
+    assert not state.ignores_documents(labels)
