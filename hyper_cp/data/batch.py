@@ -20,7 +20,7 @@ from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, read
 from .arguments import check_type, is_int
 from .loss import check_ignore_index
-from .packing import AttentionState, padded_mask, runs, take_documents
+from .packing import PreparedBatch, padded_mask, runs, take_documents
 from .sharding import Shares, checked_dim, local_share, padded_table, resolve_layout
 
 TOKENS = ("input_ids", "tokens", "inputs_embeds")
@@ -250,7 +250,7 @@ def entries_of(handler: Shares, batch: Any, debug: bool) -> dict[Any, Any]:
     different batches.
     """
     entries: dict[Any, Any] = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
-    is_share = isinstance(batch, LocalBatch) or any(isinstance(x, AttentionState) for x in entries.values())
+    is_share = isinstance(batch, LocalBatch) or any(isinstance(x, PreparedBatch) for x in entries.values())
     if debug:
         state = "its state (whole, or split already)"
         _compare(handler, {state: is_share, "the names (or number) of its entries": list(entries)})

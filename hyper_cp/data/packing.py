@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -134,8 +134,8 @@ def padded_mask(mask: Tensor, length: int, padded: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class AttentionState:
-    """The part of a batch's state that its attention calls need, beside a causal mask."""
+class PreparedBatch:
+    """The state of a batch that attention, rotary embeddings and the router loss of a model need."""
 
     documents: Tensor | None = None
     """Table of boundaries, on the CPU; padding before the tokens of a row is a document of its own."""
@@ -145,16 +145,33 @@ class AttentionState:
     """``[B, 1, 1, S]``, if padding cannot be a document (it lies between tokens): False where there is padding."""
     layout: str | None = None
     """The layout in which the batch was split."""
+    last_position: int | Tensor = 0
+    """The largest position of the whole batch: some rotary tables depend on it."""
+    counted: Tensor | None = None
+    """``[B, S/n]``: False on this rank's padding, which the router loss does not count. None: there is none."""
+    token_types: dict[str, Tensor] = field(default_factory=dict)
+    """Types of all tokens of the sequence ``[B, S]``, -1 on padding, by their name in the batch. Some models make masks
+    of them, in which images see themselves whole."""
+    length: int | None = None
+    """The number of tokens of this rank, padding included; None if ``prepare_batch`` has not split the batch."""
+    numbered: bool = False
+    """True if the batch had no position ids, and they count from 0 to the end of the sequence."""
 
-    def to(self, device: torch.device) -> AttentionState:
+    @property
+    def plain(self) -> bool:
+        """True if the batch has neither documents nor padding that attention must know."""
+        return self.documents is None and self.tokens is None and self.keys is None
+
+    def to(self, device: torch.device) -> PreparedBatch:
         """Move the state to the device where the model computes: batches are often prepared on the host."""
-        tokens, keys = (None if x is None else x.to(device) for x in (self.tokens, self.keys))
-        return replace(self, tokens=tokens, keys=keys)
+        given = {"tokens": self.tokens, "keys": self.keys, "counted": self.counted}
+        moved: dict[str, Any] = {name: None if x is None else x.to(device) for name, x in given.items()}
+        return replace(self, **moved, token_types={name: x.to(device) for name, x in self.token_types.items()})
 
 
 def attention_state(
     handler: Shares, documents: Tensor | None, mask: Tensor | None = None, positions: Tensor | None = None
-) -> AttentionState:
+) -> PreparedBatch:
     """Read what attention must know from a batch's global documents, padding mask and positions.
 
     Waits for the device that holds the mask or positions.
@@ -171,17 +188,17 @@ def attention_state(
     if mask is None:
         if positions is not None and documents is None:
             documents = _restarts(positions, handler.padded_length(positions.shape[1]))
-        return AttentionState(documents, layout=handler.layout)
+        return PreparedBatch(documents, layout=handler.layout)
     host, rows = runs(mask)
     begins = host.int().diff(dim=1) > 0  # a token behind padding
     if not bool(begins.any()):
-        return AttentionState(documents, layout=handler.layout)
+        return PreparedBatch(documents, layout=handler.layout)
     tokens = mask.bool()
     if documents is not None or bool((begins.sum(1) + host[:, 0] > 1).any()):
-        return AttentionState(documents, keys=rearrange(tokens, "b s -> b 1 1 s"), layout=handler.layout)
+        return PreparedBatch(documents, keys=rearrange(tokens, "b s -> b 1 1 s"), layout=handler.layout)
     documents = documents_table(rows)
     here = rearrange(local_share(handler, tokens, 1, documents), "b s -> b 1 s 1")
-    return AttentionState(documents, tokens=here, layout=handler.layout)
+    return PreparedBatch(documents, tokens=here, layout=handler.layout)
 
 
 def _restarts(positions: Tensor, length: int) -> Tensor | None:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from ..data.batch import WholeBatch, entries_of
 from ..data.collectives import by_rank
-from ..data.packing import attention_state, take_documents
+from ..data.packing import PreparedBatch, attention_state, take_documents
 from ..data.sharding import Shares, documents_for, local_share, padded_table
 from ..handler import ContextParallelHandler
 from ..module.mesh_binding import Binding, binding_of, describe
@@ -53,7 +53,7 @@ from .huggingface.checks import (
 )
 from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.direct import direct_attention, no_mask, route
-from .huggingface.forward import ForwardState, OneDevice, PreparedBatch, mixer_state
+from .huggingface.forward import ForwardState, OneDevice, mixer_state
 from .huggingface.lightning import LightningHooks, is_lightning
 from .huggingface.rotary import prepare_rotary
 
@@ -204,8 +204,8 @@ class _KeywordBatch(WholeBatch):
         types = {name: self._padded(self.entries[name], -1) for name in TOKEN_TYPES if _rows(self.entries.get(name))}
         if self.mask is not None:
             types = {name: x.masked_fill(~self.mask.bool(), -1) for name, x in types.items()}
-        return PreparedBatch(
-            **vars(self.state),
+        return replace(
+            self.state,
             last_position=self.length - 1 if self.position_ids is None else self.position_ids.max(),
             counted=None if counted is None else local_share(self.handler, counted, 1, self.table),
             token_types=types,
@@ -369,8 +369,7 @@ class DecoderHook:
             counted = padding if padding.shape[1] == tokens.shape[1] else local_share(handler, whole, 1, documents)
         elif mask is None and positions is not None and positions.ndim == 2 and documents is None:
             packed = handler.combine(positions, 1)
-        state = attention_state(handler, documents, whole, packed)
-        return PreparedBatch(**vars(state), last_position=last, counted=counted)
+        return replace(attention_state(handler, documents, whole, packed), last_position=last, counted=counted)
 
     def _last_position(self, handler: ContextParallelHandler, positions: Tensor | None, tokens: Tensor) -> int | Tensor:
         """The largest position of all ranks, if a rotary embedding of this decoder depends on it."""

@@ -6,52 +6,18 @@ on are called without it: they find the forward that is running.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ...data.packing import AttentionState
+from ...data.packing import PreparedBatch
 from ...module._torch import checkpoint
 from ...module._torch.modules import is_running
 from ...module.mesh_binding import Style, StyledMesh
 from ...module.mixers.hooks import Where
 from ...module.thread_stack import ThreadStack
 from ...schedule.layout import by_documents
-
-
-@dataclass(frozen=True)
-class PreparedBatch(AttentionState):
-    """The state of a batch that attention, rotary embeddings and the router loss of a model need."""
-
-    last_position: int | Tensor = 0
-    """The largest position of the whole batch: some rotary tables depend on it."""
-    counted: Tensor | None = None
-    """``[B, S/n]``: False on this rank's padding, which the router loss does not count. None: there is none."""
-
-    def to(self, device: torch.device) -> PreparedBatch:
-        """The same on the device where the model computes."""
-        moved = super().to(device)
-        types = {name: x.to(device) for name, x in self.token_types.items()}
-        counted = _moved(self.counted, device)
-        return replace(self, tokens=moved.tokens, keys=moved.keys, counted=counted, token_types=types)
-
-    token_types: dict[str, Tensor] = field(default_factory=dict)
-    """Types of all tokens of the sequence ``[B, S]``, -1 on padding, by their name in the batch. Some models make masks
-    of them, in which images see themselves whole."""
-    length: int | None = None
-    """The number of tokens of this rank, padding included; None if ``prepare_batch`` has not split the batch."""
-    numbered: bool = False
-    """True if the batch had no position ids, and they count from 0 to the end of the sequence."""
-
-    @property
-    def plain(self) -> bool:
-        """True if the batch has neither documents nor padding that attention must know."""
-        return self.documents is None and self.tokens is None and self.keys is None
-
-
-def _moved(x: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if x is None else x.to(device)
 
 
 @dataclass(frozen=True)
