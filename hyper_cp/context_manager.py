@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,14 +12,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
+from .data.arguments import check_type
+from .data.sharding import checked_dim, resolve_layout
 from .handler import ContextParallelHandler
 from .module import attention_calls
 from .module._torch import checkpoint, flex_patch
 from .module.dispatch_mode import BACKWARD, DispatchMode, current_call, differentiate, dispatching
 from .module.guards import MIXING_CALLS, refuse_mixing_call, refuse_running_mixer
 from .module.mesh_binding import Binding
-from .module.mixers.block import BlockMixer
+from .module.mixers.calls import RunningMixer, route_loaded, running_mixers
 from .module.running_call import RunningCall
+from .module.thread_stack import ThreadStack
 from .ops.writes import writes
 from .style import ContextParallel
 
@@ -119,27 +121,27 @@ class context_parallel:
         self._buffers = _listed("buffers", buffers)
         self._dims = _listed("buffer_seq_dims", buffer_seq_dims)
         self._keep = {id(x) for x in _listed("no_restore_buffers", no_restore_buffers)}
-        self._entered: list[tuple[_Routing, list[_Sharded]]] = []
+        self._entered: list[_Routing] = []
         if len(self._buffers) != len(self._dims):
             raise ValueError(
-                f"{len(self._buffers)} buffers and {len(self._dims)} buffer_seq_dims: give the sequence dimension of "
-                "each buffer"
+                f"{len(self._buffers)} buffers and {len(self._dims)} buffer_seq_dims are given. Each buffer has one "
+                "sequence dimension. Pass equal numbers of both"
             )
         unknown = self._keep - {id(x) for x in self._buffers}
         if unknown:
             raise ValueError(
-                f"{len(unknown)} of no_restore_buffers are not in buffers (the same tensor objects): add them there, "
-                "or leave them out"
+                f"{len(unknown)} of no_restore_buffers are not in buffers (the same tensor objects). They would not be "
+                "sharded at all. Add them there, or leave them out"
             )
 
     def __enter__(self) -> ContextParallelHandler:
         self._check()
-        for outer in _active.blocks:
-            theirs = outer.call.binding.style.mode.layout
-            if outer.shares and theirs != self.handler.layout and outer.call.binding.active.mesh == self.handler.mesh:
+        for outer in _blocks.entries:
+            layout = outer.call.binding.style.mode.layout
+            if outer.shares and layout != self.handler.layout and outer.call.binding.active.mesh == self.handler.mesh:
                 raise ValueError(
                     f"layout={self.handler.layout!r} inside a context_parallel block that has sharded its buffers as "
-                    f"{theirs!r} on the same mesh. Attention would assign wrong positions to tokens. Use one layout"
+                    f"{layout!r} on the same mesh. Attention would assign wrong positions to tokens. Use one layout"
                 )
         sharded = [
             _Sharded(x, dim, self.handler, id(x) in self._keep)
@@ -149,21 +151,20 @@ class context_parallel:
         for s in sharded:
             if s.whole is not None and (s.shares_memory or memory[s.memory] > 1):
                 s.keep_before()
-        routing = _Routing(self._binding, [(s.buffer, s.share) for s in sharded])
-        routing.lengths = {s.share.shape[s.dim] for s in sharded} if self.handler.cp.size > 1 else set()
+        routing = _Routing(self._binding, sharded)
         for s in sharded:  # nothing fails from here on
             s.begin()
         for s in sharded:  # when all have begun: views of one tensor count their writes together
             s.versions = s.count_versions()
         routing.__enter__()
-        self._entered.append((routing, sharded))
+        self._entered.append(routing)
         return self.handler
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        routing, sharded = self._entered.pop()
+        routing = self._entered.pop()
         routing.__exit__(kind, error, trace)
-        written = [s for s in sharded if s.whole is not None and s.count_versions() != s.versions]
-        for s in sharded:
+        written = [s for s in routing.sharded if s.whole is not None and s.count_versions() != s.versions]
+        for s in routing.sharded:
             s.end()
         if kind is None:
             _collect(written)
@@ -172,35 +173,34 @@ class context_parallel:
         seen: set[int] = set()
         for i, (x, dim) in enumerate(zip(self._buffers, self._dims, strict=True)):
             name = f"buffers[{i}]"
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} is a {type(x).__name__}, not a tensor")
+            check_type(name, x, Tensor, "Buffers are sharded in place. Pass the tensor itself")
             if x.requires_grad:
                 raise ValueError(
-                    f"{name} of shape {tuple(x.shape)} requires a gradient, and a tensor in an autograd graph cannot "
-                    "be sharded in place: pass x.detach(), or shard it with handler.dispatch, which is differentiable"
+                    f"{name} of shape {tuple(x.shape)} requires a gradient. A tensor in an autograd graph cannot be "
+                    "sharded in place. Pass x.detach(), or shard it with handler.dispatch, which is differentiable"
                 )
             if type(x) not in (Tensor, nn.Parameter, nn.Buffer):
-                raise TypeError(f"{name} is a {type(x).__name__}; only plain tensors can be sharded in place")
+                raise TypeError(
+                    f"{name} is a {type(x).__name__}. Only plain tensors can be sharded in place. Shard it with "
+                    "handler.dispatch"
+                )
             if x.is_inference():
                 raise ValueError(
-                    f"{name} of shape {tuple(x.shape)} was made under inference_mode, and writes to it are not "
-                    "counted: make it outside, or pass x.clone() made outside"
+                    f"{name} of shape {tuple(x.shape)} was made under inference_mode. Writes to it are not counted. "
+                    "Make it outside, or pass x.clone() made outside"
                 )
-            if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
-                raise ValueError(
-                    f"buffer_seq_dims[{i}]={dim!r} is not a dimension of {name}, whose shape is {tuple(x.shape)}"
-                )
-            self.handler.resolve(x.shape[dim], self.handler.cp.batch.documents, f"{name}.shape[{dim}]")
+            checked_dim(x, dim, f"buffer_seq_dims[{i}]", name)
+            resolve_layout(self.handler, x.shape[dim], self.handler.cp.batch.documents, f"{name}.shape[{dim}]")
             if id(x) in seen or id(x) in _sharded_now:
                 where = "twice in buffers" if id(x) in seen else "sharded by an enclosing block already"
-                raise ValueError(f"{name} of shape {tuple(x.shape)} is {where}: it can be sharded once")
+                raise ValueError(f"{name} of shape {tuple(x.shape)} is {where}. It can be sharded once. Drop it")
             seen.add(id(x))
 
 
 def _listed(argument: str, given: Any) -> list[Any]:
     """An argument that is None or holds several objects, as a list."""
     if isinstance(given, (Tensor, str)) or not isinstance(given, (Iterable, type(None))):
-        raise TypeError(f"{argument} is a {type(given).__name__}: pass a list, with one entry per buffer")
+        raise TypeError(f"{argument} is a {type(given).__name__}. Each buffer has an entry. Pass a list")
     return list(given or ())
 
 
@@ -299,13 +299,13 @@ class _Routing(DispatchMode):
     """Routes attention calls of a block, and gives functions a share in place of its buffer: an autograd graph must
     not hold the buffer, which will be another tensor when backward runs after the block."""
 
-    def __init__(self, binding: Binding, sharded: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, binding: Binding, sharded: list[_Sharded]) -> None:
         super().__init__(RunningCall(binding, None, binding.active, grad_enabled=False))
-        self.training = torch.is_grad_enabled()
-        self.shares = {id(buffer): share for buffer, share in sharded}
-        self.buffers = {id(share): buffer for buffer, share in sharded}
-        self.mixer = BlockMixer(binding, self.responsible, self.refuse_reentrant)
-        self.lengths: set[int] = set()
+        self.training, self.sharded = torch.is_grad_enabled(), sharded
+        self.shares = {id(s.buffer): s.share for s in sharded}
+        self.buffers = {id(s.share): s.buffer for s in sharded}
+        self.mixer = _BlockMixer(self)
+        self.lengths = {s.share.shape[s.dim] for s in sharded if binding.active.parallel}
         """Positions of the shares."""
 
     def __torch_function__(
@@ -317,7 +317,7 @@ class _Routing(DispatchMode):
         if func in BACKWARD and not torch.compiler.is_compiling():
             return differentiate(self, func, args, kwargs)
         if func is F.linear and self.call.mesh.parallel and not torch.compiler.is_compiling() and self.responsible():
-            refuse_running_mixer(self.call.binding.style.allow, self in _active.blocks)
+            refuse_running_mixer(self.call.binding.style.allow, self in _blocks.entries)
         key = attention_calls.key_of(func)
         attention = key in attention_calls.ROUTED or attention_calls.spelled(func) is not None
         if not attention or not self.responsible():
@@ -327,9 +327,9 @@ class _Routing(DispatchMode):
             # The result of `x += 1` is x, which must still be the buffer.
             return out if torch.compiler.is_compiling() else self.buffers.get(id(out), out)
         self.refuse_reentrant("attention")
-        call, mesh = self.call, self.call.binding.active
-        call.mesh, call.documents = mesh, mesh.documents("attention in a context_parallel block")
-        call.must_route = mesh.parallel or call.engine_only
+        call = self.call
+        call.documents = call.binding.active_documents(caller="attention in a context_parallel block")
+        call.must_route = call.mesh.parallel or call.engine_only
         return super().__torch_function__(func, types, args, kwargs)
 
     def refuse_reentrant(self, what: str) -> None:
@@ -354,23 +354,40 @@ class _Routing(DispatchMode):
 
     def responsible(self) -> bool:
         """True if attention that is called now belongs to this block, not to an inner block or a styled module."""
-        running, blocks = current_call(), _active.blocks  # threads of backward inherit the mode, not the list
-        return (not blocks or blocks[-1] is self) and not (running is not None and running.alive())
+        running, inner = current_call(), _blocks.top  # threads of backward inherit the mode, not the stack
+        return (inner is None or inner is self) and not (running is not None and running.alive())
 
     def __enter__(self) -> Any:
-        _active.blocks.append(self)
-        self.mixer.begin()
+        _blocks.push(self)
+        route_loaded()
+        running_mixers.push(self.mixer)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        _active.blocks.remove(self)
-        self.mixer.end()
+        _blocks.remove(self)
+        running_mixers.remove(self.mixer)
         super().__exit__(*error)
 
 
-class _Active(threading.local):
-    def __init__(self) -> None:
-        self.blocks: list[_Routing] = []
+_blocks: ThreadStack[_Routing] = ThreadStack()
+"""The blocks that are entered."""
 
 
-_active = _Active()
+class _BlockMixer(RunningMixer):
+    """Runs the recurrent calls of a block. States pass between all of its ranks."""
+
+    def __init__(self, routing: _Routing) -> None:
+        binding = routing.call.binding
+        super().__init__(binding.name, None, binding.active.views[0], binding.style.mode.layout, None)
+        self.routing = routing
+
+    def current(self) -> RunningMixer | None:
+        """This one with the active documents; None where calls are left to others, or there is one rank."""
+        if not self.routing.responsible():
+            return None
+        binding = self.routing.call.binding
+        self.documents = binding.active_documents(caller="a recurrence in a context_parallel block")
+        if not binding.active.parallel and self.documents is None:
+            return None
+        self.routing.refuse_reentrant("a recurrence")
+        return self

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from .data import loss, rotary
+from .data.arguments import check_type
 from .data.batch import LocalBatch, local_batch
 from .data.head import Logits, log_probs, token_losses
-from .data.sharding import Shares, checked_dim, checked_length
+from .data.sharding import Shares, checked_dim, checked_length, documents_for, padded_table, resolve_layout
 from .mesh.cp_mesh import CPMesh
 from .module.mesh_binding import bindings, swapped
 from .schedule import layout as layouts
@@ -59,8 +60,9 @@ class ContextParallelHandler(Shares):
         away = swapped.get(self.style) if self.style is not None else None
         if away and away[-1] != self.mesh:
             raise RuntimeError(
-                "the model of this handler's style runs on another cp mesh (context_parallel_mesh). Use the handler "
-                "that the block yields, or one that follows the model, ContextParallelHandler.of(model)"
+                "the model of this handler's style runs on another cp mesh (context_parallel_mesh). Data would be "
+                "split over other ranks than attention. Use the handler that the block yields, or one that follows "
+                "the model, ContextParallelHandler.of(model)"
             )
         return super().cp
 
@@ -81,6 +83,7 @@ class ContextParallelHandler(Shares):
         ignore_index: int = -100,
         pad_values: Mapping[Any, float] | None = None,
         debug: bool = False,
+        labels_cross_documents: bool = False,
     ) -> Any:
         """This rank's share of a whole batch, after all that must happen before it is sharded::
 
@@ -99,7 +102,9 @@ class ContextParallelHandler(Shares):
             ignore_index: also the value with which labels are padded.
             pad_values: for each other entry the value with which it is padded if S does not split evenly. Default 0.
             debug: compare the batches of the ranks by hash (a small communication, and every entry is read on the
-                host) and raise on all ranks, with the name of the first entry that differs.
+                host) and raise on all ranks, with the names of the entries that differ.
+            labels_cross_documents: with ``shift_labels``, the last token of a document gets the label of the first of
+                the next one, as in transformers' own loss. Default False: it gets ``ignore_index``.
 
         A dict may also contain:
 
@@ -122,7 +127,14 @@ class ContextParallelHandler(Shares):
             ValueError, TypeError: if the batch is a share already, or an entry (it is named) does not fit.
         """
         return local_batch(
-            self, batch, seq_dims, shift_labels, ignore_index=ignore_index, pad_values=pad_values, debug=debug
+            self,
+            batch,
+            seq_dims,
+            shift_labels,
+            ignore_index=ignore_index,
+            pad_values=pad_values,
+            debug=debug,
+            labels_cross_documents=labels_cross_documents,
         )
 
     # ------------------------------------------------------------------ rotary embedding
@@ -140,7 +152,7 @@ class ContextParallelHandler(Shares):
             length = local.shape[checked_dim(local, seq_dim, name="local")]
         else:
             length = checked_length("local", local)
-        table = self.documents_for(documents, length * self.cp.size)
+        table = documents_for(self, documents, length * self.cp.size)
         if table is None:
             return length * self.cp.size
         return max((b - a for row in read(table).rows for a, b in pairwise(row)), default=0)
@@ -156,9 +168,9 @@ class ContextParallelHandler(Shares):
             emb: for example rotary angles ``[L, 1, 1, R]``, as Megatron makes them, or cosines ``[L, R]``.
         """
         seq_dim = checked_dim(emb, seq_dim, name="emb")
-        given = self.cp.batch.documents if documents is None else self.padded_table(documents)
+        given = self.cp.batch.documents if documents is None else padded_table(self, documents)
         if given is None:
-            self.resolve(emb.shape[seq_dim], None, f"emb.shape[{seq_dim}]")  # its error names the argument
+            resolve_layout(self, emb.shape[seq_dim], None, f"emb.shape[{seq_dim}]")  # its error names the argument
             return self.dispatch(emb, seq_dim)
         at = self.position_ids(int(given[0, -1]), restart=True, documents=given)
         if at.ndim > 1:
@@ -207,7 +219,7 @@ class ContextParallelHandler(Shares):
             angles = table[None]
         else:
             length = here * self.cp.size
-            given = self.documents_for(documents, length, tensor, seq_dim)
+            given = documents_for(self, documents, length, tensor, seq_dim)
             at = self.position_ids(length, restart=given is not None, documents=given)
             angles = rotary.rows_of(table, at, 0, "freqs").view(*(at if at.ndim > 1 else at[None]).shape, -1)
         return rotary.rotate(tensor, angles, seq_dim, interleaved, float(mscale))
@@ -245,7 +257,7 @@ class ContextParallelHandler(Shares):
             )
         else:
             table = documents_table(cu_seqlens, document_ids)  # None: a sequence without documents
-            table = None if table is None else self.padded_table(table)
+            table = None if table is None else padded_table(self, table)
         state = self.cp.batch
         block = state.enter(table, cu_seqlens.length if isinstance(cu_seqlens, LocalBatch) else None)
         try:
@@ -278,8 +290,7 @@ class ContextParallelHandler(Shares):
                 f"core_attn needs to know how attention runs, but this handler was made with layout {self.layout!r} "
                 "only. To make the handler, pass it a ContextParallel style"
             )
-        if not callable(attn):
-            raise TypeError(f"attn is a {type(attn).__name__}: pass an attention function or module")
+        check_type("attn", attn, Callable, "It is called with q, k, v. Pass an attention function or module")
         dims = kwargs.pop("seq_dim", self.style.seq_dim), kwargs.pop("head_dim", self.style.head_dim)
         ContextParallel(*dims)  # raises if they are wrong
         if (self.mesh, *dims) not in self._cores:
@@ -365,9 +376,12 @@ class ContextParallelHandler(Shares):
         """
         loss.check_share(self.cp, labels)
         if length is not None and not gather:
-            raise ValueError(f"length={length} without gather=True: only the whole sequence has padding to cut off")
+            raise ValueError(f"length={length} without gather=True. A share has no padding to cut off. Leave it out")
         found = log_probs(hidden, labels, head, Logits(ignore_index, softcap, scale, chunk))
-        return self.combine(found, -1, length=length or self.known_length(found.shape[-1])) if gather else found
+        if gather and length is None:
+            known = self.cp.batch.length
+            length = known if known and self.padded_length(known) == found.shape[-1] * self.cp.size else None
+        return self.combine(found, -1, length=length) if gather else found
 
 
 class _Core(nn.Module):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .data.arguments import check_type
 from .handler import ContextParallelHandler
 from .mesh import cp_mesh
 from .module.mesh_binding import Style, StyledMesh, bindings, swapped
@@ -57,8 +58,7 @@ def context_parallel_mesh(
     Source: evaluation-time context parallelism of Megatron-Bridge (pull request 3755); dynamic context parallelism of
     Megatron-LM.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}, not a module. Pass the model that has the styled modules")
+    check_type("model", model, nn.Module, "Its styled modules change their mesh. Pass the model that has them")
     found = bindings(model)
     if not found:
         raise ValueError(

@@ -158,13 +158,13 @@ CALLS: dict[str, dict[str, Values]] = {
             1, {}, BAR, {"input_ids": 1}, {"input_ids": None}, {"input_ids": 5}, {"input_ids": "x"}, {"nothing": 1},
             [1, 1], [1], (None, None), (5, 5), ("x", 1), {"input_ids": True}, {"input_ids": 1.0}, *DIMS[3:],
         ],
-        "shift_labels": FLAGS, "ignore_index": NUMBERS, "debug": FLAGS,
+        "shift_labels": FLAGS, "ignore_index": NUMBERS, "debug": FLAGS, "labels_cross_documents": FLAGS,
         "pad_values": [
             None, {}, {"input_ids": 3}, BAR, {"nothing": 1}, {"input_ids": "x"}, {"input_ids": None},
             {"input_ids": 1.5}, {"input_ids": HUGE}, *JUNK,
         ],
     },
-    "prepare_batch": {"batch": BATCHES},
+    "prepare_batch": {"batch": BATCHES, "labels_cross_documents": FLAGS},
     "core_attn": {
         "attn": ["attention", BAR, *JUNK], "q": QKV, "k": QKV, "v": QKV,
         "seq_dim": [2, BAR, 5, -1, True, *JUNK], "head_dim": [1, BAR, 5, -1, True, *JUNK],

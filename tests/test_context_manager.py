@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, context_parallel
-from hyper_cp.context_manager import _active, _sharded_now
+from hyper_cp.context_manager import _blocks, _sharded_now
 from hyper_cp.mesh import comm
 from tests.harness import modules
 from tests.harness.oracle import plain_attention, relative_error, token_positions
@@ -98,7 +98,7 @@ def step(options: dict[str, Any], where: str, checkpointing: bool | None = None)
         assert sent and len(log.entries) == sent  # nothing was written, so nothing has to come back
     assert all(torch.equal(x, y) for x, y in zip((ids, model.place), (before[0], before[2]), strict=True))
     assert [ids.data_ptr(), model.place.data_ptr()] == [addresses[0], addresses[2]]
-    assert torch.equal(weights, before[1][:, mine]) and not _sharded_now and not _active.blocks
+    assert torch.equal(weights, before[1][:, mine]) and not _sharded_now and not _blocks.entries
     if where == "outside":
         loss.backward()
     found = results or [p.grad for p in model.parameters()]
@@ -186,7 +186,7 @@ def fails_on_one_rank() -> tuple[str, int]:
                 raise KeyboardInterrupt
         except (KeyError, KeyboardInterrupt) as error:
             told = type(error).__name__
-    assert torch.equal(x, torch.arange(8.0)) and len(y) == 4 and not _sharded_now and not _active.blocks
+    assert torch.equal(x, torch.arange(8.0)) and len(y) == 4 and not _sharded_now and not _blocks.entries
     q = torch.randn(1, 2, 4, 4)
     out = F.scaled_dot_product_attention(q, q, q)  # local again
     assert relative_error(out, plain_attention(q, q, q)) <= 1e-5
@@ -386,7 +386,7 @@ def wrong(what: str) -> None:
             "heads": lambda: inside(lambda: nn.MultiheadAttention(8, 2)(*[torch.zeros(2, 4, 8)] * 3)),
         }[what]()
     finally:
-        assert x.shape == odd.shape[:1] + (8,) and not _sharded_now and not _active.blocks
+        assert x.shape == odd.shape[:1] + (8,) and not _sharded_now and not _blocks.entries
 
 
 @pytest.mark.parametrize(

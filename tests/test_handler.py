@@ -256,7 +256,7 @@ def wrong_rotary(what: str) -> None:
         ("local", "has 4 positions in dimension 0, but tokens of this rank are at positions up to"),
         ("rows", "freqs has 8 rows, but tensor 4"),
         ("odd", "freqs has 3 angles"),
-        ("shape", "pass angles"),
+        ("shape", "Each position has R angles"),
         ("differ", "differ between the 2 rows"),
         ("restart", "restart=True without documents"),
     ],

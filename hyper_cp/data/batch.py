@@ -1,26 +1,27 @@
 """One pipeline for batches: read documents and padding, shift labels, pad, split over the ranks, make positions.
 
-:func:`local_batch` is the general way through it; Hugging Face's (``integrations.transformers.prepare_batch``) takes
-the same steps of :class:`WholeBatch` with that library's conventions.
+:func:`local_batch` returns the container that it was given; ``integrations.transformers.prepare_batch`` returns the
+keywords of a model's forward.
 """
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..mesh.agreement import digest
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, read
-from .collectives import by_rank
+from .arguments import check_type, is_int
 from .loss import check_ignore_index
-from .packing import AttentionState, padded_mask, runs, take_documents
-from .sharding import Shares
+from .packing import PreparedBatch, padded_mask, runs, take_documents
+from .sharding import Shares, checked_dim, local_share, padded_table, resolve_layout
 
 TOKENS = ("input_ids", "tokens", "inputs_embeds")
 """Entries that determine the length of the sequence, if a batch has them."""
@@ -60,48 +61,33 @@ def local_batch(
     ignore_index: int,
     pad_values: Mapping[Any, float] | None,
     debug: bool,
+    labels_cross_documents: bool,
 ) -> Any:
     """See :meth:`hyper_cp.ContextParallelHandler.get_batch_on_this_cp_rank`."""
-    if not isinstance(batch, (Mapping, list, tuple)):
-        raise TypeError(f"batch is a {type(batch).__name__}: pass a dict, a list or a tuple of tensors")
+    check_type("batch", batch, (Mapping, list, tuple), "It holds several tensors. Pass a dict, a list or a tuple")
     named, entries = isinstance(batch, Mapping), entries_of(handler, batch, debug)
-    if named and not isinstance(entries.get("position_ids"), (Tensor, type(None))):
-        raise TypeError(
-            f"position_ids is a {type(entries['position_ids']).__name__}: pass a tensor over the whole sequence, or "
-            "leave it out"
-        )
+    if named:
+        remedy = "It is split like the tokens. Pass a tensor over the whole sequence, or leave it out"
+        check_type("position_ids", entries.get("position_ids"), (Tensor, type(None)), remedy)
     check_ignore_index(ignore_index)
     if shift_labels and not (named and isinstance(entries.get("labels"), Tensor) and "shift_labels" not in entries):
         raise ValueError(
             "shift_labels=True needs a dict batch with a tensor 'labels' and without 'shift_labels', but the entries "
             f"are {list(entries)}. Pass the unshifted labels as 'labels', or shift_labels=False for shifted ones"
         )
-    vouched = seq_dims if isinstance(seq_dims, Mapping) else ()
-    documents = take_documents(entries, vouched) if named else None
-    whole = WholeBatch(handler, entries, _sequence_dims(entries, seq_dims, named))
-    whole.read_documents(documents)
+    documents = take_documents(entries, seq_dims if isinstance(seq_dims, Mapping) else ()) if named else None
+    whole = WholeBatch(handler, entries, _sequence_dims(entries, seq_dims, named), documents)
     if named:
         whole.read_padding()
         whole.refuse_second_sequence()
     if shift_labels:
-        if "labels" not in whole.dims:
-            raise ValueError(
-                f"labels of shape {tuple(entries['labels'].shape)} have no sequence dimension, and shift_labels=True "
-                "shifts them along it. Pass labels of tokens [B, S], or shift_labels=False"
-            )
-        dim = whole.dims["shift_labels"] = whole.dims.pop("labels")
-        # Only documents end a label's context; the labels of padding are the caller's, as on one device.
-        ends = whole.documents.rows if whole.documents else ()
-        warn_if_shifted(handler, entries, dim, ignore_index)
-        entries["shift_labels"] = shifted(entries.pop("labels"), dim, ignore_index, ends)
+        whole.shift_labels(ignore_index, labels_cross_documents)
+        del entries["labels"], whole.dims["labels"]
     _check_pad_values({} if pad_values is None else pad_values, whole.dims)
-    table = whole.table()
     fill = {"labels": ignore_index, "shift_labels": ignore_index, **(pad_values or {}), "attention_mask": 1}
-    shares = whole.split(table, fill)
-    if named and shares.get("position_ids") is None:
-        shares["position_ids"] = whole.position_ids(table)
+    shares = whole.split(fill, positions=named)
     found: Any = _Dict(shares) if named else (_List if isinstance(batch, list) else _Tuple)(shares.values())
-    found.documents, found.length, found.padded_length = table, whole.length, whole.padded
+    found.documents, found.length, found.padded_length = whole.table, whole.length, whole.padded
     labels = found.get("shift_labels", found.get("labels")) if named else None
     if isinstance(labels, Tensor) and whole.documents and any(len(row) > 2 for row in whole.documents.rows):
         handler.cp.batch.record_packed(labels)
@@ -109,20 +95,28 @@ def local_batch(
 
 
 def _check_pad_values(pad_values: Any, dims: Mapping[Any, int]) -> None:
-    if not isinstance(pad_values, Mapping):
-        raise TypeError(f"pad_values is a {type(pad_values).__name__}: pass a dict, from entries to numbers")
+    check_type("pad_values", pad_values, Mapping, "Each entry has a value of its own. Pass a dict of numbers")
     unknown = [name for name in pad_values if name not in dims]
     if unknown:
-        raise ValueError(f"pad_values names {unknown}, but the entries with a sequence are {list(dims)}")
+        raise ValueError(
+            f"pad_values names {unknown}, but the entries with a sequence are {list(dims)}. Others are not padded. "
+            "Leave them out"
+        )
     for name, value in pad_values.items():
-        if not isinstance(value, (int, float)):
-            raise TypeError(f"pad_values[{name!r}]={value!r} must be a number, with which the entry is padded")
+        check_type(f"pad_values[{name!r}]", value, (int, float), "The entry is padded with it. Pass a number")
 
 
 class WholeBatch:
-    """A batch before it is split: its entries, the sequence dimension of each that has one, and its documents."""
+    """A batch before it is split: its entries, the sequence dimension of each that has one, and its documents.
 
-    def __init__(self, handler: Shares, entries: dict[Any, Any], dims: dict[Any, int]) -> None:
+    Every batch goes the same way: :meth:`read_padding`, :meth:`shift_labels`, :meth:`split`. The conventions here are
+    those of ``get_batch_on_this_cp_rank``; those of transformers are in ``integrations.transformers``.
+    """
+
+    def __init__(
+        self, handler: Shares, entries: dict[Any, Any], dims: dict[Any, int], documents: Tensor | None
+    ) -> None:
+        """``documents``: packed documents of the batch; ``ValueError`` if they do not fit it."""
         self.handler, self.entries, self.dims = handler, entries, dims
         sizes = {name: entries[name].shape[dim] for name, dim in dims.items()}
         first = next((name for name in sizes if name in TOKENS), next(iter(sizes)))
@@ -137,17 +131,12 @@ class WholeBatch:
         self.padded = handler.padded_length(self.length)
         self.source, self.first, self.dim = first, entries[first], dims[first]
         self.rows = self.first.shape[0] if self.dim else self.first.shape[1] if self.first.ndim > 1 else 1
-        self.documents: PackedDocuments | None = None
+        self.documents = read(documents)
         """Packed documents, in which positions restart."""
-        self.boundaries: Sequence[Sequence[int]] | None = None
-        """Those of documents and padding, from 0 to S: one row for all of the batch, or one per batch row."""
-
-    def read_documents(self, table: Tensor | None) -> None:
-        """Take over packed documents, or raise ``ValueError`` if they do not fit the batch."""
-        if table is not None:
-            self.documents = read(table)
+        if self.documents is not None:
             self.documents.check(self.rows, self.length)
-            self.boundaries = self.documents.rows
+        self.padding: Sequence[Sequence[int]] = ()
+        """Boundaries of tokens and padding in each row of the batch, if there is padding."""
 
     def read_padding(self) -> None:
         """Turn a padding mask ``[B, S]`` into boundaries; the mask that is left hides nothing. An explicit mask is
@@ -160,10 +149,12 @@ class WholeBatch:
             return
         if not isinstance(mask, Tensor) or mask.ndim < 2:
             kind = f"has shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
-            raise TypeError(f"attention_mask {kind}: pass a padding mask [B, S], or a mask [..., S, S], as a tensor")
+            raise TypeError(
+                f"attention_mask {kind}. It says which positions are padding, or which see each other. Pass a padding "
+                "mask [B, S], or a mask [..., S, S], as a tensor"
+            )
         if "attention_mask" not in self.dims:
-            if self.padded > self.length:
-                self.entries["attention_mask"] = padded_mask(mask, self.length, self.padded)
+            self.pad_mask(mask)
             return
         _, padding = runs(mask.movedim(self.dims["attention_mask"], -1))
         for row, found in enumerate(padding):
@@ -175,50 +166,81 @@ class WholeBatch:
                 )
         self.entries["attention_mask"] = torch.ones_like(mask)
         if any(len(found) > 2 for found in padding):
-            packed = self.boundaries or [[0]]
-            packed = [*packed] * len(padding) if len(packed) == 1 else packed
-            self.boundaries = [sorted({*row, *found}) for row, found in zip(packed, padding, strict=True)]
+            self.padding = padding
+
+    def pad_mask(self, mask: Tensor) -> None:
+        """Pad an explicit mask with the sequence. ``ValueError`` if it has another length."""
+        if self.padded > self.length:
+            self.entries["attention_mask"] = padded_mask(mask, self.length, self.padded)
 
     def refuse_second_sequence(self) -> None:
         """Raise ``ValueError`` if documents or padding of one sequence come with the tokens of another."""
         second = [name for name in self.dims if str(name).startswith(SECOND)]
-        if second and self.boundaries is not None:
+        if second and (self.documents or self.padding):
             raise ValueError(
                 f"batch has documents or padding, and two sequences: {self.source!r} and {second[0]!r}. Documents "
                 "describe one sequence, and would be applied to both. Make a batch of each sequence, and run the "
                 "encoder in the documents block of its batch and the decoder in that of its own"
             )
 
+    def shift_labels(self, ignore_index: int, cross_documents: bool) -> None:
+        """Add ``shift_labels``: every position has the label of the next one; the last of the sequence has
+        ``ignore_index``, and so has the last of each document unless labels ``cross_documents``. (The labels of padding
+        are the caller's, as on one device.)"""
+        labels = self.entries["labels"]
+        if "labels" not in self.dims:
+            raise ValueError(
+                f"labels of shape {tuple(labels.shape)} have no sequence dimension, and shift_labels=True "
+                "shifts them along it. Pass labels of tokens [B, S], or shift_labels=False"
+            )
+        dim = self.dims["shift_labels"] = self.dims["labels"]
+        _warn_if_shifted(self.handler, self.entries, dim, ignore_index)
+        boundaries = self.documents.rows if self.documents and not cross_documents else ()
+        self.entries["shift_labels"] = shifted(labels, dim, ignore_index, boundaries)
+
+    @cached_property
     def table(self) -> Tensor | None:
         """Documents and padding of the padded sequence; None if there are none."""
-        rows = self.boundaries
-        if rows is None and (self.padded > self.length or layouts.by_documents(self.handler.layout)):
+        rows: Sequence[Sequence[int]] = self.documents.rows if self.documents else ()
+        if self.padding:
+            packed = rows or [[0]]
+            packed = [*packed] * len(self.padding) if len(packed) == 1 else packed
+            rows = [sorted({*row, *found}) for row, found in zip(packed, self.padding, strict=True)]
+        if not rows and (self.padded > self.length or layouts.by_documents(self.handler.layout)):
             rows = [[0, self.length]]  # the whole sequence is a document too
-        return None if rows is None else self.handler.padded_table(rows)
+        return padded_table(self.handler, rows) if rows else None
 
-    def split(self, table: Tensor | None, fill: Mapping[Any, float]) -> dict[Any, Any]:
-        """This rank's share of every entry; ``fill`` has the values (default 0) with which entries are padded."""
-        state, shape = self.handler.cp.batch, self.first.shape
+    def split(self, fill: Mapping[Any, float], *, positions: bool = True) -> dict[Any, Any]:
+        """This rank's share of every entry, and its ``position_ids``.
+
+        Args:
+            fill: the values (default 0) with which entries are padded.
+            positions: False for a batch whose entries have no names.
+        """
+        handler, state, shape = self.handler, self.handler.cp.batch, self.first.shape
         state.batches += 1
         rows = shape.numel() // max(self.length, 1) if self.first.ndim < 3 else shape[0]
-        share = rows, self.padded // self.handler.cp.size
+        share = rows, self.padded // handler.cp.size
         state.padded = None if self.padded == self.length else (share, self.length, self.padded)
-        return {
-            name: self.handler.local_share(x, self.dims[name], table, fill.get(name, 0)) if name in self.dims else x
-            for name, x in self.entries.items()
-        }
+        shares = dict(self.entries)
+        for name, dim in self.dims.items():
+            shares[name] = local_share(handler, shares[name], dim, self.table, fill.get(name, 0))
+        if positions and shares.get("position_ids") is None:
+            at = resolve_layout(handler, self.padded, self.table, "padded length").positions(handler.cp.rank)
+            shares["position_ids"] = self.positions(at).to(self.first.device)
+        return shares
 
-    def position_ids(self, table: Tensor | None) -> Tensor:
-        """Positions in the form of the tokens, ``[B, S/n]`` or ``[S/n]``; they restart in packed documents.
+    def positions(self, at: Tensor) -> Tensor:
+        """Position ids of tokens at ``[S/n]``, in the form of the tokens, ``[B, S/n]`` or ``[S/n]``. They restart in
+        packed documents.
 
-        Behind the sequence they count from 0 again: a table of positions need not be longer than the sequence.
+        Padding positions restart at 0: a table of positions need not be longer than the sequence.
         """
-        at = self.handler.resolve(self.padded, table, "padded length").positions(self.handler.cp.rank)
-        at = (self.documents or PackedDocuments([[0, self.length]])).restarted(at).to(self.first.device)
+        found = (self.documents or PackedDocuments([[0, self.length]])).restarted(at)
         if self.first.ndim == 1:
-            return at[0]
-        at = at.expand(self.rows, -1)
-        return (at if self.dim else at.T).contiguous()
+            return found[0]
+        found = found.expand(self.rows, -1)
+        return (found if self.dim else found.T).contiguous()
 
 
 def entries_of(handler: Shares, batch: Any, debug: bool) -> dict[Any, Any]:
@@ -228,10 +250,10 @@ def entries_of(handler: Shares, batch: Any, debug: bool) -> dict[Any, Any]:
     different batches.
     """
     entries: dict[Any, Any] = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
-    is_share = isinstance(batch, LocalBatch) or any(isinstance(x, AttentionState) for x in entries.values())
+    is_share = isinstance(batch, LocalBatch) or any(isinstance(x, PreparedBatch) for x in entries.values())
     if debug:
-        state = "the state (whole, or split already)"
-        _compare(handler, {state: is_share, "the names (or number) of entries": list(entries)})
+        state = "its state (whole, or split already)"
+        _compare(handler, {state: is_share, "the names (or number) of its entries": list(entries)})
     if is_share:
         length = f" of {batch.length} positions" if isinstance(batch, LocalBatch) else ""
         raise ValueError(
@@ -245,7 +267,7 @@ def entries_of(handler: Shares, batch: Any, debug: bool) -> dict[Any, Any]:
     return entries
 
 
-def warn_if_shifted(handler: Shares, entries: Mapping[Any, Any], dim: int, ignore_index: int) -> None:
+def _warn_if_shifted(handler: Shares, entries: Mapping[Any, Any], dim: int, ignore_index: int) -> None:
     """Warn if labels that will be shifted are those of the next tokens already.
 
     Only the first batch of a mesh is read, since that waits for the device; a loader makes all batches alike.
@@ -264,7 +286,7 @@ def warn_if_shifted(handler: Shares, entries: Mapping[Any, Any], dim: int, ignor
             "the labels of this batch are those of the next tokens already, and will be shifted once more: the model "
             "would learn to predict the token after the next one. Pass unshifted labels, or name these 'shift_labels' "
             "(and leave shift_labels=True out)",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -287,12 +309,17 @@ def _sequence_dims(entries: dict[Any, Any], seq_dims: Any, named: bool) -> dict[
             )
         seq_dims = dict(enumerate(seq_dims))
     given: Mapping[Any, int | None] = seq_dims if isinstance(seq_dims, Mapping) else {}
-    default = 1 if isinstance(seq_dims, Mapping) else seq_dims
-    if not isinstance(default, int) or isinstance(default, bool):
-        raise TypeError(f"seq_dims={seq_dims!r} must be an int, a dict of ints and None, or one of these per entry")
+    default: Any = 1 if isinstance(seq_dims, Mapping) else seq_dims
+    if not is_int(default):
+        raise TypeError(
+            f"seq_dims={seq_dims!r} is not a dimension. It says where each entry has its sequence. Pass an int, a dict "
+            "of ints and None, or one of these per entry"
+        )
     missing = [name for name in given if name not in entries]
     if missing:
-        raise ValueError(f"seq_dims names {missing}, but the batch has {list(entries)}")
+        raise ValueError(
+            f"seq_dims names {missing}, but the batch has {list(entries)}. There is nothing to split. Correct the names"
+        )
     found = {}
     for name, x in entries.items():
         if not isinstance(x, Tensor):
@@ -302,9 +329,7 @@ def _sequence_dims(entries: dict[Any, Any], seq_dims: Any, named: bool) -> dict[
         dim = given.get(name, None if explicit_mask or not -x.ndim <= default < x.ndim else default)
         if dim is None:
             continue
-        if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
-            raise ValueError(f"seq_dims gives {name!r} dimension {dim!r}, but its shape is {tuple(x.shape)}")
-        found[name] = dim % x.ndim
+        found[name] = checked_dim(x, dim, f"seq_dims[{name!r}]", f"batch entry {name!r}")
     if not found:
         shapes = {k: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for k, x in entries.items()}
         raise ValueError(
@@ -323,27 +348,14 @@ def _refuse_nested(name: Any, x: Any) -> None:
         )
 
 
-# --------------------------------------------------------------------------- comparing the ranks' batches
-
-
 def _compare(handler: Shares, values: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` on every rank, naming the value, if the ranks of the cp mesh hold different ones."""
-    digests = torch.tensor([_digest(x) for x in values.values()], device=handler.mesh.device_type)
-    for what, column in zip(values, by_rank(handler.mesh, digests).T.tolist(), strict=True):
-        odd = [rank for rank, digest in enumerate(column) if digest != column[0]]
-        if odd:
-            raise ValueError(
-                f"{what} of the batch differs between the ranks of the cp mesh: cp ranks {odd} do not hold what cp "
-                f"rank 0 holds. All ranks of a cp mesh must get the same batch: let the sampler of the data loader "
-                "depend on the data-parallel rank only, or broadcast the batch inside the cp mesh"
-            )
+    """Raise ``ValueError`` on every rank, naming the values, if the ranks of the cp mesh hold different ones."""
+    digests = tuple((name, digest(_bytes(x))) for name, x in values.items())
+    handler.cp.agree("batch", (), "debug=True", once=digests, always=True)
 
 
-def _digest(x: Any) -> int:
-    """Hash the contents of ``x`` to 64 bits."""
-    if isinstance(x, Tensor):
-        h = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)}".encode(), digest_size=8)
-        h.update(x.detach().cpu().flatten().view(torch.uint8).numpy().data)
-    else:
-        h = hashlib.blake2b(repr(x).encode(), digest_size=8)
-    return int.from_bytes(h.digest(), "big", signed=True)
+def _bytes(x: Any) -> bytes:
+    """The contents of an entry."""
+    if not isinstance(x, Tensor):
+        return repr(x).encode()
+    return f"{x.dtype} {tuple(x.shape)}".encode() + x.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()

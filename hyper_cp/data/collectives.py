@@ -69,21 +69,20 @@ def _differentiate_gather(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 gather_sequence.register_autograd(_differentiate_gather, setup_context=_save)
 
 
-class _ScaledGradient(torch.autograd.Function):
+class _ValueAndGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
+    def forward(ctx: Any, value: Tensor, differentiable: Tensor) -> Tensor:
+        return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
 
 
-def scale_gradient(x: Tensor, factor: int) -> Tensor:
-    """Return ``x`` with a gradient that is multiplied by ``factor``."""
-    scaled: Tensor = _ScaledGradient.apply(x, factor)
-    return scaled
+def with_gradient_of(value: Tensor, differentiable: Tensor) -> Tensor:
+    """Return one tensor's value with another's gradient."""
+    found: Tensor = _ValueAndGradient.apply(value.detach(), differentiable)
+    return found
 
 
 # --------------------------------------------------------------------------- rolling

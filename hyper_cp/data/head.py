@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..ops.writes import unchanged, written
+from .arguments import check_type, is_int, is_number
 from .collectives import by_rank
 from .loss import check_ignore_index
 
@@ -50,15 +51,17 @@ class Logits:
         for name, value in (("softcap", self.softcap), ("scale", self.scale)):
             if value is None and name == "softcap":
                 continue
-            if not isinstance(value, (int, float)) or isinstance(value, bool):
-                raise TypeError(f"{name} is a {type(value).__name__}: pass a number")
-            if not 0 < value <= sys.float_info.max:
-                raise ValueError(f"{name}={value} must be a positive number, by which logits are capped or multiplied")
-        chunk = self.chunk
-        if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool)):
-            raise TypeError(f"chunk is a {type(chunk).__name__}: pass the number of tokens whose logits exist at once")
-        if chunk is not None and chunk < 1:
-            raise ValueError(f"chunk={chunk} must be at least 1, the number of tokens whose logits exist at once")
+            if not is_number(value):
+                raise TypeError(f"{name} is a {type(value).__name__}. Logits are capped or multiplied. Pass a number")
+            if not 0 < value <= sys.float_info.max:  # type: ignore[operator]
+                raise ValueError(
+                    f"{name}={value} must be positive. Logits are capped or multiplied by it. Pass one above 0"
+                )
+        if self.chunk is not None and not is_int(self.chunk):
+            kind = type(self.chunk).__name__
+            raise TypeError(f"chunk is a {kind}. It is the number of tokens that have logits at once. Pass an int")
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"chunk={self.chunk} is too small. Logits are made for a chunk of tokens. Pass at least 1")
 
 
 def log_probs(hidden: Tensor, labels: Tensor, head: nn.Module | Tensor, logits: Logits) -> Tensor:
@@ -80,8 +83,7 @@ def log_probs(hidden: Tensor, labels: Tensor, head: nn.Module | Tensor, logits: 
                 "left on this rank. Use ColwiseParallel(output_layouts=Replicate()), or use_local_output=False"
             )
         return found
-    if not isinstance(head, Tensor):
-        raise TypeError(f"head is a {type(head).__name__}: pass the nn.Linear that makes the logits, or its weight")
+    check_type("head", head, Tensor, "It makes the logits. Pass the nn.Linear, or its weight")
     out = _of_weight(hidden, labels, head, None, logits)
     return out.full_tensor() if isinstance(out, DTensor) else out
 
@@ -112,10 +114,10 @@ def check_head(head: nn.Module) -> None:
 def _call(head: nn.Module, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Any:
     """Call a module with another forward: its hooks run, those of FSDP and tensor parallelism too. Hooks of others see
     log-probabilities in place of logits, so they may observe, and must not change anything."""
-    hooks, own = head._forward_hooks, dict(head._forward_hooks)
+    hooks, before = head._forward_hooks, dict(head._forward_hooks)
     if head._backward_pre_hooks:
         raise _changes("backward pre-hook", next(iter(head._backward_pre_hooks.values())))
-    for key, hook in own.items():
+    for key, hook in before.items():
         if not str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
             hooks[key] = partial(_observe, hook)
     head.forward = forward
@@ -123,7 +125,7 @@ def _call(head: nn.Module, hidden: Tensor, forward: Callable[[Tensor], Tensor]) 
         return head(hidden)
     finally:
         del head.forward
-        hooks.update((key, hook) for key, hook in own.items() if key in hooks)  # a hook may have removed itself
+        hooks.update((key, hook) for key, hook in before.items() if key in hooks)  # a hook may have removed itself
 
 
 def _observe(hook: Callable[..., Any], module: nn.Module, *given: Any) -> None:
@@ -143,12 +145,11 @@ def _changes(kind: str, hook: Any) -> TypeError:
 
 def _check_tensors(hidden: Tensor, labels: Tensor) -> None:
     for name, x in (("hidden", hidden), ("labels", labels)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}: pass a tensor")
+        check_type(name, x, Tensor, "It has one entry per token. Pass a tensor")
     if not hidden.is_floating_point():
-        raise TypeError(f"hidden is {hidden.dtype}: pass the hidden states before the head, in floating point")
+        raise TypeError(f"hidden is {hidden.dtype}. The head multiplies it. Pass hidden states in floating point")
     if labels.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"labels are {labels.dtype}: pass the classes of tokens as integers (torch.int64)")
+        raise TypeError(f"labels are {labels.dtype}. They are numbers of classes. Pass integers (torch.int64)")
 
 
 def _check_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:

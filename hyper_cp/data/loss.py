@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import calling
-from .collectives import by_rank
+from .arguments import check_type, is_int
+from .collectives import by_rank, with_gradient_of
 
 
 def mean_loss(
@@ -39,13 +40,12 @@ def mean_loss(
     tokens = torch.where(sums[1] == 0, 1.0, sums[1])
     factor = mesh.size() if gradients == "mean" else 1
     share = total.to(exact) * (factor / tokens)
-    return _ValueAndGradient.apply(sums[0] / tokens, share)
+    return with_gradient_of(sums[0] / tokens, share)
 
 
 def reduced_mesh(mesh: DeviceMesh | None, cp: DeviceMesh) -> DeviceMesh:
     """The mesh over which gradients are reduced: the one that was given, which contains the cp mesh, or that itself."""
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh is a {type(mesh).__name__}: pass the DeviceMesh over which gradients are reduced")
+    check_type("mesh", mesh, (DeviceMesh, type(None)), "Gradients are reduced over its ranks. Pass a DeviceMesh")
     if mesh is not None and not set(cp.mesh.flatten().tolist()) <= set(mesh.mesh.flatten().tolist()):
         raise ValueError(
             f"mesh of ranks {mesh.mesh.tolist()} does not contain the cp ranks {cp.mesh.tolist()}. Pass the "
@@ -96,9 +96,10 @@ def check_share(cp: CPMesh, per_token: Any) -> None:
 
 def check_ignore_index(ignore_index: int) -> None:
     """Raise ``TypeError`` unless ``ignore_index`` may be a label."""
-    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool) or not -(2**63) <= ignore_index < 2**63:
+    if not is_int(ignore_index) or not -(2**63) <= ignore_index < 2**63:
         raise TypeError(
-            f"ignore_index={ignore_index!r} must be an int of 64 bits, the label of positions that do not count"
+            f"ignore_index={ignore_index!r} must be an int of 64 bits. It is the label of positions that do not count. "
+            "Pass one that is no class"
         )
 
 
@@ -106,19 +107,24 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
     """This rank's sum of losses, and the number (or weight) of its tokens."""
     if not isinstance(losses, Tensor) or not losses.is_floating_point():
         kind = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
-        raise TypeError(f"losses is a {kind}: pass the losses of tokens (reduction='none'), or logits and labels")
+        raise TypeError(
+            f"losses is a {kind}. It holds numbers in floating point. Pass the losses of tokens (reduction='none'), or "
+            "logits and labels"
+        )
     for name, given in (("labels", labels), ("mask", mask)):
-        if given is not None and not isinstance(given, Tensor):
-            raise TypeError(f"{name} is a {type(given).__name__}: pass a tensor with one value per token, or None")
+        check_type(name, given, (Tensor, type(None)), "It has one value per token. Pass a tensor, or None")
     if mask is not None and labels is not None and labels.shape != mask.shape:
-        raise ValueError(f"mask has shape {tuple(mask.shape)} and labels {tuple(labels.shape)}: they must be equal")
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)} and labels {tuple(labels.shape)}. Both have one value per token. Pass "
+            "equal shapes"
+        )
     losses = losses if losses.dtype == torch.float64 else losses.float()
     if mask is not None and mask.is_floating_point():  # half precision cannot count tokens
         mask = mask.to(torch.promote_types(mask.dtype, torch.float32))
     if labels is not None and losses.ndim == labels.ndim + 1 > 1 and losses.shape[:-1] == labels.shape:
         wide, flat = losses.flatten(0, -2), labels.flatten()
         if flat.dtype == torch.bool or flat.is_floating_point():
-            raise TypeError(f"labels are {flat.dtype}: pass the classes of tokens as integers (torch.int64)")
+            raise TypeError(f"labels are {flat.dtype}. They are numbers of classes. Pass integers (torch.int64)")
         try:
             per_token = F.cross_entropy(
                 wide, flat, ignore_index=ignore_index, reduction="sum" if mask is None else "none"
@@ -151,15 +157,3 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
         weights = weights.masked_fill(labels == ignore_index, 0)
     # Masked before they are weighted: losses that do not count may be inf or NaN.
     return (losses.masked_fill(weights == 0, 0) * weights).sum(), weights.sum()
-
-
-class _ValueAndGradient(torch.autograd.Function):
-    """One tensor's value with another's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, differentiable: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, grad

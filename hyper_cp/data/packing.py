@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ..schedule.documents import documents_table, ids_tensor, read
-from .sharding import Shares
+from .sharding import Shares, local_share
 
 OFFSETS = (
     "documents",
@@ -39,11 +39,9 @@ def take_documents(entries: dict[Any, Any], known: Collection[Any] = ()) -> Tens
     """
     # An entry named "documents" may be anything else, such as texts; then it passes through.
     names = [name for name in OFFSETS if name in entries and (name != "documents" or _numbers(entries))]
-    given = {name: entries.pop(name) for name in names}
-    for name in LONGEST if given else ():
+    tables = {name: _table(name, entries.pop(name)) for name in (*names, *(name for name in IDS if name in entries))}
+    for name in LONGEST if names else ():
         entries.pop(name, None)
-    tables = {name: _table(name, x, _table_of_offsets) for name, x in given.items()}
-    tables |= {name: _table(name, entries.pop(name), _table_of_ids) for name in IDS if name in entries}
     _refuse_unknown_names({name: x for name, x in entries.items() if name not in known})
     found = {name: table for name, table in tables.items() if table is not None}
     rows = {name: read(table).rows for name, table in found.items()}
@@ -55,21 +53,15 @@ def take_documents(entries: dict[Any, Any], known: Collection[Any] = ()) -> Tens
     return next(iter(found.values()), None)
 
 
-def _table(name: str, entry: Any, parse: Callable[[Any], Tensor | None]) -> Tensor | None:
+def _table(name: str, entry: Any) -> Tensor | None:
     """The table of a batch entry; its errors name the entry."""
     try:
-        return parse(entry)
+        if name not in IDS:
+            return documents_table(entry.cpu() if isinstance(entry, Tensor) else entry)
+        ids = None if entry is None else ids_tensor(entry)
+        return documents_table(None, ids[None] if ids is not None and ids.ndim == 1 else ids)
     except (TypeError, ValueError) as error:
         raise type(error)(f"batch entry {name!r}: {error}") from error
-
-
-def _table_of_offsets(offsets: Any) -> Tensor | None:
-    return documents_table(offsets.cpu() if isinstance(offsets, Tensor) else offsets)
-
-
-def _table_of_ids(ids: Any) -> Tensor | None:
-    ids = None if ids is None else ids_tensor(ids)
-    return documents_table(None, ids[None] if ids is not None and ids.ndim == 1 else ids)
 
 
 def _refuse_unknown_names(entries: dict[Any, Any]) -> None:
@@ -142,8 +134,8 @@ def padded_mask(mask: Tensor, length: int, padded: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class AttentionState:
-    """The part of a batch's state that its attention calls need, beside a causal mask."""
+class PreparedBatch:
+    """The state of a batch that attention, rotary embeddings and the router loss of a model need."""
 
     documents: Tensor | None = None
     """Table of boundaries, on the CPU; padding before the tokens of a row is a document of its own."""
@@ -153,16 +145,33 @@ class AttentionState:
     """``[B, 1, 1, S]``, if padding cannot be a document (it lies between tokens): False where there is padding."""
     layout: str | None = None
     """The layout in which the batch was split."""
+    last_position: int | Tensor = 0
+    """The largest position of the whole batch: some rotary tables depend on it."""
+    counted: Tensor | None = None
+    """``[B, S/n]``: False on this rank's padding, which the router loss does not count. None: there is none."""
+    token_types: dict[str, Tensor] = field(default_factory=dict)
+    """Types of all tokens of the sequence ``[B, S]``, -1 on padding, by their name in the batch. Some models make masks
+    of them, in which images see themselves whole."""
+    length: int | None = None
+    """The number of tokens of this rank, padding included; None if ``prepare_batch`` has not split the batch."""
+    numbered: bool = False
+    """True if the batch had no position ids, and they count from 0 to the end of the sequence."""
 
-    def to(self, device: torch.device) -> AttentionState:
-        """The same on the device where the model computes: batches are often prepared on the host."""
-        tokens, keys = (None if x is None else x.to(device) for x in (self.tokens, self.keys))
-        return replace(self, tokens=tokens, keys=keys)
+    @property
+    def plain(self) -> bool:
+        """True if the batch has neither documents nor padding that attention must know."""
+        return self.documents is None and self.tokens is None and self.keys is None
+
+    def to(self, device: torch.device) -> PreparedBatch:
+        """Move the state to the device where the model computes: batches are often prepared on the host."""
+        given = {"tokens": self.tokens, "keys": self.keys, "counted": self.counted}
+        moved: dict[str, Any] = {name: None if x is None else x.to(device) for name, x in given.items()}
+        return replace(self, **moved, token_types={name: x.to(device) for name, x in self.token_types.items()})
 
 
 def attention_state(
     handler: Shares, documents: Tensor | None, mask: Tensor | None = None, positions: Tensor | None = None
-) -> AttentionState:
+) -> PreparedBatch:
     """Read what attention must know from a batch's global documents, padding mask and positions.
 
     Waits for the device that holds the mask or positions.
@@ -179,17 +188,17 @@ def attention_state(
     if mask is None:
         if positions is not None and documents is None:
             documents = _restarts(positions, handler.padded_length(positions.shape[1]))
-        return AttentionState(documents, layout=handler.layout)
+        return PreparedBatch(documents, layout=handler.layout)
     host, rows = runs(mask)
     begins = host.int().diff(dim=1) > 0  # a token behind padding
     if not bool(begins.any()):
-        return AttentionState(documents, layout=handler.layout)
+        return PreparedBatch(documents, layout=handler.layout)
     tokens = mask.bool()
     if documents is not None or bool((begins.sum(1) + host[:, 0] > 1).any()):
-        return AttentionState(documents, keys=rearrange(tokens, "b s -> b 1 1 s"), layout=handler.layout)
+        return PreparedBatch(documents, keys=rearrange(tokens, "b s -> b 1 1 s"), layout=handler.layout)
     documents = documents_table(rows)
-    here = rearrange(handler.local_share(tokens, 1, documents), "b s -> b 1 s 1")
-    return AttentionState(documents, tokens=here, layout=handler.layout)
+    here = rearrange(local_share(handler, tokens, 1, documents), "b s -> b 1 s 1")
+    return PreparedBatch(documents, tokens=here, layout=handler.layout)
 
 
 def _restarts(positions: Tensor, length: int) -> Tensor | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
+from .arguments import check_type
 from .collectives import over_rows
 
 
@@ -42,23 +44,22 @@ def rotate(tensor: Tensor, angles: Tensor, seq_dim: int, interleaved: bool, msca
 
 def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
     """Map pairs (x1, x2) to (-x2, x1). Pairs are (i, i + half), or neighbours if interleaved."""
-    if interleaved:
-        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
+    order = "pair two" if interleaved else "two pair"
+    first, second = rearrange(x, f"... ({order}) -> two ... pair", two=2)
+    return rearrange([-second, first], f"two ... pair -> ... ({order})")
 
 
 def checked_table(tensor: Tensor, freqs: Tensor, seq_dim: int, mscale: float) -> Tensor:
     """The angles ``[L, R]`` of ``apply_rotary_pos_emb``; ``TypeError`` or ``ValueError`` if arguments do not fit."""
-    if not isinstance(freqs, Tensor):
-        raise TypeError(f"freqs is a {type(freqs).__name__}: pass a tensor of angles [L, R] or [L, 1, 1, R]")
+    check_type("freqs", freqs, Tensor, "It holds the angles of positions. Pass a tensor [L, R] or [L, 1, 1, R]")
     if freqs.ndim < 2 or freqs.numel() != freqs.shape[0] * freqs.shape[-1]:
-        raise ValueError(f"freqs has shape {tuple(freqs.shape)}: pass angles [L, R] or [L, 1, 1, R]")
+        raise ValueError(
+            f"freqs has shape {tuple(freqs.shape)}. Each position has R angles. Pass a tensor [L, R] or [L, 1, 1, R]"
+        )
     if seq_dim == tensor.ndim - 1:
         raise ValueError(
             f"seq_dim={seq_dim} is the last dimension of tensor, whose shape is {tuple(tensor.shape)}, but that is "
             "the one that is rotated. Pass a tensor [.. S/n .., D]"
         )
-    if not isinstance(mscale, (int, float)):
-        raise TypeError(f"mscale is a {type(mscale).__name__}: pass the factor of cosine and sine, a number")
+    check_type("mscale", mscale, (int, float), "Cosine and sine are multiplied by it. Pass a number")
     return freqs.reshape(freqs.shape[0], freqs.shape[-1])

@@ -15,7 +15,8 @@ from ..schedule import layout as layouts
 from ..schedule.documents import documents_table, read
 from ..schedule.layout import ResolvedLayout
 from ..schedule.lookup import resolve
-from .collectives import gather_sequence, roll_sequence, scale_gradient
+from .arguments import check_type, is_int
+from .collectives import gather_sequence, roll_sequence, with_gradient_of
 
 
 class Shares:
@@ -64,7 +65,7 @@ class Shares:
             >>> share.shape, handler.combine(share, 0).tolist()
             (torch.Size([4]), [0, 1, 2, 3, 4, 5, 6, 7])
         """
-        return self.local_share(tensor, seq_dim, self.cp.batch.documents, pad_value)
+        return self._local_share(tensor, seq_dim, self.cp.batch.documents, pad_value)
 
     def combine(
         self,
@@ -118,10 +119,10 @@ class Shares:
                 f"length={length} does not pad to the {whole} positions that the ranks hold, but to "
                 f"{self.padded_length(length)}. Pass the length that the dispatched tensor had"
             )
-        table = self.cp.batch.documents if documents is None else self.documents_for(documents, whole)
+        table = self.cp.batch.documents if documents is None else documents_for(self, documents, whole)
         if gradients is not None:
-            # Parts, of which the reduction makes the mean; or the sum, of a loss that has been divided by n.
-            tensor = scale_gradient(tensor, self.cp.size)
+            # The reduction averages the parts of all ranks, or adds up those of a loss that was divided by n.
+            tensor = with_gradient_of(tensor, tensor * self.cp.size)
         gathered = gather_sequence(tensor, table, self.cp.key, self.layout, seq_dim)
         return gathered if length is None else gathered.narrow(seq_dim, 0, length)
 
@@ -151,12 +152,12 @@ class Shares:
         Source: ``roll_tensor`` of Megatron-LM's multi-token prediction; there one position to the left.
         """
         seq_dim = checked_dim(tensor, dims, "dims")
-        if not isinstance(shifts, int) or isinstance(shifts, bool):
-            raise TypeError(f"shifts={shifts!r} must be an int, a number of positions along the one dimension dims")
+        if not is_int(shifts):
+            raise TypeError(f"shifts={shifts!r} must be an int. It counts positions along the dimension dims. Pass one")
         length = tensor.shape[seq_dim] * self.cp.size
         shifts = max(-length, min(length, shifts))  # beyond that everything is zero, and ops take 64 bits
         layouts.check_length(self.layout, self.cp.size, length)
-        table = self.documents_for(documents, length, tensor, seq_dim)
+        table = documents_for(self, documents, length, tensor, seq_dim)
         rolled = roll_sequence(tensor, table, self.cp.key, self.layout, seq_dim, shifts)
         # Half precision cannot count: in fp16 there is nothing above 65,504, and in bf16 256 + 1 is 256.
         exact = torch.promote_types(rolled.dtype, torch.float32) if rolled.is_floating_point() else None
@@ -176,8 +177,8 @@ class Shares:
             >>> handler.position_ids(8).tolist()[0] == 2 * mesh.get_local_rank()  # head-tail: 0 1 6 7, and 2 3 4 5
             True
         """
-        table = self.documents_for(documents, checked_length("length", length))
-        at = self.resolve(length, table).positions(self.cp.rank)
+        table = documents_for(self, documents, checked_length("length", length))
+        at = resolve_layout(self, length, table).positions(self.cp.rank)
         if restart:
             if table is None:
                 raise ValueError(
@@ -188,62 +189,67 @@ class Shares:
             at = rows[0] if len(rows) == 1 else rows
         return at.to(device)
 
-    # ------------------------------------------------------------------ for the rest of the package
-
-    def local_share(
+    def _local_share(
         self, tensor: Tensor, seq_dim: int, documents: Tensor | None, pad_value: float | None = None
     ) -> Tensor:
-        """:meth:`dispatch`, for a sequence with this table of documents."""
+        """See :func:`local_share`."""
         seq_dim = checked_dim(tensor, seq_dim)
         length = tensor.shape[seq_dim]
-        if not isinstance(pad_value, (int, float, type(None))):
-            raise TypeError(f"pad_value={pad_value!r} must be a number, with which the sequence is padded, or None")
+        check_type("pad_value", pad_value, (int, float, type(None)), "The sequence is padded with it. Pass a number")
         if pad_value is not None and self.padded_length(length) > length:
             tensor = _padded(tensor, seq_dim, self.padded_length(length) - length, pad_value)
-        resolved = self.resolve(tensor.shape[seq_dim], documents, f"tensor.shape[{seq_dim}]")
+        resolved = resolve_layout(self, tensor.shape[seq_dim], documents, f"tensor.shape[{seq_dim}]")
         self.cp.batch.record_length(tensor.shape[seq_dim] // self.cp.size)
         if self.cp.agreement is not None and not torch.compiler.is_compiling():
-            self.cp.agreement.bring(tensor)
+            self.cp.agreement.compare_tokens_later(tensor)
         ranges = resolved.ranges(self.cp.rank)
         return torch.cat([tensor.narrow(seq_dim, start, stop - start) for start, stop in ranges], dim=seq_dim)
 
-    def resolve(self, length: int, documents: Tensor | None, argument: str = "length") -> ResolvedLayout:
-        """The positions of all ranks in a sequence of ``length``. A layout may depend on its table of documents.
 
-        ``ValueError`` if the length, which the error calls ``argument``, does not split evenly.
-        """
-        layouts.check_length(self.layout, self.cp.size, length, argument)
-        by_documents = layouts.by_documents(self.layout)  # else the table is not read: a compiled graph may run this
-        return resolve(self.layout, self.cp.size, length, read(documents) if by_documents else None)
+# --------------------------------------------------------------------------- shares with a given table of documents
 
-    def documents_for(
-        self, documents: Any, length: int, tensor: Tensor | None = None, seq_dim: int = 0
-    ) -> Tensor | None:
-        """The table of the documents that a call was given, or of the enclosing block.
 
-        ``ValueError`` if it does not fit the sequence of the call, or the batch of a tensor.
-        """
-        table = self.cp.batch.documents if documents is None else self.padded_table(documents)
-        if table is not None:
-            batch = len(table)
-            if tensor is not None and batch > 1:
-                batch = tensor.shape[0 if seq_dim else 1] if tensor.ndim > 1 else 1
-            read(table).check(batch, length)
-        return table
+def local_share(
+    shares: Shares, tensor: Tensor, seq_dim: int, documents: Tensor | None, pad_value: float | None = None
+) -> Tensor:
+    """:meth:`Shares.dispatch`, for a sequence with this table of documents."""
+    return shares._local_share(tensor, seq_dim, documents, pad_value)
 
-    def known_length(self, local: int) -> int | None:
-        """The length before padding of the batch of the enclosing block, if shares of it have ``local`` positions."""
-        length = self.cp.batch.length
-        return length if length and self.padded_length(length) == local * self.cp.size else None
 
-    def padded_table(self, documents: Any) -> Tensor:
-        """The table of ``documents``; padding up to :meth:`padded_length` is one more document."""
-        table: Any = documents_table(documents)
-        if not torch.compiler.is_compiling():
-            read(table).check_ascending()
-        last = table[:, -1:]
-        padded = torch.tensor([[self.padded_length(int(length))] for length in last.flatten().tolist()])
-        return table if torch.equal(padded, last) else torch.cat([table, padded], dim=1)
+def resolve_layout(shares: Shares, length: int, documents: Tensor | None, argument: str = "length") -> ResolvedLayout:
+    """The positions of all ranks in a sequence of ``length``. A layout may depend on its table of documents.
+
+    ``ValueError`` if the length, which the error calls ``argument``, does not split evenly.
+    """
+    layouts.check_length(shares.layout, shares.cp.size, length, argument)
+    by_documents = layouts.by_documents(shares.layout)  # else the table is not read: a compiled graph may run this
+    return resolve(shares.layout, shares.cp.size, length, read(documents) if by_documents else None)
+
+
+def documents_for(
+    shares: Shares, documents: Any, length: int, tensor: Tensor | None = None, seq_dim: int = 0
+) -> Tensor | None:
+    """The table of the documents that a call was given, or of the enclosing block.
+
+    ``ValueError`` if it does not fit the sequence of the call, or the batch of a tensor.
+    """
+    table = shares.cp.batch.documents if documents is None else padded_table(shares, documents)
+    if table is not None:
+        batch = len(table)
+        if tensor is not None and batch > 1:
+            batch = tensor.shape[0 if seq_dim else 1] if tensor.ndim > 1 else 1
+        read(table).check(batch, length)
+    return table
+
+
+def padded_table(shares: Shares, documents: Any) -> Tensor:
+    """The table of ``documents``; padding up to :meth:`Shares.padded_length` is one more document."""
+    table: Any = documents_table(documents)
+    if not torch.compiler.is_compiling():
+        read(table).check_ascending()
+    last = table[:, -1:]
+    padded = torch.tensor([[shares.padded_length(int(length))] for length in last.flatten().tolist()])
+    return table if torch.equal(padded, last) else torch.cat([table, padded], dim=1)
 
 
 def _padded(tensor: Tensor, seq_dim: int, more: int, pad_value: float) -> Tensor:
@@ -258,9 +264,8 @@ def _padded(tensor: Tensor, seq_dim: int, more: int, pad_value: float) -> Tensor
 def checked_dim(tensor: Tensor, seq_dim: int, argument: str = "seq_dim", name: str = "tensor") -> int:
     """The dimension ``seq_dim`` counted from the left; ``TypeError`` or ``ValueError`` if the tensor, which errors call
     ``name``, has none."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor")
-    if not isinstance(seq_dim, int) or isinstance(seq_dim, bool) or not -tensor.ndim <= seq_dim < tensor.ndim:
+    check_type(name, tensor, Tensor, "It has one dimension that is the sequence. Pass a torch.Tensor")
+    if not is_int(seq_dim) or not -tensor.ndim <= seq_dim < tensor.ndim:
         raise ValueError(
             f"{argument}={seq_dim!r} is not a dimension of {name}, whose shape is {tuple(tensor.shape)}. "
             + (f"Use {-tensor.ndim} to {tensor.ndim - 1}" if tensor.ndim else "A sequence needs a dimension")
@@ -271,7 +276,7 @@ def checked_dim(tensor: Tensor, seq_dim: int, argument: str = "seq_dim", name: s
 def checked_length(argument: str, length: int) -> int:
     """Return a number of positions, or raise ``TypeError`` or ``ValueError``."""
     if not isinstance(length, (int, torch.SymInt)) or isinstance(length, bool):
-        raise TypeError(f"{argument}={length!r} must be an int, a number of positions")
+        raise TypeError(f"{argument}={length!r} must be an int. It is a number of positions. Pass one")
     if isinstance(length, int) and not 0 <= length < 2**48:
-        raise ValueError(f"{argument}={length} is not a number of positions that a sequence can have")
+        raise ValueError(f"{argument}={length} is impossible. A sequence has 0 to 2**48 positions. Pass their number")
     return length

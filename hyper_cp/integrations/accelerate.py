@@ -99,16 +99,5 @@ def _prepare(mesh: DeviceMesh, style: ContextParallel, *args: Any) -> tuple[Any,
 
 def _block(mesh: DeviceMesh, style: ContextParallel, **buffers: Any) -> context_parallel:
     """The block that ``accelerator.maybe_context_parallel`` enters."""
-    mode = style.mode
-    return context_parallel(
-        mesh,
-        ulysses_degree=style.ulysses_degree,
-        kv_exchange=mode.kv_exchange,
-        layout=mode.layout,
-        load_balance=mode.load_balance,
-        window=mode.window,
-        head_groups=mode.head_groups,
-        exchange_stages=mode.exchange_stages,
-        allow=style.allow,
-        **buffers,
-    )
+    settings = dict(style.mode.signature)
+    return context_parallel(mesh, ulysses_degree=style.ulysses_degree, allow=style.allow, **settings, **buffers)  # type: ignore[arg-type]

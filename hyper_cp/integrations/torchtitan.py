@@ -29,9 +29,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..handler import ContextParallelHandler
-from ..module._torch import checkpoint
 from ..module.mesh_binding import Binding, binding_of, describe
-from ..module.model import introduce
+from ..module.model import begin_call
 from ..ops.attention import cp_attention
 from ..ops.config import Call
 from ..schedule.documents import documents_table
@@ -242,10 +241,10 @@ class PackedAttention(nn.Module):
 
     def __init__(self, inner: nn.Module, mesh: DeviceMesh, style: ContextParallel) -> None:
         super().__init__()
-        own = getattr(inner, "window_size", (-1, 0))
+        window = getattr(inner, "window_size", (-1, 0))
         if style.mode.window is not None:
             raise ValueError(f"style has window={style.mode.window}, but {type(inner).__name__} has its own. Drop it")
-        self.window = tuple(None if w == -1 else w for w in own)
+        self.window = tuple(None if w == -1 else w for w in window)
         self.binding = Binding(style, mesh, describe(inner))
 
     def forward(
@@ -281,8 +280,7 @@ class PackedAttention(nn.Module):
                 "grouped-query attention"
             )
         metadata = attention_metadata if attention_masks is None else attention_masks
-        documents, mesh = checkpoint.batch_state(self.binding, lambda: self._batch_state(metadata, q))
-        introduce(self.binding, self, mesh)
+        mesh, documents = begin_call(self.binding, self, lambda: (self._documents(metadata, q),))
         q, k, v = ((x.unsqueeze(0) if packed else x).transpose(1, 2) for x in (q, k, v))
         cp, mode = mesh.view(heads, kv_heads), replace(self.binding.style.mode, window=self.window)  # type: ignore[arg-type]
         # is_causal=False: the module's window ends at the query, so it is causal already.
@@ -290,14 +288,10 @@ class PackedAttention(nn.Module):
         out = out.transpose(1, 2)
         return out.squeeze(0) if packed else out
 
-    def _batch_state(self, metadata: Any, q: Tensor) -> tuple[Tensor | None, Any]:
-        """The documents that the metadata of a call names, or those of the enclosing block; and the mesh."""
-        mesh = self.binding.active
-        rows = (1, q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[1])
-        return self._documents(metadata, rows[0], rows[1] * mesh.views[0].size), mesh
-
-    def _documents(self, metadata: Any, rows: int, length: int) -> Tensor | None:
-        block = self.binding.documents_in_force()
+    def _documents(self, metadata: Any, q: Tensor) -> Tensor | None:
+        """The documents that the metadata of a call names, or those of the enclosing block."""
+        rows, local = (1, q.shape[0]) if q.ndim == 3 else q.shape[:2]
+        length, block = local * self.binding.active.views[0].size, self.binding.active_documents()
         if metadata is None:
             return block
         cu_seq = getattr(metadata, "cu_seq_q", None)

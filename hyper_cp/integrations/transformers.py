@@ -14,24 +14,26 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from ..data.batch import WholeBatch, entries_of, shifted, warn_if_shifted
+from ..data.batch import WholeBatch, entries_of
 from ..data.collectives import by_rank
-from ..data.packing import AttentionState, attention_state, padded_mask, take_documents
+from ..data.packing import PreparedBatch, attention_state, take_documents
+from ..data.sharding import Shares, documents_for, local_share, padded_table
 from ..handler import ContextParallelHandler
-from ..module._torch import checkpoint
 from ..module.mesh_binding import Binding, binding_of, describe
 from ..module.mixers.hooks import MixerHooks
-from ..module.model import introduce
+from ..module.model import begin_call
 from ..schedule import layout as layouts
-from ..schedule.documents import documents_table
+from ..schedule.documents import PackedDocuments, documents_table, read
 from ..style import ContextParallel, style_of
 from .huggingface import forward, router_loss
 from .huggingface.attention import NAME, register
@@ -50,7 +52,7 @@ from .huggingface.checks import (
     own_positions,
 )
 from .huggingface.chunked_loss import ChunkedLoss
-from .huggingface.forward import ForwardState, OneDevice, PreparedBatch, mixer_state
+from .huggingface.forward import ForwardState, OneDevice, mixer_state
 from .huggingface.modules import LightningHooks, direct_attention, is_lightning, no_mask, prepare_rotary, route
 
 __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
@@ -114,7 +116,13 @@ def prepare_model(
     return given
 
 
-def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any], *, debug: bool = False) -> dict[str, Any]:
+def prepare_batch(
+    handler: ContextParallelHandler,
+    batch: dict[str, Any],
+    *,
+    debug: bool = False,
+    labels_cross_documents: bool = True,
+) -> dict[str, Any]:
     """This rank's share of a global batch, for the forward of a model that ``prepare_model`` has prepared.
 
     Labels are shifted over the whole sequence (``shift_labels``), ``position_ids`` are made, and padding and packed
@@ -128,65 +136,89 @@ def prepare_batch(handler: ContextParallelHandler, batch: dict[str, Any], *, deb
             Packed documents have any name that :meth:`ContextParallelHandler.get_batch_on_this_cp_rank` knows, or
             position ids that restart. They are kept apart in every model (some models forget that in SDPA masks).
         debug: compare the batches of the ranks by hash, as ``get_batch_on_this_cp_rank(debug=True)`` does.
+        labels_cross_documents: the last token of a document gets the label of the first of the next one. Default True,
+            as in transformers' own loss on one device; with False it gets -100.
     """
     check_kind(batch)
     entries = entries_of(handler, batch, debug)
-    tokens = check_entries(entries)
-    documents = take_documents(entries)
+    whole = _KeywordBatch(handler, entries)
+    whole.read_padding()
     if entries.get("labels") is not None:
         if entries.get("shift_labels") is None:
-            warn_if_shifted(handler, entries, 1, IGNORE)
-            entries["shift_labels"] = shifted(entries["labels"], 1, IGNORE)
+            whole.shift_labels(IGNORE, labels_cross_documents)
         entries.setdefault("num_items_in_batch", (entries["shift_labels"] != IGNORE).sum())
-    dims = {name: -1 if name == "position_ids" else 1 for name in entries if name != "attention_mask"}
-    dims = {name: dim for name, dim in dims.items() if _length(entries[name], dim) == tokens.shape[1]}
-    whole = WholeBatch(handler, entries, dims)
-    mask, positions = entries.get("attention_mask"), entries.get("position_ids")
-    documents = None if documents is None else handler.padded_table(documents)
-    padding = (0, whole.padded - whole.length)
-    counted = None if padding[1] == 0 else F.pad(torch.ones(tokens.shape[:2], dtype=torch.bool), padding)
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        counted = mask = F.pad(entries.pop("attention_mask"), padding)
-        state = attention_state(handler, documents, mask)
-    else:
-        if isinstance(mask, Tensor) and whole.padded > whole.length:
-            entries["attention_mask"] = padded_mask(mask, whole.length, whole.padded)
+    local = whole.split({name: IGNORE for name in whole.dims if "labels" in name})
+    return {**local, "context_parallel": whole.prepared()}
+
+
+class _KeywordBatch(WholeBatch):
+    """A batch with the conventions of transformers. Padding behind the tokens of a row needs no boundary, because
+    masks are causal. Positions do not restart in documents. The documents of an enclosing block count."""
+
+    def __init__(self, handler: Shares, entries: dict[str, Any]) -> None:
+        length, documents = check_entries(entries).shape[1], take_documents(entries)
+        dims = {name: -1 if name == "position_ids" else 1 for name, x in entries.items() if _rows(x)}
+        dims = {name: dim for name, dim in dims.items() if entries[name].shape[dim] == length}
+        dims.pop("attention_mask", None)
+        super().__init__(handler, entries, dims, documents)
+        self.position_ids: Tensor | None = entries.get("position_ids")
+        self.mask: Tensor | None = None
+        """A padding mask of the padded sequence."""
+
+    def read_padding(self) -> None:
+        """Read what attention must know."""
+        mask, positions = self.entries.get("attention_mask"), self.position_ids
+        if _rows(mask) and mask.ndim == 2:
+            self.mask = self._padded(self.entries.pop("attention_mask"))
+        elif isinstance(mask, Tensor):
+            self.pad_mask(mask)
         # The documents of a block say what positions that restart in them would say.
-        packed = mask is None and positions is not None and positions.ndim == 2 and handler.cp.batch.documents is None
-        state = attention_state(handler, documents, None, positions if packed else None)
-    if state.documents is None and layouts.by_documents(handler.layout) and handler.cp.batch.documents is None:
-        state = replace(state, documents=documents_table([0, whole.padded]))  # the whole sequence is a document too
-    placed_by = handler.documents_for(state.documents, whole.padded)
-    local = whole.split(placed_by, {name: IGNORE for name in dims if "labels" in name})
-    if positions is None:
-        at = handler.position_ids(whole.padded, device=tokens.device, documents=placed_by)[None]
-        # Padding gets no later position than the tokens: tables of positions need not be longer than the sequence.
-        local["position_ids"] = at.clamp(max=whole.length - 1)
-    last = whole.length - 1 if positions is None else positions.max()
-    counted = None if counted is None else handler.local_share(counted, 1, placed_by)
-    types = {
-        name: _types(entries[name], mask, padding) for name in TOKEN_TYPES if isinstance(entries.get(name), Tensor)
-    }
-    share = whole.padded // handler.cp.size
-    ready = replace(prepared(state, last, counted), numbered=positions is None, token_types=types, length=share)
-    return {**local, "context_parallel": ready}
+        in_block = self.handler.cp.batch.documents is not None
+        if mask is not None or positions is None or positions.ndim != 2 or in_block:
+            positions = None
+        documents = None if self.documents is None else padded_table(self.handler, self.documents.rows)
+        self.state = attention_state(self.handler, documents, self.mask, positions)
+        if self.documents is None and positions is not None and self.state.documents is not None:
+            rows = read(self.state.documents).rows
+            self.documents = PackedDocuments([[min(x, self.length) for x in row] for row in rows])
+        if self.state.documents is None and layouts.by_documents(self.handler.layout) and not in_block:
+            self.state = replace(self.state, documents=documents_table([0, self.padded]))
+
+    @cached_property
+    def table(self) -> Tensor | None:
+        """The documents that place the tokens."""
+        return documents_for(self.handler, self.state.documents, self.padded)
+
+    def positions(self, at: Tensor) -> Tensor:
+        """Positions ``[1, S/n]``. Padding gets no later one than the tokens, so that tables of positions need not be
+        longer than the sequence."""
+        return rearrange(at.clamp(max=self.length - 1), "s -> 1 s")
+
+    def prepared(self) -> PreparedBatch:
+        """The state of the batch, for the model."""
+        counted = self.mask
+        if counted is None and self.padded > self.length:
+            counted = self._padded(torch.ones(self.first.shape[:2], dtype=torch.bool))
+        types = {name: self._padded(self.entries[name], -1) for name in TOKEN_TYPES if _rows(self.entries.get(name))}
+        if self.mask is not None:
+            types = {name: x.masked_fill(~self.mask.bool(), -1) for name, x in types.items()}
+        return replace(
+            self.state,
+            last_position=self.length - 1 if self.position_ids is None else self.position_ids.max(),
+            counted=None if counted is None else local_share(self.handler, counted, 1, self.table),
+            token_types=types,
+            length=self.padded // self.handler.cp.size,
+            numbered=self.position_ids is None,
+        )
+
+    def _padded(self, x: Tensor, value: int = 0) -> Tensor:
+        """``x [B, S]``, padded with the sequence."""
+        return F.pad(x, (0, self.padded - self.length), value=value)
 
 
-def _types(types: Tensor, mask: Any, padding: tuple[int, int]) -> Tensor:
-    """Types of all tokens ``[B, S]``, -1 on padding."""
-    types = F.pad(types, padding, value=-1)
-    hidden = isinstance(mask, Tensor) and mask.ndim == 2
-    return types.masked_fill(~mask.bool(), -1) if hidden else types
-
-
-def prepared(attention: AttentionState, last_position: int | Tensor, counted: Tensor | None) -> PreparedBatch:
-    """The state of a batch, with that of its attention calls."""
-    given = {field: getattr(attention, field) for field in ("documents", "tokens", "keys", "layout")}
-    return PreparedBatch(**given, last_position=last_position, counted=counted)
-
-
-def _length(x: Any, dim: int) -> int | None:
-    return x.shape[dim] if isinstance(x, Tensor) and x.ndim > 1 else None
+def _rows(x: Any) -> TypeGuard[Tensor]:
+    """True for a tensor that has rows of positions."""
+    return isinstance(x, Tensor) and x.ndim > 1
 
 
 class DecoderHook:
@@ -215,8 +247,8 @@ class DecoderHook:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add ``context_parallel`` to the keywords, and masks and positions that suit it."""
         kwargs = dict(kwargs)
-        documents, mesh, offered = checkpoint.batch_state(
-            self.binding, lambda: (self.binding.documents_in_force(), self.binding.active, forward.offered())
+        mesh, documents, offered = begin_call(
+            self.binding, module, lambda: (self.binding.active_documents(), forward.offered())
         )
         ready = kwargs.pop("context_parallel", None) or offered
         given = take_documents(kwargs)
@@ -233,7 +265,6 @@ class DecoderHook:
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
             self._check_positions(batch, kwargs)
             state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs))
-            introduce(self.binding, module, mesh)
             self._complete(handler, tokens, batch, kwargs)
             if ready is None and mesh.parallel and not self.compared:
                 check_dispatched(handler, tokens, self.binding.name)
@@ -330,13 +361,13 @@ class DecoderHook:
                 )
             return ready if documents is None else replace(ready, documents=documents)
         last = self._last_position(handler, positions, tokens)
+        counted = whole = packed = None
         if padding is not None:
             whole = self._global_mask(handler, padding, tokens.shape[1])
-            counted = padding if padding.shape[1] == tokens.shape[1] else handler.local_share(whole, 1, documents)
-            return prepared(attention_state(handler, documents, whole), last, counted)
-        if mask is not None or positions is None or positions.ndim != 2 or documents is not None:
-            return prepared(attention_state(handler, documents), last, None)
-        return prepared(attention_state(handler, None, None, handler.combine(positions, 1)), last, None)
+            counted = padding if padding.shape[1] == tokens.shape[1] else local_share(handler, whole, 1, documents)
+        elif mask is None and positions is not None and positions.ndim == 2 and documents is None:
+            packed = handler.combine(positions, 1)
+        return replace(attention_state(handler, documents, whole, packed), last_position=last, counted=counted)
 
     def _last_position(self, handler: ContextParallelHandler, positions: Tensor | None, tokens: Tensor) -> int | Tensor:
         """The largest position of all ranks, if a rotary embedding of this decoder depends on it."""

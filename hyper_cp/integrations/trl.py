@@ -36,9 +36,9 @@ class ContextParallelSFT(ContextParallelTrainer):
                 "chunked_loss=True with an SFTTrainer, which computes its loss without whole logits already. Two heads "
                 "would exclude each other. Leave chunked_loss out"
             )
-        self._asked: dict[str, Any] = {}
+        self._packing_settings: dict[str, Any] = {}
         super().__init__(*args, **kwargs)
-        for name, value in self._asked.items():
+        for name, value in self._packing_settings.items():
             setattr(self.args, name, value)  # type: ignore[attr-defined]
         if getattr(self, "compute_metrics", None) is not None or getattr(self, "aux_loss_enabled", False):
             raise NotImplementedError(
@@ -52,8 +52,8 @@ class ContextParallelSFT(ContextParallelTrainer):
         refuse it: documents would not be kept apart by accelerate's own context parallelism."""
         super().create_accelerator_and_postprocess()
         arguments = self.args  # type: ignore[attr-defined]
-        self._asked = {name: getattr(arguments, name) for name in _PACKING if hasattr(arguments, name)}
-        for name in self._asked:
+        self._packing_settings = {name: getattr(arguments, name) for name in _PACKING if hasattr(arguments, name)}
+        for name in self._packing_settings:
             setattr(arguments, name, False)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,21 +1,21 @@
-"""Comparison of what the ranks of a mesh bring to a call: only what is new, and each thing once.
+"""The ranks of a mesh compare the arguments of their calls: only new ones, and each once.
 
-Ranks that bring different shapes or documents would hang in a transfer, or mix up positions. So each rank compares its
-*signature*, pairs of a field's name and value, with the others before anything travels, and records it once all agree.
-From then on a call with that signature looks it up in a dictionary and asks nobody.
+Ranks that call with different shapes or documents would hang in a transfer, or mix up positions. So each rank compares
+its *signature*, pairs of a field's name and value, with the others before anything travels, and records it once all
+agree. From then on a call with that signature looks it up in a dictionary, without communication.
 
 The ranks compare in the store behind the default process group, which needs no device and no backend for the CPU
 (``init_process_group("nccl")`` has none). A small collective on the group of the data would be shorter, and wrong: a
 rank whose signature is old goes straight on to its transfer, and a comparison that meets a transfer on one group
 hangs without an end, or exchanges garbage. Waiting on a store ends after a time limit, and says who is missing.
 
-Two things go along with a comparison without being part of what is recorded. Values that may change with every call (a
+Two things are compared, but not recorded. Values that may change with every call (a
 scale) are compared with the first signature that they come with. And each rank counts the signatures it has looked up
-since the last comparison, and digests their order: ranks that have made other calls meanwhile, each of which was agreed
-on before, find out at the next comparison.
+since the last comparison, and digests their order: if ranks have made other calls meanwhile, each of which they had
+agreed on before, the next comparison raises.
 
-A comparison is one round of four requests of each rank: set the own entry, check for all entries until they are there,
-read them, delete the own entry of the round before (all ranks have read that one, since they have come to this one).
+A comparison is one round of four requests of each rank: write its entry, check for all entries until they are there,
+read them, delete its entry of the round before (all ranks have read that one, since they have come to this one).
 A rank that gives up withdraws its entry and stays in the round: a later call of all ranks finds them all in one round.
 """
 
@@ -65,7 +65,7 @@ _NAMES = {
     "plan": "styled modules",
     "groups": "groups of a hybrid",
 }
-"""Names that errors use for kinds and fields."""
+"""The names of kinds and fields in errors."""
 _REMEDY = {
     "shapes": "Every rank holds an equal share of one sequence: shard the batch with ContextParallelHandler.dispatch, "
     "which pads (pad_value=) lengths that do not split evenly",
@@ -85,7 +85,7 @@ _REMEDY = {
     "styled modules": "Apply one plan, with equal styles, to the same model on every rank",
 }
 _DIGESTS = ("documents", "block mask", "weights", "batch")
-"""Fields whose values tell a reader nothing."""
+"""Fields whose values are hashes: errors name the ranks instead."""
 _SAME_CALLS = "Apply the same styles on every rank, and make the same attention calls in the same order"
 
 
@@ -100,8 +100,8 @@ class Agreement:
         self._number = self._calls = self._order = 0
         """The number of the last signature; how many were looked up since the last comparison, and their order."""
         self._tokens: str | None = None
-        """Digest of the first tokens that were shared out on the mesh; empty once it has been compared."""
-        self._round, self._lock, self._doubts = 0, threading.Lock(), False
+        """Digest of the first tokens that were split over the mesh; empty once it has been compared."""
+        self._round, self._lock, self._compare_next = 0, threading.Lock(), False
         self._limit = store.timeout.total_seconds()
         # Entries of an earlier mesh of the same ranks may be left in the store, so every rank counts its own meshes.
         # It counts those of each shape apart: ranks may come to meshes of different shapes in different orders.
@@ -112,15 +112,15 @@ class Agreement:
 
     @staticmethod
     def between(ranks: Sequence[int], groups: Sequence[Any]) -> Agreement | None:
-        """The agreement of a new mesh of these global ranks, over these groups; None if there is nobody to ask."""
+        """The agreement of a new mesh of these global ranks, over these groups; None if nothing can be compared."""
         world = dist.group.WORLD
         if len(ranks) == 1 or world is None or any(dist.get_backend(g) in NO_STORE for g in (world, *groups)):
             return None
         shape = [dist.get_world_size(g) for g in groups]
         return Agreement(world.get_group_store(), ranks, list(ranks).index(dist.get_rank()), shape)
 
-    def bring(self, tokens: Tensor) -> None:
-        """Have a batch's integers compared with the next new attention call, if they are the first on this mesh.
+    def compare_tokens_later(self, tokens: Tensor) -> None:
+        """Compare a batch's integers with the next new attention call, if they are the first on this mesh.
 
         Not at once: a data loader's thread may split batches at other times on other ranks.
         """
@@ -129,19 +129,19 @@ class Agreement:
         if self._tokens is None and tokens.numel() and not (tokens.is_floating_point() or tokens.dtype == torch.bool):
             self._tokens = fingerprint(tokens)
 
-    def doubt(self) -> None:
-        """Compare the next call whatever it is: an op of this rank has raised, and the other ranks may be in it still.
+    def compare_next_call(self) -> None:
+        """Compare the next call even if it is known: an op of this rank has raised, and other ranks may still be in it.
 
-        A transfer of another call would meet theirs. If all ranks have raised, they agree, and go on.
+        A transfer of the next call would meet those of that op. If all ranks have raised, they agree, and go on.
         """
-        self._doubts = True
+        self._compare_next = True
         self._calls = self._order = 0
 
     def known(self, kind: str, signature: Signature) -> bool:
         """True if the ranks have agreed on ``signature``."""
         return signature in self._agreed.get(kind, ())
 
-    def reach(
+    def compare_if_new(
         self,
         kind: str,
         signature: Signature,
@@ -151,31 +151,31 @@ class Agreement:
         details: Details = dict,
         always: bool = False,
     ) -> None:
-        """See :meth:`CPMesh.agree`; ``mesh`` describes itself in errors."""
+        """See :meth:`CPMesh.agree`; errors print ``mesh``."""
         agreed = self._agreed.setdefault(kind, {})
         number = agreed.get(signature)
-        if number is not None and not self._doubts and not always:
+        if number is not None and not self._compare_next and not always:
             self._calls += 1
             self._order = (self._order * _FACTOR + number) & _BITS
             return
         with self._lock:
-            if signature in agreed and not self._doubts and not always:  # another thread has been faster
+            if signature in agreed and not self._compare_next and not always:  # another thread has been faster
                 return
             mine = {"kind": kind} | {name: _text(value) for name, value in (*signature, *once)}
             history, tokens = f"{self._calls}/{self._order:x}", self._tokens if kind == "call" else None
-            everyone = self._exchange(mine | {_HISTORY: history, _TOKENS: tokens or ""}, mesh, caller)
+            entries = self._exchange(mine | {_HISTORY: history, _TOKENS: tokens or ""}, mesh, caller)
             self._calls = self._order = 0  # also after a disagreement: all ranks begin anew
             self._tokens = "" if tokens else self._tokens
-            histories = [theirs.pop(_HISTORY) for theirs in everyone]
-            batches = [theirs.pop(_TOKENS) for theirs in everyone]
-            if any(theirs != mine for theirs in everyone):
-                first = self._first_difference(everyone, details, mesh, caller)
-                raise ValueError(_disagreement(everyone, mesh, caller, first))
+            histories = [entry.pop(_HISTORY) for entry in entries]
+            batches = [entry.pop(_TOKENS) for entry in entries]
+            if any(entry != mine for entry in entries):
+                first = self._first_difference(entries, details, mesh, caller)
+                raise ValueError(_disagreement(entries, mesh, caller, first))
             if len({*batches} - {""}) > 1:  # a rank may have split none by itself
                 raise ValueError(_disagreement([{"kind": kind, "batch": x} for x in batches], mesh, caller))
-            if any(theirs != history for theirs in histories):
+            if any(other != history for other in histories):
                 raise ValueError(_other_histories(histories, mesh, caller))
-            self._doubts = False
+            self._compare_next = False
             if signature in agreed:
                 return
             self._number += 1
@@ -184,16 +184,16 @@ class Agreement:
                 del agreed[next(iter(agreed))]
 
     def _first_difference(
-        self, everyone: list[dict[str, str]], details: Details, mesh: object, caller: str
+        self, entries: list[dict[str, str]], details: Details, mesh: object, caller: str
     ) -> tuple[str, list[str]] | None:
         """The first of the details that differs, and its value on each rank. They are exchanged only where ranks are
         known to disagree, so they may be long."""
-        kinds = {theirs["kind"] for theirs in everyone}
+        kinds = {entry["kind"] for entry in entries}
         if details is dict or len(kinds) > 1:  # every rank decides alike: a kind has details, or has none
             return None
-        theirs = self._exchange({"kind": kinds.pop()} | details(), mesh, caller)
-        for name in dict.fromkeys(name for each in theirs for name in each):
-            values = [each.get(name, "none") for each in theirs]
+        more = self._exchange({"kind": kinds.pop()} | details(), mesh, caller)
+        for name in dict.fromkeys(name for entry in more for name in entry):
+            values = [entry.get(name, "none") for entry in more]
             if len(set(values)) > 1:
                 return name, values
         return None
@@ -253,7 +253,7 @@ def fingerprint(x: Tensor) -> str:
 
 
 def digest(data: bytes) -> str:
-    """16 characters that stand for bytes, the same in every process."""
+    """A hash of bytes as 16 characters, the same in every process."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
@@ -271,8 +271,8 @@ def _text(value: Hashable) -> str:
 
 def _other_histories(histories: list[str], mesh: object, caller: str) -> str:
     """The error's text where ranks agree on this call, but have made other calls before."""
-    odd = [rank for rank, theirs in enumerate(histories) if theirs != histories[0]]
-    counts = [int(theirs.split("/")[0]) for theirs in histories]
+    odd = [rank for rank, history in enumerate(histories) if history != histories[0]]
+    counts = [int(history.split("/")[0]) for history in histories]
     if len(set(counts)) > 1:
         found = "; ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
         how = f"another number of them (signatures looked up: {found})"
@@ -285,28 +285,29 @@ def _other_histories(histories: list[str], mesh: object, caller: str) -> str:
 
 
 def _disagreement(
-    everyone: list[dict[str, str]], mesh: object, caller: str, first: tuple[str, list[str]] | None = None
+    entries: list[dict[str, str]], mesh: object, caller: str, first: tuple[str, list[str]] | None = None
 ) -> str:
     """The error's text: the fields that differ, who has what, and what to do."""
-    kinds = [theirs["kind"] for theirs in everyone]
+    kinds = [entry["kind"] for entry in entries]
     if len(set(kinds)) > 1:
         table = "; ".join(f"rank {rank} compares its {_name(kind)}" for rank, kind in enumerate(kinds))
         return f"{caller}: the ranks of the {mesh} make different calls: {table}. {_SAME_CALLS}"
-    fields = dict.fromkeys(name for theirs in everyone for name in theirs)
-    differ = [name for name in fields if len({theirs.get(name) for theirs in everyone}) > 1]
-    names = " and ".join(map(_name, differ))
-    start = f"{caller}: the ranks of the {mesh} call attention with different {names}: "
-    remedy = _REMEDY.get(differ[0], _SAME_CALLS)
+    fields = dict.fromkeys(name for entry in entries for name in entry)
+    differ = [name for name in fields if len({entry.get(name) for entry in entries}) > 1]
+    names, batch = " and ".join(map(_name, differ)), kinds[0] == "batch"
+    found = f"split batches that differ in {names}" if batch else f"call attention with different {names}"
+    start = f"{caller}: the ranks of the {mesh} {found}: "
+    remedy = _REMEDY["batch" if batch else differ[0]] if batch or differ[0] in _REMEDY else _SAME_CALLS
     if first is not None and differ[0] not in _DIGESTS:
         table = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(first[1]))
         return f"{start}{first[0]} ({table}). {remedy}"
-    if set(differ) <= set(_DIGESTS):
-        odd = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+    if batch or set(differ) <= set(_DIGESTS):
+        odd = [rank for rank, entry in enumerate(entries) if entry != entries[0]]
         which = f", first in {first[0]}" if first is not None else ""
         return f"{start}ranks {odd} have others (or none) than rank 0{which}. {remedy}"
 
-    def of(theirs: dict[str, str]) -> str:
-        values = {name: theirs.get(name, "none") for name in differ}
+    def of(entry: dict[str, str]) -> str:
+        values = {name: entry.get(name, "none") for name in differ}
         return ", ".join(values.values() if len(differ) == 1 else (f"{name}={v}" for name, v in values.items()))
 
-    return start + "; ".join(f"rank {rank}: {of(theirs)}" for rank, theirs in enumerate(everyone)) + f". {remedy}"
+    return start + "; ".join(f"rank {rank}: {of(entry)}" for rank, entry in enumerate(entries)) + f". {remedy}"

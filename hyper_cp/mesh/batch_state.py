@@ -1,4 +1,4 @@
-"""The state of the batch that a cp mesh works on: the documents blocks that are entered, each owned by its thread."""
+"""The state of the batch that a cp mesh works on: its documents, by block and thread, and the lengths of its shares."""
 
 from __future__ import annotations
 
@@ -33,28 +33,30 @@ class ThreadBlocks:
         self.documents: Tensor | None = None
 
 
-class _Mine(threading.local):
+class _ThisThread(threading.local):
+    """The blocks of a thread on one mesh. (No ``module.thread_stack``: other threads must see them too, see below.)"""
+
     def __init__(self) -> None:
         self.blocks = ThreadBlocks()
 
 
 class BatchState:
-    """The documents that are in force on a mesh, and the lengths of its shares; all views of the mesh share it.
+    """The active documents of a mesh, and the lengths of its shares; all views of the mesh share it.
 
     A block belongs to the thread that entered it. Another thread does not see it, with one exception: backward runs in
     threads that PyTorch starts, and these see the blocks of the thread that is in any.
     """
 
     def __init__(self) -> None:
-        self._mine = _Mine()
+        self._this_thread = _ThisThread()
         self._threads: list[ThreadBlocks] = []
-        """Those of the threads that are in a block."""
+        """The blocks of all threads that are in one."""
         self._lengths: dict[int, None] = {}
         self.batches = 0
         """The number of batches that this rank has split, for errors."""
         self._packed: list[weakref.ref[Tensor]] = []
         """Labels of the latest batches with packed documents."""
-        self._heeded: set[bool] = set()
+        self._explicit: set[bool] = set()
         """True if an attention call had documents or an explicit mask, False if one had neither."""
         self.padded: tuple[tuple[int, int], int, int] | None = None
         """Rows and positions of a share of the last batch, and its length before and after padding; None: none."""
@@ -62,70 +64,70 @@ class BatchState:
     # ------------------------------------------------------------------ blocks
 
     def enter(self, documents: Tensor | None, length: int | None = None) -> Block:
-        """Put documents (None: a batch without) in force in this thread. ``length``: positions before padding."""
-        mine = self._mine.blocks
-        block = Block(documents, mine, length)
-        if not mine.entered:
-            self._threads.append(mine)
-        mine.entered.append(block)
-        mine.documents = documents
+        """Make documents (None: a batch without) active in this thread. ``length``: positions before padding."""
+        blocks = self._this_thread.blocks
+        block = Block(documents, blocks, length)
+        if not blocks.entered:
+            self._threads.append(blocks)
+        blocks.entered.append(block)
+        blocks.documents = documents
         return block
 
     def leave(self, block: Block) -> None:
         """End one block, whichever thread and order it ends in: no other block changes."""
-        theirs = block.owner
-        theirs.entered.remove(block)
-        theirs.documents = theirs.entered[-1].documents if theirs.entered else None
-        if not theirs.entered:
-            self._threads.remove(theirs)
+        blocks = block.owner
+        blocks.entered.remove(block)
+        blocks.documents = blocks.entered[-1].documents if blocks.entered else None
+        if not blocks.entered:
+            self._threads.remove(blocks)
 
     @property
     def documents(self) -> Tensor | None:
         """The documents of the innermost block of this thread, for what prepares or gathers data."""
-        mine = self._mine.blocks
+        blocks = self._this_thread.blocks
         if torch.compiler.is_compiling():
-            return mine.documents
-        if not mine.entered:
-            mine = self._of_backward() or mine
-        for block in mine.entered[-1:]:
+            return blocks.documents
+        if not blocks.entered:
+            blocks = self._blocks_of_backward() or blocks
+        for block in blocks.entered[-1:]:
             block.used = True
-        return mine.documents
+        return blocks.documents
 
     @property
     def length(self) -> int | None:
         """The positions of the sequence of this thread's innermost block, before padding, if the block knows them."""
-        entered = self._mine.blocks.entered
+        entered = self._this_thread.blocks.entered
         return entered[-1].length if entered else None
 
-    def in_force(self, caller: str) -> Tensor | None:
-        """The documents for an attention call.
+    def active_documents(self, caller: str) -> Tensor | None:
+        """The documents for an attention call of ``caller``, which errors name.
 
         Raises:
             RuntimeError: if this thread is in no block, but another one is. (A forward in a worker thread would ignore
                 the documents of its batch; one beside a thread that prepares the next batch may lack its own block.)
         """
         found = self.documents
-        mine = self._mine.blocks
-        if torch.compiler.is_compiling() or mine.entered or not self._threads or self._of_backward():
+        blocks = self._this_thread.blocks
+        if torch.compiler.is_compiling() or blocks.entered or not self._threads or self._blocks_of_backward():
             return found
-        others = [theirs.thread.name for theirs in self._alive()]
+        others = [other.thread.name for other in self._alive()]
         if others:
             raise RuntimeError(
-                f"{caller} runs in thread {mine.thread.name!r}, which is in no documents block, while thread "
+                f"{caller} runs in thread {blocks.thread.name!r}, which is in no documents block, while thread "
                 f"{others[0]!r} is in one on this cp mesh. A block holds in its own thread only. Enter "
                 "handler.documents(batch) in the thread of the forward too (documents(None) for a batch without "
                 "documents), or pass documents= to the module"
             )
         return found
 
-    def _of_backward(self) -> ThreadBlocks | None:
+    def _blocks_of_backward(self) -> ThreadBlocks | None:
         """The blocks of the only thread that is in any, if this is a thread of PyTorch's backward."""
         # A thread that Python has not started; CPython has no public name for its kind.
         if not self._threads or not isinstance(threading.current_thread(), threading._DummyThread):
             return None
         others = self._alive()
         if len(others) > 1:
-            names = ", ".join(repr(theirs.thread.name) for theirs in others)
+            names = ", ".join(repr(other.thread.name) for other in others)
             raise RuntimeError(
                 f"backward recomputes attention while {len(others)} threads ({names}) are in documents blocks on this "
                 "cp mesh. A thread of backward cannot tell whose batch it works on. Pass documents= to the modules, "
@@ -134,24 +136,41 @@ class BatchState:
         return others[0] if others else None
 
     def _alive(self) -> list[ThreadBlocks]:
-        return [theirs for theirs in tuple(self._threads) if theirs.thread.is_alive()]
+        return [blocks for blocks in tuple(self._threads) if blocks.thread.is_alive()]
 
     # ------------------------------------------------------------------ what the calls of a batch have in common
 
-    def record_attention(self, length: int, documents: Tensor | None, causal: bool | None) -> None:
+    def record_attention(
+        self,
+        length: int,
+        documents: Tensor | None,
+        *,
+        band: tuple[int | None, int | None],
+        lengths: tuple[int, int],
+        mask_rows: int | None,
+        masked: bool,
+        positional: bool,
+    ) -> None:
         """Record an attention call of this thread.
 
         Args:
             length: the number of query positions that this rank holds.
             documents: those of the call.
-            causal: None for an explicit mask, which may be anything.
+            band: the least and the greatest distance of visible keys from their query; None: no bound.
+            lengths: global lengths of queries and keys.
+            mask_rows: rows of the explicit mask of the call; None: it has none.
+            masked: True if the mask hides more than ``band`` says.
+            positional: True if a score function depends on positions.
 
         Raises:
             RuntimeError: if causal and other attention use the documents of one block.
         """
         self.record_length(length)
-        self._heeded.add(documents is not None or causal is None)
-        entered = self._mine.blocks.entered
+        # A mask whose rows are all the same shows the same keys to every query: only the band may be causal then.
+        alike = mask_rows is None or mask_rows == 1 < lengths[0] == lengths[1]
+        causal = band[1] == 0 if (alike or not masked) and not positional else None
+        self._explicit.add(documents is not None or causal is None)
+        entered = self._this_thread.blocks.entered
         if documents is None or not entered:
             return
         block = entered[-1]
@@ -174,8 +193,8 @@ class BatchState:
         self._packed = [*self._packed[1 - LENGTHS :], weakref.ref(labels)]
 
     def ignores_documents(self, labels: object) -> bool:
-        """True if these are the labels of a batch with packed documents, and no attention call had documents ever."""
-        return self._heeded == {False} and any(known() is labels for known in self._packed)
+        """True if these are the labels of a batch with packed documents, and no attention call ever had documents."""
+        return self._explicit == {False} and any(known() is labels for known in self._packed)
 
     def record_length(self, length: int) -> None:
         """Record the length of a share."""

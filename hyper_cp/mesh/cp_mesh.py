@@ -85,7 +85,7 @@ class CPMesh:
             RuntimeError: if other ranks do not come to compare theirs within a time limit (see :mod:`.agreement`).
         """
         if self.agreement is not None and not torch.compiler.is_compiling():
-            self.agreement.reach(kind, signature, self, caller, once, details, always)
+            self.agreement.compare_if_new(kind, signature, self, caller, once, details, always)
 
     def __str__(self) -> str:
         return f"cp mesh of {self.size} ranks (ring {self.ring.size} x ulysses {self.ulysses.size})"

@@ -101,7 +101,7 @@ class operation:
         if error is None:
             return
         if self.mesh.agreement is not None:
-            self.mesh.agreement.doubt()
+            self.mesh.agreement.compare_next_call()
         for pending in [p for p in here.pending if p not in self.before]:
             # After a failed transfer others may fail too, each after the timeout. The group is lost: do not wait.
             if isinstance(error, TransferError):

@@ -24,7 +24,8 @@ from ._torch.flex_patch import plain_flex_attention
 
 @dataclass
 class AttentionRequest:
-    """An attention call on ``[B, H, S, D]``. ``core`` computes it, ``answer`` puts the output in the caller's form."""
+    """An attention call on ``[B, H, S, D]``. ``core`` computes it, and ``to_caller`` gives its output the
+    caller's form."""
 
     query: Tensor
     key: Tensor
@@ -36,7 +37,7 @@ class AttentionRequest:
     documents: Tensor | None = None
     dropout_p: float = 0.0
     sinks: Tensor | None = None
-    answer: Callable[[Any], Any] = lambda out: out
+    to_caller: Callable[[Any], Any] = lambda out: out
     core: AttentionBackend | None = None
     """None: the engine."""
     blocks: bool = False
@@ -89,7 +90,7 @@ def _flex(
     _check_gqa(name, query, key, enable_gqa)
     options = {"scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse, "kernel_options": kernel_options}
     flex = Flex(name, score_mod, block_mask, {**options, **others}, plain_flex_attention)
-    return AttentionRequest(query, key, value, core=flex, answer=flex.answer, blocks=block_mask is not None)
+    return AttentionRequest(query, key, value, core=flex, to_caller=flex.answer, blocks=block_mask is not None)
 
 
 # --------------------------------------------------------------------------- nn.MultiheadAttention
@@ -134,7 +135,7 @@ def _multihead(
         for x, weight, bias in zip(source, weights, biases, strict=True)
     )
 
-    def answer(out: Tensor) -> tuple[Tensor, None]:
+    def to_caller(out: Tensor) -> tuple[Tensor, None]:
         joined = F.linear(out.permute(2, 0, 1, 3).flatten(2), out_weight, out_bias)
         return (joined if batched else joined.squeeze(1)), None
 
@@ -149,7 +150,7 @@ def _multihead(
         mask=mask,
         window=(None, 0) if causal and mask is not None else None,  # causal too, and allows a mask
         dropout_p=dropout_p if options.get("training", True) else 0.0,
-        answer=answer,
+        to_caller=to_caller,
     )
 
 
@@ -224,7 +225,7 @@ def _npu_request(
         scale=scale,
         documents=_npu_documents(name, input_layout, actual_seq_qlen, actual_seq_kvlen),
         sinks=sink,
-        answer=lambda out: _npu_outputs(join(out).contiguous(), out),
+        to_caller=lambda out: _npu_outputs(join(out).contiguous(), out),
     )
     if atten_mask is None:  # the operator ignores sparse_mode and tokens then
         return request

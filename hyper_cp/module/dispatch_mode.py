@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from typing import Any
 
 import torch
@@ -13,23 +12,24 @@ from torch.overrides import TorchFunctionMode
 
 from . import attention_calls
 from ._torch.function_modes import take_out
-from .running_call import RunningCall, answer
+from .running_call import RunningCall, routed_attention
+from .thread_stack import ThreadStack
 
 
 class EnteredMode(TorchFunctionMode):
     """A mode that this thread knows to be entered: ``flex_attention`` can then be seen by it."""
 
     def __enter__(self) -> Any:
-        _thread.modes.append(self)
+        _modes.push(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        _thread.modes.remove(self)
+        _modes.remove(self)
         super().__exit__(*error)
 
     def take_out(self) -> None:
         """Leave the mode although others may have been entered since."""
-        _thread.modes.remove(self)
+        _modes.remove(self)
         take_out(self)
 
 
@@ -51,7 +51,7 @@ class DispatchMode(EnteredMode):
         if read is not None and call.alive():  # else a KeyboardInterrupt ended the call without its hooks
             call.routed += 1
             request = read(call.binding.name, *args, **kwargs)
-            return request.answer(answer(call, request))
+            return request.to_caller(routed_attention(call, request))
         unrouted = attention_calls.spelled(func) if read is None and call.must_route else None
         if unrouted is not None and call.alive():
             raise NotImplementedError(
@@ -99,32 +99,21 @@ def begin(call: RunningCall) -> None:
 
 def abandon(call: RunningCall) -> None:
     """Stop routing for a call that was interrupted. Its mode is not on top if others were entered since."""
-    for mode in [mode for mode in _thread.modes if isinstance(mode, DispatchMode) and mode.call is call]:
+    for mode in [mode for mode in _modes.entries if isinstance(mode, DispatchMode) and mode.call is call]:
         mode.take_out()
 
 
-class _Thread(threading.local):
-    """The modes that are entered in this thread, and the calls of styled modules that are running in it (at
-    most one: nesting is refused)."""
-
-    def __init__(self) -> None:
-        self.modes: list[EnteredMode] = []
-        self.calls: list[RunningCall] = []
-
-
-_thread = _Thread()
+_modes: ThreadStack[EnteredMode] = ThreadStack()
+"""The modes that are entered."""
+calls: ThreadStack[RunningCall] = ThreadStack()
+"""The calls of styled modules that are running; at most one in a thread, because nesting is refused."""
 
 
 def dispatching() -> bool:
     """True if a mode is entered in this thread that must see ``flex_attention``."""
-    return bool(_thread.modes)
-
-
-def call_stack() -> list[RunningCall]:
-    """The stack of running calls of this thread."""
-    return _thread.calls
+    return bool(_modes.entries)
 
 
 def current_call() -> RunningCall | None:
     """The innermost running call of this thread."""
-    return _thread.calls[-1] if _thread.calls else None
+    return calls.top

@@ -15,14 +15,13 @@ from ..mesh.failures import calling
 from ..ops.checks import agree, check_shards, refuse_forward_mode
 from ..ops.config import Call
 from ..ops.exchange.ulysses import Ulysses
-from ..schedule.documents import documents_table
 from . import dtensor
 from ._torch import checkpoint, flex_patch
 from ._torch.modules import calls_running
-from .dispatch_mode import abandon, begin, call_stack, current_call, dispatching
-from .mesh_binding import Binding, Style, describe
-from .model import introduce
-from .running_call import Exchanged, RunningCall
+from .dispatch_mode import abandon, begin, calls, current_call, dispatching
+from .mesh_binding import Binding, Style, describe, documents_keyword, takes_documents
+from .model import begin_call
+from .running_call import ExchangedInputs, RunningCall
 
 
 class AttentionHooks:
@@ -33,7 +32,7 @@ class AttentionHooks:
         names = style.qkv_kwarg_names or _parameter_names(module, style.qkv_indices)
         self.arguments = list(dict.fromkeys(zip(style.qkv_indices or (), names, strict=True)))
         """Position and name of q, k, v among the module's arguments; of q and k only, if v is in the same tensor."""
-        self.takes_documents = "documents" in inspect.signature(module.forward).parameters
+        self.takes_documents = takes_documents(module)
         flex_patch.install(dispatching)
 
     @property
@@ -56,18 +55,12 @@ class AttentionHooks:
         """Exchange heads of q, k, v, and begin to route attention calls. A module that computes q, k, v itself leaves
         the exchange to its attention call."""
         self._refuse_nesting(module)
-        kwargs, given = self._documents(kwargs)
-        documents, mesh = checkpoint.batch_state(
-            self.binding,
-            lambda: (self.binding.documents_in_force() if given is None else given, self.binding.active),
-        )
+        given, kwargs = documents_keyword(kwargs, self.takes_documents)
+        mesh, documents = begin_call(self.binding, module, lambda: (self.binding.active_documents(given),))
         if torch.compiler.is_compiling():
             checkpoint.refuse_recompiled(self.name, documents is not None)
-        else:
-            self.binding.ran = True
-        introduce(self.binding, module, mesh)
         call = RunningCall(self.binding, module, mesh, documents)
-        call_stack().append(call)
+        calls.push(call)
         if self.style.qkv_indices is None:
             if not self.style.use_local_output:
                 call.outputs = mesh.cp_dims.outputs(None, self.style.seq_dim, self.name)
@@ -106,7 +99,7 @@ class AttentionHooks:
             qkv = self._ulysses(call, cp).to_heads(*qkv)
         length, heads = qkv[0].shape[seq], qkv[0].shape[head]
         ambiguous = length == heads and not torch.compiler.is_compiling()
-        call.exchanged = Exchanged(cp, length, heads, qkv[0].ndim, tuple(qkv) if ambiguous else ())
+        call.exchanged = ExchangedInputs(cp, length, heads, qkv[0].ndim, tuple(qkv) if ambiguous else ())
         positional, keywords = list(args), dict(kwargs)
         for w, x in zip(where, qkv, strict=True):
             (positional if isinstance(w, int) else keywords)[w] = x  # type: ignore[index]
@@ -115,14 +108,6 @@ class AttentionHooks:
     def _ulysses(self, call: RunningCall, cp: CPMesh) -> Ulysses:
         style = self.style
         return Ulysses(cp, style.mode.layout, style.seq_dim, style.head_dim, call.documents)
-
-    def _documents(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
-        """Packed documents that this call is given by keyword. The keyword is ours unless the module has a parameter of
-        that name."""
-        found = documents_table(kwargs.get("documents"))
-        if "documents" in kwargs and not self.takes_documents:
-            kwargs = {name: value for name, value in kwargs.items() if name != "documents"}
-        return kwargs, found
 
     def _refuse_nesting(self, module: nn.Module) -> None:
         while (outer := current_call()) is not None:
@@ -135,7 +120,8 @@ class AttentionHooks:
                     "the sequence would be exchanged twice. Apply it to one of them"
                 )
             # A KeyboardInterrupt ended that call: torch runs no hooks then.
-            abandon(call_stack().pop())
+            calls.remove(outer)
+            abandon(outer)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
         """Positions or keywords of q, k, v (q and k, if v is in the same tensor) in this call. (By hand, because
@@ -207,7 +193,7 @@ class AttentionHooks:
         call = current_call()
         if call is None or call.binding is not self.binding:
             return None  # an earlier hook, or `before` itself, raised: there is no call to end
-        call_stack().pop()
+        calls.remove(call)
         call.leave()
         if output is None:  # an exception is on its way, or the module has nothing to give back
             return None
@@ -225,7 +211,7 @@ class AttentionHooks:
             return output
         return self._back(call, call.exchanged, output)
 
-    def _back(self, call: RunningCall, inside: Exchanged, output: Any) -> Any:
+    def _back(self, call: RunningCall, inside: ExchangedInputs, output: Any) -> Any:
         """All-to-all back, and into the placement of q: a tensor, or every fitting tensor of a tuple or list."""
         items = list(output) if isinstance(output, (tuple, list)) else [output]
         fits = [self._fits(inside, x) for x in items]
@@ -242,7 +228,7 @@ class AttentionHooks:
         items = [self._placed(call, next(moved)) if f else x for x, f in zip(items, fits, strict=True)]
         return _like(output, items) if isinstance(output, (tuple, list)) else items[0]
 
-    def _fits(self, inside: Exchanged, x: Any) -> bool:
+    def _fits(self, inside: ExchangedInputs, x: Any) -> bool:
         """True for a tensor of the module's output that has its sequence and heads where q had them."""
         seq, head = self.style.seq_dim, self.style.head_dim
         if not isinstance(x, Tensor) or x.ndim <= max(seq, head) or x.shape[seq] != inside.length:

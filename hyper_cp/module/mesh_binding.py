@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cached_property
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -16,6 +17,7 @@ from ..mesh.agreement import Agreement, Signature, digest
 from ..mesh.cp_mesh import CPMesh
 from ..ops.checks import check_degree
 from ..ops.config import Mode
+from ..schedule.documents import documents_table
 from ..schedule.planning.auto import best_degree
 from . import dtensor
 from ._torch.modules import hook_owners
@@ -75,10 +77,6 @@ class StyledMesh:
             check_degree(style.mode, cp)
         self.cp_dims = CPDims(mesh)
 
-    def documents(self, caller: str) -> Tensor | None:
-        """The documents of the active ``handler.documents`` block on this mesh, for a call of ``caller``."""
-        return self.views[0].batch.in_force(caller)
-
     @property
     def parallel(self) -> bool:
         """True if there is more than one rank."""
@@ -119,13 +117,13 @@ class Binding:
         """True once a call has begun (compiled calls do not count)."""
         self.place: tuple[str, Plan] | None = None
         """The qualified name of the module in the model that it runs in, and that model's styled modules."""
-        self.introduced: WeakSet[Agreement] = WeakSet()
+        self.compared: WeakSet[Agreement] = WeakSet()
         """Meshes on which the module has been compared with that of the other ranks."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__)  # style and meshes are shared, process groups cannot be copied
-        copy.stack, copy.introduced = list(self.stack), WeakSet(self.introduced)
+        copy.stack, copy.compared = list(self.stack), WeakSet(self.compared)
         return copy
 
     def __reduce__(self) -> Any:
@@ -146,9 +144,12 @@ class Binding:
             self.heads, self.positions = (q_heads, kv_heads), positions
         return q_heads, kv_heads
 
-    def documents_in_force(self) -> Tensor | None:
-        """The documents of the enclosing ``handler.documents`` block on the active mesh."""
-        found = self.active.documents(self.name)
+    def active_documents(self, given: Tensor | None = None, caller: str | None = None) -> Tensor | None:
+        """The documents of a call: those it is ``given``, else those of the enclosing ``handler.documents`` block on
+        the active mesh. Errors name the module, or the ``caller``."""
+        if given is not None:
+            return given
+        found = self.active.views[0].batch.active_documents(caller or self.name)
         if found is None and any(mesh.views[0].batch.documents is not None for mesh in self.stack[:-1]):
             raise RuntimeError(
                 f"{self.name} runs on another cp mesh, but a documents block is active on the one it has left. "
@@ -163,6 +164,20 @@ class Binding:
         if not isinstance(qkv[0], DTensor):
             return qkv, None
         return dtensor.unwrap(self.name, qkv, mesh.cp_dims, self.style.mode.layout, seq_dim, head_dim)
+
+
+def takes_documents(module: nn.Module) -> bool:
+    """True if the forward of a module has a parameter ``documents`` of its own."""
+    return "documents" in inspect.signature(module.forward).parameters
+
+
+def documents_keyword(kwargs: dict[str, Any], keep: bool) -> tuple[Tensor | None, dict[str, Any]]:
+    """The table of the keyword ``documents`` of a call, and the keywords that the module gets; with ``keep`` that one
+    too."""
+    if "documents" not in kwargs:
+        return None, kwargs
+    table = documents_table(kwargs["documents"])
+    return table, kwargs if keep else {name: x for name, x in kwargs.items() if name != "documents"}
 
 
 def binding_of(module: nn.Module) -> Binding | None:

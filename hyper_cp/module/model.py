@@ -1,4 +1,4 @@
-"""The model around a styled module, which ranks compare once: its styled modules, and its weights.
+"""The beginning of a styled module's call: its documents and its mesh, and the comparison of its model across ranks.
 
 A rank with another layer, another style or another seed than the others computes, or hangs, without a word. So before a
 styled module runs for the first time on a mesh, the ranks compare the styled modules of the model that is running, its
@@ -7,16 +7,18 @@ weights, and which module it is. That costs a few requests to a store, once for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..mesh.agreement import digest, fingerprint
+from ._torch import checkpoint
 from ._torch.modules import running_modules
 from .dtensor import CPDims, ranks_along
 from .mesh_binding import Binding, Plan, StyledMesh, binding_of
@@ -57,7 +59,20 @@ def model_of(module: nn.Module) -> Model:
     return Model(outer[-1] if outer else module)
 
 
-def introduce(binding: Binding, module: nn.Module, mesh: StyledMesh) -> None:
+def begin_call(binding: Binding, module: nn.Module, read: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Return the mesh of a call of a styled module, and the batch state that ``read`` returns: the one place where
+    modules get them. In a recompute by activation checkpointing they are those of the forward.
+
+    The first call of a module on a mesh compares its model across the ranks.
+    """
+    state: tuple[Any, ...] = checkpoint.batch_state(binding, lambda: (binding.active, *read()))
+    if not torch.compiler.is_compiling():
+        binding.ran = True
+    compare_model_across_ranks(binding, module, state[0])
+    return state
+
+
+def compare_model_across_ranks(binding: Binding, module: nn.Module, mesh: StyledMesh) -> None:
     """Compare the model of a module that runs for the first time on this mesh with those of the other ranks.
 
     Raises:
@@ -65,7 +80,7 @@ def introduce(binding: Binding, module: nn.Module, mesh: StyledMesh) -> None:
             otherwise; if they hold other weights; if they run another module now.
     """
     cp = mesh.views[0]
-    if torch.compiler.is_compiling() or cp.agreement is None or cp.agreement in binding.introduced:
+    if torch.compiler.is_compiling() or cp.agreement is None or cp.agreement in binding.compared:
         return
     model = None
     if binding.place is None:
@@ -82,7 +97,7 @@ def introduce(binding: Binding, module: nn.Module, mesh: StyledMesh) -> None:
         total = digest("".join(f"{name}={value}" for name, value in weights.items()).encode())
         cp.agree("weights", plan.signature, binding.name, (("weights", total),), lambda: weights)
     cp.agree("module", (("module", name), ("style", plan.styles[name])), binding.name)
-    binding.introduced.add(cp.agreement)
+    binding.compared.add(cp.agreement)
 
 
 # --------------------------------------------------------------------------- weights

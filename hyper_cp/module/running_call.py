@@ -1,4 +1,4 @@
-"""A running call of a styled module, and the answer to the attention call that its module makes."""
+"""A running call of a styled module, and the attention that its module calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .mesh_binding import Binding, StyledMesh
 
 
 @dataclass
-class Exchanged:
+class ExchangedInputs:
     """Tensors of a module after the Ulysses all-to-all at its entrance."""
 
     cp: CPMesh
@@ -43,7 +43,7 @@ class RunningCall:
     module: nn.Module | None
     mesh: StyledMesh
     documents: Tensor | None = None
-    exchanged: Exchanged | None = None
+    exchanged: ExchangedInputs | None = None
     """Set if the Ulysses all-to-all was done at the entrance of the module; else the attention call does it."""
     must_route: bool = False
     """True if a local attention kernel would give wrong results."""
@@ -70,7 +70,7 @@ class RunningCall:
             self.stop()
 
 
-def answer(call: RunningCall, request: AttentionRequest) -> Any:
+def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
     """Attention over the whole sequence, as a module's attention call requests it."""
     binding, exchanged = call.binding, call.exchanged
     _check_request(call, request)
@@ -100,64 +100,67 @@ def _mode(call: RunningCall, request: AttentionRequest) -> Mode:
         return mode
     if mode.window is not None:
         raise ValueError(
-            f"{call.binding.name} asks for window={request.window}, its style for {mode.window}. Drop one of them"
+            f"{call.binding.name} calls attention with window={request.window}, but its style has "
+            f"window={mode.window}. Only one of them can apply. Drop the other"
         )
     return replace(mode, window=request.window)
 
 
 def _documents(call: RunningCall, request: AttentionRequest) -> Tensor | None:
-    """The documents that hide keys of this attention call. Keys of another sequence than that of the queries are not
-    described by them; such a module says so, because two sequences may be equally long."""
-    style, name = call.binding.style, call.binding.name
+    """The documents that place the queries of an attention call, and hide keys if these are the same sequence.
+
+    Documents describe queries. Keys of another sequence may have the same length, so a module that attends to them has
+    cross_attention=True in its style.
+    """
+    style, mesh = call.binding.style, call.mesh
     found = call.documents if request.documents is None else request.documents
     q, k = request.query, request.key
     if q.ndim != 4 or k.ndim != 4:  # refused below
         return found
-    whole = style.mode.kv_exchange == "replicated"
-    equal = q.shape[2] * (call.mesh.views[0].size if whole else 1) == k.shape[2]
-    if not style.cross_attention:
-        if not equal and not whole:
-            _refuse_decoding(call, request)
-        if found is not None and not equal and request.masked and call.module is not None:
-            raise ValueError(
-                f"{name} attends to keys of another length ({k.shape[2]} for {q.shape[2]} queries on this rank) in a "
-                "batch with documents or padding. These describe queries, and in a batch in which both lengths are "
-                "equal they would hide keys. Give this module a style of its own with cross_attention=True"
-            )
-        return found
-    if request.is_causal or request.window is not None:
-        raise ValueError(
-            f"{name} calls attention with is_causal=True or a window, and its style has cross_attention=True. Keys of "
-            "another sequence come neither before nor after a query. Leave out one of them"
-        )
-    if found is not None and not request.masked:
-        raise ValueError(
-            f"{name} calls attention without attn_mask (cross_attention=True) in a batch with documents or padding. "
-            "These describe queries, so nothing says which keys are padding. Pass a mask over the global positions of "
-            "the keys, [B, 1, 1, Skv], all True if there is no padding"
-        )
-    if found is None or not by_documents(style.mode.layout):
-        return None
-    if equal:
-        raise ValueError(
-            f"{name} has as many keys as queries ({k.shape[2]}) with cross_attention=True and "
-            f"layout={style.mode.layout!r}, which places queries by documents. These would hide keys as well. Use "
-            'layout="contiguous" or "head_tail", or add a key that the mask hides'
-        )
-    return found  # they place the queries, and hide no keys of another length
-
-
-def _refuse_decoding(call: RunningCall, request: AttentionRequest) -> None:
-    """Raise ``ValueError`` for one query on each rank that attends to more keys."""
+    replicated = style.mode.kv_exchange == "replicated"
+    equal = q.shape[2] * (mesh.views[0].size if replicated else 1) == k.shape[2]
     inside = 1 if call.exchanged is None else call.exchanged.cp.ulysses.size
-    queries, keys = (x.shape[2] // inside for x in (request.query, request.key))
-    if call.module is not None and call.mesh.parallel and queries == 1 < keys:
-        raise ValueError(
-            f"{call.binding.name} attends from one query on each rank to {keys} keys on each. That is how a model "
-            "decodes with a KV cache: the new token is no share of a sequence, and the cache holds shares, so the "
-            "result would be wrong. Generate on a mesh of one rank (context_parallel_mesh), or, if keys are another "
-            "sequence, give the module a style with cross_attention=True"
-        )
+    cross, placed, styled = style.cross_attention, by_documents(style.mode.layout), call.module is not None
+    hiding, other_keys = found is not None, not cross and not equal and styled
+    refused = (
+        (other_keys and not replicated and mesh.parallel and q.shape[2] == inside < k.shape[2], _DECODING),
+        (other_keys and hiding and request.masked, _OTHER_KEYS),
+        (cross and (request.is_causal or request.window is not None), _CAUSAL_CROSS_ATTENTION),
+        (cross and hiding and not request.masked, _CROSS_ATTENTION_WITHOUT_MASK),
+        (cross and hiding and placed and equal, _EQUAL_CROSS_ATTENTION),
+    )
+    for applies, text in refused:
+        if applies:
+            lengths = {"queries": q.shape[2], "keys": k.shape[2], "local_keys": k.shape[2] // inside}
+            raise ValueError(text.format(name=call.binding.name, layout=style.mode.layout, **lengths))
+    return found if placed or not cross else None
+
+
+_DECODING = (
+    "{name} attends from one query on each rank to {local_keys} keys on each. That is how a model decodes with a KV "
+    "cache: the new token is no share of a sequence, and the cache holds shares, so the result would be wrong. "
+    "Generate on a mesh of one rank (context_parallel_mesh), or, if keys are another sequence, give the module a style "
+    "with cross_attention=True"
+)
+_OTHER_KEYS = (
+    "{name} attends to keys of another length ({keys} for {queries} queries on this rank) in a batch with documents or "
+    "padding. These describe queries, and in a batch in which both lengths are equal they would hide keys. Give this "
+    "module a style of its own with cross_attention=True"
+)
+_CAUSAL_CROSS_ATTENTION = (
+    "{name} calls attention with is_causal=True or a window, and its style has cross_attention=True. Keys of another "
+    "sequence come neither before nor after a query. Leave out one of them"
+)
+_CROSS_ATTENTION_WITHOUT_MASK = (
+    "{name} calls attention without attn_mask (cross_attention=True) in a batch with documents or padding. These "
+    "describe queries, so nothing says which keys are padding. Pass a mask over the global positions of the keys, "
+    "[B, 1, 1, Skv], all True if there is no padding"
+)
+_EQUAL_CROSS_ATTENTION = (
+    "{name} has as many keys as queries ({keys}) with cross_attention=True and layout={layout!r}, which places queries "
+    'by documents. These would hide keys as well. Use layout="contiguous" or "head_tail", or add a key that the mask '
+    "hides"
+)
 
 
 def _check_request(call: RunningCall, request: AttentionRequest) -> None:
@@ -181,7 +184,7 @@ def _check_request(call: RunningCall, request: AttentionRequest) -> None:
         )
 
 
-def _swapped(call: RunningCall, exchanged: Exchanged, request: AttentionRequest) -> bool:
+def _swapped(call: RunningCall, exchanged: ExchangedInputs, request: AttentionRequest) -> bool:
     """True if the style's sequence dimension is where attention has its heads. The strides show it, of tensors that
     reach attention as the module got them, or as views."""
     style = call.binding.style

@@ -197,7 +197,7 @@ def attention(
     readable = all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k))  # others are refused below
     own = documents is None and readable and q.shape[2] == k.shape[2] and kv_exchange != "replicated"
     if own and not isinstance(mesh, CPMesh):  # attention of a sequence to itself, of which a block says the documents
-        table = cp.batch.in_force("attention")
+        table = cp.batch.active_documents("attention")
     call = Call(is_causal, scale, attn_mask, table, dropout_p, sinks=sinks, score=score, enable_gqa=enable_gqa)
     found: Tensor | tuple[Tensor, Tensor] = attend(q, k, v, cp, mode, call, TileEngine(return_lse))
     return found

@@ -227,12 +227,16 @@ def attention_op(
     given = Operands.of(tensors, options.tensors)
     q, k, v = _last_dim_contiguous(q, k, v)
     work = _Work(q, k, v, given, scale, dropout_p, options)
-    plan, ring, mask = work.schedule, work.cp.ring, given.mask
-    # Rows of a mask that are all the same show the same keys to every query: only a window may be causal then.
-    alike = mask is None or mask.shape[2] == 1 < work.lengths[0] == work.lengths[1]
-    known = (alike or work.mask is None) and (work.scores is None or not work.scores.score.positional)
-    causal = work.band[1] == 0 if known else None
-    work.cp.batch.record_attention(q.shape[2] // work.cp.ulysses.size, given.documents, causal)
+    plan, ring = work.schedule, work.cp.ring
+    work.cp.batch.record_attention(
+        q.shape[2] // work.cp.ulysses.size,
+        given.documents,
+        band=work.band,
+        lengths=work.lengths,
+        mask_rows=None if given.mask is None else given.mask.shape[2],
+        masked=work.mask is not None,
+        positional=work.scores is not None and work.scores.score.positional,
+    )
     partials = Partials(q, v.shape[3], given.sinks)
 
     def compute(tile: Tile, inputs: TileInputs, of_rows: Sequence[Tensor], into: KeyGradients) -> None:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..data.batch import TOKENS, LocalBatch
 from ..data.collectives import by_rank
+from ..data.sharding import resolve_layout
 from ..handler import ContextParallelHandler
 from ..mesh.comm import record_traffic
 from ..mesh_swap import context_parallel_mesh
@@ -46,10 +47,10 @@ class RecordingHandler(ContextParallelHandler):
     sequence: tuple[int, Tensor | None] | None = None
     """Its length without padding, and the documents by which it was placed."""
 
-    def local_share(
+    def _local_share(
         self, tensor: Tensor, seq_dim: int, documents: Tensor | None, pad_value: float | None = None
     ) -> Tensor:
-        share = super().local_share(tensor, seq_dim, documents, pad_value)
+        share = super()._local_share(tensor, seq_dim, documents, pad_value)
         if self.sequence is None:
             self.sequence = tensor.shape[seq_dim], documents
         return share
@@ -94,7 +95,7 @@ class Runs:
     def _positions(self, length: int, table: Tensor | None) -> Positions:
         padded = self.handler.padded_length(length)
         alone = [ContextParallelHandler(self.alone, x).padded_length(length) for x in (self.style, self.handler.layout)]
-        at = self.handler.resolve(padded, table).positions(self.handler.cp.rank).cpu()
+        at = resolve_layout(self.handler, padded, table).positions(self.handler.cp.rank).cpu()
         return Positions(at, length, padded, tuple(dict.fromkeys((length, *alone))), self._padding(length))
 
     def _padding(self, length: int) -> Tensor | None:

@@ -222,4 +222,4 @@ class LostStore:
 def test_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "PrefixStore", lambda _, store: store)
     with pytest.raises(TransferError, match=r"layer: rank 0 of the cp mesh compares.*torchrun.*first rank's"):
-        Agreement(LostStore(), [0, 1], 0).reach("call", (("shapes", "x"),), "cp mesh", "layer")
+        Agreement(LostStore(), [0, 1], 0).compare_if_new("call", (("shapes", "x"),), "cp mesh", "layer")

@@ -201,6 +201,10 @@ def packed(layout: str) -> None:
         assert list(found) == ["input_ids", "weight", "shift_labels", "position_ids"]
         assert torch.equal(found["shift_labels"], shift(whole["labels"], [[4, 5, 16]])[:, mine])
         assert torch.equal(found["position_ids"], restarted[mine].expand(3, -1))
+        crossing = handler.get_batch_on_this_cp_rank(
+            {**batch, **offsets}, shift_labels=True, labels_cross_documents=True
+        )
+        assert torch.equal(crossing["shift_labels"], shift(whole["labels"], [[]])[:, mine])
         with handler.documents(found) as table:
             assert sorted(set(table[0].tolist())) == [0, 5, 6, 17, 24] and handler.cp.batch.documents is table
             assert torch.equal(handler.position_ids(24, restart=True), restarted[mine])
@@ -332,7 +336,7 @@ def wrong_batch(what: str) -> None:
         ("length", "ValueError", "'images' has 3 positions in dimension 1, but 'input_ids' has 7.*'images': None"),
         ("none", "ValueError", "no entry of the batch has a sequence dimension"),
         ("missing", "ValueError", r"seq_dims names \['tokens'\]"),
-        ("dimension", "ValueError", r"'input_ids' dimension 2, but its shape is \(2, 7\)"),
+        ("dimension", "ValueError", r"seq_dims\['input_ids'\]=2 is not a dimension of batch entry .*\(2, 7\)"),
         ("places", "ValueError", "has 1 places"),
         ("nested", "TypeError", "'more' is a dict of tensors"),
         ("labels", "ValueError", "shift_labels=True needs a dict batch with a tensor 'labels'"),
@@ -406,10 +410,10 @@ def unequal(what: str, names: tuple[str, ...]) -> None:
 def test_unequal_batches_are_named(ranks: Any) -> None:
     ranks(3, unequal, "equal", ("cp",))
     for what, words in (
-        ("value", r"entry 'labels' of the batch differs.*cp ranks \[1\]"),
-        ("shape", "entry 'labels' of the batch differs"),
-        ("names", r"the names \(or number\) of entries of the batch differs"),
-        ("other", "entry 'note' of the batch differs"),
+        ("value", r"batches that differ in entry 'labels': ranks \[1\] have others.*same rank of data parallelism"),
+        ("shape", "batches that differ in entry 'labels': "),
+        ("names", r"batches that differ in the names \(or number\) of its entries: "),
+        ("other", "batches that differ in entry 'note': "),
     ):
         ranks.raises(3, "ValueError", words, unequal, what, ("cp",))
     ranks.raises(4, "ValueError", "entry 'labels'", unequal, "value", ("ring", "ulysses"))

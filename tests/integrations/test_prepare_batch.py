@@ -115,8 +115,8 @@ def mistaken(what: str) -> None:
 
 def test_what_is_split_or_shifted_already_is_found(ranks: Any) -> None:
     ranks(2, mistaken, "labels")
-    ranks.raises(2, "ValueError", "entry 'labels' of the batch differs", mistaken, "other ranks")
-    ranks.raises(2, "ValueError", "of the batch differs", mistaken, "some ranks")
+    ranks.raises(2, "ValueError", "batches that differ in entry 'labels'", mistaken, "other ranks")
+    ranks.raises(2, "ValueError", "batches that differ in its state", mistaken, "some ranks")
     for what in ("twice", "other function", "other function first"):
         ranks.raises(2, "ValueError", "batch is this rank's share of a batch.*split it once", mistaken, what)
 
@@ -131,3 +131,27 @@ def unknown() -> None:
 
 def test_unknown_names_of_documents_are_refused(ranks: Any) -> None:
     ranks.raises(2, "ValueError", "'cu_seqlens_padded' seems to name packed documents", unknown)
+
+
+@on_ranks
+def last_labels(way: str, crossing: bool | None) -> Tensor:
+    """The shifted labels of the whole sequence."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "head_tail")
+    batch = {"input_ids": tokens(21), "labels": tokens(21), **ways()[way]}
+    option = {} if crossing is None else {"labels_cross_documents": crossing}
+    local = prepare_batch(handler, batch, **option)
+    found = handler.combine(local["shift_labels"], 1, length=21)
+    assert local["num_items_in_batch"] == (found != -100).sum()
+    return found
+
+
+@pytest.mark.parametrize("way", ["cu_seqlens", "positions"])
+def test_labels_cross_documents_unless_they_must_not(ranks: Any, way: str) -> None:
+    ids = tokens(21)
+    crossing = torch.cat([ids[:, 1:], torch.full((len(ids), 1), -100)], 1)
+    ending = crossing.clone()
+    ending[:, [b - 1 for b in BOUNDARIES[1:]]] = -100
+    for option, want in ((None, crossing), (True, crossing), (False, ending)):
+        assert all(torch.equal(found, want) for found in ranks(2, last_labels, way, option))

@@ -317,8 +317,8 @@ def on_threads(calls: list[Callable[[], Any]]) -> list[str]:
     return found
 
 
-def all_reach(team: list[Agreement], kind: str = "call", signature: Signature = BASE) -> list[str]:
-    return on_threads([lambda a=a: a.reach(kind, signature, "cp mesh", "layer") for a in team])
+def all_compare(team: list[Agreement], kind: str = "call", signature: Signature = BASE) -> list[str]:
+    return on_threads([lambda a=a: a.compare_if_new(kind, signature, "cp mesh", "layer") for a in team])
 
 
 def test_a_long_wait_warns_before_it_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -326,7 +326,7 @@ def test_a_long_wait_warns_before_it_raises(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(agreement, "TIMEOUT", 0.2)
     one = Agreement(dist.HashStore(), [3, 7], 0)
     with pytest.raises(RuntimeError, match=r"ranks \[1\] \(global ranks \[7\]\)"):
-        one.reach("call", BASE, "cp mesh", "layer")
+        one.compare_if_new("call", BASE, "cp mesh", "layer")
     (record,) = caplog.records
     assert "ranks [1] (global ranks [7]) have not come" in record.getMessage()
 
@@ -341,7 +341,7 @@ def test_the_record_is_bounded_and_the_same_on_all_ranks(monkeypatch: pytest.Mon
     counts = []
     for kind, scale in [("call", 1), ("call", 2), ("documents", 1), ("call", 1), ("call", 3), ("call", 2), ("call", 1)]:
         with comm.record_traffic() as log:
-            assert all_reach(team, kind, changed("scale", scale)) == ["", ""]
+            assert all_compare(team, kind, changed("scale", scale)) == ["", ""]
         counts.append(len(log.entries) // 2)
     # 3 drops 1, the oldest, although it has just been used: ranks need not agree on what was used last.
     assert counts == [1, 1, 1, 0, 1, 0, 1]
@@ -350,12 +350,12 @@ def test_the_record_is_bounded_and_the_same_on_all_ranks(monkeypatch: pytest.Mon
 def test_a_mesh_made_again_does_not_read_the_entries_of_the_first() -> None:
     store = dist.HashStore()
     first = [Agreement(store, [0, 1], rank) for rank in range(2)]
-    assert all_reach(first) == ["", ""]
+    assert all_compare(first) == ["", ""]
     again = [Agreement(store, [0, 1], rank) for rank in range(2)]
-    assert all_reach(again, signature=changed("scale", 2.0)) == ["", ""]
+    assert all_compare(again, signature=changed("scale", 2.0)) == ["", ""]
     os.environ["HYPER_CP_AGREE_TIMEOUT"] = "0.1"
     try:  # alone: no entry of rank 1 from before is taken for its answer
-        assert "ranks [1]" in error_of(lambda: again[0].reach("call", BASE, "cp mesh", "layer"))
+        assert "ranks [1]" in error_of(lambda: again[0].compare_if_new("call", BASE, "cp mesh", "layer"))
     finally:
         del os.environ["HYPER_CP_AGREE_TIMEOUT"]
 
@@ -365,7 +365,7 @@ def test_entries_do_not_pile_up_in_the_store() -> None:
     team = [Agreement(store, [0, 1], rank) for rank in range(2)]
     counts = []
     for step in range(6):
-        assert all_reach(team, "documents", (("documents", step),)) == ["", ""]
+        assert all_compare(team, "documents", (("documents", step),)) == ["", ""]
         counts.append(store.num_keys())
     assert counts[1:] == [counts[1]] * 5
 

@@ -66,14 +66,14 @@ def test_blocks_end_in_any_order() -> None:
     state.leave(first)
     assert state.documents is B
     state.leave(second)
-    assert state.documents is None and state.in_force("x") is None
+    assert state.documents is None and state.active_documents("x") is None
     with in_a_block_of_another_thread(state, None):
         first, second = state.enter(A), state.enter(None)
         assert state.documents is None
         state.leave(second)
         assert state.documents is A
     result_of(lambda: state.leave(first), thread_of_python)  # it still ends the block of the thread that entered it
-    assert state.documents is None and result_of(lambda: state.in_force("x"), thread_of_python) is None
+    assert state.documents is None and result_of(lambda: state.active_documents("x"), thread_of_python) is None
 
 
 def test_a_block_holds_in_its_own_thread() -> None:
@@ -81,28 +81,30 @@ def test_a_block_holds_in_its_own_thread() -> None:
     with in_a_block_of_another_thread(state, B):
         assert state.documents is None
         with pytest.raises(RuntimeError, match=r"layer 3 runs in thread 'MainThread'.*'prefetch'.*documents\(None\)"):
-            state.in_force("layer 3")
+            state.active_documents("layer 3")
         own = state.enter(A)
-        assert state.in_force("layer 3") is A and state.documents is A
+        assert state.active_documents("layer 3") is A and state.documents is A
         state.leave(own)
-    assert state.in_force("layer 3") is None
+    assert state.active_documents("layer 3") is None
 
 
 def test_a_worker_does_not_ignore_the_documents_of_the_thread_that_started_it() -> None:
     state = BatchState()
     block = state.enter(A)
-    assert "'worker', which is in no documents block" in str(result_of(lambda: state.in_force("x"), thread_of_python))
+    assert "'worker', which is in no documents block" in str(
+        result_of(lambda: state.active_documents("x"), thread_of_python)
+    )
     assert result_of(lambda: state.documents, thread_of_python) is None
     state.leave(block)
 
 
 def test_backward_sees_the_only_blocks_there_are() -> None:
     state = BatchState()
-    assert result_of(lambda: state.in_force("x"), thread_of_backward) is None
+    assert result_of(lambda: state.active_documents("x"), thread_of_backward) is None
     block = state.enter(A)
-    assert result_of(lambda: state.in_force("x"), thread_of_backward) is A
+    assert result_of(lambda: state.active_documents("x"), thread_of_backward) is A
     with in_a_block_of_another_thread(state, B):
-        error = str(result_of(lambda: state.in_force("x"), thread_of_backward))
+        error = str(result_of(lambda: state.active_documents("x"), thread_of_backward))
         assert "2 threads ('MainThread', 'prefetch') are in documents blocks" in error
     state.leave(block)
 
@@ -112,7 +114,7 @@ def test_blocks_of_a_thread_that_has_ended_do_not_count() -> None:
     thread = threading.Thread(target=lambda: state.enter(B))
     thread.start()
     thread.join()
-    assert state.in_force("x") is None
+    assert state.active_documents("x") is None
 
 
 def test_lengths_of_shares_are_recorded_for_a_while() -> None:
@@ -120,3 +122,52 @@ def test_lengths_of_shares_are_recorded_for_a_while() -> None:
     for length in range(LENGTHS + 2):
         state.record_length(length)
     assert not state.is_share(1) and state.is_share(2) and state.is_share(LENGTHS + 1)
+
+
+def attend(state: BatchState, **given: Any) -> None:
+    """Record a call of 8 queries and keys with the documents ``A``; without more it is causal."""
+    usual = {"band": (None, 0), "lengths": (8, 8), "mask_rows": None, "masked": False, "positional": False}
+    state.record_attention(4, A, **{**usual, **given})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"positional": True},
+        {"mask_rows": 8, "masked": True},
+        {"mask_rows": 1, "masked": True, "lengths": (8, 6)},
+        {"mask_rows": 1, "masked": True, "lengths": (1, 1)},
+    ],
+)
+def test_attention_that_may_be_anything_is_not_compared(given: dict[str, Any]) -> None:
+    state = BatchState()
+    block = state.enter(A)
+    attend(state)
+    attend(state, band=(None, None), **given)
+    assert block.used and block.kinds == {True}
+    state.leave(block)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"mask_rows": 1, "masked": True}, {"mask_rows": 8}],
+    ids=["plain", "rows alike", "mask that is a band"],
+)
+def test_causal_and_other_attention_in_one_block_raises(given: dict[str, Any]) -> None:
+    state = BatchState()
+    block = state.enter(A)
+    attend(state)
+    with pytest.raises(RuntimeError, match="causal and non-causal attention use the documents of one"):
+        attend(state, band=(None, None), **given)
+    state.leave(block)
+    attend(state, band=(None, None))  # outside of the block nothing is compared
+
+
+def test_labels_of_documents_that_no_call_had() -> None:
+    state, labels = BatchState(), torch.zeros(1, 8)
+    state.record_packed(labels)
+    assert not state.ignores_documents(labels)
+    state.record_attention(4, None, band=(None, 0), lengths=(8, 8), mask_rows=None, masked=False, positional=False)
+    assert state.ignores_documents(labels) and not state.ignores_documents(labels.clone())
+    attend(state)
+    assert not state.ignores_documents(labels)

@@ -101,8 +101,8 @@ def attention_mask(
     if isinstance(state, OneDevice):
         options = {"q_offset": q_offset, "allow_is_causal_skip": allow_is_causal_skip, "local_size": local_size}
         given = {"q_length": q_length, "kv_length": kv_length, "config": config, **options, **others}
-        own = AttentionMaskInterface().get(state.implementation)
-        return None if own is None else own(**given)
+        original = AttentionMaskInterface().get(state.implementation)
+        return None if original is None else original(**given)
     if q_length != kv_length or not isinstance(q_offset, int) or q_offset != 0:
         raise NotImplementedError(
             f"{q_length} queries at offset {q_offset} of {kv_length} keys: context parallelism does not run with a "

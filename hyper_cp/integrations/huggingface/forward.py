@@ -6,52 +6,18 @@ on are called without it: they find the forward that is running.
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ...data.packing import AttentionState
+from ...data.packing import PreparedBatch
 from ...module._torch import checkpoint
 from ...module._torch.modules import is_running
 from ...module.mesh_binding import Style, StyledMesh
 from ...module.mixers.hooks import Where
+from ...module.thread_stack import ThreadStack
 from ...schedule.layout import by_documents
-
-
-@dataclass(frozen=True)
-class PreparedBatch(AttentionState):
-    """The state of a batch that attention, rotary embeddings and the router loss of a model need."""
-
-    last_position: int | Tensor = 0
-    """The largest position of the whole batch: some rotary tables depend on it."""
-    counted: Tensor | None = None
-    """``[B, S/n]``: False on this rank's padding, which the router loss does not count. None: there is none."""
-
-    def to(self, device: torch.device) -> PreparedBatch:
-        """The same on the device where the model computes."""
-        moved = super().to(device)
-        types = {name: x.to(device) for name, x in self.token_types.items()}
-        counted = _moved(self.counted, device)
-        return replace(self, tokens=moved.tokens, keys=moved.keys, counted=counted, token_types=types)
-
-    token_types: dict[str, Tensor] = field(default_factory=dict)
-    """Types of all tokens of the sequence ``[B, S]``, -1 on padding, by their name in the batch. Some models make masks
-    of them, in which images see themselves whole."""
-    length: int | None = None
-    """The number of tokens of this rank, padding included; None if ``prepare_batch`` has not split the batch."""
-    numbered: bool = False
-    """True if the batch had no position ids, and they count from 0 to the end of the sequence."""
-
-    @property
-    def plain(self) -> bool:
-        """True if the batch has neither documents nor padding that attention must know."""
-        return self.documents is None and self.tokens is None and self.keys is None
-
-
-def _moved(x: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if x is None else x.to(device)
 
 
 @dataclass(frozen=True)
@@ -75,43 +41,40 @@ class OneDevice:
 State = ForwardState | OneDevice
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.forwards: list[tuple[nn.Module, State]] = []
-        self.offered: PreparedBatch | None = None
-
-
-_thread = _Thread()
+_forwards: ThreadStack[tuple[nn.Module, State]] = ThreadStack()
+"""The decoders that run, and the state of each."""
+_offered: ThreadStack[PreparedBatch | None] = ThreadStack()
+"""The state that the model around a decoder was given, if any."""
 
 
 def offer(batch: PreparedBatch | None) -> None:
     """Keep the state that a model was given for its decoder: not every model passes unknown keywords on."""
-    _thread.offered = batch
+    _offered.entries[:] = [batch]
 
 
 def offered() -> PreparedBatch | None:
     """The state that the model around this decoder was given."""
-    return _thread.offered
+    return _offered.top
 
 
 def begin(decoder: nn.Module, state: State) -> None:
     """Record that a forward of ``decoder`` runs with this state."""
-    _thread.forwards.append((decoder, state))
+    _forwards.push((decoder, state))
 
 
 def end(decoder: nn.Module) -> None:
     """Undo :func:`begin`, if it was called."""
-    if _thread.forwards and _thread.forwards[-1][0] is decoder:
-        _thread.forwards.pop()
+    if (top := _forwards.top) is not None and top[0] is decoder:
+        _forwards.remove(top)
 
 
 def running() -> State | None:
     """The state of the innermost forward that runs in this thread."""
-    forwards = _thread.forwards
-    # A KeyboardInterrupt ends a forward without its hooks.
-    while forwards and not (torch.compiler.is_compiling() or is_running(forwards[-1][0])):
-        forwards.pop()
-    return forwards[-1][1] if forwards else None
+    while (top := _forwards.top) is not None:
+        if torch.compiler.is_compiling() or is_running(top[0]):
+            return top[1]
+        _forwards.remove(top)  # a KeyboardInterrupt ended that forward without its hooks
+    return None
 
 
 def state_for(owner: nn.Module) -> State | None:

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -22,6 +21,7 @@ from transformers import PreTrainedModel
 from ...module._torch.modules import is_running
 from ...module.mixers.calls import RunningMixer, running_mixer
 from ...module.mixers.hooks import MixerHooks
+from ...module.thread_stack import ThreadStack
 from .attention import attention_forward
 from .forward import ForwardState, state_for
 
@@ -35,13 +35,8 @@ def source_of(function: Callable[..., Any]) -> str:
         return ""
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.modes: list[tuple[nn.Module, TorchFunctionMode]] = []
-
-
-_thread = _Thread()
-"""The modules that run in a mode of this file, innermost last."""
+_running: ThreadStack[tuple[nn.Module, TorchFunctionMode]] = ThreadStack()
+"""The modules that run in a mode of this file."""
 
 
 def _run_in(module: nn.Module, make: Callable[[nn.Module], TorchFunctionMode | None]) -> None:
@@ -50,12 +45,14 @@ def _run_in(module: nn.Module, make: Callable[[nn.Module], TorchFunctionMode | N
     def before(module: nn.Module, args: Any) -> None:
         mode = make(module)
         if mode is not None:
-            _thread.modes.append((module, mode))
+            _running.push((module, mode))
             mode.__enter__()
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        if _thread.modes and _thread.modes[-1][0] is module:
-            _thread.modes.pop()[1].__exit__(None, None, None)
+        entered = _running.top
+        if entered is not None and entered[0] is module:
+            _running.remove(entered)
+            entered[1].__exit__(None, None, None)
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, always_call=True)

@@ -105,7 +105,7 @@ def _checkpoints() -> Iterator[tuple[Any, bool]]:
 
 
 def _frames() -> Iterator[tuple[Any, bool]]:
-    """The same, of non-reentrant checkpoints."""
+    """The non-reentrant checkpoints that run in this thread, and True for those that recompute."""
     for pack in _pack_hooks():
         for held in _closure(inspect.unwrap(pack)):
             target = held() if isinstance(held, ref) else held

@@ -1,4 +1,4 @@
-"""The functions with which mixers run along the sequence, each answered by a recurrence over all ranks.
+"""The functions with which mixers run along the sequence, each replaced by a recurrence over all ranks.
 
 Mixers call them as globals of their own file: those of ``fla``, ``mamba_ssm`` and ``causal_conv1d``, or the plain torch
 ones that transformers has in their place. :func:`route` puts a function in front of each of them, which calls the
@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -27,6 +26,7 @@ from ...ops.kernels.partials import accumulation_dtype
 from ...ops.recurrence.convolution import causal_conv1d
 from ...ops.recurrence.linear import linear_recurrence
 from .._torch.modules import is_running
+from ..thread_stack import ThreadStack
 
 
 @dataclass
@@ -58,7 +58,7 @@ class RunningMixer:
 
 
 def _changing(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of further options that change what a kernel computes. Models hand all their own keywords on, too."""
+    """Return the extra keywords that affect the result. (Models also pass on keywords that do not.)"""
     return {name: x for name, x in options.items() if "in_kernel" in name or name in ("g_gamma", "gk", "gv")}
 
 
@@ -219,8 +219,8 @@ def _groups(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _not_fused(mixer: RunningMixer, *_: Any, **__: Any) -> None:
-    """A whole mixer in one function. None is the answer of transformers where there is no such kernel: the mixer then
-    calls its parts."""
+    """A whole mixer in one function. transformers returns None where there is no such kernel, and the mixer then calls
+    its parts."""
 
 
 def _decoding(mixer: RunningMixer, *_: Any, **__: Any) -> None:
@@ -245,27 +245,17 @@ ROUTED: dict[str, Callable[..., Any]] = {
 """The functions by the names that they have in the files of mixers."""
 
 
-class _Thread(threading.local):
-    """The mixers that are running in this thread, innermost last."""
-
-    def __init__(self) -> None:
-        self.mixers: list[RunningMixer] = []
-
-
-_thread = _Thread()
-
-
-def mixer_stack() -> list[RunningMixer]:
-    """The stack of running mixers of this thread."""
-    return _thread.mixers
+running_mixers: ThreadStack[RunningMixer] = ThreadStack()
+"""The mixers, and the ``context_parallel`` blocks, that are running."""
 
 
 def running_mixer() -> RunningMixer | None:
-    """The mixer, or the ``context_parallel`` block, that answers recurrent calls of this thread now."""
-    stack = mixer_stack()
-    while stack and not stack[-1].alive():
-        stack.pop()  # a KeyboardInterrupt ended that call without its hooks
-    return stack[-1].current() if stack else None
+    """The mixer, or the ``context_parallel`` block, that runs the recurrent calls of this thread now."""
+    while (mixer := running_mixers.top) is not None:
+        if mixer.alive():
+            return mixer.current()
+        running_mixers.remove(mixer)  # a KeyboardInterrupt ended that call without its hooks
+    return None
 
 
 def is_mixer(kind: type[nn.Module]) -> bool:
@@ -309,7 +299,7 @@ def route(kind: type[nn.Module]) -> None:
 
 
 def route_loaded() -> None:
-    """The same for all files that are loaded: a ``context_parallel`` block knows no model."""
+    """Put :data:`ROUTED` in front of the functions of all loaded files: a ``context_parallel`` block knows no model."""
     for file in sys.modules.keys() - _routed:
         names = vars(module) if isinstance(module := sys.modules.get(file), ModuleType) else {}
         for name in ROUTED.keys() & names.keys():
@@ -328,7 +318,7 @@ def _put_in_front(names: dict[str, Any], name: str) -> None:
 
 
 def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    answer = ROUTED[name]
+    replacement = ROUTED[name]
 
     @functools.wraps(original)
     def routed(*args: Any, **kwargs: Any) -> Any:
@@ -336,7 +326,7 @@ def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if mixer is None:
             return original(*args, **kwargs)
         mixer.routed += 1
-        return answer(mixer, *args, **kwargs)
+        return replacement(mixer, *args, **kwargs)
 
     routed.hyper_cp_routes = name  # type: ignore[attr-defined]
     return routed

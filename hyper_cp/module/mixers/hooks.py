@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...mesh.cp_mesh import CPMesh
-from ...schedule.documents import documents_table
-from .._torch import checkpoint
 from .._torch.modules import calls_running
-from ..mesh_binding import Binding, Style, describe
-from ..model import introduce
-from .calls import RunningMixer, is_mixer, mixer_stack, route
+from ..mesh_binding import Binding, Style, describe, documents_keyword, takes_documents
+from ..model import begin_call
+from .calls import RunningMixer, is_mixer, route, running_mixers
 
 Where = tuple[CPMesh, str, Tensor | None, int | None]
 """The mesh, layout, documents and Ulysses degree of a call."""
@@ -30,7 +27,9 @@ class MixerHooks:
         where: reads the mesh, layout and documents of a call of the module; None: one rank, nothing is routed.
     """
 
-    def __init__(self, module: nn.Module, name: str, where: Callable[[nn.Module], Where | None]) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, where: Callable[[nn.Module], Where | None] = lambda _: None
+    ) -> None:
         self.name, self.where = name, where
         self.check_calls(module)
         if getattr(module, "bidirectional", False) or getattr(module, "is_causal", True) is False:
@@ -62,25 +61,26 @@ class MixerHooks:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin to route."""
-        stack = mixer_stack()
-        while stack and not (
-            stack[-1].alive() and (torch.compiler.is_compiling() or not self._over(stack[-1], module))
-        ):
-            stack.pop()  # a KeyboardInterrupt ended that call without its hooks
-        found = self.where(module)
-        if found is not None:
-            stack.append(RunningMixer(self.name, module, *found))
+        self.begin(module, self.where(module))
         return args, kwargs
 
-    def _over(self, outer: RunningMixer, module: nn.Module) -> bool:
-        return outer.module is module and calls_running(module) < 2
+    def begin(self, module: nn.Module, found: Where | None) -> None:
+        """Route the calls of a module that begins to run; None: one rank, nothing is routed."""
+        while (outer := running_mixers.top) is not None:
+            # The call that begins here is on the stack of Python too: another one of the same module needs two.
+            alone = not torch.compiler.is_compiling() and outer.module is module and calls_running(module) < 2
+            if outer.alive() and not alone:
+                break
+            running_mixers.remove(outer)  # a KeyboardInterrupt ended that call without its hooks
+        if found is not None:
+            running_mixers.push(RunningMixer(self.name, module, *found))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Stop routing; raise if nothing was routed."""
-        stack = mixer_stack()
-        if not stack or stack[-1].module is not module:
+        mixer = running_mixers.top
+        if mixer is None or mixer.module is not module:
             return
-        mixer = stack.pop()
+        running_mixers.remove(mixer)
         if output is not None and mixer.routed == 0:
             raise RuntimeError(
                 f"{self.name} returned without calling one of the functions that context parallelism routes, so it ran "
@@ -90,8 +90,8 @@ class MixerHooks:
 
     def refuse_child(self, child: nn.Module, args: Any) -> None:
         """Raise for a convolution or a recurrence that is called as a module, and not by its weights."""
-        stack = mixer_stack()
-        mixer = stack[-1].module if stack and stack[-1].alive() else None
+        running = running_mixers.top
+        mixer = None if running is None or not running.alive() else running.module
         if mixer is not None and any(child is inner for inner in mixer.modules()):
             raise NotImplementedError(
                 f"{self.name} calls its {type(child).__name__} as a module, over this rank's share of the sequence. "
@@ -101,35 +101,19 @@ class MixerHooks:
 
 
 class StyledMixerHooks(MixerHooks):
-    """Those of a module under :class:`hyper_cp.RecurrentContextParallel`."""
+    """The hooks of a module under :class:`hyper_cp.RecurrentContextParallel`."""
 
     def __init__(self, style: Style, device_mesh: DeviceMesh, module: nn.Module, exchange_heads: bool) -> None:
         self.exchange_heads = exchange_heads
         self.binding = Binding(style, device_mesh, describe(module))
-        super().__init__(module, self.binding.name, self._where)
-        self.takes_documents = "documents" in inspect.signature(module.forward).parameters
-        self.given: Tensor | None = None
+        super().__init__(module, self.binding.name)
+        self.takes_documents = takes_documents(module)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Read the keyword ``documents``, which is ours unless the module has a parameter of that name."""
+        """Begin to route, with the documents of the call."""
         self.name = self.binding.name
-        self.given = documents_table(kwargs.get("documents"))
-        if "documents" in kwargs and not self.takes_documents:
-            kwargs = {name: value for name, value in kwargs.items() if name != "documents"}
-        try:
-            return super().before(module, args, kwargs)
-        finally:
-            self.given = None
-
-    def _where(self, module: nn.Module) -> Where | None:
-        given = self.given
-        documents, mesh = checkpoint.batch_state(
-            self.binding,
-            lambda: (self.binding.documents_in_force() if given is None else given, self.binding.active),
-        )
-        if not torch.compiler.is_compiling():
-            self.binding.ran = True
-        introduce(self.binding, module, mesh)
-        if not mesh.parallel and documents is None:
-            return None
-        return mesh.views[0], self.binding.style.mode.layout, documents, None if self.exchange_heads else 1
+        given, kwargs = documents_keyword(kwargs, self.takes_documents)
+        mesh, documents = begin_call(self.binding, module, lambda: (self.binding.active_documents(given),))
+        where = mesh.views[0], self.binding.style.mode.layout, documents, None if self.exchange_heads else 1
+        self.begin(module, where if mesh.parallel or documents is not None else None)
+        return args, kwargs

@@ -23,14 +23,14 @@ from .calls import ROUTED, RunningMixer, running_mixer
 from .hooks import StyledMixerHooks
 
 COMPARED = 64
-"""The most tokens on which a module's own forward is compared with the function that stands for it."""
+"""The most tokens on which a module's own forward is compared with the function that replaces it."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A function that modules compute: its arguments and options by name, and its answer over all ranks."""
+    """A function that modules compute: the names of its arguments and options, and the function over all ranks."""
 
-    answer: Callable[..., Any]
+    compute: Callable[..., Any]
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ class Named:
         for name, place in self.arguments.items():
             if not isinstance(place, (int, str)) or isinstance(place, bool) or (isinstance(place, int) and place < 0):
                 raise TypeError(
-                    f"arguments[{name!r}]={place!r} is no place among a module's arguments. It is a position that "
+                    f"arguments[{name!r}]={place!r} is not an argument of a module. It must be a position that "
                     "counts from 0, or the name of a parameter of its forward. Pass one of them"
                 )
         if self.heads_first and not known.dims:
@@ -118,21 +118,21 @@ class Named:
         """
         known, parameters = KINDS[self.kind], inspect.signature(module.forward).parameters
         variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-        own = [p.name for p in parameters.values() if p.kind not in variable]
+        names = [p.name for p in parameters.values() if p.kind not in variable]
         found = {}
         for argument in (*known.needed, *known.optional):
             place = self.arguments.get(argument, argument)
-            parameter = place if isinstance(place, str) else own[place] if place < len(own) else ""
-            if parameter in own:
+            parameter = place if isinstance(place, str) else names[place] if place < len(names) else ""
+            if parameter in names:
                 found[argument] = parameter
             elif argument in known.needed or argument in self.arguments:
                 raise ValueError(
                     f"{name} has no argument {place!r} for {argument!r} of {self.kind}; its forward takes "
-                    f"{', '.join(own)}. Each argument of the function is one of the module. Name it in "
+                    f"{', '.join(names)}. Each argument of the function is one of the module. Name it in "
                     f"arguments={{{argument!r}: ...}}"
                 )
         more = [
-            p for p in own if p not in {*found.values(), "documents"} and parameters[p].default is parameters[p].empty
+            p for p in names if p not in {*found.values(), "documents"} and parameters[p].default is parameters[p].empty
         ]
         if more:
             raise ValueError(
@@ -183,7 +183,7 @@ class NamedMixerHooks(StyledMixerHooks):
         parameters = inspect.signature(module.forward).parameters
         self.parameters = [p.name for p in parameters.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
         self.defaults = {p.name: p.default for p in parameters.values()}
-        self.module, self.own = module, module.forward
+        self.module, self.original = module, module.forward
         """The module, and the forward that is replaced."""
         self.compared = False
         """True once both have been compared."""
@@ -200,13 +200,13 @@ class NamedMixerHooks(StyledMixerHooks):
         """The function over all ranks; the module's own forward where there is nothing to share."""
         mixer = running_mixer()
         if mixer is None or mixer.module is not self.module:
-            return self.own(*args, **kwargs)
+            return self.original(*args, **kwargs)
         mixer.routed += 1
         given = self._given(args, kwargs)
         if not self.compared and not torch.compiler.is_compiling():
             self._compare(mixer, given)
             self.compared = True
-        return self._answer(mixer, given)
+        return self._computed(mixer, given)
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the function in this call, by name."""
@@ -227,11 +227,11 @@ class NamedMixerHooks(StyledMixerHooks):
             )
         return given
 
-    def _answer(self, mixer: RunningMixer, given: dict[str, Any]) -> Tensor:
+    def _computed(self, mixer: RunningMixer, given: dict[str, Any]) -> Tensor:
         """The function's output, in the form of the module."""
         if self.named.heads_first:
             given = {name: x.transpose(1, 2) if _along(x) else x for name, x in given.items()}
-        found = KINDS[self.named.kind].answer(mixer, **given, **self.named.options)
+        found = KINDS[self.named.kind].compute(mixer, **given, **self.named.options)
         out: Tensor = found[0] if isinstance(found, tuple) else found
         return out.transpose(1, 2) if self.named.heads_first else out
 
@@ -269,11 +269,11 @@ class NamedMixerHooks(StyledMixerHooks):
         def both() -> tuple[Any, Any]:
             with torch.no_grad(), cast:
                 try:
-                    ours = self._answer(alone, few)
+                    ours = self._computed(alone, few)
                 except Exception as error:  # on this rank only, perhaps: all ranks have to hear of it
                     return error, None
                 try:
-                    return ours, self.own(**{self.places[name]: x for name, x in few.items()})
+                    return ours, self.original(**{self.places[name]: x for name, x in few.items()})
                 except Exception:
                     return ours, ours  # it takes no such length, so there is nothing to compare with
 

@@ -1,0 +1,32 @@
+"""Stacks of what is running, one for each thread."""
+
+from __future__ import annotations
+
+import threading
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class ThreadStack(threading.local, Generic[T]):
+    """A stack that every thread has for itself: an entry of one thread does not exist in the others."""
+
+    def __init__(self) -> None:
+        self.entries: list[T] = []
+        """The entries of this thread, innermost last."""
+
+    @property
+    def top(self) -> T | None:
+        """The innermost entry of this thread."""
+        return self.entries[-1] if self.entries else None
+
+    def push(self, entry: T) -> None:
+        """Add the innermost entry."""
+        self.entries.append(entry)
+
+    def remove(self, entry: T) -> None:
+        """Remove an entry, whatever is above it."""
+        for i in reversed(range(len(self.entries))):
+            if self.entries[i] is entry:
+                self.entries.pop(i)
+                return
