@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,27 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, styled_modules
 from hyper_cp.mesh import comm
 from tests.harness import modules
+from tests.harness.attention_case import cp_mesh
 from tests.harness.ranks import on_ranks
 from tests.harness.styled import BNSD, RING1, Flash, apply, clean, local
-
-
-@on_ranks
-def refused(kind: str) -> None:
-    """Make the mistake ``kind``; whatever happens, nothing may have been communicated."""
-    (q, k, v), _ = local()
-    with comm.record_traffic() as log:
-        try:
-            WRONG[kind][2](q, k, v)
-        finally:
-            if any(operation != "agreement" for operation, _ in log.entries):
-                raise SystemError(f"communicated before refusing: {log.entries}")
 
 
 def two_d_with_other_names(*_: Tensor) -> None:
@@ -47,18 +35,56 @@ def twice(*_: Tensor) -> None:
 
 
 def nothing_matched(*_: Tensor) -> None:
-    mesh = init_device_mesh("cpu", (4,))
     model = nn.Sequential(modules.BNSD())
-    parallelize_module(model, mesh, {"attention": ContextParallel()})
+    parallelize_module(model, cp_mesh(), {"attention": ContextParallel()})
     styled_modules(model, at_least=1)
 
 
 def named(q: Tensor, k: Tensor, v: Tensor) -> None:
     model = nn.ModuleDict({"block": nn.ModuleDict({"attn": modules.Silent()})})
-    mesh = init_device_mesh("cpu", (4,))
-    parallelize_module(model, mesh, {"block.attn": ContextParallel(**BNSD, ulysses_degree=1)})
+    parallelize_module(model, cp_mesh(), {"block.attn": ContextParallel(**RING1)})
     styled_modules(model)
     model["block"]["attn"](q, k, v)  # type: ignore[index,operator]
+
+
+class Transposing(modules.BNSD):
+    def forward(self, *qkv: Tensor) -> Tensor:
+        return super().forward(*qkv).transpose(1, 2)
+
+
+class CoreCheckpoint(nn.Module):
+    """Recomputes only its attention, with the old kind of activation checkpointing."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def core(*qkv: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(*qkv, is_causal=True)
+
+        return checkpoint(core, q, k, v, use_reentrant=True)
+
+
+class Rotated(nn.Module):
+    """Only v reaches attention as it came; q and k are changed."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q * 2, k * 2, v, is_causal=True)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = modules.BNSD()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.inner(q, k, v)
+
+
+def nested(q: Tensor, k: Tensor, v: Tensor) -> None:
+    model = parallelize_module(Outer(), cp_mesh(), {"": ContextParallel(**BNSD), "inner": ContextParallel(**BNSD)})
+    try:
+        model(q, k, v)
+    finally:
+        if not clean():
+            raise SystemError("left something behind")
 
 
 @torch.library.custom_op("xformers_like::attend", mutates_args=())
@@ -192,106 +218,6 @@ WRONG: dict[str, Mistake] = {
         "mesh must be a torch.distributed.DeviceMesh, got str",
         lambda *_: ContextParallel()._apply(modules.BNSD(), "cp"),
     ),
-}
-
-
-@pytest.mark.parametrize("kind", list(WRONG))
-@pytest.mark.filterwarnings("ignore")
-def test_wrong_use_is_refused_on_every_rank_before_communication(ranks: Any, kind: str) -> None:
-    exception, words, _ = WRONG[kind]
-    ranks.raises(4, exception, words, refused, kind)
-
-
-class Transposing(modules.BNSD):
-    def forward(self, *qkv: Tensor) -> Tensor:
-        return super().forward(*qkv).transpose(1, 2)
-
-
-@on_ranks
-def wrong_output() -> None:
-    (q, k, v), _ = local()
-    apply(Transposing(), **BNSD)(q, k, v)
-
-
-def test_output_of_another_layout_is_refused(ranks: Any) -> None:
-    ranks.raises(2, "ValueError", "must be a tensor with 16 positions in dimension seq_dim=2 and 2 heads", wrong_output)
-
-
-@pytest.mark.parametrize(
-    "kwargs, words",
-    [
-        ({"seq_dim": -1}, "seq_dim=-1"),
-        ({"seq_dim": 1, "head_dim": 1}, "different dimensions"),
-        ({"ulysses_degree": 0}, "ulysses_degree=0"),
-        ({"ulysses_degree": "all"}, "ulysses_degree='all'"),
-        ({"ulysses_degree": True}, "ulysses_degree=True"),
-        ({"qkv_indices": (0, 1)}, re.escape("qkv_indices=(0, 1)")),
-        ({"qkv_indices": None, "qkv_kwarg_names": ("q", "k", "v")}, "qkv_kwarg_names="),
-        ({"kv_exchange": "p2p"}, "kv_exchange='p2p' is unknown; choose one of 'all_gather', 'ring'"),
-        ({"layout": "zigzag"}, "layout='zigzag'"),
-        ({"layout": "head_tail", "load_balance": True}, "balanced already"),
-        ({"layout": "head_tail", "use_local_output": False}, "contiguous order"),
-    ],
-)
-def test_wrong_arguments_are_refused_at_construction(kwargs: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        ContextParallel(**kwargs)
-
-
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = modules.BNSD()
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.inner(q, k, v)
-
-
-@on_ranks
-def nested() -> None:
-    (q, k, v), _ = local()
-    mesh = init_device_mesh("cpu", (2,))
-    model = parallelize_module(Outer(), mesh, {"": ContextParallel(**BNSD), "inner": ContextParallel(**BNSD)})
-    try:
-        model(q, k, v)
-    finally:
-        if not clean():
-            raise SystemError("left something behind")
-
-
-def test_styled_modules_inside_each_other_are_refused(ranks: Any) -> None:
-    ranks.raises(2, "RuntimeError", "module BNSD was called inside module Outer", nested)
-
-
-@on_ranks
-def unordered_mesh() -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    ContextParallel()._apply(modules.BNSD(), DeviceMesh("cpu", [1, 0], mesh_dim_names=("cp",)))
-
-
-def test_a_mesh_out_of_order_is_refused(ranks: Any) -> None:
-    ranks.raises(2, "ValueError", r"mesh lists its ranks as \[1, 0\], not ascending", unordered_mesh)
-
-
-class CoreCheckpoint(nn.Module):
-    """Recomputes only its attention, with the old kind of activation checkpointing."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        def core(*qkv: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(*qkv, is_causal=True)
-
-        return checkpoint(core, q, k, v, use_reentrant=True)
-
-
-class Rotated(nn.Module):
-    """Only v reaches attention as it came; q and k are changed."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q * 2, k * 2, v, is_causal=True)
-
-
-FOUND = {
     "swapped dimensions of equal sizes": (
         "ValueError",
         "Check seq_dim and head_dim",
@@ -327,21 +253,37 @@ FOUND = {
         'kv_exchange="ring" has no effect with ulysses_degree=None',
         lambda q, k, v: apply(Flash(), **BNSD, kv_exchange="ring"),
     ),
+    "output of another layout": (
+        "ValueError",
+        "must be a tensor with 16 positions in dimension seq_dim=2 and 1 heads",
+        lambda q, k, v: apply(Transposing(), **BNSD)(q, k, v),
+    ),
+    "styled modules inside each other": ("RuntimeError", "module BNSD was called inside module Outer", nested),
+    "a mesh out of order": (
+        "ValueError",
+        r"mesh lists its ranks as \[1, 0, 2, 3\], not ascending",
+        lambda *_: ContextParallel()._apply(modules.BNSD(), DeviceMesh("cpu", [1, 0, 2, 3], mesh_dim_names=("cp",))),
+    ),
 }
+LATER = ("output of another layout", "styled modules inside each other", "reentrant checkpoint inside") + tuple(
+    f"swapped dimensions{how}" for how in ("", " of equal sizes", " of equal sizes, rotated")
+)
+"""Mistakes that show when q, k and v have been exchanged; the others are found before."""
 
 
 @on_ranks
-def found_refused(kind: str) -> None:
+def refused(kind: str) -> None:
+    """Make the mistake ``kind``; nothing may have been communicated but by those that show later."""
     (q, k, v), _ = local()
     with comm.record_traffic() as log:
         try:
-            FOUND[kind][2](q, k, v)
+            WRONG[kind][2](q, k, v)
         finally:
-            sent = [operation for operation, _ in log.entries if operation != "agreement"]
-            if kind in ("flattened heads", "integers", "ring without a ring") and sent:
-                raise SystemError("communicated before refusing")
+            if kind not in LATER and any(operation != "agreement" for operation, _ in log.entries):
+                raise SystemError(f"communicated before refusing: {log.entries}")
 
 
-@pytest.mark.parametrize("kind", FOUND)
-def test_misuse_that_was_silent(ranks: Any, kind: str) -> None:
-    ranks.raises(4, FOUND[kind][0], FOUND[kind][1], found_refused, kind)
+@pytest.mark.parametrize("kind", list(WRONG))
+@pytest.mark.filterwarnings("ignore")
+def test_wrong_use_is_refused_on_every_rank_before_communication(ranks: Any, kind: str) -> None:
+    ranks.raises(4, *WRONG[kind][:2], refused, kind)
