@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.harness.oracle import absolute_error
 
@@ -20,10 +18,6 @@ def recipe(page: str) -> str:
     lines = [line for line in code.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     assert len(lines) <= 20, f"{page}.md has {len(lines)} lines"
     return code
-
-
-def cp_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
 def gradient_error(model: nn.Module, oracle: nn.Module) -> float:
