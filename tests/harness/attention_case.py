@@ -216,7 +216,10 @@ class AttentionCase(Problem):
 
     def shard(self, device: str = "cpu") -> Shard:
         """This rank's q, k, v (leaves), gradient of the output and mask."""
-        q, k, v, dout = one_device(self.problem).tensors
+        return self.shard_of(one_device(self.problem).tensors, device)
+
+    def shard_of(self, tensors: Sequence[Tensor], device: str = "cpu") -> Shard:
+        q, k, v, dout = tensors
         at = self.positions(self.length)
         keys_at = slice(None) if self.kv_exchange == "replicated" else at
         if self.keys is not None and self.kv_exchange != "replicated":
