@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hyper_cp.mesh.cp_mesh import view
 from hyper_cp.ops import attention
-from hyper_cp.ops.exchange.ulysses import shared_heads
+from hyper_cp.ops.exchange.ulysses import Ulysses, shared_heads
 from tests.harness.attention_case import (
     FP32,
     FP64,
@@ -178,3 +179,25 @@ def test_autocast_ends_at_the_entrance(ranks: Any, v_dim: int, mask: str | None)
     case = AttentionCase(64, mask is None, dim=16, v_dim=v_dim, mask=mask, dtype=torch.float32, **mode)
     for of_rank in ranks(2, autocast_errors, case):
         assert all(inside <= 1.05 * by_hand for by_hand, inside in of_rank), of_rank
+
+
+# --------------------------------------------------------------------------- the exchange of heads, in memory
+
+
+@on_ranks
+def orders_of_memory() -> list[tuple[bool, float]]:
+    """For heads that are contiguous, a part of contiguous heads, and split off and transposed: True if the result is
+    contiguous, or has the order of the message; and the error of a round trip."""
+    exchange, found = Ulysses(view(cp_mesh()), "head_tail"), []
+    transposed = torch.randn(2, 4, 8, 16).transpose(1, 2)
+    for q in (torch.randn(2, 8, 4, 16), torch.randn(2, 9, 4, 16)[:, :8], transposed):
+        (wide,) = exchange.to_heads(q)
+        kept = wide.movedim(2, 0) if q is transposed else wide
+        found.append((kept.is_contiguous(), (exchange.to_sequence(wide) - q).abs().max().item()))
+    return found
+
+
+def test_transposed_heads_are_not_copied_after_their_exchange(ranks: Any) -> None:
+    """Those whose tokens lie side by side are: the module that receives them may rely on it."""
+    for found in ranks(2, orders_of_memory):
+        assert found == [(True, 0.0)] * 3
