@@ -13,7 +13,7 @@ from torch import Tensor
 from hyper_cp.ops import linear_recurrence
 from tests.harness.attention_case import cp_mesh
 from tests.harness.ranks import Ranks, error_of, on_ranks
-from tests.harness.recurrence_oracle import recur
+from tests.harness.recurrence_oracle import recur, recur_from
 
 
 class _Double(torch.autograd.Function):
@@ -38,16 +38,9 @@ class _Double(torch.autograd.Function):
 
 def _outputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Any, scale: float, h0: Tensor) -> tuple[Tensor, Tensor]:
     """Token by token from an initial state."""
-    state, out = h0.double(), []
-    for t in range(q.shape[1]):
-        decay = g[:, t].double().exp()
-        state = state * (decay[..., None, None] if decay.ndim == 2 else decay[..., None])
-        value = v[:, t].double()
-        if beta is not None:
-            value = beta[:, t, :, None] * (value - torch.einsum("bhkv,bhk->bhv", state, k[:, t].double()))
-        state = state + k[:, t].double()[..., None] * value[:, :, None]
-        out.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t].double()) * scale)
-    return torch.stack(out, 1).to(v.dtype), state.float()
+    wide = (None if x is None else x.double() for x in (h0, q, k, v, g, beta))
+    out, state = recur_from(*wide)  # type: ignore[arg-type]
+    return (out * scale).to(v.dtype), state.float()
 
 
 def _delta(
