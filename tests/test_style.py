@@ -41,7 +41,11 @@ def call_every_way() -> dict[str, float]:
             "namedtuple": lambda: apply(modules.BNSD(packaging="namedtuple"), **BNSD, **mode)(q, k, v).hidden,
             "bshd": lambda: apply(modules.BSHD(), **mode)(*bshd).transpose(1, 2),
             "flat": lambda: apply(modules.BSHD(flat=True), **mode)(*bshd).unflatten(2, (HEADS, DIM)).transpose(1, 2),
-            "packed": lambda: apply(modules.Packed(), seq_dim=0, head_dim=1, **mode)(*packed).transpose(0, 1)[None],
+            "packed": lambda: (
+                apply(modules.Packed(), seq_dim=0, head_dim=1, **mode)(*packed, scale=DIM**-0.5)
+                .transpose(0, 1)
+                .unsqueeze(0)
+            ),
             "keyword only": lambda: apply(modules.KeywordOnly(), **names, **mode)(keys=k, queries=q, values=v),
             "own qkv": lambda: apply(modules.BNSD(), **BNSD, qkv_indices=None, **mode)(q, k, v),
         }
