@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,8 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh, styled_modules
 from hyper_cp.cli.demo_model import Llama, LlamaConfig
 from hyper_cp.mesh import comm
-from tests.harness.oracle import relative_error
-from tests.harness.ranks import on_ranks, sum_over_ranks
+from tests.harness import modules
+from tests.harness.operators import Operators
+from tests.harness.oracle import plain_attention, relative_error, visible_pairs
+from tests.harness.ranks import named_error, on_ranks, sum_over_ranks
 
 S = 32
 CONFIG = LlamaConfig(dim=32, heads=8, kv_heads=4, hidden=48)
@@ -152,15 +153,8 @@ def other_splits() -> dict[str, float]:
             loss = share_of_loss(model, handler, 1)
             loss.backward()
         kinds = {operation for operation, _ in traffic.entries} - {"agreement"}
-        assert (
-            kinds
-            == {
-                "home": {"all_to_all", "send_recv"},
-                "a ring": {"send_recv"},
-                "ulysses": {"all_to_all"},
-                "hybrid": {"all_to_all", "send_recv"},
-            }[name]
-        )
+        both = {"all_to_all", "send_recv"}
+        assert kinds == {"a ring": {"send_recv"}, "ulysses": {"all_to_all"}}.get(name, both)
         found[name] = errors(loss, model, 1)
     return found
 
@@ -171,24 +165,18 @@ def test_other_splits_of_the_same_ranks(ranks: Any) -> None:
 
 
 @on_ranks
-def off() -> int:
-    """On a mesh of one rank the module makes exactly the user's own call."""
+def off() -> tuple[int, list[str]]:
+    """On a mesh of one rank the module makes exactly the user's own call: no transfers, and no operators of ours."""
     family = split_cp_mesh(init_device_mesh("cpu", (2,)))
     model = built({"ulysses_degree": 1, "kv_exchange": "ring"}, family.cp(2))
     text = sample(0)[:, :-1]
-    with (
-        mock.patch.object(
-            sys.modules["hyper_cp.ops.engine"], "attention_op", side_effect=AssertionError("the engine ran")
-        ),
-        comm.record_traffic() as traffic,
-        context_parallel_mesh(model, family.cp(1)),
-    ):
+    with Operators() as ran, comm.record_traffic() as traffic, context_parallel_mesh(model, family.cp(1)):
         model(text, torch.arange(S)).sum().backward()
-    return len(traffic.entries)
+    return len(traffic.entries), [name for name, _ in ran.calls if name.startswith("hyper_cp")]
 
 
 def test_one_rank_is_off(ranks: Any) -> None:
-    assert ranks(2, off) == [0, 0]
+    assert ranks(2, off) == [(0, [])] * 2
 
 
 @on_ranks
@@ -225,21 +213,16 @@ def twice_in_one_checkpoint(reentrant: bool) -> float:
     """One module called twice with equal documents, given as lists: its mesh is that of its forward."""
     family = split_cp_mesh(init_device_mesh("cpu", (2,)))
 
-    class Inner(torch.nn.Module):
-        def forward(self, q: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
-
     home, other = family.cp(1), family.cp(2)
     style = ContextParallel(2, 1, ulysses_degree=1, kv_exchange="all_gather", qkv_indices=None)
-    module = parallelize_module(Inner(), home, style)
+    module = parallelize_module(modules.BNSD(), home, style)
     whole = torch.randn(1, 2, 16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def twice(x: Tensor, run: Any, **keywords: Any) -> Tensor:
-        return run(run(x, **keywords), **keywords)
+        x = run(x, x, x, **keywords)
+        return run(x, x, x, **keywords)
 
-    def plain(x: Tensor) -> Tensor:
-        visible = (torch.arange(16)[:, None] < 5) == (torch.arange(16)[None] < 5)
-        return F.scaled_dot_product_attention(x, x, x, attn_mask=visible.tril())
+    plain = partial(plain_attention, visible=visible_pairs(16, True, None, [[0, 5, 16]]))
 
     with context_parallel_mesh(module, other) as handler:
         x = handler.dispatch(whole, 2).requires_grad_()
@@ -334,75 +317,67 @@ def test_with_sharded_parameters(ranks: Any, run: Any) -> None:
 # --------------------------------------------------------------------------- words
 
 
+def enter(model: Any, mesh: Any, **options: Any) -> None:
+    with context_parallel_mesh(model, mesh, **options):
+        pass
+
+
+def half() -> DeviceMesh:
+    return DeviceMesh("cpu", [0, 1] if dist.get_rank() > 1 else [2, 3], mesh_dim_names=("cp",))
+
+
+def with_a_handler_of_home(model: Any, family: Any) -> None:
+    handler = ContextParallelHandler(family.cp(2), next(iter(styled_modules(model).values())))
+    with context_parallel_mesh(model, family.cp(4)):
+        handler.dispatch(sample(0)[:, :-1], 1)
+
+
+def inside_documents(model: Any, family: Any, between: int | None = None) -> None:
+    """Documents of home, or of a mesh between home and the one that runs."""
+    with ExitStack() as blocks:
+        handler = ContextParallelHandler.of(model)
+        if between is not None:
+            handler = blocks.enter_context(context_parallel_mesh(model, family.cp(between)))
+        blocks.enter_context(handler.documents([0, 5, S]))
+        share_of_loss(model, blocks.enter_context(context_parallel_mesh(model, family.cp(4))), 1)
+
+
+def too_few_heads(_: Any, family: Any) -> None:
+    x = torch.randn(1, 2, 8, 4)
+    model = parallelize_module(modules.BNSD(causal=False), family.cp(2), ContextParallel(2, 1))
+    model(x, x, x)
+    with comm.record_traffic() as traffic, context_parallel_mesh(model, family.cp(4)):
+        raise AssertionError(f"the block started: {traffic.entries}")
+
+
+A_BLOCK = "RuntimeError: a documents block is active on the one it has left"
+REFUSED: dict[str, tuple[str, Any]] = {
+    "no style": (
+        "no module of Linear runs under ContextParallel. Apply a plan",
+        lambda _, family: enter(torch.nn.Linear(2, 2), family.cp(4)),
+    ),
+    "absent": ("is not part of mesh", lambda model, _: enter(model, half())),
+    "no mesh": ("TypeError: mesh must be a torch.distributed.DeviceMesh", lambda model, _: enter(model, 4)),
+    "degree": ("degree=3 does not divide", lambda model, family: enter(model, family.cp(4), ulysses_degree=3)),
+    "documents": (A_BLOCK, inside_documents),
+    "documents between": (A_BLOCK, partial(inside_documents, between=1)),
+    "handler": ("RuntimeError: this handler's style runs on another cp mesh", with_a_handler_of_home),
+    "heads, before the block": ("cannot split 2 query heads", too_few_heads),
+}
+
+
 @on_ranks
 def refused(what: str) -> None:
-    world = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
-    family = split_cp_mesh(world)
+    family = split_cp_mesh(init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)))
     model = built({"ulysses_degree": None}, family.cp(2))
     with comm.record_traffic() as traffic:
         try:
-            if what == "no style":
-                with context_parallel_mesh(torch.nn.Linear(2, 2), world):
-                    pass
-            elif what == "absent":
-                half = DeviceMesh("cpu", [0, 1] if dist.get_rank() > 1 else [2, 3], mesh_dim_names=("cp",))
-                with context_parallel_mesh(model, half):
-                    pass
-            elif what == "no mesh":
-                with context_parallel_mesh(model, 4):  # type: ignore[arg-type]
-                    pass
-            elif what == "degree":
-                with context_parallel_mesh(model, world, ulysses_degree=3):
-                    pass
-            elif what == "handler":
-                handler = ContextParallelHandler(family.cp(2), next(iter(styled_modules(model).values())))
-                with context_parallel_mesh(model, family.cp(4)):
-                    handler.dispatch(sample(0)[:, :-1], 1)
-            elif what == "documents between":
-                with (
-                    context_parallel_mesh(model, family.cp(1)) as middle,
-                    middle.documents([0, 5, S]),
-                    context_parallel_mesh(model, family.cp(4)) as other,
-                ):
-                    share_of_loss(model, other, 1)
-            elif what == "documents":
-                handler = ContextParallelHandler.of(model)
-                with handler.documents([0, 5, S]), context_parallel_mesh(model, family.cp(4)) as other:
-                    share_of_loss(model, other, 1)
+            REFUSED[what][1](model, family)
         finally:
-            assert not [op for op, _ in traffic.entries if op != "agreement"], "communicated before refusing"
+            sent = [op for op, _ in traffic.entries if op != "agreement"]
+            assert not sent or what.startswith("heads"), "communicated before refusing"
 
 
-@pytest.mark.parametrize(
-    "what, error, words",
-    [
-        ("no style", ValueError, "no module of Linear runs under ContextParallel. Apply a plan"),
-        ("absent", ValueError, "is not part of mesh"),
-        ("no mesh", TypeError, "mesh must be a torch.distributed.DeviceMesh"),
-        ("degree", ValueError, "ulysses_degree=3 does not divide"),
-        ("documents", RuntimeError, "a documents block is active on the one it has left"),
-        ("documents between", RuntimeError, "a documents block is active on the one it has left"),
-        ("handler", RuntimeError, "this handler's style runs on another cp mesh"),
-    ],
-)
-def test_wrong_meshes_are_refused(ranks: Any, what: str, error: type[Exception], words: str) -> None:
-    ranks.raises(4, error, words, refused, what)
-
-
-@on_ranks
-def too_few_heads() -> None:
-    family = split_cp_mesh(init_device_mesh("cpu", (4,)))
-    x = torch.randn(1, 2, 8, 4)
-
-    class Inner(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v)
-
-    model = parallelize_module(Inner(), family.cp(2), ContextParallel(2, 1))
-    model(x, x, x)
-    with context_parallel_mesh(model, family.cp(4)):
-        raise AssertionError("the block started")
-
-
-def test_heads_that_do_not_split_are_refused_before_the_block(ranks: Any) -> None:
-    ranks.raises(4, ValueError, "cannot split 2 query heads", too_few_heads)
+@pytest.mark.parametrize("what", REFUSED)
+def test_wrong_meshes_are_refused(ranks: Any, what: str) -> None:
+    ranks.raises(4, *named_error(REFUSED[what][0]), refused, what)

@@ -37,40 +37,23 @@ def test_the_wheel_runs_alone(tmp_path: Path) -> None:
         os.chdir(before)
     names = zipfile.ZipFile(wheel).namelist()
     assert wheel.name == f"hyper_cp-{hyper_cp.__version__}-py3-none-any.whl" and "hyper_cp/py.typed" in names
-    assert {name.split("/")[0] for name in names} == {
-        "hyper_cp",
-        wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info",
-    }
+    info = wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"
+    assert {name.split("/")[0] for name in names} == {"hyper_cp", info}
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "CITATION.cff", "hyper_cp/__init__.py"} <= held
 
     env = tmp_path / "env"
     run(sys.executable, "-m", "venv", "--without-pip", env, cwd=tmp_path)
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        env / "bin" / "python",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        wheel,
-        cwd=tmp_path,
-    )
+    pip = [sys.executable, "-m", "pip", "--python", env / "bin" / "python"]
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     (site,) = env.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(str(Path(torch.__file__).parents[1]))
     options = ["--ranks", "2", "--steps", "1", "--seq-len", "64", "--modes", "ring", "--html", "demo.html"]
     assert "\nring " in run(env / "bin" / "hyper-cp", "demo", *options, cwd=tmp_path)
     assert (tmp_path / "demo.html").stat().st_size > 1000
-    found = run(
-        env / "bin" / "python",
-        "-c",
-        "from importlib.util import find_spec; print(find_spec('hyper_cp').origin)",
-        cwd=tmp_path,
-    )
+    code = "from importlib.util import find_spec; print(find_spec('hyper_cp').origin)"
+    found = run(env / "bin" / "python", "-c", code, cwd=tmp_path)
     assert Path(found.strip()).is_relative_to(site)
 
 

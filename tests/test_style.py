@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, styled_modules
 from hyper_cp.mesh import comm
+from hyper_cp.module.mesh_binding import binding_of
 from tests.harness import modules
 from tests.harness.oracle import plain_attention, relative_error, token_positions
 from tests.harness.ranks import on_ranks
@@ -29,6 +31,7 @@ def call_every_way() -> dict[str, float]:
         (q, k, v), want = local(mode.get("layout", "contiguous"))
         bshd = [x.transpose(1, 2) for x in (q, k, v)]
         packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+        names = {**BNSD, "qkv_kwarg_names": ("queries", "keys", "values")}
         ways: dict[str, Callable[[], Tensor]] = {
             "positional": lambda: apply(modules.BNSD(), **BNSD, **mode)(q, k, v),
             "keywords": lambda: apply(modules.BNSD(), **BNSD, **mode)(v=v, note="x", k=k, q=q),
@@ -43,9 +46,7 @@ def call_every_way() -> dict[str, float]:
                 .transpose(0, 1)
                 .unsqueeze(0)
             ),
-            "keyword only": lambda: apply(
-                modules.KeywordOnly(), **BNSD, qkv_kwarg_names=("queries", "keys", "values"), **mode
-            )(keys=k, queries=q, values=v),
+            "keyword only": lambda: apply(modules.KeywordOnly(), **names, **mode)(keys=k, queries=q, values=v),
             "own qkv": lambda: apply(modules.BNSD(), **BNSD, qkv_indices=None, **mode)(q, k, v),
         }
         for name, way in ways.items():
@@ -58,16 +59,6 @@ def call_every_way() -> dict[str, float]:
 def test_every_way_to_pass_qkv_and_to_return(ranks: Any) -> None:
     for errors in ranks(4, call_every_way):
         assert max(errors.values()) <= 1e-10, {k: e for k, e in errors.items() if e > 1e-10}
-
-
-@on_ranks
-def by_hand_under_ulysses() -> float:
-    (q, k, v), want = local()
-    return relative_error(apply(modules.Silent(), **BNSD)(q, k, v), want)
-
-
-def test_pure_ulysses_runs_any_kernel(ranks: Any) -> None:
-    assert max(ranks(4, by_hand_under_ulysses)) <= 1e-10
 
 
 @on_ranks
@@ -103,28 +94,12 @@ def test_cp_dimension_of_a_larger_mesh(ranks: Any) -> None:
 
 
 @on_ranks
-def as_dtensor() -> tuple[bool, float]:
-    (q, k, v), _ = local()
-    out = apply(modules.BNSD(), **BNSD, use_local_output=False)(q, k, v)
-    full = out.full_tensor() if isinstance(out, DTensor) else torch.zeros(1)
-    return isinstance(out, DTensor), relative_error(full, plain_attention(*whole(), is_causal=True))
-
-
-def test_use_local_output_false_returns_a_sharded_dtensor(ranks: Any) -> None:
-    assert all(is_dtensor and error <= 1e-10 for is_dtensor, error in ranks(2, as_dtensor))
-
-
-@on_ranks
 def auto_choice() -> tuple[list[int], list[int]]:
     """Degrees that "auto" chooses for 4/4, 4/2 and 3/1 heads in the contiguous layout, on one host and on hosts of two.
     There a ring has more work than Ulysses, so that the planner's cost puts the widest degree first."""
-    import os
-
     chosen = []
     for host in ("4", "2"):
         os.environ["LOCAL_WORLD_SIZE"] = host
-        from hyper_cp.module.mesh_binding import binding_of
-
         module = apply(modules.BNSD(), **BNSD, ulysses_degree="auto")
         binding = binding_of(module)
         assert binding is not None
@@ -166,19 +141,6 @@ def test_groups_are_made_once_per_mesh(ranks: Any) -> None:
     assert ranks(4, count_groups) == [[2, 2, 2, 2, 2]] * 4  # one ring and one ulysses group per rank
 
 
-@on_ranks
-def amp() -> list[Any]:
-    (q, k, v), want = local()
-    found: list[Any] = []
-    for mode in MODES[:3]:
-        if mode.get("layout"):
-            (q, k, v), want = local("head_tail")
-        with torch.autocast("cpu", torch.bfloat16):
-            out = apply(modules.BNSD(), **BNSD, **mode)(q.float(), k.float(), v.float())
-        found.append((out.dtype, relative_error(out, want) < 2e-2))
-    return found
-
-
 class Dtypes(nn.Module):
     """Notes what its attention gets: fp32 from RoPE, bf16 from a projection."""
 
@@ -195,8 +157,10 @@ def unequal_under_autocast() -> list[Any]:
         module = apply(Dtypes(), **BNSD, **mode)
         mixed = [q.float().requires_grad_(), k.float(), v.bfloat16()]
         with torch.autocast("cpu", torch.bfloat16):
+            equal = module(q.float(), k.float(), v.float())
             out = module(*mixed)
             found.append(fails(module, q, k.float(), v.bfloat16()))  # fp64 is not cast
+        found += [equal.dtype, relative_error(equal, want) < 2e-2]
         out.sum().backward()
         found += [module.seen == [x.dtype for x in mixed], out.dtype, relative_error(out, want) < 2e-2]
         found += [mixed[0].grad.dtype, fails(module, *mixed)]  # as refused without autocast
@@ -204,12 +168,8 @@ def unequal_under_autocast() -> list[Any]:
 
 
 def test_autocast_makes_unequal_dtypes_equal_where_attention_is_called(ranks: Any) -> None:
-    one = ["TypeError", True, torch.bfloat16, True, torch.float32, "TypeError"]
+    one = ["TypeError", torch.bfloat16, True, True, torch.bfloat16, True, torch.float32, "TypeError"]
     assert ranks(4, unequal_under_autocast) == [one * 3] * 4
-
-
-def test_autocast_reaches_attention(ranks: Any) -> None:
-    assert ranks(4, amp) == [[(torch.bfloat16, True)] * 3] * 4
 
 
 @on_ranks
@@ -291,41 +251,26 @@ def test_as_many_heads_as_positions(ranks: Any) -> None:
 
 
 @on_ranks
-def channels_apart() -> float:
-    """Head dims that do not lie side by side in memory."""
+def single_calls() -> dict[str, bool]:
     (q, k, v), want = local()
+    found = {"any kernel under pure Ulysses": relative_error(apply(modules.Silent(), **BNSD)(q, k, v), want) <= 1e-10}
     apart = torch.stack([q, k, v], dim=-1).requires_grad_()
     out = apply(modules.BNSD(), **RING1)(*apart.unbind(-1))
     out.sum().backward()
-    return relative_error(out, want)
-
-
-def test_head_dims_with_a_stride(ranks: Any) -> None:
-    assert max(ranks(4, channels_apart)) <= 1e-10
-
-
-@on_ranks
-def nested_records() -> bool:
-    (q, k, v), _ = local()
-    module = apply(modules.BNSD(), **RING1)
-    module(q, k, v)  # the first call also compares its signature
+    found["head dims that do not lie side by side in memory"] = relative_error(out, want) <= 1e-10
+    out = apply(modules.BNSD(), **BNSD, use_local_output=False)(q, k, v)
+    whole_out = plain_attention(*whole(), is_causal=True)
+    found["a DTensor"] = isinstance(out, DTensor) and relative_error(out.full_tensor(), whole_out) <= 1e-10
+    named = apply(modules.BNSD(packaging="namedtuple"), **RING1, use_local_output=False)
+    found["a named tuple of DTensors"] = isinstance(named(q, k, v), modules.Out)
     with comm.record_traffic() as outer:
         with comm.record_traffic() as inner:
-            module(q, k, v)
-        module(q, k, v)
-    return bool(inner.entries) and len(outer.entries) == 2 * len(inner.entries)
+            named(q, k, v)
+        named(q, k, v)
+    found["records nest"] = bool(inner.entries) and len(outer.entries) == 2 * len(inner.entries)
+    return found
 
 
-def test_records_nest(ranks: Any) -> None:
-    assert all(ranks(2, nested_records))
-
-
-@on_ranks
-def dtensor_named_tuple() -> bool:
-    module = apply(modules.BNSD(packaging="namedtuple"), **RING1, use_local_output=False)
-    (q, k, v), _ = local()
-    return isinstance(module(q, k, v), modules.Out)
-
-
-def test_named_tuple_of_dtensors(ranks: Any) -> None:
-    assert all(ranks(2, dtensor_named_tuple))
+def test_single_calls(ranks: Any) -> None:
+    for found in ranks(4, single_calls):
+        assert all(found.values()), found

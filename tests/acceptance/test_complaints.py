@@ -7,17 +7,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.cli.modes import named_mode
 from hyper_cp.mesh import comm
 from hyper_cp.ops import attention
-from tests.harness.attention_case import FP64, AttentionCase, check, cp_mesh, inputs, run_cases
-from tests.harness.oracle import plain_attention, relative_error, visible_pairs
-from tests.harness.ranks import on_ranks
+from tests.harness import modules
+from tests.harness.attention_case import (
+    FP64,
+    AttentionCase,
+    Errors,
+    check,
+    cp_mesh,
+    inputs,
+    run_cases,
+    run_module,
+)
+from tests.harness.oracle import plain_attention, relative_error
+from tests.harness.ranks import on_ranks, sum_over_ranks
+from tests.harness.styled import BNSD
 
 MODES = [
     named_mode(name)
@@ -31,19 +41,14 @@ MODES = [
 ]
 
 
-class Attention(nn.Module):
-    def __init__(self, causal: bool = True) -> None:
-        super().__init__()
-        self.causal = causal
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True)
+def styled(mode: dict[str, Any], causal: bool = True) -> tuple[nn.Module, ContextParallelHandler]:
+    mesh, style = cp_mesh(), ContextParallel(**BNSD, **mode)
+    return parallelize_module(modules.BNSD(causal), mesh, {"": style}), ContextParallelHandler(mesh, style)
 
 
-def styled(mode: dict[str, Any], causal: bool = True, **more: Any) -> tuple[nn.Module, ContextParallelHandler]:
-    mesh, style = cp_mesh(), ContextParallel(seq_dim=2, head_dim=1, **mode, **more)
-    module = parallelize_module(Attention(causal), mesh, {"": style})
-    return module, ContextParallelHandler(mesh, style)
+@on_ranks
+def errors_of_modules(cases: list[AttentionCase]) -> list[tuple[AttentionCase, Errors]]:
+    return [(case, run_module(modules.BNSD(case.is_causal), case)) for case in cases]
 
 
 # ---- 1. Lengths that are not a multiple of 2 * cp: a crash, or silently wrong (TransformerEngine #1929 #1930 #3331).
@@ -61,9 +66,7 @@ def error_of_length(mode: dict[str, Any], length: int, causal: bool) -> float:
         local = [handler.dispatch(x, 2, pad_value=9.0) for x in whole]  # visible padding would show
         out = handler.combine(module(*local), 2, length=length)
     want = plain_attention(*whole, is_causal=causal)
-    got = [grad.contiguous() for grad in torch.autograd.grad(out.sin().sum(), whole)]
-    for grad in got:  # a share of each position's gradient is on each rank
-        dist.all_reduce(grad)
+    got = sum_over_ranks(*torch.autograd.grad(out.sin().sum(), whole))  # each rank has a share of every position's
     pairs = [(out, want), *zip(got, torch.autograd.grad(want.sin().sum(), whole), strict=True)]
     return max(relative_error(a, b) for a, b in pairs)
 
@@ -75,40 +78,27 @@ def test_lengths_that_do_not_split(ranks: Any, mode: dict[str, Any]) -> None:
 
 
 @on_ranks
-def unequal(mode: dict[str, Any]) -> None:
-    module, _ = styled(mode)
-    length = 8 + 4 * (dist.get_rank() == 2)
-    module(*(torch.randn(1, 4, length, 8) for _ in range(3)))
+def call(mode: dict[str, Any], lengths: list[int], documents: list[Any]) -> None:
+    """A call with another length, or other documents, on each rank."""
+    module, handler = styled(mode)
+    with handler.documents(documents[dist.get_rank()]):
+        module(*(torch.randn(1, 4, lengths[dist.get_rank()], 8) for _ in range(3)))
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_unequal_local_lengths_are_refused_on_every_rank(ranks: Any, mode: dict[str, Any]) -> None:
     words = r"ranks of the cp mesh of 4 ranks .* different shapes: rank 0: \(1, 4, 8, 8\).*rank 2: \(1, 4, 12, 8\)"
-    ranks.raises(4, ValueError, words, unequal, mode)
-
-
-@on_ranks
-def other_documents(mode: dict[str, Any]) -> None:
-    module, handler = styled(mode)
-    with handler.documents([0, 5, 32] if dist.get_rank() else [0, 7, 32]):
-        module(*(torch.randn(1, 4, 8, 8) for _ in range(3)))
+    ranks.raises(4, ValueError, words, call, mode, [8, 8, 12, 8], [None] * 4)
 
 
 def test_other_documents_on_other_ranks_are_refused(ranks: Any) -> None:
     words = r"different packed documents: ranks \[1, 2, 3\] have others"
-    ranks.raises(4, ValueError, words, other_documents, MODES[3])
-
-
-@on_ranks
-def unequal_and_documents() -> None:
-    module, handler = styled(MODES[3])
-    length = 8 - dist.get_rank()  # the documents fit rank 0 only, and 7 is odd
-    with handler.documents([0, 5, 16]):
-        module(*(torch.randn(1, 4, length, 8) for _ in range(3)))
+    ranks.raises(4, ValueError, words, call, MODES[3], [8] * 4, [[0, 7, 32], *[[0, 5, 32]] * 3])
 
 
 def test_no_check_of_one_rank_comes_before_that_of_shapes(ranks: Any) -> None:
-    ranks.raises(2, ValueError, "call attention with different shapes", unequal_and_documents)
+    """The documents fit rank 0 only, and 7 is odd."""
+    ranks.raises(2, ValueError, "call attention with different shapes", call, MODES[3], [8, 7], [[0, 5, 16]] * 2)
 
 
 # ---- 2. Masks dropped; sliding-window layers trained as full causal (TransformerEngine #2052, accelerate #4177).
@@ -136,26 +126,16 @@ def test_windows_and_masks_are_never_dropped(ranks: Any, world: int) -> None:
 # ---- 6. Head dims of multi-head latent attention (TransformerEngine #1552 #2868).
 
 
-@on_ranks
-def grouped_or_latent(mode: dict[str, Any], kv_heads: int, v_dim: int) -> float:
-    module, handler = styled(mode)
-    whole = inputs(2, 12, kv_heads, 16, 24, v_dim, torch.float64)
-    q, k, v, dout = (handler.dispatch(x, 2) for x in whole)
-    local = [x.requires_grad_() for x in (q, k, v)]
-    out = module(*local)
-    wide = [x.requires_grad_() for x in whole[:3]]
-    want = plain_attention(*wide, is_causal=True)
-    grads = zip(torch.autograd.grad(out, local, dout), torch.autograd.grad(want, wide, whole[3].double()), strict=True)
-    return max(relative_error(handler.combine(a.detach(), 2), b) for a, b in [(out, want), *grads])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_any_number_of_kv_heads_and_latent_head_dims(ranks: Any, mode: dict[str, Any]) -> None:
-    for kv_heads, v_dim in ((1, 24), (2, 24), (3, 24), (6, 24), (12, 16), (4, 16)):
-        if kv_heads in (1, 2, 3, 6) and mode["ulysses_degree"] != 1:
-            continue  # at the boundary the module must repeat heads itself: see the functional form below
-        assert max(ranks(4, grouped_or_latent, mode, kv_heads, v_dim)) <= FP64
+def test_any_number_of_kv_heads_and_latent_head_dims(ranks: Any) -> None:
+    """At the boundary the module must repeat heads itself: see the functional form below."""
+    forms = [(12, 16), (4, 16), (1, 24), (2, 24), (3, 24), (6, 24)]
+    cases = [
+        AttentionCase(16, True, heads=12, kv_heads=kv_heads, dim=24, v_dim=v_dim, **mode)
+        for mode in MODES
+        for kv_heads, v_dim in (forms if mode["ulysses_degree"] == 1 else forms[:2])
+    ]
+    check(ranks(4, errors_of_modules, cases), FP64)
 
 
 def test_ulysses_shares_kv_heads(ranks: Any) -> None:
@@ -190,21 +170,9 @@ def test_repeated_heads_do_not_travel(ranks: Any) -> None:
 # ---- 14. Packed documents ignored: a loss 1.83 times too large (axolotl #3608).
 
 
-@on_ranks
-def documents(mode: dict[str, Any]) -> tuple[float, float]:
-    module, handler = styled(mode)
-    q, k, v, _ = inputs(1, 4, 4, 32, 8, 8, torch.float64)
-    local = [handler.dispatch(x, 2) for x in (q, k, v)]
-    with handler.documents([0, 3, 11, 32]):
-        out = handler.combine(module(*local), 2)
-    want = plain_attention(q, k, v, visible=visible_pairs(32, True, None, [[0, 3, 11, 32]]))
-    return relative_error(out, want), relative_error(out, plain_attention(q, k, v, is_causal=True))
-
-
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_packed_documents_do_not_see_each_other(ranks: Any, mode: dict[str, Any]) -> None:
-    for error, difference in ranks(4, documents, mode):
-        assert error <= FP64 and difference > 0.1
+def test_packed_documents_do_not_see_each_other(ranks: Any) -> None:
+    cases = [AttentionCase(32, True, documents=((0, 3, 11, 32),), **mode) for mode in MODES]
+    check(ranks(4, errors_of_modules, cases), FP64)
 
 
 # ---- 15. Stale K/V in the backward of a ring (diffusers #14265).

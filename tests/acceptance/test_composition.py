@@ -12,8 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.config
+import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
+from hyper_cp.mesh import comm
 from tests.harness import composition_training as t
 from tests.harness.ranks import on_ranks
 
@@ -29,9 +34,9 @@ def error_of(title: str, edits: Edits = (), **kwargs: Any) -> float:
     return t.train(t.setup(title, *edits)).error(t.one_device(**kwargs))
 
 
-def check(ranks: Any, world: int, *args: Any, at_most: float = FP32, **kwargs: Any) -> None:
-    for error in ranks(world, error_of, *args, timeout=200, **kwargs):
-        assert error <= at_most, error
+def check(ranks: Any, world: int, *args: Any, run: Any = error_of, **kwargs: Any) -> None:
+    for error in ranks(world, run, *args, timeout=200, **kwargs):
+        assert error <= FP32, error
 
 
 def test_examples_are_short() -> None:
@@ -83,8 +88,7 @@ def test_tensor_parallel(ranks: Any) -> None:
 def test_tensor_parallel_variants(
     ranks: Any, world: int, edits: Edits, local: bool, sequence_parallel: bool, cp_first: bool
 ) -> None:
-    for error in ranks(world, tp_error, edits, local, sequence_parallel, cp_first, timeout=200):
-        assert error <= FP32, error
+    check(ranks, world, edits, local, sequence_parallel, cp_first, run=tp_error)
 
 
 @on_ranks
@@ -99,7 +103,7 @@ def composed_error(edits: Edits) -> float:
 @pytest.mark.slow
 def test_tensor_parallel_on_the_mesh_of_both(ranks: Any) -> None:
     for edits in ((), ((RING[0], RING[1].replace("head_tail", "contiguous")),)):
-        assert max(ranks(4, composed_error, edits)) <= FP32, edits
+        check(ranks, 4, edits, run=composed_error)
 
 
 # --------------------------------------------------------------------------- FSDP2, DDP, distributed checkpoints
@@ -130,8 +134,7 @@ def gradient_factor() -> float:
 
 @pytest.mark.slow
 def test_fsdp_with_tensor_parallel(ranks: Any) -> None:
-    for error in ranks(8, fsdp_tp_error, timeout=200):
-        assert error <= FP32, error
+    check(ranks, 8, run=fsdp_tp_error)
 
 
 @on_ranks
@@ -155,8 +158,6 @@ def test_the_plan_may_also_come_after_fsdp(ranks: Any) -> None:
 @on_ranks
 def distributed_checkpoint(path: str, load: bool) -> float:
     """Two steps and save, or load and the third: beside one device's three."""
-    import torch.distributed as dist
-
     world, want = dist.get_world_size(), t.one_device()
     names = t.setup("fsdp, 4 ranks", (r"\(2, 2\)", f"(1, {world})"), (r"    torch\.nn\.utils.*?\n", ""))
     exec(t.example("save and load, any ranks"), names)
@@ -187,8 +188,7 @@ WHOLE = (
 
 @pytest.mark.slow
 def test_compiled_whole_with_tensor_parallel(ranks: Any) -> None:
-    for error in ranks(4, tp_error, (WHOLE,), False, False, layers=1, timeout=200):
-        assert error <= FP32, error
+    check(ranks, 4, (WHOLE,), False, False, layers=1, run=tp_error)
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ def checkpointed_error(inside: bool) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("inside", [True, False])
 def test_compiled_checkpointed_blocks(ranks: Any, inside: bool) -> None:
-    assert max(ranks(2, checkpointed_error, inside, timeout=200)) <= FP32
+    check(ranks, 2, inside, run=checkpointed_error)
 
 
 # --------------------------------------------------------------------------- activation checkpointing
@@ -235,16 +235,11 @@ def test_checkpointed_blocks(ranks: Any, edits: Edits) -> None:
 @on_ranks
 def wrapped_before(target: str, key: str) -> tuple[float, int]:
     """``checkpoint_wrapper`` around blocks or styled modules *before* the plan; and all transfers of two steps."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    from hyper_cp.mesh import comm
-
     model = t.llama()
-    for layer in list(model.layers):
+    for i, block in enumerate(model.layers):
         if target == "inner":
-            layer.attention.inner = checkpoint_wrapper(layer.attention.inner)
-    if target == "block":
-        for i, block in enumerate(model.layers):
+            block.attention.inner = checkpoint_wrapper(block.attention.inner)
+        elif target == "block":
             model.layers[i] = checkpoint_wrapper(block)
     names = t.setup(SELECTIVE, (WRAP, ""), RING, (r"layers\.\*\.attention\.inner", key), model=model)
     with comm.record_traffic() as log:
@@ -267,8 +262,6 @@ def test_wrapped_before_the_plan(ranks: Any, target: str, key: str) -> None:
 @on_ranks
 def checkpoint_in_forward() -> float:
     """``torch.utils.checkpoint`` called by the model itself."""
-    from torch.utils.checkpoint import checkpoint
-
     names = t.setup(SELECTIVE, (WRAP, ""), HYBRID)
     for layer in names["model"].layers:
         layer.attention.forward = partial(checkpoint, layer.attention.forward, use_reentrant=False)
@@ -276,7 +269,7 @@ def checkpoint_in_forward() -> float:
 
 
 def test_checkpoint_in_forward(ranks: Any) -> None:
-    assert max(ranks(4, checkpoint_in_forward)) <= FP32
+    check(ranks, 4, run=checkpoint_in_forward)
 
 
 # --------------------------------------------------------------------------- mixed precision
@@ -304,9 +297,6 @@ def test_autocast(ranks: Any) -> None:
 def mixed_precision_errors() -> tuple[float, float]:
     """The example, and the same policy on a mesh of one rank with whole batches."""
     mine = t.train(t.setup("fsdp mixed precision, 4 ranks"))
-    import torch.distributed as dist
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     one = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("all", "one"))["one"]
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -331,8 +321,6 @@ def test_fsdp_mixed_precision(ranks: Any) -> None:
 @on_ranks
 def pipeline_error(edits: Edits) -> tuple[float, int]:
     """Error of the stage's gradients (and of the loss, on the last), and how many parameters it has."""
-    import torch.distributed as dist
-
     names, record, want = t.setup("pipeline, 4 ranks", *edits, Stage=t.Stage), t.Record(), t.one_device_packed()
     part = names["part"]
     optimizer = t.sgd(part.parameters())

@@ -122,13 +122,6 @@ def test_links_lead_somewhere() -> None:
     assert len(links) > 100 and not broken, broken
 
 
-def test_folders_of_pages_are_small() -> None:
-    for folder in (ROOT / "docs", *(path for path in (ROOT / "docs").rglob("*") if path.is_dir())):
-        for kind in (Path.is_file, Path.is_dir):
-            found = [path.name for path in folder.iterdir() if kind(path) and path.name != "__pycache__"]
-            assert len(found) <= 8, (folder, found)
-
-
 @on_ranks
 def failed_examples() -> tuple[int, str]:
     """The number of examples in docstrings of the public surface on two ranks, and what failed."""

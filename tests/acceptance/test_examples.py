@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shlex
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,21 +12,26 @@ from typing import Any
 import pytest
 
 from tests.harness.ranks import on_ranks
+from tests.harness.recipes import torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
-def command(script: str) -> list[str]:
-    """The words of the command line in an example's first lines, without its optional part."""
+def shown(script: str) -> str:
+    """The command line in an example's first lines."""
     (line,) = re.findall(r"^    torchrun (.*)$", (EXAMPLES / script).read_text(), re.M)
-    return shlex.split(re.sub(r"\[.*\]", "", line))
+    return line
+
+
+def command(script: str) -> list[str]:
+    """Its words, without the optional part."""
+    return shlex.split(re.sub(r"\[.*\]", "", shown(script)))
 
 
 def options_of(script: str) -> list[str]:
-    """All options that the command line in an example's first lines shows, with their values."""
-    (line,) = re.findall(r"^    torchrun (.*)$", (EXAMPLES / script).read_text(), re.M)
-    return shlex.split(" ".join(x for x in re.findall(r"\[(.*?)\]", line) if "DIRECTORY" not in x))
+    """All options that it shows, with their values."""
+    return shlex.split(" ".join(x for x in re.findall(r"\[(.*?)\]", shown(script)) if "DIRECTORY" not in x))
 
 
 @on_ranks
@@ -51,32 +53,21 @@ def test_there_are_few_and_each_says_how_it_runs() -> None:
 @pytest.mark.slow
 def test_under_torchrun() -> None:
     """One of them; the others start in the same way."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command("nanogpt.py")]
-    run[run.index("--nproc-per-node") + 1] = "2"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
-    done = subprocess.run(run, capture_output=True, text=True, timeout=300, env=env, cwd=EXAMPLES.parent)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.fullmatch(r"2 ranks:( \d\.\d{4}){5}\n", done.stdout), done.stdout
+    printed = torchrun(command("nanogpt.py"), EXAMPLES.parent)
+    assert re.fullmatch(r"2 ranks:( \d\.\d{4}){5}\n", printed), printed
 
 
-TRAINED: dict[str, list[list[str]]] = {
-    "encoder_decoder.py": [[]],
-    "hybrid_recurrent.py": [[]],
-    "nanogpt.py": [[]],
-    "packed_llama_fsdp.py": [[], ["--tp", "2"]],
-    "vit_cls.py": [[]],
-}
-"""Examples that return the loss of every step, and other options for four ranks."""
+OTHERS: dict[str, list[list[str]]] = {"packed_llama_fsdp.py": [["--tp", "2"]]}
+"""Other options for four ranks."""
+QUICK, SLOW = ("nanogpt.py", "vit_cls.py"), ("encoder_decoder.py", "hybrid_recurrent.py", "packed_llama_fsdp.py")
+"""Examples that return the loss of every step."""
 
 
-QUICK = ("nanogpt.py", "vit_cls.py")
-
-
-@pytest.mark.parametrize("script", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in TRAINED])
+@pytest.mark.parametrize("script", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)])
 def test_losses_are_those_of_one_rank(ranks: Any, script: str) -> None:
     ((one, _),) = ranks(1, run_main, script, ["--cp", "1"] if "--cp" in options_of(script) else [])
     assert one[-1] < one[0] - 0.1, one
-    for options in ([*options_of(script)], *TRAINED[script][1:]):
+    for options in (options_of(script), *OTHERS.get(script, [])):
         for losses, _ in ranks(4, run_main, script, options):
             assert losses == pytest.approx(one, abs=1e-4)
 

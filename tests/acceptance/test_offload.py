@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.cli.modes import named_mode
 from hyper_cp.memory import MemoryCounter
+from tests.harness.attention_case import cp_mesh
 from tests.harness.composition_training import CONFIG, ROWS, batch, llama
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
@@ -47,22 +47,31 @@ def example() -> str:
     return code.replace("from torch.autograd.graph import save_on_cpu\n", "")
 
 
+def prepared(mode: dict[str, Any]) -> tuple[nn.Module, ContextParallelHandler, dict[str, Tensor]]:
+    """The model under a style, and this rank's share of a batch."""
+    model, mesh, style = llama(), cp_mesh(), ContextParallel(seq_dim=2, head_dim=1, **mode)
+    parallelize_module(model, mesh, {"layers.*.attention.inner": style})
+    handler = ContextParallelHandler(mesh, style)
+    whole = dict(zip(("tokens", "shift_labels"), batch(0), strict=True))
+    return model, handler, handler.get_batch_on_this_cp_rank(whole)
+
+
+def loss_of(model: nn.Module, handler: ContextParallelHandler, local: dict[str, Tensor]) -> Tensor:
+    logits = model(local["tokens"], local["position_ids"][0])
+    return handler.mean_loss(logits, local["shift_labels"], gradients="sum")
+
+
 @on_ranks
 def offloaded() -> list[dict[str, float]]:
     """For each mode: largest difference of gradients, and bytes kept between forward and backward, of plain training,
     of the page's example, and of the example without offload."""
     found = []
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     for mode in MODES:
         grads: dict[str, list[Tensor]] = {}
         kept: dict[str, float] = {}
         for name in ("plain", "offload", "checkpoints", "save_on_cpu"):
-            model, style = llama(), ContextParallel(seq_dim=2, head_dim=1, **mode)
+            model, handler, local = prepared(mode)
             parameters = [*model.parameters()]
-            parallelize_module(model, mesh, {"layers.*.attention.inner": style})
-            handler = ContextParallelHandler(mesh, style)
-            local = handler.get_batch_on_this_cp_rank(dict(zip(("tokens", "shift_labels"), batch(0), strict=True)))
-            positions = local["position_ids"][0]
             names: dict[str, Any] = {"model": model, "save_on_cpu": ToBytes, "handler": handler, "device_type": "cuda"}
             if name == "save_on_cpu":  # torch's own; it copies, although everything is on the CPU already
                 names["save_on_cpu"] = torch.autograd.graph.save_on_cpu
@@ -72,9 +81,9 @@ def offloaded() -> list[dict[str, float]]:
                 exec(example(), names)
             with MemoryCounter() as memory:
                 if name == "plain":
-                    loss = handler.mean_loss(model(local["tokens"], positions), local["shift_labels"], gradients="sum")
+                    loss = loss_of(model, handler, local)
                 else:
-                    loss = names["loss_of"](local["tokens"], positions, local["shift_labels"])
+                    loss = names["loss_of"](local["tokens"], local["position_ids"][0], local["shift_labels"])
                 kept[name] = memory.alive["cpu"]
             loss.backward()
             grads[name] = sum_over_ranks(*(p.grad for p in parameters))
@@ -102,17 +111,13 @@ def test_the_example_is_exact_and_keeps_what_it_says(ranks: Any) -> None:
 @on_ranks
 def all_of_it() -> list[tuple[float, float]]:
     """The same without checkpoints: bytes kept on the device in each mode, and the error of gradients."""
-    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), []
+    found = []
     for mode in MODES:
         grads = []
         for offload in (False, True):
-            model, style = llama(), ContextParallel(seq_dim=2, head_dim=1, **mode)
-            parallelize_module(model, mesh, {"layers.*.attention.inner": style})
-            handler = ContextParallelHandler(mesh, style)
-            tokens, labels = (handler.dispatch(x) for x in batch(0))
-            positions = handler.position_ids(LENGTH)
+            model, handler, local = prepared(mode)
             with MemoryCounter() as memory, ToBytes() if offload else saved_tensors_hooks(lambda x: x, lambda x: x):
-                loss = handler.mean_loss(model(tokens, positions), labels, gradients="sum")
+                loss = loss_of(model, handler, local)
             loss.backward()
             grads.append(sum_over_ranks(*(p.grad for p in model.parameters())))
         error = max((a - b).abs().max().item() for a, b in zip(*grads, strict=True))

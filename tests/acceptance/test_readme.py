@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from hyper_cp.cli.demo_model import Llama, LlamaConfig
-from tests.harness.ranks import on_ranks
+from tests.harness.oracle import relative_error
+from tests.harness.ranks import on_ranks, sum_over_ranks
+from tests.harness.recipes import ROOT, torchrun
 
-ROOT = Path(__file__).parents[2]
 QUICKSTART, README = ROOT / "docs" / "start" / "quickstart.md", ROOT / "README.md"
 
 
@@ -33,11 +30,8 @@ def run_example(code: str) -> tuple[float, float, float, int]:
     names: dict[str, Any] = {"model": model, "tokens": tokens, "labels": tokens}
     exec(code, names)
     names["loss"].backward()
-    error = 0.0
-    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
-        assert p.grad is not None and q.grad is not None
-        dist.all_reduce(p.grad)
-        error = max(error, ((p.grad - q.grad).abs().max() / q.grad.abs().max()).item())
+    grads = sum_over_ranks(*(p.grad for p in model.parameters()))  # type: ignore[misc]
+    error = max(relative_error(a, p.grad) for a, p in zip(grads, whole.parameters(), strict=True))  # type: ignore[arg-type]
     lines = [line for line in code.splitlines() if line.strip() and "import" not in line]
     return want.item(), names["loss"].item(), error, len(lines)
 
@@ -81,11 +75,7 @@ def test_the_program_has_the_losses_and_weights_of_one_device(ranks: Any) -> Non
 def test_the_program_runs_as_it_is_printed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program())
     (line,) = re.findall(r"`torchrun (.*) train.py`", README.read_text())
-    command = [sys.executable, "-m", "torch.distributed.run", *line.split(), "train.py"]
-    command[command.index("--nproc-per-node") + 1] = "2"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=tmp_path)
-    assert done.returncode == 0 and "loss" in done.stdout, done.stdout + done.stderr
+    assert "loss" in torchrun([*line.split(), "train.py"], tmp_path)
 
 
 def test_the_readme_is_short() -> None:

@@ -5,24 +5,21 @@ from __future__ import annotations
 import itertools
 import os
 from contextlib import nullcontext
-from functools import lru_cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from hyper_cp import ContextParallel
 from hyper_cp.cli.modes import named_mode
 from hyper_cp.mesh import failures
 from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import npu
 from tests.harness import npu_standin
-from tests.harness.attention_case import FP32, FP64, AttentionCase, Problem, cp_mesh
-from tests.harness.oracle import relative_error, visible_logits
+from tests.harness.attention_case import FP32, FP64, AttentionCase, cp_mesh, dropout_error, kept_pairs, run_module
 from tests.harness.ranks import on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "support.md"
@@ -41,7 +38,7 @@ MODES = {
     "needed": named_mode("needed"),
     "hybrid with needed": named_mode("hybrid of 2, needed"),
 }
-S, CAP = 32, 1.5
+S, P = 32, 0.4
 DOCUMENTS = {"is_causal": True, "documents": ((0, 1, 12, 13, S),)}
 ROWS: dict[str, dict[str, Any]] = {
     "causal or full": {"is_causal": True},
@@ -53,53 +50,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "grouped-query heads": {"is_causal": True, "kv_heads": 1},
     "latent heads (dq = dk > dv)": {"is_causal": True, "v_dim": 8},
     "cross-attention, K/V sharded": {"keys": 16},
-    "attention sinks": {"is_causal": True},
-    "softcap": {"is_causal": True},
+    "attention sinks": {"is_causal": True, "sinks": True},
+    "softcap": {"is_causal": True, "softcap": 1.5},
     "FlexAttention": {"is_causal": True},
     "dropout": {"is_causal": True},
 }
-
-
-def attend(row: str, case: AttentionCase, mode: dict[str, Any]) -> str:
-    """``exact``, ``refused`` or ``WRONG`` on this rank, forward and backward."""
-    mesh, shard = cp_mesh(), case.shard()
-    more: dict[str, Any] = {
-        "dropout": {"dropout_p": 0.4},
-        "softcap": {"softcap": CAP},
-        "attention sinks": {"sinks": torch.arange(case.heads, dtype=case.dtype)},
-    }.get(row, {})
-    try:
-        if row == "FlexAttention":
-            out = styled_flex(mesh, {**mode, "layout": case.layout}, shard.qkv)
-        else:
-            out = shard.attend(mesh, **more)
-    except (NotImplementedError, ValueError) as refusal:
-        assert len(str(refusal)) > 60, "a refusal says what would work"
-        return "refused"
-    if row == "dropout":
-        return "exact" if out.isfinite().all() else "WRONG"  # exact: ops/kernels/test_dropout.py
-    grads = torch.autograd.grad(out, shard.qkv, shard.dout)
-    if row in ("softcap", "attention sinks"):
-        pairs = zip((out, *grads), changed_scores(row, case.problem), strict=True)
-        errors = {str(i): relative_error(a, b[:, :, shard.at]) for i, (a, b) in enumerate(pairs)}
-    else:
-        errors = shard.errors(out, grads)
-    return "exact" if max(errors.values()) <= (FP64 if case.dtype == torch.float64 else FP32) else "WRONG"
-
-
-@lru_cache
-def changed_scores(row: str, problem: Problem) -> list[Tensor]:
-    """The output of one device and its gradients of q, k, v, with a softcap or with one more column of sinks."""
-    q, k, v, dout = (x.double() for x in problem.tensors())
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    logits, seen = visible_logits(q, k, is_causal=True)
-    logits = CAP * torch.tanh(logits / CAP) if row == "softcap" else logits
-    logits = logits.masked_fill(~seen, -torch.inf)
-    if row == "attention sinks":
-        column = torch.arange(problem.heads, dtype=torch.float64).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-        logits = torch.cat([logits, column], -1)
-    out = logits.softmax(-1)[..., : problem.length] @ v
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 class Flexible(nn.Module):
@@ -110,9 +65,31 @@ class Flexible(nn.Module):
         return flex_attention(q, k, v, block_mask=mask)  # type: ignore[return-value]
 
 
-def styled_flex(mesh: Any, keywords: dict[str, Any], local: list[Tensor]) -> Tensor:
-    style = ContextParallel(seq_dim=2, head_dim=1, **keywords)
-    return parallelize_module(Flexible(), mesh, {"": style})(*local)
+def worst_error(row: str, case: AttentionCase) -> float:
+    """The largest error of output and gradients on this rank."""
+    if row == "FlexAttention":
+        return max(run_module(Flexible(), case).values())
+    shard, mesh = case.shard(), cp_mesh()
+    if row != "dropout":
+        return max(shard.step(mesh).values())
+
+    def attend(*qkv: Tensor) -> Any:
+        return replace(shard, qkv=qkv).attend(mesh, dropout_p=P)
+
+    kept = kept_pairs(shard, attend)
+    share = kept[..., torch.ones(S, S).tril().bool()].mean().item()
+    assert abs(share - (1 - P)) < 0.05, f"{share:.2f} of the weights are kept"
+    return dropout_error(shard, attend, P, kept)
+
+
+def outcome(row: str, case: AttentionCase) -> str:
+    """``exact``, ``refused`` or ``WRONG`` on this rank, forward and backward."""
+    try:
+        error = worst_error(row, case)
+    except (NotImplementedError, ValueError) as refusal:
+        assert len(str(refusal)) > 60, "a refusal says what would work"
+        return "refused"
+    return "exact" if error <= (FP64 if case.dtype == torch.float64 else FP32) else "WRONG"
 
 
 @on_ranks
@@ -128,7 +105,7 @@ def cells(on_npu: bool) -> dict[tuple[str, str], str]:
         dtype = torch.float32 if on_npu else torch.float64
         cases = [AttentionCase(S, dim=16, dtype=dtype, layout=x, **{"v_dim": 16, **row}, **mode) for x in layouts]
         with kernels.register(npu.KERNEL, "cpu", npu.accepts) if on_npu else nullcontext():
-            (found[name, mode_name],) = {attend(name, case, mode) for case in cases}
+            (found[name, mode_name],) = {outcome(name, case) for case in cases}
     assert not failures.here.pending
     return found
 

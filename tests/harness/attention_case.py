@@ -5,8 +5,8 @@ A test lists cases and hands them to :func:`run_cases` on ranks:
     >>> cases = [AttentionCase(24, is_causal=True, **mode) for mode in modes(world=2)]
     >>> check(ranks(2, run_cases, cases), FP64)
 
-Where a test makes the call itself (a styled module, a functional form), it takes ``case.shard()`` and returns
-``shard.errors(out, grads)``.
+A module of a user goes to :func:`run_module` with a case. Where a test makes the call itself, it takes ``case.shard()``
+and returns ``shard.errors(out, grads)``.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
-from hyper_cp import ContextParallelHandler
+from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.ops import attention
 from tests.harness.oracle import (
     absolute_error,
+    attention_and_lse,
     plain_attention,
     relative_error,
+    softcap,
     token_positions,
-    visible_logits,
     visible_pairs,
 )
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import on_ranks, sum_over_ranks
 
 FP64, FP32 = 1e-10, 5e-6
 """The design's exactness bars, relative."""
 
 Errors = dict[str, float]
+Error = Callable[[Tensor, Tensor], float]
 
 
 def cp_mesh(device: str = "cpu") -> DeviceMesh:
@@ -65,7 +68,10 @@ def modes(world: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Problem:
-    """Attention of whole tensors, by ``attention``'s own names; ``mask`` is a kind of :func:`explicit_mask`."""
+    """Attention of whole tensors, by ``attention``'s own names; ``mask`` is a kind of :func:`explicit_mask`.
+
+    ``sinks``: there are some, and their gradient is compared too. ``lse_grad``: the log-sum-exp has a gradient, too.
+    """
 
     length: int
     is_causal: bool = False
@@ -80,10 +86,23 @@ class Problem:
     window: tuple[int | None, int | None] | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
     mask: str | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    lse_grad: bool = False
 
     def tensors(self) -> list[Tensor]:
         """Random q, k, v and gradient of the output, the same on every rank."""
         return inputs(self.batch, self.heads, self.kv_heads, self.length, self.dim, self.v_dim, self.dtype, self.keys)
+
+    def sink_logits(self) -> list[Tensor]:
+        """One for each head, if there are sinks."""
+        g = torch.Generator().manual_seed(self.heads)
+        return [torch.randn(self.heads, generator=g, dtype=torch.float64).to(self.dtype)] if self.sinks else []
+
+    def dlse(self) -> Tensor:
+        """Gradient of the log-sum-exp."""
+        g, shape = torch.Generator().manual_seed(self.length), (self.batch, self.heads, self.length)
+        return torch.randn(shape, generator=g, dtype=torch.float64).to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -93,7 +112,7 @@ class Answer:
     tensors: tuple[Tensor, ...]
     out: Tensor
     lse: Tensor
-    grads: tuple[Tensor, Tensor, Tensor]
+    grads: tuple[Tensor, ...]
 
 
 def inputs(
@@ -142,15 +161,22 @@ def explicit_mask(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
 def one_device(problem: Problem) -> Answer:
     """The oracle's answer, computed once per problem in a process: modes and ranks share it."""
     tensors = tuple(problem.tensors())
-    q, k, v = (x.double().detach().requires_grad_() for x in tensors[:3])
+    leaves = [x.double().detach().requires_grad_() for x in (*tensors[:3], *problem.sink_logits())]
     visible, bias = explicit_mask(problem) if problem.mask else (None, None)
     if problem.keys is None:
         pairs = visible_pairs(problem.length, problem.is_causal, problem.window, problem.documents)
         visible = pairs if visible is None else pairs & visible
-    out = plain_attention(q, k, v, scale=problem.scale, visible=visible, bias=bias)
-    logits, seen = visible_logits(q, k, scale=problem.scale, visible=visible, bias=bias)
-    lse = logits.masked_fill(~seen, -torch.inf).logsumexp(-1).detach()
-    return Answer(tensors, out.detach(), lse, torch.autograd.grad(out, (q, k, v), tensors[3].double()))  # type: ignore[arg-type]
+    out, lse = attention_and_lse(
+        *leaves[:3],
+        scale=problem.scale,
+        visible=visible,
+        bias=bias,
+        score_mod=softcap(problem.softcap) if problem.softcap else None,
+        sinks=leaves[3] if problem.sinks else None,
+    )
+    outputs = (out, lse)[: 1 + problem.lse_grad]
+    grads = torch.autograd.grad(outputs, leaves, [tensors[3].double(), problem.dlse().double()][: len(outputs)])
+    return Answer(tensors, out.detach(), lse.detach(), grads)
 
 
 # --------------------------------------------------------------------------- ranks
@@ -190,7 +216,10 @@ class AttentionCase(Problem):
 
     def shard(self, device: str = "cpu") -> Shard:
         """This rank's q, k, v (leaves), gradient of the output and mask."""
-        q, k, v, dout = one_device(self.problem).tensors
+        return self.shard_of(one_device(self.problem).tensors, device)
+
+    def shard_of(self, tensors: Sequence[Tensor], device: str = "cpu") -> Shard:
+        q, k, v, dout = tensors
         at = self.positions(self.length)
         keys_at = slice(None) if self.kv_exchange == "replicated" else at
         if self.keys is not None and self.kv_exchange != "replicated":
@@ -203,14 +232,17 @@ class AttentionCase(Problem):
             visible, bias = explicit_mask(self)
             mask = bias.to(self.dtype) if visible is None else visible  # type: ignore[union-attr]
             mask = mask[:, :, at] if self.mask == "local rows" else mask
-        leaves = [x.clone().to(device).requires_grad_() for x in local]
-        return Shard(self, at, keys_at, leaves, dout[:, :, at].to(device), None if mask is None else mask.to(device))
+        leaves = [x.clone().to(device).requires_grad_() for x in (*local, *self.sink_logits())]
+        rows = [x[:, :, at].to(device) for x in (dout, self.dlse())]
+        return Shard(
+            self, at, keys_at, leaves[:3], rows[0], None if mask is None else mask.to(device), leaves[3:], rows[1]
+        )
 
     def attention_keywords(self) -> dict[str, Any]:
         """Keywords of ``attention`` but for the mesh and the mask, which :class:`Shard` holds."""
         names = ("is_causal", "scale", "window", "ulysses_degree", "kv_exchange", "layout", "load_balance")
-        asked = {name: getattr(self, name) for name in (*names, "head_groups", "exchange_stages", "return_lse")}
-        return {**asked, "documents": self.rows, "enable_gqa": True}
+        names = (*names, "head_groups", "exchange_stages", "return_lse", "softcap")
+        return {**{name: getattr(self, name) for name in names}, "documents": self.rows, "enable_gqa": True}
 
 
 @dataclass
@@ -223,31 +255,42 @@ class Shard:
     qkv: list[Tensor]
     dout: Tensor
     mask: Tensor | None
+    sinks: list[Tensor]
+    dlse: Tensor
 
     def attend(self, mesh: DeviceMesh, **more: Any) -> Any:
         """Call ``attention`` as the case says, with more keywords if there are any."""
+        more |= {"sinks": self.sinks[0]} if self.sinks else {}
         return attention(*self.qkv, mesh=mesh, attn_mask=self.mask, **self.case.attention_keywords(), **more)
+
+    def step(self, mesh: DeviceMesh, error: Error | None = None) -> Errors:
+        """Errors of forward and backward of :meth:`attend`."""
+        result = self.attend(mesh)
+        out, lse = result if self.case.return_lse else (result, None)
+        outputs = [out, lse][: 1 + self.case.lse_grad]
+        grads = torch.autograd.grad(outputs, [*self.qkv, *self.sinks], [self.dout, self.dlse][: len(outputs)])
+        return self.errors(out, grads, lse, error)
 
     def errors(
         self,
         out: Tensor,
         grads: Sequence[Tensor],
         lse: Tensor | None = None,
-        error: Callable[[Tensor, Tensor], float] | None = None,
+        error: Error | None = None,
     ) -> Errors:
-        """Errors of the output and of the gradients of q, k, v, each relative to its largest expected value."""
-        want, error = one_device(self.case.problem), error or self._error
+        """Errors of the output and of the gradients of q, k, v and sinks, relative to the largest expected value."""
+        want, error, of_lse = one_device(self.case.problem), error or self._error, error or self._lse_error
         if self.case.kv_exchange == "replicated":  # each rank has the share that its queries give
             grads = [x.clone() for x in grads]
             for share in grads[1:]:
                 dist.all_reduce(share)
         found = {"out": error(out.detach().cpu(), want.out[:, :, self.at])}
-        for name, grad, expected, at in zip(
-            ("dq", "dk", "dv"), grads, want.grads, (self.at, self.keys_at, self.keys_at), strict=True
-        ):
-            found[name] = error(grad.cpu(), expected[:, :, at])
+        expected = [want.grads[0][:, :, self.at], *(x[:, :, self.keys_at] for x in want.grads[1:3]), *want.grads[3:]]
+        grads = [*grads[:3], *(sum_over_ranks(x)[0] for x in grads[3:])]
+        for name, grad, right in zip(("dq", "dk", "dv", "dsinks"), grads, expected, strict=False):
+            found[name] = error(grad.cpu(), right)
         if lse is not None:
-            found["lse"] = self._lse_error(lse.cpu(), want.lse[:, :, self.at])
+            found["lse"] = of_lse(lse.detach().cpu(), want.lse[:, :, self.at])
         return found
 
     @staticmethod
@@ -263,12 +306,43 @@ class Shard:
         return absolute_error(lse[seen], expected[seen]) / 10 if seen.any() else 0.0
 
 
-def run_case(case: AttentionCase, mesh: DeviceMesh, error: Callable[[Tensor, Tensor], float] | None = None) -> Errors:
+def run_case(case: AttentionCase, mesh: DeviceMesh, error: Error | None = None) -> Errors:
     """One forward and backward of ``attention`` on this rank, compared with one device."""
-    shard = case.shard(mesh.device_type)
-    result = shard.attend(mesh)
-    out, lse = result if case.return_lse else (result, None)
-    return shard.errors(out, torch.autograd.grad(out, shard.qkv, shard.dout), lse, error)
+    return case.shard(mesh.device_type).step(mesh, error)
+
+
+def run_module(module: nn.Module, case: AttentionCase, device: str = "cpu", **style: Any) -> Errors:
+    """One forward and backward of a module under the case's mode and this style, compared with one device."""
+    names = ("ulysses_degree", "kv_exchange", "layout", "load_balance", "head_groups")
+    made = ContextParallel(seq_dim=2, head_dim=1, **{**{name: getattr(case, name) for name in names}, **style})
+    mesh, shard = cp_mesh(device), case.shard(device)
+    with ContextParallelHandler(mesh, made).documents(case.rows):
+        out = parallelize_module(module, mesh, made)(*shard.qkv)
+    return shard.errors(out, torch.autograd.grad(out, shard.qkv, shard.dout))
+
+
+def kept_pairs(shard: Shard, attend: Callable[..., Tensor]) -> Tensor:
+    """The pairs ``[B, H, S, S]`` whose weights a call with dropout keeps, seen through values that are the identity."""
+    case = shard.case
+    eye = torch.eye(case.length, dtype=case.dtype).expand(case.batch, case.kv_heads, -1, -1)[:, :, shard.keys_at]
+    kept = torch.zeros(case.batch, case.heads, case.length, case.length, dtype=torch.float64)
+    torch.manual_seed(5)
+    kept[:, :, shard.at] = (attend(*shard.qkv[:2], eye).detach() > 0).double()
+    return sum_over_ranks(kept)[0]
+
+
+def dropout_error(shard: Shard, attend: Callable[..., Tensor], p: float, kept: Tensor) -> float:
+    """The largest error of a call with dropout and of its gradients, given the pairs that it keeps."""
+    torch.manual_seed(5)
+    out = attend(*shard.qkv)
+    *whole, dout = (x.double().requires_grad_() for x in shard.case.tensors())
+    want = plain_attention(*whole, is_causal=shard.case.is_causal, weigh=kept / (1 - p))
+    pairs = zip(
+        (out, *torch.autograd.grad(out, shard.qkv, shard.dout)),
+        (want, *torch.autograd.grad(want, whole, dout)),
+        strict=True,
+    )
+    return max(relative_error(a, b.detach()[:, :, shard.at]) for a, b in pairs)
 
 
 @on_ranks

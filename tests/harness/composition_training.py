@@ -97,15 +97,17 @@ def one_device(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     clip: float | None = None,
     prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
+    before: Callable[[nn.Module, int], None] = lambda model, step: None,
 ) -> Record:
     """Plain training of whole batches, once in a process for the same arguments.
 
-    ``clip``: the norm to which gradients are cut (it must do something).
+    ``clip``: the norm to which gradients are cut (it must do something). ``before`` is called before each step.
     """
     model, record = prepare(llama()), Record()
     optimizer = sgd(model.parameters())
     for step in range(STEPS):
         tokens, labels = batch(step)
+        before(model, step)
         with context():
             loss = token_losses(model(tokens, torch.arange(LENGTH)), labels) / COUNT
         optimizer.zero_grad()
@@ -234,23 +236,20 @@ class MaskedAttention(nn.Module):
         return plain_attention(q, k, v, visible=self.visible)
 
 
-@cache
-def one_device_packed() -> Record:
-    """Plain training on batches of packed documents."""
-    model, record = llama(), Record()
+def masked(model: nn.Module) -> nn.Module:
     for layer in model.layers:
         layer.attention.inner = MaskedAttention()
-    optimizer = sgd(model.parameters())
-    for step in range(STEPS):
-        tokens, labels = batch(step)
-        for layer in model.layers:
-            layer.attention.inner.visible = visible_pairs(LENGTH, True, None, packed_documents(step).tolist())
-        loss = token_losses(model(tokens, torch.arange(LENGTH)), labels) / COUNT
-        optimizer.zero_grad()
-        loss.backward()
-        record.add(loss.detach(), model)
-        optimizer.step()
-    return record
+    return model
+
+
+def mask_documents(model: nn.Module, step: int) -> None:
+    for layer in model.layers:
+        layer.attention.inner.visible = visible_pairs(LENGTH, True, None, packed_documents(step).tolist())
+
+
+def one_device_packed() -> Record:
+    """Plain training on batches of packed documents."""
+    return one_device(prepare=masked, before=mask_documents)
 
 
 class Stage(nn.Module):

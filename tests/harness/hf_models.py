@@ -38,13 +38,8 @@ def make(name: str, **changes: Any) -> Any:
         config = hf.Gemma3TextConfig(**{**SMALL, "num_key_value_heads": 1, **extra, **changes})
     elif name == "deepseek_v3":
         mla = {"q_lora_rank": 12, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
-        moe = {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-        }
+        moe = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+        moe["first_k_dense_replace"] = 1
         heads = {"num_key_value_heads": 4, "head_dim": 4, "moe_intermediate_size": 8, "experts_implementation": "eager"}
         model = hf.DeepseekV3ForCausalLM
         config = hf.DeepseekV3Config(**{**SMALL, **mla, **moe, **heads, **changes})
@@ -72,3 +67,8 @@ class InDouble(TorchFunctionMode):
 
 def tokens(length: int, rows: int = 2) -> Tensor:
     return torch.randint(1, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+def gradients(model: Any) -> list[Tensor]:
+    """The gradient of every parameter; zeros where there is none."""
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]

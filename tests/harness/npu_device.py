@@ -10,6 +10,7 @@ device="npu")``, where PyTorch bypasses tensors that are made in Python.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,38 +39,17 @@ _READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "unique_di
 _READS |= {"unique_consecutive", "unique_dim_consecutive", "bincount", "repeat_interleave.Tensor"}
 
 
-class Module:
-    """The functions of ``torch.npu`` that the rest of PyTorch calls."""
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
-    is_initialized = is_available
-
-    @staticmethod
-    def _is_in_bad_fork() -> bool:
-        return False
-
-    @staticmethod
-    def device_count() -> int:
-        return 1
-
-    @staticmethod
-    def current_device() -> int:
-        return 0
-
-    @staticmethod
-    def set_device(device: Any) -> None:
-        pass
-
-    @staticmethod
-    def manual_seed_all(seed: int) -> None:
-        pass
-
-    @staticmethod
-    def synchronize(device: Any = None) -> None:
-        waits.append("synchronize")
+MODULE = SimpleNamespace(
+    is_available=lambda: True,
+    is_initialized=lambda: True,
+    _is_in_bad_fork=lambda: False,
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    set_device=lambda device: None,
+    manual_seed_all=lambda seed: None,
+    synchronize=lambda device=None: waits.append("synchronize"),
+)
+"""The functions of ``torch.npu`` that the rest of PyTorch calls."""
 
 
 class OnNPU(Tensor):
@@ -97,7 +77,7 @@ def install() -> None:
     """Make the device and its attention operators in this process."""
     global _library
     if _library is None:
-        SETUP("npu", Module())
+        SETUP("npu", MODULE)
         npu_standin.install()
         comm.BACKENDS["gloo"] = HcclAxis
         dist.batch_isend_irecv = _batch_isend_irecv

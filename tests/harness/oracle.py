@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-def visible_logits(
-    q: Tensor,
-    k: Tensor,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    visible: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The logits ``[B, H, S, S]`` of grouped heads, and which pairs of them are visible."""
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    logits = torch.einsum("bhid,bhjd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-    if is_causal:
-        seen = seen.tril()
-    if visible is not None:
-        seen = seen & visible
-    if bias is not None:
-        logits, seen = logits + bias.masked_fill(bias == -torch.inf, 0), seen & (bias > -torch.inf)
-    return logits, seen
+Mod = Callable[..., Tensor]
+"""A function of FlexAttention: ``(score, b, h, i, j) -> score``, or ``(b, h, i, j) -> visible``."""
 
 
-def plain_attention(
+def positions(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    """Batch row, head, query and key of every pair, ``[B, H, S, S]`` each."""
+    return torch.meshgrid(*(torch.arange(n) for n in (*q.shape[:3], k.shape[2])), indexing="ij")
+
+
+def softcap(cap: float) -> Mod:
+    return lambda score, *_: cap * torch.tanh(score / cap)
+
+
+def attention_and_lse(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -40,16 +31,37 @@ def plain_attention(
     scale: float | None = None,
     visible: Tensor | None = None,
     bias: Tensor | None = None,
-) -> Tensor:
-    """Softmax attention of ``[B, H, S, D]`` written out, differentiable, in the inputs' dtype.
+    score_mod: Mod | None = None,
+    sinks: Tensor | None = None,
+    weigh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of ``[B, H, S, D]`` written out, differentiable, in the inputs' dtype; and its log-sum-exp.
 
-    ``visible``: bool, broadcastable to ``[B, H, S, S]``. ``bias`` is added to the logits. Rows that see
-    nothing give zeros.
+    ``visible``: bool, broadcastable to ``[B, H, S, S]``. ``bias`` is added to the logits, after ``score_mod``. A sink
+    is one more column, which has no value. ``weigh`` multiplies the weights, as dropout does. Rows that see nothing
+    give zeros.
     """
-    logits, seen = visible_logits(q, k, is_causal=is_causal, scale=scale, visible=visible, bias=bias)
-    logits = logits.masked_fill(~seen, -1e300 if q.dtype == torch.float64 else -1e38)
-    weights = logits.softmax(-1) * seen
-    return torch.einsum("bhij,bhjd->bhid", weights, v.repeat_interleave(q.shape[1] // v.shape[1], 1))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    logits = torch.einsum("bhid,bhjd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    seen = seen.tril() if is_causal else seen
+    seen = seen if visible is None else seen & visible
+    if score_mod is not None:
+        logits = score_mod(logits, *positions(q, k))
+    if bias is not None:
+        logits, seen = logits + bias.masked_fill(bias == -torch.inf, 0), seen & (bias > -torch.inf)
+    column = logits.new_full((*logits.shape[:3], 1), -torch.inf)
+    column = column if sinks is None else sinks.view(1, -1, 1, 1).expand_as(column)
+    lse = torch.cat([logits.masked_fill(~seen, -torch.inf), column], -1).logsumexp(-1)
+    lowest = -1e300 if q.dtype == torch.float64 else -1e38
+    logits = torch.cat([logits.masked_fill(~seen, lowest), column], -1)
+    weights = logits.softmax(-1)[..., :-1] * seen
+    return torch.einsum("bhij,bhjd->bhid", weights if weigh is None else weights * weigh, v), lse
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """The output of :func:`attention_and_lse`."""
+    return attention_and_lse(q, k, v, **options)[0]
 
 
 def visible_pairs(

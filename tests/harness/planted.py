@@ -145,12 +145,16 @@ def whole_batch(length: int = LENGTH, **entries: Any) -> dict[str, Any]:
     return {"input_ids": ids, "labels": labels, **entries}
 
 
-def loss_fn(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
-    """A right training step."""
+def forward(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> tuple[Tensor, Tensor]:
+    """Logits and shifted labels of this rank's share."""
     batch = handler.get_batch_on_this_cp_rank(batch, shift_labels=True)
     with handler.documents(batch):
-        logits = model(batch["input_ids"], batch["position_ids"])
-    return handler.mean_loss(logits, batch["shift_labels"])
+        return model(batch["input_ids"], batch["position_ids"]), batch["shift_labels"]
+
+
+def loss_fn(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
+    """A right training step."""
+    return handler.mean_loss(*forward(model, batch, handler))
 
 
 def shifted_after_sharding(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
@@ -165,17 +169,12 @@ def without_documents(model: nn.Module, batch: Any, handler: ContextParallelHand
 
 
 def mean_of_share(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
-    batch = handler.get_batch_on_this_cp_rank(batch, shift_labels=True)
-    with handler.documents(batch):
-        logits = model(batch["input_ids"], batch["position_ids"])
-    return F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+    logits, labels = forward(model, batch, handler)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def summed(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
-    batch = handler.get_batch_on_this_cp_rank(batch, shift_labels=True)
-    with handler.documents(batch):
-        logits = model(batch["input_ids"], batch["position_ids"])
-    return handler.mean_loss(logits, batch["shift_labels"], gradients="sum")
+    return handler.mean_loss(*forward(model, batch, handler), gradients="sum")
 
 
 def divided(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:

@@ -81,6 +81,12 @@ def error_of(call: Callable[[], Any]) -> str:
     return ""
 
 
+def named_error(text: str) -> tuple[str, str]:
+    """``("TypeError", "words")`` of ``"TypeError: words"``; words without a name are those of a ValueError."""
+    name, found, words = text.partition("Error: ")
+    return (f"{name}Error", words) if found and name.isidentifier() else ("ValueError", text)
+
+
 def sum_over_ranks(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """The sums of tensors of one dtype over all ranks of the job, in one transfer."""
     total = torch.cat([x.detach().flatten() for x in tensors])

@@ -1,17 +1,19 @@
-"""The code that pages of the documentation print, and the comparison of what it trains with one device."""
+"""The code that pages of the documentation print, its run, and the comparison of what it trains with one device."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.harness.oracle import absolute_error
 
-PAGES = Path(__file__).parents[2] / "docs" / "integrations"
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "integrations"
 
 
 def recipe(page: str) -> str:
@@ -22,11 +24,17 @@ def recipe(page: str) -> str:
     return code
 
 
-def cp_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-
-
 def gradient_error(model: nn.Module, oracle: nn.Module) -> float:
     """The largest error of a parameter's gradient, relative to the largest of it."""
     pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), oracle.parameters(), strict=True)]
     return max(absolute_error(a, b) / max(b.abs().max().item(), 1e-3) for a, b in pairs if b is not None)
+
+
+def torchrun(words: list[str], cwd: Path) -> str:
+    """The output of a program under torchrun on two ranks, which succeeds. ``words`` are those behind ``torchrun``."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+    command[command.index("--nproc-per-node") + 1] = "2"
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

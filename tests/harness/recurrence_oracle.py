@@ -9,26 +9,34 @@ import torch
 from torch import Tensor
 
 
+def recur_from(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Outputs ``[B, S, H, dv]`` of one document in each row, and the last state ``[B, H, dk, dv]``."""
+    out, decay = [], decay[..., None] if decay.ndim == 3 else decay
+    for t in range(v.shape[1]):
+        state, value = decay[:, t, :, :, None].exp() * state, v[:, t]
+        if beta is not None:
+            value = beta[:, t, :, None] * (value - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], value)
+        out.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return torch.stack(out, 1), state
+
+
 def recur(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, documents: Sequence[Sequence[int]] | None
 ) -> Tensor:
     """Outputs ``[B, S, H, dv]``; ``decay`` is ``[H]``, ``[B, S, H]`` or ``[B, S, H, dk]``."""
-    batch, length, heads, _ = v.shape
+    batch, length, heads, size = v.shape
     q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
     decay = decay.expand(batch, length, heads) if decay.ndim == 1 else decay
-    decay = decay[..., None] if decay.ndim == 3 else decay
-    out = []
+    rows = []
     for row in range(batch):
         for a, b in pairwise(boundaries(documents, row, length)):
-            state = v.new_zeros(heads, k.shape[3], v.shape[3])
-            for t in range(a, b):
-                state = decay[row, t, :, :, None].exp() * state
-                value = v[row, t]
-                if beta is not None:
-                    value = beta[row, t, :, None] * (value - torch.einsum("hkv,hk->hv", state, k[row, t]))
-                state = state + torch.einsum("hk,hv->hkv", k[row, t], value)
-                out.append(torch.einsum("hkv,hk->hv", state, q[row, t]))
-    return torch.stack(out).view_as(v)
+            given = (None if x is None else x[row : row + 1, a:b] for x in (q, k, v, decay, beta))
+            if b > a:
+                rows.append(recur_from(v.new_zeros(1, heads, k.shape[3], size), *given)[0])  # type: ignore[arg-type]
+    return torch.cat(rows, 1).view_as(v)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Sequence[Sequence[int]] | None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.harness.oracle import plain_attention, visible_logits
+from tests.harness.oracle import attention_and_lse
 
 Tile = tuple[int, int, tuple[int | None, int | None], str]
 """``(rows, columns, band, kind of mask)``."""
@@ -55,7 +55,6 @@ def plain_math(tile: Tile, dtype: torch.dtype, v_dim: int, scale: float) -> Tile
     """The oracle's answer in fp64, computed once for all kernels."""
     tensors, visible, bias, mask = problem(tile, dtype, v_dim)
     q, k, v = (x.double().detach().requires_grad_() for x in tensors[:3])
-    out = plain_attention(q, k, v, visible=visible, bias=bias, scale=scale)
+    out, lse = attention_and_lse(q, k, v, visible=visible, bias=bias, scale=scale)
     grads = torch.autograd.grad(out, (q, k, v), tensors[3].double())
-    logits, seen = visible_logits(q.detach(), k.detach(), visible=visible, bias=bias, scale=scale)
-    return TileAnswer(tensors, mask, out.detach(), logits.masked_fill(~seen, -torch.inf).logsumexp(-1), grads)
+    return TileAnswer(tensors, mask, out.detach(), lse.detach(), grads)

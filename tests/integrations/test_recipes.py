@@ -19,10 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hyper_cp import ContextParallel, ContextParallelHandler
+from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_models import SMALL, InDouble, make, tokens
 from tests.harness.oracle import plain_attention, relative_error
 from tests.harness.ranks import error_of, on_ranks
-from tests.harness.recipes import cp_mesh, gradient_error, recipe
+from tests.harness.recipes import gradient_error, recipe
 
 # --------------------------------------------------------------------------- PEFT
 

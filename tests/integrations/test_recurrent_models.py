@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh.comm import record_traffic
+from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_causal import tiny_causal
-from tests.harness.hf_models import InDouble, tokens
+from tests.harness.hf_models import InDouble, gradients, tokens
 from tests.harness.ranks import Ranks, error_of, on_ranks, sum_over_ranks
 
 pytest.importorskip("transformers")
@@ -44,11 +43,11 @@ def alone(model: Any, ids: Tensor, documents: list[int]) -> tuple[Tensor, Tensor
         loss = torch.nn.functional.cross_entropy(predicted, ids[:, a + 1 : b].flatten(), reduction="sum") / total
         if b - a > 1:
             loss.backward()
-    return torch.cat(logits, 1).detach(), gradients(model)
+    return torch.cat(logits, 1).detach(), flat_gradients(model)
 
 
-def gradients(model: Any) -> Tensor:
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+def flat_gradients(model: Any) -> Tensor:
+    return torch.cat([x.flatten() for x in gradients(model)])
 
 
 def packed(model: Any, handler: ContextParallelHandler, ids: Tensor, documents: list[int]) -> tuple[Tensor, Tensor]:
@@ -62,7 +61,7 @@ def packed(model: Any, handler: ContextParallelHandler, ids: Tensor, documents: 
     output.loss.backward()
     with handler.documents(local["context_parallel"].documents):
         logits = handler.combine(output.logits.detach(), 1, length=ids.shape[1])
-    return logits, sum_over_ranks(gradients(model))[0]
+    return logits, sum_over_ranks(flat_gradients(model))[0]
 
 
 @on_ranks
@@ -73,8 +72,7 @@ def errors(kinds: list[str], layouts: list[str] | None = None) -> dict[str, floa
     from hyper_cp.integrations.transformers import prepare_model
 
     transformers.logging.set_verbosity(50)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    found = {}
+    mesh, found = cp_mesh(), {}
     for i, kind in enumerate(kinds):
         for layout in layouts or [list(DOCUMENTS)[i % len(DOCUMENTS)]]:
             documents, model = DOCUMENTS[layout], tiny_causal(kind)
@@ -93,7 +91,7 @@ def errors(kinds: list[str], layouts: list[str] | None = None) -> dict[str, floa
 def refused(kinds: list[str]) -> dict[str, str]:
     from hyper_cp.integrations.transformers import prepare_model
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = cp_mesh()
     return {k: error_of(lambda k=k: prepare_model(tiny_causal(k), mesh, style=ContextParallel())) for k in kinds}
 
 
@@ -124,7 +122,7 @@ def steps() -> dict[str, Any]:
     from hyper_cp.integrations.transformers import prepare_batch, prepare_model
 
     transformers.logging.set_verbosity(50)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = cp_mesh()
     style, ids = ContextParallel(ulysses_degree=1, layout="head_tail"), tokens(24)
     handler, model = ContextParallelHandler(mesh, style), tiny_causal("mamba2")
     want = model(input_ids=ids, use_cache=False).logits
@@ -138,11 +136,11 @@ def steps() -> dict[str, Any]:
     forward = [operation for operation, _ in traffic.entries if operation != "agreement"]
     trained = prepare_model(copy.deepcopy(model).train(), mesh, style=style)
     trained(**local).loss.backward()
-    plain = gradients(trained)
+    plain = flat_gradients(trained)
     trained.zero_grad()
     (getattr(trained, "activation_checkpointing_enable", None) or trained.gradient_checkpointing_enable)()
     trained(**local).loss.backward()
-    recomputed = (gradients(trained) - plain).abs().max().item()
+    recomputed = (flat_gradients(trained) - plain).abs().max().item()
     cached = prepare_model(copy.deepcopy(model), mesh, style=style)
     cache = error_of(lambda: cached(input_ids=local["input_ids"], use_cache=True))
     return {"half": (one, cp), "forward": forward, "recomputed": recomputed, "cache": cache}

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.integrations.torchtitan import apply_context_parallel, apply_cp_to_forward, cp_attention_class
+from tests.harness.attention_case import cp_mesh
 from tests.harness.oracle import plain_attention, relative_error, visible_pairs
-from tests.harness.ranks import error_of, on_ranks
+from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 
 
 class VarlenMetadata(NamedTuple):
@@ -97,10 +96,6 @@ def decoder(spelling: str = "attention_masks") -> Decoder:
     return Decoder(spelling).double()
 
 
-def cp_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-
-
 @on_ranks
 def packed(layout: str) -> dict[str, float]:
     tokens = torch.randn(32, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -108,11 +103,7 @@ def packed(layout: str) -> dict[str, float]:
     want = oracle(tokens, metadata())
     want.square().sum().backward()
     wants = [p.grad for p in oracle.parameters()]
-    for name, (degree, exchange) in {
-        "ulysses": (2, "all_gather"),
-        "all": (1, "all_gather"),
-        "ring": (1, "ring"),
-    }.items():
+    for name, degree, exchange in (("ulysses", 2, "all_gather"), ("all", 1, "all_gather"), ("ring", 1, "ring")):
         spelling = "attention_metadata" if name == "ring" else "attention_masks"
         style = ContextParallel(ulysses_degree=degree, kv_exchange=exchange, layout=layout)
         model, handler = decoder(spelling), ContextParallelHandler(mesh, style)
@@ -126,9 +117,8 @@ def packed(layout: str) -> dict[str, float]:
             out = model(local, metadata())
         out.square().sum().backward()
         found[name] = relative_error(handler.combine(out.detach(), 0), want.detach())
-        for p, grad in zip(model.parameters(), wants, strict=True):
-            dist.all_reduce(p.grad)
-            found[name] = max(found[name], relative_error(p.grad, grad))
+        pairs = zip(sum_over_ranks(*(p.grad for p in model.parameters())), wants, strict=True)
+        found[name] = max(found[name], *(relative_error(*pair) for pair in pairs))
     return found
 
 

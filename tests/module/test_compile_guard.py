@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler, styled_modules
 from hyper_cp.cli.demo_model import Llama, LlamaConfig
+from tests.harness.attention_case import cp_mesh
 from tests.harness.ranks import on_ranks
 
 PLAN = "layers.*.attention.inner"
@@ -24,74 +24,53 @@ def llama(layers: int = 3) -> Llama:
 
 
 def apply(model: nn.Module, key: str = PLAN) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    return parallelize_module(model, mesh, {key: ContextParallel(seq_dim=2, head_dim=1)})
+    return parallelize_module(model, cp_mesh(), {key: ContextParallel(seq_dim=2, head_dim=1)})
 
 
-@on_ranks
-def wrapped_elsewhere(fullgraph: bool = False) -> None:
-    model = llama(layers=1)
+def wrapped_elsewhere(model: Any, fullgraph: bool = False) -> Any:
     kept = torch.compile(model, backend="eager", fullgraph=fullgraph)
     kept(torch.zeros(1, 8, dtype=torch.int64), torch.arange(8))
-    apply(model)
+    return kept
 
 
-@on_ranks
-def in_place() -> None:
-    model = llama()
-    model.compile(backend="eager")
-    apply(model)
-
-
-@on_ranks
-def block_in_place() -> None:
-    model = llama()
-    model.layers[2].compile(backend="eager")
-    apply(model)
-
-
-@on_ranks
-def block_wrapped() -> None:
-    model = llama()
+def block_wrapped(model: Any) -> None:
     model.layers[1] = torch.compile(model.layers[1], backend="eager")
-    apply(model, "layers.1._orig_mod.attention.inner")
 
 
-@on_ranks
-def the_module_itself() -> None:
-    model = llama()
+def the_module_itself(model: Any) -> None:
     model.layers[0].attention.inner = torch.compile(model.layers[0].attention.inner, backend="eager")
-    apply(model)
+
+
+def without_a_plan(model: Any) -> None:
+    kept = wrapped_elsewhere(model)
+    ContextParallel()._apply(kept._orig_mod.layers[0].attention.inner, cp_mesh())
+
+
+SLOW = ("in one graph", "without a plan")
+COMPILE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "wrapped elsewhere": (wrapped_elsewhere, PLAN),
+    "in one graph": (lambda model: wrapped_elsewhere(model, fullgraph=True), PLAN),
+    "in place": (lambda model: model.compile(backend="eager"), PLAN),
+    "a block in place": (lambda model: model.layers[2].compile(backend="eager"), PLAN),
+    "a block, wrapped": (block_wrapped, "layers.1._orig_mod.attention.inner"),
+    "the module itself": (the_module_itself, PLAN),
+    "without a plan": (without_a_plan, PLAN),
+}
+"""Ways to compile a model, and the key of the plan that comes too late."""
 
 
 @on_ranks
-def without_a_plan() -> None:
-    model = llama(layers=1)
-    kept = torch.compile(model, backend="eager")
-    kept(torch.zeros(1, 8, dtype=torch.int64), torch.arange(8))
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    ContextParallel()._apply(kept._orig_mod.layers[0].attention.inner, mesh)
+def late(way: str) -> None:
+    model = llama(layers=1 if way in ("wrapped elsewhere", "in one graph", "without a plan") else 3)
+    compile_it, key = COMPILE[way]
+    kept = compile_it(model)  # what is gone is not found
+    apply(model, key)
+    del kept
 
 
-@on_ranks
-def in_one_graph() -> None:
-    wrapped_elsewhere(fullgraph=True)
-
-
-LATE = [
-    wrapped_elsewhere,
-    pytest.param(in_one_graph, marks=pytest.mark.slow),
-    in_place,
-    block_in_place,
-    block_wrapped,
-    the_module_itself,
-    pytest.param(without_a_plan, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("late", LATE)
-def test_a_late_style_is_refused(ranks: Any, late: Callable[[], None]) -> None:
-    ranks.raises(2, "RuntimeError", "compiled already. .* Apply the plan first, then torch.compile", late)
+@pytest.mark.parametrize("way", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in COMPILE])
+def test_a_late_style_is_refused(ranks: Any, way: str) -> None:
+    ranks.raises(2, "RuntimeError", "compiled already. .* Apply the plan first, then torch.compile", late, way)
 
 
 @on_ranks
@@ -135,8 +114,7 @@ def traced_afterwards() -> float:
     tokens, positions = torch.arange(8)[None], torch.arange(8)
     want = model(tokens, positions)
     kept = torch.compile(model, fullgraph=True, backend="eager")
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    handler = ContextParallelHandler(mesh, ContextParallel(seq_dim=2, head_dim=1))
+    handler = ContextParallelHandler(cp_mesh(), ContextParallel(seq_dim=2, head_dim=1))
     apply(model)
     found = handler.combine(kept(handler.dispatch(tokens), handler.position_ids(8)), 1)
     return (found - want).abs().max().item()

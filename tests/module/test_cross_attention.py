@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from hyper_cp import ContextParallel, ContextParallelHandler
+from tests.harness.attention_case import cp_mesh
 from tests.harness.oracle import plain_attention, relative_error
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import on_ranks, sum_over_ranks
 
 TARGET, SOURCE = 14, 11
 """Tokens of both sequences; the others of their positions are padding."""
@@ -36,8 +35,7 @@ class Flex(nn.Module):
 
 
 def styled(module: nn.Module, **options: Any) -> tuple[nn.Module, ContextParallelHandler]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    style = ContextParallel(2, 1, **options)
+    mesh, style = cp_mesh(), ContextParallel(2, 1, **options)
     return parallelize_module(module, mesh, style), ContextParallelHandler(mesh, style)
 
 
@@ -69,9 +67,8 @@ def errors() -> dict[str, float]:
             out = handler.combine(module(q, k, v, visible), 2)
         want = plain_attention(*qkv, visible=visible)
         grads = [torch.autograd.grad(y.square().sum(), qkv) for y in (out, want)]
-        for x in grads[0]:
-            dist.all_reduce(x)
-        worst = max(relative_error(a, b) for a, b in zip([out, *grads[0]], [want, *grads[1]], strict=True))
+        pairs = zip([out, *sum_over_ranks(*grads[0])], [want, *grads[1]], strict=True)
+        worst = max(relative_error(a, b) for a, b in pairs)
         found[f"{kind.__name__} {keys} {mode} {indices}"] = worst
     return found
 
@@ -135,11 +132,3 @@ def test_decoding_with_a_cache_is_refused(ranks: Any) -> None:
 
 def test_what_is_no_cross_attention_is_refused(ranks: Any) -> None:
     ranks(2, refusals)
-
-
-def test_styles_that_cannot_be_cross_attention() -> None:
-    for options in ({"window": (4, 0)}, {"layout": "balanced"}):
-        with pytest.raises(ValueError, match="cross_attention=True with layout="):
-            ContextParallel(cross_attention=True, **options)
-    with pytest.raises(TypeError, match="cross_attention='yes' must be True or False"):
-        ContextParallel(cross_attention="yes")

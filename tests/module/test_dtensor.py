@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from hyper_cp.mesh import comm
 from hyper_cp.ops import attention
 from tests.harness import modules
 from tests.harness.oracle import plain_attention, relative_error
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import named_error, on_ranks
 
 BATCH, SEQ, HEADS, DIM = 2, 16, 8, 4
 SEQ_DIM, HEAD_DIM = 2, 1
@@ -166,119 +166,100 @@ def test_compiled(ranks: Any) -> None:
 # --------------------------------------------------------------------------- refusals
 
 
-def given_on(names: str, *placements: tuple[Placement, ...], kv_heads: int = HEADS, **style: Any) -> None:
-    """Call a styled module with DTensors on these dimensions of a cp x tp mesh, placed so (q, k and v)."""
-    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    mesh = root if names == "cp tp" else root[names]
-    module = parallelize_module(modules.BNSD(), root["cp"], ContextParallel(**BNSD, **style))
-    each = placements if len(placements) == 3 else (placements[0], placements[-1], placements[-1])
-    module(*(DTensor.from_local(x, mesh, p) for x, p in zip(whole(kv_heads), each, strict=True)))
+Make = Callable[[DeviceMesh], Iterable[Any]]
+"""Makes q, k and v for a module that is styled on the cp dimension of a cp x tp mesh."""
 
 
-def mixed() -> None:
-    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+def placed(names: str, *placements: tuple[Placement, ...], kv_heads: int = HEADS) -> Make:
+    """DTensors on these dimensions of the mesh, placed so (q, and k and v)."""
+
+    def make(root: DeviceMesh) -> list[Tensor]:
+        mesh = root if names == "cp tp" else root[names]
+        each = (placements[0], placements[-1], placements[-1])
+        return [DTensor.from_local(x, mesh, p) for x, p in zip(whole(kv_heads), each, strict=True)]
+
+    return make
+
+
+def mixed(root: DeviceMesh) -> list[Tensor]:
     q, k, v = whole()
-    parallelize_module(modules.BNSD(), root["cp"], ContextParallel(**BNSD))(
-        DTensor.from_local(q, root["tp"], [H]), k, DTensor.from_local(v, root["tp"], [H])
-    )
+    return [DTensor.from_local(q, root["tp"], [H]), k, DTensor.from_local(v, root["tp"], [H])]
 
 
-def other_meshes() -> None:
-    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+def other_meshes(root: DeviceMesh) -> list[Tensor]:
     q, k, _ = whole()
     tp, both = (DTensor.from_local(x, m, p) for x, m, p in ((q, root["tp"], [H]), (k, root, [S, H])))
-    parallelize_module(modules.BNSD(), root["cp"], ContextParallel(**BNSD))(tp, both, both)
+    return [tp, both, both]
 
 
-def world_as_one_dimension() -> None:
-    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+def world_as_one_dimension(root: DeviceMesh) -> Iterable[Tensor]:
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
-    module = parallelize_module(modules.BNSD(), root["cp"], ContextParallel(**BNSD))
-    module(*(DTensor.from_local(x, flat, [S]) for x in whole()))
+    return (DTensor.from_local(x, flat, [S]) for x in whole())
 
 
-def uneven() -> None:
-    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    module = parallelize_module(modules.BNSD(), root["cp"], ContextParallel(**BNSD))
-    module(*(distribute_tensor(x[:, :7], root["tp"], [H]) for x in whole()))
-
-
-def two_roots() -> None:
-    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+def two_roots(root: DeviceMesh) -> Iterable[Tensor]:
     tp = DeviceMesh.from_group(root.get_group("tp"), "cpu", mesh_dim_names=("tp",))
-    module = parallelize_module(modules.BNSD(), root["cp"], ContextParallel(**BNSD, use_local_output=False))
-    module(*(DTensor.from_local(x, tp, [H]) for x in whole()))
+    return (DTensor.from_local(x, tp, [H]) for x in whole())
 
 
-def functional() -> None:
-    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    attention(*(DTensor.from_local(x, root["tp"], [H]) for x in whole()), mesh=root["cp"])
-
-
-WRONG: dict[str, tuple[str, str, Callable[[], None]]] = {
+WRONG: dict[str, tuple[str, Make]] = {
     "not dispatched": (
-        "ValueError",
         r"q is placed R.* on mesh dimension 'cp': every cp rank has the whole sequence.*Shard\(2\)",
-        lambda: given_on("cp tp", (R, H)),
+        placed("cp tp", (R, H)),
     ),
     "heads over cp": (
-        "ValueError",
         r"on mesh dimension 'cp', where the sequence is shared. Redistribute it to Shard\(2\)",
-        lambda: given_on("cp tp", (H, R)),
+        placed("cp tp", (H, R)),
     ),
-    "partial": ("ValueError", "'tp': a sum that is not done yet", lambda: given_on("tp", (Partial(),))),
-    "partial k": ("ValueError", "k is placed P.*a sum that is not done", lambda: given_on("tp", (H,), (Partial(),))),
+    "partial": ("'tp': a sum that is not done yet", placed("tp", (Partial(),))),
+    "partial k": ("k is placed P.*a sum that is not done", placed("tp", (H,), (Partial(),))),
     "sequence over tp": (
-        "ValueError",
         r"'tp': that splits the sequence over ranks outside the cp mesh.*Shard\(1\) \(heads\)",
-        lambda: given_on("tp", (S,)),
+        placed("tp", (S,)),
     ),
-    "channels over tp": ("ValueError", "that splits the size of a head", lambda: given_on("tp", (Shard(3),))),
+    "channels over tp": ("that splits the size of a head", placed("tp", (Shard(3),))),
     "unlike": (
-        "ValueError",
         r"q is placed \(Replicate.* and k \(Shard.*they must be equal, or k Replicate\(\) where q is Shard\(1\)",
-        lambda: given_on("tp", (R,), (H,)),
+        placed("tp", (R,), (H,)),
     ),
-    "unlike batch": ("ValueError", "they must be equal", lambda: given_on("tp", (B,), (R,))),
+    "unlike batch": ("they must be equal", placed("tp", (B,), (R,))),
     "groups": (
-        "ValueError",
         "q has 16 heads / tp 2 = 8 local heads, whose groups do not fit the 3 replicated heads of k",
-        lambda: given_on("tp", (H,), (R,), kv_heads=3),
+        placed("tp", (H,), (R,), kv_heads=3),
     ),
-    "uneven": ("ValueError", "q has 7 heads / tp 2: not the same number on every rank", uneven),
+    "uneven": (
+        "q has 7 heads / tp 2: not the same number on every rank",
+        lambda root: (distribute_tensor(x[:, :7], root["tp"], [H]) for x in whole()),
+    ),
     "ulysses after tp": (
-        "ValueError",
         r"q has 6 heads / tp 2 = 3 local heads, k has 6 heads / tp 2 = 3 local heads\. ulysses_degree=2 cannot split 3",
-        lambda: three_each(),
+        lambda root: (DTensor.from_local(x[:, :3], root["tp"], [H]) for x in whole()),
     ),
-    "mixed": ("TypeError", "q is a DTensor, but k a Tensor", mixed),
-    "other meshes": ("ValueError", "q, k, v must be on one mesh", other_meshes),
-    "world": (
-        "ValueError",
-        r"dimension 'all' has some of the cp ranks .* without being the cp",
-        world_as_one_dimension,
-    ),
+    "mixed": ("TypeError: q is a DTensor, but k a Tensor", mixed),
+    "other meshes": ("q, k, v must be on one mesh", other_meshes),
+    "world": (r"dimension 'all' has some of the cp ranks .* without being the cp", world_as_one_dimension),
     "head-tail": (
-        "ValueError",
         "means contiguous order, but layout='head_tail'",
-        lambda: given_on("cp tp", (S, H), layout="head_tail"),
+        placed("cp tp", (S, H)),
     ),
-    "two roots": ("ValueError", r"slice both from one init_device_mesh", two_roots),
-    "functional": ("TypeError", "takes local tensors", functional),
+    "two roots": ("slice both from one init_device_mesh", two_roots),
+    "functional": ("TypeError: takes local tensors", placed("tp", (H,))),
 }
-
-
-def three_each() -> None:
-    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    module = parallelize_module(modules.BNSD(), root["cp"], ContextParallel(**BNSD))
-    module(*(DTensor.from_local(x[:, :3], root["tp"], [H]) for x in whole()))
+STYLES: dict[str, dict[str, Any]] = {"head-tail": {"layout": "head_tail"}, "two roots": {"use_local_output": False}}
 
 
 @on_ranks
 def refused(kind: str) -> None:
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    make = WRONG[kind][1]
     with comm.record_traffic() as log:
         try:
-            WRONG[kind][2]()
+            if kind == "functional":
+                attention(*make(root), mesh=root["cp"])
+            else:
+                parallelize_module(modules.BNSD(), root["cp"], ContextParallel(**BNSD, **STYLES.get(kind, {})))(
+                    *make(root)
+                )
         finally:
             if any(operation != "agreement" for operation, _ in log.entries):
                 raise SystemError(f"communicated before refusing: {log.entries}")
@@ -286,8 +267,7 @@ def refused(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_placements_that_mean_nothing_are_refused(ranks: Any, kind: str) -> None:
-    exception, words, _ = WRONG[kind]
-    ranks.raises(4, exception, words, refused, kind)
+    ranks.raises(4, *named_error(WRONG[kind][0]), refused, kind)
 
 
 # --------------------------------------------------------------------------- keys and values in one tensor
@@ -340,18 +320,3 @@ def test_keys_and_values_in_one_tensor(ranks: Any) -> None:
     for errors, sent in ranks(4, packed):
         assert max(errors) <= 1e-10, errors
         assert sent == [["all_to_all"] * 3] * 3  # q, kv, out
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"qkv_indices": (0, 0, 1)},
-        {"qkv_indices": (0, 1, 0)},
-        {"qkv_indices": (0, 1, 1, 2)},
-        {"qkv_indices": (0, 1, 1), "qkv_kwarg_names": ("q", "k", "v")},
-        {"qkv_kwarg_names": ("q", "kv", "kv")},
-    ],
-)
-def test_other_shared_positions_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"k and v equal|those of k and v"):
-        ContextParallel(**wrong)

@@ -72,28 +72,29 @@ def fusion_calls() -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
     }
 
 
+def worst_error(module: nn.Module, style: dict[str, Any], leaves: list[Tensor], batch: int, **seen: Any) -> float:
+    """The largest error of the output and of the gradients of q, k, v and the leaves of the module."""
+    mesh, made = cp_mesh(), ContextParallel(seq_dim=2, head_dim=1, **style)
+    handler = ContextParallelHandler(mesh, made)
+    g = torch.Generator().manual_seed(3)
+    q, k, v, dout = (torch.randn(batch, 4, 16, 8, generator=g) for _ in range(4))
+    local = [handler.dispatch(x, 2).requires_grad_() for x in (q, k, v)]
+    out = parallelize_module(module, mesh, {"": made})(*local)
+    grads = torch.autograd.grad(out, [*local, *leaves], handler.dispatch(dout, 2))
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v, *leaves)]
+    want = plain_attention(*wide[:3], scale=0.3, sinks=wide[3] if leaves else None, **seen)
+    expected = torch.autograd.grad(want, wide, dout.double())
+    found = [handler.combine(x.detach(), 2) for x in (out, *grads[:3])] + [sum_over_ranks(x)[0] for x in grads[3:]]
+    return max(relative_error(a, b.detach()) for a, b in zip(found, (want, *expected), strict=True))
+
+
 @on_ranks
 def run_fusion(style: dict[str, Any]) -> dict[str, float]:
     npu_standin.install()
-    mesh = cp_mesh()
-    found = {}
-    for name, (layout, keywords, seen) in fusion_calls().items():
-        made = ContextParallel(seq_dim=2, head_dim=1, **style)
-        handler = ContextParallelHandler(mesh, made)
-        module = Fusion(layout, **keywords)
-        parallelize_module(module, mesh, {"": made})
-        g = torch.Generator().manual_seed(3)
-        batch = 1 if layout == "TND" else 2
-        q, k, v, dout = (torch.randn(batch, 4, 16, 8, generator=g) for _ in range(4))
-        local = [handler.dispatch(x, 2).requires_grad_() for x in (q, k, v)]
-        out = module(*local)
-        grads = torch.autograd.grad(out, local, handler.dispatch(dout, 2))
-        wide = [x.double().requires_grad_() for x in (q, k, v)]
-        want = plain_attention(*wide, scale=0.3, **seen)
-        want_grads = torch.autograd.grad(want, wide, dout.double())
-        pairs = zip((out, *grads), (want, *want_grads), strict=True)
-        found[name] = max(relative_error(handler.combine(a.detach(), 2), b.detach()) for a, b in pairs)
-    return found
+    return {
+        name: worst_error(Fusion(layout, **keywords), style, [], 1 if layout == "TND" else 2, **seen)
+        for name, (layout, keywords, seen) in fusion_calls().items()
+    }
 
 
 @pytest.mark.slow
@@ -125,29 +126,9 @@ class WithSinks(nn.Module):
 
 @on_ranks
 def run_sinks(styles: list[dict[str, Any]]) -> list[float]:
-    """The largest relative error of the output and of the gradients of q, k, v and all sinks."""
     npu_standin.install()
-    mesh, found = cp_mesh(), []
-    g = torch.Generator().manual_seed(3)
-    q, k, v, dout = (torch.randn(2, 4, 16, 8, generator=g) for _ in range(4))
-    sinks = torch.randn(4, generator=g)
-    wide = [x.double().requires_grad_() for x in (q, k, v, sinks)]
-    logits = torch.einsum("bhid,bhjd->bhij", wide[0], wide[1]) * 0.3
-    logits = logits.masked_fill(~visible_pairs(16, True, None, None), -torch.inf)
-    column = wide[3].view(1, 4, 1, 1).expand(2, 4, 16, 1)
-    want = torch.cat([logits, column], -1).softmax(-1)[..., :-1] @ wide[2]
-    expected = torch.autograd.grad(want, wide, dout.double())
-    for style in styles:
-        made = ContextParallel(seq_dim=2, head_dim=1, **style)
-        handler, own = ContextParallelHandler(mesh, made), sinks.clone().requires_grad_()
-        module = parallelize_module(WithSinks(own), mesh, {"": made})
-        local = [handler.dispatch(x, 2).requires_grad_() for x in (q, k, v)]
-        out = module(*local)
-        *grads, of_sinks = torch.autograd.grad(out, [*local, own], handler.dispatch(dout, 2))
-        pairs = [(handler.combine(a.detach(), 2), b) for a, b in zip([out, *grads], [want, *expected[:3]], strict=True)]
-        pairs.append((sum_over_ranks(of_sinks)[0], expected[3]))
-        found.append(max(relative_error(a, b.detach()) for a, b in pairs))
-    return found
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    return [worst_error(WithSinks(sinks), style, [sinks], 2, is_causal=True) for style in styles]
 
 
 def test_the_sink_of_the_npu_operator(ranks: Any, standin: Any) -> None:

@@ -39,28 +39,50 @@ class Spec:
         return torch.ones(self.shape).to(self.dtype)
 
 
+@dataclass(frozen=True)
+class Wrong:
+    """A value that no call may accept."""
+
+    value: Any
+
+
+RIGHT = Spec((2, 4, 4, 8))
+
 Arguments = dict[str, Any]
 
 
 def made(value: Any) -> Any:
+    value = value.value if isinstance(value, Wrong) else value
     return value.make() if isinstance(value, Spec) else value
+
+
+def call_attention(mesh: Any, arguments: Arguments) -> None:
+    arguments = {name: made(value) for name, value in arguments.items()}
+    attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), mesh=mesh, **arguments)
 
 
 @on_ranks
 def outcomes(calls: list[Arguments]) -> list[str]:
-    """For each call "" if it returned, or raised an error of ours before any transfer; else what happened."""
+    """For each call "" if it returned without a wrong value, or raised an error of ours that names an argument, of the
+    wrong ones if there are any, before any transfer; else what happened."""
     mesh, found = cp_mesh(), []
     for call in calls:
-        arguments = {name: made(value) for name, value in call.items()}
+        wrong = [name for name, value in call.items() if isinstance(value, Wrong)]
         with comm.record_traffic() as log:
             try:
-                attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), mesh=mesh, **arguments)
+                call_attention(mesh, call)
             except Exception as error:
                 sent = [operation for operation, _ in log.entries if operation != "agreement"]
                 raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-                named = any(name in str(error) for name in (*call, "query", "key", "value") if len(name) > 1)
+                alone = len(wrong) == len(call) - 3 == 1 and {call[name] for name in "qkv"} == {RIGHT}
+                names = wrong if alone else (*call, "query", "key", "value")
+                named = any(name in str(error) for name in names if len(name) > 1)
                 if not isinstance(error, OURS) or PACKAGE not in raised_in.parents or sent or not named:
                     found.append(f"{call}: {type(error).__name__}: {error} (in {raised_in.name}; sent {sent})")
+                    continue
+            else:
+                if wrong:
+                    found.append(f"{call}: {wrong} were accepted")
                     continue
             found.append("")
     return found
@@ -75,6 +97,30 @@ SHAPES = [(1, 2, 4, 8), (2, 4, 4, 8), (1, 4, 8, 2), (1, 6, 3, 4)]
 ODD_SHAPES = [(1, 0, 4, 8), (0, 2, 4, 8), (1, 2, 0, 8), (1, 2, 4, 0), (2, 4, 8), (), (1, 2, 3, 4, 5), (1, 2, 6, 8)]
 DTYPES = [torch.float64, torch.float32]
 ODD_DTYPES = [torch.int64, torch.bool, torch.complex64, torch.bfloat16, torch.float8_e4m3fn]
+NAN, INF = float("nan"), float("inf")
+
+# fmt: off
+VALUES: dict[str, tuple[list[Any], list[Any], list[Any]]] = {
+    "is_causal": ([False, True], [None, 1, "yes"], []),
+    "scale": ([None, 0.5], [0, 0.0, -1.0, NAN, INF], ["x"]),
+    "enable_gqa": ([True, False], [None], []),
+    "ulysses_degree": ([1, None, 2], [], [0, -1, 3, "auto", True, 1.5]),
+    "kv_exchange": (["all_gather", "ring", "needed", "replicated"], [], ["p2p", None, 3, ["ring"]]),
+    "layout": (["contiguous", "head_tail", "per_document", "balanced", "auto"], [], ["zigzag", None, 3, []]),
+    "load_balance": ([False, True], [], [None, 1, "x"]),
+    "attn_mask": ([None], [], [3, "x", [[True]]]),
+    "window": ([None, None, (2, 1)], [(0, 0), (None, -1), [1, 2]], [(-2, 1), (1,), "ab", 5, (1.5, 2), ()]),
+    "documents": ([None], [], [
+        [], [0], [3, 1], [[]], "x", 7, [0.5, 1.5], [None],
+        Spec((1, 2, 3), torch.int64), Spec((0,), torch.int64), Spec((2,), torch.float64),
+    ]),
+    "dropout_p": ([0.0, 0.0, 0.1], [], [1.0, -1, NAN, "x", None]),
+    "return_lse": ([False, True], [None, "x"], []),
+    "head_groups": ([1, 1, 2, "auto"], [3], [0, -1, "x", True, None, 1.0]),
+    "exchange_stages": (["auto", 2, 1], [], [0, -1, "x", True, None, 1.0]),
+}
+"""Usual values, unusual ones that may work, and wrong ones. Further masks and documents are made for a length."""
+# fmt: on
 
 
 @st.composite
@@ -87,40 +133,15 @@ def drawn_call(draw: st.DrawFn) -> Arguments:
         call[name] = draw(rarely([q], *odd, None, 3, "q"))
     length = 2 * shape[2] if len(shape) > 2 else 8
     masks = [Spec((length, length), torch.bool), Spec((1, 1, length, length), dtype)]
-    options = {
-        "is_causal": rarely([False, True], None, 1, "yes"),
-        "scale": rarely([None, 0.5], 0, 0.0, -1.0, float("nan"), float("inf"), "x"),
-        "enable_gqa": rarely([True, False], None),
-        "ulysses_degree": rarely([1, None, 2], 0, -1, 3, "auto", True, 1.5),
-        "kv_exchange": rarely(["all_gather", "ring", "needed", "replicated"], "p2p", None, 3, ["ring"]),
-        "layout": rarely(["contiguous", "head_tail", "per_document", "balanced", "auto"], "zigzag", None, 3, []),
-        "load_balance": rarely([False, True], None, 1, "x"),
-        "attn_mask": rarely([None, None, None, *masks], *odd, 3, "x", [[True]]),
-        "window": rarely([None, None, (2, 1)], (-2, 1), (1,), "ab", 5, (1.5, 2), (0, 0), (None, -1), [1, 2], ()),
-        "documents": rarely(
-            [None, None, [0, 3, length]],
-            [],
-            [0],
-            [3, 1],
-            [0, length, 9],
-            [[0, length], [0, 1, length]],
-            [[0, length]] * 3,
-            [[]],
-            "x",
-            7,
-            [0.5, 1.5],
-            [None],
-            Spec((1, 2, 3), torch.int64),
-            Spec((0,), torch.int64),
-            Spec((2,), torch.float64),
-        ),
-        "dropout_p": rarely([0.0, 0.0, 0.1], 1.0, -1, float("nan"), "x", None),
-        "return_lse": rarely([False, True], None, "x"),
-        "head_groups": rarely([1, 1, 2, "auto"], 0, -1, "x", 3, True, None, 1.0),
-        "exchange_stages": rarely(["auto", 2, 1], 0, -1, "x", True, None, 1.0),
+    more: dict[str, tuple[list[Any], list[Any]]] = {
+        "attn_mask": ([None, None, *masks], odd),
+        "documents": ([None, [0, 3, length]], [[0, length, 9], [[0, length], [0, 1, length]], [[0, length]] * 3]),
     }
-    names = draw(st.lists(st.sampled_from(sorted(options)), max_size=4, unique=True))
-    return call | {name: draw(options[name]) for name in names}
+    for name in draw(st.lists(st.sampled_from(sorted(VALUES)), max_size=4, unique=True)):
+        usual, unusual, wrong = VALUES[name]
+        also = more.get(name, ([], []))
+        call[name] = draw(rarely(usual + also[0], *unusual, *also[1], *map(Wrong, wrong)))
+    return call
 
 
 @pytest.mark.slow
@@ -129,6 +150,13 @@ def drawn_call(draw: st.DrawFn) -> Arguments:
 def test_every_argument_works_or_is_refused(ranks: Any, calls: list[Arguments]) -> None:
     for found in ranks(2, outcomes, calls):
         assert not [text for text in found if text]
+
+
+def test_every_wrong_value_is_refused(ranks: Any) -> None:
+    right: Arguments = dict.fromkeys("qkv", RIGHT)
+    calls = [{**right, name: Wrong(value)} for name, (_, _, wrong) in VALUES.items() for value in wrong]
+    for found in ranks(2, outcomes, calls):
+        assert len(found) > 50 and not [text for text in found if text]
 
 
 # --------------------------------------------------------------------------- the errors
@@ -143,23 +171,18 @@ def test_every_argument_works_or_is_refused(ranks: Any, calls: list[Arguments]) 
         ({"scale": "x"}, "TypeError", "scale='x' is a str. It must be a number"),
         ({"dropout_p": None}, "TypeError", "dropout_p=None is a NoneType"),
         ({name: Spec((1, 0, 4, 8)) for name in "qkv"}, "ValueError", "without heads|query has 0 heads and key 0"),
-        (
-            {name: Spec((1, 2, 0, 8)) for name in "qkv"},
-            "ValueError",
-            r"query has shape \(1, 2, 0, 8\), without positions",
-        ),
+        ({name: Spec((1, 2, 0, 8)) for name in "qkv"}, "ValueError", r"has shape \(1, 2, 0, 8\), without positions"),
         ({name: Spec((1, 2, 4, 0)) for name in "qkv"}, "ValueError", "without numbers in a head"),
     ],
 )
 def test_an_error_names_the_argument(ranks: Any, arguments: Arguments, error: str, words: str) -> None:
     q = Spec((1, 2, 4, 8))
-    ranks.raises(2, error, words, call_attention, {"q": q, "k": q, "v": q} | arguments)
+    ranks.raises(2, error, words, call_once, {"q": q, "k": q, "v": q} | arguments)
 
 
 @on_ranks
-def call_attention(arguments: Arguments) -> None:
-    arguments = {name: made(value) for name, value in arguments.items()}
-    attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), mesh=cp_mesh(), **arguments)
+def call_once(arguments: Arguments) -> None:
+    call_attention(cp_mesh(), arguments)
 
 
 @on_ranks

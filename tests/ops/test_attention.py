@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from functools import lru_cache
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +12,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hyper_cp.mesh.cp_mesh import view
 from hyper_cp.ops import attention
-from hyper_cp.ops.exchange.ulysses import shared_heads
-from hyper_cp.schedule import build as schedule
-from hyper_cp.schedule import lookup
+from hyper_cp.ops.exchange.ulysses import Ulysses, shared_heads
 from tests.harness.attention_case import (
     FP32,
     FP64,
@@ -31,7 +28,7 @@ from tests.harness.attention_case import (
     run_case,
     run_cases,
 )
-from tests.harness.oracle import rms_error
+from tests.harness.oracle import relative_error, rms_error
 from tests.harness.ranks import on_ranks
 
 
@@ -58,19 +55,27 @@ def test_wide_worlds_fp64(ranks: Any, world: int) -> None:
 
 
 @on_ranks
-def run_cases_cut_in_two(cases: list[AttentionCase]) -> Any:
-    """As if these lengths were long: the local step in two parts, the second one last."""
-    with (
-        mock.patch.object(schedule, "_MIN_ROWS", 2),
-        mock.patch.object(lookup, "_without_documents", lru_cache(lookup._without_documents.__wrapped__)),
-    ):
-        return run_cases(cases)
+def long_errors(modes: list[dict[str, Any]], world: int) -> list[tuple[AttentionCase, Errors]]:
+    """Errors against plain SDPA in fp64: the oracle's logits would be too large."""
+    cases = [AttentionCase(2048 * world, True, batch=1, heads=1, kv_heads=1, **mode) for mode in modes]
+    *whole, dout = cases[0].tensors()
+    leaves, found = [x.clone().requires_grad_() for x in whole], []
+    want = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    wanted = [want, *torch.autograd.grad(want, leaves, dout)]
+    for case in cases:
+        shard = case.shard_of([*whole, dout])
+        out = shard.attend(cp_mesh())
+        got = [out, *torch.autograd.grad(out, shard.qkv, shard.dout)]
+        errors = [relative_error(a, b[:, :, shard.at]) for a, b in zip(got, wanted, strict=True)]
+        found.append((case, dict(zip(("out", "dq", "dk", "dv"), errors, strict=True))))
+    return found
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_local_step_in_two_parts(ranks: Any, world: int) -> None:
-    cases = [AttentionCase(24 * world, causal, heads=8, **mode) for mode in modes(world) for causal in (True, False)]
-    check(ranks(world, run_cases_cut_in_two, cases), FP64)
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_long_shares(ranks: Any, world: int) -> None:
+    """Shares of so many rows that the local step is cut in two parts, the second of which comes last."""
+    chosen = [mode for mode in modes(world) if mode["ulysses_degree"] == 1]
+    check(ranks(world, long_errors, drawn(chosen, world), world), FP64)
 
 
 def test_key_heads_are_sent_as_seldom_as_possible() -> None:
@@ -174,3 +179,25 @@ def test_autocast_ends_at_the_entrance(ranks: Any, v_dim: int, mask: str | None)
     case = AttentionCase(64, mask is None, dim=16, v_dim=v_dim, mask=mask, dtype=torch.float32, **mode)
     for of_rank in ranks(2, autocast_errors, case):
         assert all(inside <= 1.05 * by_hand for by_hand, inside in of_rank), of_rank
+
+
+# --------------------------------------------------------------------------- the exchange of heads, in memory
+
+
+@on_ranks
+def orders_of_memory() -> list[tuple[bool, float]]:
+    """For heads that are contiguous, a part of contiguous heads, and split off and transposed: True if the result is
+    contiguous, or has the order of the message; and the error of a round trip."""
+    exchange, found = Ulysses(view(cp_mesh()), "head_tail"), []
+    transposed = torch.randn(2, 4, 8, 16).transpose(1, 2)
+    for q in (torch.randn(2, 8, 4, 16), torch.randn(2, 9, 4, 16)[:, :8], transposed):
+        (wide,) = exchange.to_heads(q)
+        kept = wide.movedim(2, 0) if q is transposed else wide
+        found.append((kept.is_contiguous(), (exchange.to_sequence(wide) - q).abs().max().item()))
+    return found
+
+
+def test_transposed_heads_are_not_copied_after_their_exchange(ranks: Any) -> None:
+    """Those whose tokens lie side by side are: the module that receives them may rely on it."""
+    for found in ranks(2, orders_of_memory):
+        assert found == [(True, 0.0)] * 3

@@ -64,7 +64,7 @@ def test_local_blocks(
     give exactly the blocks that torch finds by evaluating the mask."""
     world = shape[0] * shape[1]
     length = 2 * world * chunk
-    mask_mod, (_, heads) = CASES[name][:2]
+    mask_mod, heads = CASES[name].mask_mod, CASES[name].blocks[1]
     kwargs: dict[str, Any] = {"device": "cpu", "BLOCK_SIZE": size}
     if CAN_LIST_TOGETHER:
         kwargs["separate_full_blocks"] = separate
@@ -99,7 +99,7 @@ def test_local_blocks(
 
 
 def test_layers_share_the_blocks_of_one_mask_and_nothing_outlives_it() -> None:
-    cp, q = fake_mesh(2, 1, 1), torch.empty(1, H, 20, 1)
+    cp, q = fake_mesh(2, 1, 1), torch.empty(1, H, S // 2, 1)
     mask = blocks_of(CASES["causal"])
     assert mask is not None
     first, second = (flex.local_mask(mask, q, S, cp, "head_tail") for _ in range(2))

@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_cp.ops import masks
 from hyper_cp.ops.kernels import TileInputs, cpu, cuda, operators, reference
 from hyper_cp.schedule.tiles import check_window
+from tests.harness.operators import Operators
 
 
 @pytest.mark.parametrize("window", [(1,), (-2, 0), (1.5, 0), (True, 0)])
@@ -39,29 +39,14 @@ def test_masks_of_inference_and_views_of_one_mask() -> None:
         mask = torch.ones(6, 6, dtype=torch.bool).tril()
     assert masks.recognised(mask, 6) == (None, 0)
     mask = torch.ones(6, 6, dtype=torch.bool).tril()
-    with mock.patch.object(masks, "_recognise", wraps=masks._recognise) as recognise:
+    with Operators() as ran:
         for _ in range(3):
             assert masks.recognised(mask.reshape(1, 1, 6, 6), 6) == (None, 0)
-        assert recognise.call_count == 1, "a view is made anew for every call"
-        mask[2, 3] = True
-        assert masks.recognised(mask.reshape(1, 1, 6, 6), 6) is None
+    assert ran.waits == 1, "a view is made anew for every call"
+    mask[2, 3] = True
+    assert masks.recognised(mask.reshape(1, 1, 6, 6), 6) is None
     both = torch.stack([torch.ones(6, 6).tril(), torch.ones(6, 6)]).bool()
     assert (masks.recognised(both[0], 6), masks.recognised(both[1], 6)) == ((None, 0), (None, None))
-
-
-class _Waits(TorchDispatchMode):
-    """Counts what the host waits for, and the largest tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits, self.largest = 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.waits += func._schema.name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
-        made = isinstance(result, Tensor) and not func.is_view
-        self.largest = max(self.largest, result.numel() if made else 0)
-        return result
 
 
 def kinds(length: int) -> dict[str, tuple[Tensor, Any]]:
@@ -94,19 +79,25 @@ def kinds(length: int) -> dict[str, tuple[Tensor, Any]]:
     return found
 
 
-@pytest.mark.parametrize("at_once", [1 << 26, 40])
-def test_a_new_mask_costs_one_wait_for_the_device(at_once: int) -> None:
-    with mock.patch.object(masks, "_AT_ONCE", at_once):
-        for name, (mask, want) in kinds(8).items():
-            with _Waits() as counted:
+def test_a_new_mask_costs_one_wait_for_the_device() -> None:
+    for name, (mask, want) in kinds(8).items():
+        for waits in (1, 0):
+            with Operators() as ran:
                 assert masks.recognised(mask, 8) == want, name
-            assert counted.waits == 1, f"{name}: {counted.waits} waits"
-            assert counted.largest <= max(at_once, 16), name
-            with _Waits() as counted:
-                assert masks.recognised(mask, 8) == want
-            assert counted.waits == 0
+            assert ran.waits == waits, f"{name}: {ran.waits} waits"
     assert masks.recognised(torch.ones(1, 1, dtype=torch.bool), 1) == (None, None)
     assert masks.recognised(torch.zeros(1, 1, dtype=torch.bool), 1) is None
+
+
+def test_a_large_mask_is_compared_in_parts() -> None:
+    """81 million pairs, of which the last but one row decides."""
+    length = 9000
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+    for want in ((None, 0), None):
+        with Operators() as ran:
+            assert masks.recognised(mask, length) == want
+        assert ran.waits == 1 and ran.largest <= 1 << 26
+        mask[-2, -1] = True
 
 
 @pytest.mark.parametrize("kind", ["bool", "added", "padding"])
@@ -117,10 +108,10 @@ def test_masks_for_operators_are_made_by_rows(kind: str) -> None:
     shape, dtype = (1, 1, 1 if kind == "padding" else rows, cols), torch.bfloat16 if kind == "added" else torch.bool
     tile = TileInputs(q, k, k, (None, None), 1.0, torch.empty(shape, dtype=dtype, device="meta"))
     kernel = cuda.KERNELS["cuda flash"]
-    with _Waits() as counted:
+    with Operators() as ran:
         out, lse = kernel.forward(tile)
         kernel.backward(tile, out, out, lse)
-    assert counted.largest <= (k.numel() if kind == "padding" else 1 << 25)
+    assert ran.largest <= (k.numel() if kind == "padding" else 1 << 25)
 
 
 def test_masks_made_by_rows_are_the_same() -> None:

@@ -12,20 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import TileInputs, cuda
 from hyper_cp.schedule.documents import documents_table, read
 from hyper_cp.schedule.lookup import Key, schedule
+from tests.harness import operators
 from tests.harness.cuda_standin import Card, Operators
 
-FLASH, EFFICIENT, CUDNN, MATH = (
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.MATH,
-)
+FLASH, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+CUDNN, MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH
 HOPPER, AMPERE, HOPPER_CU12 = Card(9, cudnn_first=True), Card(8), Card(9)
 PARTS = (((0, 20), (0, 20)), ((20, 64), (20, 64)))
 
@@ -84,11 +80,11 @@ def test_one_key_is_not_for_cudnn() -> None:
         assert run_on("cuda cudnn", *made(rows, cols), band=(None, None)) == "flash"
         assert run_on("cuda cudnn without flash", *made(rows, cols), band=(None, None)) == "memory-efficient"
     q, k, v = (torch.randn(x.shape) for x in made(5, 1))
-    with Operators().installed() as operators:  # if the user allows nothing else
+    with Operators().installed() as called:  # if the user allows nothing else
         out, _ = cuda.KERNELS["cuda cudnn without flash and memory-efficient"].forward(
             TileInputs(q, k, v, (None, None), 1.0)
         )
-    assert not operators.calls and torch.allclose(out, v.repeat_interleave(4, 1).expand_as(out))
+    assert not called.calls and torch.allclose(out, v.repeat_interleave(4, 1).expand_as(out))
 
 
 def test_an_activated_implementation_precedes_cudnn() -> None:
@@ -120,9 +116,9 @@ def test_what_the_user_allows_is_obeyed(allowed: list[SDPBackend], want: str) ->
     if want == "reference":
         return
     kernel = cuda.KERNELS[want]
-    operators = {x.name for x in (kernel.dense, kernel.others, kernel.flash, kernel.biased) if x is not None}
     names = {FLASH: "flash", EFFICIENT: "memory-efficient", CUDNN: "cudnn"}
-    assert operators <= {names[x] for x in allowed if x in names}
+    found = {x.name for x in (kernel.dense, kernel.others, kernel.flash, kernel.biased) if x is not None}
+    assert found <= {names[x] for x in allowed if x in names}
     for masked, band, refused in (
         (False, (None, 0), False),
         (True, (None, None), EFFICIENT not in allowed),
@@ -195,27 +191,13 @@ def test_plans_of_cudnn_do_not_grow_with_documents(layout: str, kv_exchange: str
     assert 1 <= len(shapes) <= 4, f"{len(shapes)} shapes"
 
 
-class _Launches(TorchDispatchMode):
-    """The operators that compute or copy something: all but views and uninitialised tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if not func.is_view and "empty" not in name and name not in ("aten::_reshape_alias", "aten::detach"):
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("kv_exchange", ["ring", "all_gather"])
 def test_a_window_is_few_launches(kv_exchange: str) -> None:
     """S=128K, window 1024, 8 ranks: all tiles of a layer, forward and backward. With masks they are 2500."""
     length, ranks = 128 * 1024, 8
     for rank in range(ranks):
         plan = schedule(Key("head_tail", rank, ranks, 1, kv_exchange, False, (-1024, 0), length, length))
-        with _Launches() as launches:
+        with operators.Operators() as ran:
             for steps, backward in ((plan.forward, False), (plan.backward, True)):
                 for step in steps:
                     for tile in step.tiles:
@@ -230,4 +212,4 @@ def test_a_window_is_few_launches(kv_exchange: str) -> None:
                             cuda.KERNELS["cuda cudnn"].backward(given, q, q, lse)
                         else:
                             cuda.KERNELS["cuda cudnn"].forward(given)
-        assert 4 <= len(launches.names) < 40, launches.names
+        assert 4 <= len(ran.launches) < 40, ran.launches

@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import TileInputs, cpu, cuda, npu, operators, reference
 from tests.harness import cuda_standin
+from tests.harness.operators import Operators
 from tests.harness.oracle import relative_error
 from tests.harness.tile_case import Tile, plain_math
 
@@ -137,32 +137,17 @@ def test_npu_masks_are_compressed_and_full_tiles_have_none(standin: Any) -> None
     assert standin.calls[0]["layout"] == "BSND"
 
 
-class _Copies(TorchDispatchMode):
-    """The number of elements that are copied, outside of the operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func._schema.name == "aten::clone":
-            self.elements += result.numel()
-        return result
-
-
 def test_the_npu_copies_only_tensors_in_another_layout_than_most(standin: Any) -> None:
     bsnd, bnsd = (lambda n: torch.randn(2, 6, n, 8).transpose(1, 2)), (lambda n: torch.randn(2, n, 6, 8))
     for usual, odd, layout in ((bsnd, bnsd, "BSND"), (bnsd, bsnd, "BNSD")):
         q, k, v, dout, out, lse = usual(4), odd(2), usual(2), usual(4), usual(4), torch.randn(2, 4, 6)
         tile = TileInputs(q, k, v, (None, 0), 0.3)
         standin.calls.clear()
-        with _Copies() as copies:
+        with Operators() as ran:
             npu.KERNEL.forward(tile)
-            assert copies.elements == k.numel() and standin.calls[0]["layout"] == layout
+            assert ran.copied == k.numel() and standin.calls[0]["layout"] == layout
             npu.KERNEL.backward(tile, dout, out, lse)
-        statistics = 8 * lse.numel()
-        assert copies.elements == 2 * k.numel() + statistics
+        assert ran.copied == 2 * k.numel() + 8 * lse.numel(), "k, its gradient, and statistics"
 
 
 def test_the_npu_makes_large_masks_by_rows(standin: Any) -> None:

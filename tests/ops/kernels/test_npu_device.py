@@ -12,13 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.ops.kernels import TileInputs, npu
 from tests.harness import npu_device, npu_standin
-from tests.harness.attention_case import FP32, AttentionCase, Errors, check, cp_mesh, drawn, inputs, modes
-from tests.harness.oracle import plain_attention, relative_error
+from tests.harness.attention_case import FP32, AttentionCase, Errors, check, cp_mesh, drawn, modes, run_module
 from tests.harness.ranks import Ranks, on_ranks
 
 
@@ -165,39 +162,23 @@ class Attention(nn.Module):
 
 
 @on_ranks
-def run_modules(style: dict[str, Any]) -> dict[str, float]:
-    mesh = cp_mesh("npu")
-    found = {}
-    for version in (None, "", "_v2", "_v3"):
-        made = ContextParallel(seq_dim=2, head_dim=1, **style)
-        handler = ContextParallelHandler(mesh, made)
-        module = Attention(version)
-        parallelize_module(module, mesh, {"": made})
-        whole = inputs(2, 8, 4, 16, 8, 8, torch.float32)
-        *local, dout = (handler.dispatch(x.to("npu"), 2) for x in whole)
-        local = [x.detach().requires_grad_() for x in local]
-        out = module(*local)
-        grads = torch.autograd.grad(out, local, dout)
-        wide = [x.double().requires_grad_() for x in whole[:3]]
-        want = plain_attention(*wide, is_causal=True, scale=0.3)
-        pairs = zip((out, *grads), (want, *torch.autograd.grad(want, wide, whole[3].double())), strict=True)
-        found[str(version)] = max(relative_error(handler.combine(a, 2).cpu(), b.detach()) for a, b in pairs)
-    return found
+def run_modules(mode: dict[str, Any]) -> list[tuple[AttentionCase, Errors]]:
+    case = AttentionCase(16, True, heads=8, dtype=torch.float32, scale=0.3, **mode)
+    return [(case, run_module(Attention(version), case, "npu")) for version in (None, "", "_v2", "_v3")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "style",
+    "mode",
     [
         {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
-        pytest.param({"ulysses_degree": 2, "load_balance": True}, marks=pytest.mark.slow),
-        pytest.param({"ulysses_degree": None}, marks=pytest.mark.slow),
+        {"ulysses_degree": 2, "load_balance": True},
+        {"ulysses_degree": None},
     ],
     ids=str,
 )
-def test_modules_of_users(npus: Ranks, style: dict[str, Any]) -> None:
-    for found in npus(4, run_modules, style):
-        assert max(found.values()) <= FP32, found
+def test_modules_of_users(npus: Ranks, mode: dict[str, Any]) -> None:
+    check(npus(4, run_modules, mode), FP32)
 
 
 # --------------------------------------------------------------------------- offload

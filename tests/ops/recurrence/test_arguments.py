@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hyper_cp.ops import attention, causal_conv1d, linear_recurrence
 from hyper_cp.ops.recurrence.kernels.chunked import affine
+from tests.harness.attention_case import cp_mesh
 from tests.harness.ranks import Ranks, error_of, on_ranks
 from tests.harness.recurrence_oracle import recur
 
@@ -26,8 +27,8 @@ def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 @on_ranks
-def refusals() -> dict[str, tuple[str, str]]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+def refusals() -> dict[str, str]:
+    mesh = cp_mesh()
     q, v, g, beta = random(1, 8, 2, 4), random(1, 8, 4, 3), -random(1, 8, 4).abs(), random(1, 8, 4).sigmoid()
     x, weight = random(1, 6, 8), random(6, 4)
 
@@ -66,12 +67,12 @@ def refusals() -> dict[str, tuple[str, str]]:
     grows = g.abs() if mesh.get_rank() else g  # as those that one rank calls with
     found["decays above 0"] = error_of(recurrence(q, q, v, grows, name="one rank"))
     found["shapes"] = error_of(recurrence(q[:, :length], q[:, :length], v[:, :length], g[:, :length]))
-    return {text: (text, error) for text, error in found.items()}
+    return found
 
 
 def test_arguments_that_do_not_fit_are_refused(ranks: Ranks) -> None:
     for found in ranks(2, refusals):
-        for text, error in found.values():
+        for text, error in found.items():
             assert text in error and error.startswith(("ValueError", "TypeError")), (text, error)
 
 
@@ -79,7 +80,7 @@ def test_arguments_that_do_not_fit_are_refused(ranks: Ranks) -> None:
 def saved() -> tuple[int, int, float, float]:
     """Bytes that a call saves and those of its inputs; errors in half precision of ranks and of one device."""
     world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    mesh = cp_mesh()
     alone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("others", "cp"))["cp"]
     wide = [random(2, 64, 2, 8), random(2, 64, 2, 8) / 3, random(2, 64, 4, 8), -random(2, 64, 4).abs()]
     wide.append(random(2, 64, 4).sigmoid())
@@ -113,7 +114,7 @@ def test_a_call_saves_its_inputs_and_rounds_like_one_device(world: int, ranks: R
 @on_ranks
 def counted() -> bool:
     """Backward under a dispatch mode, in which torch.func would end the process."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    mesh = cp_mesh()
     q, k, v, decay = (random(1, 8, 2, 4).requires_grad_() for _ in range(4))
     with FlopCounterMode(display=False):
         linear_recurrence(q, k, v, -decay.abs(), mesh=mesh).sum().backward()

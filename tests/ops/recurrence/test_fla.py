@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp.ops import linear_recurrence
+from tests.harness.attention_case import cp_mesh
 from tests.harness.ranks import Ranks, error_of, on_ranks
-from tests.harness.recurrence_oracle import recur
+from tests.harness.recurrence_oracle import recur, recur_from
 
 
 class _Double(torch.autograd.Function):
@@ -38,30 +38,15 @@ class _Double(torch.autograd.Function):
 
 def _outputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Any, scale: float, h0: Tensor) -> tuple[Tensor, Tensor]:
     """Token by token from an initial state."""
-    state, out = h0.double(), []
-    for t in range(q.shape[1]):
-        decay = g[:, t].double().exp()
-        state = state * (decay[..., None, None] if decay.ndim == 2 else decay[..., None])
-        value = v[:, t].double()
-        if beta is not None:
-            value = beta[:, t, :, None] * (value - torch.einsum("bhkv,bhk->bhv", state, k[:, t].double()))
-        state = state + k[:, t].double()[..., None] * value[:, :, None]
-        out.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t].double()) * scale)
-    return torch.stack(out, 1).to(v.dtype), state.float()
+    wide = (None if x is None else x.double() for x in (h0, q, k, v, g, beta))
+    out, state = recur_from(*wide)  # type: ignore[arg-type]
+    return (out * scale).to(v.dtype), state.float()
 
 
 def _delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Any = None,
-    scale: Any = None,
-    initial_state: Any = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Any = None,
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Any = None, scale: Any = None, initial_state: Any = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None,
+) -> Any:  # fmt: skip
     assert q.dtype == k.dtype == v.dtype  # fla itself refuses float32, in which the algebra can be seen here
     assert g.dtype == torch.float32 and initial_state.dtype == torch.float32 and output_final_state
     assert initial_state.shape == (*q.shape[:1], *q.shape[2:], v.shape[3]) and q.shape == k.shape
@@ -73,7 +58,7 @@ def _gated(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> Any:
     return _delta(q, k, v, g, None, **options)
 
 
-_gated.__signature__ = __import__("inspect").signature(_delta)  # type: ignore[attr-defined]
+_gated.__signature__ = inspect.signature(_delta)  # type: ignore[attr-defined]
 
 
 def install() -> None:
@@ -98,7 +83,7 @@ def remove() -> None:
 @on_ranks
 def errors() -> dict[str, float]:
     """The largest error of outputs and gradients, in float32 and bfloat16."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    mesh = cp_mesh()
     found, rank = {}, mesh.get_rank()
     install()
     try:
@@ -132,7 +117,7 @@ def test_fla_kernels_are_called_as_they_ask(ranks: Ranks) -> None:
 
 @on_ranks
 def refused() -> list[str]:
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    mesh = cp_mesh()
     x, g = torch.randn(1, 4, 2, 16), -torch.rand(1, 4, 2)
     remove()
     absent = error_of(lambda: linear_recurrence(x, x, x, g, mesh=mesh, kernel="fla"))
@@ -145,9 +130,8 @@ def refused() -> list[str]:
     return [absent, stateless, error_of(lambda: linear_recurrence(x, x, x, g, mesh=mesh, kernel="triton"))]
 
 
-@pytest.mark.parametrize("world", [1])
-def test_kernels_that_cannot_be_used_are_refused(world: int, ranks: Ranks) -> None:
-    absent, stateless, unknown = ranks(world, refused)[0]
+def test_kernels_that_cannot_be_used_are_refused(ranks: Ranks) -> None:
+    absent, stateless, unknown = ranks(1, refused)[0]
     assert absent.startswith("NotImplementedError") and "hyper-cp[fla]" in absent
     assert stateless.startswith("NotImplementedError") and "initial_state" in stateless
     assert unknown.startswith("ValueError") and "'triton'" in unknown

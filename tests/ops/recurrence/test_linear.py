@@ -1,4 +1,5 @@
-"""``linear_recurrence`` against a token-by-token oracle: the whole family, every layout, documents, worlds 1 to 4."""
+"""``linear_recurrence`` against a token-by-token oracle: the whole family, every layout, documents, worlds 1 to 4; and
+``causal_conv1d`` of a split sequence against each document alone."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallelHandler
 from hyper_cp.mesh.comm import record_traffic
 from hyper_cp.ops import causal_conv1d, linear_recurrence
+from tests.harness.attention_case import cp_mesh
 from tests.harness.ranks import Ranks, error_of, on_ranks, sum_over_ranks
-from tests.harness.recurrence_oracle import recur
+from tests.harness.recurrence_oracle import convolve, recur
 
 FAMILY = {
     "retention": (1, False),
@@ -57,7 +58,7 @@ def share(x: Tensor, at: Tensor) -> Tensor:
 @on_ranks
 def errors(cases: list[tuple[str, str, Any, int, int | None]]) -> dict[str, float]:
     """The largest relative error of outputs and gradients of each case on this rank."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = cp_mesh()
     found = {}
     for kind, layout, documents, length, degree in cases:
         handler = ContextParallelHandler(mesh, layout)
@@ -66,13 +67,8 @@ def errors(cases: list[tuple[str, str, Any, int, int | None]]) -> dict[str, floa
         given = tensors(kind, length)
         leaves = [share(x, at).clone().requires_grad_() for x in given[:-1]]
         with record_traffic() as traffic:
-            out = linear_recurrence(
-                *leaves,
-                mesh=mesh,
-                layout=layout,
-                documents=documents,
-                ulysses_degree=degree,  # type: ignore[arg-type]
-            )
+            how: dict[str, Any] = {"layout": layout, "documents": documents, "ulysses_degree": degree}
+            out = linear_recurrence(*leaves, mesh=mesh, **how)
             grads = list(torch.autograd.grad(out, leaves, share(given[-1], at)))
         if FAMILY[kind][0] == 1:  # each rank has the gradient through its own positions
             grads[3] = sum_over_ranks(grads[3])[0]
@@ -82,7 +78,7 @@ def errors(cases: list[tuple[str, str, Any, int, int | None]]) -> dict[str, floa
         found[f"{kind} {layout} {documents} {length} {degree}"] = worst
         gathers = [operation for operation, _ in traffic.entries if operation == "all_gather"]
         if degree == 1 and mesh.size() > 1:
-            assert [operation for operation, _ in traffic.entries if operation != "agreement"] == gathers
+            assert {operation for operation, _ in traffic.entries} <= {"all_gather", "agreement"}
             assert len(gathers) == 2, "one all-gather of states in each direction"
     return found
 
@@ -126,13 +122,10 @@ def test_wide_and_odd_worlds(world: int, ranks: Ranks) -> None:
 
 def test_heads_are_exchanged(ranks: Ranks) -> None:
     cases = [
-        (kind, layout, ROWS, 48, degree)
-        for kind, layout, degree in (
-            ("retention", "contiguous", None),
-            ("scalar", "head_tail", 2),
-            ("delta", "head_tail", None),
-            ("channel-wise delta", "contiguous", 2),
-        )
+        ("retention", "contiguous", ROWS, 48, None),
+        ("scalar", "head_tail", ROWS, 48, 2),
+        ("delta", "head_tail", ROWS, 48, None),
+        ("channel-wise delta", "contiguous", ROWS, 48, 2),
     ]
     check(ranks(4, errors, cases))
 
@@ -145,7 +138,7 @@ def test_long_pieces_compose(ranks: Ranks) -> None:
 @on_ranks
 def recomputed_otherwise() -> list[str]:
     """A checkpoint whose function reads the documents from a place that has changed until its recompute."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = cp_mesh()
     q, k, v, decay, _ = (x[:, :24] if x.ndim > 1 else x for x in tensors("scalar", 48))
     weight = torch.ones(3, 2, dtype=torch.float64, requires_grad=True)
     found = []
@@ -163,3 +156,47 @@ def recomputed_otherwise() -> list[str]:
 def test_a_recompute_with_other_documents_raises(ranks: Ranks) -> None:
     for found in ranks(2, recomputed_otherwise):
         assert all("RuntimeError: activation checkpointing recomputed this layer with other" in x for x in found), found
+
+
+# --------------------------------------------------------------------------- convolutions
+
+CONVOLUTIONS: list[tuple[str, Any, int, int]] = [
+    ("contiguous", None, 24, 4),
+    ("head_tail", None, 48, 4),
+    ("head_tail", [[0, 1, 30, 48], [0, 24, 25, 48]], 48, 3),
+    ("per_document", [[0, 1, 30, 37, 48]], 48, 4),
+    ("contiguous", [[0, 11, 12, 24]], 24, 5),
+    ("contiguous", None, 24, 1),
+]
+"""Layout, documents, length and width."""
+
+
+@on_ranks
+def errors_of_convolutions() -> dict[str, float]:
+    world, mesh, found = dist.get_world_size(), cp_mesh(), {}
+    # One token a rank: the rows before it come from several ranks.
+    for layout, documents, length, width in [*CONVOLUTIONS, ("contiguous", None, world, 4)]:
+        handler = ContextParallelHandler(mesh, layout)
+        with handler.documents(documents):
+            at = handler.position_ids(length)
+        g = torch.Generator().manual_seed(length + width)
+        shapes = [(2, 3, length), (3, width), (3,), (2, 3, length)]
+        x, weight, bias, dout = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        out = torch.nn.functional.silu(convolve(*leaves, documents))
+        want = [out.detach()[:, :, at], *torch.autograd.grad(out, leaves, dout)]
+        want[1] = want[1][:, :, at]
+        local = [t.clone().requires_grad_() for t in (x[:, :, at], weight, bias)]
+        with record_traffic() as traffic:
+            got = causal_conv1d(*local, mesh=mesh, activation="silu", layout=layout, documents=documents)
+            grads = torch.autograd.grad(got, local, dout[:, :, at])
+        assert len([name for name, _ in traffic.entries if name == "all_gather"]) == 2 * (width > 1 and world > 1)
+        everything = [got, grads[0], *sum_over_ranks(*grads[1:])]
+        worst = max((a - b).abs().max().item() for a, b in zip(everything, want, strict=True))
+        found[f"{layout} {documents} {length} {width}"] = worst
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_the_rows_before_each_range_travel(world: int, ranks: Ranks) -> None:
+    check(ranks(world, errors_of_convolutions), 1e-12)
