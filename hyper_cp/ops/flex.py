@@ -42,7 +42,7 @@ class Flex:
     options: dict[str, Any]
     kernel: Callable[..., Any]
 
-    def settle(self, q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[Any, Call]:
+    def select_backend(self, q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[Any, Call]:
         """The engine, with the functions as a score of the call. A compiled call cannot hand functions to an op, and
         one rank has nothing to share: both run torch's own kernel."""
         alone = cp.size == 1 and call.documents is None and mode.window is None
