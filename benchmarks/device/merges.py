@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from hyper_cp.ops.kernels.fused import sums
+from hyper_cp.ops.kernels import fused
 
 from .results import Pairs, Result, check
 
@@ -26,14 +26,14 @@ def merged(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Pairs:
     want_lse = lses.logsumexp(0)
     weights = (lses - want_lse.nan_to_num(neginf=0.0)).exp().unsqueeze(-1)
     want = (weights * torch.stack([total.cpu(), out.cpu().float()]).double()).sum(0)
-    return [(total, want), (total_lse, want_lse)] if sums.merge(total, total_lse, out, lse) else []
+    return [(total, want), (total_lse, want_lse)] if fused.merge(total, total_lse, out, lse) else []
 
 
 def added(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Pairs:
     """A sum of gradients, and what it is in fp64. Empty where Triton is not used."""
     total, x = torch.randn(shape, device=device), torch.randn(shape, device=device, dtype=dtype)
     want = total.cpu().double() + x.cpu().double()
-    return [(total, want)] if sums.add(total, x) else []
+    return [(total, want)] if fused.add(total, x) else []
 
 
 def check_merges(device: str, dtype: torch.dtype) -> Iterator[Result]:

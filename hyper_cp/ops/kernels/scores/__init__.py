@@ -39,6 +39,29 @@ class Where:
     cols: Tensor
 
 
+class Positions:
+    """The global numbers of the logits of each tile of a call.
+
+    Args:
+        like: this rank's queries ``[B, H, S, D]``.
+        heads_before: global heads before the first of ``like``.
+        queries: the global positions of its rows.
+    """
+
+    def __init__(self, like: Tensor, heads_before: int, queries: Sequence[Range]) -> None:
+        self.batch = torch.arange(like.shape[0], device=like.device)
+        self.heads = torch.arange(heads_before, heads_before + like.shape[1], device=like.device)
+        self.rows = Rows(queries).index(like.device)
+        self.step: Step | None = None
+
+    def of(self, step: Step, tile: Tile) -> Where:
+        """The numbers of a tile of a step."""
+        if step is not self.step:
+            self.step, self.cols = step, Rows(step.keys).index(self.batch.device)
+        batch = slice(None) if tile.batch is None else slice(*tile.batch)
+        return Where(self.batch[batch], self.heads, self.rows[slice(*tile.q)], self.cols[slice(*tile.k)])
+
+
 class Score(ABC):
     """A function of the scaled logits, element by element, before the softmax.
 
@@ -117,9 +140,7 @@ class TileScores:
     """The score of a call at each of its tiles.
 
     Args:
-        like: this rank's queries ``[B, H, S, D]``.
-        heads_before: global heads before the first of ``like``.
-        queries: the global positions of its rows.
+        like, heads_before, queries: those of :class:`Positions`.
         captured: the tensors that the score captures; ``gradients``: sums for their gradients, in backward.
     """
 
@@ -128,20 +149,11 @@ class TileScores:
     ) -> None:
         self.score, self.captured = score, captured
         self.gradients = [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in captured]
-        self.step: Step | None = None
-        if score.positional:
-            self.batch = torch.arange(like.shape[0], device=like.device)
-            self.heads = torch.arange(heads_before, heads_before + like.shape[1], device=like.device)
-            self.rows = Rows(queries).index(like.device)
+        self.positions = Positions(like, heads_before, queries) if score.positional else None
 
     def of(self, step: Step, tile: Tile) -> TileScore:
         """The score at a tile of a step."""
-        if not self.score.positional:
-            return TileScore(self.score, None, self.captured, self.gradients)
-        if step is not self.step:
-            self.step, self.cols = step, Rows(step.keys).index(self.batch.device)
-        batch = slice(None) if tile.batch is None else slice(*tile.batch)
-        where = Where(self.batch[batch], self.heads, self.rows[slice(*tile.q)], self.cols[slice(*tile.k)])
+        where = None if self.positions is None else self.positions.of(step, tile)
         return TileScore(self.score, where, self.captured, self.gradients)
 
 

@@ -47,13 +47,13 @@ class FlexKernel:
 
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
         if tile.parts is not None:
-            return forward_each(self, tile)
+            return forward_each(self.forward, tile, tile.rectangles())
         with torch.no_grad():
             return self._attend(tile, tile.q, tile.k, tile.v)
 
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if tile.parts is not None:
-            return backward_each(self, tile, dout, out, lse)
+            return backward_each(self.backward, tile, tile.rectangles(), dout, out, lse)
         score = tile.score
         captured, totals = (score.score.captured, score.gradients) if score is not None else ((), ())
         with autograd_in_op():
