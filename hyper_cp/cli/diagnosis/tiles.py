@@ -12,7 +12,7 @@ from torch import Tensor
 from ...ops import kernels
 from ...ops.kernels import Kernel, TileInputs
 from ...ops.kernels.scores import flex_kernel
-from ...ops.recurrence.kernels import fla
+from ...ops.recurrence.kernels import fla_function
 from .findings import ABSENT, NOTE, OK, WARNING, WRONG, Finding, answer, bar, error_of
 
 SECTION = "kernels"
@@ -114,7 +114,7 @@ def _beside_attention(device: str) -> Iterator[Finding]:
     else:
         yield Finding(SECTION, "merge of partials in Triton", NOTE, "used; the checks of exchanges run it")
     try:
-        fla.function(True, False)
+        fla_function(True, False)
     except (ImportError, NotImplementedError) as error:
         yield Finding(SECTION, "flash-linear-attention (recurrences)", ABSENT, str(error))
     else:

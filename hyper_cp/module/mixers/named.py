@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...mesh import cp_mesh
-from ...ops.recurrence.threads import in_thread
+from .threads import in_thread
 from ..mesh_binding import Style
 from .calls import ROUTED, RunningMixer, running_mixer
 from .hooks import StyledMixerHooks
