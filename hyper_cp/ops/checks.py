@@ -7,14 +7,13 @@ attention call is known; they use :func:`check_shards` by themselves.
 
 from __future__ import annotations
 
-from numbers import Real
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from ..mesh import cp_mesh
+from ..mesh.arguments import check_number
 from ..mesh.cp_mesh import CPMesh
 from ..schedule import build, documents, tiles
 from ..schedule import layout as layouts
@@ -23,7 +22,8 @@ from ..schedule.planning.auto import hosts_matter
 from ..schedule.tiles import Band
 from .config import Call, CheckedCall, Mode
 
-NUMBERS = (float, int, Real, torch.SymFloat, torch.SymInt, Tensor)
+NUMBERS = (torch.SymFloat, torch.SymInt, Tensor)
+"""What a compiled graph, or a model, may have in place of a Python number."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -244,14 +244,18 @@ def check_heads(q_heads: int, kv_heads: int, cp: CPMesh) -> None:
     """Raise ``ValueError`` unless the query heads split over the Ulysses degree. (Key/value heads that do not split are
     shared by ranks; an uneven split of query heads would leave ranks waiting for the fullest one.)"""
     check_grouped(q_heads, kv_heads)
+    check_split(q_heads, "query heads", cp, '(the rest of the mesh becomes the ring dimension) or to "auto"')
+
+
+def check_split(heads: int, what: str, cp: CPMesh, todo: str, caller: str = "") -> None:
+    """Raise ``ValueError`` unless heads split over the Ulysses degree. ``todo``: what to do beside another degree."""
     degree = cp.ulysses.size
-    if q_heads % degree:
-        works = [d for d in cp_mesh.divisors(cp.size) if q_heads % d == 0]
+    if heads % degree:
+        works = [d for d in cp_mesh.divisors(cp.size) if heads % d == 0]
         raise ValueError(
-            f"ulysses_degree={degree} cannot split {q_heads} query heads: they must be a multiple of the degree (None "
-            f"means all ranks of the mesh). Degrees of this cp mesh of {cp.size} ranks that work: "
-            f"{', '.join(map(str, works))}. Set ulysses_degree to one of them (the rest of the mesh becomes the ring "
-            'dimension) or to "auto"'
+            f"{caller}ulysses_degree={degree} cannot split {heads} {what}. They must be a multiple of the degree (None "
+            f"is all ranks of the mesh). Degrees of this cp mesh of {cp.size} ranks that work: "
+            f"{', '.join(map(str, works))}. Set ulysses_degree to one of them {todo}"
         )
 
 
@@ -259,8 +263,8 @@ def check_degree(mode: Mode, cp: CPMesh) -> None:
     """Raise ``ValueError`` if this way of getting keys makes no sense with the Ulysses degree."""
     if mode.kv_exchange == "replicated" and cp.ulysses.size > 1:
         raise ValueError(
-            f"kv_exchange='replicated' with ulysses_degree={cp.ulysses.size}: every rank has all keys, so there is "
-            "nothing to trade for heads. Set ulysses_degree=1"
+            f"kv_exchange='replicated' with ulysses_degree={cp.ulysses.size} is not possible. Every rank has all keys, "
+            "so there is nothing to trade for heads. Set ulysses_degree=1"
         )
 
 
@@ -270,8 +274,7 @@ def check_degree(mode: Mode, cp: CPMesh) -> None:
 def check_kinds(call: Call) -> None:
     """Raise ``TypeError`` unless the numbers of a call are numbers, and its mask is a tensor."""
     for name, x in (("scale", 0.0 if call.scale is None else call.scale), ("dropout_p", call.dropout_p)):
-        if not isinstance(x, NUMBERS) or isinstance(x, bool):
-            raise TypeError(f"{name}={x!r} is a {type(x).__name__}. It must be a number. Pass a float")
+        check_number(name, x, "It changes the weights of attention", "Pass a float", NUMBERS)
     if call.mask is not None and not isinstance(call.mask, Tensor):
         raise TypeError(
             f"attn_mask is a {type(call.mask).__name__}, not a tensor. It must be bool (True is visible) or floating, "

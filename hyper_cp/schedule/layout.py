@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..mesh.arguments import check_choice
 from .ranges import Documents, Numbers, Range, Rows, before, bounds, compact, length_of, merge_ranges, placed, touching
 
 # --------------------------------------------------------------------------- the layouts
@@ -127,10 +128,8 @@ def check_layout(layout: str) -> str:
     """Return ``layout`` if it is a known layout, else raise ``ValueError``."""
     _check_window(layout)
     if not isinstance(layout, str) or _family(layout) not in _LAYOUTS:
-        raise ValueError(
-            f"layout={layout!r} is unknown; choose one of {', '.join(map(repr, LAYOUTS))}, or 'balanced_4096' if most "
-            "attention has a window of 4096 (any number)"
-        )
+        more = ", or 'balanced_4096' if most attention has a window of 4096 (any number)"
+        check_choice("layout", layout, LAYOUTS, "It names the positions that each rank holds", more)
     return layout
 
 

@@ -293,14 +293,14 @@ class _Bound:
         self.value: int | None = None
         self.least = 0
 
-    def takes(self, value: int | None, least: int) -> bool:
+    def fits(self, value: int | None, least: int) -> bool:
         """True if a rectangle fits whose bound is ``value``, or None if every bound from ``least`` on hides nothing."""
         if value is None:
             return self.value is None or self.value >= least
         return value == self.value or (self.value is None and value >= self.least)
 
     def add(self, value: int | None, least: int) -> None:
-        """Take that rectangle in."""
+        """Add that rectangle."""
         if value is None:
             self.least = max(self.least, least)
         else:
@@ -319,10 +319,10 @@ class _Pack:
         self.group = tile.band == FULL, tile.batch
         self.left, self.right = _Bound(), _Bound()
         self.rows = self.cols = 0
-        self.takes(tile, 0)
+        self.try_add(tile, 0)
 
-    def takes(self, tile: Tile, half: int) -> bool:
-        """Add the tile if it fits."""
+    def try_add(self, tile: Tile, half: int) -> bool:
+        """Add the tile if it fits; return True if it does."""
         (q0, q1), (k0, k1), (start, col), (end, end_col) = tile.q, tile.k, self.start, self.end
         rows, cols, (left, right) = q1 - q0, k1 - k0, _left_and_right(tile)
         fits = (
@@ -332,8 +332,8 @@ class _Pack:
             and not start < half < q1
             and self.rows + rows >= _MIN_COVER * (q1 - start)
             and self.cols + cols >= _MIN_COVER * (k1 - col)
-            and self.left.takes(left, cols - 1)
-            and self.right.takes(right, rows - 1)
+            and self.left.fits(left, cols - 1)
+            and self.right.fits(right, rows - 1)
         )
         if fits:
             self.left.add(left, cols - 1)
@@ -363,9 +363,9 @@ def packed(tiles: tuple[Tile, ...], half: int = 0) -> tuple[Tile, ...]:
     No tile crosses the row ``half`` (0: no such row)."""
     packs: list[_Pack] = []
     for tile in sorted(tiles, key=by_rows):
-        # Only the last few packs can take a tile: few tiles (of two kinds, in two batch rows or halves, before and on
+        # Only the last few packs can have room for a tile: few tiles (of two kinds, in two batch rows or halves, before and on
         # the diagonal of a window) lie side by side in the same rows.
-        if not any(pack.takes(tile, half) for pack in packs[-_LATEST:]):
+        if not any(pack.try_add(tile, half) for pack in packs[-_LATEST:]):
             packs.append(_Pack(tile))
     return tuple(sorted((pack.tile() for pack in packs), key=by_rows))
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...mesh.arguments import check_choice
 from ..kernels.derivative import differentiable
 from .chunked import Affine, Inputs, affine, piece_size
 
@@ -118,11 +119,7 @@ def choose(asked: str | None, caller: str, q: Tensor, v: Tensor, g: Tensor, beta
     Raises:
         ValueError, NotImplementedError: for a kernel that is unknown, or cannot compute this call.
     """
-    if asked not in (None, *_KERNELS):
-        raise ValueError(
-            f"{caller}: kernel={asked!r} is unknown. It is one of None, {', '.join(map(repr, _KERNELS))}. Leave it out "
-            "to have one chosen for the device"
-        )
+    check_choice(f"{caller}: kernel", asked, (None, *_KERNELS), "It maps the pieces of the sequence; None is the best")
     delta, channels = beta is not None, g.shape[-1] > 1
     if asked is None:
         return "fla" if _fla_accepts(v, q, delta, channels) else "torch"

@@ -8,8 +8,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...mesh import cp_mesh
+from ...mesh.arguments import check_number
 from ...mesh.cp_mesh import CPMesh
 from ...mesh.failures import calling
+from ..checks import check_split
 from ..exchange.ulysses import Ulysses
 from . import kernels
 from .checks import agree, check_layout_of, check_tensor, documents_of
@@ -89,11 +91,8 @@ def linear_recurrence(
     """
     for argument, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, argument, x, 4, FORM)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(
-            f"{name}: scale={scale!r} is not a number. Kernels differ in their default: it is 1 here, and dk ** -0.5 "
-            "in flash-linear-attention. Pass scale=1.0, or scale=q.shape[-1] ** -0.5"
-        )
+    why = "Kernels differ in their default: it is 1 here, and dk ** -0.5 in flash-linear-attention"
+    check_number(f"{name}: scale", scale, why, "Pass scale=1.0, or scale=q.shape[-1] ** -0.5")
     decay, beta = _decays(name, v, decay), None if beta is None else _beta(name, v, beta)
     _check(name, q, k, v, decay)
     exchanged = ulysses_degree != 1
@@ -105,7 +104,8 @@ def linear_recurrence(
     q = q * scale if scale != 1.0 else q
     settings = RecurrenceSettings(layout, kernels.choose(kernel, name, q, v, decay, beta), exchanged, cp.key).text()
     if exchanged and cp.ulysses.size > 1:
-        _check_split(name, v, cp)
+        todo = "(1 passes states instead, for any number of heads)"
+        check_split(v.shape[2], "heads of states", cp, todo, f"{name}: ")
     with calling(name):
         if not exchanged or cp.ulysses.size == 1:
             return _op(q, k, v, decay, beta, table, settings)
@@ -164,14 +164,4 @@ def _check(name: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> None:
         raise ValueError(
             f"{name}: decay {tuple(decay.shape)} does not fit k {tuple(k.shape)}. A head has one decay, or one for "
             f"each of the {k.shape[3]} channels of k. Reshape it"
-        )
-
-
-def _check_split(name: str, v: Tensor, cp: CPMesh) -> None:
-    heads, degree = v.shape[2], cp.ulysses.size
-    if heads % degree:
-        works = [d for d in cp_mesh.divisors(cp.size) if heads % d == 0]
-        raise ValueError(
-            f"{name}: ulysses_degree={degree} cannot split {heads} heads of states. They must be a multiple of the "
-            f"degree. Set it to one of {', '.join(map(str, works))}; 1 passes states instead, for any number of heads"
         )

@@ -61,7 +61,8 @@ class Passing:
 
     def forward(self, adds: Tensor) -> Tensor:
         """The state that enters each piece, ``[pieces, B, H, dk, dv]``."""
-        return self._entering(adds, *self._gathered([self._totals(), self._ends(adds)]))
+        totals, ends = self._gathered([self._totals(), self._ends(adds)])
+        return self._entering(adds, totals, ends)
 
     def both(self, adds: Tensor, reads: Tensor) -> tuple[Tensor, Tensor]:
         """The same, and the gradient of the state that leaves each piece.

@@ -10,12 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from ....mesh.arguments import check_number
 from ....schedule.blocks import BlockMap
 from ....schedule.build import Step
 from ....schedule.ranges import Range, Rows
@@ -181,16 +181,10 @@ class Softcap(Score):
 
 def softcap(cap: float) -> Softcap:
     """The score of ``softcap=cap``. Raise if that is not a positive number."""
-    if not isinstance(cap, Real) or isinstance(cap, bool):
-        raise TypeError(
-            f"softcap={cap!r} is a {type(cap).__name__}, not a number. Logits become softcap * tanh(logits / softcap). "
-            "Pass a positive float, or None for no softcap"
-        )
+    why, todo = "Logits become softcap * tanh(logits / softcap)", "Pass a positive float, or None for no softcap"
+    check_number("softcap", cap, why, todo)
     if not 0 < cap < float("inf"):
-        raise ValueError(
-            f"softcap={cap} must be a positive number. Logits become softcap * tanh(logits / softcap). Pass None for "
-            "no softcap"
-        )
+        raise ValueError(f"softcap={cap} must be a positive number. {why}. {todo}")
     return Softcap(float(cap))
 
 
