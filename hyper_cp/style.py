@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from .mesh.arguments import check_bool, check_int, check_sequence
-from .module._torch.compile_guard import refuse_compiled
-from .module._torch.modules import checkpointed, is_compiled
+from .module._torch.modules import checkpointed, is_compiled, refuse_compiled
 from .module.guards import guard_plan, refuse_uncalled
 from .module.hooks import AttentionHooks
 from .module.mesh_binding import Binding, binding_of, describe

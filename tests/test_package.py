@@ -58,18 +58,6 @@ def test_only_comm_communicates() -> None:
 # --------------------------------------------------------------------------- small rooms
 
 
-def test_folders_and_files_are_small() -> None:
-    """A folder has at most eight modules (besides ``__init__``, ``__main__``) and eight folders, a file 400 lines."""
-    roots = PACKAGE, PACKAGE.parent / "benchmarks"
-    below = (path for root in roots for path in root.rglob("*") if path.is_dir() and path.name != "__pycache__")
-    for folder in (*roots, *below):
-        found = [path.stem for path in folder.glob("*.py") if not path.stem.startswith("__")]
-        folders = [path.name for path in folder.iterdir() if path.is_dir() and path.name != "__pycache__"]
-        assert len(found) <= 8 and len(folders) <= 8, (folder, found, folders)
-    long = {name: len(path.read_text().splitlines()) for name, path in modules()}
-    assert not {name: lines for name, lines in long.items() if lines > 400}
-
-
 # --------------------------------------------------------------------------- names that are private elsewhere
 
 HOME = "module/_torch/"

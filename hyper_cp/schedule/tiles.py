@@ -363,8 +363,8 @@ def packed(tiles: tuple[Tile, ...], half: int = 0) -> tuple[Tile, ...]:
     No tile crosses the row ``half`` (0: no such row)."""
     packs: list[_Pack] = []
     for tile in sorted(tiles, key=by_rows):
-        # Only the last few packs can have room for a tile: few tiles (of two kinds, in two batch rows or halves, before and on
-        # the diagonal of a window) lie side by side in the same rows.
+        # Only the last few packs can have room for a tile: few tiles (of two kinds, in two batch rows or halves, before
+        # and on the diagonal of a window) lie side by side in the same rows.
         if not any(pack.try_add(tile, half) for pack in packs[-_LATEST:]):
             packs.append(_Pack(tile))
     return tuple(sorted((pack.tile() for pack in packs), key=by_rows))

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -28,6 +27,7 @@ from torch import Tensor
 from torch._C import _autograd
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
+from .modules import frames_of
 from .version import moved
 
 _FORWARD, _BACKWARD = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
@@ -97,7 +97,7 @@ def _record(checkpoint: Any) -> _Record:
 def _checkpoints() -> Iterator[tuple[Any, bool]]:
     """The checkpoints that run in this thread, innermost first, and True for those that recompute. (A reentrant one
     comes before one with hooks: where both recompute, each knows the calls that it shares with the other.)"""
-    for frame in _reentrant_frames():
+    for frame in frames_of(_FORWARD, _BACKWARD):
         # Before its inputs are there, what recomputes is the checkpoint that holds them.
         if frame.f_code is _FORWARD or "detached_inputs" in frame.f_locals:
             yield frame.f_locals["ctx"], frame.f_code is _BACKWARD
@@ -132,14 +132,6 @@ def _closure(function: Any) -> list[Any]:
     return [cell.cell_contents for cell in cells]
 
 
-def _reentrant_frames() -> Iterator[FrameType]:
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is _FORWARD or frame.f_code is _BACKWARD:
-            yield frame
-        frame = frame.f_back
-
-
 def in_reentrant_forward() -> bool:
     """True inside the forward of a reentrant checkpoint of this thread."""
-    return any(frame.f_code is _FORWARD for frame in _reentrant_frames())
+    return any(True for _ in frames_of(_FORWARD))
