@@ -27,8 +27,8 @@ from ..schedule.ranges import Range
 from .config import Call, CheckedCall, Mode
 from .engine import TileEngine
 from .exchange.gather_keys import gather_keys, query_positions
-from .kernels.scores.mods import Mods, block_tensors, check_block_mask, dense_blocks
-from .writes import Written, unchanged, written
+from .kernels.scores.mods import Mods, block_tensors, check_block_mask, dense_blocks, ordered_blocks
+from .writes import Written, while_unchanged
 
 
 @dataclass(frozen=True)
@@ -117,28 +117,25 @@ class Flex:
 # --------------------------------------------------------------------------- the user's functions
 
 
+def _global_numbers(q: Tensor, cp: CPMesh, layout: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The function from a head and a query of ``q`` to their global numbers."""
+    first = cp.ulysses.rank * q.shape[1]
+    if cp.ring.size == 1:
+        return lambda h, i: (h + first, i)
+    positions = query_positions(q, cp.key, layout)
+    return lambda h, i: (h + first, positions[i])
+
+
 def _global_score(mod: Callable[..., Tensor], q: Tensor, cp: CPMesh, layout: str) -> Callable[..., Tensor]:
     """``score_mod`` of local queries and heads, from one of global queries and heads."""
-    first = cp.ulysses.rank * q.shape[1]
-    if cp.ring.size == 1:
-        return lambda score, b, h, i, j: mod(score, b, h + first, i, j)
-    positions = query_positions(q, cp.key, layout)
-    return lambda score, b, h, i, j: mod(score, b, h + first, positions[i], j)
-
-
-def _global_mask(mod: Callable[..., Tensor], q: Tensor, cp: CPMesh, layout: str) -> Callable[..., Tensor]:
-    """``mask_mod`` of local queries and heads, from one of global queries and heads."""
-    first = cp.ulysses.rank * q.shape[1]
-    if cp.ring.size == 1:
-        return lambda b, h, i, j: mod(b, h + first, i, j)
-    positions = query_positions(q, cp.key, layout)
-    return lambda b, h, i, j: mod(b, h + first, positions[i], j)
+    at = _global_numbers(q, cp, layout)
+    return lambda score, b, h, i, j: mod(score, b, *at(h, i), j)
 
 
 # --------------------------------------------------------------------------- blocks
 
 # Block tensors only: a function of the user's may hold the mask that is the key.
-_known: WeakKeyDictionary[BlockMask, dict[Any, tuple[list[Written], BlockMask]]] = WeakKeyDictionary()
+_local_masks: WeakKeyDictionary[BlockMask, dict[Any, tuple[list[Written], BlockMask]]] = WeakKeyDictionary()
 
 
 def local_mask(mask: BlockMask, q: Tensor, kv_length: int, cp: CPMesh, layout: str) -> BlockMask:
@@ -150,12 +147,13 @@ def local_mask(mask: BlockMask, q: Tensor, kv_length: int, cp: CPMesh, layout: s
     if torch.compiler.is_compiling():
         local = _local(mask, blocks, q, kv_length, cp, layout)
     else:
-        known = _known.setdefault(mask, {})
         key = (cp.key, layout, q.shape[1], q.shape[2])
-        if key not in known or not unchanged(known[key][0], blocks):
-            known[key] = written(blocks), _local(mask, blocks, q, kv_length, cp, layout)
-        local = copy(known[key][1])
-    local.mask_mod = _global_mask(mask.mask_mod, q, cp, layout)
+        made = while_unchanged(
+            _local_masks.setdefault(mask, {}), key, blocks, lambda: _local(mask, blocks, q, kv_length, cp, layout)
+        )
+        local = copy(made)
+    mod, at = mask.mask_mod, _global_numbers(q, cp, layout)
+    local.mask_mod = lambda b, h, i, j: mod(b, *at(h, i), j)
     return local
 
 
@@ -196,9 +194,9 @@ def local_blocks(blocks: list[Tensor], mesh: str, layout: str, length: int, rows
         return dense.new_zeros(shape).index_add_(2, local, dense[:, :, touched])
 
     if not full:
-        return _ordered(counted(seen) > 0)
+        return ordered_blocks(counted(seen) > 0)
     whole = counted(full[0]) == needed[:, None]
-    return [*_ordered((counted(seen | full[0]) > 0) & ~whole), *_ordered(whole)]
+    return [*ordered_blocks((counted(seen | full[0]) > 0) & ~whole), *ordered_blocks(whole)]
 
 
 @local_blocks.register_fake
@@ -224,9 +222,3 @@ def _touched(ranges: tuple[Range, ...], rows: int, device: torch.device) -> tupl
         needed[-1] = len(pairs) + 1
     touched = torch.tensor([g for _, g in pairs])
     return local.to(device), touched.to(device), needed.to(device, torch.int32)
-
-
-def _ordered(dense: Tensor) -> list[Tensor]:
-    """Number of blocks per row, and their indices, ascending, before the others."""
-    order = dense.int().argsort(dim=-1, descending=True, stable=True)
-    return [dense.sum(-1, dtype=torch.int32), order.int()]

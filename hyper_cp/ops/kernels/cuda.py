@@ -49,7 +49,7 @@ class _Flash:
         lse = (lse if rows is None else gather(lse, rows).mT).contiguous()
         causal, bounds = _window(tile)
         grads = _aten._flash_attention_backward(
-            dout, q, k, v, out, lse, *lengths, 0.0, causal, *_no_dropout(q), scale=tile.scale, **bounds
+            dout, q, k, v, out, lse, *lengths, 0.0, causal, *_no_seed(q, (2,), torch.uint64), scale=tile.scale, **bounds
         )
         targets = (rows, tile.q), (cols, tile.k), (cols, tile.v)
         dq, dk, dv = (_leaving(x, at, like, like.shape[3]) for x, (at, like) in zip(grads, targets, strict=True))
@@ -163,14 +163,9 @@ def _aligned_mask(tile: TileInputs) -> Tensor | None:
     return F.pad(tile.mask, (0, -cols % 16))[..., :cols].expand(batch, heads, rows, cols)
 
 
-def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Seed and offset of a dropout that is not used. FlashAttention wants tensors in backward, but reads none."""
-    return q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
-
-
-def _no_seed(q: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for the other two operators, which want int64."""
-    return q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64)
+def _no_seed(q: Tensor, size: tuple[int, ...] = (), dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor]:
+    """Seed and offset of a dropout that is not used. Operators need these tensors in backward, but do not read them."""
+    return q.new_empty(size, dtype=dtype), q.new_empty((), dtype=dtype)
 
 
 @lru_cache(maxsize=1024)

@@ -21,7 +21,7 @@ from ....schedule.tiles import FULL
 from ..derivative import autograd_in_op
 from ..inputs import TileInputs, backward_each, forward_each
 from . import MaskMod, ScoreMod
-from .mods import Mods
+from .mods import Mods, ordered_blocks
 
 _BLOCK = 128
 
@@ -132,8 +132,7 @@ def tile_blocks(tile: TileInputs, mask_mod: MaskMod) -> BlockMask:
         if where is not None:
             listed = listed & _touched(score.dense, score.block_mask.BLOCK_SIZE, where.rows, where.cols)
     listed = listed.expand(1, 1, *distance.shape) if listed.ndim == 2 else listed
-    order = listed.int().argsort(dim=-1, descending=True, stable=True).int()
-    number = listed.sum(-1, dtype=torch.int32)
+    number, order = ordered_blocks(listed)
     return BlockMask.from_kv_blocks(number, order, BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(rows, cols))
 
 

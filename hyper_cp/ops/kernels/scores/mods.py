@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
 from ....schedule.blocks import BlockMap, block_map
-from ...writes import Written, unchanged, written
+from ...writes import Written, unchanged, while_unchanged, written
 from ..partials import accumulation_dtype
 from . import MaskMod, Score, ScoreMod, Where, register
 
@@ -176,7 +176,7 @@ def _tensors(x: Any) -> list[Tensor]:
 # --------------------------------------------------------------------------- block masks
 
 # Block tensors only: a function of the user's may hold the mask that is the key.
-_known: WeakKeyDictionary[BlockMask, tuple[list[Written], Tensor, BlockMap]] = WeakKeyDictionary()
+_read: WeakKeyDictionary[BlockMask, tuple[list[Written], tuple[Tensor, BlockMap]]] = WeakKeyDictionary()
 
 
 def block_tensors(mask: BlockMask) -> list[Tensor]:
@@ -191,15 +191,17 @@ def _listed(mask: BlockMask, device: torch.device) -> tuple[Tensor, BlockMap]:
     """The blocks of a mask ``[B|1, H|1, R, C]``, and what schedules make of them. Read once per mask, for which the
     host waits for the device."""
     blocks = block_tensors(mask)
-    if mask not in _known or not unchanged(_known[mask][0], blocks):
+
+    def read() -> tuple[Tensor, BlockMap]:
         columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
         dense = dense_blocks(blocks[0], blocks[1], columns).bool()
         for number, indices in zip(blocks[2::2], blocks[3::2], strict=True):
             dense |= dense_blocks(number, indices, columns).bool()
         union = dense.flatten(0, 1).any(0).cpu().numpy()
         rows, cols = mask.BLOCK_SIZE
-        _known[mask] = written(blocks), dense, block_map(union, (int(rows), int(cols)))
-    _, dense, union_map = _known[mask]
+        return dense, block_map(union, (int(rows), int(cols)))
+
+    dense, union_map = while_unchanged(_read, mask, blocks, read)
     return dense.to(device), union_map
 
 
@@ -208,6 +210,12 @@ def dense_blocks(number: Tensor, indices: Tensor, columns: int) -> Tensor:
     listed = torch.arange(indices.shape[-1], device=indices.device) < number[..., None]
     target = torch.where(listed, indices, columns).long()
     return indices.new_zeros(*indices.shape[:-1], columns + 1).scatter_(-1, target, 1)[..., :columns]
+
+
+def ordered_blocks(dense: Tensor) -> list[Tensor]:
+    """The number of blocks in each row, and the indices of all blocks: those that are listed come first, ascending."""
+    order = dense.int().argsort(dim=-1, descending=True, stable=True)
+    return [dense.sum(-1, dtype=torch.int32), order.int()]
 
 
 def check_block_mask(name: str, mask: BlockMask, batch: int, heads: int, lengths: tuple[int, int]) -> None:
