@@ -179,7 +179,7 @@ WRONG: dict[str, Mistake] = {
     ),
     "gqa": (
         "ValueError",
-        "query has 4 heads and key 2. Pass enable_gqa=True",
+        "query has 4 heads and key 2.*Pass enable_gqa=True",
         lambda q, k, v: apply(Flash(), **RING1)(q, k[:, :2], v[:, :2]),
     ),
     "another library": (

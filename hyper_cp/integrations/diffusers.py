@@ -240,7 +240,10 @@ class _Split:
         if images:
             sequence.record(prompt, next(iter(images.values())))
         if len(set(images.values())) > 1:
-            raise ValueError(f"{type(module).__name__} got inputs of different lengths: {images}. Pass one sequence")
+            raise ValueError(
+                f"{type(module).__name__} got inputs of different lengths: {images}. They are split as parts of one "
+                "sequence. Pass inputs of one length"
+            )
         local = {name: sequence.split(given[name], dim, name in first) for name, dim in dims.items()}
         names = self.names[: len(args)]
         return tuple(local.get(name, x) for name, x in zip(names, args, strict=True)), {
@@ -272,7 +275,7 @@ class _Split:
 
 
 def _modules(transformer: nn.Module, where: str) -> list[nn.Module]:
-    """The modules that a key of the plan names, in which * stands for one number."""
+    """The modules that a key of the plan names, in which * matches a number."""
     return [module for name, module in transformer.named_modules() if fnmatchcase(name, where)]
 
 

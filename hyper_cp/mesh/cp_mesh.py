@@ -78,7 +78,7 @@ class CPMesh:
             caller: names the call in errors, usually its module.
             once: pairs that are compared with a new signature, and not recorded: they may change with every call.
             details: makes what is exchanged if the ranks disagree, so that the error can name the first that differs.
-            always: compare a known signature too, because ``once`` may differ.
+            always: compare a signature that is not new too, because ``once`` may differ.
 
         Raises:
             ValueError: on every rank, if the signatures differ, or if the ranks have made different calls (each agreed
@@ -177,9 +177,9 @@ def view(mesh: DeviceMesh, ulysses_degree: int | None = None) -> CPMesh:
     if torch.compiler.is_compiling():  # a graph cannot depend on the identity of an object
         return _view(mesh, ulysses_degree)
     if ulysses_degree is None or type(ulysses_degree) is int:
-        known = _VIEWS.get((id(mesh), ulysses_degree))
-        if known is not None and known[0]() is mesh and known[1].alive():
-            return known[1]
+        kept = _VIEWS.get((id(mesh), ulysses_degree))
+        if kept is not None and kept[0]() is mesh and kept[1].alive():
+            return kept[1]
     cp = _view(mesh, ulysses_degree)
     if len(_VIEWS) >= _MOST_VIEWS:
         _VIEWS.clear()

@@ -16,8 +16,8 @@ from .groups import Parts, make_group, parts_of
 Ranks = tuple[int, ...]
 
 _GROUPS: dict[Parts, dist.ProcessGroup] = {}
-"""This rank's group of each partition of ranks for which this process has made groups. By the whole partition: all of
-its ranks then agree on which groups there are."""
+"""This rank's group of each partition of ranks for which this process has made groups. The whole partition is the key,
+so that all of its ranks agree on which groups exist."""
 
 
 class MeshFamily:
@@ -99,11 +99,11 @@ def split_cp_mesh(mesh: DeviceMesh, degrees: Sequence[int] | None = None) -> Mes
     context parallelism prebuilds its groups likewise.
     """
     ranks = _checked_ranks(mesh)
-    wanted = _checked_degrees(degrees, len(ranks))
+    chosen = _checked_degrees(degrees, len(ranks))
     groups = {parts: g for parts, g in _GROUPS.items() if _alive(g)} | _groups_of(mesh)
     _GROUPS.clear()
     built = {}
-    for degree in wanted:  # the same order on every rank, which makes the group-wise set-up free of deadlock
+    for degree in chosen:  # the same order on every rank, which makes the group-wise set-up free of deadlock
         table = torch.tensor(ranks).view(-1, degree)
         members = [parts_of(table.T.tolist()), parts_of(table.tolist())]
         for parts in members:

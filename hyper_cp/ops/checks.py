@@ -2,7 +2,7 @@
 
 :func:`check` is the entrance of every call: it casts, compares the ranks, checks and returns one
 :class:`~hyper_cp.ops.config.CheckedCall`. The hooks of a module that is given q, k, v exchange heads before its
-attention call is known; they use :func:`check_shards` by themselves.
+attention call is made; they call :func:`check_shards` themselves.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..schedule.tiles import Band
 from .config import Call, CheckedCall, Mode
 
 NUMBERS = (torch.SymFloat, torch.SymInt, Tensor)
-"""What a compiled graph, or a model, may have in place of a Python number."""
+"""Types that a compiled graph, or a model, may have in place of a Python number."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check(
     q: Tensor, k: Tensor, v: Tensor, call: Call, cp: CPMesh, mode: Mode, *, exchanged: bool
 ) -> tuple[Tensor, Tensor, Tensor, CheckedCall]:
-    """Cast q, k, v ``[B, H, S, D]`` as autocast wants them, and check everything about their attention call.
+    """Cast q, k, v ``[B, H, S, D]`` as autocast does, and check everything about their attention call.
 
     Args:
         exchanged: the Ulysses all-to-all was done already: tensors hold the sequence of a whole ring rank.
@@ -55,7 +55,7 @@ def check(
     band = tiles.band_of(call.is_causal, mode.window)
     check_tails(mode, cp, band, lengths[0], None if call.score is None else call.score.blocks)
     scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
-    mask = None if call.mask is None else _check_mask(call, q, cp, lengths, exchanged)
+    mask = None if call.mask is None else _check_mask(call.mask, call, q, cp, lengths, exchanged)
     return (
         q,
         k,
@@ -85,8 +85,8 @@ def refuse_forward_mode(caller: str, *tensors: Tensor) -> None:
     for x in tensors:
         if forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
-                f"{caller} runs under forward-mode differentiation (torch.func.jvp, jacfwd or forward_ad), and "
-                "context-parallel attention has no forward-mode derivative: its tangent would be zero. Use backward "
+                f"{caller} runs under forward-mode differentiation (torch.func.jvp, jacfwd or forward_ad). The ops of "
+                "this library have no forward-mode derivative, so the tangent would be zero. Use backward "
                 "(torch.autograd.grad, torch.func.vjp), or one device"
             )
 
@@ -159,8 +159,8 @@ def check_tails(mode: Mode, cp: CPMesh, band: Band, length: int, blocks: BlockMa
 
 def _odd(length: int, cut: str, cp: CPMesh) -> str:
     return (
-        f"local sequence length {length} is odd, but {cut} cuts it into two halves. Use global lengths that are a "
-        f"multiple of {2 * cp.size}"
+        f"local sequence length {length} is odd. {cut} cuts it into two halves. Use global lengths that are a multiple "
+        f"of {2 * cp.size}"
     )
 
 
@@ -202,8 +202,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise ValueError(
-            f"query {tuple(q.shape)}, key {tuple(k.shape)} and value {tuple(v.shape)} do not fit: batch, "
-            "the sequence and heads of key and value, and the head dim of query and key must be equal"
+            f"query {tuple(q.shape)}, key {tuple(k.shape)} and value {tuple(v.shape)} do not fit. All have one batch "
+            "size, key and value one length and number of heads, query and key one head dim. Reshape them"
         )
     for name, x in (("query", q), ("key", k), ("value", v)):
         if 0 in x.shape[1:]:
@@ -218,11 +218,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_enable_gqa(name: str, q_heads: int, kv_heads: int, enable_gqa: bool) -> None:
-    """Raise ``ValueError`` for grouped heads that were not asked for, as ``F.scaled_dot_product_attention`` does."""
+    """Raise ``ValueError`` for grouped heads without ``enable_gqa``, as ``F.scaled_dot_product_attention`` does."""
     if q_heads != kv_heads and not enable_gqa:
         raise ValueError(
-            f"{name}: query has {q_heads} heads and key {kv_heads}. Pass enable_gqa=True for grouped-query "
-            "attention, as with F.scaled_dot_product_attention"
+            f"{name}: query has {q_heads} heads and key {kv_heads}. Grouped heads may be a mistake, as in "
+            "F.scaled_dot_product_attention. Pass enable_gqa=True for grouped-query attention"
         )
 
 
@@ -235,8 +235,8 @@ def check_grouped(q_heads: int, kv_heads: int) -> None:
         )
     if q_heads % kv_heads:
         raise ValueError(
-            f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads, which grouped-query attention "
-            "needs. Repeat the key/value heads or change their number"
+            f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads. In grouped-query attention each "
+            "key/value head serves equally many query heads. Repeat the key/value heads or change their number"
         )
 
 
@@ -285,7 +285,10 @@ def check_kinds(call: Call) -> None:
 def check_options(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) -> None:
     """Raise ``ValueError`` if the options of a call contradict each other or its ``lengths`` (queries, keys)."""
     if not 0.0 <= call.dropout_p < 1.0:
-        raise ValueError(f"dropout_p={call.dropout_p} must be a probability below 1. Pass 0.0 in evaluation")
+        raise ValueError(
+            f"dropout_p={call.dropout_p} must be a probability below 1. Each weight is dropped with it. Pass a number "
+            "from 0.0 on, and 0.0 in evaluation"
+        )
     if lengths[0] == lengths[1]:
         return
     if call.is_causal or mode.window is not None or (call.documents is not None and call.mask is None):
@@ -297,8 +300,9 @@ def check_options(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) 
         )
     if layouts.by_documents(mode.layout) and mode.kv_exchange != "replicated" and cp.size > 1:
         raise ValueError(
-            f"layout={mode.layout!r} places queries by their documents, which say nothing about keys of another "
-            "length. Pass all keys on every rank with kv_exchange='replicated'"
+            f"layout={mode.layout!r} does not place keys of another length than the queries. It places queries by "
+            "their documents, which say nothing about such keys. Pass all keys on every rank with "
+            "kv_exchange='replicated'"
         )
 
 
@@ -315,28 +319,29 @@ def _sinks(call: Call, q: Tensor, cp: CPMesh, exchanged: bool) -> Tensor:
         given = f"{sinks.dtype} {tuple(sinks.shape)} on {sinks.device}" if isinstance(sinks, Tensor) else repr(sinks)
         raise ValueError(
             f"{call.name}: sinks={given} must hold one floating-point logit per query head, [{heads}] on {q.device}. "
-            "Pass the sinks of all heads; each rank takes those of its own"
+            "Each rank takes those of its own heads. Pass the sinks of all heads"
         )
     if len(sinks) == attended:
         return sinks
     return sinks.narrow(0, cp.ulysses.rank * attended, attended)
 
 
-def _check_mask(call: Call, q: Tensor, cp: CPMesh, lengths: tuple[int, int], exchanged: bool) -> Tensor:
+def _check_mask(mask: Tensor, call: Call, q: Tensor, cp: CPMesh, lengths: tuple[int, int], exchanged: bool) -> Tensor:
     """The explicit mask in four dimensions, with the heads that this rank attends; raises if it does not fit."""
-    mask, degree = call.mask, cp.ulysses.size
-    if mask is None:
-        raise RuntimeError("there is no mask to check")
+    degree = cp.ulysses.size
     if call.is_causal:
-        raise ValueError("attn_mask and is_causal=True are both given. Pass one of them")
+        raise ValueError("attn_mask and is_causal=True are both given. Each says what is visible. Pass one of them")
     if mask.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            f"attn_mask of shape {tuple(mask.shape)} requires a gradient, which context-parallel attention "
-            "does not compute. Add a learned bias in the score_mod of flex_attention, which is called with global "
-            "positions and whose tensors get gradients; or detach the mask"
+            f"attn_mask of shape {tuple(mask.shape)} requires a gradient. Context-parallel attention does not compute "
+            "it. Add a learned bias in the score_mod of flex_attention, which is called with global positions and "
+            "whose tensors get gradients; or detach the mask"
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(f"attn_mask has dtype {mask.dtype}. It must be bool (True is visible) or floating")
+        raise TypeError(
+            f"attn_mask has dtype {mask.dtype}. It must be bool (True is visible) or floating (added to the logits). "
+            "Convert it, with mask.bool() say"
+        )
     mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape)) if mask.ndim < 4 else mask
     all_heads = q.shape[1] * (degree if exchanged else 1)
     own_heads, rows = all_heads // degree, lengths[0] // cp.ring.size

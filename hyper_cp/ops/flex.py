@@ -84,8 +84,8 @@ class Flex:
         given = self._needs_tiles(cp, mode, call.documents)
         if given:
             raise NotImplementedError(
-                f"{name} and {', '.join(given)}. The largest scores are known to torch's own kernel only, which needs "
-                'all keys of the sequence at once. Call it without max_scores, or with kv_exchange="all_gather" or '
+                f"{name} and {', '.join(given)}. Only torch's own kernel returns the largest scores, and it needs all "
+                'keys of the sequence at once. Call it without max_scores, or with kv_exchange="all_gather" or '
                 "ulysses_degree=None"
             )
         if self.block_mask is None:
@@ -94,8 +94,8 @@ class Flex:
         check_block_mask(self.name, self.block_mask, q.shape[0], heads, call.lengths)
         if getattr(self.block_mask, "dq_write_order", None) is not None:
             raise NotImplementedError(
-                f"{self.name} calls flex_attention with a block_mask made with compute_dq_write_order=True, which is "
-                "an order of blocks of the whole sequence on one device. Make it without"
+                f"{self.name} calls flex_attention with a block_mask made with compute_dq_write_order=True. That is an "
+                "order of blocks of the whole sequence on one device. Make the mask without it"
             )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Any:
@@ -180,9 +180,14 @@ def _local(mask: BlockMask, blocks: list[Tensor], q: Tensor, kv_length: int, cp:
 def local_blocks(blocks: list[Tensor], mesh: str, layout: str, length: int, rows: int, columns: int) -> list[Tensor]:
     """Blocks of a global mask -> blocks of the mask of this ring rank's ``length`` queries.
 
-    ``blocks``: numbers ``[B, H, R]`` and indices ``[B, H, R, *]`` of the blocks with keys to be masked, and (if
-    there are four) those without. ``rows`` queries to a block; ``columns`` blocks of keys. A local row of blocks
-    that touches several global rows has the blocks of all of them; one is full if it is full in all.
+    A local row of blocks that touches several global rows has the blocks of all of them; a block is full if it is full
+    in all.
+
+    Args:
+        blocks: numbers ``[B, H, R]`` and indices ``[B, H, R, *]`` of the blocks with keys to be masked, and (if there
+            are four) of those without.
+        rows: queries to a block.
+        columns: blocks of keys.
     """
     cp = cp_mesh.by_key(mesh)
     ranges = resolve(layout, cp.size, length * cp.ring.size).by_ring(cp.ulysses.size).ranges(cp.ring.rank)
@@ -208,7 +213,8 @@ def _(blocks: list[Tensor], mesh: str, layout: str, length: int, rows: int, colu
 
 @lru_cache(maxsize=64)
 def _touched(ranges: tuple[Range, ...], rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Pairs (local row of blocks, global row that it touches), and how many must be full for it to be full."""
+    """Pairs (local row of blocks, global row that it touches), and the number of these that must be full for the local
+    row to be full."""
     pairs: dict[tuple[int, int], None] = {}
     at = 0
     for start, stop in ranges:

@@ -85,8 +85,8 @@ def check_window(window: Sequence[int | None] | None) -> tuple[int | None, int |
         or any(w is not None and (not isinstance(w, int) or isinstance(w, bool) or w < -1) for w in window)
     ):
         raise ValueError(
-            f"window={window!r} must be (left, right): how many positions before and after its own a query "
-            "sees, each an int >= 0, or None (or -1) for no bound"
+            f"window={window!r} must be (left, right). A query sees that many positions before and after its own. Pass "
+            "two ints >= 0, or None (or -1) for no bound"
         )
     left, right = (None if w == -1 else w for w in window)
     return None if left is None and right is None else (left, right)
@@ -198,8 +198,8 @@ class Seen:
         self.band, self.low, self.count = band, low, np.maximum(high - low, 0)
 
     def rectangles(self) -> tuple[Numbers, Numbers, list[tuple[int, Tile]]]:
-        """Everything that is seen: full rectangles ``[n, 4]`` and the key block of each, and ``(key block, tile)`` of
-        what the band cuts."""
+        """All visible pairs: full rectangles ``[n, 4]`` and the key block of each, and ``(key block, tile)`` of the
+        rectangles that the band cuts."""
         lower, upper = self.band
         q = np.repeat(np.arange(len(self.queries)), self.count)
         k = self.low[q] + np.arange(len(q)) - before(self.count)[q]
@@ -237,8 +237,8 @@ def seen_keys(queries: Numbers, band: Band, documents: Documents | None) -> Numb
 
 
 def within(keys: Numbers, ranges: Numbers) -> tuple[Numbers, Numbers]:
-    """The parts of placed ranges that lie in ``ranges``, both ascending in global order, and of which placed range each
-    is a part."""
+    """The parts of placed ranges that lie in ``ranges``, both ascending in global order, and the number of the placed
+    range of each."""
     low = np.searchsorted(keys[:, 2], ranges[:, 0], "right")
     count = np.maximum(np.searchsorted(keys[:, 1], ranges[:, 1], "left") - low, 0)
     i = np.repeat(np.arange(len(ranges)), count)
@@ -282,7 +282,7 @@ _LATEST = 6
 
 
 class _Bound:
-    """One bound of a band that holds in several rectangles, as far from their bottom right corners.
+    """One bound of a band that holds in several rectangles, at one distance from their bottom right corners.
 
     A rectangle with this bound fixes its value. One without takes any value that hides nothing in it.
     """
@@ -294,7 +294,7 @@ class _Bound:
         self.least = 0
 
     def fits(self, value: int | None, least: int) -> bool:
-        """True if a rectangle fits whose bound is ``value``, or None if every bound from ``least`` on hides nothing."""
+        """True if a rectangle with the bound ``value`` fits. None: every bound from ``least`` on hides nothing in it."""
         if value is None:
             return self.value is None or self.value >= least
         return value == self.value or (self.value is None and value >= self.least)

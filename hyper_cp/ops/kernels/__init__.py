@@ -178,15 +178,14 @@ def check(kernel: Kernel, masked: bool, band: Band) -> None:
 
 
 def number_of(name: str) -> int:
-    """A number that stands for the name of a kernel, which an op can return in a tensor: under torch.compile it chooses
-    its kernel when it runs, and backward must run the same one."""
+    """A hash of the name of a kernel, which an op can return in a tensor: under torch.compile it chooses its kernel
+    when it runs, and backward must run the same one."""
     return zlib.crc32(name.encode())
 
 
 def name_of(number: int, device_type: str) -> str:
-    """The name that :func:`number_of` stands for. If the kernel is not registered any more, :func:`get` refuses it."""
-    found = (name for name in available(device_type) if number_of(name) == number)
-    return next(found, f"number {number}")
+    """The inverse of :func:`number_of`. If the kernel is not registered any more, :func:`get` refuses the result."""
+    return next((name for name in available(device_type) if number_of(name) == number), f"number {number}")
 
 
 register(cpu.KERNEL, "cpu", cpu.accepts, plain_with_dropout=True)  # as F.scaled_dot_product_attention on CPU

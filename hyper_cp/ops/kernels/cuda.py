@@ -72,9 +72,9 @@ class _Efficient:
         dim, v_dim = tile.q.shape[3], tile.v.shape[3]
         dout, q, k, v, out = (_pad_heads(x) for x in (dout, tile.q, tile.k, tile.v, out))
         lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()
-        wanted = [True, True, True, False]
+        gradients = [True, True, True, False]  # of q, k and v, and none of the mask
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, _aligned_mask(tile), out, lse, *_no_seed(q), 0.0, wanted, tile.causal, scale=tile.scale
+            dout, q, k, v, _aligned_mask(tile), out, lse, *_no_seed(q), 0.0, gradients, tile.causal, scale=tile.scale
         )
         return dq[..., :dim], dk[..., :dim], dv[..., :v_dim]
 
@@ -134,7 +134,7 @@ def _leaving(x: Tensor, at: Rows | None, like: Tensor, dim: int) -> Tensor:
 
 
 def _pad_heads(x: Tensor, tile: TileInputs | None = None) -> Tensor:
-    """Pad head dims to a multiple of 8, which the operators want; with ``tile``, to the larger of q's and v's."""
+    """Pad head dims to a multiple of 8, as the operators need; with ``tile``, to the larger of q's and v's."""
     dim = x.shape[-1] if tile is None else max(tile.q.shape[3], tile.v.shape[3])
     missing = dim + -dim % 8 - x.shape[-1]
     return F.pad(x, (0, missing)) if missing else x
@@ -203,7 +203,7 @@ def _kernels() -> list[OperatorKernel]:
         for dense in (efficient, flash, cudnn)
         if (with_flash or dense is not flash) and (with_efficient or dense is not efficient)
     ]
-    return made  # the last are asked first: those that have all operators
+    return made  # those with all operators come last, since the last is the first to be asked
 
 
 def kernel_name(dense: str, flash: bool, efficient: bool) -> str:
@@ -242,8 +242,8 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
     if choice not in _NAMES:
         raise RuntimeError(
             f"no attention backend takes query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)} of "
-            f"dtype {q.dtype} on {q.device}: {_refusals(q, k, v, is_causal, grouped)}. Allow another backend in "
-            "torch.nn.attention.sdpa_kernel"
+            f"dtype {q.dtype} on {q.device}. The reasons are {_refusals(q, k, v, is_causal, grouped)}. Allow another "
+            "backend in torch.nn.attention.sdpa_kernel"
         )
     name = _NAMES[choice]
     if name == _CuDNN.name and current_flash_attention_impl() is not None and _flash_takes(q, k, v):

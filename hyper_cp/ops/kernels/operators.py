@@ -111,7 +111,10 @@ class OperatorKernel:
     def _biased(self, tile: TileInputs) -> Operator:
         if self.biased is None:
             self.check(tile.mask is not None, tile.band)
-            raise NotImplementedError(f"the kernel {self.name!r} has no operator for a tile under the band {tile.band}")
+            raise NotImplementedError(
+                f"the kernel {self.name!r} has no operator for a tile under the band {tile.band}. It takes no additive "
+                "mask. Allow SDPBackend.EFFICIENT_ATTENTION too in torch.nn.attention.sdpa_kernel"
+            )
         return self.biased
 
 
@@ -124,9 +127,9 @@ def is_rectangle(tile: TileInputs) -> bool:
 
 
 def window(tile: TileInputs) -> tuple[int, int] | None:
-    """``(left, right)``: how many keys a query sees before and after its diagonal, which ends at the bottom right
-    corner of each rectangle; -1 is no bound, as operators have it. None if a tile has a mask or no second part, or if a
-    row of it may see nothing: operators disagree on what they return for such rows."""
+    """``(left, right)``: the numbers of keys that a query sees before and after its diagonal, which ends at the bottom
+    right corner of each rectangle; -1 is no bound, as in operators. None if the tile has a mask or only one part, or if
+    a row of it may see nothing: operators disagree on what they return for such rows."""
     if tile.mask is not None:
         return None
     rows, cols, band = tile.q.shape[2], tile.k.shape[2], tile.band
@@ -175,15 +178,17 @@ class Packing:
     """The parts of a tile as sequences: batch row 0's rectangles, then batch row 1's, and so on."""
 
     rows: Rows
-    """The covered rows; ``cols`` likewise."""
+    """The rows that the parts cover."""
     cols: Rows
+    """The columns that they cover."""
     row_ends: tuple[int, ...]
-    """The end of each sequence in the packed rows; ``col_ends`` likewise."""
+    """The end of each sequence in the packed rows."""
     col_ends: tuple[int, ...]
+    """The end of each sequence in the packed columns."""
     longest: tuple[int, int]
     """The most rows and the most columns of a rectangle."""
     overhang: int
-    """By how many rows at most a rectangle is higher than wide."""
+    """The largest value of rows - columns over all rectangles."""
 
     @property
     def square(self) -> bool:

@@ -16,7 +16,7 @@ from ..checks import DTYPES, refuse_forward_mode
 
 
 def check_tensor(name: str, argument: str, x: Tensor, ndim: int, form: str) -> None:
-    """Raise unless an argument is a local floating-point tensor with so many dimensions."""
+    """Raise unless an argument is a local floating-point tensor with ``ndim`` dimensions."""
     if not isinstance(x, Tensor) or isinstance(x, DTensor):
         given = f"DTensor placed {x.placements}" if isinstance(x, DTensor) else type(x).__name__
         raise TypeError(f"{name}: {argument} is a {given}. It must be a local tensor {form}. Pass x.to_local()")
@@ -99,6 +99,6 @@ def check_layout_of(name: str, cp: CPMesh, layout: str, documents: Tensor | None
         raise ValueError(f"{name}: {error}") from None
     if table is None and layouts.by_documents(layout) and cp.size > 1:
         raise ValueError(
-            f"{name}: layout={layout!r} places tokens by document, but no documents are given. Pass documents= "
-            "([0, S] for one document)"
+            f"{name}: layout={layout!r} places tokens by document, but no documents are given. Without them it is not "
+            "determined what each rank holds. Pass documents= ([0, S] for one document)"
         )

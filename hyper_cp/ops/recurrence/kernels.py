@@ -113,25 +113,25 @@ def _fla_accepts(v: Tensor, k: Tensor, delta: bool, channels: bool) -> bool:
 _KERNELS = {"torch": Kernel(affine, piece_size, wide=True), "fla": Kernel(fla_affine, lambda g: 256, wide=False)}
 
 
-def choose(asked: str | None, caller: str, q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> str:
-    """The name of the kernel for a call: the one that is asked for, or the best one of the device.
+def choose(kernel: str | None, caller: str, q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> str:
+    """The name of the kernel for a call: ``kernel`` if it is given, or the best one of the device.
 
     Raises:
         ValueError, NotImplementedError: for a kernel that is unknown, or cannot compute this call.
     """
-    check_choice(f"{caller}: kernel", asked, (None, *_KERNELS), "It maps the pieces of the sequence; None is the best")
+    check_choice(f"{caller}: kernel", kernel, (None, *_KERNELS), "It maps the pieces of the sequence; None is the best")
     delta, channels = beta is not None, g.shape[-1] > 1
-    if asked is None:
+    if kernel is None:
         return "fla" if _fla_accepts(v, q, delta, channels) else "torch"
-    if asked == "fla":
+    if kernel == "fla":
         try:
             fla_function(delta, channels)
         except ImportError as error:
             raise NotImplementedError(
-                f'{caller}: kernel="fla" needs the package flash-linear-attention ({error}). Install it with '
-                "pip install 'hyper-cp[fla]', or leave the argument out"
+                f'{caller}: kernel="fla" is not possible here ({error}). It needs the package flash-linear-attention. '
+                "Install it with pip install 'hyper-cp[fla]', or leave the argument out"
             ) from error
-    return asked
+    return kernel
 
 
 def get(name: str) -> Kernel:

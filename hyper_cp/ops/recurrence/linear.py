@@ -69,8 +69,8 @@ def linear_recurrence(
         layout: the positions that the ranks hold, as in :func:`hyper_cp.ops.attention`.
         documents: cumulative lengths ``[0, ..., S]`` of packed documents (a list or tensor, or one per batch row).
             None: those of the enclosing ``handler.documents`` block, if there is one.
-        ulysses_degree: 1 passes states between ranks, for any number of heads, with the least communication. A larger
-            number (None: all ranks) first exchanges the sequence of so many adjacent ranks for heads, which must split.
+        ulysses_degree: 1 passes states between ranks, for any number of heads, with the least communication. With a
+            larger number (None: all ranks) that many adjacent ranks first exchange sequence for heads, which must split.
         kernel: ``"torch"`` (chunked, any device), ``"fla"`` (flash-linear-attention), or None to choose by device.
         name: names the caller in errors.
 
@@ -110,7 +110,7 @@ def linear_recurrence(
         if not exchanged or cp.ulysses.size == 1:
             return _op(q, k, v, decay, beta, table, settings)
         ulysses = Ulysses(cp, layout, 1, 2, table)
-        # Those with fewer heads come last: they are shared by ranks if they do not split.
+        # Tensors with fewer heads come last: ranks share their heads if these do not split.
         given = [x for x in (v, decay, beta, q, k) if x is not None]
         v, decay, *rest = ulysses.to_heads(*given)
         q, k = rest[-2:]
@@ -158,7 +158,7 @@ def _check(name: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> None:
     if q.shape != k.shape or q.shape[:2] != v.shape[:2] or v.shape[2] % k.shape[2]:
         raise ValueError(
             f"{name}: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit. q and k have equal "
-            "shapes, batch and positions of v, and a number of heads that divides that of v. Reshape them"
+            "shapes, the batch and positions of v, and a number of heads that divides that of v. Reshape them"
         )
     if decay.shape[3] not in (1, k.shape[3]):
         raise ValueError(

@@ -1,6 +1,6 @@
 """Functions that change the logits of attention before the softmax: softcap, and FlexAttention's mods.
 
-The engine knows one thing, a :class:`Score`. It finds the score of a call by the text ``score.key``, which travels in
+The engine has one interface, :class:`Score`. It finds the score of a call by the text ``score.key``, which is part of
 the settings of an op, and hands each tile a :class:`TileScore`: the score with the global positions, heads and batch
 rows of that tile. A kernel applies it to the scaled logits before masks and bands.
 """
@@ -67,7 +67,7 @@ class Score(ABC):
 
     Attributes:
         key: the text by which ops find it, without "|".
-        signature: what ranks compare of it.
+        signature: the text that ranks compare.
         positional: True if it depends on where a logit stands.
         captured: tensors beside the logits that it gives gradients to.
         blocks: the blocks of pairs that may be visible; None: all.
@@ -80,8 +80,8 @@ class Score(ABC):
     blocks: BlockMap | None = None
 
     def check(self, name: str, batch: int, heads: int, lengths: tuple[int, int]) -> None:  # noqa: B027
-        """Raise, before any communication, if it does not fit a call of so many batch rows, query heads (of all
-        ranks), queries and keys."""
+        """Raise, before any communication, if it does not fit a call with these numbers of batch rows, query heads (of
+        all ranks), and queries and keys."""
 
     def check_unchanged(self) -> None:  # noqa: B027
         """Raise, in backward, if it is no longer what it was in forward."""
@@ -92,8 +92,8 @@ class Score(ABC):
 
     @abstractmethod
     def __call__(self, logits: Tensor, where: Where | None, captured: Sequence[Tensor]) -> Tensor:
-        """The changed logits ``[B, H, Sq, Sk]``, -inf where hidden. Autograd differentiates it; ``captured``
-        stands for the score's own."""
+        """The changed logits ``[B, H, Sq, Sk]``, -inf where hidden. Autograd differentiates it. ``captured`` are used
+        in place of the score's own tensors."""
 
 
 @dataclass(eq=False)
@@ -188,13 +188,13 @@ def softcap(cap: float) -> Softcap:
     return Softcap(float(cap))
 
 
-# --------------------------------------------------------------------------- by key
+# --------------------------------------------------------------------------- scores by their keys
 
 _registered: WeakValueDictionary[str, Score] = WeakValueDictionary()
 
 
 def register(score: Score) -> None:
-    """Make a score known by its key for as long as it lives. A call holds it, and so does its node in autograd."""
+    """Let :func:`find` return a score as long as it lives. A call holds it, and so does its node in autograd."""
     _registered[score.key] = score
 
 
@@ -207,7 +207,7 @@ def find(key: str) -> Score | None:
     score = _registered.get(key)
     if score is None:
         raise LookupError(
-            f"the score function {key!r} of an attention call is gone. It lives as long as the call's node in autograd "
-            "in the process that made it. Call attention again"
+            f"the score function {key!r} of an attention call does not exist any more. It lives as long as the call's "
+            "node in autograd, in the process that made it. Call attention again"
         )
     return score

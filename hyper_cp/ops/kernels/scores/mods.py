@@ -39,7 +39,7 @@ class Mods(Score):
         if block_mask is not None:
             self.dense, self.blocks = _listed(block_mask, like.device)
         self.used: list[Written] = []
-        """The tensors of others that the functions use."""
+        """The tensors that the functions use, and did not make themselves."""
         self.captured: tuple[Tensor, ...] = ()
         if torch.is_grad_enabled():  # else there is no backward
             used = self._tensors_in_use(like)
@@ -118,7 +118,7 @@ def _over_tile(mod: Callable[..., Tensor], takes_score: bool) -> Callable[..., T
 
 class _Evaluation(TorchFunctionMode):
     """While entered, tensors are indexed by tensors without reading these (which vmap could not), and captured tensors
-    are replaced by what stands for them."""
+    are replaced by those given instead."""
 
     def __init__(self, captured: Sequence[Tensor] = (), instead: Sequence[Tensor] = ()) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class _Evaluation(TorchFunctionMode):
 
 
 class _Collection(_Evaluation):
-    """Collects the tensors of others that take part.
+    """Collects the tensors that take part, and that the functions did not make.
 
     Args:
         given: arguments of the functions, which do not count.
@@ -223,13 +223,13 @@ def check_block_mask(name: str, mask: BlockMask, batch: int, heads: int, lengths
     if tuple(mask.seq_lengths) != lengths:
         raise ValueError(
             f"{name} calls flex_attention with a block_mask for {mask.seq_lengths[0]} queries and "
-            f"{mask.seq_lengths[1]} keys, but the global sequence has {lengths[0]} and {lengths[1]}. Build it for "
-            "the global sequence, not for this rank's share: create_block_mask(mask_mod, B, H, "
+            f"{mask.seq_lengths[1]} keys, but the global sequence has {lengths[0]} and {lengths[1]}. Masks describe the "
+            "global sequence, not this rank's share. Build it with create_block_mask(mask_mod, B, H, "
             f"{lengths[0]}, {lengths[1]})"
         )
     shape = mask.kv_indices.shape
     if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads):
         raise ValueError(
-            f"{name} calls flex_attention with a block_mask of shape {tuple(mask.shape)}; its first two "
-            f"dimensions must be 1 or {batch} (batch) and 1 or {heads} (global query heads)"
+            f"{name} calls flex_attention with a block_mask of shape {tuple(mask.shape)}. Its first two dimensions are "
+            f"those of the batch and of global query heads, or 1. Build it with B in (1, {batch}) and H in (1, {heads})"
         )
