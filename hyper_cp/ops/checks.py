@@ -170,31 +170,37 @@ def _odd(length: int, cut: str, cp: CPMesh) -> str:
 def check_dimensions(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise unless q, k, v are local tensors ``[B, H, S, D]``."""
     for name, x in (("query", q), ("key", k), ("value", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(
-                f"{name} is a {type(x).__name__}, not a tensor. Attention takes query, key and value as tensors "
-                "[batch, heads, sequence, head_dim]. Pass one"
-            )
-        if isinstance(x, DTensor):
-            raise TypeError(
-                f"{name} is a DTensor placed {x.placements}. This function takes local tensors. "
-                "Pass x.to_local() and wrap the output with DTensor.from_local, or put ContextParallel on a "
-                "module that receives q, k, v: it does both"
-            )
-        if x.ndim != 4:
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}. Context-parallel attention takes [batch, heads, "
-                "sequence, head_dim]. Add the missing dimension or transpose"
-            )
+        check_local(name, x, 4, "[batch, heads, sequence, head_dim]")
+
+
+def check_local(name: str, x: Tensor, ndim: int, form: str) -> None:
+    """Raise unless an argument is a local tensor with ``ndim`` dimensions; ``form`` names these."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}, not a tensor. It must be a local tensor {form}. Pass one")
+    if isinstance(x, DTensor):
+        raise TypeError(
+            f"{name} is a DTensor placed {x.placements}. This function takes local tensors. Pass x.to_local() and wrap "
+            "the output with DTensor.from_local, or put ContextParallel (or RecurrentContextParallel) on a module that "
+            "receives these tensors: it does both"
+        )
+    if x.ndim != ndim:
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}. It must be {form}. Add the missing dimension, transpose or reshape it"
+        )
+
+
+def check_dtype(name: str, x: Tensor) -> None:
+    """Raise ``TypeError`` unless a tensor has a dtype that kernels take."""
+    if x.dtype not in DTYPES:
+        raise TypeError(
+            f"{name} has dtype {x.dtype}. Kernels take float16, bfloat16, float32 or float64. Convert it, and the "
+            "other inputs"
+        )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise unless q, k, v ``[B, H, S, D]`` have one floating dtype, and sizes that fit each other."""
-    if q.dtype not in DTYPES:
-        raise TypeError(
-            f"query has dtype {q.dtype}. Attention takes float16, bfloat16, float32 or float64. "
-            "Convert query, key and value"
-        )
+    check_dtype("query", q)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"query, key and value have dtypes {q.dtype}, {k.dtype} and {v.dtype}. They must be equal. "

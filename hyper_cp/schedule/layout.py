@@ -151,7 +151,8 @@ def check_length(layout: str, world: int, length: int, argument: str = "sequence
         nearest = f"{lower} or {upper}" if lower else f"{max(upper, multiple)}"
         raise ValueError(
             f"{argument}={length} cannot be split over {world} ranks with layout={layout!r}. It must be a positive "
-            f"multiple of {multiple} ({chunks_per_rank(layout)} chunk(s) per rank). Pad or cut the sequence to {nearest}"
+            f"multiple of {multiple} ({chunks_per_rank(layout)} chunk(s) per rank). Pad or cut the sequence to "
+            f"{nearest}"
         )
 
 

@@ -294,7 +294,7 @@ class _Bound:
         self.least = 0
 
     def fits(self, value: int | None, least: int) -> bool:
-        """True if a rectangle with the bound ``value`` fits. None: every bound from ``least`` on hides nothing in it."""
+        """True if a rectangle with the bound ``value`` fits; None: bounds from ``least`` on hide nothing in it."""
         if value is None:
             return self.value is None or self.value >= least
         return value == self.value or (self.value is None and value >= self.least)

@@ -70,7 +70,7 @@ def linear_recurrence(
         documents: cumulative lengths ``[0, ..., S]`` of packed documents (a list or tensor, or one per batch row).
             None: those of the enclosing ``handler.documents`` block, if there is one.
         ulysses_degree: 1 passes states between ranks, for any number of heads, with the least communication. With a
-            larger number (None: all ranks) that many adjacent ranks first exchange sequence for heads, which must split.
+            larger number (None: all ranks) that many adjacent ranks first exchange sequence for heads, if these split.
         kernel: ``"torch"`` (chunked, any device), ``"fla"`` (flash-linear-attention), or None to choose by device.
         name: names the caller in errors.
 

@@ -223,8 +223,8 @@ def check_block_mask(name: str, mask: BlockMask, batch: int, heads: int, lengths
     if tuple(mask.seq_lengths) != lengths:
         raise ValueError(
             f"{name} calls flex_attention with a block_mask for {mask.seq_lengths[0]} queries and "
-            f"{mask.seq_lengths[1]} keys, but the global sequence has {lengths[0]} and {lengths[1]}. Masks describe the "
-            "global sequence, not this rank's share. Build it with create_block_mask(mask_mod, B, H, "
+            f"{mask.seq_lengths[1]} keys, but the global sequence has {lengths[0]} and {lengths[1]}. It must describe "
+            "the global sequence, not this rank's share. Build it with create_block_mask(mask_mod, B, H, "
             f"{lengths[0]}, {lengths[1]})"
         )
     shape = mask.kv_indices.shape
