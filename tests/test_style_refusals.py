@@ -319,7 +319,7 @@ FOUND = {
     ),
     "integers": (
         "TypeError",
-        "query has dtype torch.int32. Attention takes",
+        "query has dtype torch.int32. Kernels take",
         lambda q, k, v: apply(Flash(), **RING1)(*(x.int() for x in (q, k, v))),
     ),
     "ring without a ring": (

@@ -1,13 +1,13 @@
 """Checks of single arguments. Each returns the argument, or raises an error in three sentences: what is wrong with the
 value, why, and what to do.
 
-Callers give the second sentence (``why``), without its full stop. ``name`` is that of the argument, with its caller in
-front where that helps: ``"linear_recurrence: scale"``.
+Callers give the second sentence (``why``), without its full stop. ``name`` may begin with the caller:
+``"linear_recurrence: scale"``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -31,8 +31,9 @@ def one_of(choices: Iterable[object]) -> str:
 
 
 def check_int(name: str, value: T, why: str, *, least: int = 1, others: Sequence[object] = ()) -> T:
-    """Raise ``ValueError`` unless an argument is an int of at least ``least``, or one of ``others``."""
-    if is_int(value, least) or any(value is x or (type(value) is type(x) and value == x) for x in others):
+    """Raise ``ValueError`` unless an argument is an int of at least ``least``, or one of ``others``, which are strings
+    or None."""
+    if is_int(value, least) or (isinstance(value, (str, type(None))) and value in others):
         return value
     kind = {0: "a non-negative int", 1: "a positive int"}.get(least, f"an int of at least {least}")
     kinds = f"{kind}, or {one_of(others)}" if others else kind
@@ -46,15 +47,14 @@ def check_bool(name: str, value: bool, why: str) -> bool:
     return value
 
 
-def check_choice(name: str, value: T, choices: Iterable[object], why: str, more: str = "") -> T:
+def check_choice(name: str, value: T, choices: Collection[object], why: str, more: str = "") -> T:
     """Raise ``ValueError`` unless an argument is one of the choices, which are strings or None.
 
     Args:
         more: what else there is to do, in the last sentence.
     """
-    known = list(choices)
-    if not isinstance(value, (str, type(None))) or value not in known:
-        raise ValueError(f"{name}={value!r} is unknown. {why}. Choose one of {', '.join(map(repr, known))}{more}")
+    if not isinstance(value, (str, type(None))) or value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown. {why}. Choose one of {', '.join(map(repr, choices))}{more}")
     return value
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -27,7 +28,6 @@ from torch import Tensor
 from torch._C import _autograd
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
-from .modules import frames_of
 from .version import moved
 
 _FORWARD, _BACKWARD = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
@@ -97,7 +97,7 @@ def _record(checkpoint: Any) -> _Record:
 def _checkpoints() -> Iterator[tuple[Any, bool]]:
     """The checkpoints that run in this thread, innermost first, and True for those that recompute. (A reentrant one
     comes before one with hooks: where both recompute, each knows the calls that it shares with the other.)"""
-    for frame in frames_of(_FORWARD, _BACKWARD):
+    for frame in _reentrant_frames():
         # Before its inputs are there, what recomputes is the checkpoint that holds them.
         if frame.f_code is _FORWARD or "detached_inputs" in frame.f_locals:
             yield frame.f_locals["ctx"], frame.f_code is _BACKWARD
@@ -132,6 +132,15 @@ def _closure(function: Any) -> list[Any]:
     return [cell.cell_contents for cell in cells]
 
 
+def _reentrant_frames() -> Iterator[FrameType]:
+    """The frames of reentrant checkpoints, forward and backward, innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _FORWARD or frame.f_code is _BACKWARD:
+            yield frame
+        frame = frame.f_back
+
+
 def in_reentrant_forward() -> bool:
     """True inside the forward of a reentrant checkpoint of this thread."""
-    return any(True for _ in frames_of(_FORWARD))
+    return any(frame.f_code is _FORWARD for frame in _reentrant_frames())

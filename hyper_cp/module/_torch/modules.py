@@ -35,11 +35,11 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
-def frames_of(code: CodeType, other: CodeType | None = None) -> Iterator[FrameType]:
-    """The Python frames of this thread that run ``code``, or ``other``; innermost first."""
+def frames_of(code: CodeType) -> Iterator[FrameType]:
+    """The Python frames of this thread that run ``code``, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code is code or frame.f_code is other:
+        if frame.f_code is code:
             yield frame
         frame = frame.f_back
 
