@@ -14,8 +14,7 @@ from torch import Tensor
 from benchmarks.device import check as device_check
 from benchmarks.device import merges, ranks, replays, results, tiles, times
 from hyper_cp.ops import kernels
-from hyper_cp.ops.kernels import REFERENCE, TileInputs
-from hyper_cp.ops.kernels import fused
+from hyper_cp.ops.kernels import REFERENCE, TileInputs, fused
 
 SMALL = [tiles.Tile(12, 12, tiles.CAUSAL, heads=(2, 1), dims=(8, 8)), tiles.Tile(7, 1, heads=(2, 1), dims=(8, 8))]
 ARGUMENTS = "--device cpu --dtype float32 --lengths 64 --heads 4 --kv-heads 4 --dim 16 --ranks 2 --worlds 2 --rounds 1"
