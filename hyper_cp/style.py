@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .module._torch.compile_guard import refuse_compiled
-from .module._torch.modules import checkpointed, is_compiled
+from .mesh.arguments import check_bool, check_int, check_sequence
+from .module._torch.modules import checkpointed, is_compiled, refuse_compiled
 from .module.guards import guard_plan, refuse_uncalled
 from .module.hooks import AttentionHooks
 from .module.mesh_binding import Binding, binding_of, describe
@@ -126,23 +126,27 @@ class ContextParallel(ParallelStyle):
     ) -> None:
         super().__init__()
         self.mode = Mode(kv_exchange, layout, load_balance, window, head_groups, exchange_stages)  # type: ignore[arg-type]
-        self.seq_dim, self.head_dim = _dimension("seq_dim", seq_dim), _dimension("head_dim", head_dim)
+        why = "Dimensions of q, k and v are counted from the left"
+        self.seq_dim = check_int("seq_dim", seq_dim, why, least=0)
+        self.head_dim = check_int("head_dim", head_dim, why, least=0)
         if seq_dim == head_dim:
-            raise ValueError(f"seq_dim={seq_dim} and head_dim={head_dim} must name different dimensions")
-        degree_is_int = isinstance(ulysses_degree, int) and not isinstance(ulysses_degree, bool)
-        if not (ulysses_degree is None or ulysses_degree == "auto" or (degree_is_int and ulysses_degree > 0)):  # type: ignore[operator]
-            raise ValueError(f'ulysses_degree={ulysses_degree!r} must be None (whole mesh), "auto" or a positive int')
-        self.ulysses_degree = ulysses_degree
+            raise ValueError(
+                f"seq_dim={seq_dim} and head_dim={head_dim} must name different dimensions. Heads are exchanged for "
+                "the sequence. For [B, S, H, D] pass 1 and 2, for [B, H, S, D] 2 and 1"
+            )
+        why = "It is the number of ranks that trade sequence for heads; None is the whole mesh"
+        self.ulysses_degree = check_int("ulysses_degree", ulysses_degree, why, others=(None, "auto"))
         if qkv_indices is not None:
-            _check_sequence("qkv_indices", qkv_indices, int)
-        _check_sequence("qkv_kwarg_names", qkv_kwarg_names, str)
-        _check_sequence("allow", allow, str)
+            check_sequence("qkv_indices", qkv_indices, int)
+        check_sequence("qkv_kwarg_names", qkv_kwarg_names, str)
+        check_sequence("allow", allow, str)
         self.qkv_indices = None if qkv_indices is None else tuple(qkv_indices)
         self.qkv_kwarg_names, self.allow = tuple(qkv_kwarg_names), tuple(allow)
         if self.qkv_indices is not None and (not _q_k_v(self.qkv_indices) or any(i < 0 for i in self.qkv_indices)):
             raise ValueError(
-                f"qkv_indices={qkv_indices!r} must be three different argument positions (q, k, v), those of k and v "
-                "equal if they are one tensor (0, 1, 1), or None if the module computes q, k, v itself"
+                f"qkv_indices={qkv_indices!r} must be the positions of q, k and v among the arguments. They differ, "
+                "but for those of k and v if these are one tensor. Pass (0, 1, 2) or (0, 1, 1), say, or None if the "
+                "module computes q, k, v itself"
             )
         if self.qkv_kwarg_names and (
             self.qkv_indices is None
@@ -150,22 +154,23 @@ class ContextParallel(ParallelStyle):
             or len(set(self.qkv_kwarg_names)) != len(set(self.qkv_indices))
         ):
             raise ValueError(
-                f"qkv_kwarg_names={qkv_kwarg_names!r} with qkv_indices={qkv_indices!r}: give three names (of q, k, v; "
-                "k and v equal in both if they are one tensor), and only for a module that receives q, k, v"
+                f"qkv_kwarg_names={qkv_kwarg_names!r} do not fit qkv_indices={qkv_indices!r}. Both describe q, k and v "
+                "(k and v are equal in both if they are one tensor) of a module that receives them. Pass three names, "
+                "or none"
             )
         if self.mode.groups > 1 and self.qkv_indices is not None:
             raise ValueError(
-                f"head_groups={head_groups} with qkv_indices={qkv_indices!r}: where q, k, v are exchanged before the "
-                "module runs, it sees all its heads at once, so there is nothing to overlap. Set qkv_indices=None: its "
-                "attention call (F.scaled_dot_product_attention in [B, H, S, D]) then exchanges them; or head_groups=1"
+                f"head_groups={head_groups} with qkv_indices={qkv_indices!r} is not possible. Where q, k, v are "
+                "exchanged before the module runs, it sees all its heads at once, so there is nothing to overlap. Set "
+                "qkv_indices=None: its attention call (F.scaled_dot_product_attention in [B, H, S, D]) then exchanges "
+                "them; or head_groups=1"
             )
-        for name, value in (("use_local_output", use_local_output), ("cross_attention", cross_attention)):
-            if not isinstance(value, bool):
-                raise TypeError(f"{name}={value!r} must be True or False")
+        check_bool("use_local_output", use_local_output, "Outputs have the form of q, or are DTensors")
+        check_bool("cross_attention", cross_attention, "Keys are those of the queries' sequence, or of another one")
         if not use_local_output and layout != "contiguous":
             raise ValueError(
-                f"use_local_output=False returns Shard({seq_dim}) DTensors, which mean contiguous order, but "
-                f"layout={layout!r}: use use_local_output=True"
+                f"use_local_output=False with layout={layout!r} is not possible. It returns Shard({seq_dim}) DTensors, "
+                "which mean contiguous order. Set use_local_output=True, or layout='contiguous'"
             )
         if cross_attention and (window is not None or (by_documents(layout) and kv_exchange != "replicated")):
             raise ValueError(
@@ -376,17 +381,3 @@ def _has_run(module: nn.Module) -> bool:
 def _q_k_v(where: Sequence[object]) -> bool:
     """True for three positions or names, of which only those of k and v may be equal."""
     return len(where) == 3 and where[0] not in where[1:]
-
-
-def _check_sequence(name: str, value: Sequence[object], kind: type) -> None:
-    """Raise ``TypeError`` unless an argument is a list or tuple of one kind of values."""
-    if not isinstance(value, (list, tuple)) or not all(isinstance(x, kind) for x in value):
-        raise TypeError(
-            f"{name}={value!r} must be a tuple or list of {kind.__name__}. Write ({name}=(...)), with commas"
-        )
-
-
-def _dimension(name: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{name}={value!r} must be a non-negative int: dimensions are counted from the left")
-    return value

@@ -113,7 +113,7 @@ WRONG: dict[str, Mistake] = {
         lambda q, k, v: apply(modules.BNSD(), qkv_indices=None, ulysses_degree=2)(q[:, :3], k[:, :3], v[:, :3]),
     ),
     "degree": (
-        "ulysses_degree=3 does not divide the cp mesh of 4 ranks; degrees that do: 1, 2, 4",
+        "ulysses_degree=3 does not divide the cp mesh of 4 ranks.* Degrees that divide it: 1, 2, 4",
         lambda *_: apply(modules.BNSD(), ulysses_degree=3),
     ),
     "2-D names": (r"2 dimensions named \('dp', 'cp'\).*Slice", two_d_with_other_names),
@@ -183,7 +183,7 @@ WRONG: dict[str, Mistake] = {
         lambda q, k, v: apply(Flash(dropout_p=1.0), **RING1)(q, k, v),
     ),
     "gqa": (
-        "query has 4 heads and key 2. Pass enable_gqa=True",
+        "query has 4 heads and key 2.*Pass enable_gqa=True",
         lambda q, k, v: apply(Flash(), **RING1)(q, k[:, :2], v[:, :2]),
     ),
     "another library": (
@@ -215,7 +215,7 @@ WRONG: dict[str, Mistake] = {
         lambda q, k, v: apply(CoreCheckpoint(), **RING1)(*(x.requires_grad_() for x in (q, k, v))),
     ),
     "integers": (
-        "TypeError: query has dtype torch.int32. Attention takes",
+        "TypeError: query has dtype torch.int32. Kernels take",
         lambda q, k, v: apply(Flash(), **RING1)(*(x.int() for x in (q, k, v))),
     ),
     "ring without a ring": (

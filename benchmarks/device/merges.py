@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from hyper_cp.cli.diagnosis.findings import Finding, Results, check
-from hyper_cp.ops.kernels.fused import sums
+from hyper_cp.ops.kernels import fused
 
 SHAPES = [(1, 1, 1, 64), (2, 4, 300, 64), (1, 8, 1000, 128), (2, 3, 77, 80)]
 
@@ -26,7 +26,7 @@ def merged(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Results:
     want_lse = lses.logsumexp(0)
     weights = (lses - want_lse.nan_to_num(neginf=0.0)).exp().unsqueeze(-1)
     want = (weights * torch.stack([total.cpu(), out.cpu().float()]).double()).sum(0)
-    used = sums.merge(total, total_lse, out, lse)
+    used = fused.merge(total, total_lse, out, lse)
     return [("output", total, want), ("log-sum-exp", total_lse, want_lse)] if used else []
 
 
@@ -34,7 +34,7 @@ def added(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Results:
     """Return a sum of gradients, and what it is in fp64. Empty where Triton is not used."""
     total, x = torch.randn(shape, device=device), torch.randn(shape, device=device, dtype=dtype)
     want = total.cpu().double() + x.cpu().double()
-    return [("sum", total, want)] if sums.add(total, x) else []
+    return [("sum", total, want)] if fused.add(total, x) else []
 
 
 def check_merges(device: str, dtype: torch.dtype) -> Iterator[Finding]:

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from ..data.collectives import by_rank
 from ..handler import ContextParallelHandler
+from ..mesh.arguments import check_choice
 from ..module.mesh_binding import bindings
 from ..schedule.documents import documents_table
 from ..style import ContextParallel, styled_modules
@@ -94,11 +95,8 @@ def prepare_transformer(
             f"{mode.kv_exchange!r}. Attention of {name} is not causal, so work is balanced, and keys are split. Leave "
             "these out, but for the exchange"
         )
-    if gradients not in ("mean", "sum"):
-        raise ValueError(
-            f'gradients={gradients!r} is unknown. Use "mean" under DDP or FSDP, which average gradients, or "sum" if '
-            "you all-reduce them with SUM"
-        )
+    why = "DDP and FSDP average gradients over the ranks (mean); an all-reduce with SUM does not (sum)"
+    check_choice("gradients", gradients, ("mean", "sum"), why)
     own = copy.copy(style)
     own.qkv_indices, own.qkv_kwarg_names = None, ()
     plan: dict[str, ParallelStyle] = {family.shared: own}
@@ -242,7 +240,10 @@ class _Split:
         if images:
             sequence.record(prompt, next(iter(images.values())))
         if len(set(images.values())) > 1:
-            raise ValueError(f"{type(module).__name__} got inputs of different lengths: {images}. Pass one sequence")
+            raise ValueError(
+                f"{type(module).__name__} got inputs of different lengths: {images}. They are split as parts of one "
+                "sequence. Pass inputs of one length"
+            )
         local = {name: sequence.split(given[name], dim, name in first) for name, dim in dims.items()}
         names = self.names[: len(args)]
         return tuple(local.get(name, x) for name, x in zip(names, args, strict=True)), {
@@ -274,7 +275,7 @@ class _Split:
 
 
 def _modules(transformer: nn.Module, where: str) -> list[nn.Module]:
-    """The modules that a key of the plan names, in which * stands for one number."""
+    """The modules that a key of the plan names, in which * matches a number."""
     return [module for name, module in transformer.named_modules() if fnmatchcase(name, where)]
 
 

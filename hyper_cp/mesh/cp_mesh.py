@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import Agreement, Signature
+from .arguments import is_int
 from .batch_state import BatchState
 from .comm import Axis
 from .groups import can_split, make_group, names_of_groups, parts_of
@@ -77,7 +78,7 @@ class CPMesh:
             caller: names the call in errors, usually its module.
             once: pairs that are compared with a new signature, and not recorded: they may change with every call.
             details: makes what is exchanged if the ranks disagree, so that the error can name the first that differs.
-            always: compare a known signature too, because ``once`` may differ.
+            always: compare a signature that is not new too, because ``once`` may differ.
 
         Raises:
             ValueError: on every rank, if the signatures differ, or if the ranks have made different calls (each agreed
@@ -102,7 +103,7 @@ _MOST_VIEWS = 256
 
 
 def register(mesh: CPMesh) -> CPMesh:
-    """Make ``mesh`` known to the custom ops under its key; drop meshes whose groups are gone."""
+    """Let custom ops find ``mesh`` by its key; drop meshes whose groups are gone."""
     for key in [k for k, m in _BY_KEY.items() if not m.alive()]:
         del _BY_KEY[key]
     _VIEWS.clear()
@@ -114,8 +115,8 @@ def by_key(key: str) -> CPMesh:
     """The mesh registered under ``key`` (inside custom ops, where only strings travel)."""
     if key not in _BY_KEY:
         raise RuntimeError(
-            f"the cp mesh {key!r} is not known in this process: its process groups were destroyed or "
-            "the graph was compiled elsewhere. Apply ContextParallel again after init_process_group"
+            f"the cp mesh {key!r} does not exist in this process. Its process groups were destroyed, or the graph was "
+            "compiled elsewhere. Apply ContextParallel again after init_process_group"
         )
     return _BY_KEY[key]
 
@@ -130,28 +131,39 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise unless ``mesh`` is a 1-D mesh or a 2-D ("ring", "ulysses") mesh with this rank in it."""
+def ranks_of(mesh: DeviceMesh, sizes: str, caller: str) -> list[int]:
+    """The global ranks of a mesh. Raise unless it is a ``DeviceMesh`` whose ranks ascend, with this rank among them.
+
+    Args:
+        sizes, caller: how errors write the shape and the name of the mesh, and who needs it.
+    """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"mesh must be a torch.distributed.DeviceMesh, got {type(mesh).__name__}. Make one with "
-            'init_device_mesh(device_type, (cp_size,), mesh_dim_names=("cp",))'
+            f"mesh must be a torch.distributed.DeviceMesh, got {type(mesh).__name__}. It names the ranks that share a "
+            f"sequence. Make one with init_device_mesh(device_type, {sizes})"
         )
-    names = mesh.mesh_dim_names
-    if mesh.ndim > 2 or (mesh.ndim == 2 and names != MESH_NAMES):
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
         raise ValueError(
-            f"mesh has {mesh.ndim} dimensions named {names}: ContextParallel needs a 1-D mesh (for "
-            f'example mesh["cp"]) or a 2-D mesh named {MESH_NAMES}. Slice the dimension(s) of the '
-            "sequence out of the larger mesh first"
-        )
-    if mesh.mesh.flatten().tolist() != sorted(mesh.mesh.flatten().tolist()):
-        raise ValueError(
-            f"mesh lists its ranks as {mesh.mesh.tolist()}, not ascending: process groups number their ranks "
-            "in ascending order, so that data and attention would disagree. Build the mesh in that order"
+            f"mesh lists its ranks as {mesh.mesh.tolist()}, not ascending. Process groups number their ranks in "
+            "ascending order, so that data and attention would disagree. Build the mesh in that order"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"rank {dist.get_rank()} is not part of mesh {mesh}: apply ContextParallel only on the ranks of the mesh"
+            f"rank {dist.get_rank()} is not part of mesh {mesh}. It has no share of the sequence. Call {caller} only "
+            "on the ranks of the mesh"
+        )
+    return ranks
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raise unless ``mesh`` is a 1-D mesh or a 2-D ("ring", "ulysses") mesh with this rank in it."""
+    ranks_of(mesh, '(cp_size,), mesh_dim_names=("cp",)', "ContextParallel")
+    names = mesh.mesh_dim_names
+    if mesh.ndim > 2 or (mesh.ndim == 2 and names != MESH_NAMES):
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions named {names}. ContextParallel needs a 1-D mesh, or a 2-D mesh named "
+            f'{MESH_NAMES}. Slice the dimension(s) of the sequence out of the larger mesh first, as in mesh["cp"]'
         )
 
 
@@ -165,9 +177,9 @@ def view(mesh: DeviceMesh, ulysses_degree: int | None = None) -> CPMesh:
     if torch.compiler.is_compiling():  # a graph cannot depend on the identity of an object
         return _view(mesh, ulysses_degree)
     if ulysses_degree is None or type(ulysses_degree) is int:
-        known = _VIEWS.get((id(mesh), ulysses_degree))
-        if known is not None and known[0]() is mesh and known[1].alive():
-            return known[1]
+        kept = _VIEWS.get((id(mesh), ulysses_degree))
+        if kept is not None and kept[0]() is mesh and kept[1].alive():
+            return kept[1]
     cp = _view(mesh, ulysses_degree)
     if len(_VIEWS) >= _MOST_VIEWS:
         _VIEWS.clear()
@@ -187,12 +199,15 @@ def _view(mesh: DeviceMesh, ulysses_degree: int | None) -> CPMesh:
     group = mesh.get_group()
     size = mesh.size()
     degree = size if ulysses_degree is None else ulysses_degree
-    if not isinstance(degree, int) or isinstance(degree, bool):
-        raise TypeError(f'ulysses_degree={degree!r} must be None or an int here ("auto" is for ContextParallel)')
+    if not is_int(degree):
+        raise TypeError(
+            f'ulysses_degree={degree!r} must be None or an int here. "auto" is for ContextParallel, which knows the '
+            "module. Pass a number of ranks"
+        )
     if degree < 1 or size % degree:
         raise ValueError(
-            f"ulysses_degree={degree} does not divide the cp mesh of {size} ranks; degrees that do: "
-            f"{', '.join(map(str, divisors(size)))}"
+            f"ulysses_degree={degree} does not divide the cp mesh of {size} ranks. Ranks that trade sequence for heads "
+            f"are blocks of equal size. Degrees that divide it: {', '.join(map(str, divisors(size)))}"
         )
     key = f"{group.group_name}/{size // degree}x{degree}"
     cached = _BY_KEY.get(key)
@@ -220,7 +235,7 @@ def _view_2d(mesh: DeviceMesh, ulysses_degree: int | None) -> CPMesh:
     if ulysses_degree not in (None, ulysses.size):
         raise ValueError(
             f"ulysses_degree={ulysses_degree!r} contradicts the 2-D mesh, whose 'ulysses' dimension has "
-            f"{ulysses.size} ranks: leave ulysses_degree=None or pass a 1-D mesh"
+            f"{ulysses.size} ranks. That is the degree already. Leave ulysses_degree=None, or pass a 1-D mesh"
         )
     key = f"{ring.group.group_name}+{ulysses.group.group_name}/{ring.size}x{ulysses.size}"
     cached = _BY_KEY.get(key)

@@ -9,14 +9,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import cp_mesh
+from .arguments import is_int
 from .comm import Axis
 from .groups import Parts, make_group, parts_of
 
 Ranks = tuple[int, ...]
 
 _GROUPS: dict[Parts, dist.ProcessGroup] = {}
-"""This rank's group of each partition of ranks for which this process has made groups. By the whole partition: all of
-its ranks then agree on which groups there are."""
+"""This rank's group of each partition of ranks for which this process has made groups. The whole partition is the key,
+so that all of its ranks agree on which groups exist."""
 
 
 class MeshFamily:
@@ -41,10 +42,10 @@ class MeshFamily:
 
     def mesh(self, degree: int) -> DeviceMesh:
         """The 2-D mesh ``("dp", "cp")`` of shape ``(size / degree, degree)``."""
-        if not isinstance(degree, int) or isinstance(degree, bool) or degree not in self._meshes:
+        if not is_int(degree) or degree not in self._meshes:
             raise ValueError(
-                f"degree={degree!r} is not in this family of {self.size} ranks, whose degrees are "
-                f"{', '.join(map(str, self.degrees))}: choose one of them, or name it in "
+                f"degree={degree!r} is not in this family of {self.size} ranks. Its degrees are "
+                f"{', '.join(map(str, self.degrees))}. Choose one of them, or name it in "
                 "split_cp_mesh(mesh, degrees=...)"
             )
         return self._meshes[degree]
@@ -98,11 +99,11 @@ def split_cp_mesh(mesh: DeviceMesh, degrees: Sequence[int] | None = None) -> Mes
     context parallelism prebuilds its groups likewise.
     """
     ranks = _checked_ranks(mesh)
-    wanted = _checked_degrees(degrees, len(ranks))
+    chosen = _checked_degrees(degrees, len(ranks))
     groups = {parts: g for parts, g in _GROUPS.items() if _alive(g)} | _groups_of(mesh)
     _GROUPS.clear()
     built = {}
-    for degree in wanted:  # the same order on every rank, which makes the group-wise set-up free of deadlock
+    for degree in chosen:  # the same order on every rank, which makes the group-wise set-up free of deadlock
         table = torch.tensor(ranks).view(-1, degree)
         members = [parts_of(table.T.tolist()), parts_of(table.tolist())]
         for parts in members:
@@ -116,28 +117,14 @@ def split_cp_mesh(mesh: DeviceMesh, degrees: Sequence[int] | None = None) -> Mes
 
 
 def _checked_ranks(mesh: DeviceMesh) -> Ranks:
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"mesh must be a torch.distributed.DeviceMesh, got {type(mesh).__name__}. Make one with "
-            'init_device_mesh(device_type, (dp_size, cp_size), mesh_dim_names=("dp", "cp"))'
-        )
+    ranks = cp_mesh.ranks_of(mesh, '(dp_size, cp_size), mesh_dim_names=("dp", "cp")', "split_cp_mesh")
     names = mesh.mesh_dim_names
     if mesh.ndim > 1 and names != cp_mesh.MESH_NAMES and (not names or names[-1] != "cp"):
         raise ValueError(
-            f"mesh has {mesh.ndim} dimensions named {names}: the innermost must be 'cp', since adjacent ranks share "
-            'a sequence. Slice these dimensions out of a larger mesh, as in mesh["dp", "cp"]'
+            f"mesh has {mesh.ndim} dimensions named {names}: the innermost must be 'cp'. Adjacent ranks share a "
+            'sequence. Slice these dimensions out of a larger mesh, as in mesh["dp", "cp"]'
         )
-    ranks = tuple(mesh.mesh.flatten().tolist())
-    if list(ranks) != sorted(ranks):
-        raise ValueError(
-            f"mesh lists its ranks as {mesh.mesh.tolist()}, not ascending: process groups number their ranks in "
-            "ascending order. Build the mesh in that order"
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not part of mesh {mesh}: call split_cp_mesh only on the ranks of the mesh"
-        )
-    return ranks
+    return tuple(ranks)
 
 
 def _checked_degrees(degrees: Sequence[int] | None, size: int) -> list[int]:
@@ -145,12 +132,15 @@ def _checked_degrees(degrees: Sequence[int] | None, size: int) -> list[int]:
     if degrees is None:
         return works
     if not isinstance(degrees, (list, tuple, range, set, frozenset)):
-        raise TypeError(f"degrees={degrees!r} must be a list of context-parallel degrees, or None for all: degrees=[2]")
-    wrong = [d for d in degrees if isinstance(d, bool) or not isinstance(d, int) or d not in works]
+        raise TypeError(
+            f"degrees={degrees!r} must be a list of context-parallel degrees. Each gets a mesh. Pass degrees=[2], say, "
+            "or None for all"
+        )
+    wrong = [d for d in degrees if not is_int(d) or d not in works]
     if wrong:
         raise ValueError(
-            f"degrees={list(degrees)!r}: {wrong[0]!r} does not divide the {size} ranks of the mesh; degrees that do: "
-            f"{', '.join(map(str, works))}"
+            f"degrees={list(degrees)!r}: {wrong[0]!r} does not divide the {size} ranks of the mesh. All groups of a "
+            f"degree have equally many ranks. Degrees that divide it: {', '.join(map(str, works))}"
         )
     return sorted({1, *degrees})
 

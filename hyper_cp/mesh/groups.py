@@ -31,7 +31,7 @@ Parts = tuple[tuple[int, ...], ...]
 
 
 def parts_of(rows: Sequence[Sequence[int]]) -> Parts:
-    """The same for every order of the rows."""
+    """The partition of these rows, the same for every order of them."""
     return tuple(sorted(map(tuple, rows)))
 
 

@@ -17,7 +17,7 @@ from .cp_mesh import CPMesh
 from .failures import running
 
 
-def _asked_for() -> bool:
+def _switched_on() -> bool:
     given = os.environ.get("HYPER_CP_DEBUG", "")
     if given not in ("", "0", "nan"):
         raise ValueError(
@@ -29,7 +29,7 @@ def _asked_for() -> bool:
 
 class _Watch:
     def __init__(self) -> None:
-        self.on = _asked_for()
+        self.on = _switched_on()
         """Read once, when the package is imported: ranks must not differ in it."""
         self.clean = ""
         """The last check that found none."""

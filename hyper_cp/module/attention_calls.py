@@ -90,7 +90,7 @@ def _flex(
     _check_gqa(name, query, key, enable_gqa)
     options = {"scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse, "kernel_options": kernel_options}
     flex = Flex(name, score_mod, block_mask, {**options, **others}, plain_flex_attention)
-    return AttentionRequest(query, key, value, core=flex, to_caller=flex.answer, blocks=block_mask is not None)
+    return AttentionRequest(query, key, value, core=flex, to_caller=flex.to_caller, blocks=block_mask is not None)
 
 
 # --------------------------------------------------------------------------- nn.MultiheadAttention

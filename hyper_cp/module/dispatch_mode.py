@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from . import attention_calls
-from ._torch.function_modes import take_out
+from ._torch.modes import take_out
 from .running_call import RunningCall, routed_attention
 from .thread_stack import ThreadStack
 

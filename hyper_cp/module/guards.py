@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import attention_calls
-from ._torch.compile_guard import plan_being_applied
-from ._torch.modules import calls_running, hook_owners, is_compiled, running_modules
+from ._torch.modules import calls_running, hook_owners, is_compiled, plan_being_applied, running_modules
 from .dispatch_mode import EnteredMode, current_call
 from .mesh_binding import Binding, describe
 from .mixers.calls import captures_function, is_mixer

@@ -33,7 +33,7 @@ class AttentionBackend(Protocol):
         """True if the call can be part of a compiled graph."""
         ...
 
-    def settle(self, q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[AttentionBackend, Call]:
+    def select_backend(self, q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[AttentionBackend, Call]:
         """The backend that computes this call, and the call as that backend takes it."""
         ...
 
@@ -68,7 +68,7 @@ def attend(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call, core: AttentionBackend, exchanged: bool
 ) -> Any:
-    core, call = core.settle(q, cp, mode, call)
+    core, call = core.select_backend(q, cp, mode, call)
     if mode.head_groups == "auto":
         possible = isinstance(core, TileEngine) and not exchanged
         mode = replace(mode, head_groups=head_groups.best_groups(q, k, v, cp, mode, call) if possible else 1)

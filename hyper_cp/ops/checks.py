@@ -2,12 +2,10 @@
 
 :func:`check` is the entrance of every call: it casts, compares the ranks, checks and returns one
 :class:`~hyper_cp.ops.config.CheckedCall`. The hooks of a module that is given q, k, v exchange heads before its
-attention call is known; they use :func:`check_shards` by themselves.
+attention call is made; they call :func:`check_shards` themselves.
 """
 
 from __future__ import annotations
-
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -15,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from ..mesh import cp_mesh
+from ..mesh.arguments import check_number
 from ..mesh.cp_mesh import CPMesh
 from ..schedule import build, documents, tiles
 from ..schedule import layout as layouts
@@ -23,14 +22,15 @@ from ..schedule.planning.auto import hosts_matter
 from ..schedule.tiles import Band
 from .config import Call, CheckedCall, Mode
 
-NUMBERS = (float, int, Real, torch.SymFloat, torch.SymInt, Tensor)
+NUMBERS = (torch.SymFloat, torch.SymInt, Tensor)
+"""Types that a compiled graph, or a model, may have in place of a Python number."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check(
     q: Tensor, k: Tensor, v: Tensor, call: Call, cp: CPMesh, mode: Mode, *, exchanged: bool
 ) -> tuple[Tensor, Tensor, Tensor, CheckedCall]:
-    """Cast q, k, v ``[B, H, S, D]`` as autocast wants them, and check everything about their attention call.
+    """Cast q, k, v ``[B, H, S, D]`` as autocast does, and check everything about their attention call.
 
     Args:
         exchanged: the Ulysses all-to-all was done already: tensors hold the sequence of a whole ring rank.
@@ -55,7 +55,7 @@ def check(
     band = tiles.band_of(call.is_causal, mode.window)
     check_tails(mode, cp, band, lengths[0], None if call.score is None else call.score.blocks)
     scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
-    mask = None if call.mask is None else _check_mask(call, q, cp, lengths, exchanged)
+    mask = None if call.mask is None else _check_mask(call.mask, call, q, cp, lengths, exchanged)
     return (
         q,
         k,
@@ -85,8 +85,8 @@ def refuse_forward_mode(caller: str, *tensors: Tensor) -> None:
     for x in tensors:
         if forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
-                f"{caller} runs under forward-mode differentiation (torch.func.jvp, jacfwd or forward_ad), and "
-                "context-parallel attention has no forward-mode derivative: its tangent would be zero. Use backward "
+                f"{caller} runs under forward-mode differentiation (torch.func.jvp, jacfwd or forward_ad). The ops of "
+                "this library have no forward-mode derivative, so the tangent would be zero. Use backward "
                 "(torch.autograd.grad, torch.func.vjp), or one device"
             )
 
@@ -159,8 +159,8 @@ def check_tails(mode: Mode, cp: CPMesh, band: Band, length: int, blocks: BlockMa
 
 def _odd(length: int, cut: str, cp: CPMesh) -> str:
     return (
-        f"local sequence length {length} is odd, but {cut} cuts it into two halves. Use global lengths that are a "
-        f"multiple of {2 * cp.size}"
+        f"local sequence length {length} is odd. {cut} cuts it into two halves. Use global lengths that are a multiple "
+        f"of {2 * cp.size}"
     )
 
 
@@ -170,31 +170,37 @@ def _odd(length: int, cut: str, cp: CPMesh) -> str:
 def check_dimensions(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise unless q, k, v are local tensors ``[B, H, S, D]``."""
     for name, x in (("query", q), ("key", k), ("value", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(
-                f"{name} is a {type(x).__name__}, not a tensor. Attention takes query, key and value as tensors "
-                "[batch, heads, sequence, head_dim]. Pass one"
-            )
-        if isinstance(x, DTensor):
-            raise TypeError(
-                f"{name} is a DTensor placed {x.placements}. This function takes local tensors. "
-                "Pass x.to_local() and wrap the output with DTensor.from_local, or put ContextParallel on a "
-                "module that receives q, k, v: it does both"
-            )
-        if x.ndim != 4:
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}. Context-parallel attention takes [batch, heads, "
-                "sequence, head_dim]. Add the missing dimension or transpose"
-            )
+        check_local(name, x, 4, "[batch, heads, sequence, head_dim]")
+
+
+def check_local(name: str, x: Tensor, ndim: int, form: str) -> None:
+    """Raise unless an argument is a local tensor with ``ndim`` dimensions; ``form`` names these."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}, not a tensor. It must be a local tensor {form}. Pass one")
+    if isinstance(x, DTensor):
+        raise TypeError(
+            f"{name} is a DTensor placed {x.placements}. This function takes local tensors. Pass x.to_local() and wrap "
+            "the output with DTensor.from_local, or put ContextParallel (or RecurrentContextParallel) on a module that "
+            "receives these tensors: it does both"
+        )
+    if x.ndim != ndim:
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}. It must be {form}. Add the missing dimension, transpose or reshape it"
+        )
+
+
+def check_dtype(name: str, x: Tensor) -> None:
+    """Raise ``TypeError`` unless a tensor has a dtype that kernels take."""
+    if x.dtype not in DTYPES:
+        raise TypeError(
+            f"{name} has dtype {x.dtype}. Kernels take float16, bfloat16, float32 or float64. Convert it, and the "
+            "other inputs"
+        )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise unless q, k, v ``[B, H, S, D]`` have one floating dtype, and sizes that fit each other."""
-    if q.dtype not in DTYPES:
-        raise TypeError(
-            f"query has dtype {q.dtype}. Attention takes float16, bfloat16, float32 or float64. "
-            "Convert query, key and value"
-        )
+    check_dtype("query", q)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"query, key and value have dtypes {q.dtype}, {k.dtype} and {v.dtype}. They must be equal. "
@@ -202,8 +208,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise ValueError(
-            f"query {tuple(q.shape)}, key {tuple(k.shape)} and value {tuple(v.shape)} do not fit: batch, "
-            "the sequence and heads of key and value, and the head dim of query and key must be equal"
+            f"query {tuple(q.shape)}, key {tuple(k.shape)} and value {tuple(v.shape)} do not fit. All have one batch "
+            "size, key and value one length and number of heads, query and key one head dim. Reshape them"
         )
     for name, x in (("query", q), ("key", k), ("value", v)):
         if 0 in x.shape[1:]:
@@ -218,11 +224,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_enable_gqa(name: str, q_heads: int, kv_heads: int, enable_gqa: bool) -> None:
-    """Raise ``ValueError`` for grouped heads that were not asked for, as ``F.scaled_dot_product_attention`` does."""
+    """Raise ``ValueError`` for grouped heads without ``enable_gqa``, as ``F.scaled_dot_product_attention`` does."""
     if q_heads != kv_heads and not enable_gqa:
         raise ValueError(
-            f"{name}: query has {q_heads} heads and key {kv_heads}. Pass enable_gqa=True for grouped-query "
-            "attention, as with F.scaled_dot_product_attention"
+            f"{name}: query has {q_heads} heads and key {kv_heads}. Grouped heads may be a mistake, as in "
+            "F.scaled_dot_product_attention. Pass enable_gqa=True for grouped-query attention"
         )
 
 
@@ -235,8 +241,8 @@ def check_grouped(q_heads: int, kv_heads: int) -> None:
         )
     if q_heads % kv_heads:
         raise ValueError(
-            f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads, which grouped-query attention "
-            "needs. Repeat the key/value heads or change their number"
+            f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads. In grouped-query attention each "
+            "key/value head serves equally many query heads. Repeat the key/value heads or change their number"
         )
 
 
@@ -244,14 +250,18 @@ def check_heads(q_heads: int, kv_heads: int, cp: CPMesh) -> None:
     """Raise ``ValueError`` unless the query heads split over the Ulysses degree. (Key/value heads that do not split are
     shared by ranks; an uneven split of query heads would leave ranks waiting for the fullest one.)"""
     check_grouped(q_heads, kv_heads)
+    check_split(q_heads, "query heads", cp, '(the rest of the mesh becomes the ring dimension) or to "auto"')
+
+
+def check_split(heads: int, what: str, cp: CPMesh, todo: str, caller: str = "") -> None:
+    """Raise ``ValueError`` unless heads split over the Ulysses degree. ``todo``: what to do beside another degree."""
     degree = cp.ulysses.size
-    if q_heads % degree:
-        works = [d for d in cp_mesh.divisors(cp.size) if q_heads % d == 0]
+    if heads % degree:
+        works = [d for d in cp_mesh.divisors(cp.size) if heads % d == 0]
         raise ValueError(
-            f"ulysses_degree={degree} cannot split {q_heads} query heads: they must be a multiple of the degree (None "
-            f"means all ranks of the mesh). Degrees of this cp mesh of {cp.size} ranks that work: "
-            f"{', '.join(map(str, works))}. Set ulysses_degree to one of them (the rest of the mesh becomes the ring "
-            'dimension) or to "auto"'
+            f"{caller}ulysses_degree={degree} cannot split {heads} {what}. They must be a multiple of the degree (None "
+            f"is all ranks of the mesh). Degrees of this cp mesh of {cp.size} ranks that work: "
+            f"{', '.join(map(str, works))}. Set ulysses_degree to one of them {todo}"
         )
 
 
@@ -259,8 +269,8 @@ def check_degree(mode: Mode, cp: CPMesh) -> None:
     """Raise ``ValueError`` if this way of getting keys makes no sense with the Ulysses degree."""
     if mode.kv_exchange == "replicated" and cp.ulysses.size > 1:
         raise ValueError(
-            f"kv_exchange='replicated' with ulysses_degree={cp.ulysses.size}: every rank has all keys, so there is "
-            "nothing to trade for heads. Set ulysses_degree=1"
+            f"kv_exchange='replicated' with ulysses_degree={cp.ulysses.size} is not possible. Every rank has all keys, "
+            "so there is nothing to trade for heads. Set ulysses_degree=1"
         )
 
 
@@ -270,8 +280,7 @@ def check_degree(mode: Mode, cp: CPMesh) -> None:
 def check_kinds(call: Call) -> None:
     """Raise ``TypeError`` unless the numbers of a call are numbers, and its mask is a tensor."""
     for name, x in (("scale", 0.0 if call.scale is None else call.scale), ("dropout_p", call.dropout_p)):
-        if not isinstance(x, NUMBERS) or isinstance(x, bool):
-            raise TypeError(f"{name}={x!r} is a {type(x).__name__}. It must be a number. Pass a float")
+        check_number(name, x, "It changes the weights of attention", "Pass a float", NUMBERS)
     if call.mask is not None and not isinstance(call.mask, Tensor):
         raise TypeError(
             f"attn_mask is a {type(call.mask).__name__}, not a tensor. It must be bool (True is visible) or floating, "
@@ -282,7 +291,10 @@ def check_kinds(call: Call) -> None:
 def check_options(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) -> None:
     """Raise ``ValueError`` if the options of a call contradict each other or its ``lengths`` (queries, keys)."""
     if not 0.0 <= call.dropout_p < 1.0:
-        raise ValueError(f"dropout_p={call.dropout_p} must be a probability below 1. Pass 0.0 in evaluation")
+        raise ValueError(
+            f"dropout_p={call.dropout_p} must be a probability below 1. Each weight is dropped with it. Pass a number "
+            "from 0.0 on, and 0.0 in evaluation"
+        )
     if lengths[0] == lengths[1]:
         return
     if call.is_causal or mode.window is not None or (call.documents is not None and call.mask is None):
@@ -294,8 +306,9 @@ def check_options(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) 
         )
     if layouts.by_documents(mode.layout) and mode.kv_exchange != "replicated" and cp.size > 1:
         raise ValueError(
-            f"layout={mode.layout!r} places queries by their documents, which say nothing about keys of another "
-            "length. Pass all keys on every rank with kv_exchange='replicated'"
+            f"layout={mode.layout!r} does not place keys of another length than the queries. It places queries by "
+            "their documents, which say nothing about such keys. Pass all keys on every rank with "
+            "kv_exchange='replicated'"
         )
 
 
@@ -312,28 +325,29 @@ def _sinks(call: Call, q: Tensor, cp: CPMesh, exchanged: bool) -> Tensor:
         given = f"{sinks.dtype} {tuple(sinks.shape)} on {sinks.device}" if isinstance(sinks, Tensor) else repr(sinks)
         raise ValueError(
             f"{call.name}: sinks={given} must hold one floating-point logit per query head, [{heads}] on {q.device}. "
-            "Pass the sinks of all heads; each rank takes those of its own"
+            "Each rank takes those of its own heads. Pass the sinks of all heads"
         )
     if len(sinks) == attended:
         return sinks
     return sinks.narrow(0, cp.ulysses.rank * attended, attended)
 
 
-def _check_mask(call: Call, q: Tensor, cp: CPMesh, lengths: tuple[int, int], exchanged: bool) -> Tensor:
+def _check_mask(mask: Tensor, call: Call, q: Tensor, cp: CPMesh, lengths: tuple[int, int], exchanged: bool) -> Tensor:
     """The explicit mask in four dimensions, with the heads that this rank attends; raises if it does not fit."""
-    mask, degree = call.mask, cp.ulysses.size
-    if mask is None:
-        raise RuntimeError("there is no mask to check")
+    degree = cp.ulysses.size
     if call.is_causal:
-        raise ValueError("attn_mask and is_causal=True are both given. Pass one of them")
+        raise ValueError("attn_mask and is_causal=True are both given. Each says what is visible. Pass one of them")
     if mask.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            f"attn_mask of shape {tuple(mask.shape)} requires a gradient, which context-parallel attention "
-            "does not compute. Add a learned bias in the score_mod of flex_attention, which is called with global "
-            "positions and whose tensors get gradients; or detach the mask"
+            f"attn_mask of shape {tuple(mask.shape)} requires a gradient. Context-parallel attention does not compute "
+            "it. Add a learned bias in the score_mod of flex_attention, which is called with global positions and "
+            "whose tensors get gradients; or detach the mask"
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(f"attn_mask has dtype {mask.dtype}. It must be bool (True is visible) or floating")
+        raise TypeError(
+            f"attn_mask has dtype {mask.dtype}. It must be bool (True is visible) or floating (added to the logits). "
+            "Convert it, with mask.bool() say"
+        )
     mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape)) if mask.ndim < 4 else mask
     all_heads = q.shape[1] * (degree if exchanged else 1)
     own_heads, rows = all_heads // degree, lengths[0] // cp.ring.size

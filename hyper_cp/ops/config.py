@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..mesh.arguments import check_bool, check_choice, check_int
 from ..mesh.cp_mesh import CPMesh
 from ..schedule import arrivals, tiles
 from ..schedule import layout as layouts
@@ -53,33 +54,24 @@ class Mode:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "window", tiles.check_window(self.window))
-        if not isinstance(self.kv_exchange, str) or self.kv_exchange not in arrivals.KV_EXCHANGES:
-            raise ValueError(
-                f"kv_exchange={self.kv_exchange!r} is unknown; choose one of "
-                f"{', '.join(map(repr, arrivals.KV_EXCHANGES))}"
-            )
+        check_choice("kv_exchange", self.kv_exchange, arrivals.KV_EXCHANGES, "It says how keys and values travel")
         layouts.check_layout(self.layout)
-        _check_number("head_groups", self.head_groups, "1 exchanges all heads at once")
-        _check_number("exchange_stages", self.exchange_stages, "1 exchanges all rows at once")
+        why = '1 exchanges all heads at once, and "auto" chooses by the planner\'s cost'
+        check_int("head_groups", self.head_groups, why, others=("auto",))
+        why = '1 exchanges all rows at once, and "auto" chooses by the planner\'s cost'
+        check_int("exchange_stages", self.exchange_stages, why, others=("auto",))
         if self.exchange_stages != "auto" and self.kv_exchange not in arrivals.STAGED:
             raise ValueError(
                 f"exchange_stages={self.exchange_stages} with kv_exchange={self.kv_exchange!r}, which has no stages. "
                 f"Only {' and '.join(map(repr, sorted(arrivals.STAGED)))} send in stages. Leave exchange_stages out, "
                 "or use one of these"
             )
-        if not isinstance(self.load_balance, bool):
-            raise TypeError(f"load_balance={self.load_balance!r} must be True or False")
+        check_bool("load_balance", self.load_balance, "It exchanges tails of queries, or does not")
         if self.load_balance and self.layout != "contiguous":
             raise ValueError(
-                f"load_balance=True exchanges queries of contiguous data, but layout={self.layout!r} is "
-                "balanced already: use load_balance=False, or layout='contiguous'"
+                f"load_balance=True with layout={self.layout!r}, which is balanced already. Queries are exchanged for "
+                "contiguous data only. Use load_balance=False, or layout='contiguous'"
             )
-
-
-def _check_number(name: str, value: object, one: str) -> None:
-    """Raise ``ValueError`` unless a setting is a positive int or ``"auto"``."""
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f'{name}={value!r} must be a positive int; {one}, and "auto" chooses by the planner\'s cost')
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class TileEngine:
         """The engine is one op in a graph."""
         return True
 
-    def settle(self, q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[TileEngine, Call]:
+    def select_backend(self, q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[TileEngine, Call]:
         """The engine takes every call as it is."""
         return self, call
 

@@ -27,8 +27,8 @@ from ..schedule.ranges import Range
 from .config import Call, CheckedCall, Mode
 from .engine import TileEngine
 from .exchange.gather_keys import gather_keys, query_positions
-from .kernels.scores.mods import Mods, block_tensors, check_block_mask, dense_blocks
-from .writes import Written, unchanged, written
+from .kernels.scores.mods import Mods, block_tensors, check_block_mask, dense_blocks, ordered_blocks
+from .writes import Written, while_unchanged
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Flex:
     options: dict[str, Any]
     kernel: Callable[..., Any]
 
-    def settle(self, q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[Any, Call]:
+    def select_backend(self, q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[Any, Call]:
         """The engine, with the functions as a score of the call. A compiled call cannot hand functions to an op, and
         one rank has nothing to share: both run torch's own kernel."""
         alone = cp.size == 1 and call.documents is None and mode.window is None
@@ -70,7 +70,7 @@ class Flex:
         }
         return [text for text, needs in settings.items() if needs]
 
-    def answer(self, found: Any) -> Any:
+    def to_caller(self, found: Any) -> Any:
         """The result as ``flex_attention`` returns it."""
         aux = self.options.get("return_aux")
         if aux is None or (isinstance(found, tuple) and isinstance(found[1], AuxOutput)):
@@ -84,8 +84,8 @@ class Flex:
         given = self._needs_tiles(cp, mode, call.documents)
         if given:
             raise NotImplementedError(
-                f"{name} and {', '.join(given)}. The largest scores are known to torch's own kernel only, which needs "
-                'all keys of the sequence at once. Call it without max_scores, or with kv_exchange="all_gather" or '
+                f"{name} and {', '.join(given)}. Only torch's own kernel returns the largest scores, and it needs all "
+                'keys of the sequence at once. Call it without max_scores, or with kv_exchange="all_gather" or '
                 "ulysses_degree=None"
             )
         if self.block_mask is None:
@@ -94,8 +94,8 @@ class Flex:
         check_block_mask(self.name, self.block_mask, q.shape[0], heads, call.lengths)
         if getattr(self.block_mask, "dq_write_order", None) is not None:
             raise NotImplementedError(
-                f"{self.name} calls flex_attention with a block_mask made with compute_dq_write_order=True, which is "
-                "an order of blocks of the whole sequence on one device. Make it without"
+                f"{self.name} calls flex_attention with a block_mask made with compute_dq_write_order=True. That is an "
+                "order of blocks of the whole sequence on one device. Make the mask without it"
             )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Any:
@@ -117,28 +117,25 @@ class Flex:
 # --------------------------------------------------------------------------- the user's functions
 
 
+def _global_numbers(q: Tensor, cp: CPMesh, layout: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The function from a head and a query of ``q`` to their global numbers."""
+    first = cp.ulysses.rank * q.shape[1]
+    if cp.ring.size == 1:
+        return lambda h, i: (h + first, i)
+    positions = query_positions(q, cp.key, layout)
+    return lambda h, i: (h + first, positions[i])
+
+
 def _global_score(mod: Callable[..., Tensor], q: Tensor, cp: CPMesh, layout: str) -> Callable[..., Tensor]:
     """``score_mod`` of local queries and heads, from one of global queries and heads."""
-    first = cp.ulysses.rank * q.shape[1]
-    if cp.ring.size == 1:
-        return lambda score, b, h, i, j: mod(score, b, h + first, i, j)
-    positions = query_positions(q, cp.key, layout)
-    return lambda score, b, h, i, j: mod(score, b, h + first, positions[i], j)
-
-
-def _global_mask(mod: Callable[..., Tensor], q: Tensor, cp: CPMesh, layout: str) -> Callable[..., Tensor]:
-    """``mask_mod`` of local queries and heads, from one of global queries and heads."""
-    first = cp.ulysses.rank * q.shape[1]
-    if cp.ring.size == 1:
-        return lambda b, h, i, j: mod(b, h + first, i, j)
-    positions = query_positions(q, cp.key, layout)
-    return lambda b, h, i, j: mod(b, h + first, positions[i], j)
+    at = _global_numbers(q, cp, layout)
+    return lambda score, b, h, i, j: mod(score, b, *at(h, i), j)
 
 
 # --------------------------------------------------------------------------- blocks
 
 # Block tensors only: a function of the user's may hold the mask that is the key.
-_known: WeakKeyDictionary[BlockMask, dict[Any, tuple[list[Written], BlockMask]]] = WeakKeyDictionary()
+_local_masks: WeakKeyDictionary[BlockMask, dict[Any, tuple[list[Written], BlockMask]]] = WeakKeyDictionary()
 
 
 def local_mask(mask: BlockMask, q: Tensor, kv_length: int, cp: CPMesh, layout: str) -> BlockMask:
@@ -150,12 +147,13 @@ def local_mask(mask: BlockMask, q: Tensor, kv_length: int, cp: CPMesh, layout: s
     if torch.compiler.is_compiling():
         local = _local(mask, blocks, q, kv_length, cp, layout)
     else:
-        known = _known.setdefault(mask, {})
         key = (cp.key, layout, q.shape[1], q.shape[2])
-        if key not in known or not unchanged(known[key][0], blocks):
-            known[key] = written(blocks), _local(mask, blocks, q, kv_length, cp, layout)
-        local = copy(known[key][1])
-    local.mask_mod = _global_mask(mask.mask_mod, q, cp, layout)
+        made = while_unchanged(
+            _local_masks.setdefault(mask, {}), key, blocks, lambda: _local(mask, blocks, q, kv_length, cp, layout)
+        )
+        local = copy(made)
+    mod, at = mask.mask_mod, _global_numbers(q, cp, layout)
+    local.mask_mod = lambda b, h, i, j: mod(b, *at(h, i), j)
     return local
 
 
@@ -182,9 +180,14 @@ def _local(mask: BlockMask, blocks: list[Tensor], q: Tensor, kv_length: int, cp:
 def local_blocks(blocks: list[Tensor], mesh: str, layout: str, length: int, rows: int, columns: int) -> list[Tensor]:
     """Blocks of a global mask -> blocks of the mask of this ring rank's ``length`` queries.
 
-    ``blocks``: numbers ``[B, H, R]`` and indices ``[B, H, R, *]`` of the blocks with keys to be masked, and (if
-    there are four) those without. ``rows`` queries to a block; ``columns`` blocks of keys. A local row of blocks
-    that touches several global rows has the blocks of all of them; one is full if it is full in all.
+    A local row of blocks that touches several global rows has the blocks of all of them; a block is full if it is full
+    in all.
+
+    Args:
+        blocks: numbers ``[B, H, R]`` and indices ``[B, H, R, *]`` of the blocks with keys to be masked, and (if there
+            are four) of those without.
+        rows: queries to a block.
+        columns: blocks of keys.
     """
     cp = cp_mesh.by_key(mesh)
     ranges = resolve(layout, cp.size, length * cp.ring.size).by_ring(cp.ulysses.size).ranges(cp.ring.rank)
@@ -196,9 +199,9 @@ def local_blocks(blocks: list[Tensor], mesh: str, layout: str, length: int, rows
         return dense.new_zeros(shape).index_add_(2, local, dense[:, :, touched])
 
     if not full:
-        return _ordered(counted(seen) > 0)
+        return ordered_blocks(counted(seen) > 0)
     whole = counted(full[0]) == needed[:, None]
-    return [*_ordered((counted(seen | full[0]) > 0) & ~whole), *_ordered(whole)]
+    return [*ordered_blocks((counted(seen | full[0]) > 0) & ~whole), *ordered_blocks(whole)]
 
 
 @local_blocks.register_fake
@@ -210,7 +213,8 @@ def _(blocks: list[Tensor], mesh: str, layout: str, length: int, rows: int, colu
 
 @lru_cache(maxsize=64)
 def _touched(ranges: tuple[Range, ...], rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Pairs (local row of blocks, global row that it touches), and how many must be full for it to be full."""
+    """Pairs (local row of blocks, global row that it touches), and the number of these that must be full for the local
+    row to be full."""
     pairs: dict[tuple[int, int], None] = {}
     at = 0
     for start, stop in ranges:
@@ -224,9 +228,3 @@ def _touched(ranges: tuple[Range, ...], rows: int, device: torch.device) -> tupl
         needed[-1] = len(pairs) + 1
     touched = torch.tensor([g for _, g in pairs])
     return local.to(device), touched.to(device), needed.to(device, torch.int32)
-
-
-def _ordered(dense: Tensor) -> list[Tensor]:
-    """Number of blocks per row, and their indices, ascending, before the others."""
-    order = dense.int().argsort(dim=-1, descending=True, stable=True)
-    return [dense.sum(-1, dtype=torch.int32), order.int()]

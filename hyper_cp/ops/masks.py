@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,17 +9,19 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..schedule.build import Schedule, Step
-from ..schedule.ranges import Range
+from ..schedule.ranges import Rows, length_of
 from ..schedule.tiles import Band, Tile
+from .kernels.inputs import mask_slice
 from .writes import writes
 
-_known: Any = WeakTensorKeyDictionary()  # mask -> {view: (version, band)}
+_bands: Any = WeakTensorKeyDictionary()
+"""``mask -> {view: (number of writes, band)}``"""
 
 
 def recognised(mask: Tensor, length: int) -> Band | None:
     """The band a mask ``[..., S, S]`` amounts to (causal, a window, or everything visible), else None.
 
-    Every element is compared, once; the answer is kept as long as the tensor lives unchanged. The host waits for the
+    Every element is compared, once; the result is kept as long as the tensor lives unchanged. The host waits for the
     device once per mask.
     """
     if mask.shape[-1] != length or mask.shape[-2] != length:
@@ -28,12 +29,12 @@ def recognised(mask: Tensor, length: int) -> Band | None:
     if mask.is_inference():  # has no version by which a change would show
         return _recognise(mask)
     owner = mask if mask._base is None else mask._base  # views are made anew for every call
-    known = _known.setdefault(owner, {})
+    bands = _bands.setdefault(owner, {})
     view = (tuple(mask.shape), mask.stride(), mask.storage_offset())
-    if view not in known or known[view][0] != writes(mask):
-        known[view] = writes(mask), _recognise(mask)
-    found: Band | None = known[view][1]
-    return found
+    if view not in bands or bands[view][0] != writes(mask):
+        bands[view] = writes(mask), _recognise(mask)
+    band: Band | None = bands[view][1]
+    return band
 
 
 # The most elements of a mask that are compared at once: what is made on the way is as large.
@@ -41,9 +42,9 @@ _AT_ONCE = 1 << 26
 
 
 def _recognise(mask: Tensor) -> Band | None:
-    """Compare with the only band that the mask can be, which its first and its last query tell: a band shows the first
-    query the keys up to its upper bound, and the last query those from its lower bound on. The host waits once, for
-    one number."""
+    """Compare with the only band that the mask can be. Its first and its last query determine that band: the first
+    query sees the keys up to the upper bound, and the last query those from the lower bound on. The host waits once,
+    for one number."""
     length = mask.shape[-1]
     mask = mask.reshape(-1, length, length)
     after, before = (length - _hidden(mask[0, row]).sum() for row in (0, -1))  # keys that are seen, with a query's own
@@ -52,15 +53,16 @@ def _recognise(mask: Tensor) -> Band | None:
     wrong = torch.stack(
         [_wrong(mask, keys, start, rows, before, after) for start in range(0, length, rows)] + [before * after == 0]
     ).any()
-    answer = int(torch.where(wrong, -1, before * (length + 1) + after))
-    if answer < 0:
+    number = int(torch.where(wrong, -1, before * (length + 1) + after))
+    if number < 0:
         return None
-    below, above = divmod(answer, length + 1)
+    below, above = divmod(number, length + 1)
     return None if below == length else 1 - below, None if above == length else above - 1
 
 
 def _wrong(mask: Tensor, keys: Tensor, start: int, rows: int, before: Tensor, after: Tensor) -> Tensor:
-    """True if some rows of a mask ``[n, S, S]`` do not show exactly so many keys before and after their queries."""
+    """True unless ``rows`` rows of a mask ``[n, S, S]`` show exactly ``before`` keys up to each query, itself included,
+    and ``after`` keys from it on."""
     mask, queries = mask[:, start : start + rows], keys[start : start + rows, None]
     above = (keys >= queries + after).logical_or_(keys <= queries - before)
     if mask.dtype == torch.bool:
@@ -80,29 +82,21 @@ class MaskSlices:
     """
 
     def __init__(self, mask: Tensor, plan: Schedule):
-        rows = sum(stop - start for start, stop in plan.queries)
-        own = mask.shape[2] in (1, rows)
+        own = mask.shape[2] in (1, length_of(plan.queries))
         if plan.swap and own and mask.shape[2] > 1:
             raise ValueError(
-                f"attn_mask of shape {tuple(mask.shape)} has the local queries in its third dimension, but "
-                "load_balance=True attends other queries: pass the mask of all global queries"
+                f"attn_mask of shape {tuple(mask.shape)} has the local queries in its third dimension. With "
+                "load_balance=True this rank attends other queries too. Pass the mask of all global queries"
             )
-        self.mask = mask if own else _ranges(mask, plan.queries, 2)
+        self.mask = mask if own else Rows(plan.queries).take(mask, 2)
         self.step: Step | None = None
 
     def of(self, step: Step, tile: Tile) -> Tensor:
         """The slice of a tile, broadcastable to ``[b, H, rows, cols]``."""
         if step is not self.step:
             self.step = step
-            self.block = self.mask if self.mask.shape[3] == 1 else _ranges(self.mask, step.keys, 3)
-        part = self.block
-        if tile.batch is not None and part.shape[0] > 1:
-            part = part[tile.batch[0] : tile.batch[1]]
-        if part.shape[2] > 1:
-            part = part[:, :, tile.q[0] : tile.q[1]]
-        return part if part.shape[3] == 1 else part[..., tile.k[0] : tile.k[1]]
-
-
-def _ranges(x: Tensor, ranges: Sequence[Range], dim: int) -> Tensor:
-    parts = [x.narrow(dim, start, stop - start) for start, stop in ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            self.block = self.mask if self.mask.shape[3] == 1 else Rows(step.keys).take(self.mask, 3)
+        block = self.block
+        if tile.batch is not None and block.shape[0] > 1:
+            block = block[tile.batch[0] : tile.batch[1]]
+        return mask_slice(block, tile.q, tile.k)

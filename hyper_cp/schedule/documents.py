@@ -26,6 +26,10 @@ T = TypeVar("T")
 
 # --------------------------------------------------------------------------- from users' forms to a table
 
+_WHY = "Documents are cumulative lengths: integers that ascend from 0 to the global sequence length."
+_TODO = "Pass a list or tensor such as [0, 5, 16], or one for each batch row."
+_IDS = "Each position has the number of its document. Pass a tensor [batch, sequence] of integers."
+
 
 def documents_table(documents: Any = None, document_ids: Any = None) -> Tensor | None:
     """Packed documents as a CPU int64 tensor of boundaries, ``[1, m]`` or ``[batch, m]``.
@@ -41,7 +45,7 @@ def documents_table(documents: Any = None, document_ids: Any = None) -> Tensor |
     """
     if document_ids is not None:
         if documents is not None:
-            raise ValueError("documents and document_ids are both given: pass one of them")
+            raise ValueError("documents and document_ids are both given. They describe the same. Pass one of them")
         documents = _boundaries_of_ids(ids_tensor(document_ids))
     if documents is None:
         return None
@@ -51,14 +55,13 @@ def documents_table(documents: Any = None, document_ids: Any = None) -> Tensor |
         rows = documents.reshape(1, -1) if documents.ndim == 1 else documents
         if rows.ndim != 2 or rows.is_floating_point() or rows.dtype == torch.bool:
             raise ValueError(
-                f"documents is a {documents.dtype} tensor of shape {tuple(documents.shape)}: pass cumulative "
-                "lengths (integers from 0 to the sequence length) of shape [m] or [batch, m]"
+                f"documents is a {documents.dtype} tensor of shape {tuple(documents.shape)}. {_WHY} {_TODO}"
             )
         table = rows.detach().to("cpu", torch.int64).tolist()
     else:
         table = _listed(documents)
     if not table or any(len(row) < 2 for row in table):
-        raise ValueError(f"documents={documents!r}: cumulative lengths need at least the boundaries 0 and S")
+        raise ValueError(f"documents={documents!r} has a row of less than two boundaries. {_WHY} {_TODO}")
     width = 1 << (max(len(row) for row in table) - 1).bit_length()
     return torch.tensor([row + [row[-1]] * (width - len(row)) for row in table], dtype=torch.int64)
 
@@ -70,10 +73,7 @@ def _listed(documents: Any) -> list[list[int]]:
         nested = any(isinstance(x, (list, tuple)) for x in listed)
         return [[operator.index(b) for b in row] for row in (listed if nested else [listed])]
     except TypeError as error:
-        raise TypeError(
-            f"documents={documents!r} must be cumulative lengths: a list of integers from 0 to the sequence "
-            "length, one such list per batch row, or a tensor of them"
-        ) from error
+        raise TypeError(f"documents={documents!r} must be cumulative lengths. {_WHY} {_TODO}") from error
 
 
 def ids_tensor(document_ids: Any) -> Tensor:
@@ -82,21 +82,20 @@ def ids_tensor(document_ids: Any) -> Tensor:
         return torch.as_tensor(document_ids)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"document_ids is a {type(document_ids).__name__} that is no tensor of numbers ({error}). Pass the number "
-            "of the document of every position, [batch, sequence]"
+            f"document_ids is a {type(document_ids).__name__} that cannot become a tensor ({error}). {_IDS}"
         ) from error
 
 
 def _boundaries_of_ids(ids: Tensor) -> list[list[int]]:
     if ids.ndim != 2 or not ids.numel():
-        raise ValueError(f"document_ids has shape {tuple(ids.shape)}; it must be [batch, sequence]")
+        raise ValueError(f"document_ids has shape {tuple(ids.shape)}. {_IDS}")
     found = []
     for row, line in enumerate(ids.cpu()):
         first = (torch.nonzero(line[1:] != line[:-1]).flatten() + 1).tolist()
         if len(first) + 1 != len(line.unique()):
             raise ValueError(
-                f"document_ids[{row}] names a document in two places: a document is contiguous. Give its "
-                "parts different ids"
+                f"document_ids[{row}] names a document in two places. A document is contiguous. Give its parts "
+                "different ids"
             )
         found.append([0, *first, len(line)])
     return found
@@ -113,7 +112,7 @@ class PackedDocuments:
 
     Attributes:
         rows: the boundaries of each batch row, without empty documents; one tuple if all rows agree.
-        digest: 64 bits that stand for ``rows``, the same in every process.
+        digest: a hash of ``rows``, 64 bits, the same in every process.
     """
 
     def __init__(self, table: list[list[int]]) -> None:
@@ -135,10 +134,7 @@ class PackedDocuments:
     def check_ascending(self) -> None:
         """Raise ``ValueError`` unless every row ascends from 0, whatever the length of the sequence."""
         if not all(self._sound):
-            raise ValueError(
-                f"documents={[list(row) for row in self.rows]} must be cumulative lengths that ascend from 0 to the "
-                "global sequence length, in every row"
-            )
+            raise ValueError(f"documents={[list(row) for row in self.rows]} must ascend from 0. {_WHY} {_TODO}")
 
     def check_length(self, length: int) -> None:
         """Raise ``ValueError`` unless every row ascends from 0 to the global sequence length."""
@@ -156,12 +152,13 @@ class PackedDocuments:
         self.check_length(length)
         if self._table_rows not in (1, batch):
             raise ValueError(
-                f"documents has {self._table_rows} rows for a batch of {batch}: give one for all, or one each"
+                f"documents has {self._table_rows} rows for a batch of {batch}. A row belongs to one batch row, or to "
+                "all. Pass one row, or as many as the batch has"
             )
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value under ``key``, made on first use. What is derived of all tables together is kept up to a number of
-        bytes; the oldest goes first."""
+        """The value under ``key``, made on first use. Values of all tables together are kept up to a number of bytes;
+        the oldest is dropped first."""
         found: T | None = self._derived.get(key)
         if found is None:
             found = self._derived[key] = make()
@@ -169,8 +166,8 @@ class PackedDocuments:
         return found
 
     def numbers(self, positions: Tensor) -> Tensor:
-        """The number of the document that each position of ``[n]`` is in, per row: ``[rows, n]``. It is 0 before the
-        first position of the sequence, and a number of its own behind the last."""
+        """The number of the document of each position ``[n]``, for each row: ``[rows, n]``. It is 0 before the first
+        position of the sequence, and one more than the last document's behind the last."""
         return torch.stack([torch.searchsorted(torch.tensor(row), positions, right=True) for row in self.rows])
 
     def restarted(self, positions: Tensor) -> Tensor:
@@ -180,7 +177,7 @@ class PackedDocuments:
 
 
 class _Kept:
-    """Everything that tables have derived, oldest first, and its bytes, as far as the values tell them (``nbytes``)."""
+    """The values that tables have derived, oldest first, and their bytes, as far as they have ``nbytes``."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.nbytes = most_bytes, 0
@@ -222,7 +219,8 @@ def read(table: None) -> None: ...
 def read(table: Tensor | None) -> PackedDocuments | None:
     """The contents of a table, parsed once: until the table is written to, this is a look-up by its identity.
 
-    Its bytes are compared, not its version: its memory may belong to NumPy or to another process, which write unseen.
+    Its bytes are compared, not its version: NumPy or another process may own its memory, and PyTorch does not count
+    their writes.
     """
     if table is None:
         return None
@@ -231,11 +229,11 @@ def read(table: Tensor | None) -> PackedDocuments | None:
         return known[2]
     if table.device.type != "cpu" or table.ndim != 2:
         raise ValueError(
-            f"documents is a {table.ndim}-D tensor on {table.device}: pass cumulative lengths [batch or 1, m]"
-            " on the CPU (once per batch: they are needed on the host)"
+            f"documents is a {table.ndim}-D tensor on {table.device}. The host reads them, once per batch. Pass "
+            "cumulative lengths [batch or 1, m] on the CPU"
         )
     if not table.numel():
-        raise ValueError(f"documents has shape {tuple(table.shape)}: cumulative lengths need at least 0 and S in a row")
+        raise ValueError(f"documents has shape {tuple(table.shape)}, and no boundaries. {_WHY} {_TODO}")
     content = _bytes(table)
     found = _parsed(content, len(table))
     key, known_tables = id(table), _known  # bound here: globals may be gone when the last tables die

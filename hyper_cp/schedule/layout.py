@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..mesh.arguments import check_choice
 from .ranges import Documents, Numbers, Range, Rows, before, bounds, compact, length_of, merge_ranges, placed, touching
 
 # --------------------------------------------------------------------------- the layouts
@@ -83,7 +84,7 @@ def register(name: str, chunks: Callable[[int, int], Sequence[int]], chunks_per_
         name: what users write as ``layout=``.
         chunks: ``chunks(rank, world)`` are the numbers of the chunks that a rank holds, for every ``world``. It holds
             them in ascending order.
-        chunks_per_rank: how many these are; the sequence has ``chunks_per_rank * world`` chunks of equal length.
+        chunks_per_rank: the number of these chunks; the sequence has ``chunks_per_rank * world`` of equal length.
     """
     check_name("layout", name)
     _check_window(name)
@@ -99,7 +100,7 @@ def register(name: str, chunks: Callable[[int, int], Sequence[int]], chunks_per_
         if {len(c) for c in dealt} != {chunks_per_rank} or {i for c in dealt for i in c} != set(range(number)):
             raise ValueError(
                 f"layout={name!r} deals the chunks {dealt} to {world} ranks. Every rank must hold {chunks_per_rank} of "
-                f"the chunks 0 to {number - 1}, and every chunk must have one rank: change chunks or chunks_per_rank"
+                f"the chunks 0 to {number - 1}, and every chunk must have one rank. Change chunks or chunks_per_rank"
             )
     _LAYOUTS[name] = layout
 
@@ -124,13 +125,11 @@ def _check_window(layout: Any) -> None:
 
 
 def check_layout(layout: str) -> str:
-    """Return ``layout`` if it is a known layout, else raise ``ValueError``."""
+    """Return ``layout`` if it is a layout, else raise ``ValueError``."""
     _check_window(layout)
     if not isinstance(layout, str) or _family(layout) not in _LAYOUTS:
-        raise ValueError(
-            f"layout={layout!r} is unknown; choose one of {', '.join(map(repr, LAYOUTS))}, or 'balanced_4096' if most "
-            "attention has a window of 4096 (any number)"
-        )
+        more = ", or 'balanced_4096' if most attention has a window of 4096 (any number)"
+        check_choice("layout", layout, LAYOUTS, "It names the positions that each rank holds", more)
     return layout
 
 
@@ -151,9 +150,9 @@ def check_length(layout: str, world: int, length: int, argument: str = "sequence
         lower, upper = length // multiple * multiple, -(-length // multiple) * multiple
         nearest = f"{lower} or {upper}" if lower else f"{max(upper, multiple)}"
         raise ValueError(
-            f"{argument}={length} cannot be split over {world} ranks with layout={layout!r}: it must "
-            f"be a positive multiple of {multiple} ({chunks_per_rank(layout)} chunk(s) per rank). Pad or "
-            f"cut the sequence to {nearest}"
+            f"{argument}={length} cannot be split over {world} ranks with layout={layout!r}. It must be a positive "
+            f"multiple of {multiple} ({chunks_per_rank(layout)} chunk(s) per rank). Pad or cut the sequence to "
+            f"{nearest}"
         )
 
 
@@ -170,8 +169,8 @@ class ResolvedLayout:
         name: the layout, never ``"auto"``.
         held: the ranges of every rank, by rank.
         length: the global sequence length.
-        orders: what :func:`lookup.ascending` has made of it, by ranks.
-        plans: the rows around its ranges that ranks fetch from each other, by what they fetch.
+        orders: the results of :func:`lookup.ascending`, by ranks.
+        plans: the plans by which ranks fetch rows around their ranges from each other, by what they fetch.
     """
 
     def __init__(self, name: str, held: tuple[Sequence[Range], ...]) -> None:
@@ -199,7 +198,7 @@ class ResolvedLayout:
 
     @property
     def nbytes(self) -> int:
-        """About so many bytes of memory, with what is usually derived from it."""
+        """An estimate of the bytes of memory, with what is usually derived from it."""
         return 200 * sum(map(len, self.held)) + 16 * self.length // max(1, self.world)
 
     def ranges(self, rank: int) -> Sequence[Range]:
@@ -245,7 +244,7 @@ def _by_document(documents: Documents, world: int) -> tuple[Sequence[Range], ...
     base, rest = (x[:, None] for x in np.divmod(np.diff(ends), 2 * world))
     dealt = before(rest[:, 0])[:, None]
 
-    def dealt_to(first: Numbers) -> Numbers:  # how many of the numbers below `first` each rank has, one after the other
+    def dealt_to(first: Numbers) -> Numbers:  # numbers below `first` that each rank has if they are dealt in turn
         return (first - ranks + world - 1) // world
 
     extra = dealt_to(dealt + rest) - dealt_to(dealt)  # at most one for each of its chunks, as rest < 2 * world

@@ -16,13 +16,13 @@ Range = tuple[int, int]
 """A half-open range ``(start, stop)`` of token positions."""
 
 Documents = tuple[int, ...]
-"""Boundaries of the documents packed into one sequence: ascending, from 0 to its length. Only
-positions of the same document see each other."""
+"""Boundaries of the documents packed into one sequence: ascending, from 0 to its length. Only positions of the same
+document see each other."""
 
 Numbers = npt.NDArray[np.int64]
 
 _FEW = 8
-"""Up to so many ranges are kept as a tuple, which Python reads faster. Beyond, an array is smaller and faster."""
+"""The most ranges that are kept as a tuple, which Python reads faster. For more, an array is smaller and faster."""
 
 
 class Ranges(Sequence[Range]):
@@ -148,7 +148,7 @@ class Rows:
         return len(self.ranges) > MAX_SLICES
 
     def within(self, selected: Range) -> Iterator[tuple[int, Range]]:
-        """The ranges of positions that a range of this selection stands for, each with its place in that range."""
+        """The ranges of positions that a range of this selection selects, each with its place in that range."""
         before = 0
         for start, stop in self.ranges:
             low, high = max(selected[0], before), min(selected[1], before + stop - start)

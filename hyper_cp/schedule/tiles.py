@@ -85,8 +85,8 @@ def check_window(window: Sequence[int | None] | None) -> tuple[int | None, int |
         or any(w is not None and (not isinstance(w, int) or isinstance(w, bool) or w < -1) for w in window)
     ):
         raise ValueError(
-            f"window={window!r} must be (left, right): how many positions before and after its own a query "
-            "sees, each an int >= 0, or None (or -1) for no bound"
+            f"window={window!r} must be (left, right). A query sees that many positions before and after its own. Pass "
+            "two ints >= 0, or None (or -1) for no bound"
         )
     left, right = (None if w == -1 else w for w in window)
     return None if left is None and right is None else (left, right)
@@ -198,8 +198,8 @@ class Seen:
         self.band, self.low, self.count = band, low, np.maximum(high - low, 0)
 
     def rectangles(self) -> tuple[Numbers, Numbers, list[tuple[int, Tile]]]:
-        """Everything that is seen: full rectangles ``[n, 4]`` and the key block of each, and ``(key block, tile)`` of
-        what the band cuts."""
+        """All visible pairs: full rectangles ``[n, 4]`` and the key block of each, and ``(key block, tile)`` of the
+        rectangles that the band cuts."""
         lower, upper = self.band
         q = np.repeat(np.arange(len(self.queries)), self.count)
         k = self.low[q] + np.arange(len(q)) - before(self.count)[q]
@@ -237,8 +237,8 @@ def seen_keys(queries: Numbers, band: Band, documents: Documents | None) -> Numb
 
 
 def within(keys: Numbers, ranges: Numbers) -> tuple[Numbers, Numbers]:
-    """The parts of placed ranges that lie in ``ranges``, both ascending in global order, and of which placed range each
-    is a part."""
+    """The parts of placed ranges that lie in ``ranges``, both ascending in global order, and the number of the placed
+    range of each."""
     low = np.searchsorted(keys[:, 2], ranges[:, 0], "right")
     count = np.maximum(np.searchsorted(keys[:, 1], ranges[:, 1], "left") - low, 0)
     i = np.repeat(np.arange(len(ranges)), count)
@@ -282,7 +282,7 @@ _LATEST = 6
 
 
 class _Bound:
-    """One bound of a band that holds in several rectangles, as far from their bottom right corners.
+    """One bound of a band that holds in several rectangles, at one distance from their bottom right corners.
 
     A rectangle with this bound fixes its value. One without takes any value that hides nothing in it.
     """
@@ -293,14 +293,14 @@ class _Bound:
         self.value: int | None = None
         self.least = 0
 
-    def takes(self, value: int | None, least: int) -> bool:
-        """True if a rectangle fits whose bound is ``value``, or None if every bound from ``least`` on hides nothing."""
+    def fits(self, value: int | None, least: int) -> bool:
+        """True if a rectangle with the bound ``value`` fits; None: bounds from ``least`` on hide nothing in it."""
         if value is None:
             return self.value is None or self.value >= least
         return value == self.value or (self.value is None and value >= self.least)
 
     def add(self, value: int | None, least: int) -> None:
-        """Take that rectangle in."""
+        """Add that rectangle."""
         if value is None:
             self.least = max(self.least, least)
         else:
@@ -319,10 +319,10 @@ class _Pack:
         self.group = tile.band == FULL, tile.batch
         self.left, self.right = _Bound(), _Bound()
         self.rows = self.cols = 0
-        self.takes(tile, 0)
+        self.try_add(tile, 0)
 
-    def takes(self, tile: Tile, half: int) -> bool:
-        """Add the tile if it fits."""
+    def try_add(self, tile: Tile, half: int) -> bool:
+        """Add the tile if it fits; return True if it does."""
         (q0, q1), (k0, k1), (start, col), (end, end_col) = tile.q, tile.k, self.start, self.end
         rows, cols, (left, right) = q1 - q0, k1 - k0, _left_and_right(tile)
         fits = (
@@ -332,8 +332,8 @@ class _Pack:
             and not start < half < q1
             and self.rows + rows >= _MIN_COVER * (q1 - start)
             and self.cols + cols >= _MIN_COVER * (k1 - col)
-            and self.left.takes(left, cols - 1)
-            and self.right.takes(right, rows - 1)
+            and self.left.fits(left, cols - 1)
+            and self.right.fits(right, rows - 1)
         )
         if fits:
             self.left.add(left, cols - 1)
@@ -363,9 +363,9 @@ def packed(tiles: tuple[Tile, ...], half: int = 0) -> tuple[Tile, ...]:
     No tile crosses the row ``half`` (0: no such row)."""
     packs: list[_Pack] = []
     for tile in sorted(tiles, key=by_rows):
-        # Only the last few packs can take a tile: few tiles (of two kinds, in two batch rows or halves, before and on
-        # the diagonal of a window) lie side by side in the same rows.
-        if not any(pack.takes(tile, half) for pack in packs[-_LATEST:]):
+        # Only the last few packs can have room for a tile: few tiles (of two kinds, in two batch rows or halves, before
+        # and on the diagonal of a window) lie side by side in the same rows.
+        if not any(pack.try_add(tile, half) for pack in packs[-_LATEST:]):
             packs.append(_Pack(tile))
     return tuple(sorted((pack.tile() for pack in packs), key=by_rows))
 

@@ -16,8 +16,7 @@ from benchmarks.device import merges, ranks, replays, tiles, times
 from hyper_cp.cli.diagnosis import findings
 from hyper_cp.cli.diagnosis.tiles import CAUSAL, Tile
 from hyper_cp.ops import kernels
-from hyper_cp.ops.kernels import REFERENCE, TileInputs
-from hyper_cp.ops.kernels.fused import sums
+from hyper_cp.ops.kernels import REFERENCE, TileInputs, fused
 
 SMALL = [Tile(12, 12, CAUSAL, heads=(2, 1), dims=(8, 8)), Tile(7, 1, heads=(2, 1), dims=(8, 8))]
 ARGUMENTS = "--device cpu --dtype float32 --lengths 64 --heads 4 --kv-heads 4 --dim 16 --ranks 2 --worlds 2 --rounds 1"
@@ -245,13 +244,13 @@ def test_merges_are_checked_where_triton_runs(monkeypatch: Any) -> None:
     pytest.importorskip("triton", reason="triton has no wheel for this platform")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(merges, "SHAPES", [(2, 2, 13, 8)])
-    sums.compiled.cache_clear()
-    monkeypatch.setattr(sums, "merge", lambda *x: sums.launch_merge(*x) is None)
-    monkeypatch.setattr(sums, "add", lambda *x: sums.launch_add(*x) is None)
+    fused.compiled.cache_clear()
+    monkeypatch.setattr(fused, "merge", lambda *x: fused.launch_merge(*x) is None)
+    monkeypatch.setattr(fused, "add", lambda *x: fused.launch_add(*x) is None)
     assert [result.status for result in merges.check_merges("cpu", torch.bfloat16)] == ["ok", "ok"]
-    monkeypatch.setattr(sums, "merge", lambda *x: True)  # it does nothing
+    monkeypatch.setattr(fused, "merge", lambda *x: True)  # it does nothing
     assert [result.status for result in merges.check_merges("cpu", torch.bfloat16)] == ["NOT FINITE", "ok"]
-    sums.compiled.cache_clear()
+    fused.compiled.cache_clear()
 
 
 @pytest.mark.slow

@@ -187,8 +187,8 @@ def split_wrong(kind: str) -> None:
 
 
 def test_words(ranks: Any) -> None:
-    ranks.raises(4, ValueError, r"degree=3 is not in this family of 4 ranks, whose degrees are 1, 2, 4", ask, None, 3)
-    ranks.raises(4, ValueError, r"degree=4 is not in .* 1, 2: choose.*degrees=", ask, [2], 4)
+    ranks.raises(4, ValueError, r"degree=3 is not in this family of 4 ranks. Its degrees are 1, 2, 4", ask, None, 3)
+    ranks.raises(4, ValueError, r"degree=4 is not in .* 1, 2. Choose.*degrees=", ask, [2], 4)
     ranks.raises(4, ValueError, r"degree=True is not in", ask, None, True)
     ranks.raises(4, ValueError, r"degrees=\[2, 3\]: 3 does not divide the 4 ranks.*1, 2, 4", ask, [2, 3], 2)
     ranks.raises(2, TypeError, "mesh must be a .*DeviceMesh, got str", split_wrong, "type")

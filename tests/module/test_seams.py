@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hyper_cp.module._torch import checkpoint as seam
-from hyper_cp.module._torch import compile_guard, dispatch_modes, flex_patch, function_modes, modules, version
+from hyper_cp.module._torch import flex_patch, modes, modules, version
 
 # --------------------------------------------------------------------------- recomputes
 
@@ -219,10 +219,10 @@ def test_a_mode_below_the_top_can_be_taken_out() -> None:
     first, second, third = Mode(), Mode(), Mode()
     with first, second:
         third.__enter__()
-        function_modes.take_out(second)
+        modes.take_out(second)
         assert overrides._get_current_function_mode_stack() == [first, third]
-        function_modes.take_out(second)
-        function_modes.take_out(first)
+        modes.take_out(second)
+        modes.take_out(first)
         second.__enter__()
         assert overrides._get_current_function_mode_stack() == [third, second]
     assert overrides._get_current_function_mode_stack() == []
@@ -235,13 +235,13 @@ def test_a_dispatch_mode_sees_operators_that_are_written_in_python_inside() -> N
 
     seen = []
 
-    class Mode(dispatch_modes.TorchDispatchMode):
+    class Mode(modes.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(str(func))
             if func.namespace != "hyper_cp_test":
                 return func(*args, **(kwargs or {}))
             with self:
-                return dispatch_modes.run_kernel(func, "cpu", args, kwargs or {})
+                return modes.run_kernel(func, "cpu", args, kwargs or {})
 
     with Mode():
         out = double(torch.ones(2))
@@ -262,13 +262,13 @@ def test_compiled_modules_are_found_without_the_counter() -> None:
     kept = torch.compile(module, backend="eager")
     with mock.patch.dict(sys.modules), pytest.raises(RuntimeError, match="compiled already"):
         del sys.modules["torch._dynamo.convert_frame"]
-        compile_guard.refuse_compiled(module, "linear")
+        modules.refuse_compiled(module, "linear")
     assert kept._orig_mod is module
 
 
 def test_the_plan_being_applied_is_on_the_stack() -> None:
     assert {"module", "parallelize_plan"} <= {*parallelize_module.__code__.co_varnames}
-    assert compile_guard.plan_being_applied() == (None, None, [])
+    assert modules.plan_being_applied() == (None, None, [])
 
 
 def test_the_body_of_flex_attention_can_be_replaced() -> None:

@@ -304,7 +304,7 @@ def test_the_planner_chooses_before_anything_is_sent(ranks: Any) -> None:
 
 def test_a_style_takes_auto_and_no_other_word() -> None:
     assert "head_groups='auto'" in repr(ContextParallel(head_groups="auto"))
-    with pytest.raises(ValueError, match=r'head_groups=\'many\' must be a positive int; .*"auto" chooses'):
+    with pytest.raises(ValueError, match=r'head_groups=\'many\' must be a positive int, or \'auto\'. .*"auto" chooses'):
         ContextParallel(head_groups="many")
 
 

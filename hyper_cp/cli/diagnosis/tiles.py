@@ -14,7 +14,7 @@ from torch import Tensor
 from ...ops import kernels
 from ...ops.kernels import Kernel, TileInputs
 from ...ops.kernels.scores import flex_kernel
-from ...ops.recurrence.kernels import fla
+from ...ops.recurrence.kernels import fla_function
 from .findings import ABSENT, NAMES, NOTE, OK, REFUSED, WARNING, WRONG, Finding, Results, answer, check
 
 SECTION = "kernels"
@@ -180,7 +180,7 @@ def _beside_attention(device: str) -> Iterator[Finding]:
     else:
         yield Finding(SECTION, triton, NOTE, "used; the checks of exchanges run it")
     try:
-        fla.function(True, False)
+        fla_function(True, False)
     except (ImportError, NotImplementedError) as error:
         yield Finding(SECTION, linear, ABSENT, str(error))
     else:

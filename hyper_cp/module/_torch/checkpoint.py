@@ -133,6 +133,7 @@ def _closure(function: Any) -> list[Any]:
 
 
 def _reentrant_frames() -> Iterator[FrameType]:
+    """The frames of reentrant checkpoints, forward and backward, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is _FORWARD or frame.f_code is _BACKWARD:

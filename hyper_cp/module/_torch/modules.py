@@ -1,17 +1,25 @@
-"""Private parts of ``nn.Module``: hooks of a module, calls that are on the stack, wrappers around it.
+"""Private parts of ``nn.Module`` and ``DeviceMesh``: hooks, calls on the stack, wrappers, compiled modules.
 
-Needs ``_forward_pre_hooks``, ``_buffers``, ``_call_impl``, ``_compiled_call_impl``, and the child
-names of ``torch.compile`` (``_orig_mod``) and of ``checkpoint_wrapper`` (``_checkpoint_wrapped_module``). The same in
-torch 2.11 to 2.15.
+Needs ``_forward_pre_hooks``, ``_buffers``, ``_call_impl``, ``_compiled_call_impl``, the child names of
+``torch.compile`` (``_orig_mod``) and of ``checkpoint_wrapper`` (``_checkpoint_wrapped_module``),
+``DeviceMesh._get_root_mesh`` (torch has no public way from a slice back to its mesh), and the frame of
+``parallelize_module``. The same in torch 2.11 to 2.15. The counter
+``torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER`` saves searches; without it every object is searched.
 """
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
 from typing import Any
+from weakref import ref
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 # The frame of a module's call, which tells a call that is over from one that is running.
 _CALL = nn.Module._call_impl.__code__
@@ -27,13 +35,18 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
-def running_modules() -> Iterator[nn.Module]:
-    """The modules whose calls are on the stack of this thread, innermost first; one for each call."""
+def frames_of(code: CodeType) -> Iterator[FrameType]:
+    """The Python frames of this thread that run ``code``, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code is _CALL:
-            yield frame.f_locals["self"]
+        if frame.f_code is code:
+            yield frame
         frame = frame.f_back
+
+
+def running_modules() -> Iterator[nn.Module]:
+    """The modules whose calls are on the stack of this thread, innermost first; one for each call."""
+    return (frame.f_locals["self"] for frame in frames_of(_CALL))
 
 
 def is_running(module: nn.Module) -> bool:
@@ -54,3 +67,68 @@ def is_compiled(module: nn.Module) -> bool:
 def checkpointed(module: nn.Module) -> nn.Module | None:
     """The module inside torch's ``checkpoint_wrapper``, else None."""
     return module._modules.get("_checkpoint_wrapped_module")
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of which ``mesh`` is a slice, or itself."""
+    return mesh._get_root_mesh()
+
+
+# --------------------------------------------------------------------------- a style applied after torch.compile
+#
+# A compiled graph is not guarded on hooks, so the hooks of a style applied after it never run in it: the style would be
+# silently ignored.
+
+
+def refuse_compiled(module: nn.Module, name: str) -> None:
+    """Raise ``RuntimeError`` if ``module`` is compiled, or part of a compiled module anywhere in the process.
+
+    (A compiled *function* that calls the module cannot be found from here. Before anything has run compiled, compiled
+    modules outside of the plan do no harm: they are traced when they run, hooks included.)
+    """
+    for owner in _compiled_modules(module):
+        if any(child is module for child in owner.modules()):
+            what = "which" if owner is module else f"but the {type(owner).__name__} that contains it"
+            raise RuntimeError(
+                f"ContextParallel is applied to {name}, {what} is compiled already. The compiled graph has no "
+                "hooks, so attention would silently cover only this rank's shard. Apply the plan first, then "
+                "torch.compile"
+            )
+
+
+_last_search: tuple[object, Callable[[], nn.Module | None], list[ref[nn.Module]]] = (None, lambda: None, [])
+"""The last search: its key, the module whose plan was applied, and the compiled modules of the process."""
+
+
+def _compiled_modules(module: nn.Module) -> list[nn.Module]:
+    """Compiled modules that ``module`` may be part of: those in its plan, and all there are if any has run."""
+    global _last_search
+    if "torch._dynamo" not in sys.modules:
+        return []
+    # How often each frame was compiled. Where the counter is missing, all objects are searched.
+    counter = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COMPILE_COUNTER", {None: 1})
+    compilations = sum(counter.values())
+    frame, root, _ = plan_being_applied()
+    root = module if root is None else root
+    found = [x for x in root.modules() if is_compiled(x)]
+    if not compilations:
+        return found
+    # A module does not know what it is part of. The search visits all objects, so it runs once per plan and not per
+    # layer. The address of a frame may be used again for another plan: then the module or the counter differs.
+    if frame is None or (frame, compilations) != _last_search[0] or _last_search[1]() is not root:
+        modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module) and "_modules" in x.__dict__]
+        _last_search = (frame, compilations), ref(root), [ref(x) for x in modules if is_compiled(x)]
+    return found + [x for x in (weak() for weak in _last_search[2]) if x is not None]
+
+
+def plan_being_applied() -> tuple[int | None, nn.Module | None, list[str]]:
+    """The address of the frame of ``parallelize_module``, its module (None if it is not on the stack), and the names
+    that the styles of its plan allow to mix positions."""
+    call, root, plan = None, None, None
+    for frame in frames_of(parallelize_module.__code__):  # the outermost in the end
+        root, plan, call = frame.f_locals["module"], frame.f_locals["parallelize_plan"], id(frame)
+    keys, styles = ([*plan], [*plan.values()]) if isinstance(plan, dict) else ([""], [plan])
+    allowed = [name for style in styles for name in getattr(style, "allow", ())]
+    # Mixers may mix positions: their style makes them do so over all ranks.
+    mixers = [key for key, style in zip(keys, styles, strict=True) if getattr(style, "mixers", False)]
+    return call, root, allowed + mixers

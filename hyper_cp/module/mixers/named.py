@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...mesh import cp_mesh
-from ...ops.recurrence.threads import in_thread
 from ..mesh_binding import Style
 from .calls import ROUTED, RunningMixer, running_mixer
 from .hooks import StyledMixerHooks
+from .threads import in_thread
 
 COMPARED = 64
 """The most tokens on which a module's own forward is compared with the function that replaces it."""

@@ -108,12 +108,8 @@ def register(
         )
     entries = _by_device.setdefault(device_type, OrderedDict())
     handle = RemovableHandle(entries)
-    entries[handle.id] = _Entry(kernel, accepts or _always, plain_with_dropout, scores)
+    entries[handle.id] = _Entry(kernel, accepts or (lambda q, k, v, is_causal: True), plain_with_dropout, scores)
     return handle
-
-
-def _always(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
-    return True
 
 
 def available(device_type: str) -> dict[str, Kernel]:
@@ -130,8 +126,14 @@ def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout_p: float = 
     """The name of the kernel that runs this call's tiles, in forward and backward. Under torch.compile it is "": the
     choice is left to the run. ``scores``: the call changes its logits by a function. Raises if the user's settings
     leave no kernel."""
-    if dropout_p:  # only plain math takes a given dropout pattern
-        _check_plain(_accepting(q, k, v, is_causal), q.device.type)
+    if dropout_p:
+        entry = _accepting(q, k, v, is_causal)
+        if entry is not None and not entry.plain_with_dropout:
+            raise NotImplementedError(
+                f"dropout_p > 0 is not possible on {q.device.type}, where attention runs on the kernel "
+                f"{entry.kernel.name!r}. It draws its own random numbers for each tile and takes no dropout pattern. "
+                "Set dropout to 0.0, or allow plain math only: torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+            )
         return REFERENCE.name
     if torch.compiler.is_compiling():
         return ""
@@ -147,17 +149,7 @@ def _accepting(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scores: bool = 
 
 
 def _entries(device_type: str) -> list[_Entry]:
-    entries = _by_device.get(device_type)
-    return [] if entries is None else list(entries.values())
-
-
-def _check_plain(entry: _Entry | None, device_type: str) -> None:
-    if entry is not None and not entry.plain_with_dropout:
-        raise NotImplementedError(
-            f"dropout_p > 0 is not possible on {device_type}, where attention runs on the kernel "
-            f"{entry.kernel.name!r}. It draws its own random numbers for each tile and takes no dropout pattern. "
-            "Set dropout to 0.0, or allow plain math only: torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-        )
+    return list(_by_device.get(device_type, {}).values())
 
 
 def get(name: str, q: Tensor, k: Tensor, v: Tensor, scores: bool = False) -> Kernel:
@@ -178,15 +170,14 @@ def check(kernel: Kernel, masked: bool, band: Band) -> None:
 
 
 def number_of(name: str) -> int:
-    """A number that stands for the name of a kernel, which an op can return in a tensor: under torch.compile it chooses
-    its kernel when it runs, and backward must run the same one."""
+    """A hash of the name of a kernel, which an op can return in a tensor: under torch.compile it chooses its kernel
+    when it runs, and backward must run the same one."""
     return zlib.crc32(name.encode())
 
 
 def name_of(number: int, device_type: str) -> str:
-    """The name that :func:`number_of` stands for. If the kernel is not registered any more, :func:`get` refuses it."""
-    found = (name for name in available(device_type) if number_of(name) == number)
-    return next(found, f"number {number}")
+    """The inverse of :func:`number_of`. If the kernel is not registered any more, :func:`get` refuses the result."""
+    return next((name for name in available(device_type) if number_of(name) == number), f"number {number}")
 
 
 register(cpu.KERNEL, "cpu", cpu.accepts, plain_with_dropout=True)  # as F.scaled_dot_product_attention on CPU

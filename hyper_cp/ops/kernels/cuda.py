@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import warnings
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, current_flash_attention_impl
 
+from ...schedule.ranges import Rows
 from .inputs import TileInputs
 from .operators import OperatorKernel, Packing, gather, packing, scatter, window
 from .reference import KERNEL as REFERENCE
@@ -33,58 +35,24 @@ class _Flash:
     name, grouped, least = "flash", True, 1
 
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
-        if tile.parts is not None:
-            return self._packed_forward(tile)
-        q, k, v = (_pad_heads(x, tile).transpose(1, 2) for x in (tile.q, tile.k, tile.v))
-        lengths = (None, None, q.shape[1], k.shape[1])  # not packed: no cumulative lengths
+        rows, cols, lengths = _sequences(tile)
+        q, k, v = (_entering(x, at, tile) for x, at in ((tile.q, rows), (tile.k, cols), (tile.v, cols)))
         causal, bounds = _window(tile)
         out, lse, *_ = _aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, scale=tile.scale, **bounds)
-        return out[..., : tile.v.shape[3]].transpose(1, 2), lse[:, :, : q.shape[1]]
+        lse = lse[:, :, : tile.q.shape[2]] if rows is None else scatter(lse.mT, rows, tile.q, -torch.inf)
+        return _leaving(out, rows, tile.q, tile.v.shape[3]), lse
 
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if tile.parts is not None:
-            return self._packed_backward(tile, dout, out, lse)
-        inputs = dout, tile.q, tile.k, tile.v, out.to(tile.q.dtype)
-        dout, q, k, v, out = (_pad_heads(x, tile).transpose(1, 2) for x in inputs)
-        lengths = (None, None, q.shape[1], k.shape[1])
+        rows, cols, lengths = _sequences(tile)
+        dout, q, out = (_entering(x, rows, tile) for x in (dout, tile.q, out.to(tile.q.dtype)))
+        k, v = (_entering(x, cols, tile) for x in (tile.k, tile.v))
+        lse = (lse if rows is None else gather(lse, rows).mT).contiguous()
         causal, bounds = _window(tile)
         grads = _aten._flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *_no_dropout(q), scale=tile.scale, **bounds
+            dout, q, k, v, out, lse, *lengths, 0.0, causal, *_no_seed(q, (2,), torch.uint64), scale=tile.scale, **bounds
         )
-        dq, dk, dv = (
-            x[..., : like.shape[3]].transpose(1, 2) for x, like in zip(grads, (tile.q, tile.k, tile.v), strict=True)
-        )
-        return dq, dk, dv
-
-    def _packed_forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
-        how = packing(tile)
-        pairs = (tile.q, how.rows), (tile.k, how.cols), (tile.v, how.cols)
-        q, k, v = (_pad_heads(gather(x, ranges), tile) for x, ranges in pairs)
-        causal, bounds = _window(tile)
-        out, lse, *_ = _aten._flash_attention_forward(
-            q, k, v, *_ends(how, q.device), *how.longest, 0.0, causal, False, scale=tile.scale, **bounds
-        )
-        out = scatter(out[..., : tile.v.shape[3]], how.rows, tile.q)
-        return out, scatter(lse.mT, how.rows, tile.q, -torch.inf)
-
-    def _packed_backward(
-        self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        how = packing(tile)
-        dout, q, out = (_pad_heads(gather(x, how.rows), tile) for x in (dout, tile.q, out.to(tile.q.dtype)))
-        k, v = (_pad_heads(gather(x, how.cols), tile) for x in (tile.k, tile.v))
-        ends, lse = _ends(how, q.device), gather(lse, how.rows).mT.contiguous()
-        causal, bounds = _window(tile)
-        grads = _aten._flash_attention_backward(
-            *(dout, q, k, v, out, lse),
-            *(*ends, *how.longest, 0.0, causal, *_no_dropout(q)),
-            scale=tile.scale,
-            **bounds,
-        )
-        targets = (how.rows, tile.q), (how.cols, tile.k), (how.cols, tile.v)
-        dq, dk, dv = (
-            scatter(grad[..., : x.shape[3]], ranges, x) for grad, (ranges, x) in zip(grads, targets, strict=True)
-        )
+        targets = (rows, tile.q), (cols, tile.k), (cols, tile.v)
+        dq, dk, dv = (_leaving(x, at, like, like.shape[3]) for x, (at, like) in zip(grads, targets, strict=True))
         return dq, dk, dv
 
 
@@ -104,9 +72,9 @@ class _Efficient:
         dim, v_dim = tile.q.shape[3], tile.v.shape[3]
         dout, q, k, v, out = (_pad_heads(x) for x in (dout, tile.q, tile.k, tile.v, out))
         lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()
-        wanted = [True, True, True, False]
+        gradients = [True, True, True, False]  # of q, k and v, and none of the mask
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, _aligned_mask(tile), out, lse, *_no_seed(q), 0.0, wanted, tile.causal, scale=tile.scale
+            dout, q, k, v, _aligned_mask(tile), out, lse, *_no_seed(q), 0.0, gradients, tile.causal, scale=tile.scale
         )
         return dq[..., :dim], dk[..., :dim], dv[..., :v_dim]
 
@@ -145,8 +113,28 @@ class _CuDNN:
 # --------------------------------------------------------------------------- the operators' arguments
 
 
+def _sequences(tile: TileInputs) -> tuple[Rows | None, Rows | None, tuple[Any, ...]]:
+    """FlashAttention's cumulative lengths and longest sequences, and the rows and columns of the sequences; None for a
+    tile without parts, which has no cumulative lengths."""
+    if tile.parts is None:
+        return None, None, (None, None, tile.q.shape[2], tile.k.shape[2])
+    how = packing(tile)
+    return how.rows, how.cols, (*_ends(how, tile.q.device), *how.longest)
+
+
+def _entering(x: Tensor, at: Rows | None, tile: TileInputs) -> Tensor:
+    """``[B, H, S, D]`` as FlashAttention takes it."""
+    return _pad_heads(x.transpose(1, 2) if at is None else gather(x, at), tile)
+
+
+def _leaving(x: Tensor, at: Rows | None, like: Tensor, dim: int) -> Tensor:
+    """The inverse of :func:`_entering`."""
+    x = x[..., :dim]
+    return x.transpose(1, 2) if at is None else scatter(x, at, like)
+
+
 def _pad_heads(x: Tensor, tile: TileInputs | None = None) -> Tensor:
-    """Pad head dims to a multiple of 8, which the operators want; with ``tile``, to the larger of q's and v's."""
+    """Pad head dims to a multiple of 8, as the operators need; with ``tile``, to the larger of q's and v's."""
     dim = x.shape[-1] if tile is None else max(tile.q.shape[3], tile.v.shape[3])
     missing = dim + -dim % 8 - x.shape[-1]
     return F.pad(x, (0, missing)) if missing else x
@@ -175,14 +163,9 @@ def _aligned_mask(tile: TileInputs) -> Tensor | None:
     return F.pad(tile.mask, (0, -cols % 16))[..., :cols].expand(batch, heads, rows, cols)
 
 
-def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Seed and offset of a dropout that is not used. FlashAttention wants tensors in backward, but reads none."""
-    return q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
-
-
-def _no_seed(q: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for the other two operators, which want int64."""
-    return q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64)
+def _no_seed(q: Tensor, size: tuple[int, ...] = (), dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor]:
+    """Seed and offset of a dropout that is not used. Operators need these tensors in backward, but do not read them."""
+    return q.new_empty(size, dtype=dtype), q.new_empty((), dtype=dtype)
 
 
 @lru_cache(maxsize=1024)
@@ -220,7 +203,7 @@ def _kernels() -> list[OperatorKernel]:
         for dense in (efficient, flash, cudnn)
         if (with_flash or dense is not flash) and (with_efficient or dense is not efficient)
     ]
-    return made  # the last are asked first: those that have all operators
+    return made  # those with all operators come last, since the last is the first to be asked
 
 
 def kernel_name(dense: str, flash: bool, efficient: bool) -> str:
@@ -259,8 +242,8 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
     if choice not in _NAMES:
         raise RuntimeError(
             f"no attention backend takes query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)} of "
-            f"dtype {q.dtype} on {q.device}: {_refusals(q, k, v, is_causal, grouped)}. Allow another backend in "
-            "torch.nn.attention.sdpa_kernel"
+            f"dtype {q.dtype} on {q.device}. The reasons are {_refusals(q, k, v, is_causal, grouped)}. Allow another "
+            "backend in torch.nn.attention.sdpa_kernel"
         )
     name = _NAMES[choice]
     if name == _CuDNN.name and current_flash_attention_impl() is not None and _flash_takes(q, k, v):

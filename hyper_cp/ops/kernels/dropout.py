@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ...schedule.build import Step
-from ...schedule.ranges import Range, Rows
+from ...schedule.ranges import Range
 from ...schedule.tiles import Tile
 from .partials import accumulation_dtype
+from .scores import Positions
 
 _MASK = 0xFFFFFFFF
 
@@ -29,19 +30,15 @@ class Dropout:
     """Factors of attention weights: ``1 / (1 - p)`` if a weight is kept, 0 if it is dropped."""
 
     def __init__(self, p: float, seed: Tensor, like: Tensor, heads_before: int, queries: Sequence[Range]):
-        self.p, self.device, self.dtype = p, like.device, accumulation_dtype(like.dtype)
-        batch, heads = like.shape[:2]
-        rows = Rows(queries).index(like.device)
-        # One number per batch row, head and query: [B, H, rows].
-        key = _mix(int(seed.item()) ^ torch.arange(batch, device=like.device).view(-1, 1, 1))
-        key = _mix(key ^ (heads_before + torch.arange(heads, device=like.device)).view(1, -1, 1))
-        self.rows = _mix(key ^ rows.view(1, 1, -1))
+        self.p, self.seed, self.dtype = p, int(seed.item()), accumulation_dtype(like.dtype)
+        self.positions = Positions(like, heads_before, queries)
 
     def of(self, step: Step, tile: Tile) -> Tensor:
         """The factors ``[b, H, rows, cols]`` of a tile, in the accumulation dtype."""
-        batch = slice(None) if tile.batch is None else slice(*tile.batch)
-        cols = _mix(Rows(step.keys).index(self.device)[tile.k[0] : tile.k[1]] + 1)
-        number = _mix(self.rows[batch, :, tile.q[0] : tile.q[1]].unsqueeze(-1) ^ cols)
+        at = self.positions.of(step, tile)
+        number = _mix(self.seed ^ at.batch.view(-1, 1, 1, 1))
+        for others in (at.heads.view(-1, 1, 1), at.rows.view(-1, 1), _mix(at.cols + 1)):
+            number = _mix(number ^ others)
         kept = number >= round(self.p * 2**32)
         return kept.to(self.dtype) / (1.0 - self.p)
 

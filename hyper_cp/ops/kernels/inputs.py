@@ -1,17 +1,16 @@
-"""The kernel protocol: a tile's inputs, forward and backward of it, and its parts one after another."""
+"""The kernel protocol: a tile's inputs, forward and backward of it, and its rectangles one after another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from ...schedule.ranges import Range
-from ...schedule.tiles import CAUSAL, Band, from_bottom_right
-from .partials import accumulation_dtype, like_queries, part
+from ...schedule.tiles import CAUSAL, Band, from_bottom_right, shift
+from .partials import accumulation_dtype, empty_partial, like_queries, part
 from .scores import TileScore
 
 Parts = tuple[tuple[Range, Range], ...]
@@ -55,17 +54,39 @@ class TileInputs:
         """True if the band is the causal one."""
         return self.band == CAUSAL
 
-    def rectangle(self, rows: Range, cols: Range, band: Band, mask: Tensor | None = None) -> TileInputs:
-        """Some rows and columns as a tile of their own, under their own band and mask."""
+    def rectangle(self, rows: Range, cols: Range, band: Band) -> TileInputs:
+        """Some rows and columns as a tile of their own, under their own band."""
+        mask = None if self.mask is None else mask_slice(self.mask, rows, cols)
+        keep = None if self.keep is None else mask_slice(self.keep, rows, cols)
         score = None if self.score is None else self.score.rectangle(rows, cols)
         dlse = None if self.dlse is None else part(self.dlse, rows)
         tensors = part(self.q, rows), part(self.k, cols), part(self.v, cols)
-        return TileInputs(*tensors, band, self.scale, mask, score=score, dlse=dlse, recurring=self.recurring)
+        return TileInputs(*tensors, band, self.scale, mask, None, keep, score, dlse, self.recurring)
 
-    def rectangles(self) -> Iterator[tuple[Range, Range, TileInputs]]:
+    def rectangles(self) -> Iterator[Rectangle]:
         """The parts with their rows and columns, each as a tile of its own."""
         for rows, cols in self.parts or ():
             yield rows, cols, self.rectangle(rows, cols, from_bottom_right(self.band, rows, cols))
+
+    def row_bands(self, size: int) -> Iterator[Rectangle]:
+        """``size`` rows at a time, with the columns that any of them sees, each as a tile of its own."""
+        (lower, upper), rows, cols = self.band, self.q.shape[2], self.k.shape[2]
+        for start in range(0, rows, size):
+            stop = min(start + size, rows)
+            first = 0 if lower is None else min(max(0, start + lower), cols - 1)
+            last = cols if upper is None else max(first + 1, min(cols, stop + upper))
+            some, seen = (start, stop), (first, last)
+            yield some, seen, self.rectangle(some, seen, shift(self.band, start - first))
+
+
+Rectangle = tuple[Range, Range, TileInputs]
+"""Some rows and some columns of a tile, and what they are as a tile of their own."""
+
+
+def mask_slice(mask: Tensor, rows: Range, cols: Range) -> Tensor:
+    """Rows and columns of a mask ``[..., Sq|1, Sk|1]``."""
+    mask = mask if mask.shape[2] == 1 else mask[:, :, slice(*rows)]
+    return mask if mask.shape[3] == 1 else mask[..., slice(*cols)]
 
 
 class Kernel(Protocol):
@@ -87,46 +108,52 @@ class Kernel(Protocol):
         ...
 
 
-# --------------------------------------------------------------------------- the parts of a tile, one after another
+# --------------------------------------------------------------------------- rectangles of a tile, one after another
 
 
-def forward_each(kernel: Kernel, tile: TileInputs) -> tuple[Tensor, Tensor]:
-    """Attend the parts of a tile one after another. Memory is that of the result and of one part."""
-    out = lse = None
-    for rows, _, rectangle in tile.rectangles():
-        piece, piece_lse = kernel.forward(rectangle)
-        if out is None or lse is None:
-            out, lse = empty_partial(tile.q, tile.v.shape[3], piece.dtype, piece_lse.dtype)
-        part(out, rows).copy_(piece)
-        part(lse, rows).copy_(piece_lse)
-    if out is None or lse is None:
-        return empty_partial(tile.q, tile.v.shape[3], tile.q.dtype, accumulation_dtype(tile.q.dtype))
+def forward_each(
+    attend: Callable[[TileInputs], tuple[Tensor, Tensor]], tile: TileInputs, rectangles: Iterable[Rectangle]
+) -> tuple[Tensor, Tensor]:
+    """Attend rectangles of a tile, which are disjoint in rows, one after another. All other pairs are hidden. Memory is
+    that of the result and of one rectangle."""
+    q, dim = tile.q, tile.v.shape[3]
+    result: tuple[Tensor, ...] = ()
+    for rows, _, rectangle in rectangles:
+        pieces = attend(rectangle)
+        if rows == (0, q.shape[2]):
+            return pieces
+        result = result or empty_partial(q, dim, *(x.dtype for x in pieces))
+        for whole, piece in zip(result, pieces, strict=True):
+            part(whole, rows).copy_(piece)
+    out, lse = result or empty_partial(q, dim, q.dtype, accumulation_dtype(q.dtype))
     return out, lse
 
 
 def backward_each(
-    kernel: Kernel, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor
+    differentiate: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    tile: TileInputs,
+    rectangles: Iterable[Rectangle],
+    *of_rows: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Differentiate the parts of a tile one after another."""
+    """Differentiate rectangles of a tile one after another.
+
+    Args:
+        of_rows: what :meth:`Kernel.backward` takes: dout, out and the log-sum-exp.
+    """
     inputs = tile.q, tile.k, tile.v
     grads: list[Tensor] = []
-    for rows, cols, rectangle in tile.rectangles():
-        pieces = kernel.backward(rectangle, *(part(x, rows) for x in (dout, out, lse)))
-        grads = grads or [_zeros_like(x, piece.dtype) for x, piece in zip(inputs, pieces, strict=True)]
+    for rows, cols, rectangle in rectangles:
+        pieces = differentiate(rectangle, *(part(x, rows) for x in of_rows))
+        if rows == (0, tile.q.shape[2]) and cols == (0, tile.k.shape[2]):
+            return pieces
+        # Parts are disjoint in columns too; other rectangles add to the same keys.
+        dtypes = [x.dtype if tile.parts is not None else accumulation_dtype(x.dtype) for x in pieces]
+        dtypes[0] = pieces[0].dtype
+        grads = grads or [like_queries(x, x.shape[3], t).zero_() for x, t in zip(inputs, dtypes, strict=True)]
         for grad, piece, covered in zip(grads, pieces, (rows, cols, cols), strict=True):
-            part(grad, covered).copy_(piece)
-    dq, dk, dv = grads or [_zeros_like(x, x.dtype) for x in inputs]
+            part(grad, covered).add_(piece)
+    dq, dk, dv = grads or [like_queries(x, x.shape[3], x.dtype).zero_() for x in inputs]
     return dq, dk, dv
-
-
-def empty_partial(q: Tensor, head_dim: int, dtype: torch.dtype, lse_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The partial of queries that see nothing."""
-    return like_queries(q, head_dim, dtype).zero_(), q.new_full(q.shape[:3], -torch.inf, dtype=lse_dtype)
-
-
-def _zeros_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros of the shape of ``x`` [B, H, S, D], in memory order [B, S, H, D]."""
-    return like_queries(x, x.shape[3], dtype).zero_()
 
 
 # --------------------------------------------------------------------------- fewer key/value heads than query heads

@@ -5,21 +5,19 @@ Not executed on hardware: the tests run it against a stand-in for the operators'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ...schedule.ranges import Range
 from ...schedule.tiles import FULL, Band, shift
-from .inputs import TileInputs, backward_each, forward_each
-from .operators import Packing, gather, mask_slice, packing, rows_at_once, scatter, window
-from .partials import RowSum, part
+from .inputs import Rectangle, TileInputs, backward_each, forward_each
+from .operators import Packing, gather, packing, rows_at_once, scatter, window
 from .reference import KERNEL as REFERENCE
 from .reference import band_mask
 
-_COMPRESSED = 2048  # side of the triangle that stands for every causal or banded mask
+_COMPRESSED = 2048  # side of the triangle that the operator takes for every causal or banded mask
 _LANES = 8  # identical copies in which the operator keeps its softmax statistics
 _SEQUENCES, _TOKENS, _PACKED_DIM = 1024, 1 << 20, 512  # the limits of one variable-length call
 _LOWEST = torch.finfo(torch.float32).min
@@ -29,52 +27,38 @@ class NPUKernel:
     name = "npu fusion attention"
 
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        if (rectangles := _rectangles(tile)) is not None:
+            return forward_each(self.forward, tile, rectangles)
         if tile.parts is not None:
-            return _packed_forward(tile) if _fits_one_call(tile) else forward_each(self, tile)
+            return _packed_forward(tile)
         if _is_additive(tile):
             return REFERENCE.forward(tile)
         layout, (q, k, v) = _layout(tile.q, tile.k, tile.v)
-        outs, lses = [], []
-        for rows in _row_ranges(tile):
-            out, largest, total, *_ = torch.ops.npu.npu_fusion_attention(
-                _rows(q, rows, layout), k, v, tile.q.shape[1], layout, scale=tile.scale, **_visible(tile, rows)
-            )
-            outs.append(out if layout == "BNSD" else out.transpose(1, 2))
-            lses.append(_log_sum_exp(largest, total))
-        return _cat(outs, 2), _cat(lses, 2)
+        out, largest, total, *_ = torch.ops.npu.npu_fusion_attention(
+            q, k, v, tile.q.shape[1], layout, scale=tile.scale, **_visible(tile)
+        )
+        return out if layout == "BNSD" else out.transpose(1, 2), _log_sum_exp(largest, total)
 
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if (rectangles := _rectangles(tile)) is not None:
+            return backward_each(self.backward, tile, rectangles, dout, out, lse)
         if tile.parts is not None:
-            if _fits_one_call(tile):
-                return _packed_backward(tile, dout, out, lse)
-            return backward_each(self, tile, dout, out, lse)
+            return _packed_backward(tile, dout, out, lse)
         if _is_additive(tile):
             return REFERENCE.backward(tile, dout, out, lse)
-        layout, (q, k, v, *of_rows) = _layout(tile.q, tile.k, tile.v, dout, out.to(tile.q.dtype))
-        ranges = _row_ranges(tile)
-        dqs, sums = [], [RowSum(x) for x in (tile.k, tile.v)] if len(ranges) > 1 else []
-        for rows in ranges:
-            tensors = _rows(q, rows, layout), k, v, *(_rows(x, rows, layout) for x in of_rows)
-            dq, *dkv = _gradients(tile, layout, tensors, part(lse, rows), _visible(tile, rows))
-            dq, dk, dv = (x if layout == "BNSD" else x.transpose(1, 2) for x in (dq, *dkv))
-            dqs.append(dq)
-            for total, x in zip(sums, (dk, dv), strict=False):
-                total.add((0, tile.k.shape[2]), None, x)
-        if sums:
-            dk, dv = (total.total() for total in sums)
-        return _cat(dqs, 2), dk, dv
+        layout, tensors = _layout(tile.q, tile.k, tile.v, dout, out.to(tile.q.dtype))
+        grads = _gradients(tile, layout, tensors, lse, _visible(tile))
+        dq, dk, dv = (x if layout == "BNSD" else x.transpose(1, 2) for x in grads)
+        return dq, dk, dv
 
 
-def _row_ranges(tile: TileInputs) -> list[Range]:
-    """The rows of each call: all, but for those whose boolean mask is too large to be made in one piece."""
-    rows, size = tile.q.shape[2], tile.q.shape[2] if tile.mask is None else rows_at_once(tile)
-    return [(start, min(start + size, rows)) for start in range(0, rows, size)]
-
-
-def _rows(x: Tensor, rows: Range, layout: str) -> Tensor:
-    """Some rows of a tensor in the layout of the call, contiguous."""
-    dim = 2 if layout == "BNSD" else 1
-    return x if rows[1] - rows[0] == x.shape[dim] else x.narrow(dim, rows[0], rows[1] - rows[0]).contiguous()
+def _rectangles(tile: TileInputs) -> Iterator[Rectangle] | None:
+    """The parts of a tile, or rows whose boolean mask is not too large; None: the tile is computed by other means."""
+    if tile.parts is not None:
+        return None if _fits_one_call(tile) else tile.rectangles()
+    if tile.mask is None or _is_additive(tile) or rows_at_once(tile) >= tile.q.shape[2]:
+        return None
+    return tile.row_bands(rows_at_once(tile))
 
 
 def _is_additive(tile: TileInputs) -> bool:
@@ -162,8 +146,8 @@ def _groups(how: Packing) -> list[tuple[slice, slice, dict[str, object]]]:
     return groups
 
 
-def _cat(xs: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return xs[0] if len(xs) == 1 else torch.cat(list(xs), dim)
+def _cat(xs: Sequence[Tensor]) -> Tensor:
+    return xs[0] if len(xs) == 1 else torch.cat(list(xs))
 
 
 # --------------------------------------------------------------------------- the operator's options
@@ -178,22 +162,21 @@ def _layout(*tensors: Tensor) -> tuple[str, list[Tensor]]:
     return layout, [x.contiguous() for x in by_layout[layout]]
 
 
-def _visible(tile: TileInputs, rows: Range) -> dict[str, object]:
+def _visible(tile: TileInputs) -> dict[str, object]:
     """The operator's options for a band and a boolean mask. Its masks are True where *hidden*; without one
     it ignores sparse_mode and tokens."""
-    height, cols = rows[1] - rows[0], tile.k.shape[2]
+    (batch, _, rows, _), cols = tile.q.shape, tile.k.shape[2]
     if tile.mask is not None:
-        batch, heads = tile.mask.shape[:2]
-        shape = batch if heads == 1 else tile.q.shape[0], heads, height, cols
-        seen = mask_slice(tile.mask, rows, (0, cols)).expand(shape)
-        inside = band_mask(height, cols, shift(tile.band, rows[0]), tile.q.device)
+        heads = tile.mask.shape[1]
+        seen = tile.mask.expand(tile.mask.shape[0] if heads == 1 else batch, heads, rows, cols)
+        inside = band_mask(rows, cols, tile.band, tile.q.device)
         # Without inner_precise=2 a row that this mask hides from all keys comes back as the mean of the values.
         hidden = ~(seen if inside is None else seen & inside)
         return {"atten_mask": hidden, "sparse_mode": 1, "inner_precise": 2}
-    if tile.band == FULL or (tile.causal and height == cols):
+    if tile.band == FULL or (tile.causal and rows == cols):
         return _square(tile)
     # Tokens count from the diagonal that ends at the bottom right.
-    options = _tokens(tile.q.device, shift(tile.band, height - cols), cols + height)
+    options = _tokens(tile.q.device, shift(tile.band, rows - cols), cols + rows)
     return options if window(tile) is not None else {**options, "inner_precise": 2}  # a row may see nothing
 
 

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...schedule.ranges import Numbers, Range, Ranges, Rows
+from ...schedule.ranges import Numbers, Ranges, Rows
 from ...schedule.tiles import CAUSAL, FULL, Band, shift
-from .inputs import Kernel, Parts, TileInputs, backward_each, forward_each, repeat_heads, sum_heads
-from .partials import accumulation_dtype, part
+from .inputs import Kernel, Parts, Rectangle, TileInputs, backward_each, forward_each, repeat_heads, sum_heads
 from .reference import additive_mask
 
 # Rows of a banded tile that are computed at once with a mask: with fewer an operator is slower, with more it
@@ -84,42 +83,38 @@ class OperatorKernel:
         if operator is not None:
             return operator.forward(_with_heads(operator, tile))
         if tile.parts is not None:
-            return forward_each(self, tile)
+            return forward_each(self.forward, tile, tile.rectangles())
         biased = self._biased(tile)
-        tile = _with_heads(biased, tile)
-        outs, lses = [], []
-        for rows, cols, bias in pieces(tile):
-            out, lse = biased.forward(tile.rectangle(rows, cols, FULL, bias))
+
+        def attend(piece: TileInputs) -> tuple[Tensor, Tensor]:
+            out, lse = biased.forward(piece)
             # Operators disagree on what they return for a row that sees nothing.
-            dead = (bias == -torch.inf).all(-1)
-            outs.append(out.masked_fill(dead.unsqueeze(-1), 0.0))
-            lses.append(lse.masked_fill(dead, -torch.inf))
-        return _cat(outs), _cat(lses)
+            blind = (piece.mask == -torch.inf).all(-1)  # type: ignore[union-attr]
+            return out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf)
+
+        tile = _with_heads(biased, tile)
+        return forward_each(attend, tile, _with_additive_masks(tile))
 
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         operator, kv_heads = self.operator(tile), tile.k.shape[1]
+        if operator is None and tile.parts is not None:
+            return backward_each(self.backward, tile, tile.rectangles(), dout, out, lse)
         if operator is not None:
             dq, dk, dv = operator.backward(_with_heads(operator, tile), dout, out, lse)
-            return dq, sum_heads(dk, kv_heads), sum_heads(dv, kv_heads)
-        if tile.parts is not None:
-            return backward_each(self, tile, dout, out, lse)
-        biased = self._biased(tile)
-        tile = _with_heads(biased, tile)
-        wide = accumulation_dtype(tile.k.dtype)
-        dqs, dk, dv = [], torch.zeros_like(tile.k, dtype=wide), torch.zeros_like(tile.v, dtype=wide)
-        lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(x - lse) = 0 where nothing is seen
-        for rows, cols, bias in pieces(tile):
-            piece = tile.rectangle(rows, cols, FULL, bias)
-            dq, dk_piece, dv_piece = biased.backward(piece, *(part(x, rows) for x in (dout, out, lse)))
-            dqs.append(dq)
-            part(dk, cols).add_(dk_piece)
-            part(dv, cols).add_(dv_piece)
-        return _cat(dqs), sum_heads(dk, kv_heads), sum_heads(dv, kv_heads)
+        else:
+            biased = self._biased(tile)
+            tile = _with_heads(biased, tile)
+            lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(x - lse) = 0 where nothing is seen
+            dq, dk, dv = backward_each(biased.backward, tile, _with_additive_masks(tile), dout, out, lse)
+        return dq, sum_heads(dk, kv_heads), sum_heads(dv, kv_heads)
 
     def _biased(self, tile: TileInputs) -> Operator:
         if self.biased is None:
             self.check(tile.mask is not None, tile.band)
-            raise NotImplementedError(f"the kernel {self.name!r} has no operator for a tile under the band {tile.band}")
+            raise NotImplementedError(
+                f"the kernel {self.name!r} has no operator for a tile under the band {tile.band}. It takes no additive "
+                "mask. Allow SDPBackend.EFFICIENT_ATTENTION too in torch.nn.attention.sdpa_kernel"
+            )
         return self.biased
 
 
@@ -132,9 +127,9 @@ def is_rectangle(tile: TileInputs) -> bool:
 
 
 def window(tile: TileInputs) -> tuple[int, int] | None:
-    """``(left, right)``: how many keys a query sees before and after its diagonal, which ends at the bottom right
-    corner of each rectangle; -1 is no bound, as operators have it. None if a tile has a mask or no second part, or if a
-    row of it may see nothing: operators disagree on what they return for such rows."""
+    """``(left, right)``: the numbers of keys that a query sees before and after its diagonal, which ends at the bottom
+    right corner of each rectangle; -1 is no bound, as in operators. None if the tile has a mask or only one part, or if
+    a row of it may see nothing: operators disagree on what they return for such rows."""
     if tile.mask is not None:
         return None
     rows, cols, band = tile.q.shape[2], tile.k.shape[2], tile.band
@@ -150,24 +145,14 @@ def window(tile: TileInputs) -> tuple[int, int] | None:
     return -1 if left is None else left, -1 if right is None else right
 
 
-def pieces(tile: TileInputs) -> Iterator[tuple[Range, Range, Tensor]]:
-    """Cut a tile into bands of rows: yield the rows, the columns that any of them sees, and the additive mask between
-    them."""
-    (lower, upper), mask, rows, cols = tile.band, tile.mask, tile.q.shape[2], tile.k.shape[2]
-    if mask is not None and mask.shape[2] == 1 and tile.band == FULL:  # the same for all rows
-        yield (0, rows), (0, cols), additive_mask(1, cols, FULL, mask, tile.q)
-        return
-    size = rows_at_once(tile)
-    for start in range(0, rows, size):
-        stop = min(start + size, rows)
-        first = 0 if lower is None else min(max(0, start + lower), cols - 1)
-        last = cols if upper is None else max(first + 1, min(cols, stop + upper))
-        band = (
-            None if lower is None else lower + start - first,
-            None if upper is None else upper + start - first,
-        )
-        piece = None if mask is None else mask_slice(mask, (start, stop), (first, last))
-        yield (start, stop), (first, last), additive_mask(stop - start, last - first, band, piece, tile.q)
+def _with_additive_masks(tile: TileInputs) -> Iterator[Rectangle]:
+    """Cut a tile into bands of rows, each of which has an additive mask in place of the band and mask of the tile."""
+    same = tile.mask is not None and tile.mask.shape[2] == 1 and tile.band == FULL  # for all rows
+    for rows, cols, piece in tile.row_bands(tile.q.shape[2] if same else rows_at_once(tile)):
+        height = 1 if same else piece.q.shape[2]
+        piece.mask = additive_mask(height, piece.k.shape[2], piece.band, piece.mask, piece.q)
+        piece.band = FULL
+        yield rows, cols, piece
 
 
 def rows_at_once(tile: TileInputs) -> int:
@@ -175,16 +160,6 @@ def rows_at_once(tile: TileInputs) -> int:
     batch, heads = (1, 1) if tile.mask is None else tile.mask.shape[:2]
     most = max(_LEAST_ROWS, _BIAS // (batch * heads * tile.k.shape[2]))
     return min(most, tile.q.shape[2] if tile.band == FULL else _BAND_ROWS)
-
-
-def mask_slice(mask: Tensor, rows: Range, cols: Range) -> Tensor:
-    """Rows and columns of a mask ``[..., Sq|1, Sk|1]``."""
-    mask = mask if mask.shape[2] == 1 else mask[:, :, slice(*rows)]
-    return mask if mask.shape[3] == 1 else mask[..., slice(*cols)]
-
-
-def _cat(xs: list[Tensor]) -> Tensor:
-    return xs[0] if len(xs) == 1 else torch.cat(xs, 2)
 
 
 def _with_heads(operator: Operator, tile: TileInputs) -> TileInputs:
@@ -203,15 +178,17 @@ class Packing:
     """The parts of a tile as sequences: batch row 0's rectangles, then batch row 1's, and so on."""
 
     rows: Rows
-    """The covered rows; ``cols`` likewise."""
+    """The rows that the parts cover."""
     cols: Rows
+    """The columns that they cover."""
     row_ends: tuple[int, ...]
-    """The end of each sequence in the packed rows; ``col_ends`` likewise."""
+    """The end of each sequence in the packed rows."""
     col_ends: tuple[int, ...]
+    """The end of each sequence in the packed columns."""
     longest: tuple[int, int]
     """The most rows and the most columns of a rectangle."""
     overhang: int
-    """By how many rows at most a rectangle is higher than wide."""
+    """The largest value of rows - columns over all rectangles."""
 
     @property
     def square(self) -> bool:

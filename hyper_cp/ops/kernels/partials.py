@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...schedule.ranges import Range
-from .fused import sums
+from . import fused
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -34,13 +34,18 @@ def part(x: Tensor, rows: Range, batch: Range | None = None) -> Tensor:
     return x if stop - start == x.shape[2] else x.narrow(2, start, stop - start)
 
 
+def empty_partial(q: Tensor, head_dim: int, dtype: torch.dtype, lse_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The partial of queries that see nothing."""
+    return like_queries(q, head_dim, dtype).zero_(), q.new_full(q.shape[:3], -torch.inf, dtype=lse_dtype)
+
+
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)  # a comparison takes a tenth of the time of a cast to the same dtype
 
 
 def merge(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge the partial ``(out, lse)`` into ``(total, total_lse)``, which are in the accumulation dtype."""
-    if sums.merge(total, total_lse, out, lse):
+    if fused.merge(total, total_lse, out, lse):
         return
     out, lse = _cast(out, total.dtype), _cast(lse, total.dtype)
     # If both are -inf, neither has seen anything: their difference is not a number, the weight is 0.
@@ -51,7 +56,7 @@ def merge(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
 
 def add(total: Tensor, x: Tensor) -> None:
     """Add ``x`` to ``total``, which is in the accumulation dtype."""
-    if not sums.add(total, x):
+    if not fused.add(total, x):
         total.add_(x)
 
 
@@ -76,8 +81,7 @@ class Partials:
 
     def _accumulators(self) -> tuple[Tensor, Tensor]:
         if self._out is None or self._lse is None:
-            self._out = like_queries(self._q, self._head_dim, self._dtype).zero_()
-            self._lse = self._q.new_full(self._q.shape[:3], -torch.inf, dtype=self._dtype)
+            self._out, self._lse = empty_partial(self._q, self._head_dim, self._dtype, self._dtype)
         return self._out, self._lse
 
     def result(self, rows: Range) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from ...schedule.tiles import FULL, Band, shift
-from .inputs import TileInputs, backward_each, forward_each, repeat_heads, sum_heads
-from .partials import accumulation_dtype, part
+from ...schedule.tiles import FULL, Band
+from .inputs import Rectangle, TileInputs, backward_each, forward_each, repeat_heads, sum_heads
+from .partials import accumulation_dtype
 
 
 def band_mask(rows: int, cols: int, band: Band, device: torch.device) -> Tensor | None:
@@ -41,12 +43,8 @@ class ReferenceKernel:
     name = "reference"
 
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
-        if tile.parts is not None:
-            return forward_each(self, tile)
-        chunks = _chunks(tile)
-        if len(chunks) > 1:
-            outs, lses = zip(*(self.forward(chunk) for chunk in chunks), strict=True)
-            return torch.cat(outs, 2), torch.cat(lses, 2)
+        if (rectangles := _rectangles(tile)) is not None:
+            return forward_each(self.forward, tile, rectangles)
         q, k, v = _wide(tile.q.shape[1], tile.q, tile.k, tile.v)
         logits = q @ k.mT * tile.scale
         logits = _masked(logits if tile.score is None else tile.score(logits), tile)
@@ -55,15 +53,8 @@ class ReferenceKernel:
         return (weights if tile.keep is None else weights * tile.keep) @ v, lse
 
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if tile.parts is not None:
-            return backward_each(self, tile, dout, out, lse)
-        chunks = _chunks(tile)
-        if len(chunks) > 1:
-            sizes = [chunk.q.shape[2] for chunk in chunks]
-            by_row = zip(*(x.split(sizes, 2) for x in (dout, out, lse)), strict=True)
-            grads = [self.backward(chunk, *rows) for chunk, rows in zip(chunks, by_row, strict=True)]
-            dqs, dks, dvs = zip(*grads, strict=True)
-            return torch.cat(dqs, 2), sum(dks[1:], dks[0]), sum(dvs[1:], dvs[0])
+        if (rectangles := _rectangles(tile)) is not None:
+            return backward_each(self.backward, tile, rectangles, dout, out, lse)
         q, k, v, out, dout = _wide(tile.q.shape[1], tile.q, tile.k, tile.v, out, dout)
         logits, gradient = q @ k.mT * tile.scale, None
         if tile.score is not None:
@@ -85,20 +76,13 @@ LOGITS_AT_ONCE = 1 << 26
 """The most logits that are computed at once."""
 
 
-def _chunks(tile: TileInputs) -> list[TileInputs]:
-    """Cut a tile into rows whose logits are few enough."""
+def _rectangles(tile: TileInputs) -> Iterator[Rectangle] | None:
+    """The parts of a tile, or rows whose logits are few enough; None: the tile is computed at once."""
+    if tile.parts is not None:
+        return tile.rectangles()
     (batch, heads, rows, _), cols = tile.q.shape, tile.k.shape[2]
     size = max(1, LOGITS_AT_ONCE // max(1, batch * heads * cols))
-    if size >= rows:
-        return [tile]
-    chunks = []
-    for start in range(0, rows, size):
-        some = start, min(start + size, rows)
-        mask = tile.mask if tile.mask is None or tile.mask.shape[2] == 1 else part(tile.mask, some)
-        chunk = tile.rectangle(some, (0, cols), shift(tile.band, start), mask)
-        chunk.keep = None if tile.keep is None else part(tile.keep, some)
-        chunks.append(chunk)
-    return chunks
+    return None if size >= rows else tile.row_bands(size)
 
 
 def _wide(heads: int, *tensors: Tensor) -> list[Tensor]:

@@ -7,27 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ...mesh.cp_mesh import CPMesh
 from ...schedule import documents as packed
 from ...schedule import layout as layouts
-from ..checks import DTYPES, refuse_forward_mode
+from ..checks import check_dtype, check_local, refuse_forward_mode
 
 
 def check_tensor(name: str, argument: str, x: Tensor, ndim: int, form: str) -> None:
-    """Raise unless an argument is a local floating-point tensor with so many dimensions."""
-    if not isinstance(x, Tensor) or isinstance(x, DTensor):
-        given = f"DTensor placed {x.placements}" if isinstance(x, DTensor) else type(x).__name__
-        raise TypeError(f"{name}: {argument} is a {given}. It must be a local tensor {form}. Pass x.to_local()")
-    if x.ndim != ndim or 0 in x.shape:
+    """Raise unless an argument is a local floating-point tensor with ``ndim`` dimensions."""
+    argument = f"{name}: {argument}"
+    check_local(argument, x, ndim, form)
+    if 0 in x.shape:
         raise ValueError(
-            f"{name}: {argument} has shape {tuple(x.shape)}. It must be {form}, and not empty. Reshape it so"
+            f"{argument} has shape {tuple(x.shape)}. There is nothing to compute. Pass a tensor with values"
         )
-    if x.dtype not in DTYPES:
-        raise TypeError(
-            f"{name}: {argument} has dtype {x.dtype}. It must be float16, bfloat16, float32 or float64. Convert it"
-        )
+    check_dtype(argument, x)
 
 
 def documents_of(mesh: DeviceMesh | CPMesh, cp: CPMesh, documents: Any, name: str) -> Tensor | None:
@@ -99,6 +94,6 @@ def check_layout_of(name: str, cp: CPMesh, layout: str, documents: Tensor | None
         raise ValueError(f"{name}: {error}") from None
     if table is None and layouts.by_documents(layout) and cp.size > 1:
         raise ValueError(
-            f"{name}: layout={layout!r} places tokens by document, but no documents are given. Pass documents= "
-            "([0, S] for one document)"
+            f"{name}: layout={layout!r} places tokens by document, but no documents are given. Without them it is not "
+            "determined what each rank holds. Pass documents= ([0, S] for one document)"
         )

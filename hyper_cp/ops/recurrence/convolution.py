@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...mesh import cp_mesh, nans
+from ...mesh.arguments import check_choice
 from ...mesh.cp_mesh import CPMesh
 from ...mesh.failures import backward_of, caller, calling, operation
 from ...schedule.documents import read
@@ -77,11 +78,8 @@ def causal_conv1d(
             f"{name}: weight {tuple(weight.shape)}{given} do not fit x {tuple(x.shape)}. A depthwise convolution has "
             f"one row of weights, and one bias, for each of the {x.shape[1]} channels. Pass weight [channels, width]"
         )
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f'{name}: activation={activation!r} is unknown. It is one of None, "silu" and "swish". Apply another one '
-            "to the result"
-        )
+    why = "It is applied to the result"
+    check_choice(f"{name}: activation", activation, ACTIVATIONS, why, ", or apply another one yourself")
     cp = cp_mesh.whole_view(mesh)
     table = documents_of(mesh, cp, documents, name)
     agree(name, cp, layout, table, x, weight)

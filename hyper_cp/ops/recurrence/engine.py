@@ -20,7 +20,7 @@ from ...schedule.documents import read
 from ..kernels.partials import accumulation_dtype
 from ..recompute import check_recompute, fingerprint
 from . import kernels
-from .kernels.chunked import Affine, Inputs
+from .chunked import Affine, Inputs
 from .segments import segments
 from .states import Passing
 
@@ -115,8 +115,7 @@ def recurrence_backward_op(
         # What does not enter a piece has no gradient; the factors of `entered` are the same in both directions.
         of_maps = work.entered(Affine(dM, gradients, dO @ states.mT, dO))
         given = [x for x in (q, k, v, g, beta) if x is not None]
-        pulled = [x for x in pull(of_maps) if x is not None]
-        return [work.segments.join(d).to(x.dtype).contiguous() for d, x in zip(pulled, given, strict=True)]
+        return [work.segments.join(d).to(x.dtype).contiguous() for d, x in zip(pull(of_maps), given, strict=True)]
 
 
 @recurrence_op.register_fake

@@ -8,8 +8,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...mesh import cp_mesh
+from ...mesh.arguments import check_number
 from ...mesh.cp_mesh import CPMesh
 from ...mesh.failures import calling
+from ..checks import check_split
 from ..exchange.ulysses import Ulysses
 from . import kernels
 from .checks import agree, check_layout_of, check_tensor, documents_of
@@ -67,8 +69,8 @@ def linear_recurrence(
         layout: the positions that the ranks hold, as in :func:`hyper_cp.ops.attention`.
         documents: cumulative lengths ``[0, ..., S]`` of packed documents (a list or tensor, or one per batch row).
             None: those of the enclosing ``handler.documents`` block, if there is one.
-        ulysses_degree: 1 passes states between ranks, for any number of heads, with the least communication. A larger
-            number (None: all ranks) first exchanges the sequence of so many adjacent ranks for heads, which must split.
+        ulysses_degree: 1 passes states between ranks, for any number of heads, with the least communication. With a
+            larger number (None: all ranks) that many adjacent ranks first exchange sequence for heads, if these split.
         kernel: ``"torch"`` (chunked, any device), ``"fla"`` (flash-linear-attention), or None to choose by device.
         name: names the caller in errors.
 
@@ -89,11 +91,8 @@ def linear_recurrence(
     """
     for argument, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, argument, x, 4, FORM)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(
-            f"{name}: scale={scale!r} is not a number. Kernels differ in their default: it is 1 here, and dk ** -0.5 "
-            "in flash-linear-attention. Pass scale=1.0, or scale=q.shape[-1] ** -0.5"
-        )
+    why = "Kernels differ in their default: it is 1 here, and dk ** -0.5 in flash-linear-attention"
+    check_number(f"{name}: scale", scale, why, "Pass scale=1.0, or scale=q.shape[-1] ** -0.5")
     decay, beta = _decays(name, v, decay), None if beta is None else _beta(name, v, beta)
     _check(name, q, k, v, decay)
     exchanged = ulysses_degree != 1
@@ -105,12 +104,13 @@ def linear_recurrence(
     q = q * scale if scale != 1.0 else q
     settings = RecurrenceSettings(layout, kernels.choose(kernel, name, q, v, decay, beta), exchanged, cp.key).text()
     if exchanged and cp.ulysses.size > 1:
-        _check_split(name, v, cp)
+        todo = "(1 passes states instead, for any number of heads)"
+        check_split(v.shape[2], "heads of states", cp, todo, f"{name}: ")
     with calling(name):
         if not exchanged or cp.ulysses.size == 1:
             return _op(q, k, v, decay, beta, table, settings)
         ulysses = Ulysses(cp, layout, 1, 2, table)
-        # Those with fewer heads come last: they are shared by ranks if they do not split.
+        # Tensors with fewer heads come last: ranks share their heads if these do not split.
         given = [x for x in (v, decay, beta, q, k) if x is not None]
         v, decay, *rest = ulysses.to_heads(*given)
         q, k = rest[-2:]
@@ -158,20 +158,10 @@ def _check(name: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> None:
     if q.shape != k.shape or q.shape[:2] != v.shape[:2] or v.shape[2] % k.shape[2]:
         raise ValueError(
             f"{name}: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit. q and k have equal "
-            "shapes, batch and positions of v, and a number of heads that divides that of v. Reshape them"
+            "shapes, the batch and positions of v, and a number of heads that divides that of v. Reshape them"
         )
     if decay.shape[3] not in (1, k.shape[3]):
         raise ValueError(
             f"{name}: decay {tuple(decay.shape)} does not fit k {tuple(k.shape)}. A head has one decay, or one for "
             f"each of the {k.shape[3]} channels of k. Reshape it"
-        )
-
-
-def _check_split(name: str, v: Tensor, cp: CPMesh) -> None:
-    heads, degree = v.shape[2], cp.ulysses.size
-    if heads % degree:
-        works = [d for d in cp_mesh.divisors(cp.size) if heads % d == 0]
-        raise ValueError(
-            f"{name}: ulysses_degree={degree} cannot split {heads} heads of states. They must be a multiple of the "
-            f"degree. Set it to one of {', '.join(map(str, works))}; 1 passes states instead, for any number of heads"
         )

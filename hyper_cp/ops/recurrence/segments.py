@@ -39,7 +39,7 @@ class Segments:
 
     @property
     def nbytes(self) -> int:
-        """About so many bytes of memory, with what is usually derived from it."""
+        """An estimate of the bytes of memory, with what is usually derived from it."""
         return 100 * self.first[-1] + 32 * len(self.order) + 16 * self.join_rows.length
 
     def split(self, x: Tensor) -> Tensor:

@@ -61,8 +61,8 @@ class Passing:
 
     def forward(self, adds: Tensor) -> Tensor:
         """The state that enters each piece, ``[pieces, B, H, dk, dv]``."""
-        gathered = self._gathered([self._totals(), self._forward_ends(adds)])
-        return self._states(adds, *gathered)
+        totals, ends = self._gathered([self._totals(), self._ends(adds)])
+        return self._entering(adds, totals, ends)
 
     def both(self, adds: Tensor, reads: Tensor) -> tuple[Tensor, Tensor]:
         """The same, and the gradient of the state that leaves each piece.
@@ -70,39 +70,36 @@ class Passing:
         Args:
             reads: the gradient of the state that enters each piece, through the outputs of this piece.
         """
-        totals, ends, starts = self._gathered([self._totals(), self._forward_ends(adds), self._backward_ends(reads)])
-        later = self._initial([transposed(m) for m in reversed(totals)], starts[::-1], reverse=True)
-        gradients: list[Tensor] = [reads] * len(self.maps)
-        for pieces, state in zip(self.ranges, later, strict=True):
-            steps = [(self.back[i], reads[i]) for i in reversed(pieces)]
-            for i, gradient in zip(reversed(pieces), fold(steps, state)[0], strict=True):
-                gradients[i] = gradient
-        return self._states(adds, totals, ends), torch.stack(gradients)
-
-    def _states(self, adds: Tensor, totals: list[Tensor], ends: list[Tensor]) -> Tensor:
-        states = []
-        for pieces, state in zip(self.ranges, self._initial(totals, ends), strict=True):
-            states += fold([(self.maps[i], adds[i]) for i in pieces], state)[0]
-        return torch.stack(states)
+        totals, ends, starts = self._gathered([self._totals(), self._ends(adds), self._ends(reads, back=True)])
+        return self._entering(adds, totals, ends), self._entering(reads, totals, starts, back=True)
 
     def _totals(self) -> list[Tensor]:
+        """The matrix of each range."""
         return [composed([self.maps[i] for i in pieces]) for pieces in self.ranges]
 
-    def _forward_ends(self, adds: Tensor) -> list[Tensor]:
-        """The state that each range leaves if none enters it."""
+    def _ends(self, adds: Tensor, back: bool = False) -> list[Tensor]:
+        """The state that each range leaves if none enters it. ``back``: gradients, from the last piece to the first."""
         zero = torch.zeros_like(adds[0])
-        return [fold([(self.maps[i], adds[i]) for i in pieces], zero)[1] for pieces in self.ranges]
+        return [fold(self._steps(pieces, adds, back), zero)[1] for pieces in self.ranges]
 
-    def _backward_ends(self, reads: Tensor) -> list[Tensor]:
-        zero = torch.zeros_like(reads[0])
-        return [fold([(self.back[i], reads[i]) for i in reversed(pieces)], zero)[1] for pieces in self.ranges]
+    def _steps(self, pieces: range, adds: Tensor, back: bool) -> Steps:
+        maps = self.back if back else self.maps
+        return [(maps[i], adds[i]) for i in (pieces[::-1] if back else pieces)]
 
-    def _initial(self, totals: list[Tensor], ends: list[Tensor], *, reverse: bool = False) -> list[Tensor]:
-        """The state that enters each range of this rank, from those before it in global order (or behind it)."""
-        order = self.segments.order[:: -1 if reverse else 1]
+    def _entering(self, adds: Tensor, totals: list[Tensor], ends: list[Tensor], back: bool = False) -> Tensor:
+        """The state that enters each piece of this rank, from those before it in global order (or behind it)."""
+        order = self.segments.order
+        if back:
+            order, totals, ends = order[::-1], [transposed(m) for m in reversed(totals)], ends[::-1]
         before, _ = fold(list(zip(totals, ends, strict=True)), torch.zeros_like(ends[0]))
-        mine = {number: state for (rank, number), state in zip(order, before, strict=True) if rank == self.rank}
-        return [mine[number] for number in range(len(self.ranges))]
+        states = [adds[0]] * len(self.maps)
+        for (rank, number), state in zip(order, before, strict=True):
+            if rank == self.rank:
+                pieces = self.ranges[number]
+                steps = self._steps(pieces, adds, back)
+                for i, entering in zip(pieces[::-1] if back else pieces, fold(steps, state)[0], strict=True):
+                    states[i] = entering
+        return torch.stack(states)
 
     def _gathered(self, of_ranges: list[list[Tensor]]) -> list[list[Tensor]]:
         """Each of the lists, which have a tensor for every range of this rank, of the ranges of all ranks in global

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hyper_cp.ops.kernels import partials
-from hyper_cp.ops.kernels.fused import sums
+from hyper_cp.ops.kernels import fused, partials
 from tests.harness.oracle import relative_error
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -29,9 +28,9 @@ def interpreter(monkeypatch: Any) -> Any:
     """Triton's interpreter, for kernels on CPU tensors."""
     pytest.importorskip("triton", reason="triton has no wheel for this platform")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    sums.compiled.cache_clear()
+    fused.compiled.cache_clear()
     yield
-    sums.compiled.cache_clear()
+    fused.compiled.cache_clear()
 
 
 def in_memory(x: Tensor, order: str) -> tuple[Tensor, Tensor]:
@@ -69,7 +68,7 @@ def exact(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 def test_no_rows_are_no_launch(interpreter: Any) -> None:
     empty = torch.zeros(1, 2, 0, 8)
-    sums.launch_merge(empty, empty[..., 0], empty, empty[..., 0])
+    fused.launch_merge(empty, empty[..., 0], empty, empty[..., 0])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -84,7 +83,7 @@ def test_merge(interpreter: Any, shape: tuple[int, ...]) -> None:
         total_lse, lse = old[1].clone(), torch.stack([new[1], new[1]], -1)[..., 0]
         plain, plain_lse = total.clone(), total_lse.clone()
         partials.merge(plain, plain_lse, out, lse)
-        sums.launch_merge(total, total_lse, out, lse)
+        fused.launch_merge(total, total_lse, out, lse)
         assert torch.equal(total_lse == -INF, want_lse == -INF) and not total.isnan().any()
         assert relative_error(total, want_out) <= 5e-7 and relative_error(total, plain.double()) <= 5e-7
         seen = want_lse > -INF
@@ -98,7 +97,7 @@ def test_add(interpreter: Any) -> None:
         total, memory = in_memory(torch.randn(shape), ORDERS[1])
         x, _ = in_memory(torch.randn(shape).to(DTYPES[i % 3]), order)
         want = total + x
-        sums.launch_add(total, x)
+        fused.launch_add(total, x)
         assert torch.equal(total, want)
         assert int((memory == 7).sum()) == memory.numel() - total.numel()
 
@@ -108,7 +107,7 @@ def test_ends_are_exact(interpreter: Any) -> None:
     old, new = (torch.randn(1, 1, 2, 8) for _ in range(2))
     old[:, :, 0] = 0
     total, total_lse = old.clone(), torch.tensor([[[-INF, 90.0]]])
-    sums.launch_merge(total, total_lse, new, torch.tensor([[[3.0, -INF]]]))
+    fused.launch_merge(total, total_lse, new, torch.tensor([[[3.0, -INF]]]))
     assert torch.equal(total[:, :, 0], new[:, :, 0]) and torch.equal(total[:, :, 1], old[:, :, 1])
     assert total_lse.tolist() == [[[3.0, 90.0]]]
 
@@ -129,8 +128,8 @@ def test_partials_and_sums_run_the_kernels(interpreter: Any, monkeypatch: Any) -
 
     plain, launches = run(), []
     for name in ("merge", "add"):
-        launch = getattr(sums, f"launch_{name}")
-        monkeypatch.setattr(sums, name, lambda *x, launch=launch: launches.append(launch) or launch(*x) is None)
+        launch = getattr(fused, f"launch_{name}")
+        monkeypatch.setattr(fused, name, lambda *x, launch=launch: launches.append(launch) or launch(*x) is None)
     for a, b in zip(run(), plain, strict=True):
         torch.testing.assert_close(a, b)
     assert len(launches) == 6
@@ -147,12 +146,12 @@ def on_a_gpu(**other: Any) -> Any:
 def test_chosen_on_cuda_only(monkeypatch: Any) -> None:
     launched: list[Any] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(sums, "launch_add", lambda total, x: launched.append(total))
-    assert sums.add(on_a_gpu(), None) and len(launched) == 1
+    monkeypatch.setattr(fused, "launch_add", lambda total, x: launched.append(total))
+    assert fused.add(on_a_gpu(), None) and len(launched) == 1
     others = {"is_cuda": False}, {"dtype": torch.float64}, {"get_device": lambda: 1}
-    assert not any(sums.add(on_a_gpu(**other), None) for other in others)
+    assert not any(fused.add(on_a_gpu(**other), None) for other in others)
     monkeypatch.setenv("HYPER_CP_TRITON", "0")
-    assert not sums.add(on_a_gpu(), None) and len(launched) == 1
+    assert not fused.add(on_a_gpu(), None) and len(launched) == 1
 
 
 def test_without_a_compiler_pytorch_merges(monkeypatch: Any) -> None:
@@ -160,13 +159,13 @@ def test_without_a_compiler_pytorch_merges(monkeypatch: Any) -> None:
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(sums, "launch_merge", refuse)
-    monkeypatch.setattr(sums, "_failed", [])
+    monkeypatch.setattr(fused, "launch_merge", refuse)
+    monkeypatch.setattr(fused, "_failed", [])
     with pytest.warns(RuntimeWarning, match=r"Triton cannot compile.*Failed to find C compiler.*HYPER_CP_TRITON=0"):
-        assert not sums.merge(on_a_gpu(), None, None, None)
+        assert not fused.merge(on_a_gpu(), None, None, None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not sums.merge(on_a_gpu(), None, None, None)  # it is not tried again
+        assert not fused.merge(on_a_gpu(), None, None, None)  # it is not tried again
 
 
 # --------------------------------------------------------------------------- machine code, without a GPU
@@ -181,12 +180,12 @@ def test_compiles_for_gpus(capability: int, tmp_path: Path, capsys: Any) -> None
     from triton.compiler import ASTSource
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    sums.compiled.cache_clear()
-    for kernel in (sums.merge_kernel, sums.add_kernel):
-        made = sums.compiled(kernel)
+    fused.compiled.cache_clear()
+    for kernel in (fused.merge_kernel, fused.add_kernel):
+        made = fused.compiled(kernel)
         numbers = {name: i for i, name in enumerate(made.arg_names)}
         types = {"total": "*fp32", "total_lse": "*fp32", "out": "*bf16", "lse": "*fp32", "x": "*bf16"}
-        fixed = dict(zip(("ROWS", "DIM"), sums.blocks(8192, 128), strict=True))
+        fixed = dict(zip(("ROWS", "DIM"), fused.blocks(8192, 128), strict=True))
         fixed |= {name: 1 for name in numbers if name.endswith("_d")}  # as Triton's launcher does with strides of 1
         signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in numbers}
         even = [name for name in numbers if name not in (*fixed, "heads", "rows", "total_lse_s", "lse_s")]

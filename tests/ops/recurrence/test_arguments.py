@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 from hyper_cp.ops import attention, causal_conv1d, linear_recurrence
-from hyper_cp.ops.recurrence.kernels.chunked import affine
+from hyper_cp.ops.recurrence.chunked import affine
 from tests.harness.attention_case import cp_mesh
 from tests.harness.ranks import Ranks, error_of, on_ranks
 from tests.harness.recurrence_oracle import recur

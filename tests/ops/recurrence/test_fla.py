@@ -28,6 +28,7 @@ class _Double(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor, dht: Tensor) -> Any:
         *leaves, h0 = ctx.saved_tensors
+        assert do.is_contiguous() and dht.is_contiguous()
         leaves = [None if x is None else x.detach().requires_grad_() for x in leaves]
         with torch.enable_grad():
             out = _outputs(*leaves, ctx.scale, h0)

@@ -1,6 +1,6 @@
 """Functions that change the logits of attention before the softmax: softcap, and FlexAttention's mods.
 
-The engine knows one thing, a :class:`Score`. It finds the score of a call by the text ``score.key``, which travels in
+The engine has one interface, :class:`Score`. It finds the score of a call by the text ``score.key``, which is part of
 the settings of an op, and hands each tile a :class:`TileScore`: the score with the global positions, heads and batch
 rows of that tile. A kernel applies it to the scaled logits before masks and bands.
 """
@@ -10,12 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from ....mesh.arguments import check_number
 from ....schedule.blocks import BlockMap
 from ....schedule.build import Step
 from ....schedule.ranges import Range, Rows
@@ -39,12 +39,35 @@ class Where:
     cols: Tensor
 
 
+class Positions:
+    """The global numbers of the logits of each tile of a call.
+
+    Args:
+        like: this rank's queries ``[B, H, S, D]``.
+        heads_before: global heads before the first of ``like``.
+        queries: the global positions of its rows.
+    """
+
+    def __init__(self, like: Tensor, heads_before: int, queries: Sequence[Range]) -> None:
+        self.batch = torch.arange(like.shape[0], device=like.device)
+        self.heads = torch.arange(heads_before, heads_before + like.shape[1], device=like.device)
+        self.rows = Rows(queries).index(like.device)
+        self.step: Step | None = None
+
+    def of(self, step: Step, tile: Tile) -> Where:
+        """The numbers of a tile of a step."""
+        if step is not self.step:
+            self.step, self.cols = step, Rows(step.keys).index(self.batch.device)
+        batch = slice(None) if tile.batch is None else slice(*tile.batch)
+        return Where(self.batch[batch], self.heads, self.rows[slice(*tile.q)], self.cols[slice(*tile.k)])
+
+
 class Score(ABC):
     """A function of the scaled logits, element by element, before the softmax.
 
     Attributes:
         key: the text by which ops find it, without "|".
-        signature: what ranks compare of it.
+        signature: the text that ranks compare.
         positional: True if it depends on where a logit stands.
         captured: tensors beside the logits that it gives gradients to.
         blocks: the blocks of pairs that may be visible; None: all.
@@ -57,8 +80,8 @@ class Score(ABC):
     blocks: BlockMap | None = None
 
     def check(self, name: str, batch: int, heads: int, lengths: tuple[int, int]) -> None:  # noqa: B027
-        """Raise, before any communication, if it does not fit a call of so many batch rows, query heads (of all
-        ranks), queries and keys."""
+        """Raise, before any communication, if it does not fit a call with these numbers of batch rows, query heads (of
+        all ranks), and queries and keys."""
 
     def check_unchanged(self) -> None:  # noqa: B027
         """Raise, in backward, if it is no longer what it was in forward."""
@@ -69,8 +92,8 @@ class Score(ABC):
 
     @abstractmethod
     def __call__(self, logits: Tensor, where: Where | None, captured: Sequence[Tensor]) -> Tensor:
-        """The changed logits ``[B, H, Sq, Sk]``, -inf where hidden. Autograd differentiates it; ``captured``
-        stands for the score's own."""
+        """The changed logits ``[B, H, Sq, Sk]``, -inf where hidden. Autograd differentiates it. ``captured`` are used
+        in place of the score's own tensors."""
 
 
 @dataclass(eq=False)
@@ -117,9 +140,7 @@ class TileScores:
     """The score of a call at each of its tiles.
 
     Args:
-        like: this rank's queries ``[B, H, S, D]``.
-        heads_before: global heads before the first of ``like``.
-        queries: the global positions of its rows.
+        like, heads_before, queries: those of :class:`Positions`.
         captured: the tensors that the score captures; ``gradients``: sums for their gradients, in backward.
     """
 
@@ -128,20 +149,11 @@ class TileScores:
     ) -> None:
         self.score, self.captured = score, captured
         self.gradients = [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in captured]
-        self.step: Step | None = None
-        if score.positional:
-            self.batch = torch.arange(like.shape[0], device=like.device)
-            self.heads = torch.arange(heads_before, heads_before + like.shape[1], device=like.device)
-            self.rows = Rows(queries).index(like.device)
+        self.positions = Positions(like, heads_before, queries) if score.positional else None
 
     def of(self, step: Step, tile: Tile) -> TileScore:
         """The score at a tile of a step."""
-        if not self.score.positional:
-            return TileScore(self.score, None, self.captured, self.gradients)
-        if step is not self.step:
-            self.step, self.cols = step, Rows(step.keys).index(self.batch.device)
-        batch = slice(None) if tile.batch is None else slice(*tile.batch)
-        where = Where(self.batch[batch], self.heads, self.rows[slice(*tile.q)], self.cols[slice(*tile.k)])
+        where = None if self.positions is None else self.positions.of(step, tile)
         return TileScore(self.score, where, self.captured, self.gradients)
 
 
@@ -169,26 +181,20 @@ class Softcap(Score):
 
 def softcap(cap: float) -> Softcap:
     """The score of ``softcap=cap``. Raise if that is not a positive number."""
-    if not isinstance(cap, Real) or isinstance(cap, bool):
-        raise TypeError(
-            f"softcap={cap!r} is a {type(cap).__name__}, not a number. Logits become softcap * tanh(logits / softcap). "
-            "Pass a positive float, or None for no softcap"
-        )
+    why, todo = "Logits become softcap * tanh(logits / softcap)", "Pass a positive float, or None for no softcap"
+    check_number("softcap", cap, why, todo)
     if not 0 < cap < float("inf"):
-        raise ValueError(
-            f"softcap={cap} must be a positive number. Logits become softcap * tanh(logits / softcap). Pass None for "
-            "no softcap"
-        )
+        raise ValueError(f"softcap={cap} must be a positive number. {why}. {todo}")
     return Softcap(float(cap))
 
 
-# --------------------------------------------------------------------------- by key
+# --------------------------------------------------------------------------- scores by their keys
 
 _registered: WeakValueDictionary[str, Score] = WeakValueDictionary()
 
 
 def register(score: Score) -> None:
-    """Make a score known by its key for as long as it lives. A call holds it, and so does its node in autograd."""
+    """Let :func:`find` return a score as long as it lives. A call holds it, and so does its node in autograd."""
     _registered[score.key] = score
 
 
@@ -201,7 +207,7 @@ def find(key: str) -> Score | None:
     score = _registered.get(key)
     if score is None:
         raise LookupError(
-            f"the score function {key!r} of an attention call is gone. It lives as long as the call's node in autograd "
-            "in the process that made it. Call attention again"
+            f"the score function {key!r} of an attention call does not exist any more. It lives as long as the call's "
+            "node in autograd, in the process that made it. Call attention again"
         )
     return score

@@ -21,7 +21,7 @@ from ....schedule.tiles import FULL
 from ..derivative import autograd_in_op
 from ..inputs import TileInputs, backward_each, forward_each
 from . import MaskMod, ScoreMod
-from .mods import Mods
+from .mods import Mods, ordered_blocks
 
 _BLOCK = 128
 
@@ -47,13 +47,13 @@ class FlexKernel:
 
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
         if tile.parts is not None:
-            return forward_each(self, tile)
+            return forward_each(self.forward, tile, tile.rectangles())
         with torch.no_grad():
             return self._attend(tile, tile.q, tile.k, tile.v)
 
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if tile.parts is not None:
-            return backward_each(self, tile, dout, out, lse)
+            return backward_each(self.backward, tile, tile.rectangles(), dout, out, lse)
         score = tile.score
         captured, totals = (score.score.captured, score.gradients) if score is not None else ((), ())
         with autograd_in_op():
@@ -132,8 +132,7 @@ def tile_blocks(tile: TileInputs, mask_mod: MaskMod) -> BlockMask:
         if where is not None:
             listed = listed & _touched(score.dense, score.block_mask.BLOCK_SIZE, where.rows, where.cols)
     listed = listed.expand(1, 1, *distance.shape) if listed.ndim == 2 else listed
-    order = listed.int().argsort(dim=-1, descending=True, stable=True).int()
-    number = listed.sum(-1, dtype=torch.int32)
+    number, order = ordered_blocks(listed)
     return BlockMask.from_kv_blocks(number, order, BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(rows, cols))
 
 

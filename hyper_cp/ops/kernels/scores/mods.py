@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
 from ....schedule.blocks import BlockMap, block_map
-from ...writes import Written, unchanged, written
+from ...writes import Written, unchanged, while_unchanged, written
 from ..partials import accumulation_dtype
 from . import MaskMod, Score, ScoreMod, Where, register
 
@@ -39,7 +39,7 @@ class Mods(Score):
         if block_mask is not None:
             self.dense, self.blocks = _listed(block_mask, like.device)
         self.used: list[Written] = []
-        """The tensors of others that the functions use."""
+        """The tensors that the functions use, and did not make themselves."""
         self.captured: tuple[Tensor, ...] = ()
         if torch.is_grad_enabled():  # else there is no backward
             used = self._tensors_in_use(like)
@@ -118,7 +118,7 @@ def _over_tile(mod: Callable[..., Tensor], takes_score: bool) -> Callable[..., T
 
 class _Evaluation(TorchFunctionMode):
     """While entered, tensors are indexed by tensors without reading these (which vmap could not), and captured tensors
-    are replaced by what stands for them."""
+    are replaced by those given instead."""
 
     def __init__(self, captured: Sequence[Tensor] = (), instead: Sequence[Tensor] = ()) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class _Evaluation(TorchFunctionMode):
 
 
 class _Collection(_Evaluation):
-    """Collects the tensors of others that take part.
+    """Collects the tensors that take part, and that the functions did not make.
 
     Args:
         given: arguments of the functions, which do not count.
@@ -176,7 +176,7 @@ def _tensors(x: Any) -> list[Tensor]:
 # --------------------------------------------------------------------------- block masks
 
 # Block tensors only: a function of the user's may hold the mask that is the key.
-_known: WeakKeyDictionary[BlockMask, tuple[list[Written], Tensor, BlockMap]] = WeakKeyDictionary()
+_read: WeakKeyDictionary[BlockMask, tuple[list[Written], tuple[Tensor, BlockMap]]] = WeakKeyDictionary()
 
 
 def block_tensors(mask: BlockMask) -> list[Tensor]:
@@ -191,15 +191,17 @@ def _listed(mask: BlockMask, device: torch.device) -> tuple[Tensor, BlockMap]:
     """The blocks of a mask ``[B|1, H|1, R, C]``, and what schedules make of them. Read once per mask, for which the
     host waits for the device."""
     blocks = block_tensors(mask)
-    if mask not in _known or not unchanged(_known[mask][0], blocks):
+
+    def read() -> tuple[Tensor, BlockMap]:
         columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
         dense = dense_blocks(blocks[0], blocks[1], columns).bool()
         for number, indices in zip(blocks[2::2], blocks[3::2], strict=True):
             dense |= dense_blocks(number, indices, columns).bool()
         union = dense.flatten(0, 1).any(0).cpu().numpy()
         rows, cols = mask.BLOCK_SIZE
-        _known[mask] = written(blocks), dense, block_map(union, (int(rows), int(cols)))
-    _, dense, union_map = _known[mask]
+        return dense, block_map(union, (int(rows), int(cols)))
+
+    dense, union_map = while_unchanged(_read, mask, blocks, read)
     return dense.to(device), union_map
 
 
@@ -210,18 +212,24 @@ def dense_blocks(number: Tensor, indices: Tensor, columns: int) -> Tensor:
     return indices.new_zeros(*indices.shape[:-1], columns + 1).scatter_(-1, target, 1)[..., :columns]
 
 
+def ordered_blocks(dense: Tensor) -> list[Tensor]:
+    """The number of blocks in each row, and the indices of all blocks: those that are listed come first, ascending."""
+    order = dense.int().argsort(dim=-1, descending=True, stable=True)
+    return [dense.sum(-1, dtype=torch.int32), order.int()]
+
+
 def check_block_mask(name: str, mask: BlockMask, batch: int, heads: int, lengths: tuple[int, int]) -> None:
     """Raise ``ValueError`` unless a mask is made for the whole sequence, and for all heads or none."""
     if tuple(mask.seq_lengths) != lengths:
         raise ValueError(
             f"{name} calls flex_attention with a block_mask for {mask.seq_lengths[0]} queries and "
-            f"{mask.seq_lengths[1]} keys, but the global sequence has {lengths[0]} and {lengths[1]}. Build it for "
-            "the global sequence, not for this rank's share: create_block_mask(mask_mod, B, H, "
+            f"{mask.seq_lengths[1]} keys, but the global sequence has {lengths[0]} and {lengths[1]}. It must describe "
+            "the global sequence, not this rank's share. Build it with create_block_mask(mask_mod, B, H, "
             f"{lengths[0]}, {lengths[1]})"
         )
     shape = mask.kv_indices.shape
     if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads):
         raise ValueError(
-            f"{name} calls flex_attention with a block_mask of shape {tuple(mask.shape)}; its first two "
-            f"dimensions must be 1 or {batch} (batch) and 1 or {heads} (global query heads)"
+            f"{name} calls flex_attention with a block_mask of shape {tuple(mask.shape)}. Its first two dimensions are "
+            f"those of the batch and of global query heads, or 1. Build it with B in (1, {batch}) and H in (1, {heads})"
         )

@@ -2,7 +2,7 @@
 
 PyTorch's own operators do a merge in five or six launches that read and write the output several times. Tests run these
 kernels on the CPU in Triton's interpreter, and compile them for GPUs that are not there. Triton is imported at the
-first use on CUDA. If it is missing or cannot compile (it wants a C compiler), PyTorch's operators do the work.
+first use on CUDA. If it is missing or cannot compile (it needs a C compiler), PyTorch's operators do the work.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     old_lse = tl.load(total_lse_at, mask=inside, other=float("-inf"))
     new_lse = tl.load(lse + b * lse_b + h * lse_h + s * lse_s, mask=inside, other=float("-inf")).to(tl.float32)
     top = tl.maximum(old_lse, new_lse)
-    blind = top == float("-inf")  # rows that have seen nothing yet: their weight is 0, and 0 / 0 would be no number
+    blind = top == float("-inf")  # rows that have seen nothing yet: their weight is 0, and 0 / 0 would be NaN
     top = tl.where(blind, 0.0, top)
     new = tl.exp(new_lse - top)
     both = tl.where(blind, 1.0, tl.exp(old_lse - top) + new)
@@ -111,7 +111,7 @@ def add_kernel(  # type: ignore[no-untyped-def]
 
 @cache
 def compiled(kernel: Callable[..., None]) -> Any:
-    """The kernel as Triton launches it. (``rows`` changes with documents: no kernel of its own for every length.)"""
+    """The kernel as Triton launches it. (``rows`` changes with documents, so lengths share one kernel.)"""
     global tl
     import triton
     import triton.language as tl
@@ -161,7 +161,7 @@ def add(total: Tensor, x: Tensor) -> bool:
 
 
 def _tried(launch: Callable[..., None], total: Tensor, *rest: Tensor) -> bool:
-    if not total.is_cuda or not _wanted(total):
+    if not total.is_cuda or not _possible(total):
         return False
     try:
         launch(total, *rest)
@@ -178,7 +178,8 @@ def _tried(launch: Callable[..., None], total: Tensor, *rest: Tensor) -> bool:
     return True
 
 
-def _wanted(total: Tensor) -> bool:
-    """True on the current device, in fp32. (Triton launches on the current device, whatever the tensors' is.)"""
+def _possible(total: Tensor) -> bool:
+    """True on the current device, in fp32, unless Triton is switched off or has failed. (Triton launches on the current
+    device, whatever the tensors' is.)"""
     on = os.environ.get("HYPER_CP_TRITON", "1") != "0" and torch.version.hip is None and not _failed
     return on and total.dtype == torch.float32 and total.get_device() == torch.cuda.current_device()
