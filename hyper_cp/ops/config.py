@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from ..mesh.cp_mesh import CPMesh
@@ -78,7 +77,7 @@ class Mode:
 def _check_number(name: str, value: object, one: str) -> None:
     """Raise ``ValueError`` unless a setting is a positive int or ``"auto"``."""
     if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f'{name}={value!r} must be a positive int; {one}, and "auto" chooses by the planner\'s cost')
+        raise ValueError(f'{name}={value!r} must be a positive int; {one}, and "auto" chooses by the sizes of a call')
 
 
 @dataclass(frozen=True)
@@ -129,11 +128,9 @@ class CheckedCall:
 
     def settings(self, kernel: str) -> str:
         """The :class:`OpSettings` of this call as text."""
-        m, score, stages = self.mode, "" if self.score is None else self.score.key, self.mode.stages
-        if stages is None and torch.compiler.is_compiling() and m.kv_exchange == "all_gather":
-            stages = 1  # a choice would depend on hosts, which compiled calls do not compare
+        m, score = self.mode, "" if self.score is None else self.score.key
         exchange = m.layout, m.kv_exchange, m.load_balance
-        return OpSettings(*exchange, self.band, m.groups, kernel, self.cp.key, score, exchange_stages=stages).text()
+        return OpSettings(*exchange, self.band, m.groups, kernel, self.cp.key, score, exchange_stages=m.stages).text()
 
 
 @dataclass(frozen=True)

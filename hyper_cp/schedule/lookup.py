@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arrivals import ChooseStages
 from .blocks import BlockMap
 from .build import Schedule, build
+from .choices import Limits, log_once
 from .documents import PackedDocuments
 from .layout import ResolvedLayout, by_documents
 from .placement.place import place
@@ -69,7 +69,7 @@ class _Call(NamedTuple):
     q_length: int
     kv_length: int
     parts: bool
-    stages: int | ChooseStages | None
+    stages: int | Limits | None
 
 
 def schedule(
@@ -86,7 +86,7 @@ def schedule(
     documents: PackedDocuments | None = None,
     batch: int = 1,
     blocks: BlockMap | None = None,
-    stages: int | ChooseStages | None = None,
+    stages: int | Limits | None = None,
 ) -> Schedule:
     """The schedule of one ring rank for one kind of attention call. It is built on the first such call.
 
@@ -100,8 +100,8 @@ def schedule(
         parts: False if the kernel needs every tile to be one rectangle.
         documents: those of the ``batch`` rows; ``ValueError`` if they do not fit.
         blocks: of a FlexAttention mask; other pairs are hidden.
-        stages: the number of stages of the exchange, or the function that chooses it, by which the schedule is found,
-            too; None: the usual number.
+        stages: the number of stages of the exchange, or the limits that choose it (see :mod:`choices`); None: those
+            of a GPU.
     """
     call = layout, rank, ring, ulysses, kv_exchange, load_balance, band, q_length, kv_length, parts, stages
     if blocks is not None:
@@ -147,4 +147,7 @@ def _built(
     rows = documents.rows if documents is not None and hides else None
     settings = call.kv_exchange, call.load_balance, call.band
     found = build(held, held_keys, call.rank, *settings, rows, call.parts, blocks, call.stages)
+    if isinstance(call.stages, tuple) and (number := len(found.routes) or len(found.pieces)) > 1:
+        message = f'exchange_stages="auto": %d stages of {call.kv_exchange} on %d ranks, %d tokens each'
+        log_once(message, number, call.ring, call.q_length // call.ring)
     return found if documents is None else replace(found, recurring=False)

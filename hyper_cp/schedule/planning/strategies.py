@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .. import layout as layouts
+from ..choices import heads_after_sharing
 from ..documents import PackedDocuments
 from .inputs.cluster import Cluster
 from .inputs.model import ModelShape
 from .memory import CHECKPOINTING, Memory, memory, state_bytes
 from .pairs import FORMULAS, Pairs
 from .timeline import AttentionTime, Kernels, attention_time
-from .traffic import Ranks, Transfers, heads_after_sharing, transfers
+from .traffic import Ranks, Transfers, transfers
 from .work import DEALT, RingWork, ring_work
 
 KV_EXCHANGES = ("all_gather", "ring", "needed")

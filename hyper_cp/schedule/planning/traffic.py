@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..choices import heads_after_sharing
 from .inputs.cluster import Cluster
 from .inputs.model import ModelShape
 from .work import RankWork
@@ -69,11 +70,6 @@ class Transfers:
     again: list[float] = field(default_factory=list)
     gradients: list[float] = field(default_factory=list)
     home: float = 0.0
-
-
-def heads_after_sharing(kv_heads: int, ulysses: int) -> int:
-    """The key/value heads that travel: heads that do not split over the Ulysses ranks are repeated until they do."""
-    return math.lcm(kv_heads, ulysses)
 
 
 def transfers(

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrivals import ahead_of, stages_of
+from ..arrivals import ahead_of
 from ..build import Schedule, Step, build
+from ..choices import stage_limits, stages_needed
 from ..documents import PackedDocuments
 from ..lookup import resolve
 from ..ranges import Numbers, bounds
@@ -166,6 +167,8 @@ def _of_step(step: Step) -> StepWork:
 
 # --------------------------------------------------------------------------- by formula
 
+_USUAL = stage_limits("needed")
+
 
 def _by_formula(layout: str, ring: int, kv_exchange: str, documents: PackedDocuments, pairs: Pairs) -> RingWork:
     length = documents.rows[0][-1]
@@ -201,7 +204,7 @@ def _by_formula(layout: str, ring: int, kv_exchange: str, documents: PackedDocum
     else:
         # The rows that arrive come in stages; whole shares come at once.
         needed = remote >= 1 and number > 0 and kv_exchange == "needed"
-        stages = stages_of(int(remote), share) if needed else min(number, 1)
+        stages = stages_needed(_USUAL, int(remote), share) if needed else min(number, 1)
         ahead = ahead_of(int(remote), share, stages) if needed else 1
         if stages > min(LISTED, ring - 1):  # fewer and longer ones stand for the stages of a long ring
             ahead = max(1, ahead * min(LISTED, ring - 1) // stages)

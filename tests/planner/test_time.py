@@ -14,6 +14,7 @@ from hyper_cp.schedule.planning.inputs.cluster import Cluster
 from hyper_cp.schedule.planning.inputs.model import ModelShape
 from hyper_cp.schedule.planning.inputs.profiles import PROFILES
 from hyper_cp.schedule.planning.strategies import Estimator, Problem, Strategy
+from hyper_cp.schedule.planning.timeline import grouped_ulysses
 
 
 def estimator(model: ModelShape, cluster: Cluster, lengths: list[int], ranks: int, element: int = 2) -> Estimator:
@@ -58,6 +59,20 @@ def test_the_order_of_modes_on_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> N
         assert ratio == pytest.approx(MEASURED[mode], rel=0.05), (mode, ratio)
     order = sorted(predicted, key=lambda mode: round(predicted[mode], 2))  # measured ratios have two digits
     assert order == sorted(MEASURED, key=lambda mode: MEASURED[mode])
+
+
+GROUPED = {  # the same for Ulysses in 1, 2, 4, 8 groups of heads, by the length of the communication
+    1.0: (2.00, 1.55, 1.38, 1.30),
+    0.5: (1.50, 1.25, 1.13, 1.06),
+    0.2: (1.20, 1.10, 1.05, 1.03),
+}
+
+
+@pytest.mark.parametrize("link", GROUPED)
+def test_groups_of_heads_on_that_link(link: float) -> None:
+    travel = link * 3 / 8, link / 8  # q, k, v one way and the output back; the same in backward
+    for number, measured in zip((1, 2, 4, 8), GROUPED[link], strict=True):
+        assert grouped_ulysses(number, (1 / 3.5, 2.5 / 3.5), travel, 0.0) == pytest.approx(measured, abs=0.015), number
 
 
 # --------------------------------------------------------------------------- the published H100 figures
