@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp.mesh import comm
 from hyper_cp.ops import attention
-from hyper_cp.schedule.planning.timeline import BACKWARD, grouped_ulysses
+from hyper_cp.planner.timeline import BACKWARD, grouped_ulysses
 
 from ..simulated.needed import masks
 from .links import Link, switch, why_not

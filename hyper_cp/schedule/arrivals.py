@@ -284,12 +284,6 @@ class _Flows:
         return [pieces[some & (stage == i)] for i in range(len(stages))]
 
 
-def received(problem: Problem) -> int:
-    """The number of rows that the rank receives if only needed ones travel."""
-    seen, mine = _seen(problem, problem.queries[problem.rank]), placed(problem.keys[problem.rank])
-    return int((seen[:, 1] - seen[:, 0]).sum()) - _length(within(mine, seen)[0])
-
-
 def _length(rows: Numbers) -> int:
     """The number of positions in placed ranges."""
     return int((rows[:, 2] - rows[:, 1]).sum())

@@ -18,7 +18,7 @@ from .build import Schedule, build
 from .choices import Limits, log_once
 from .documents import PackedDocuments
 from .layout import ResolvedLayout, by_documents
-from .placement.place import place
+from .placement import place
 from .ranges import Range, Ranges, Rows
 from .tiles import Band
 

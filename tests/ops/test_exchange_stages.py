@@ -217,5 +217,5 @@ def test_a_choice_is_made_with_the_schedule_and_logged_once(ranks: Any) -> None:
     first, second = ranks(WORLD, reached_and_said)
     assert first == second
     numbers, texts, shared = first
-    assert numbers == [3, 8, 2, 2, 2] and shared
-    assert texts == [f'exchange_stages="auto": {n} stages of needed on 2 ranks, 2048 tokens each' for n in (8, 2)]
+    assert numbers == [3, 8, 4, 4, 4] and shared
+    assert texts == [f'exchange_stages="auto": {n} stages of needed on 2 ranks, 2048 tokens each' for n in (8, 4)]

@@ -16,18 +16,17 @@ from typing import Any
 import pytest
 
 from benchmarks.simulated.needed import masks
+from hyper_cp.planner.cluster import PROFILES, Cluster
+from hyper_cp.planner.model import ModelShape
+from hyper_cp.planner.strategies import Estimator, Problem, Strategy
+from hyper_cp.planner.timeline import BACKWARD, Kernels, attention_time, grouped_ulysses
+from hyper_cp.planner.traffic import Ranks, transfers
+from hyper_cp.planner.work import RankWork, rank_work
 from hyper_cp.schedule import choices
 from hyper_cp.schedule.arrivals import STAGED
 from hyper_cp.schedule.build import Schedule, build
 from hyper_cp.schedule.documents import PackedDocuments
 from hyper_cp.schedule.lookup import resolve, schedule
-from hyper_cp.schedule.planning.inputs.cluster import Cluster
-from hyper_cp.schedule.planning.inputs.model import ModelShape
-from hyper_cp.schedule.planning.inputs.profiles import PROFILES
-from hyper_cp.schedule.planning.strategies import Estimator, Problem, Strategy
-from hyper_cp.schedule.planning.timeline import BACKWARD, Kernels, attention_time, grouped_ulysses
-from hyper_cp.schedule.planning.traffic import Ranks, transfers
-from hyper_cp.schedule.planning.work import RankWork, rank_work
 
 CLUSTERS = {
     "cuda": PROFILES["h100"],

@@ -16,7 +16,7 @@ from ...mesh import cp_mesh
 from ...mesh.comm import Axis
 from ...ops import kernels
 from ...ops.kernels import TileInputs
-from ...schedule.planning.inputs.cluster import FORMAT, VERSION
+from ...planner.cluster import FORMAT, VERSION
 from .findings import NOTE, Finding
 from .machine import device_of
 from .ranks import Ranks

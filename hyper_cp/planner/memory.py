@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..choices import heads_after_sharing
-from .inputs.model import ModelShape
+from ..schedule.choices import heads_after_sharing
+from .model import ModelShape
 from .traffic import ACCUMULATED, Ranks
 from .work import RankWork
 

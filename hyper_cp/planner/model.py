@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checks import check_count
+from .cluster import check_count
 
 NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("layers", "num_hidden_layers", "n_layer", "num_layers"),

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..choices import heads_after_sharing
-from .inputs.cluster import Cluster
-from .inputs.model import ModelShape
+from ..schedule.choices import heads_after_sharing
+from .cluster import Cluster
+from .model import ModelShape
 from .work import RankWork
 
 ACCUMULATED = 4
