@@ -35,9 +35,8 @@ class ContextParallel(ParallelStyle):
         head_dim: their head dimension. ``[B, S, H, D]``: 2 (default); for ``[B, H, S, D]`` pass
             ``seq_dim=2, head_dim=1``.
         ulysses_degree: how many adjacent ranks trade sequence for heads. ``None``: the whole mesh
-            (pure Ulysses); 1: none (Colossal or ring); in between: a hybrid; ``"auto"``: of the
-            degrees that the head counts allow and that stay on one host, the one that the planner's cost puts first
-            with typical figures (docs/measured/planner.md).
+            (pure Ulysses); 1: none (Colossal or ring); in between: a hybrid; ``"auto"``: the largest
+            degree that the head counts allow and that stays on one host (docs/measured/planner.md).
         qkv_indices: positions of q, k, v among the module's arguments (they may be passed by
             keyword; names come from its signature), or ``None`` if the module computes them itself
             and calls attention in ``[B, H, S, D]``. ``(0, 1, 1)``: k and v are one tensor, which the module

@@ -247,16 +247,21 @@ def with_measurements(cluster: Cluster, measured: Any) -> Cluster:
 def _read(measured: Any) -> tuple[Mapping[str, Any], str]:
     if isinstance(measured, Mapping):
         return measured, "measured"
+    return read_object("measured", measured, "Measurements are", "a JSON file of measurements"), str(measured)
+
+
+def read_object(argument: str, path: Any, what: str, way_out: str) -> dict[str, Any]:
+    """Return the JSON object in a file, else raise ``ValueError``."""
     try:
-        content = json.loads(Path(measured).read_text())
+        found = json.loads(Path(path).read_text())
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(
-            f"measured={str(measured)!r} cannot be read as JSON: {error}. It holds the bandwidths that were measured. "
-            "Pass the path of a JSON file of measurements"
+            f"{argument}={str(path)!r} cannot be read as JSON: {error}. {what} one JSON object. Pass the path of "
+            f"{way_out}"
         ) from error
-    if not isinstance(content, Mapping):
+    if not isinstance(found, dict):
         raise ValueError(
-            f"measured={str(measured)!r} holds a {type(content).__name__}. Measurements are one JSON object. Pass the "
-            "path of a JSON file of measurements"
+            f"{argument}={str(path)!r} holds a {type(found).__name__}. {what} one JSON object. Pass the path of "
+            f"{way_out}"
         )
-    return content, str(measured)
+    return found

@@ -108,7 +108,7 @@ def attention_time(
         forward, backward = ([_slowest(times)] for times in (forward, backward))
     replay = _ring if kv_exchange == "ring" else _stages
     found = [
-        (replay(f, move.arriving, [], 0.0, work), replay(b, move.again, move.gradients, move.home, work))
+        (replay(f, move.arriving, [], 0.0, work), replay(b, move.arriving, move.gradients, move.home, work))
         for f, b, move, work in zip(forward, backward, moves, works, strict=False)
     ]
     times = [max(side) + exchange for side, exchange in zip(zip(*found, strict=True), ulysses, strict=True)]

@@ -56,8 +56,7 @@ class Transfers:
             of a host send everything to another, this is the mean.
         messages: point-to-point messages that it sends.
         ulysses: seconds of the exchanges of heads, forward and backward.
-        arriving: seconds of each transfer of keys and values, forward.
-        again: the same in backward.
+        arriving: seconds of each transfer of keys and values, which come again in backward.
         gradients: seconds of each transfer of their gradients; of the ring, of one hop.
         home: seconds of the ring's last transfer, which brings a rank's gradients home.
     """
@@ -67,7 +66,6 @@ class Transfers:
     messages: int = 0
     ulysses: tuple[float, float] = (0.0, 0.0)
     arriving: list[float] = field(default_factory=list)
-    again: list[float] = field(default_factory=list)
     gradients: list[float] = field(default_factory=list)
     home: float = 0.0
 
@@ -130,7 +128,7 @@ def _add_ring(found: Transfers, cluster: Cluster, ranks: Ranks, hops: int, share
     def hop(nbytes: float, crosses: bool = ranks.crosses) -> float:
         return _seconds(cluster, 0.0 if crosses else nbytes, nbytes if crosses else 0.0, 1, crosses)
 
-    found.arriving = found.again = [hop(share * element)]
+    found.arriving = [hop(share * element)]
     found.gradients = [hop(share * ACCUMULATED)]
     found.home = hop(share * ACCUMULATED)
     total = hops * share * (2 * element + ACCUMULATED)
@@ -151,7 +149,7 @@ def _add_gather(found: Transfers, cluster: Cluster, ranks: Ranks, stages: int, s
         part = share * size / stages
         return _seconds(cluster, near * part, from_hosts * part, ranks.ring, ranks.crosses)
 
-    found.arriving = found.again = [one(element)] * stages
+    found.arriving = [one(element)] * stages
     found.gradients = [one(ACCUMULATED)] * stages
     total = share * (2 * element + ACCUMULATED)
     found.bytes_inside += max(0.0, others - from_hosts) * total
@@ -179,4 +177,3 @@ def _add_needed(
         found.bytes_inside += float(incoming[0]) * (2 * element + ACCUMULATED)
         found.bytes_between += float(incoming[1]) * (2 * element + ACCUMULATED)
         found.messages += 3 * peers
-    found.again = found.arriving
