@@ -80,11 +80,6 @@ class RankWork:
         """The number of steps that arrive."""
         return self.hops * self.pieces
 
-    @property
-    def listed(self) -> int:
-        """The number of arriving steps that are listed."""
-        return len(self.forward) - 2
-
 
 @dataclass(frozen=True)
 class RingWork:
