@@ -16,7 +16,7 @@ from torch import Tensor
 from hyper_cp.mesh import cp_mesh
 from hyper_cp.mesh.comm import Axis, Pending
 from hyper_cp.ops import engine, kernels
-from hyper_cp.ops.config import OpSettings
+from hyper_cp.ops.config import Operands, OpSettings
 from hyper_cp.ops.exchange.ulysses import Ulysses
 from hyper_cp.schedule.lookup import resolve
 
@@ -145,10 +145,10 @@ def mesh_of(line: Axis, by_heads: bool) -> cp_mesh.CPMesh:
     return cp_mesh.register(cp_mesh.CPMesh(key, ring, heads, (line,), cp_mesh.BatchState()))
 
 
-def settings_of(cp: cp_mesh.CPMesh, mode: dict[str, Any], kernel: str) -> str:
-    """The settings of a causal call, as ops take them."""
-    layout, exchange = mode.get("layout", "contiguous"), mode.get("kv_exchange", "all_gather")
-    return OpSettings(layout, exchange, mode.get("load_balance", False), (None, 0), 1, kernel, cp.key).text()
+def settings_of(cp: cp_mesh.CPMesh, mode: dict[str, Any], kernel: str) -> OpSettings:
+    """The settings of a causal call."""
+    named = {name: mode[name] for name in ("layout", "kv_exchange", "load_balance") if name in mode}
+    return OpSettings(cp.key, band=(None, 0), kernel=kernel, **named)
 
 
 def share(cp: cp_mesh.CPMesh, mode: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
@@ -156,10 +156,10 @@ def share(cp: cp_mesh.CPMesh, mode: dict[str, Any], q: Tensor, k: Tensor, v: Ten
     threads on one thread)."""
     heads = Ulysses(cp, mode.get("layout", "contiguous"))
     q, k, v, dout = heads.to_heads(q, k, v, dout)
-    rest = ([], None, None, None, q.shape[3] ** -0.5, 0.0, settings_of(cp, mode, kernels.choose(q, k, v, True)))
-    out, lse, chosen = engine.attention_op(q, k, v, None, *rest)
-    mark = engine.fingerprint(None, cp.key)
-    *grads, _ = engine.attention_backward_op(dout, q, k, v, out, lse, None, chosen, mark, *rest)
+    settings, scale = settings_of(cp, mode, kernels.choose(q, k, v, True)), q.shape[3] ** -0.5
+    out, lse, kernel = engine.attention_op(q, k, v, *settings.arguments(Operands(), scale))
+    given = Operands(kernel=kernel, mark=engine.fingerprint(None, cp.key))
+    *grads, _ = engine.attention_backward_op(dout, q, k, v, out, lse, *settings.arguments(given, scale))
     return list(heads.to_sequence([out, *grads]))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from hyper_cp.mesh import cp_mesh
 from hyper_cp.mesh.comm import Axis
 from hyper_cp.ops import engine, kernels
+from hyper_cp.ops.config import Operands
 from hyper_cp.schedule.documents import documents_table
 
 from .ranks import settings_of
@@ -71,7 +72,8 @@ def compiled(device: str, dtype: torch.dtype, backend: str, options: dict[str, A
 
     def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
         settings = settings_of(cp, mode, kernels.choose(q, k, v, True))
-        out: Tensor = engine.attention_op(q, k, v, None, [], documents, None, None, SCALE, 0.0, settings)[0]
+        given = Operands(documents=documents)
+        out: Tensor = engine.attention_op(q, k, v, *settings.arguments(given, SCALE))[0]
         return out * 1.0
 
     run = torch.compile(attend, fullgraph=True, backend=backend, **options)

@@ -25,13 +25,13 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from hyper_cp.schedule import lookup
 from hyper_cp.schedule.build import Schedule, build
 from hyper_cp.schedule.documents import PackedDocuments
+from hyper_cp.schedule.moves import Move
 
 HEADS, KV_HEADS, DIM = 64, 8, 128
 ELEMENT, SUM = 2, 4  # bytes of bf16, and of gradients that are added up in fp32
@@ -105,86 +105,38 @@ def areas(plans: Sequence[Schedule], direction: str) -> np.ndarray:
     return np.array([[step.area for step in getattr(plan, direction)] for plan in plans], dtype=float).T
 
 
-def transfers(exchange: str, plans: Sequence[Schedule], share: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """``(peers, rows)`` of each transfer of keys and values."""
-    size = len(plans)
-    itself = np.eye(size, dtype=bool)
-    if exchange == "needed":
-        found = []
-        for stage in range(len(plans[0].routes)):
-            routes = [plan.routes[stage] for plan in plans]
-            sent, received = (np.array([getattr(r, x) for r in routes]) for x in ("sent", "received"))
-            found.append(((sent > 0) | (received > 0) | itself, np.maximum(sent.sum(1), received.sum(1))))
-        return found
-    hops = plans[0].hops
-    if exchange == "ring":
-        before, pieces = np.roll(itself, -1, 1).T | itself, len(plans[0].pieces)
-        return [(before, np.full(size, share / pieces))] * hops * pieces
-    return [(np.ones((size, size), dtype=bool), np.full(size, share * (size - 1)))] * hops
+def traffic(moves: Sequence[Move]) -> tuple[np.ndarray, np.ndarray]:
+    """The ranks that exchange something, ``[r, s]``, and the rows that each sends or receives, whichever are more."""
+    sent, received = (np.array([getattr(move, x) for move in moves]) for x in ("sent", "received"))
+    peers = (sent > 0) | (received > 0) | np.eye(len(moves), dtype=bool)
+    return peers, np.maximum(sent.sum(1), received.sum(1))
 
 
-class Fetches:
-    """Transfers of keys and values. So many are under way at once as the schedule says (one share, or its pieces)."""
-
-    def __init__(self, ranks: Ranks, exchange: str, share: int) -> None:
-        self.ranks, self.moves = ranks, transfers(exchange, ranks.plans, share)
-        self.ahead, self.done = ranks.plans[0].ahead or max(1, len(ranks.plans[0].pieces)), []
-        for move in self.moves[: self.ahead]:
-            self.done.append(ranks.post(*move))
-
-    def arrive(self, i: int) -> None:
-        """Wait for transfer ``i`` and post the next one."""
-        self.ranks.wait(self.done[i])
-        if i + self.ahead < len(self.moves):
-            self.done.append(self.ranks.post(*self.moves[i + self.ahead]))
-
-
-def forward(ranks: Ranks, exchange: str, share: int) -> None:
-    steps, fetches = areas(ranks.plans, "forward"), Fetches(ranks, exchange, share)
-    ranks.compute(steps[0], 1.0)
-    for i in range(len(fetches.moves)):
-        fetches.arrive(i)
-        ranks.compute(steps[i + 1], 1.0)
-    ranks.compute(steps[-1], 1.0)
-
-
-def backward(ranks: Ranks, exchange: str, share: int) -> None:
-    steps = areas(ranks.plans, "backward")
-    if exchange == "ring":
-        _ring_backward(ranks, steps, transfers(exchange, ranks.plans, share))
-        return
-    fetches, home = Fetches(ranks, exchange, share), []
-    ranks.compute(steps[0], BACKWARD)
-    for i, move in enumerate(fetches.moves):
-        fetches.arrive(i)
-        ranks.compute(steps[i + 1], BACKWARD)
-        if len(home) == fetches.ahead:
-            ranks.wait(home.pop(0))
-        home.append(ranks.post(*move, SUM / ELEMENT))
-    ranks.compute(steps[-1], BACKWARD)
-    for done in home:
-        ranks.wait(done)
-
-
-def _ring_backward(ranks: Ranks, steps: np.ndarray, moves: list[Any]) -> None:
-    """Sums of gradients go with the blocks, one hop behind, and each piece home at the end."""
-    pieces, hops = len(ranks.plans[0].pieces), ranks.plans[0].hops
-    done = [ranks.post(*move) for move in moves[:pieces]]
-    peers = np.roll(np.eye(len(ranks.plans), dtype=bool), hops, 1) | np.eye(len(ranks.plans), dtype=bool)
-    home = []
-    ranks.compute(steps[0], BACKWARD)
-    for i, move in enumerate(moves):
-        hop = i // pieces + 1
-        factor = (hop < hops) + (hop > 1) * SUM / ELEMENT
-        ranks.wait(done[i])
-        done.append(ranks.post(*move, factor) if factor else done[i])
-        ranks.compute(steps[i + 1], BACKWARD)
-        if hop == hops:
-            ranks.wait(done[-1])
-            home.append(ranks.post(peers, move[1], SUM / ELEMENT))
-    ranks.compute(steps[-1], BACKWARD)
-    for arrival in home:
-        ranks.wait(arrival)
+def run(ranks: Ranks, direction: str, factor: float) -> None:
+    """Forward or backward: the events of the library's own schedules. ``factor``: the time of a pair."""
+    transfers, steps = [plan.transfers for plan in ranks.plans], iter(areas(ranks.plans, direction))
+    keys, sums = {}, {}
+    for kind, block, gradient in getattr(transfers[0], direction):
+        if kind == "use":
+            ranks.compute(next(steps), factor)
+        elif kind == "arrive":
+            ranks.wait(keys.pop(block))
+        elif kind == "add":
+            ranks.wait(sums.pop(gradient))
+        else:
+            parts = [] if block is None else [(*traffic([each.moves[block] for each in transfers]), 1.0)]
+            if gradient is not None:
+                parts.append((*traffic([each.returns[gradient].transposed for each in transfers]), SUM / ELEMENT))
+            pair = transfers[0].moves[0].pattern == "pair"  # which leave in one batch
+            if pair and len(parts) == 2:
+                (peers, rows, _), (others, more, of_sums) = parts
+                done = [ranks.post(peers | others, rows + more * of_sums)] * 2
+            else:
+                done = [ranks.post(*part) for part in parts]
+            if block is not None:
+                keys[block] = done[0]
+            if gradient is not None:
+                sums[gradient] = done[-1]
 
 
 # --------------------------------------------------------------------------- the cases
@@ -233,28 +185,26 @@ class Case:
         mean = self.pairs / self.size * (1 + BACKWARD)
         ranks = Ranks(plans, kv_row(ulysses) / self.link(), 1 / ulysses / mean)
         heads = heads_bytes(ulysses, self.share) / self.link()
-        forward(ranks, exchange, self.share * ulysses)
+        run(ranks, "forward", 1.0)
         ranks.clock[:] = ranks.free[:] = ranks.clock.max()  # the exchange of heads, and other modules, join the ranks
-        backward(ranks, exchange, self.share * ulysses)
+        run(ranks, "backward", BACKWARD)
         return float(ranks.clock.max() + 2 * heads)
 
     @cached_property
-    def routes(self) -> np.ndarray:
+    def rows(self) -> np.ndarray:
         """Rows that each rank sends and receives with "needed" in "balanced": ``[2, ranks]``."""
-        plans = self.plans("balanced", "needed", 1)
-        return np.array(
-            [[sum(map(sum, (getattr(r, x) for r in p.routes))) for p in plans] for x in ("sent", "received")]
-        )
+        moves = [plan.transfers.moves for plan in self.plans("balanced", "needed", 1)]
+        return np.array([[sum(sum(getattr(m, x)) for m in each) for each in moves] for x in ("sent", "received")])
 
     def busiest(self) -> float:
-        return float(self.routes.max())
+        return float(self.rows.max())
 
     def _time_of(self, rows: float) -> float:
         """The time that so many rows take, received and their gradients sent back."""
         return rows * kv_row(1) * (2 + SUM / ELEMENT) / self.link()
 
     def ideal(self) -> float:
-        return max(1.0, self._time_of(float(self.routes[1].mean())))
+        return max(1.0, self._time_of(float(self.rows[1].mean())))
 
     def bound(self) -> float:
         """No deal of the sequence is faster while queries stay where they are."""

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp.mesh import cp_mesh
 from hyper_cp.ops import attention
-from hyper_cp.ops.config import OpSettings
+from hyper_cp.ops.config import Operands, OpSettings
 from hyper_cp.ops.engine import attention_op
 from hyper_cp.ops.head_groups import Groups
 
@@ -114,16 +114,14 @@ def named_projections(project: Any, xs: list[Tensor], cp: Any, rotary: bool) -> 
     """Exchange q, k, v while others are projected. ``rotary``: q and k are ready only when all three are projected, as
     in Llama."""
     view = cp_mesh.view(cp, None)
-    new = functools.partial(
-        Exchange, Groups(OpSettings("contiguous", "all_gather", False, (None, 0), 1, "", view.key), None, 1)
-    )
+    new = functools.partial(Exchange, Groups(OpSettings(view.key, band=(None, 0)), None, 1, 1.0, 0.0))
     exchanges = [new(False) for _ in xs]
     if rotary:
         xs = [project(x) for x in xs]
     started = [Start.apply(x if rotary else project(x), e) for x, e in zip(xs, exchanges, strict=True)]
     q, k, v = (Finish.apply(x, e) for x, e in zip(started, exchanges, strict=True))
-    settings = OpSettings("contiguous", "all_gather", False, (None, 0), 1, "simulated", view.key)
-    out, *_ = attention_op(q, k, v, None, [], None, None, None, 1.0, 0.0, settings.text())
+    settings = OpSettings(view.key, band=(None, 0), kernel="simulated")
+    out, *_ = attention_op(q, k, v, *settings.arguments(Operands(), 1.0))
     return project(new(True)(out))
 
 

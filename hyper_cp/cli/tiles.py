@@ -140,7 +140,7 @@ def mode_panel(title: str, mode: dict[str, Any], ranks: int, length: int, size: 
     ulysses = mode.get("ulysses_degree", 1) or ranks
     ring = ranks // ulysses
     call = ("all_gather", balanced, (None, 0), length, length)
-    work = [lookup.schedule(layout, rank, ring, ulysses, *call).area for rank in range(ring)]
+    work = [lookup.schedule(lookup.Key(layout, rank, ring, ulysses, *call)).area for rank in range(ring)]
     sent = 4 * (ulysses - 1) / ulysses + 2 * (ring - 1) + (balanced and ring > 1)
     maps = [
         tile_map(layout, length, ranks, None, None, size, ulysses=ulysses, group=group, load_balance=balanced)
@@ -189,12 +189,12 @@ def tile_map(
     """
     packed = PackedDocuments([[0, length] if documents is None else list(documents)])
     band = None if window is None else -window, 0
-    call = ("all_gather" if load_balance else "needed", load_balance, band, length, length, True, packed)
+    call = ("all_gather" if load_balance else "needed", load_balance, band, length, length)
     found = np.zeros((size, size), dtype=np.int64)
     visible, held = _visible(packed, length, window, size), lookup.resolve(layout, ranks, length, packed)
     for place in range(ranks // ulysses):
         rank = place * ulysses + group
-        plan = lookup.schedule(layout, place, ranks // ulysses, ulysses, *call)
+        plan = lookup.schedule(lookup.Key(layout, place, ranks // ulysses, ulysses, *call), packed)
         here = np.zeros(size, dtype=bool)
         for positions in held.ranges(rank):
             here[_cells(positions, length, size)] = True

@@ -165,10 +165,16 @@ class Axis:
             work = dist.all_to_all_single(result, send, list(received), list(sent), group=self.group, async_op=True)
         return Pending([work], result, send, transfer=transfer)
 
-    def send_recv(self, sends: Sequence[Tensor], to: int, recvs: Sequence[Tensor], source: int) -> Pending:
-        """Send to one rank and receive from one rank, in one batch; the result is ``recvs``."""
+    def send_recv(
+        self, sends: Sequence[Tensor], to: int | Sequence[int], recvs: Sequence[Tensor], source: int | Sequence[int]
+    ) -> Pending:
+        """Send to one rank and receive from one rank, or from and to one rank for each tensor, in one batch; the result
+        is ``recvs``."""
         record("send_recv", sum(t.nbytes for t in sends))
-        transfer, works = self._batch("send_recv", [(t, to) for t in sends], [(t, source) for t in recvs])
+        targets = [to] * len(sends) if isinstance(to, int) else to
+        sources = [source] * len(recvs) if isinstance(source, int) else source
+        messages = [*zip(sends, targets, strict=True)], [*zip(recvs, sources, strict=True)]
+        transfer, works = self._batch("send_recv", *messages)
         return Pending(works, list(recvs), list(sends), transfer=transfer)
 
     def _batch(

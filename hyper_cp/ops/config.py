@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import json
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from ..mesh.cp_mesh import CPMesh
@@ -126,49 +128,103 @@ class CheckedCall:
     """``[H]``, of the heads that this rank attends."""
     score: Score | None = None
 
-    def settings(self, kernel: str) -> str:
-        """The :class:`OpSettings` of this call as text."""
+    def settings(self, kernel: str) -> OpSettings:
+        """The settings of the op that computes this call with a kernel, or with one that the op chooses ("")."""
         m, score = self.mode, "" if self.score is None else self.score.key
-        exchange = m.layout, m.kv_exchange, m.load_balance
-        return OpSettings(*exchange, self.band, m.groups, kernel, self.cp.key, score, exchange_stages=m.stages).text()
+        exchange = m.layout, m.kv_exchange, m.load_balance, m.stages
+        return OpSettings(self.cp.key, *exchange, self.band, m.groups, kernel=kernel, score=score)
+
+
+@dataclass
+class Operands:
+    """The tensors of a call beside q, k, v. An op takes those that there are as one list, and their names with its
+    settings: another one is one line here."""
+
+    sinks: Tensor | None = None
+    """One logit for each query head that takes weight and gives no value, ``[H]``, of the heads that the op attends."""
+    documents: Tensor | None = None
+    """Table of cumulative lengths, on the CPU."""
+    mask: Tensor | None = None
+    """Explicit, ``[B|1, H|1, Sq|1, Skv|1]``, of the heads that the op attends."""
+    seed: Tensor | None = None
+    """Of dropout, ``[1]`` on the CPU."""
+    dlse: Tensor | None = None
+    """In backward, of calls with a score function: the gradient of the log-sum-exp."""
+    kernel: Tensor | None = None
+    """In backward: the number of the kernel that ran in forward, ``[1]`` on the CPU."""
+    mark: Tensor | None = None
+    """In backward: the fingerprint of the documents that forward had, see :mod:`recompute`."""
+    captured: Sequence[Tensor] = ()
+    """Tensors that the score function uses and gives gradients to."""
+
+    def listed(self) -> tuple[list[Tensor], tuple[str, ...]]:
+        """The tensors that there are, and their names."""
+        single = [(name, x) for name in _SINGLE if (x := getattr(self, name)) is not None]
+        named = [*single, *(("captured", x) for x in self.captured)]
+        return [x for _, x in named], tuple(name for name, _ in named)
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor], names: Sequence[str]) -> Operands:
+        """Those of a list; the inverse of :meth:`listed`."""
+        pairs = [*zip(names, tensors, strict=True)]
+        single = {name: x for name, x in pairs if name != "captured"}
+        return Operands(**single, captured=[x for name, x in pairs if name == "captured"])
+
+
+_SINGLE = tuple(field.name for field in fields(Operands) if field.name != "captured")
 
 
 @dataclass(frozen=True)
 class OpSettings:
-    """Everything that an op needs beside tensors and numbers. A custom op takes it as one string, which a compiled
-    graph can hold; :func:`op_settings` reads it back."""
+    """Everything that an op needs beside tensors and numbers. A custom op takes it as one text, which a compiled graph
+    can hold and keep on disk; :func:`op_settings` reads it back."""
 
-    layout: str
-    kv_exchange: str
-    load_balance: bool
-    band: Band
-    head_groups: int
-    kernel: str
-    """The name of the kernel, or "" if it is chosen when the op runs."""
     mesh: str
     """The key of the mesh, see :func:`hyper_cp.mesh.cp_mesh.by_key`."""
-    score: str = ""
-    """The key of the function that changes logits, see :func:`hyper_cp.ops.kernels.scores.find`, or ""."""
-    first_head: int | None = None
-    """The global number of the first query head, in a group of heads; None: the heads are all those of this rank."""
+    layout: str = "contiguous"
+    kv_exchange: str = "all_gather"
+    load_balance: bool = False
     exchange_stages: int | None = None
     """None: chosen with the schedule."""
+    band: Band = (None, None)
+    head_groups: int = 1
+    first_head: int | None = None
+    """The global number of the first query head, in a group of heads; None: the heads are all those of this rank."""
+    kernel: str = ""
+    """The name of the kernel, or "" if it is chosen when the op runs."""
+    score: str = ""
+    """The key of the function that changes logits, see :func:`hyper_cp.ops.kernels.scores.find`, or ""."""
+    tensors: tuple[str, ...] = ()
+    """The names of the operands that the op takes."""
 
     def heads_before(self, rank: int, heads: int) -> int:
         """The global number of the first of ``heads`` query heads on a rank of the Ulysses dimension."""
         return rank * heads if self.first_head is None else self.first_head
 
-    def text(self) -> str:
-        lower, upper = self.band
-        names = f"{self.layout}|{self.kv_exchange}|{self.kernel}|{self.score}"  # registered names contain no "|"
-        numbers = f"{self.head_groups}|{self.first_head}|{self.exchange_stages}"
-        return f"{names}|{int(self.load_balance)}|{lower}|{upper}|{numbers}|{self.mesh}"
+    def arguments(
+        self, given: Operands, scale: float, dropout_p: float = 0.0
+    ) -> tuple[list[Tensor], float, float, str]:
+        """The last arguments of an op: its operands, its numbers, and these settings as text."""
+        tensors, names = given.listed()
+        values = (names if name == "tensors" else getattr(self, name) for name in _FIELDS)
+        return tensors, scale, dropout_p, _text(*values)
+
+
+_FIELDS = tuple(field.name for field in fields(OpSettings))
+
+
+@torch.compiler.assume_constant_result
+def _text(*values: Any) -> str:
+    return _json(*values)
+
+
+@lru_cache(maxsize=1024)
+def _json(*values: Any) -> str:
+    return json.dumps(dict(zip(_FIELDS, values, strict=True)))
 
 
 @lru_cache(maxsize=1024)
 def op_settings(text: str) -> OpSettings:
     """The settings that :meth:`OpSettings.text` has written."""
-    layout, kv_exchange, kernel, score, load_balance, *numbers, mesh = text.split("|", 10)
-    lower, upper, head_groups, first_head, stages = (None if x == "None" else int(x) for x in numbers)
-    exchange = layout, kv_exchange, load_balance == "1"
-    return OpSettings(*exchange, (lower, upper), head_groups or 1, kernel, mesh, score, first_head, stages)
+    values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in json.loads(text).items()}
+    return OpSettings(**values)

@@ -6,6 +6,7 @@ q, k, v, its output and the log-sum-exp; keys and values are fetched again in ba
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,8 +22,9 @@ from ..schedule.build import Step
 from ..schedule.documents import read
 from ..schedule.tiles import Band, Tile, intersect
 from . import exchange, kernels, masks
-from .config import Call, CheckedCall, Mode, OpSettings, op_settings
+from .config import Call, CheckedCall, Mode, Operands, OpSettings, op_settings
 from .exchange.tails import SwappedTails
+from .exchange.travel import Travel
 from .kernels.dropout import Dropout, draw_seed
 from .kernels.inputs import TileInputs
 from .kernels.partials import Partials, RowSum, accumulation_dtype, add, like_queries, part
@@ -66,36 +68,24 @@ class TileEngine:
         )
 
 
-def op_arguments(q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> tuple[Any, ...]:
+def op_arguments(q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> tuple[list[Tensor], float, float, str]:
     """The arguments after q, k, v of the op that computes a call."""
     seed, score = draw_seed() if call.dropout_p else None, call.score
     kernel = kernels.choose(q, k, v, call.is_causal, call.dropout_p, score is not None)
-    captured = [] if score is None else list(score.captured)
-    tensors = call.sinks, captured, call.documents, call.mask, seed
-    return *tensors, call.scale, call.dropout_p, call.settings(kernel)
+    given = Operands(call.sinks, call.documents, call.mask, seed, captured=() if score is None else score.captured)
+    return call.settings(kernel).arguments(given, call.scale, call.dropout_p)
 
 
 class _Work:
     """The work of one call on this rank: its schedule, its kernel, and what each tile sees."""
 
     def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        captured: list[Tensor],
-        documents: Tensor | None,
-        mask: Tensor | None,
-        seed: Tensor | None,
-        scale: float,
-        dropout_p: float,
-        settings: OpSettings,
-        chosen: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, given: Operands, scale: float, dropout_p: float, settings: OpSettings
     ) -> None:
         self.cp = cp = cp_mesh.by_key(settings.mesh)
-        score, name = find(settings.score), settings.kernel
-        if not name and chosen is not None:  # the forward chose when it ran
-            name = kernels.name_of(int(chosen.item()), q.device.type)
+        score, name, mask = find(settings.score), settings.kernel, given.mask
+        if not name and given.kernel is not None:  # the forward chose when it ran
+            name = kernels.name_of(int(given.kernel.item()), q.device.type)
         self.scale, self.kernel = scale, kernels.get(name, q, k, v, score is not None)
         self.kernel_name = name or self.kernel.name
         length = q.shape[2] * cp.ring.size
@@ -105,7 +95,7 @@ class _Work:
         known = None if mask is None or length != kv_length else masks.recognised(mask, length)
         if known is not None:
             band, mask = intersect(band, known), None
-        self.schedule = lookup.schedule(
+        key = lookup.Key(
             settings.layout,
             cp.ring.rank,
             cp.ring.size,
@@ -115,20 +105,40 @@ class _Work:
             band,
             length,
             kv_length,
-            parts=mask is None and seed is None,
-            documents=read(documents),
-            batch=q.shape[0],
-            blocks=None if score is None else score.blocks,
+            parts=mask is None and given.seed is None,
             stages=settings.exchange_stages
-            or choices.stage_limits(settings.kv_exchange, q.device.type, k.shape[1], documents is not None),
+            or choices.stage_limits(settings.kv_exchange, q.device.type, k.shape[1], given.documents is not None),
         )
+        blocks = None if score is None else score.blocks
+        self.schedule = lookup.schedule(key, read(given.documents), q.shape[0], blocks)
         kernels.check(self.kernel, mask is not None, band)
         exchange.warn_of_cost(settings.layout, settings.kv_exchange, self.schedule, k.shape[2], mask)
         self.band, self.mask = band, None if mask is None else masks.MaskSlices(mask, self.schedule)
         heads_before = settings.heads_before(cp.ulysses.rank, q.shape[1])
         queries = self.schedule.queries
-        self.dropout = None if seed is None else Dropout(dropout_p, seed, q, heads_before, queries)
-        self.scores = None if score is None else TileScores(score, q, heads_before, queries, captured)
+        self.dropout = None if given.seed is None else Dropout(dropout_p, given.seed, q, heads_before, queries)
+        self.scores = None if score is None else TileScores(score, q, heads_before, queries, given.captured)
+
+    def run(
+        self, steps: Sequence[Step], keys: Travel, queries: SwappedTails, compute: Compute, sums: Partials | RowSum
+    ) -> None:
+        """Attend, or differentiate, tile by tile, as keys and queries arrive: the loop of every mode.
+
+        Args:
+            compute: computes one tile and adds the result to ``sums``, given its inputs, what belongs to its queries
+                beside q, and where it adds the gradients of its keys.
+        """
+        for step, (block, gradients) in zip(steps, keys, strict=True):
+            if step is steps[-1]:
+                queries.post_results(sums.result)
+            if not step.tiles:
+                continue
+            k, v = (step.used.take(x, 2) for x in block)
+            into = KeyGradients(step, k, v, gradients)
+            for tile in step.tiles:
+                q_rows, *of_rows = queries.rows(tile.q, tile.batch)
+                compute(tile, self.inputs(step, tile, q_rows, k, v, *of_rows[3:]), of_rows[:3], into)
+            into.finish()
 
     def inputs(
         self, step: Step, tile: Tile, q_rows: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None = None
@@ -149,24 +159,16 @@ class _Work:
         )
 
 
-class _UsedKeys:
-    """The keys and values of a block that a step uses, side by side: a view if they are one range of it."""
-
-    def __init__(self, step: Step, *block: Tensor) -> None:
-        self.rows = step.used
-        self.k, self.v = (self.rows.take(x, 2) for x in block)
-
-
-class _KeyGradients:
-    """Adds the gradients of the used keys to where the keys came from in the block.
+class KeyGradients:
+    """Adds the gradients of the used keys of a step to where the keys came from in the block.
 
     A few ranges are added to one by one. For many, whose number grows with ranks and documents, the sums of a step are
     added in one operation when it ends.
     """
 
-    def __init__(self, keys: _UsedKeys, *totals: Tensor) -> None:
-        self.rows, self.totals = keys.rows, totals
-        self.sums = [RowSum(keys.k), RowSum(keys.v)] if self.rows.many else []
+    def __init__(self, step: Step, k: Tensor, v: Tensor, totals: Sequence[Tensor]) -> None:
+        self.rows, self.totals = step.used, totals
+        self.sums = [RowSum(k), RowSum(v)] if totals and self.rows.many else []
 
     def add(self, tile: Tile, *gradients: Tensor) -> None:
         """Add the gradients of a tile's keys and values."""
@@ -180,6 +182,9 @@ class _KeyGradients:
         """Add what has been summed up apart."""
         for total, apart in zip(self.totals, self.sums, strict=False):
             self.rows.add(total, apart.total(), 2)
+
+
+Compute = Callable[[Tile, TileInputs, Sequence[Tensor], KeyGradients], None]
 
 
 def _last_dim_contiguous(*tensors: Tensor) -> list[Tensor]:
@@ -196,54 +201,35 @@ def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 @torch.library.custom_op("hyper_cp::attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def attention_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    captured: list[Tensor],
-    documents: Tensor | None,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    settings: str,
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], scale: float, dropout_p: float, settings: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(out, log-sum-exp, kernel)`` of this rank's queries. ``kernel``: the number of the kernel that ran, ``[1]`` on
     the CPU, for backward: under torch.compile it is chosen here.
 
     Args:
-        sinks: one logit for each head of ``q`` that takes weight and gives no value, ``[H]``.
-        captured: tensors that the score function uses and gives gradients to.
-        documents: table of cumulative lengths, on the CPU.
-        mask: explicit, of the heads of this rank.
-        seed: of dropout, ``[1]`` on the CPU.
+        tensors: the :class:`~hyper_cp.ops.config.Operands`, whose names are in the settings.
         settings: everything else, see :class:`~hyper_cp.ops.config.OpSettings`.
     """
     options = op_settings(settings)
+    given = Operands.of(tensors, options.tensors)
     q, k, v = _last_dim_contiguous(q, k, v)
-    work = _Work(q, k, v, captured, documents, mask, seed, scale, dropout_p, options)
-    plan, ring = work.schedule, work.cp.ring
+    work = _Work(q, k, v, given, scale, dropout_p, options)
+    plan, ring, mask = work.schedule, work.cp.ring, given.mask
     # Rows of a mask that are all the same show the same keys to every query: only a window may be causal then.
     alike = mask is None or mask.shape[2] == 1 < work.lengths[0] == work.lengths[1]
     known = (alike or work.mask is None) and (work.scores is None or not work.scores.score.positional)
     causal = work.band[1] == 0 if known else None
-    work.cp.batch.record_attention(q.shape[2] // work.cp.ulysses.size, documents, causal)
+    work.cp.batch.record_attention(q.shape[2] // work.cp.ulysses.size, given.documents, causal)
+    partials = Partials(q, v.shape[3], given.sinks)
+
+    def compute(tile: Tile, inputs: TileInputs, of_rows: Sequence[Tensor], into: KeyGradients) -> None:
+        # Without a local name for the kernel's results: it would keep them alive beyond their merge.
+        partials.add(tile.q, tile.batch, *work.kernel.forward(inputs))
+
     with _no_autocast(q.device.type), operation(work.cp, "attention", "forward"):
         watched(work.cp, options, "query, key, value", q, k, v)
-        blocks = exchange.FORWARD[options.kv_exchange](ring, k, v, plan)
-        queries = SwappedTails(ring, plan.swap, q)
-        partials = Partials(q, v.shape[3], sinks)
-        for step, block in zip(plan.forward, blocks, strict=True):
-            if step is plan.forward[-1]:
-                queries.post_results(partials.result)
-            if not step.tiles:
-                continue
-            keys = _UsedKeys(step, *block)
-            for tile in step.tiles:
-                (q_rows,) = queries.rows(tile.q, tile.batch)
-                inputs = work.inputs(step, tile, q_rows, keys.k, keys.v)
-                # Without a local name for the kernel's results: it would keep them alive beyond their merge.
-                partials.add(tile.q, tile.batch, *work.kernel.forward(inputs))
+        keys, queries = Travel(ring, plan.transfers, k, v), SwappedTails(ring, plan.swap, q)
+        work.run(plan.forward, keys, queries, compute, partials)
         out, lse = queries.results(partials.result)
         watched(work.cp, options, "the output", out)
     return _bshd_in_memory(out), lse.contiguous(), torch.tensor([kernels.number_of(work.kernel_name)])
@@ -257,57 +243,39 @@ def attention_backward_op(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    dlse: Tensor | None,
-    chosen: Tensor,
-    mark: Tensor,
-    captured: list[Tensor],
-    documents: Tensor | None,
-    mask: Tensor | None,
-    seed: Tensor | None,
+    tensors: list[Tensor],
     scale: float,
     dropout_p: float,
     settings: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """``(dq, dk, dv)`` of this rank's share, and its gradients of ``captured``.
-
-    Args:
-        dlse: the gradient of the log-sum-exp, of calls with a score function.
-        chosen: the kernel that made ``out``, as :func:`attention_op` returns it.
-        mark: the fingerprint of the documents that ``out`` was made with.
-    """
+    """``(dq, dk, dv)`` of this rank's share, and its gradients of captured tensors. ``tensors``: the operands of
+    forward, and those of backward."""
     options = op_settings(settings)
-    check_recompute(documents, options.mesh, mark)
+    given = Operands.of(tensors, options.tensors)
+    check_recompute(given.documents, options.mesh, given.mark)
     dout, q, k, v = _last_dim_contiguous(dout, q, k, v)
-    work = _Work(q, k, v, captured, documents, mask, seed, scale, dropout_p, options, chosen)
+    work = _Work(q, k, v, given, scale, dropout_p, options)
     if work.scores is not None:
         work.scores.score.check_unchanged()
-    plan, ring = work.schedule, work.cp.ring
+    plan, ring, dq = work.schedule, work.cp.ring, RowSum(q)
+
+    def compute(tile: Tile, inputs: TileInputs, of_rows: Sequence[Tensor], into: KeyGradients) -> None:
+        dq_tile, *of_keys = work.kernel.backward(inputs, *of_rows)
+        dq.add(tile.q, tile.batch, dq_tile)
+        into.add(tile, *of_keys)
+
     with _no_autocast(q.device.type), operation(work.cp, "attention", "backward"):
         watched(work.cp, options, "the gradient of the output, query, key, value", dout, q, k, v)
-        blocks = exchange.BACKWARD[options.kv_exchange](ring, k, v, plan, accumulation_dtype(q.dtype))
-        queries = SwappedTails(ring, plan.swap, q, dout, out, lse, *([] if dlse is None else [dlse]))
-        dq = RowSum(q)
-        for step, (k_block, v_block, dk, dv) in zip(plan.backward, blocks, strict=True):
-            if step is plan.backward[-1]:
-                queries.post_results(dq.result)
-            if not step.tiles:
-                continue
-            keys = _UsedKeys(step, k_block, v_block)
-            key_gradients = _KeyGradients(keys, dk, dv)
-            for tile in step.tiles:
-                q_rows, *of_rows = queries.rows(tile.q, tile.batch)
-                inputs = work.inputs(step, tile, q_rows, keys.k, keys.v, *of_rows[3:])
-                dq_tile, *gradients = work.kernel.backward(inputs, *of_rows[:3])
-                dq.add(tile.q, tile.batch, dq_tile)
-                key_gradients.add(tile, *gradients)
-                del inputs, dq_tile, gradients  # freed before the next tile
-            key_gradients.finish()
+        keys = Travel(ring, plan.transfers, k, v, accumulation_dtype(q.dtype))
+        of_queries = (q, dout, out, lse) if given.dlse is None else (q, dout, out, lse, given.dlse)
+        queries = SwappedTails(ring, plan.swap, *of_queries)
+        work.run(plan.backward, keys, queries, compute, dq)
         (dq_local,) = queries.results(dq.result)
-        watched(work.cp, options, "the gradients of query, key, value", dq_local, *blocks.home)
-    dk_home, dv_home = (home.to(x.dtype) for home, x in zip(blocks.home, (k, v), strict=True))
+        watched(work.cp, options, "the gradients of query, key, value", dq_local, *keys.home)
     others = [] if work.scores is None else work.scores.gradients
-    of_captured = [total.to(x.dtype) for total, x in zip(others, captured, strict=True)]
-    return _bshd_in_memory(dq_local), _bshd_in_memory(dk_home), _bshd_in_memory(dv_home), of_captured
+    of_captured = [total.to(x.dtype) for total, x in zip(others, given.captured, strict=True)]
+    dk, dv = keys.gradients_at_home()
+    return _bshd_in_memory(dq_local), dk, dv, of_captured
 
 
 def watched(cp: CPMesh, options: OpSettings, names: str, *tensors: Tensor) -> None:
@@ -322,48 +290,76 @@ def _bshd_in_memory(x: Tensor) -> Tensor:
 
 
 @attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     return like_queries(q, v.shape[3], q.dtype), lse, torch.empty(1, dtype=torch.int64)
 
 
 @attention_backward_op.register_fake
 def _(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Any,
-    chosen: Any,
-    mark: Any,
-    captured: Any,
-    *_: Any,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tensors: list[Tensor], *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     dq, dk, dv = (like_queries(x, x.shape[3], x.dtype) for x in (q, k, v))
-    return dq, dk, dv, [torch.empty_like(x) for x in captured]
+    return dq, dk, dv, [torch.empty_like(x) for x in Operands.of(tensors, op_settings(others[-1]).tensors).captured]
+
+
+class Saved:
+    """The attributes that an attention op keeps for backward, and the order of the operands among its saved tensors.
+
+    Documents stay an attribute and their fingerprint is a saved tensor, see :mod:`recompute`.
+    """
+
+    def __init__(self, scale: float, dropout_p: float, settings: str) -> None:
+        self.scale, self.dropout_p, self.options = scale, dropout_p, op_settings(settings)
+        self.score = find(self.options.score)  # backward finds it by its key for as long as somebody holds it
+        self.caller = caller()
+        self.documents: Tensor | None = None
+        self.names: tuple[str, ...] = ()
+
+    def kept(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors to save, of those that the op took."""
+        named = [*zip(self.options.tensors, tensors, strict=True)]
+        self.documents = next((x for name, x in named if name == "documents"), None)
+        kept = [("mark", fingerprint(self.documents, self.options.mesh)), *(x for x in named if x[0] != "documents")]
+        self.names = tuple(name for name, _ in kept)
+        return [x for _, x in kept]
+
+    def operands(self, tensors: Sequence[Tensor], dlse: Tensor | None, kernel: Tensor) -> Operands:
+        """What was saved, and the operands that only backward has."""
+        given = Operands.of(tensors, self.names)
+        given.documents, given.dlse, given.kernel = self.documents, dlse, kernel
+        return given
+
+    def arguments(self, given: Operands) -> tuple[list[Tensor], float, float, str]:
+        """The last arguments of the backward op."""
+        return self.options.arguments(given, self.scale, self.dropout_p)
+
+    def gradients(self, of_sinks: Tensor | None, of_captured: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the tensors that the op took, in their order."""
+        captured = iter(of_captured)
+        return [
+            next(captured) if name == "captured" else of_sinks if name == "sinks" else None
+            for name in self.options.tensors
+        ]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, sinks, captured, ctx.documents, mask, seed, *ctx.numbers, ctx.settings = inputs
-    options = op_settings(ctx.settings)
-    mark = fingerprint(ctx.documents, options.mesh)
-    ctx.save_for_backward(q, k, v, *output, mark, mask, seed, sinks, *captured)
-    ctx.caller = caller()
-    ctx.score = find(options.score)  # backward finds it by its key for as long as somebody holds it
+    q, k, v, tensors, *others = inputs
+    ctx.saved = Saved(*others)
+    ctx.save_for_backward(q, k, v, *output, *ctx.saved.kept(tensors))
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1 if ctx.score is None else 2 :])
+    ctx.mark_non_differentiable(*output[1 if ctx.saved.score is None else 2 :])
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
-    q, k, v, out, lse, chosen, mark, mask, seed, sinks, *captured = ctx.saved_tensors
+    q, k, v, out, lse, kernel, *tensors = ctx.saved_tensors
+    saved: Saved = ctx.saved
     dout = torch.zeros_like(out) if dout is None else dout
-    others = dlse, chosen, mark, captured, ctx.documents, mask, seed
-    with backward_of(ctx.caller):
-        *grads, of_captured = attention_backward_op(dout, q, k, v, out, lse, *others, *ctx.numbers, ctx.settings)
-    of_sinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse, dlse)
-    return *grads, of_sinks, of_captured, None, None, None, None, None, None
+    with backward_of(saved.caller):
+        given = saved.operands(tensors, dlse, kernel)
+        *grads, of_captured = attention_backward_op(dout, q, k, v, out, lse, *saved.arguments(given))
+    of_sinks = None if given.sinks is None else gradient_of_sinks(given.sinks, dout, out, lse, dlse)
+    return *grads, saved.gradients(of_sinks, of_captured), None, None, None
 
 
 def gradient_of_sinks(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None) -> Tensor:

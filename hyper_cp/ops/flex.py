@@ -106,7 +106,7 @@ class Flex:
         if score_mod is not None:
             score_mod = _global_score(score_mod, q, cp, mode.layout)
         if cp.ring.size > 1:
-            k, v = gather_keys([k, v], cp.key, mode.layout)
+            k, v = gather_keys(k, v, cp.key, mode.layout)
             if (options.get("kernel_options") or {}).get(
                 "BLOCKS_ARE_CONTIGUOUS"
             ):  # the blocks of two global rows need not be

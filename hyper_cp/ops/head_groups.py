@@ -28,20 +28,18 @@ from torch import Tensor
 
 from ..mesh import comm, cp_mesh, nans
 from ..mesh.cp_mesh import CPMesh
-from ..mesh.failures import backward_of, caller, operation
+from ..mesh.failures import backward_of, operation
 from ..mesh.groups import check_launch_order
 from ..schedule import choices
 from ..schedule import layout as layouts
 from ..schedule.choices import heads_after_sharing
 from ..schedule.documents import read
 from ..schedule.lookup import ascending, resolve
-from .config import CheckedCall, OpSettings, op_settings
-from .engine import attention_backward_op, attention_op, gradient_of_sinks, op_arguments
+from .config import CheckedCall, Operands, OpSettings, op_settings
+from .engine import Saved, attention_backward_op, attention_op, gradient_of_sinks, op_arguments
 from .exchange import ulysses
 from .exchange.ulysses import Ulysses, shared_heads
 from .kernels.partials import accumulation_dtype, like_queries
-from .kernels.scores import find
-from .recompute import fingerprint
 
 
 def _heads_of_a_rank(q_heads: int, kv_heads: int, cp: CPMesh) -> tuple[int, int]:
@@ -119,8 +117,10 @@ class Groups:
     """The groups of one call. Tensors are ``[B, H, S, D]``, of a rank (S local, H all) or of a group (S that of a
     ring rank, H of one group)."""
 
-    def __init__(self, settings: OpSettings, documents: Tensor | None, kv_heads: int) -> None:
-        self.settings = settings
+    def __init__(
+        self, settings: OpSettings, documents: Tensor | None, kv_heads: int, scale: float, dropout_p: float
+    ) -> None:
+        self.settings, self.numbers = settings, (scale, dropout_p)
         self.cp, self.layout = cp_mesh.by_key(settings.mesh), settings.layout
         self.documents = documents if layouts.by_documents(settings.layout) else None
         self.number = settings.head_groups
@@ -149,13 +149,14 @@ class Groups:
         place = self.heads_of(into, number, index)
         return ulysses.collect_heads(self.cp.ulysses, x, 2, 1, self.order(x.shape[2])).then(place.copy_)
 
-    def inputs(self, index: int, heads: int, sinks: Tensor | None, mask: Tensor | None) -> tuple[Any, Any, str]:
-        """The parts of sinks ``[H]`` and of a mask ``[B|1, H|1, ...]`` for the ``heads`` of a group, and the settings
-        of its ops."""
+    def arguments(self, index: int, heads: int, given: Operands, **others: Any) -> tuple[Any, ...]:
+        """The last arguments of a group's ops. Sinks ``[H]`` and masks ``[B|1, H|1, ...]`` are those of its heads."""
         first = self.cp.ulysses.rank * self.number * heads + index * heads
-        sinks = None if sinks is None else sinks.narrow(0, index * heads, heads)
+        sinks = None if given.sinks is None else given.sinks.narrow(0, index * heads, heads)
+        mask = given.mask
         mask = mask if mask is None or mask.shape[1] == 1 else mask.narrow(1, index * heads, heads)
-        return sinks, mask, replace(self.settings, first_head=first).text()
+        settings = replace(self.settings, first_head=first)
+        return settings.arguments(replace(given, sinks=sinks, mask=mask, **others), *self.numbers)
 
 
 def _wait(pending: Sequence[comm.Pending]) -> list[Tensor]:
@@ -164,23 +165,15 @@ def _wait(pending: Sequence[comm.Pending]) -> list[Tensor]:
 
 @torch.library.custom_op("hyper_cp::ulysses_attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def ulysses_attention_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    captured: list[Tensor],
-    documents: Tensor | None,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    settings: str,
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], scale: float, dropout_p: float, settings: str
 ) -> list[Tensor]:
     """``[out]`` of this rank's ``[B, H, S, D]``, the log-sum-exp of the heads that it attends, then what backward
     needs: the kernel that ran, and per group all outputs, all q, all k, all v. Arguments: see
-    :func:`engine.attention_op`; ``sinks`` and ``mask``: of this rank's heads after the exchange."""
+    :func:`engine.attention_op`; sinks and mask are those of this rank's heads after the exchange."""
     options = op_settings(settings)
-    plan = Groups(options, documents, k.shape[1] // cp_mesh.by_key(options.mesh).ulysses.size)
+    given = Operands.of(tensors, options.tensors)
+    kv_heads = k.shape[1] // cp_mesh.by_key(options.mesh).ulysses.size
+    plan = Groups(options, given.documents, kv_heads, scale, dropout_p)
     groups = plan.number
 
     def post(group: int) -> list[comm.Pending]:
@@ -201,9 +194,7 @@ def ulysses_attention_op(
             queries.append(x)
             keys.extend(kv[:1])
             values.extend(kv[1:])
-            sink, part, text = plan.inputs(group, x.shape[1], sinks, mask)
-            others = sink, captured, documents, part, seed, scale, dropout_p, text
-            x, lse, kernel = attention_op(x, keys[-1], values[-1], *others)
+            x, lse, kernel = attention_op(x, keys[-1], values[-1], *plan.arguments(group, x.shape[1], given))
             outs.append(x)
             lses.append(lse)
             posted = [plan.to_rank(x, out, groups, group)]
@@ -238,25 +229,19 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
 def ulysses_attention_backward_op(
     dout: Tensor,
     lse: Tensor,
-    dlse: Tensor | None,
     saved: list[Tensor],
-    mark: Tensor,
-    sinks: Tensor | None,
-    captured: list[Tensor],
-    documents: Tensor | None,
-    mask: Tensor | None,
-    seed: Tensor | None,
+    tensors: list[Tensor],
     scale: float,
     dropout_p: float,
     settings: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """``(dq, dk, dv)`` of this rank, and its gradients of ``sinks`` (if given) and of ``captured``. ``saved``: the
-    results of :func:`ulysses_attention_op` after the log-sum-exp. ``mark``: the fingerprint of its documents."""
+    """``(dq, dk, dv)`` of this rank, and its gradients of sinks (if given) and of captured tensors. ``saved``: all
+    outputs, q, k and v of the groups. ``tensors``: the operands of forward, and those of backward."""
     options = op_settings(settings)
-    groups = options.head_groups
+    groups, given = options.head_groups, Operands.of(tensors, options.tensors)
     outs, queries, keys, values = _sorted(saved, groups)
-    plan = Groups(options, documents, keys[0].shape[1] * len(keys))
-    cp = plan.cp
+    plan = Groups(options, given.documents, keys[0].shape[1] * len(keys), scale, dropout_p)
+    cp, captured = plan.cp, given.captured
     dq, dk, dv = (_rank_of(xs, cp.ulysses.size) for xs in (queries, keys, values))
     of_sinks: list[Tensor] = []
     of_captured = [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in captured]
@@ -268,13 +253,14 @@ def ulysses_attention_backward_op(
         for group in range(groups):
             ahead = plan.to_group(dout, groups, group + 1) if group + 1 < groups else None
             q, kv = queries[group], group // plan.sharing
-            sink, part, text = plan.inputs(group, q.shape[1], sinks, mask)
-            of_lse = None if dlse is None else dlse.chunk(groups, 1)[group]
-            results = arriving.wait(), outs[group], lse.chunk(groups, 1)[group], of_lse
-            if sink is not None:
-                of_sinks.append(gradient_of_sinks(sink, *results))
-            local = results[0], q, keys[kv], values[kv], *results[1:], saved[0], mark, captured
-            grad, *kv_grads, others = attention_backward_op(*local, documents, part, seed, scale, dropout_p, text)
+            of_lse = None if given.dlse is None else given.dlse.chunk(groups, 1)[group]
+            results = arriving.wait(), outs[group], lse.chunk(groups, 1)[group]
+            if given.sinks is not None:
+                sinks = given.sinks.chunk(groups)[group]
+                of_sinks.append(gradient_of_sinks(sinks, *results, of_lse))
+            arguments = plan.arguments(group, q.shape[1], given, dlse=of_lse)
+            local = results[0], q, keys[kv], values[kv], *results[1:]
+            grad, *kv_grads, others = attention_backward_op(*local, *arguments)
             for whole, x in zip(of_captured, others, strict=True):
                 whole.add_(x)
             posted = [plan.to_rank(grad, dq, groups, group)]
@@ -294,25 +280,18 @@ def ulysses_attention_backward_op(
 
 @ulysses_attention_backward_op.register_fake
 def _(
-    dout: Tensor,
-    lse: Any,
-    dlse: Any,
-    saved: list[Tensor],
-    mark: Any,
-    sinks: Tensor | None,
-    captured: list[Tensor],
-    *others: Any,
+    dout: Tensor, lse: Tensor, saved: list[Tensor], tensors: list[Tensor], *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     options = op_settings(others[-1])
-    groups, degree = options.head_groups, cp_mesh.by_key(options.mesh).ulysses.size
-    dq, dk, dv = (_rank_of(xs, degree) for xs in _sorted(saved, groups)[1:])
-    return dq, dk, dv, [torch.empty_like(x) for x in ([] if sinks is None else [sinks]) + list(captured)]
+    given, degree = Operands.of(tensors, options.tensors), cp_mesh.by_key(options.mesh).ulysses.size
+    dq, dk, dv = (_rank_of(xs, degree) for xs in _sorted(saved, options.head_groups)[1:])
+    return dq, dk, dv, [torch.empty_like(x) for x in ([] if given.sinks is None else [given.sinks]) + [*given.captured]]
 
 
 def _sorted(saved: list[Tensor], groups: int) -> list[list[Tensor]]:
-    """Outputs, q, k and v, each per group. The first of ``saved`` is the kernel."""
-    rest = (len(saved) - 1 - 2 * groups) // 2
-    lists, start = [], 1
+    """Outputs, q, k and v, each per group."""
+    rest = (len(saved) - 2 * groups) // 2
+    lists, start = [], 0
     for number in (groups, groups, rest, rest):
         lists.append(saved[start : start + number])
         start += number
@@ -332,37 +311,32 @@ def _added(total: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
     return [t.add_(x) for t, x in zip(total, grads, strict=True)]
 
 
-# Documents and mesh as attributes, their fingerprint as a saved tensor: see "recompute" in engine.
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, _, _, sinks, captured, ctx.documents, mask, seed, *ctx.numbers, ctx.settings = inputs
-    options = op_settings(ctx.settings)
-    mark = fingerprint(ctx.documents, options.mesh)
-    ctx.sizes = len(captured)
-    ctx.save_for_backward(mark, mask, seed, sinks, *captured, *output[1:])
-    ctx.score = find(options.score)  # see engine
-    ctx.caller = caller()
-    ctx.mark_non_differentiable(*output[1 if ctx.score is None else 2 :])
+    _, _, _, tensors, *others = inputs
+    ctx.saved = Saved(*others)
+    kept = ctx.saved.kept(tensors)
+    ctx.kept = len(kept)
+    ctx.save_for_backward(*kept, *output[1:])
+    ctx.mark_non_differentiable(*output[1 if ctx.saved.score is None else 2 :])
     ctx.set_materialize_grads(False)  # zeros for what has no gradient would be as large as all of q, k, v
 
 
 def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     dout, dlse, *_ = grads
-    mark, mask, seed, sinks, *rest = ctx.saved_tensors
-    captured, (lse, *saved) = rest[: ctx.sizes], rest[ctx.sizes :]
-    nothing = [None] * 6
+    saved: Saved = ctx.saved
+    tensors = ctx.saved_tensors
+    kept, (lse, kernel, *groups) = tensors[: ctx.kept], tensors[ctx.kept :]
     if dout is None and dlse is None:
-        return (None, None, None, None, [None] * len(captured), *nothing)
+        return None, None, None, saved.gradients(None, [None] * len(groups)), None, None, None
     if dout is None:
-        outs, queries, _, _ = _sorted(saved, op_settings(ctx.settings).head_groups)
-        shape = _rank_of(queries, cp_mesh.by_key(op_settings(ctx.settings).mesh).ulysses.size)
+        outs, queries, _, _ = _sorted(groups, saved.options.head_groups)
+        shape = _rank_of(queries, cp_mesh.by_key(saved.options.mesh).ulysses.size)
         dout = like_queries(shape, outs[0].shape[3], shape.dtype).zero_()
-    inputs = dout, lse, dlse, saved, mark, sinks, captured, ctx.documents, mask, seed
-    with backward_of(ctx.caller):
-        *of_qkv, others = ulysses_attention_backward_op(*inputs, *ctx.numbers, ctx.settings)
-    of_sinks = None if sinks is None else others[0]
-    return (*of_qkv, of_sinks, others[len(others) - len(captured) :], *nothing)
+    with backward_of(saved.caller):
+        arguments = saved.arguments(saved.operands(kept, dlse, kernel))
+        *of_qkv, others = ulysses_attention_backward_op(dout, lse, [*groups], *arguments)
+    of_sinks = others.pop(0) if "sinks" in saved.names else None
+    return *of_qkv, saved.gradients(of_sinks, others), None, None, None
 
 
 ulysses_attention_op.register_autograd(_differentiate, setup_context=_save)

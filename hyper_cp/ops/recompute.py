@@ -29,9 +29,9 @@ def _hash(documents: Tensor | None, mesh: str) -> int:
     return hash((mesh, None if documents is None else read(documents).digest))
 
 
-def check_recompute(documents: Tensor | None, mesh: str, mark: Tensor) -> None:
+def check_recompute(documents: Tensor | None, mesh: str, mark: Tensor | None) -> None:
     """Raise ``RuntimeError`` unless ``mark`` is the fingerprint of these documents and this mesh."""
-    if _hash(documents, mesh) != mark.item():
+    if mark is None or _hash(documents, mesh) != mark.item():
         had = "no packed documents" if documents is None else f"documents={documents.tolist()}"
         raise RuntimeError(
             "activation checkpointing recomputed this layer with other packed documents, or on another cp mesh, "

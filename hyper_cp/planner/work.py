@@ -133,14 +133,15 @@ def ring_work(
 
 def rank_work(plan: Schedule) -> RankWork:
     """The work of a schedule."""
-    pieces = max(1, len(plan.pieces))
+    moves, pieces = plan.transfers.moves, plan.transfers.pieces
+    needed = [move for move in moves if move.pattern == "rows"]
     return RankWork(
         _of_steps(plan.forward, pieces),
         _of_steps(plan.backward, pieces),
-        plan.hops,
-        tuple(np.array(route.received) for route in plan.routes),
-        tuple(np.array(route.sent) for route in plan.routes),
-        max(1, plan.ahead),
+        plan.transfers.hops,
+        tuple(np.array(move.received) for move in needed),
+        tuple(np.array(move.sent) for move in needed),
+        plan.transfers.ahead,
         pieces,
     )
 

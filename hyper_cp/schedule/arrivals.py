@@ -1,13 +1,13 @@
-"""The arrival of keys and values at a rank: which of them lie in each step's block, and what each rank sends.
+"""The arrival of keys and values at a rank: which of them lie in each block that arrives, and the moves that bring it.
 
-Modes differ here only. If blocks are whole shares of other ranks, a way is a list of visits
-(:func:`register_exchange`); ``"needed"`` sends the rows that queries see, and nothing else.
+Modes differ here only. A way of obtaining keys and values is one function from a :class:`Problem` to its
+:class:`Arrivals`; :func:`register_exchange` adds one from outside the package.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,13 +15,9 @@ import numpy as np
 from .blocks import BlockMap
 from .choices import Limits, doubled, stage_limits, stages_needed
 from .layout import check_name
+from .moves import HOME, NO_TRANSFERS, Move, Transfers, pair
 from .ranges import Documents, Numbers, Range, Rows, before, compact, placed
 from .tiles import Band, seen_keys, split, within
-
-Visits = Callable[[int, int], list[tuple[int, ...]]]
-"""``visits(rank, size)``: for each step, the ranks whose keys and values that step's block holds, one after the other.
-The first step is ``(rank,)``, the local block. All ranks have the same number of steps. Keys that an earlier step had
-are not used again."""
 
 
 @dataclass(frozen=True)
@@ -55,121 +51,101 @@ class Problem:
 
 
 @dataclass(frozen=True, eq=False)
-class Route:
-    """The rows that this rank sends and receives before one step, if only needed ones travel.
-
-    Attributes:
-        rows: local rows of keys that it sends, those for rank 0 first, then those for rank 1, and so on.
-        sent, received: the number of rows for, and from, each rank.
-    """
-
-    rows: Rows
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
 class Arrivals:
-    """The blocks of keys that a rank attends: the local one, then those that arrive.
+    """The blocks of keys that a rank attends: its own, then those that arrive.
 
     Attributes:
-        blocks: placed ranges of each block that may be used.
-        routes: what travels before each arriving block; empty if whole shares travel.
-        ahead: the number of stages that are under way at once, the same on all ranks.
-        pieces: the rows of a whole share that travel together, the same on all ranks. The rows of a piece are a block;
-            in an all-gather, those of all ranks.
+        blocks: placed ranges of the keys that are used in each block.
+        transfers: the moves that bring each block but the first, and take its gradient home.
     """
 
     blocks: tuple[Numbers, ...]
-    routes: tuple[Route, ...] = ()
-    ahead: int = 0
-    pieces: tuple[tuple[Range, ...], ...] = ()
-
-    @property
-    def hops(self) -> int:
-        """The number of blocks that arrive: pieces of one share count once."""
-        return (len(self.blocks) - 1) // max(1, len(self.pieces))
+    transfers: Transfers = NO_TRANSFERS
 
 
 # --------------------------------------------------------------------------- whole shares of other ranks
 
-
-def by_visits(visits: Visits, problem: Problem) -> Arrivals:
-    """Blocks are shares of other ranks, as far as any rank needs them."""
-    size, keys = problem.size, problem.keys
-    steps = [_first_visits(visits(r, size)) for r in range(size)]
-    last = _last_step(problem, steps)
-    return Arrivals(tuple(_usable(keys, sources) for sources in steps[problem.rank][: last + 1]))
-
-
-def _first_visits(visits: list[tuple[int, ...]]) -> list[list[tuple[int, bool]]]:
-    """For each step its sources, each with True if no earlier step has had it."""
-    seen: set[int] = set()
-    found = []
-    for sources in visits:
-        found.append([(source, source not in seen) for source in sources])
-        seen.update(sources)
-    return found
-
-
-def _last_step(problem: Problem, steps: list[list[list[tuple[int, bool]]]]) -> int:
-    """The last step, 0 for the local one, whose keys any rank sees."""
-    most, last = len(steps[0]) - 1, 0
-    if not most:
-        return 0
-    keys, source = _by_position(problem.keys)
-    for queries, blocks in zip(problem.queries, steps, strict=True):
-        step_of = {source: step for step, block in enumerate(blocks) for source, new in block if new}
-        last = max([last, *(step_of.get(of, 0) for of in _sources(_seen(problem, queries), keys, source))])
-        if last == most:
-            break
-    return last
-
-
-def _usable(keys: Sequence[Sequence[Range]], sources: list[tuple[int, bool]]) -> Numbers:
-    """The keys of a step's block that no earlier step has had, as placed ranges."""
-    blocks = [np.empty((0, 3), np.int64)]
-    offset = 0
-    for source, new in sources:
-        held = placed(keys[source], offset)
-        blocks += [held] if new else []
-        offset += _length(held)
-    return np.concatenate(blocks)
-
-
 # A rank cannot hide the kernels of the last block that arrives behind a transfer. On few ranks these are much of its
-# work, so there a share travels in two pieces. Each has the half of either half of the share: in the head-tail layout
-# all ranks then have equal work in each piece, as they have in whole shares. On four ranks and a link that is as slow
-# as the computation is long, a ring takes 1.21 times as long as either if shares are whole (benchmarks/overlap.py),
-# 1.19 times if the pieces are heads and tails, and 1.12 times with these.
+# work, so there a share goes round a ring in two pieces. Each has the half of either half of the share: in the
+# head-tail layout all ranks then have equal work in each piece, as they have in whole shares. On four ranks and a link
+# that is as slow as the computation is long, a ring takes 1.21 times as long as either if shares are whole
+# (benchmarks/simulated/overlap.py), 1.19 times if the pieces are heads and tails, and 1.12 times with these.
 _IN_PIECES_UP_TO = 4  # ranks
 _LEAST_PIECE = 512  # rows; kernels are slower on fewer
 
 
-def in_pieces(problem: Problem, whole: Arrivals) -> Arrivals:
-    """The same blocks, of one share each, in pieces if the ranks are few and the shares long."""
-    share = _length(placed(problem.keys[problem.rank]))
-    pieces = _pieces(share, 1 if problem.size > _IN_PIECES_UP_TO or share < 2 * _LEAST_PIECE else 2)
-    local, *arriving = whole.blocks
-    return Arrivals((local, *(_piece(block, rows) for block in arriving for rows in pieces)), pieces=pieces)
+def ring(problem: Problem) -> Arrivals:
+    """Shares travel on to the next rank, hop by hop, as far as any rank needs them. In backward the gradient of a share
+    goes on with it, one hop behind, and from the last rank straight home."""
+    size, rank, own = problem.size, problem.rank, problem.keys[problem.rank]
+    share = _length(placed(own))
+    hops = _last_step(problem, [[[(r - hop) % size] for hop in range(size)] for r in range(size)])
+    pieces = _pieces(share, 1 if size > _IN_PIECES_UP_TO or share < 2 * _LEAST_PIECE else 2)
+    after, behind = (rank + 1) % size, (rank - 1) % size
+    blocks, moves, returns = [placed(own)], list[Move](), list[Move]()
+    # Moves of equal pieces are one object each: their number must not grow with the square of the ranks.
+    sizes = [sum(stop - start for start, stop in rows) for rows in pieces]
+    first = [pair(size, after, behind, rows) for rows in pieces]
+    onward = [replace(move, rows=Rows(((0, length),))) for move, length in zip(first, sizes, strict=True)]
+    back = [pair(size, behind, after, ((0, length),)) for length in sizes]
+    for hop in range(1, hops + 1):
+        held = placed(problem.keys[(rank - hop) % size])
+        for i, rows in enumerate(pieces):
+            block = len(moves)
+            blocks.append(_piece(held, rows))
+            moves.append(first[i] if hop == 1 else replace(onward[i], source=block - len(pieces)))
+            if hop < hops:
+                returns.append(replace(back[i], source=block + len(pieces)))
+            else:
+                returns.append(pair(size, (rank + hops) % size, (rank - hops) % size, rows))
+    return Arrivals(tuple(blocks), Transfers(tuple(moves), len(pieces), tuple(returns), len(pieces)))
 
 
-def gathered(problem: Problem, whole: Arrivals) -> Arrivals:
-    """The same block, of all shares, in stages: in each, the same piece of every share travels. All of them are under
-    way at once."""
-    if not whole.hops:
-        return whole
-    share, count = _length(placed(problem.keys[0])), problem.stages
+def all_gather(problem: Problem) -> Arrivals:
+    """The shares of all ranks arrive, in as many stages as were asked for: in each, the same piece of every share. All
+    of them are under way at once."""
+    size, rank, own = problem.size, problem.rank, placed(problem.keys[problem.rank])
+    everyone = range(size)
+    if not _last_step(problem, [[[r], [*everyone]] for r in everyone]):
+        return Arrivals((own,))
+    share, count = _length(own), problem.stages
     if not isinstance(count, int):
-        count = doubled((problem.size - 1) * share, count or ())
-    pieces, (local, block) = _pieces(share, min(count, max(1, share // 2))), whole.blocks
-    of = block[:, 0] // share
-    stages = []
-    for rows in pieces:
-        length = sum(stop - start for start, stop in rows)
-        parts = [_piece(block[of == source] - [source * share, 0, 0], rows) for source in range(problem.size)]
-        stages.append(np.concatenate([part + [source * length, 0, 0] for source, part in enumerate(parts)]))
-    return Arrivals((local, *stages), ahead=len(pieces), pieces=pieces)
+        count = doubled((size - 1) * share, count or ())
+    blocks, moves = [own], []
+    for rows in _pieces(share, min(count, max(1, share // 2))):
+        parts, selected = [_piece(placed(keys), rows) for keys in problem.keys], Rows(rows)
+        offsets = np.arange(size) * selected.length
+        arriving = [part + [offset, 0, 0] for part, offset in zip(parts, offsets, strict=True)]
+        blocks.append(np.concatenate(arriving[:rank] + arriving[rank + 1 :]))
+        others = tuple(0 if r == rank else selected.length for r in everyone)
+        moves.append(Move("all", HOME, selected, others, others))
+    return Arrivals(tuple(blocks), Transfers(tuple(moves), len(moves), tuple(moves), len(moves)))
+
+
+def local(problem: Problem) -> Arrivals:
+    """Nothing arrives: every rank has all the keys that its queries see."""
+    return Arrivals((placed(problem.keys[problem.rank]),))
+
+
+def _last_step(problem: Problem, steps: Sequence[Sequence[Sequence[int]]]) -> int:
+    """The last step whose keys any rank sees.
+
+    Args:
+        steps: for each rank and step the ranks whose keys arrive. The first step, 0, has the rank's own.
+    """
+    most, last = len(steps[0]) - 1, 0
+    if not most:
+        return 0
+    keys, source = _by_position(problem.keys)
+    for queries, of_rank in zip(problem.queries, steps, strict=True):
+        step_of: dict[int, int] = {}
+        for step, origins in enumerate(of_rank):
+            for origin in origins:
+                step_of.setdefault(origin, step)
+        last = max([last, *(step_of.get(of, 0) for of in _sources(_seen(problem, queries), keys, source))])
+        if last == most:
+            break
+    return last
 
 
 def _pieces(share: int, count: int) -> tuple[tuple[Range, ...], ...]:
@@ -258,18 +234,20 @@ class _Flows:
         self.most, self.share = int(self.lengths.sum(1).max()), _length(placed(problem.keys[problem.rank]))
 
     def arrivals(self, rank: int, count: int) -> Arrivals:
-        """The blocks and routes of one rank in so many stages."""
+        """The blocks and moves of one rank in so many stages."""
         everyone, stages = range(self.problem.size), in_stages(self.lengths, count)
         received = [self._stages(rank, of, stages) for of in everyone]
         sent = [self._stages(to, rank, stages) for to in everyone]
-        blocks, routes = [placed(self.problem.keys[rank])], []
+        blocks, moves = [placed(self.problem.keys[rank])], []
         for stage in range(count):
             incoming, outgoing = [rows[stage] for rows in received], [rows[stage] for rows in sent]
             rows = np.concatenate(outgoing)
             blocks.append(placed(compact(np.concatenate(incoming)[:, 1:])))
-            local = np.stack((rows[:, 0], rows[:, 0] + rows[:, 2] - rows[:, 1]), 1)
-            routes.append(Route(Rows(compact(local)), *(tuple(map(_length, x)) for x in (outgoing, incoming))))
-        return Arrivals(tuple(blocks), tuple(routes), ahead_of(self.most, self.share, count))
+            local_rows = Rows(compact(np.stack((rows[:, 0], rows[:, 0] + rows[:, 2] - rows[:, 1]), 1)))
+            numbers = (tuple(map(_length, x)) for x in (outgoing, incoming))
+            moves.append(Move("rows", HOME, local_rows, *numbers))
+        ahead = ahead_of(self.most, self.share, count)
+        return Arrivals(tuple(blocks), Transfers(tuple(moves), ahead, tuple(moves)))
 
     def _stages(self, to: int, of: int, stages: Numbers) -> list[Numbers]:
         """The rows from one rank to another in each stage."""
@@ -317,10 +295,12 @@ def _sources(seen: Numbers, keys: Numbers, source: Numbers) -> list[int]:
 
 # --------------------------------------------------------------------------- by name
 
-_ARRIVALS: dict[str, Callable[[Problem], Arrivals]] = {}
-_VISITS: dict[str, Visits] = {}
+Exchange = Callable[[Problem], Arrivals]
+"""A way in which keys and values arrive. All ranks make the same sequence of moves, whatever their own queries see."""
 
-KV_EXCHANGES = _ARRIVALS.keys()
+_EXCHANGES: dict[str, Exchange] = {"all_gather": all_gather, "ring": ring, "needed": needed, "replicated": local}
+
+KV_EXCHANGES = _EXCHANGES.keys()
 """Names of all ways in which keys and values reach a rank, those registered later included."""
 STAGED = frozenset({"all_gather", "needed"})
 """Those whose transfers are cut into stages."""
@@ -328,25 +308,14 @@ STAGED = frozenset({"all_gather", "needed"})
 
 def arrivals(kv_exchange: str, problem: Problem) -> Arrivals:
     """The arrival of keys and values, by the name that users write as ``kv_exchange=``."""
-    return _ARRIVALS[kv_exchange](problem)
+    return _EXCHANGES[kv_exchange](problem)
 
 
-def register_exchange(name: str, visits: Visits) -> None:
-    """Add a way in which keys and values arrive. Its transfers go by the same name in ``ops.exchange``."""
+def register_exchange(name: str, exchange: Exchange) -> None:
+    """Add a way in which keys and values arrive, under a name that ``kv_exchange=`` then takes."""
     check_name("kv_exchange", name)
-    if name in _ARRIVALS and _VISITS.get(name) is not visits:
+    if _EXCHANGES.setdefault(name, exchange) is not exchange:
         raise ValueError(
-            f"kv_exchange={name!r} is registered already, with other visits. Calls find an exchange by its name. "
+            f"kv_exchange={name!r} is registered already, as another function. Calls find an exchange by its name. "
             "Choose another name"
         )
-    _VISITS[name] = visits
-    _ARRIVALS[name] = lambda problem: by_visits(visits, problem)
-
-
-register_exchange("all_gather", lambda rank, size: [(rank,), tuple(range(size))])
-register_exchange("ring", lambda rank, size: [((rank - hop) % size,) for hop in range(size)])
-_GATHER, _RING = _ARRIVALS["all_gather"], _ARRIVALS["ring"]
-_ARRIVALS["all_gather"] = lambda problem: gathered(problem, _GATHER(problem))
-_ARRIVALS["ring"] = lambda problem: in_pieces(problem, _RING(problem))
-register_exchange("replicated", lambda rank, size: [(rank,)])  # every rank holds all keys and values
-_ARRIVALS["needed"] = needed

@@ -1,4 +1,4 @@
-"""The schedule: which tiles a rank owes, in which order, needing which keys. No tensors.
+"""The schedule: the tiles that a rank must compute, in which order, and the keys that they need. No tensors.
 
 Modes differ here only in which keys arrive when (see :mod:`arrivals`); layouts and load balance only in which global
 positions are held; masks only in how a rectangle is cut.
@@ -12,9 +12,10 @@ from functools import cached_property
 
 import numpy as np
 
-from .arrivals import Arrivals, Problem, Route, arrivals
+from .arrivals import Arrivals, Problem, arrivals
 from .blocks import BlockMap
 from .choices import Limits
+from .moves import NO_TRANSFERS, Transfers
 from .ranges import Documents, Numbers, Range, Rows, before, compact, length_of, merge_ranges, placed, touching
 from .tiles import CAUSAL, Band, Seen, Tile, by_rows, cut, joined, packed, same_positions, shift
 
@@ -67,25 +68,18 @@ class Schedule:
 
     Attributes:
         forward, backward: the steps.
-        hops: how many times blocks arrive; the same on all ranks.
         swap: the tail half of queries changes places with another rank's (load balance). None of it is in the last
             step.
         queries: the global positions that this rank attends, in the order of the tiles' rows.
-        routes: for each block that arrives, the rows that travel, if only needed ones do.
-        ahead: the number of stages that are under way at once.
-        pieces: the rows of a rank's share that travel together, round a ring or in a stage of an all-gather. Each piece
-            has a step.
+        transfers: the moves that bring blocks and take their gradients home.
         recurring: False if documents decided it, so that the lengths of its tiles change from batch to batch.
     """
 
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
-    hops: int
     swap: bool
     queries: Sequence[Range]
-    routes: tuple[Route, ...] = ()
-    ahead: int = 0
-    pieces: tuple[tuple[Range, ...], ...] = ()
+    transfers: Transfers = field(default=NO_TRANSFERS, compare=False)
     recurring: bool = field(default=True, compare=False)
 
     @property
@@ -94,25 +88,21 @@ class Schedule:
         return sum(step.area for step in self.forward)
 
     @cached_property
-    def rows_of_pieces(self) -> tuple[Rows, ...]:
-        """``pieces`` as rows of a share."""
-        return tuple(map(Rows, self.pieces))
-
-    @cached_property
     def used(self) -> int:
         """The number of rows of blocks that arrive which tiles use."""
         return sum(length_of(step.take) for step in self.forward[1:-1])
 
     @cached_property
     def received(self) -> int:
-        """The number of rows that arrive, if only needed ones travel."""
-        return sum(sum(route.received) for route in self.routes)
+        """The number of rows that arrive."""
+        return sum(sum(move.received) for move in self.transfers.moves)
 
     @property
     def nbytes(self) -> int:
         """About so many bytes of memory."""
         steps = {id(step): step for step in (*self.forward, *self.backward)}
-        return sum(step.nbytes for step in steps.values()) + sum(8 * route.rows.length for route in self.routes)
+        moved = sum(8 * move.rows.length for move in self.transfers.moves if move.pattern == "rows")
+        return sum(step.nbytes for step in steps.values()) + moved
 
 
 _NOTHING = Step((), (), ())
@@ -285,23 +275,21 @@ def build(
     return assembled(problem, arrivals(kv_exchange, problem), parts, swap)
 
 
-def assembled(problem: Problem, arriving_keys: Arrivals, parts: bool = True, swap: bool = False) -> Schedule:
+def assembled(problem: Problem, arriving: Arrivals, parts: bool = True, swap: bool = False) -> Schedule:
     """The schedule of the rank of a problem, given the keys that arrive there. Other arguments: see :func:`build`."""
-    hops, queries = arriving_keys.hops, problem.queries[problem.rank]
-    mask = problem.band, problem.documents, problem.blocks
-    local, *arriving = (_step(queries, block, *mask) for block in arriving_keys.blocks)
+    queries, mask = problem.queries[problem.rank], (problem.band, problem.documents, problem.blocks)
+    own, *others = (_step(queries, block, *mask) for block in arriving.blocks)
     rows = length_of(queries)
-    own = rows // 2 if swap else rows  # queries that are this rank's
-    first, last = _halves(local, own) if hops else (local, _NOTHING)
+    last_row = rows // 2 if swap else rows  # of the queries that are this rank's
+    first, last = _halves(own, last_row) if others else (own, _NOTHING)
 
     def final(step: Step) -> Step:
-        return Step(step.take, step.keys, packed(step.tiles, own if swap else 0)) if parts else step
+        return Step(step.take, step.keys, packed(step.tiles, last_row if swap else 0)) if parts else step
 
-    arriving = [final(step) for step in arriving]
-    halved = (final(first), *arriving, final(last))
-    forward = halved if swap or not hops else (final(local), *arriving, _NOTHING)
-    transfers = arriving_keys.routes, arriving_keys.ahead, arriving_keys.pieces
-    return Schedule(forward, halved, hops, swap, queries, *transfers)
+    others = [final(step) for step in others]
+    halved = (final(first), *others, final(last))
+    forward = halved if swap or not others else (final(own), *others, _NOTHING)
+    return Schedule(forward, halved, swap, queries, arriving.transfers)
 
 
 def _bounded(band: Band, length: int) -> Band:

@@ -56,98 +56,82 @@ def ascending(layout: ResolvedLayout, ranks: range) -> tuple[Rows, Rows]:
     return found
 
 
-class _Call(NamedTuple):
-    """The arguments of :func:`schedule` on which a schedule depends, but for documents."""
+class Key(NamedTuple):
+    """One kind of attention call on one ring rank: everything that its schedule depends on, but for documents and the
+    blocks of a mask."""
 
     layout: str
+    """As users give it, as ``kv_exchange`` and ``load_balance``."""
     rank: int
+    """In the ring dimension, which has ``ring`` ranks; the other one has ``ulysses``."""
     ring: int
     ulysses: int
     kv_exchange: str
     load_balance: bool
     band: Band
+    """The mask, over global positions."""
     q_length: int
+    """Global, as ``kv_length``. Where they differ (cross-attention), documents hide nothing; an explicit mask may."""
     kv_length: int
-    parts: bool
-    stages: int | Limits | None
+    parts: bool = True
+    """False if the kernel needs every tile to be one rectangle."""
+    stages: int | Limits | None = None
+    """The number of stages of the exchange, or the limits that choose it (see :mod:`choices`); None: those of a GPU."""
 
 
 def schedule(
-    layout: str,
-    rank: int,
-    ring: int,
-    ulysses: int,
-    kv_exchange: str,
-    load_balance: bool,
-    band: Band,
-    q_length: int,
-    kv_length: int,
-    parts: bool = True,
-    documents: PackedDocuments | None = None,
-    batch: int = 1,
-    blocks: BlockMap | None = None,
-    stages: int | Limits | None = None,
+    key: Key, documents: PackedDocuments | None = None, batch: int = 1, blocks: BlockMap | None = None
 ) -> Schedule:
     """The schedule of one ring rank for one kind of attention call. It is built on the first such call.
 
     Args:
-        layout: as users give it.
-        rank: this rank in the ring dimension, of ``ring`` ranks; ``ulysses``: the size of the other dimension.
-        kv_exchange, load_balance: as users give them.
-        band: the mask, over global positions.
-        q_length, kv_length: global lengths. Where they differ (cross-attention), documents hide nothing; an explicit
-            mask may.
-        parts: False if the kernel needs every tile to be one rectangle.
         documents: those of the ``batch`` rows; ``ValueError`` if they do not fit.
         blocks: of a FlexAttention mask; other pairs are hidden.
-        stages: the number of stages of the exchange, or the limits that choose it (see :mod:`choices`); None: those
-            of a GPU.
     """
-    call = layout, rank, ring, ulysses, kv_exchange, load_balance, band, q_length, kv_length, parts, stages
     if blocks is not None:
-        key = batch, None if documents is None else documents.digest, call
-        return blocks.derived(key, lambda: _with_documents(_Call(*call), documents, batch, blocks))
+        digest = None if documents is None else documents.digest
+        return blocks.derived((batch, digest, key), lambda: _with_documents(key, documents, batch, blocks))
     if documents is None:
-        return _without_documents(call)
-    return documents.derived((batch, call), lambda: _with_documents(_Call(*call), documents, batch))
+        return _without_documents(key)
+    return documents.derived((batch, key), lambda: _with_documents(key, documents, batch))
 
 
 @lru_cache(maxsize=64)
-def _without_documents(call: tuple) -> Schedule:
-    return _built(_Call(*call), None)
+def _without_documents(key: Key) -> Schedule:
+    return _built(key, None)
 
 
 def _with_documents(
-    call: _Call, documents: PackedDocuments | None, batch: int, blocks: BlockMap | None = None
+    key: Key, documents: PackedDocuments | None, batch: int, blocks: BlockMap | None = None
 ) -> Schedule:
     if documents is None:
-        return _built(call, None, blocks=blocks)
-    if call.q_length == call.kv_length:
-        documents.check(batch, call.q_length)
-    hides = call.q_length == call.kv_length and documents.rows != ((0, call.q_length),)
+        return _built(key, None, blocks=blocks)
+    if key.q_length == key.kv_length:
+        documents.check(batch, key.q_length)
+    hides = key.q_length == key.kv_length and documents.rows != ((0, key.q_length),)
     if blocks is not None:
-        return _built(call, documents, hides, blocks)
-    if not by_documents(call.layout) and not hides:
-        return _without_documents(call)
-    return _built(call, documents, hides)
+        return _built(key, documents, hides, blocks)
+    if not by_documents(key.layout) and not hides:
+        return _without_documents(key)
+    return _built(key, documents, hides)
 
 
 def _built(
-    call: _Call, documents: PackedDocuments | None, hides: bool = False, blocks: BlockMap | None = None
+    key: Key, documents: PackedDocuments | None, hides: bool = False, blocks: BlockMap | None = None
 ) -> Schedule:
-    world = call.ring * call.ulysses
-    queries = resolve(call.layout, world, call.q_length, documents)
-    held = queries.by_ring(call.ulysses).held
-    if call.kv_exchange == "replicated":
-        held_keys: tuple[Sequence[Range], ...] = (((0, call.kv_length),),) * call.ring
-    elif call.kv_length == call.q_length:
+    world = key.ring * key.ulysses
+    queries = resolve(key.layout, world, key.q_length, documents)
+    held = queries.by_ring(key.ulysses).held
+    if key.kv_exchange == "replicated":
+        held_keys: tuple[Sequence[Range], ...] = (((0, key.kv_length),),) * key.ring
+    elif key.kv_length == key.q_length:
         held_keys = held
     else:
-        held_keys = resolve(queries.name, world, call.kv_length, documents).by_ring(call.ulysses).held
+        held_keys = resolve(queries.name, world, key.kv_length, documents).by_ring(key.ulysses).held
     rows = documents.rows if documents is not None and hides else None
-    settings = call.kv_exchange, call.load_balance, call.band
-    found = build(held, held_keys, call.rank, *settings, rows, call.parts, blocks, call.stages)
-    if isinstance(call.stages, tuple) and (number := len(found.routes) or len(found.pieces)) > 1:
-        message = f'exchange_stages="auto": %d stages of {call.kv_exchange} on %d ranks, %d tokens each'
-        log_once(message, number, call.ring, call.q_length // call.ring)
+    settings = key.kv_exchange, key.load_balance, key.band
+    found = build(held, held_keys, key.rank, *settings, rows, key.parts, blocks, key.stages)
+    if isinstance(key.stages, tuple) and (number := len(found.transfers.moves)) > 1:
+        message = f'exchange_stages="auto": %d stages of {key.kv_exchange} on %d ranks, %d tokens each'
+        log_once(message, number, key.ring, key.q_length // key.ring)
     return found if documents is None else replace(found, recurring=False)

@@ -144,6 +144,6 @@ def _measured(layout: str, length: int, ranks: int, documents: PackedDocuments, 
         tuple(sum(tile.blocks for tile in mine) for mine in tiles),
         tuple(map(len, tiles)),
         tuple(map(int, counted.rows)),
-        arrivals("ring", Problem(0, held, held, band, rows)).hops,
+        arrivals("ring", Problem(0, held, held, band, rows)).transfers.hops,
         length,
     )

@@ -4,6 +4,7 @@ tensor that ranges select."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, overload
 
 import numpy as np
@@ -182,6 +183,9 @@ class Rows:
 
     def add(self, total: Tensor, x: Tensor, dim: int) -> None:
         """Add ``x`` to these positions of ``total``, in place: the transpose of :meth:`take`."""
+        if len(self.ranges) == 1 and self.length == total.shape[dim]:
+            total.add_(x)
+            return
         if not self.many:
             for (start, stop), piece in zip(self.ranges, x.split([b - a for a, b in self.ranges], dim), strict=True):
                 total.narrow(dim, start, stop - start).add_(piece)
@@ -195,6 +199,12 @@ class Rows:
             return
         for (start, stop), piece in zip(self.ranges, x.split([b - a for a, b in self.ranges], dim), strict=True):
             whole.narrow(dim, start, stop - start).copy_(piece)
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(start: int, stop: int) -> Rows:
+        """Those of one range, made once."""
+        return Rows(((start, stop),))
 
     def inverse(self) -> Rows:
         """The selection that undoes this one, which must be a permutation (this is not checked)."""

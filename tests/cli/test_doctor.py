@@ -15,19 +15,21 @@ import torch
 from hyper_cp import plan
 from hyper_cp.cli.main import main
 from hyper_cp.mesh import comm
-from hyper_cp.ops import exchange, kernels
+from hyper_cp.ops import engine, kernels
+from hyper_cp.ops.exchange import travel
 from tests.harness.ranks import on_ranks
 
 QUICK = ["--message-mb", "0.1"]
 LLAMA = {"layers": 32, "heads": 32, "kv_heads": 8, "width": 4096, "vocabulary": 128256}
 
 
-class Shifted(exchange.ring.RingForward):
-    """Yields the keys and values that arrive with one of their rows in another's place."""
+class Shifted(travel.Travel):
+    """A ring that has the first keys which arrive in each other's places."""
 
     def __iter__(self) -> Any:
-        for index, (k, v) in enumerate(super().__iter__()):
-            yield (k.roll(1, 2), v) if index == 1 else (k, v)
+        ring = any(move.pattern == "pair" for move in self.transfers.moves)
+        for index, ((k, v), gradients) in enumerate(super().__iter__()):
+            yield (k.roll(1, 2) if ring and index == 1 else k, v), gradients
 
 
 class Wrong:
@@ -47,8 +49,8 @@ PLANTED: dict[str, Any] = {
     "all_gather": lambda: mock.patch.object(
         comm.GlooAxis, "all_gather", lambda axis, send, own=True: comm.Axis.all_gather(axis, send + 1e-3)
     ),
-    "one rank": lambda: mock.patch.dict(
-        exchange.FORWARD, ring=Shifted if comm.dist.get_rank() == 1 else Shifted.__base__
+    "one rank": lambda: (
+        mock.patch.object(engine, "Travel", Shifted) if comm.dist.get_rank() == 1 else contextlib.nullcontext()
     ),
     "kernel": lambda: kernels.register(Wrong(), "cpu", accepts=lambda *_: False),
 }

@@ -116,7 +116,7 @@ def test_inductor(ranks: Any) -> None:
 def opcheck_all(world: int) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     from hyper_cp.mesh import cp_mesh
-    from hyper_cp.ops.config import OpSettings
+    from hyper_cp.ops.config import Operands, OpSettings
 
     ops = torch.ops.hyper_cp
     for degree in (1, 2):
@@ -128,17 +128,15 @@ def opcheck_all(world: int) -> None:
             torch.library.opcheck(ops.all_to_all.default, (xs, None, cp.key, "contiguous", 2, 1, False))
             continue
         for kv, layout, balance in (("ring", "head_tail", False), ("all_gather", "contiguous", True)):
-            documents, mask = torch.tensor([[0, 5, 16]]), None
-            said = OpSettings(layout, kv, balance, (-9, 0), 1, "cpu flash", cp.key).text()
-            settings = ([], documents, mask, None, 0.25, 0.0, said)
-            torch.library.opcheck(ops.attention.default, (q, k, v, torch.zeros(4, requires_grad=True), *settings))
+            settings = OpSettings(cp.key, layout, kv, balance, band=(-9, 0), kernel="cpu flash")
+            given = Operands(torch.zeros(4, requires_grad=True), torch.tensor([[0, 5, 16]]))
+            torch.library.opcheck(ops.attention.default, (q, k, v, *settings.arguments(given, 0.25)))
             with torch.no_grad():
-                out, lse, chosen = ops.attention(q, k, v, None, *settings)
-                mark = ops.fingerprint(documents, cp.key)
-                torch.library.opcheck(
-                    ops.attention_backward.default,
-                    (torch.ones_like(out), q.detach(), k.detach(), v.detach(), out, lse, None, chosen, mark, *settings),
-                )
+                given = Operands(documents=given.documents)
+                out, lse, kernel = ops.attention(q, k, v, *settings.arguments(given, 0.25))
+                given.kernel, given.mark = kernel, ops.fingerprint(given.documents, cp.key)
+                local = torch.ones_like(out), q.detach(), k.detach(), v.detach(), out, lse
+                torch.library.opcheck(ops.attention_backward.default, (*local, *settings.arguments(given, 0.25)))
     x = torch.randn(2, 8, 3, requires_grad=True)
     torch.library.opcheck(ops.gather_sequence.default, (x, None, cp.key, "head_tail", 1))
     torch.library.opcheck(ops.roll_sequence.default, (x, torch.tensor([[0, 5, 16]]), cp.key, "head_tail", 1, -3))
@@ -176,7 +174,7 @@ def test_opcheck_of_every_op(ranks: Any) -> None:
         "fingerprint",
         "gather_sequence",
         "own_slice",
-        *("gather_keys", "scatter_keys", "query_positions", "local_blocks"),  # checked in test_flex
+        *("gather_rows", "scatter_rows", "query_positions", "local_blocks"),  # checked in test_flex
         "roll_sequence",
         *("ulysses_attention", "ulysses_attention_backward"),  # checked in test_head_groups
         *("linear_recurrence", "linear_recurrence_backward", "causal_conv1d", "causal_conv1d_backward"),

@@ -17,7 +17,7 @@ from hyper_cp.data import collectives
 from hyper_cp.mesh import cp_mesh
 from hyper_cp.mesh.comm import Axis
 from hyper_cp.ops import attention, flex, kernels
-from hyper_cp.ops.config import OpSettings
+from hyper_cp.ops.config import Operands, OpSettings
 from hyper_cp.ops.exchange import gather_keys
 from hyper_cp.ops.kernels import cpu
 from tests.harness.ranks import on_ranks
@@ -46,7 +46,8 @@ def alone() -> str:
 @pytest.mark.slow
 def test_inductor_partitions_around_the_ops() -> None:
     """It asks this of every kernel when it cuts a graph into parts that are captured."""
-    settings = OpSettings("contiguous", "ring", False, (-3, 0), 1, "", alone()).text()
+    settings = OpSettings(alone(), kv_exchange="ring", band=(-3, 0))
+    *_, text = settings.arguments(Operands(documents=torch.zeros(1)), 0.3)
     found: dict[str, bool] = {}
     should_partition = scheduler.Scheduler.should_partition
 
@@ -56,7 +57,7 @@ def test_inductor_partitions_around_the_ops() -> None:
         return should_partition(self, node, *args, **keywords)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
-        out: Tensor = torch.ops.hyper_cp.attention(q, k, v, None, [], documents, None, None, 0.3, 0.0, settings)[0]
+        out: Tensor = torch.ops.hyper_cp.attention(q, k, v, [documents], 0.3, 0.0, text)[0]
         return out
 
     # Tensors of their own: nothing is left to be added, so nothing is compiled by a C++ compiler.

@@ -72,7 +72,7 @@ def test_an_exchange_that_moves_too_much_says_so_once(ranks: Any) -> None:
 
 def test_rows_are_counted_once_for_a_schedule() -> None:
     """Every layer of a batch asks, and a schedule with many documents has many ranges."""
-    plan = lookup.schedule("head_tail", 1, WORLD, 1, "ring", False, (None, 0), LENGTH, LENGTH)
+    plan = lookup.schedule(lookup.Key("head_tail", 1, WORLD, 1, "ring", False, (None, 0), LENGTH, LENGTH))
     counted = mock.Mock(wraps=plan.forward[1])
     take = mock.PropertyMock(return_value=plan.forward[1].take)
     type(counted).take = take

@@ -196,11 +196,11 @@ def test_gradients(ranks: Any, world: int) -> None:
 @on_ranks
 def check_ops(degree: int) -> None:
     cp = cp_mesh.view(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), degree)
-    k, v = (torch.randn(2, 3, 8, d, requires_grad=True) for d in (4, 6))
+    k, rows = torch.randn(2, 3, 8, 4), torch.randn(8, 2, 3, requires_grad=True)
     for layout in ("contiguous", "head_tail"):
-        torch.library.opcheck(gather.gather_keys, ([k, v], cp.key, layout))
-        torch.library.opcheck(gather.scatter_keys, ([torch.randn(2, 3, 16, 4)], cp.key, layout))
-        torch.library.opcheck(gather.query_positions, (k.detach(), cp.key, layout))
+        torch.library.opcheck(gather.gather_rows, (rows, cp.key, layout))
+        torch.library.opcheck(gather.scatter_rows, (torch.randn(16, 2, 3), cp.key, layout))
+        torch.library.opcheck(gather.query_positions, (k, cp.key, layout))
         mask = create_block_mask(causal, None, None, 16, 16, device="cpu", BLOCK_SIZE=4)
         blocks = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
         for some in (blocks, blocks[:2]):
@@ -218,9 +218,9 @@ def other_backends_collectives(layout: str) -> bool:
     cp = cp_mesh.view(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), 1)
     plain = Axis(cp.ring.rank, cp.ring.size, cp.ring.group)
     other = cp_mesh.register(cp_mesh.CPMesh("plain " + cp.key, plain, cp.ulysses, cp.flat, cp.batch))
-    x = torch.randn(1, 2, 8, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
-    (a,), (b,) = (gather.gather_keys([x], m.key, layout) for m in (cp, other))
-    (c,), (d,) = (gather.scatter_keys([a * (1 + dist.get_rank())], m.key, layout) for m in (cp, other))
+    x = torch.randn(8, 2, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+    a, b = (gather.gather_rows(x, m.key, layout) for m in (cp, other))
+    c, d = (gather.scatter_rows(a * (1 + dist.get_rank()), m.key, layout) for m in (cp, other))
     return torch.equal(a, b) and torch.allclose(c, x * 3) and torch.allclose(d, x * 3)
 
 
@@ -238,8 +238,8 @@ def traffic(layout: str) -> list[tuple[str, int]]:
 
 
 def test_bytes_equal_the_formula(ranks: Any) -> None:
-    share = B * KV * (S // 4) * D * 8
-    want = [("all_gather", 3 * share)] * 4 + [("reduce_scatter", 3 * share)] * 2  # fetched again in backward
+    both = 2 * B * KV * (S // 4) * D * 8  # keys and values of a share
+    want = [("all_gather", 3 * both)] * 2 + [("reduce_scatter", 3 * both)]  # fetched again in backward
     assert ranks(4, traffic, "head_tail") == [want] * 4
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from hyper_cp import ContextParallel
 from hyper_cp.mesh import comm, cp_mesh
 from hyper_cp.ops import SAVE_LIST, attention
-from hyper_cp.ops.config import OpSettings
+from hyper_cp.ops.config import Operands, OpSettings
 from tests.harness.attention_case import FP64, AttentionCase, check, drawn, run_cases
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks
@@ -205,14 +206,14 @@ def opcheck(world: int) -> None:
         documents, mask = torch.tensor([[0, 5, 16]]), torch.ones(1, HEADS // 2, 1, 16, dtype=torch.bool)
         sinks = torch.zeros(HEADS // 2, requires_grad=True)
         for mask_or_none in (None, mask):
-            settings = (0.25, 0.0, OpSettings("head_tail", "all_gather", False, (-9, 0), 2, "", cp.key).text())
-            ops = torch.ops.hyper_cp
-            inputs = (q, k, v, sinks, [], documents, mask_or_none, None, *settings)
-            torch.library.opcheck(ops.ulysses_attention.default, inputs)
+            settings, ops = OpSettings(cp.key, "head_tail", band=(-9, 0), head_groups=2), torch.ops.hyper_cp
+            given = Operands(sinks, documents, mask_or_none)
+            torch.library.opcheck(ops.ulysses_attention.default, (q, k, v, *settings.arguments(given, 0.25)))
         with torch.no_grad():
-            out, lse, *saved = ops.ulysses_attention(q, k, v, sinks, [], documents, None, None, *settings)
-            results = torch.ones_like(out), lse, None, saved, ops.fingerprint(documents, cp.key)
-            rest = (*results, sinks.detach(), [], documents, None, None, *settings)
+            given = Operands(sinks.detach(), documents)
+            out, lse, kernel, *saved = ops.ulysses_attention(q, k, v, *settings.arguments(given, 0.25))
+            given = replace(given, kernel=kernel, mark=ops.fingerprint(documents, cp.key))
+            rest = torch.ones_like(out), lse, saved, *settings.arguments(given, 0.25)
             torch.library.opcheck(ops.ulysses_attention_backward.default, rest)
 
 

@@ -62,18 +62,20 @@ def test_pieces_are_exact_and_send_the_bytes_of_whole_shares(ranks: Any, world: 
         assert max(errors) <= 1e-10, errors
         for messages in sent[:2]:
             assert sum(messages) == hops * share * 3  # forward, again in backward, and the sums
-            # Forward: each hop. Backward: the first hop, then blocks and sums together, and the way home.
-            assert len(messages) == 2 * hops + 2 * (2 + (hops if hops > 1 else 0))
+            # Forward: each hop, in two pieces. Backward: the first hop, then each block with the sum that is complete,
+            # and the way home.
+            assert len(messages) == 2 * hops + (4 if hops == 1 else 2 * hops + 3)
 
 
 def test_pieces_hold_each_row_once_and_share_the_work_equally() -> None:
     for ranks, share in ((2, 1025), (3, 1100), (4, 1024)):
         held = tuple(((r * share, (r + 1) * share),) for r in range(ranks))
         plan = build(held, held, ranks - 1, "ring", False, (None, None))
-        assert plan.hops == ranks - 1 and len(plan.forward) == 2 + 2 * plan.hops
-        rows = sorted(rows for piece in plan.pieces for rows in piece)
+        hops = plan.transfers.hops
+        assert hops == ranks - 1 and len(plan.forward) == 2 + 2 * hops
+        rows = sorted(rows for move in plan.transfers.moves[:2] for rows in move.rows.ranges)
         assert [start for start, _ in rows] + [share] == [0] + [stop for _, stop in rows]
-        for hop in range(plan.hops):
+        for hop in range(hops):
             keys = [k for step in plan.forward[1 + 2 * hop : 3 + 2 * hop] for k in step.keys]
             assert merge_ranges(keys) == held[ranks - 2 - hop]
             assert sum(step.area for step in plan.forward[1 + 2 * hop : 3 + 2 * hop]) == share**2
@@ -88,4 +90,4 @@ def test_long_rings_and_short_shares_travel_whole() -> None:
     for ranks, share in ((8, 4096), (2, 1023)):
         held = tuple(((r * share, (r + 1) * share),) for r in range(ranks))
         plan = build(held, held, 0, "ring", False, CAUSAL)
-        assert plan.pieces == (((0, share),),) and len(plan.forward) == ranks + 1
+        assert plan.transfers.moves[0].rows.ranges == ((0, share),) and len(plan.forward) == ranks + 1

@@ -26,7 +26,7 @@ from hyper_cp.schedule import choices
 from hyper_cp.schedule.arrivals import STAGED
 from hyper_cp.schedule.build import Schedule, build
 from hyper_cp.schedule.documents import PackedDocuments
-from hyper_cp.schedule.lookup import resolve, schedule
+from hyper_cp.schedule.lookup import Key, resolve, schedule
 
 CLUSTERS = {
     "cuda": PROFILES["h100"],
@@ -180,7 +180,7 @@ class Case:
         """The same on every rank."""
         limits = choices.stage_limits(self.kv_exchange, device, kv_heads, self.packed)
         plans = [self.plan(rank, limits) for rank in (0, self.ring - 1)]
-        (number,) = {len(plan.routes) or len(plan.pieces) for plan in plans}
+        (number,) = {len(plan.transfers.moves) for plan in plans}
         return number
 
     def seconds(self, stages: int, heads: tuple[int, int], device: str, per_host: int) -> float:
@@ -196,7 +196,7 @@ class Case:
         """The time of the choice over that of the best number of stages."""
         least = 1
         if self.kv_exchange == "needed":  # in fewer stages a rank would receive more at once than it holds
-            most = max(sum(sum(route.received) for route in self.plan(r, 1).routes) for r in range(self.ring))
+            most = max(self.plan(rank, 1).received for rank in range(self.ring))
             least = -(-most // self.tokens)
         for heads, per_host in product(HEADS, (8, 1)):
             chosen = self.chosen(device, heads[1])
@@ -244,7 +244,8 @@ def test_an_all_gather_is_whole_on_other_devices() -> None:
 def test_a_rank_never_receives_more_in_a_stage_than_it_holds() -> None:
     case = Case("needed", 8, "head_tail", PackedDocuments([[0, 512]]), None)
     plan = case.plan(7, choices.stage_limits("needed"))
-    assert max(sum(route.received) for route in plan.routes) <= 64 and len(plan.routes) == 7
+    moves = plan.transfers.moves
+    assert max(sum(move.received) for move in moves) <= 64 and len(moves) == 7
 
 
 def test_fewer_tokens_never_have_more_stages() -> None:
@@ -260,8 +261,8 @@ def test_a_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(2):
             choices.head_groups((1, 2, 4), 64, 8192, "cuda")
             limits = choices.stage_limits("needed")
-            schedule("head_tail", 0, 2, 1, "needed", False, (None, 0), 8192, 8192, stages=limits)
-            schedule("head_tail", 1, 2, 1, "needed", False, (None, 0), 8192, 8192, stages=limits)
+            for rank in (0, 1):
+                schedule(Key("head_tail", rank, 2, 1, "needed", False, (None, 0), 8192, 8192, stages=limits))
     assert caplog.messages == [
         'head_groups="auto": 4 groups for 64 query heads and 8192 tokens a rank',
         'exchange_stages="auto": 2 stages of needed on 2 ranks, 4096 tokens each',

@@ -35,7 +35,7 @@ def test_formulas_count_what_schedules_owe(lengths: list[int], layout: str, caus
         plans = [build(held, held, r, "ring", False, band, (documents,)) for r in range(ranks)]
         counted = cost(held, (documents,), band)
         assert counted.pairs.tolist() == [plan.area for plan in plans]
-        assert hops(layout, ranks, np.array(documents), causal) == plans[0].hops
+        assert hops(layout, ranks, np.array(documents), causal) == plans[0].transfers.hops
         fetched = [build(held, held, r, "needed", False, band, (documents,)) for r in range(ranks)]
         assert counted.rows.tolist() == [plan.received for plan in fetched]
         for mine, plan in zip(held, plans, strict=True):

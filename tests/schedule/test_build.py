@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyper_cp.schedule import arrivals, lookup
 from hyper_cp.schedule import build as schedule
+from hyper_cp.schedule import lookup
 from hyper_cp.schedule.choices import doubled
 from hyper_cp.schedule.documents import PackedDocuments
 from hyper_cp.schedule.layout import ResolvedLayout
 from hyper_cp.schedule.ranges import merge_ranges
 from tests.harness.oracle import token_positions
+from tests.harness.transfers import carry_out
 
 CAUSAL, FULL = (None, 0), (None, None)
 
@@ -37,44 +38,52 @@ def query_positions(layout: str, balance: bool, rank: int, ring: int, ulysses: i
     return own(rank)[:half] + own(ring - 1 - rank)[half:]
 
 
-def covered(steps: tuple[schedule.Step, ...], blocks: list[list[int]], queries: list[int], length: int) -> np.ndarray:
-    """Count for each (query, key) pair of global positions how often these steps compute it."""
+def seen_in(step: schedule.Step, block: np.ndarray, queries: list[int], length: int) -> np.ndarray:
+    """Count for each (query, key) pair of global positions how often a step computes it."""
     count = np.zeros((length, length), dtype=int)
     rows = np.array(queries)
-    for step, block in zip(steps, blocks, strict=True):
-        keys = np.array([block[i] for start, stop in step.take for i in range(start, stop)], dtype=int)
-        for tile in (part for tiles in step.tiles for part in tiles.rectangles):
-            q, k = rows[slice(*tile.q)], keys[slice(*tile.k)]
-            distance = np.arange(len(k))[None] - np.arange(len(q))[:, None]
-            lower, upper = tile.band
-            seen = np.ones_like(distance, dtype=bool)
-            if lower is not None:
-                seen &= distance >= lower
-            if upper is not None:
-                seen &= distance <= upper
-            assert seen.any(1).all() and seen.any(0).all(), f"a tile launches rows or columns for nothing: {tile}"
-            assert tile.area == seen.sum()
-            count[np.ix_(q, k)] += seen
+    keys = np.concatenate([block[:0], *(block[start:stop] for start, stop in step.take)])
+    for tile in (part for tiles in step.tiles for part in tiles.rectangles):
+        q, k = rows[slice(*tile.q)], keys[slice(*tile.k)]
+        distance = np.arange(len(k))[None] - np.arange(len(q))[:, None]
+        lower, upper = tile.band
+        seen = np.ones_like(distance, dtype=bool)
+        if lower is not None:
+            seen &= distance >= lower
+        if upper is not None:
+            seen &= distance <= upper
+        assert seen.any(1).all() and seen.any(0).all(), f"a tile launches rows or columns for nothing: {tile}"
+        assert tile.area == seen.sum()
+        count[np.ix_(q, k)] += seen
     return count
 
 
-def blocks_of(plans: list[schedule.Schedule], rank: int, kv: str, own: list[list[int]]) -> list[list[int]]:
-    """Positions of the keys in the blocks of a rank, from who sends what (``own``: what each rank holds)."""
-    ring, hops = len(plans), plans[rank].hops
-    if kv == "ring":
-        return [own[(rank - i) % ring] for i in range(hops + 1)]
-    if kv == "all_gather":
-        return [own[rank], [p for mine in own for p in mine]][: hops + 1]
-    blocks = [own[rank]]
-    for stage in range(hops):
-        blocks.append([])
-        for source, plan in enumerate(plans):
-            route = plan.routes[stage]
-            rows = [own[source][i] for start, stop in route.rows.ranges for i in range(start, stop)]
-            first = sum(route.sent[:rank])
-            assert route.sent[rank] == plans[rank].routes[stage].received[source]
-            assert len(rows) == sum(route.sent) and route.sent[source] == 0
-            blocks[-1] += rows[first : first + route.sent[rank]]
+def check_world(plans: list[schedule.Schedule], own: list[list[int]], visible: np.ndarray) -> list[list[np.ndarray]]:
+    """Every visible pair is computed once, in forward and in backward, with the keys that the transfers bring; and the
+    gradient of a key, one for each query that sees it, comes home. Returns the blocks of each rank."""
+    length, half = len(visible), len(own[0]) // 2
+    queries = [
+        mine[:half] + own[len(own) - 1 - rank][half:] if plan.swap else mine
+        for rank, (plan, mine) in enumerate(zip(plans, own, strict=True))
+    ]
+    transfers = [plan.transfers for plan in plans]
+    blocks, _ = carry_out(transfers, own)
+    count = np.zeros((length, length), dtype=int)
+    for plan, of_rank, rows in zip(plans, blocks, queries, strict=True):
+        for step, block in zip(plan.forward, [*of_rank, of_rank[0]], strict=True):
+            count += seen_in(step, block, rows, length)
+    assert (count == visible).all()
+    again = np.zeros((length, length), dtype=int)
+
+    def gradient(rank: int, step: int, block: np.ndarray) -> np.ndarray:
+        seen = seen_in(plans[rank].backward[step], block, queries[rank], length)
+        np.add(again, seen, out=again)
+        return seen.sum(0)[block]
+
+    _, sums = carry_out(transfers, own, gradient)
+    assert (again == visible).all()
+    for mine, total in zip(own, sums, strict=True):
+        assert (total == visible.sum(0)[mine]).all()
     return blocks
 
 
@@ -112,22 +121,17 @@ def test_every_visible_pair_of_packed_documents_exactly_once(problem: tuple, min
     visible &= np.ones_like(visible) if band[1] is None else distance <= band[1]
     with mock.patch.object(schedule, "_MIN_ROWS", min_rows):
         plans = [schedule.build(held, held, rank, kv, balance, band, (boundaries,)) for rank in range(ring)]
-    for steps_name in ("forward", "backward"):
-        count = np.zeros((length, length), dtype=int)
-        for rank, plan in enumerate(plans):
-            half = length // ring // 2
+    blocks = check_world(plans, own, visible)
+    for rank, plan in enumerate(plans):
+        half = length // ring // 2
+        if kv == "needed":
             queries = own[rank][:half] + own[ring - 1 - rank][half:] if plan.swap else own[rank]
-            blocks = blocks_of(plans, rank, kv, own)
-            if kv == "needed":
-                columns = visible[queries].any(0)
-                wanted = [p for p in range(length) if columns[p] and p not in own[rank]]
-                assert sorted(p for block in blocks[1:] for p in block) == wanted, "exactly these rows, each once"
-            steps = getattr(plan, steps_name)
-            for tile in (t for step in steps for t in step.tiles if t.parts):
-                assert not (plan.swap and tile.q[0] < half < tile.q[1]), "a tile would wait for the partner's tail"
-                assert len({t.band == FULL for t in tile.rectangles} | {tile.band == FULL}) == 1 or tile.band != FULL
-            count += covered(steps, [*blocks, own[rank]], queries, length)
-        assert (count == visible).all()
+            columns = visible[queries].any(0)
+            wanted = [p for p in range(length) if columns[p] and p not in own[rank]]
+            assert sorted(p for block in blocks[rank][1:] for p in block) == wanted, "exactly these rows, each once"
+        for tile in (t for step in (*plan.forward, *plan.backward) for t in step.tiles if t.parts):
+            assert not (plan.swap and tile.q[0] < half < tile.q[1]), "a tile would wait for the partner's tail"
+            assert len({t.band == FULL for t in tile.rectangles} | {tile.band == FULL}) == 1 or tile.band != FULL
 
 
 @pytest.mark.parametrize("kv", ["ring", "all_gather"])
@@ -187,26 +191,10 @@ def test_every_visible_pair_exactly_once(problem: tuple, min_rows: int) -> None:
     with mock.patch.object(schedule, "_MIN_ROWS", min_rows):
         plans = [schedule.build(held, held, rank, kv, balance, band) for rank in range(ring)]
     local = [query_positions(layout, False, r, ring, ulysses, length) for r in range(ring)]
-    for steps_name in ("forward", "backward"):
-        count = np.zeros((length, length), dtype=int)
-        for rank, plan in enumerate(plans):
-            queries = query_positions(layout, plan.swap, rank, ring, ulysses, length)
-            blocks = blocks_of(plans, rank, kv, local)
-            steps = getattr(plan, steps_name)
-            if plan.swap:
-                assert all(t.q[1] <= len(queries) // 2 for t in steps[-1].tiles), "the tails are on their way"
-            count += covered(steps, [*blocks, local[rank]], queries, length)
-        assert (count == visible).all()
-
-
-@pytest.mark.slow
-@given(problems())
-def test_all_ranks_make_the_same_hops(problem: tuple) -> None:
-    """A rank that needs nothing still forwards: communication must not depend on a rank's own tiles."""
-    ring, ulysses, layout, kv, balance, length, band = problem
-    held = held_by(layout, ring, ulysses, length)
-    plans = [schedule.build(held, held, r, kv, balance, band) for r in range(ring)]
-    assert len({(p.hops, p.swap, len(p.forward), len(p.backward)) for p in plans}) == 1
+    check_world(plans, local, visible)
+    for plan in plans if plans[0].swap else ():
+        for steps in (plan.forward, plan.backward):
+            assert all(t.q[1] <= len(local[0]) // 2 for t in steps[-1].tiles), "the tails are on their way"
 
 
 @pytest.mark.slow
@@ -238,38 +226,23 @@ def test_head_tail_ring_runs_one_kernel_per_step() -> None:
 
 def test_window_bounds_the_hops() -> None:
     held = held_by("contiguous", 8, 1, 8 * 128)
-    assert schedule.build(held, held, 0, "ring", False, (-127, 0)).hops == 1
-    assert schedule.build(held, held, 0, "ring", False, (-129, 0)).hops == 2
-    assert schedule.build(held, held, 0, "ring", False, (0, 0)).hops == 0
-    assert schedule.build(held, held, 0, "ring", False, CAUSAL).hops == 7
-
-
-def test_an_exchange_from_outside() -> None:
-    """A ring that turns the other way has the same work in another order of blocks."""
-    held = held_by("head_tail", 4, 1, 64)
-    with mock.patch.dict(arrivals._ARRIVALS), mock.patch.dict(arrivals._VISITS):
-        arrivals.register_exchange("ring_backwards", lambda rank, size: [((rank + hop) % size,) for hop in range(size)])
-        assert "ring_backwards" in arrivals.KV_EXCHANGES
-        with pytest.raises(ValueError, match="kv_exchange='ring' is registered already"):
-            arrivals.register_exchange("ring", lambda rank, size: [(rank,)])
-        for rank in range(4):
-            there, back = (schedule.build(held, held, rank, kv, False, CAUSAL) for kv in ("ring", "ring_backwards"))
-            assert back.forward[1:-1] == there.forward[-2:0:-1] and back.forward[0] == there.forward[0]
+    assert schedule.build(held, held, 0, "ring", False, (-127, 0)).transfers.hops == 1
+    assert schedule.build(held, held, 0, "ring", False, (-129, 0)).transfers.hops == 2
+    assert schedule.build(held, held, 0, "ring", False, (0, 0)).transfers.hops == 0
+    assert schedule.build(held, held, 0, "ring", False, CAUSAL).transfers.hops == 7
 
 
 @pytest.mark.parametrize("layout, limits", [("head_tail", (3, 6)), ("balanced", (2, 4, 8)), ("balanced", (4000,))])
 def test_needed_rows_travel_in_equal_stages(layout: str, limits: tuple[int, ...]) -> None:
-    """A rank receives an equal part in each stage, never more than a rank holds; what one sends, another receives."""
+    """A rank receives an equal part in each stage, never more than a rank holds."""
     world, length = 8, 4096
     boundaries = (0, 700, 712, 2900, 3000, length)
     held = lookup.resolve(layout, world, length, PackedDocuments([list(boundaries)])).held
     plans = [schedule.build(held, held, r, "needed", False, CAUSAL, (boundaries,), stages=limits) for r in range(world)]
-    (stages,), (ahead,) = ({len(plan.routes) for plan in plans}, {plan.ahead for plan in plans})
-    most = max(sum(sum(route.received) for route in plan.routes) for plan in plans)
+    (stages,), (ahead,) = ({len(plan.transfers.moves) for plan in plans}, {plan.transfers.ahead for plan in plans})
+    most = max(plan.received for plan in plans)
     assert stages == max(doubled(most, limits), -(-most // (length // world)))
     assert 1 <= ahead <= 3 and ahead * -(-most // stages) <= 3 * length // world + stages
-    for rank, plan in enumerate(plans):
-        totals = [sum(route.received) for route in plan.routes]
+    for plan in plans:
+        totals = [sum(move.received) for move in plan.transfers.moves]
         assert max(totals) - min(totals) <= 1 and max(totals) <= length // world
-        for stage, route in enumerate(plan.routes):
-            assert route.received == tuple(other.routes[stage].sent[rank] for other in plans)

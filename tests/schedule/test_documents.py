@@ -20,7 +20,7 @@ from hyper_cp.mesh.cp_mesh import view
 from hyper_cp.ops import attention
 from hyper_cp.schedule import documents
 from hyper_cp.schedule.documents import PackedDocuments, documents_table, read
-from hyper_cp.schedule.lookup import schedule
+from hyper_cp.schedule.lookup import Key, schedule
 from tests.harness.ranks import on_ranks
 
 
@@ -242,7 +242,7 @@ def test_a_schedule_knows_about_how_large_it_is() -> None:
     packed = PackedDocuments([list(range(0, 2**14 + 1, 16))])
     for exchange in ("ring", "all_gather"):
         call = ("per_document", 3, 8, 1, exchange, False, (None, 0), 2**14, 2**14)
-        found = schedule(*call, documents=packed)
+        found = schedule(Key(*call), packed)
         for step in found.forward:
             step.used.index(torch.device("cpu"))
         assert found.nbytes / 2 <= in_memory(found, set()) <= found.nbytes * 2

@@ -101,44 +101,44 @@ def test_a_schedule_is_found_without_work(with_documents: bool) -> None:
     """The second call neither reads boundaries nor asks a layout."""
     call = {**CALL, "layout": "head_tail"} if not with_documents else CALL
     documents = packed(0, 5, 64) if with_documents else None
-    first = lookup.schedule(**call, documents=documents)
+    first = lookup.schedule(lookup.Key(**call), documents=documents)
     with (
         mock.patch.object(lookup, "build", side_effect=AssertionError("built again")),
         mock.patch.object(lookup, "resolve", side_effect=AssertionError("resolved again")),
         mock.patch.object(PackedDocuments, "check", side_effect=AssertionError("checked again")),
     ):
-        assert lookup.schedule(**call, documents=documents) is first
+        assert lookup.schedule(lookup.Key(**call), documents=documents) is first
 
 
 @pytest.mark.parametrize("argument", OTHERS)
 def test_each_setting_has_a_schedule_of_its_own(argument: str) -> None:
     documents = packed(0, 5, 40, 64)
-    first = lookup.schedule(**CALL, documents=documents)
+    first = lookup.schedule(lookup.Key(**CALL), documents=documents)
     call = {**CALL, argument: OTHERS[argument]}
     resolved = lookup.resolve(call["layout"], call["ring"] * call["ulysses"], 64, documents)
     held = resolved.by_ring(call["ulysses"]).held
     settings = (call["kv_exchange"], False, call["band"], documents.rows, call.get("parts", True))
-    found = lookup.schedule(**call, documents=documents)
+    found = lookup.schedule(lookup.Key(**call), documents=documents)
     assert found == build(held, held, call["rank"], *settings) != first
 
 
 def test_documents_are_checked_before_a_schedule_is_built() -> None:
     with pytest.raises(ValueError, match="global sequence length 64"):
-        lookup.schedule(**CALL, documents=packed(0, 5, 60))
+        lookup.schedule(lookup.Key(**CALL), documents=packed(0, 5, 60))
     rows = read(documents_table([[0, 5, 64], [0, 6, 64]]))
     with pytest.raises(ValueError, match="2 rows for a batch of 3"):
-        lookup.schedule(**{**CALL, "layout": "contiguous"}, documents=rows, batch=3)
+        lookup.schedule(lookup.Key(**{**CALL, "layout": "contiguous"}), documents=rows, batch=3)
 
 
 def test_one_document_has_the_schedule_of_none() -> None:
     call = {**CALL, "layout": "contiguous"}
-    assert lookup.schedule(**call, documents=packed(0, 64)) is lookup.schedule(**call)
+    assert lookup.schedule(lookup.Key(**call), documents=packed(0, 64)) is lookup.schedule(lookup.Key(**call))
 
 
 def test_keys_of_another_length() -> None:
     """Documents restrict keys only where queries and keys are the same sequence."""
     call = {**CALL, "layout": "contiguous", "band": (None, None), "kv_length": 32}
-    found = lookup.schedule(**call, documents=packed(0, 5, 64))
+    found = lookup.schedule(lookup.Key(**call), documents=packed(0, 5, 64))
     assert found.area == 16 * 32
-    assert lookup.schedule(**{**call, "kv_exchange": "replicated"}).hops == 0
+    assert lookup.schedule(lookup.Key(**{**call, "kv_exchange": "replicated"})).transfers.hops == 0
     assert torch.equal(lookup.resolve("contiguous", 8, 64).by_ring(2).positions(1), torch.arange(16, 32))

@@ -31,8 +31,8 @@ def test_all_stages_together_take_no_longer_than_the_busiest_rank(name: str, wor
     length = world * SHARE
     ends = [0, length] if name == "causal" else [0, *range(length // 2, length + 1, 2048)]
     documents = PackedDocuments([ends])
-    rest = ("needed", False, (None, 0), length, length, True, documents)
-    plans = [lookup.schedule("balanced", rank, world, 1, *rest) for rank in range(world)]
-    rows = np.array([[(sum(route.sent), sum(route.received)) for route in plan.routes] for plan in plans])
+    rest = ("needed", False, (None, 0), length, length)
+    plans = [lookup.schedule(lookup.Key("balanced", rank, world, 1, *rest), documents) for rank in range(world)]
+    rows = np.array([[(sum(move.sent), sum(move.received)) for move in plan.transfers.moves] for plan in plans])
     busiest, in_turn = rows.sum(1).max(), rows.max((0, 2)).sum()
     assert in_turn <= (1.01 if name == "causal" else 1.1) * busiest

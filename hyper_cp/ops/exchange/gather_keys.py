@@ -19,7 +19,6 @@ from ...schedule.layout import ResolvedLayout
 from ...schedule.lookup import ascending, resolve
 from ...schedule.ranges import Rows
 from ..kernels.partials import accumulation_dtype
-from .wire import from_wire, to_wire
 
 
 def _on_ring(cp: CPMesh, layout: str, length: int) -> ResolvedLayout:
@@ -32,69 +31,61 @@ def _order(cp: CPMesh, layout: str, length: int) -> tuple[Rows, Rows]:
     return ascending(_on_ring(cp, layout, length), range(cp.ring.size))
 
 
-@torch.library.custom_op("hyper_cp::gather_keys", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def gather_keys(xs: list[Tensor], mesh: str, layout: str) -> list[Tensor]:
-    """Each ``[B, H, S/ring, D] -> [B, H, S, D]``, ascending, the same on every ring rank."""
+def gather_keys(k: Tensor, v: Tensor, mesh: str, layout: str) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[B, H, S/ring, D] -> [B, H, S, D]``, ascending, the same on every ring rank. They travel
+    together."""
+    both = gather_rows(torch.cat([x.movedim(2, 0) for x in (k, v)], 3), mesh, layout)
+    keys, values = both.movedim(0, 2).split([k.shape[3], v.shape[3]], 3)
+    return keys, values
+
+
+@torch.library.custom_op("hyper_cp::gather_rows", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def gather_rows(x: Tensor, mesh: str, layout: str) -> Tensor:
+    """``[S/ring, ...] -> [S, ...]``, ascending, the same on every ring rank."""
     cp = cp_mesh.by_key(mesh)
     with operation(cp, "gathering of keys", "forward"):
-        nans.check(cp, "key, value", *xs)
-        pending = [cp.ring.all_gather(to_wire(x)) for x in xs]  # all in flight before the first is waited for
-        found = []
-        for x, p in zip(xs, pending, strict=True):
-            to_ascending, _ = _order(cp, layout, _whole(x, cp))
-            found.append(from_wire(to_ascending.take(p.wait(), 0)))
-        return found
+        nans.check(cp, "key, value", x)
+        to_ascending, _ = _order(cp, layout, len(x) * cp.ring.size)
+        return to_ascending.take(cp.ring.all_gather(x.contiguous()).wait(), 0)
 
 
-def _whole(x: Tensor, cp: CPMesh) -> int:
-    return x.shape[2] * cp.ring.size
+@gather_rows.register_fake
+def _(x: Tensor, mesh: str, layout: str) -> Tensor:
+    return x.new_empty(len(x) * cp_mesh.by_key(mesh).ring.size, *x.shape[1:])
 
 
-@gather_keys.register_fake
-def _(xs: list[Tensor], mesh: str, layout: str) -> list[Tensor]:
+@torch.library.custom_op("hyper_cp::scatter_rows", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def scatter_rows(grad: Tensor, mesh: str, layout: str) -> Tensor:
+    """The transpose of :func:`gather_rows`: ``[S, ...] -> [S/ring, ...]``, summed over the ring ranks in the
+    accumulation dtype."""
     cp = cp_mesh.by_key(mesh)
-    return [from_wire(x.new_empty(_whole(x, cp), x.shape[0], x.shape[1], x.shape[3])) for x in xs]
-
-
-@torch.library.custom_op("hyper_cp::scatter_keys", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def scatter_keys(grads: list[Tensor], mesh: str, layout: str) -> list[Tensor]:
-    """The transpose of :func:`gather_keys`: each ``[B, H, S, D] -> [B, H, S/ring, D]``, summed over the ring ranks
-    in the accumulation dtype."""
-    cp = cp_mesh.by_key(mesh)
-    pending, own = [], []
     with operation(cp, "sum of the keys' gradients", "backward"):
-        nans.check(cp, "the gradients of key, value", *grads)
-        for grad in grads:
-            length = grad.shape[2]
-            share = length // cp.ring.size
-            _, to_ranks = _order(cp, layout, length)
-            wide = grad.movedim(2, 0).to(accumulation_dtype(grad.dtype))
-            by_rank = to_ranks.take(wide, 0).clone(memory_format=torch.contiguous_format)
-            mine = by_rank[cp.ring.rank * share : (cp.ring.rank + 1) * share]
-            own.append(mine.clone())
-            mine.zero_()
-            pending.append(cp.ring.reduce_scatter(by_rank))
-        sums = [mine.add_(p.wait()) for mine, p in zip(own, pending, strict=True)]
-    return [from_wire(total.to(grad.dtype)) for total, grad in zip(sums, grads, strict=True)]
+        nans.check(cp, "the gradients of key, value", grad)
+        share = len(grad) // cp.ring.size
+        _, to_ranks = _order(cp, layout, len(grad))
+        by_rank = to_ranks.take(grad.to(accumulation_dtype(grad.dtype)), 0).clone(memory_format=torch.contiguous_format)
+        mine = by_rank[cp.ring.rank * share : (cp.ring.rank + 1) * share]
+        own = mine.clone()
+        mine.zero_()
+        return own.add_(cp.ring.reduce_scatter(by_rank).wait()).to(grad.dtype)
 
 
-@scatter_keys.register_fake
-def _(grads: list[Tensor], mesh: str, layout: str) -> list[Tensor]:
-    n = cp_mesh.by_key(mesh).ring.size
-    return [from_wire(x.new_empty(x.shape[2] // n, x.shape[0], x.shape[1], x.shape[3])) for x in grads]
+@scatter_rows.register_fake
+def _(grad: Tensor, mesh: str, layout: str) -> Tensor:
+    return grad.new_empty(len(grad) // cp_mesh.by_key(mesh).ring.size, *grad.shape[1:])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.mesh, ctx.layout = inputs
     ctx.caller = caller()
 
 
-def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     with backward_of(ctx.caller):
-        return scatter_keys(grads, ctx.mesh, ctx.layout), None, None
+        return scatter_rows(grad, ctx.mesh, ctx.layout), None, None
 
 
-gather_keys.register_autograd(_differentiate, setup_context=_save)
+gather_rows.register_autograd(_differentiate, setup_context=_save)
 
 
 @torch.library.custom_op("hyper_cp::query_positions", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -103,7 +94,7 @@ def query_positions(q: Tensor, mesh: str, layout: str) -> Tensor:
     lengths may be symbolic."""
     cp = cp_mesh.by_key(mesh)
     # A clone: a compiled graph may write into what an op has returned.
-    return _positions(_on_ring(cp, layout, _whole(q, cp)), cp.ring.rank, q.device).clone()
+    return _positions(_on_ring(cp, layout, q.shape[2] * cp.ring.size), cp.ring.rank, q.device).clone()
 
 
 @lru_cache(maxsize=64)

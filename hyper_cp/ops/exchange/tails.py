@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...mesh.comm import Axis, Pending
-from ...schedule.ranges import Range
+from ...schedule.ranges import Range, Rows
 from ..kernels.partials import part
-from .wire import from_wire, to_wire
+from .codec import Codec
 
 
 class SwappedTails:
@@ -30,13 +30,19 @@ class SwappedTails:
         self.length = tensors[0].shape[2]
         self.half = self.length // 2
         if self.swapped:
-            self.pending = self._swap([x[:, :, self.half :] for x in tensors])
+            self.pending = self._swap(tensors, (self.half, self.length))
 
-    def _swap(self, tails: Sequence[Tensor]) -> Pending:
-        sends = [to_wire(x) for x in tails]
-        recvs = [torch.empty_like(x) for x in sends]
-        pending = self.axis.send_recv(sends, self.partner, recvs, self.partner)
-        return pending.then(lambda received: [from_wire(x) for x in received])
+    def _swap(self, tensors: Sequence[Tensor], rows: Range) -> Pending:
+        """Post some rows of the tensors, those of one dtype in one message; the result has the partner's."""
+        codecs = [Codec(*(x for x in tensors if x.dtype == dtype)) for dtype in dict.fromkeys(x.dtype for x in tensors)]
+        sends = [codec.pack(Rows.of(*rows)) for codec in codecs]
+        receives, partner = [torch.empty_like(x) for x in sends], [self.partner] * len(sends)
+
+        def unpacked(messages: Sequence[Tensor]) -> list[Tensor]:
+            of_dtype = {x.dtype: iter(codec.unpack(x)) for codec, x in zip(codecs, messages, strict=True)}
+            return [next(of_dtype[x.dtype]) for x in tensors]
+
+        return self.axis.send_recv(sends, partner, receives, partner).then(unpacked)
 
     def rows(self, rows: Range, batch: Range | None = None) -> Sequence[Tensor]:
         """The tensors restricted to a range of queries (and of batch rows)."""
@@ -57,7 +63,7 @@ class SwappedTails:
         if self.swapped:
             if self.tails is None:
                 self.tails = self.pending.wait()
-            self.pending = self._swap(of((self.half, self.length)))
+            self.pending = self._swap(of((self.half, self.length)), (0, self.length - self.half))
 
     def results(self, of: Callable[[Range], Sequence[Tensor]]) -> Sequence[Tensor]:
         """The results for this rank's own rows, head and tail, in memory order [B, S, H, ...]."""

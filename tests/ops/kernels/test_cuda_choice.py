@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import TileInputs, cuda
 from hyper_cp.schedule.documents import documents_table, read
-from hyper_cp.schedule.lookup import schedule
+from hyper_cp.schedule.lookup import Key, schedule
 from tests.harness.cuda_standin import Card, Operators
 
 FLASH, EFFICIENT, CUDNN, MATH = (
@@ -180,7 +180,7 @@ def test_plans_of_cudnn_do_not_grow_with_documents(layout: str, kv_exchange: str
         boundaries = [0, *(ranks * cut for cut in cuts), length]
         table = None if not batch else read(documents_table(boundaries))
         here = "head_tail" if table is None else layout
-        plan = schedule(here, batch % ranks, ranks, 1, kv_exchange, False, (None, 0), length, length, documents=table)
+        plan = schedule(Key(here, batch % ranks, ranks, 1, kv_exchange, False, (None, 0), length, length), table)
         for step in plan.forward:
             for tile in step.tiles:
                 (q0, q1), (k0, k1) = tile.q, tile.k
@@ -214,7 +214,7 @@ def test_a_window_is_few_launches(kv_exchange: str) -> None:
     """S=128K, window 1024, 8 ranks: all tiles of a layer, forward and backward. With masks they are 2500."""
     length, ranks = 128 * 1024, 8
     for rank in range(ranks):
-        plan = schedule("head_tail", rank, ranks, 1, kv_exchange, False, (-1024, 0), length, length)
+        plan = schedule(Key("head_tail", rank, ranks, 1, kv_exchange, False, (-1024, 0), length, length))
         with _Launches() as launches:
             for steps, backward in ((plan.forward, False), (plan.backward, True)):
                 for step in steps:

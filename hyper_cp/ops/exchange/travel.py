@@ -1,0 +1,196 @@
+"""Carries out the moves of a call: keys and values on their way between the ranks of an axis, and their gradients back.
+
+Every way of obtaining keys and values runs through this code. What differs is in :mod:`hyper_cp.schedule.arrivals`.
+
+Who owns what: rows in flight belong to their :class:`~hyper_cp.mesh.comm.Pending`. A block belongs to the
+:class:`Travel`; the caller may read it until it asks for the next one. Buffers of pairs are used again as soon as what
+was sent out of them has left, so that a ring holds two blocks: one that is being sent, one that is being received.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ...mesh.comm import Axis, Pending
+from ...schedule.moves import HOME, Move, Transfers
+from ..kernels.partials import like_queries
+from .codec import Codec
+
+
+class _Buffer:
+    """Rows, and the tensors that they are, made once."""
+
+    __slots__ = ("codec", "rows", "shown")
+
+    def __init__(self, rows: Tensor, codec: Codec) -> None:
+        self.rows, self.codec = rows, codec
+        self.shown: Sequence[Tensor] = ()
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        self.shown = self.shown or self.codec.unpack(self.rows)
+        return self.shown
+
+
+class _Parcel:
+    """Rows under way: what this rank sends, and what it receives into. A collective makes its own result."""
+
+    __slots__ = ("into", "move", "pending", "sent")
+
+    def __init__(self, move: Move, sent: _Buffer, into: _Buffer | None = None, pending: Pending | None = None) -> None:
+        self.move, self.sent, self.into, self.pending = move, sent, into, pending
+
+    def wait(self) -> _Buffer:
+        """What has arrived."""
+        if self.pending is None:
+            raise RuntimeError(f"{self.move} is waited for before it was posted")
+        if self.into is None:
+            return _Buffer(self.pending.wait(), self.sent.codec)
+        self.pending.arrive()
+        return self.into
+
+
+class Travel:
+    """Keys and values of one call, and in backward their gradients.
+
+    Iterating yields ``(keys, gradients)`` for each step of the schedule: this rank's own k and v ``[B, H, S, D]``,
+    those of each block that arrives, then its own again. With ``sums``, the dtype of sums, ``gradients`` are where the
+    caller adds those of the yielded keys before it asks for the next. ``home`` are the sums of this rank's own keys.
+    """
+
+    def __init__(self, axis: Axis, transfers: Transfers, k: Tensor, v: Tensor, sums: torch.dtype | None = None) -> None:
+        self.axis, self.transfers, self.own, self.sums = axis, transfers, (k, v), sums
+        self.codec = Codec(k, v)
+        self._onward = Counter(move.source for move in transfers.moves)  # moves that a block has still to leave with
+        self._blocks: dict[int, _Buffer] = {}
+        self._gradients: dict[int, _Buffer] = {}
+        self._arriving: dict[int, _Parcel] = {}
+        self._returning: dict[int, _Parcel] = {}
+        self._free: dict[tuple[int, torch.dtype], list[_Buffer]] = {}
+        self.home: Sequence[Tensor] = ()
+        if sums is not None and transfers.moves:
+            self._gradients[HOME] = self._zeros(k.shape[2], sums)
+            self.home = self._gradients[HOME].tensors
+        elif sums is not None:
+            self.home = [like_queries(x, x.shape[3], sums).zero_() for x in self.own]
+        self._events = iter(transfers.forward if sums is None else transfers.backward)
+        self._next = self._run()  # the first moves leave before the caller computes anything
+
+    def __iter__(self) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+        while self._next is not None:
+            yield self._keys_and_gradients(self._next)
+            self._next = self._run()
+
+    def gradients_at_home(self) -> Sequence[Tensor]:
+        """Those of this rank's own k and v, complete at the end: in their dtype and in memory order [B, S, H, D]."""
+        if not self.transfers.moves:
+            return [total.to(x.dtype) for total, x in zip(self.home, self.own, strict=True)]
+        return [like_queries(x, x.shape[3], x.dtype).copy_(total) for total, x in zip(self.home, self.own, strict=True)]
+
+    def _run(self) -> int | None:
+        """Carry out events up to the next use of a block. None: there is no other."""
+        for kind, block, gradient in self._events:
+            if kind == "use":
+                return block
+            if kind == "post":
+                self._post(block, gradient)
+            elif block is not None:
+                self._arrive(block)
+            elif gradient is not None:
+                self._add(gradient)
+        return None
+
+    def _keys_and_gradients(self, block: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        if block == HOME:
+            return self.own, self.home
+        keys = self._blocks[block] if self._onward[block] else self._blocks.pop(block)
+        if self.sums is None:
+            return keys.tensors, ()
+        total = self._gradients[block] = self._zeros(keys.rows.shape[0], self.sums)
+        return keys.tensors, total.tensors
+
+    # ----------------------------------------------------------------------- transfers
+
+    def _post(self, block: int | None, gradient: int | None) -> None:
+        parcels = []
+        if block is not None:
+            move = self.transfers.moves[block]
+            parcels.append(self._parcel(move, self._leaving(move)))
+            self._arriving[block] = parcels[-1]
+        if gradient is not None:
+            move = self.transfers.returns[gradient].transposed
+            parcels.append(self._parcel(move, self._gradients.pop(gradient)))
+            self._returning[gradient] = parcels[-1]
+        sends, receives, targets, origins = [], [], [], []
+        for parcel in parcels:
+            if parcel.into is not None:
+                to, origin = parcel.move.peers
+                sends.append(parcel.sent.rows)
+                receives.append(parcel.into.rows)
+                targets.append(to)
+                origins.append(origin)
+        if sends:  # pairs leave in one batch
+            pending = self.axis.send_recv(sends, targets, receives, origins)
+            for parcel in parcels:
+                parcel.pending = parcel.pending or pending
+
+    def _leaving(self, move: Move) -> _Buffer:
+        """The rows that leave with a move of keys."""
+        if move.source == HOME:
+            return _Buffer(self.codec.pack(move.rows), self.codec)
+        block = self._blocks[move.source]
+        rows = move.rows.take(block.rows, 0)
+        return block if rows is block.rows else _Buffer(rows, self.codec)
+
+    def _parcel(self, move: Move, sent: _Buffer) -> _Parcel:
+        """Rows that leave: at once, but those of a pair."""
+        if move.pattern == "pair":
+            return _Parcel(move, sent, self._room(sum(move.received), sent.rows.dtype))
+        if move.pattern == "all":
+            return _Parcel(move, sent, pending=self.axis.all_gather(sent.rows, own=False))
+        if move.pattern == "sum":
+            return _Parcel(move, sent, pending=self.axis.reduce_scatter(sent.rows))
+        return _Parcel(move, sent, pending=self.axis.all_to_all_rows(sent.rows, move.sent, move.received))
+
+    def _arrive(self, block: int) -> None:
+        parcel = self._arriving.pop(block)
+        self._blocks[block], source = parcel.wait(), parcel.move.source
+        self._onward[source] -= 1
+        if source != HOME and not self._onward[source]:
+            self._release(self._blocks.pop(source))
+        elif source == HOME and parcel.into is not None:
+            self._release(parcel.sent)
+
+    def _add(self, gradient: int) -> None:
+        """Add the gradients that have come back to those of the keys that they are gradients of."""
+        parcel, move = self._returning.pop(gradient), self.transfers.returns[gradient]
+        arrived, total = parcel.wait(), self._gradients[move.source].rows
+        if move.pattern != "rows":
+            move.rows.add(total, arrived.rows, 0)
+        else:  # one rank at a time, since several may return a gradient of the same row
+            sizes = [rows for rows in move.sent if rows]
+            index = move.rows.index(total.device)
+            for where, rows in zip(index.split(sizes), arrived.rows.split(sizes), strict=True):
+                total.index_add_(0, where, rows)
+        if parcel.into is not None:
+            self._release(parcel.sent)
+            self._release(arrived)
+
+    # ----------------------------------------------------------------------- buffers of pairs
+
+    def _room(self, length: int, dtype: torch.dtype) -> _Buffer:
+        """Uninitialised rows."""
+        free = self._free.get((length, dtype))
+        return free.pop() if free else _Buffer(self.own[0].new_empty(length, self.codec.width, dtype=dtype), self.codec)
+
+    def _zeros(self, length: int, dtype: torch.dtype) -> _Buffer:
+        found = self._room(length, dtype)
+        found.rows.zero_()
+        return found
+
+    def _release(self, buffer: _Buffer) -> None:
+        self._free.setdefault((buffer.rows.shape[0], buffer.rows.dtype), []).append(buffer)
