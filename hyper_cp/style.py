@@ -35,9 +35,8 @@ class ContextParallel(ParallelStyle):
         head_dim: their head dimension. ``[B, S, H, D]``: 2 (default); for ``[B, H, S, D]`` pass
             ``seq_dim=2, head_dim=1``.
         ulysses_degree: how many adjacent ranks trade sequence for heads. ``None``: the whole mesh
-            (pure Ulysses); 1: none (Colossal or ring); in between: a hybrid; ``"auto"``: of the
-            degrees that the head counts allow and that stay on one host, the one that the planner's cost puts first
-            with typical figures (docs/measured/planner.md).
+            (pure Ulysses); 1: none (Colossal or ring); in between: a hybrid; ``"auto"``: the largest
+            degree that the head counts allow and that stays on one host (docs/measured/planner.md).
         qkv_indices: positions of q, k, v among the module's arguments (they may be passed by
             keyword; names come from its signature), or ``None`` if the module computes them itself
             and calls attention in ``[B, H, S, D]``. ``(0, 1, 1)``: k and v are one tensor, which the module
@@ -60,13 +59,13 @@ class ContextParallel(ParallelStyle):
         head_groups: the number of groups in which heads are exchanged. The next group is in flight while one is
             attended, in backward too, so that attention hides Ulysses' all-to-all. It needs ``qkv_indices=None`` (a
             module that receives q, k, v in ``[B, H, S, D]`` and hands them to attention will do), and heads that split
-            into the groups. ``"auto"``: the number that the planner's cost puts first with typical figures
-            (docs/measured/planner.md), 1 where modules receive q, k, v; it is logged.
+            into the groups. ``"auto"``: chosen by heads and tokens (docs/measured/planner.md), 1 where modules
+            receive q, k, v; it is logged.
         exchange_stages: the number of stages in which keys and values travel with ``kv_exchange="needed"`` or
             ``"all_gather"``; the first tiles run while the rows of later stages are on their way. More stages hide more
             of the transfers, and cost launches and merges; with ``"needed"`` they hold fewer rows at a time.
-            ``"auto"``: chosen for each batch by the planner's cost (docs/measured/planner.md), and logged; an
-            all-gather stays whole, except between hosts on gloo.
+            ``"auto"``: chosen for each batch by the rows that travel (docs/measured/planner.md), and logged; an
+            all-gather stays whole, except on gloo.
         cross_attention: keys and values are another sequence than the queries (the decoder's view of an encoder). The
             documents and the padding of a block describe its queries and hide no keys then, so that a call inside one
             needs an explicit ``attn_mask`` over the global positions of the keys (``[B, 1, 1, Skv]``).

@@ -45,7 +45,7 @@ STYLE: dict[str, tuple[list[Any], list[Any]]] = {
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"seq_dim": 1, "head_dim": 1}, "different dimensions"),
     ({"qkv_indices": None, "qkv_kwarg_names": ("q", "k", "v")}, "qkv_kwarg_names="),
-    ({"qkv_indices": (0, 1, 1), "qkv_kwarg_names": ("q", "k", "v")}, "k and v equal"),
+    ({"qkv_indices": (0, 1, 1), "qkv_kwarg_names": ("q", "k", "v")}, "k and v are equal"),
     ({"head_groups": 2}, "head_groups=2 with qkv_indices=(0, 1, 2)"),
     ({"layout": "head_tail", "load_balance": True}, "balanced already"),
     ({"layout": "head_tail", "use_local_output": False}, "contiguous order"),

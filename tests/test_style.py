@@ -95,8 +95,7 @@ def test_cp_dimension_of_a_larger_mesh(ranks: Any) -> None:
 
 @on_ranks
 def auto_choice() -> tuple[list[int], list[int]]:
-    """Degrees that "auto" chooses for 4/4, 4/2 and 3/1 heads in the contiguous layout, on one host and on hosts of two.
-    There a ring has more work than Ulysses, so that the planner's cost puts the widest degree first."""
+    """Degrees that "auto" chooses for 4/4, 4/2 and 3/1 heads, on one host and on hosts of two."""
     chosen = []
     for host in ("4", "2"):
         os.environ["LOCAL_WORLD_SIZE"] = host

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from hyper_cp.cli.modes import Mode, named_mode, named_modes
 from hyper_cp.mesh import comm
 from hyper_cp.ops import attention
-from hyper_cp.schedule.planning.timeline import BACKWARD, grouped_ulysses
+from hyper_cp.planner.timeline import BACKWARD, grouped_ulysses
 
 from ..ranks import join, leave, results_of
 from ..simulated.needed import masks

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..planner import plan
-from ..schedule.planning.inputs.profiles import PROFILES
+from ..planner.cluster import PROFILES
 from .diagnosis.exchanges import check_exchanges
 from .diagnosis.findings import NOTE, WARNING, Finding
 from .diagnosis.machine import machine

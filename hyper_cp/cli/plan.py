@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from ..planner import PlanReport, plan
-from ..schedule.planning.inputs.profiles import PROFILES, cluster_of
+from ..planner.cluster import PROFILES, cluster_of
 from .options import DOCUMENTS_HELP, check_picture, document_lengths, mistake, tokens
 
 SIZES = ("layers", "heads", "kv_heads", "head_dim", "width", "ffn", "vocabulary")

@@ -77,8 +77,6 @@ _REMEDY = {
     "ContextParallel(allow=...)",
     "batch": "The ranks of a cp mesh share one batch: give their data loaders the same seed and the same rank of data "
     "parallelism, and pass whole batches to the handler, which splits them",
-    "ranks per host": 'exchange_stages="auto" chooses by LOCAL_WORLD_SIZE, the number of ranks on a host, and ranks '
-    "that choose differently would wait for each other. Set exchange_stages to a number",
     "number of process groups": "PyTorch names a new group after the number of groups that its rank is in, and "
     "ranks with other names never meet. Make the same number of groups with each rank of the cp mesh, or apply the "
     "styles before you make the others",

@@ -17,8 +17,8 @@ from ..mesh.agreement import Agreement, Signature, digest
 from ..mesh.cp_mesh import CPMesh
 from ..ops.checks import check_degree
 from ..ops.config import Mode
+from ..schedule import choices
 from ..schedule.documents import documents_table
-from ..schedule.planning.auto import best_degree
 from . import dtensor
 from ._torch.modules import hook_owners
 from .dtensor import CPDims, Outputs
@@ -51,10 +51,6 @@ class Plan:
         return (("styled modules", f"{len(self.styles)} ({digest(text.encode())})"),)
 
 
-_degree = torch.compiler.assume_constant_result(best_degree)
-"""A compiled graph takes the choice as a number: it depends on numbers of heads and on the mesh only."""
-
-
 class StyledMesh:
     """A cp mesh as one style uses it. Everything that calls can run on exists from here on: a call creates no process
     groups."""
@@ -83,16 +79,11 @@ class StyledMesh:
         return self.views[0].size > 1
 
     def view(self, q_heads: int, kv_heads: int) -> CPMesh:
-        """The mesh to run on: the only one, or for "auto" the one that the planner's cost chooses for these heads."""
+        """The mesh to run on: the only one, or for "auto" the one of the degree that is chosen for these heads."""
         if len(self.views) == 1:
             return self.views[0]
         degrees = [cp.ulysses.size for cp in self.views]
-        possible = tuple(d for d in degrees if q_heads % d == 0 and kv_heads % d == 0)
-        size, layout = self.views[0].size, "head_tail" if self.mode.load_balance else self.mode.layout
-        heads, device = (int(q_heads), int(kv_heads)), self.mesh.device_type  # a graph may have left them open
-        return self.views[
-            degrees.index(_degree(possible, size, degrees[-1], heads, self.mode.kv_exchange, layout, device))
-        ]
+        return self.views[degrees.index(choices.ulysses_degree(degrees, int(q_heads), int(kv_heads)))]
 
 
 swapped: WeakKeyDictionary[Style, list[DeviceMesh]] = WeakKeyDictionary()

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..schedule.placement.balance import Balance, balance
+from ..schedule.placement import Balance, balance
 from .attention import attention
 from .recurrence.convolution import causal_conv1d
 from .recurrence.linear import linear_recurrence

@@ -71,7 +71,7 @@ def _attend(
     core, call = core.select_backend(q, cp, mode, call)
     if mode.head_groups == "auto":
         possible = isinstance(core, TileEngine) and not exchanged
-        mode = replace(mode, head_groups=head_groups.best_groups(q, k, v, cp, mode, call) if possible else 1)
+        mode = replace(mode, head_groups=head_groups.best_groups(q, k, v, cp) if possible else 1)
     q, k, v, checked = check(q, k, v, call, cp, mode, exchanged=exchanged)
     core.check(q, k, checked)
     if exchanged or cp.ulysses.size == 1:
@@ -161,12 +161,12 @@ def attention(
             the default CPU generator.
         return_lse: also return the log-sum-exp of the scaled logits.
         head_groups: exchange heads (``ulysses_degree`` > 1) in this many groups, the next one in flight while one is
-            attended, in backward too. Each rank's heads must split into them. ``"auto"``: the number that the planner's
-            cost puts first with typical figures (docs/measured/planner.md); it is logged.
+            attended, in backward too. Each rank's heads must split into them. ``"auto"``: chosen by heads and tokens
+            (docs/measured/planner.md), and logged.
         exchange_stages: the number of stages in which keys and values travel with ``kv_exchange="needed"`` or
             ``"all_gather"``; the first tiles run while the rows of later stages are on their way. ``"auto"``: chosen
-            for each batch by the planner's cost (docs/measured/planner.md), and logged; an all-gather stays whole,
-            except between hosts on gloo.
+            for each batch by the rows that travel (docs/measured/planner.md), and logged; an all-gather stays whole,
+            except on gloo.
         sinks: a learned logit per query head ``[H]``, of all heads, which takes weight in the softmax of every row and
             gives no value (attention sinks, as in gpt-oss). Each rank returns the gradient through its own rows and
             heads: reduce it over the cp ranks like that of any replicated parameter.

@@ -18,7 +18,6 @@ from ..mesh.cp_mesh import CPMesh
 from ..schedule import build, documents, tiles
 from ..schedule import layout as layouts
 from ..schedule.blocks import BlockMap
-from ..schedule.planning.auto import hosts_matter
 from ..schedule.tiles import Band
 from .config import Call, CheckedCall, Mode
 
@@ -110,7 +109,6 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
         return
     if mode.kv_exchange == "replicated" and cp.ulysses.size == 1:
         return  # nothing travels, so ranks may make as many such calls as they like
-    chosen = mode.stages is None and cp.ring.size > 1 and hosts_matter(mode.kv_exchange, tensors[0].device.type)
     # Without what may change with every step. The first scale and probability that come with a signature are compared.
     signature = (
         ("shapes", tuple(x.shape for x in tensors)),
@@ -122,7 +120,6 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
         ("sinks", call.sinks is not None),
         ("dropout", call.dropout_p > 0),
         ("score", "" if call.score is None else call.score.signature),
-        ("ranks per host", cp_mesh.ranks_per_host() if chosen else "does not matter"),
     )
     cp.agree("call", signature, call.name, (("scale", call.scale), ("dropout_p", call.dropout_p)))
     table = documents.read(call.documents)

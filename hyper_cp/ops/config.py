@@ -122,11 +122,8 @@ class CheckedCall:
 
     def settings(self, kernel: str) -> OpSettings:
         """The settings of the op that computes this call with a kernel, or with one that the op chooses ("")."""
-        m, stages = self.mode, self.mode.stages
-        if stages is None and torch.compiler.is_compiling() and m.kv_exchange == "all_gather":
-            stages = 1  # a choice would depend on hosts, which compiled calls do not compare
-        score = "" if self.score is None else self.score.key
-        exchange = m.layout, m.kv_exchange, m.load_balance, stages
+        m, score = self.mode, "" if self.score is None else self.score.key
+        exchange = m.layout, m.kv_exchange, m.load_balance, m.stages
         return OpSettings(self.cp.key, *exchange, self.band, m.groups, kernel=kernel, score=score)
 
 

@@ -17,10 +17,9 @@ from torch import Tensor
 from ..mesh import cp_mesh, nans
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import backward_of, caller, operation
-from ..schedule import lookup
+from ..schedule import choices, lookup
 from ..schedule.build import Step
 from ..schedule.documents import read
-from ..schedule.planning.auto import FastestStages, stages_vary
 from ..schedule.tiles import Band, Tile, intersect
 from . import exchange, kernels, masks
 from .config import Call, CheckedCall, Mode, Operands, OpSettings, op_settings
@@ -107,7 +106,8 @@ class _Work:
             length,
             kv_length,
             parts=mask is None and given.seed is None,
-            stages=settings.exchange_stages or _choice_of_stages(cp, settings.kv_exchange, q, k, v),
+            stages=settings.exchange_stages
+            or choices.stage_limits(settings.kv_exchange, q.device.type, k.shape[1], given.documents is not None),
         )
         blocks = None if score is None else score.blocks
         self.schedule = lookup.schedule(key, read(given.documents), q.shape[0], blocks)
@@ -157,19 +157,6 @@ class _Work:
             dlse,
             self.schedule.recurring,
         )
-
-
-def _choice_of_stages(cp: CPMesh, kv_exchange: str, q: Tensor, k: Tensor, v: Tensor) -> FastestStages | int:
-    """The choice of the number of stages of an exchange for tensors ``[B, H, S, D]`` of a ring rank."""
-    if cp.ring.size == 1:  # perhaps without a process group
-        return 1
-    per_host = cp_mesh.ranks_per_host()
-    if not stages_vary(kv_exchange, q.device.type, cp.size, per_host):
-        return 1
-    heads, dims = (q.shape[1], k.shape[1]), (q.shape[3], v.shape[3])
-    return FastestStages(
-        kv_exchange, cp.ulysses.size, per_host, heads, dims, q.shape[0], q.element_size(), q.device.type
-    )
 
 
 class KeyGradients:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,13 +30,12 @@ from ..mesh import comm, cp_mesh, nans
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import backward_of, operation
 from ..mesh.groups import check_launch_order
+from ..schedule import choices
 from ..schedule import layout as layouts
-from ..schedule import tiles
+from ..schedule.choices import heads_after_sharing
 from ..schedule.documents import read
 from ..schedule.lookup import ascending, resolve
-from ..schedule.planning.auto import TOKENS, fastest_groups, visible_pairs
-from ..schedule.planning.traffic import heads_after_sharing
-from .config import Call, CheckedCall, Mode, Operands, OpSettings, op_settings
+from .config import CheckedCall, Operands, OpSettings, op_settings
 from .engine import Saved, attention_backward_op, attention_op, gradient_of_sinks, op_arguments
 from .exchange import ulysses
 from .exchange.ulysses import Ulysses, shared_heads
@@ -80,32 +78,24 @@ def check_groups(q_heads: int, kv_heads: int, cp: CPMesh, groups: int) -> None:
 # --------------------------------------------------------------------------- the number of groups
 
 
-def best_groups(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> int:
-    """The number of groups that ``head_groups="auto"`` stands for. It depends on what all ranks have in common only; a
-    call that does not fit is left to its checks."""
+def best_groups(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh) -> int:
+    """The number of groups that ``head_groups="auto"`` stands for. A call that does not fit is left to its checks."""
     degree = cp.ulysses.size
     if degree == 1 or any(not isinstance(x, Tensor) or x.ndim != 4 for x in (q, k, v)):
         return 1
     # Numbers of heads may be open in a graph, and the choice is a constant of it.
-    heads, dims = (int(q.shape[1]), int(k.shape[1])), (int(q.shape[3]), int(v.shape[3]))
+    heads = int(q.shape[1]), int(k.shape[1])
     if 0 in heads or heads[0] % degree or heads[0] % heads[1]:
         return 1
-    compiled = torch.compiler.is_compiling()  # lengths may be open in a graph
-    length = TOKENS * cp.size if compiled else q.shape[2] * cp.size
-    band = tiles.band_of(call.is_causal, mode.window)
-    table = None if compiled else read(call.documents)
-    ends = (0, length) if table is None else table.rows[0]
-    pairs = sum(visible_pairs(b - a, band) for a, b in pairwise(ends)) * (1 if compiled else q.shape[0])
-    tokens = length // cp.size * (1 if compiled else q.shape[0])
-    numbers = possible_groups(*heads, cp)
-    work = heads, dims, tokens, pairs // cp.ring.size, q.element_size()
-    return chosen_groups(numbers, degree, cp_mesh.ranks_per_host(), *work, q.device.type)
+    # Lengths may be open in a graph, too.
+    tokens = choices.TOKENS if torch.compiler.is_compiling() else q.shape[0] * q.shape[2]
+    return chosen_groups(possible_groups(*heads, cp), heads[0], tokens, q.device.type)
 
 
 @torch.compiler.assume_constant_result
-def chosen_groups(*work: Any) -> int:
-    """The choice, which a compiled graph takes as a number. (Dynamo would look through a cached function.)"""
-    return fastest_groups(*work)
+def chosen_groups(numbers: tuple[int, ...], heads: int, tokens: int, device: str) -> int:
+    """The choice, which a compiled graph takes as a number."""
+    return choices.head_groups(numbers, heads, tokens, device)
 
 
 # --------------------------------------------------------------------------- the op

@@ -13,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from .blocks import BlockMap
+from .choices import Limits, doubled, stage_limits, stages_needed
 from .layout import check_name
 from .moves import HOME, NO_TRANSFERS, Move, Transfers, pair
 from .ranges import Documents, Numbers, Range, Rows, before, compact, placed
@@ -28,8 +29,8 @@ class Problem:
         queries, keys: the global positions of queries and of keys, by ring rank.
         documents: boundaries for all batch rows, or one per row; None: one document.
         blocks: the blocks of pairs that may be seen; None: all.
-        stages: the number of stages of an exchange that has some, or the function that chooses it; None:
-            :func:`stages_of` does.
+        stages: the number of stages of an exchange that has some, or the limits that choose it; None: those of a GPU
+            and a few key/value heads.
     """
 
     rank: int
@@ -38,7 +39,7 @@ class Problem:
     band: Band
     documents: tuple[Documents, ...] | None
     blocks: BlockMap | None = None
-    stages: int | ChooseStages | None = None
+    stages: int | Limits | None = None
 
     @property
     def size(self) -> int:
@@ -60,11 +61,6 @@ class Arrivals:
 
     blocks: tuple[Numbers, ...]
     transfers: Transfers = NO_TRANSFERS
-
-
-ChooseStages = Callable[[Problem, Sequence[int], Callable[[int], Arrivals]], int]
-"""``choose(problem, numbers, in_stages)``: one of the possible numbers of stages, the usual one first. The problem is
-that of one rank, on all ranks the same, so that they choose alike; ``in_stages(number)`` is what arrives there."""
 
 
 # --------------------------------------------------------------------------- whole shares of other ranks
@@ -113,12 +109,10 @@ def all_gather(problem: Problem) -> Arrivals:
     if not _last_step(problem, [[[r], [*everyone]] for r in everyone]):
         return Arrivals((own,))
     share, count = _length(own), problem.stages
-    if count is not None and not isinstance(count, int):
-        # Of contiguous data under a causal mask, the last rank sees the most.
-        last, numbers = replace(problem, rank=size - 1), [n for n in (1, 2, 4) if n == 1 or 2 * n <= share]
-        count = count(last, numbers, lambda n: all_gather(replace(last, stages=n)))
+    if not isinstance(count, int):
+        count = doubled((size - 1) * share, count or ())
     blocks, moves = [own], []
-    for rows in _pieces(share, min(count or 1, max(1, share // 2))):
+    for rows in _pieces(share, min(count, max(1, share // 2))):
         parts, selected = [_piece(placed(keys), rows) for keys in problem.keys], Rows(rows)
         offsets = np.arange(size) * selected.length
         arriving = [part + [offset, 0, 0] for part, offset in zip(parts, offsets, strict=True)]
@@ -177,18 +171,11 @@ def _piece(block: Numbers, rows: Sequence[Range]) -> Numbers:
 
 # --------------------------------------------------------------------------- only what is needed
 
-# More and smaller stages hide little more of the transfers (benchmarks/simulated/needed.py), but cost launches and
-# merges: by the cost model of `hyper_cp.plan`, packed documents on eight H100 run a third slower in eight stages of
-# 1,024 rows.
-_STAGES = 4
-_LEAST = 8192  # rows of a stage, on the rank that receives most
-# If few rows travel, what a stage costs beside them counts: one may be a third faster than two, or four a tenth. With
-# more rows, the usual number is within a tenth of the best by that model, and schedules take longer to make.
-_FEW, _POSSIBLE = 3 * _LEAST, (1, 2, 4, 8)
 # So many stages are under way, and at most as many rows as so many ranks hold. A rank with much to do in one stage then
 # seldom holds up the others. In backward gradients travel beside keys, and the more stages of keys are under way, the
 # longer the first takes to arrive: on TCP, keys for all ranks share the link.
 _AHEAD = 3
+_USUAL = stage_limits("needed")
 
 
 def needed(problem: Problem) -> Arrivals:
@@ -198,28 +185,13 @@ def needed(problem: Problem) -> Arrivals:
         return Arrivals((placed(problem.keys[problem.rank]),))
     count = problem.stages
     if not isinstance(count, int):
-        count = stages_of(flows.most, flows.share) if count is None else _chosen(flows, count)
+        count = stages_needed(_USUAL if count is None else count, flows.most, flows.share)
     return flows.arrivals(problem.rank, min(count, flows.most))
-
-
-def stages_of(most: int, share: int) -> int:
-    """The number of stages where costs are not known, if the rank that receives most has ``most`` rows to receive and
-    each rank holds ``share``."""
-    return min(most, max(2, min(_STAGES, most // _LEAST), -(-most // share)))
 
 
 def ahead_of(most: int, share: int, stages: int) -> int:
     """The number of stages that are under way at once."""
     return max(1, min(_AHEAD, _AHEAD * share * stages // most))
-
-
-def _chosen(flows: _Flows, choose: ChooseStages) -> int:
-    """The number of stages that a function chooses, if few rows travel, among those in which no rank receives more rows
-    than a rank holds."""
-    usual, least = stages_of(flows.most, flows.share), -(-flows.most // flows.share)
-    numbers = [usual, *(n for n in _POSSIBLE if n != usual and least <= n <= flows.most < _FEW)]
-    busiest = int(flows.lengths.sum(1).argmax())
-    return choose(replace(flows.problem, rank=busiest), numbers, lambda n: flows.arrivals(busiest, n))
 
 
 def in_stages(flows: Numbers, count: int) -> Numbers:
@@ -288,12 +260,6 @@ class _Flows:
         pieces[:, 1:] += (rows[:, 1] - line)[piece_of, None]
         some = pieces[:, 2] > pieces[:, 1]  # nothing travels between these ranks in other stages
         return [pieces[some & (stage == i)] for i in range(len(stages))]
-
-
-def received(problem: Problem) -> int:
-    """The number of rows that the rank receives if only needed ones travel."""
-    seen, mine = _seen(problem, problem.queries[problem.rank]), placed(problem.keys[problem.rank])
-    return int((seen[:, 1] - seen[:, 0]).sum()) - _length(within(mine, seen)[0])
 
 
 def _length(rows: Numbers) -> int:

@@ -12,8 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
-from .arrivals import Arrivals, ChooseStages, Problem, arrivals
+from .arrivals import Arrivals, Problem, arrivals
 from .blocks import BlockMap
+from .choices import Limits
 from .moves import NO_TRANSFERS, Transfers
 from .ranges import Documents, Numbers, Range, Rows, before, compact, length_of, merge_ranges, placed, touching
 from .tiles import CAUSAL, Band, Seen, Tile, by_rows, cut, joined, packed, same_positions, shift
@@ -256,7 +257,7 @@ def build(
     documents: tuple[Documents, ...] | None = None,
     parts: bool = True,
     blocks: BlockMap | None = None,
-    stages: int | ChooseStages | None = None,
+    stages: int | Limits | None = None,
 ) -> Schedule:
     """The schedule of ring rank ``rank``, where ring rank r holds queries of global positions ``held[r]`` and keys
     of ``held_keys[r]`` (the same, but for cross-attention). Calls find it through :func:`lookup.schedule`.

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arrivals import ChooseStages
 from .blocks import BlockMap
 from .build import Schedule, build
+from .choices import Limits, log_once
 from .documents import PackedDocuments
 from .layout import ResolvedLayout, by_documents
-from .placement.place import place
+from .placement import place
 from .ranges import Range, Ranges, Rows
 from .tiles import Band
 
@@ -75,9 +75,8 @@ class Key(NamedTuple):
     kv_length: int
     parts: bool = True
     """False if the kernel needs every tile to be one rectangle."""
-    stages: int | ChooseStages | None = None
-    """The number of stages of the exchange, or the function that chooses it, by which the schedule is found, too; None:
-    the usual number."""
+    stages: int | Limits | None = None
+    """The number of stages of the exchange, or the limits that choose it (see :mod:`choices`); None: those of a GPU."""
 
 
 def schedule(
@@ -132,4 +131,7 @@ def _built(
     rows = documents.rows if documents is not None and hides else None
     settings = key.kv_exchange, key.load_balance, key.band
     found = build(held, held_keys, key.rank, *settings, rows, key.parts, blocks, key.stages)
+    if isinstance(key.stages, tuple) and (number := len(found.transfers.moves)) > 1:
+        message = f'exchange_stages="auto": %d stages of {key.kv_exchange} on %d ranks, %d tokens each'
+        log_once(message, number, key.ring, key.q_length // key.ring)
     return found if documents is None else replace(found, recurring=False)

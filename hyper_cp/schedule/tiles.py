@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .pairs import visible
 from .ranges import Documents, Numbers, Range, before
 
 Band = tuple[int | None, int | None]
@@ -17,6 +18,9 @@ Band = tuple[int | None, int | None]
 
 FULL: Band = (None, None)
 CAUSAL: Band = (None, 0)
+
+BLOCK = 128
+"""Kernels work in blocks of about so many rows and columns: a smaller tile takes as long as a whole block."""
 
 Part = tuple[Range, Range]
 """One rectangle of a tile: its rows and columns."""
@@ -62,17 +66,14 @@ class Tile:
         """Number of visible (query, key) pairs."""
         if self.parts is not None:
             return sum(tile.area for tile in self.rectangles)
-        rows, cols = self.q[1] - self.q[0], self.k[1] - self.k[0]
-        lower, upper = self.band
-        if self.kind != "windowed":
-            return rows * cols if self.kind == "full" else rows * (rows + 1) // 2
-        return sum(
-            max(
-                0,
-                min(cols - 1, cols if upper is None else i + upper) - max(0, 0 if lower is None else i + lower) + 1,
-            )
-            for i in range(rows)
-        )
+        found: int = max(0, visible(self.q[1] - self.q[0], self.k[1] - self.k[0], self.band))
+        return found
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of ``BLOCK`` x ``BLOCK`` pairs with visible ones, of a tile without parts and window."""
+        rows, cols = (-(-(stop - start) // BLOCK) for start, stop in (self.q, self.k))
+        return rows * (rows + 1) // 2 if self.kind == "causal" else rows * cols
 
 
 def check_window(window: Sequence[int | None] | None) -> tuple[int | None, int | None] | None:

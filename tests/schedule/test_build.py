@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyper_cp.schedule import arrivals, lookup
 from hyper_cp.schedule import build as schedule
+from hyper_cp.schedule import lookup
+from hyper_cp.schedule.choices import doubled
 from hyper_cp.schedule.documents import PackedDocuments
 from hyper_cp.schedule.layout import ResolvedLayout
 from hyper_cp.schedule.ranges import merge_ranges
@@ -231,17 +232,16 @@ def test_window_bounds_the_hops() -> None:
     assert schedule.build(held, held, 0, "ring", False, CAUSAL).transfers.hops == 7
 
 
-@pytest.mark.parametrize("layout, least", [("head_tail", 3), ("balanced", 2), ("balanced", 500)])
-def test_needed_rows_travel_in_equal_stages(layout: str, least: int) -> None:
+@pytest.mark.parametrize("layout, limits", [("head_tail", (3, 6)), ("balanced", (2, 4, 8)), ("balanced", (4000,))])
+def test_needed_rows_travel_in_equal_stages(layout: str, limits: tuple[int, ...]) -> None:
     """A rank receives an equal part in each stage, never more than a rank holds."""
     world, length = 8, 4096
     boundaries = (0, 700, 712, 2900, 3000, length)
     held = lookup.resolve(layout, world, length, PackedDocuments([list(boundaries)])).held
-    with mock.patch.object(arrivals, "_LEAST", least):
-        plans = [schedule.build(held, held, r, "needed", False, CAUSAL, (boundaries,)) for r in range(world)]
+    plans = [schedule.build(held, held, r, "needed", False, CAUSAL, (boundaries,), stages=limits) for r in range(world)]
     (stages,), (ahead,) = ({len(plan.transfers.moves) for plan in plans}, {plan.transfers.ahead for plan in plans})
     most = max(plan.received for plan in plans)
-    assert stages == max(min(4, most // least), -(-most // (length // world)))
+    assert stages == max(doubled(most, limits), -(-most // (length // world)))
     assert 1 <= ahead <= 3 and ahead * -(-most // stages) <= 3 * length // world + stages
     for plan in plans:
         totals = [sum(move.received) for move in plan.transfers.moves]

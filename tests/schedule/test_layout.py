@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hyper_cp.schedule.documents import read
 from hyper_cp.schedule.layout import ResolvedLayout
 from hyper_cp.schedule.lookup import resolve
-from hyper_cp.schedule.placement.balance import balance
+from hyper_cp.schedule.placement import balance
 from hyper_cp.schedule.ranges import merge_ranges
 from tests.harness.oracle import token_positions
 

@@ -14,8 +14,8 @@ from hyper_cp import ContextParallel, RecurrentContextParallel
 from hyper_cp.schedule import lookup
 from hyper_cp.schedule.documents import PackedDocuments
 from hyper_cp.schedule.layout import ResolvedLayout, check_layout, register
-from hyper_cp.schedule.placement.balance import balance
-from hyper_cp.schedule.placement.cost import cost
+from hyper_cp.schedule.pairs import cost
+from hyper_cp.schedule.placement import balance
 from tests.harness.oracle import visible_pairs
 
 
@@ -48,7 +48,7 @@ def test_a_deal_gives_every_position_to_one_rank_and_all_ranks_equally_many(
     assert sorted(p for mine in held for p in mine) == list(range(layout.length))
     assert {len(mine) for mine in held} == {layout.length // layout.world}
     assert all(mine == sorted(mine) for mine in held)
-    counted = cost(layout.held, rows, window)
+    counted = cost(layout.held, rows, (None if window is None else -window, 0))
     visible = visible_pairs(layout.length, True, None if window is None else (window, 0), rows)[:, 0]
     for rank, mine in enumerate(held):
         assert counted.pairs[rank] == visible[:, mine].sum()
@@ -151,7 +151,7 @@ def test_a_plan_for_many_ranks_and_documents_is_quick() -> None:
     start = time.process_time()
     found = lookup.resolve("balanced", 64, 2**20, documents)
     assert time.process_time() - start < 0.5
-    figures = cost(found.held, documents.rows, None)
+    figures = cost(found.held, documents.rows, (None, 0))
     assert figures.work <= 1.031 and figures.share <= 0.01
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ...mesh import cp_mesh
 from ...mesh.comm import Axis
 from ...ops import kernels
-from ...schedule.planning.inputs.cluster import FORMAT, VERSION
+from ...planner.cluster import FORMAT, VERSION
 from .exchanges import transfer
 from .findings import NOTE, Finding
 from .machine import device_of

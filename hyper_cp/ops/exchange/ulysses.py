@@ -17,9 +17,9 @@ from ...mesh.comm import Axis, Pending
 from ...mesh.cp_mesh import CPMesh
 from ...mesh.failures import backward_of, caller, operation
 from ...schedule import layout as layouts
+from ...schedule.choices import heads_after_sharing
 from ...schedule.documents import read
 from ...schedule.lookup import ascending, resolve
-from ...schedule.planning.traffic import heads_after_sharing
 from ...schedule.ranges import Rows
 
 

@@ -2,172 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from .schedule import layout as layouts
-from .schedule.documents import PackedDocuments
-from .schedule.planning.inputs.checks import check_amount, check_count
-from .schedule.planning.inputs.cluster import Cluster, with_measurements
-from .schedule.planning.inputs.model import ModelShape, configuration, model_shape
-from .schedule.planning.inputs.profiles import cluster_of
-from .schedule.planning.reasons import explain
-from .schedule.planning.strategies import (
-    CHECKPOINTING,
-    KV_EXCHANGES,
-    Estimate,
-    Estimator,
-    Problem,
-    Strategy,
-    modes,
-)
-from .style import ContextParallel
+from ..schedule import layout as layouts
+from ..schedule.documents import PackedDocuments
+from .cluster import Cluster, check_amount, check_count, cluster_of, with_measurements
+from .memory import CHECKPOINTING
+from .model import ModelShape, configuration, model_shape
+from .report import PlanReport, explain
+from .strategies import KV_EXCHANGES, Estimate, Estimator, Problem, Strategy, modes
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
-
-
-@dataclass(frozen=True)
-class PlanReport:
-    """Every strategy with its cost, the best first.
-
-    Attributes:
-        strategies: those that fit by falling tokens per second, then those that do not fit by rising memory.
-        model, cluster, gpus, length, documents, batch: what was planned for.
-        memory_bytes: of a device.
-    """
-
-    strategies: tuple[Estimate, ...]
-    model: ModelShape
-    cluster: Cluster
-    gpus: int
-    length: int
-    documents: int
-    batch: int
-    memory_bytes: float
-
-    @property
-    def best(self) -> Estimate | None:
-        """The strategy to use first; None if nothing fits."""
-        return self.strategies[0] if self.strategies[0].fits else None
-
-    def style(self, **more: Any) -> ContextParallel:
-        """The style to use first, for a cp mesh of ``best.strategy.cp_size`` ranks.
-
-        Args:
-            more: further arguments of :class:`ContextParallel`, ``seq_dim=2, head_dim=1`` for example.
-
-        Raises:
-            ValueError: if nothing fits.
-        """
-        if self.best is None:
-            raise ValueError(
-                f"no strategy fits, so there is no style. The smallest peak is "
-                f"{self.strategies[0].memory.peak / 1e9:.1f} GB. Print the report for the way out"
-            )
-        return ContextParallel(**self.best.strategy.style(), **more)  # type: ignore[arg-type]
-
-    def of_modes(self) -> list[Estimate]:
-        """The best estimate of each mode (cp size, degree, exchange, layout), over checkpointing and loss."""
-        seen: set[tuple[object, ...]] = set()
-        found = []
-        for estimate in self.strategies:
-            s = estimate.strategy
-            key = s.cp_size, s.ulysses_degree, s.kv_exchange, s.layout
-            if key not in seen:
-                seen.add(key)
-                found.append(estimate)
-        return found
-
-    def rows(self, most: int | None = None) -> list[list[str]]:
-        """The table as text: a header, then the best estimate of each mode, ``most`` of them at most."""
-        header = ["mode", "cp", "layout", "checkpointing", "loss", "tokens/rank", "PFLOP", "GB in host", "GB between"]
-        header += ["messages", "balance", "exposed s", "step s", "tokens/s", "peak GB", "why"]
-        lines = [header]
-        for e in self.of_modes()[:most]:
-            s = e.strategy
-            lines.append(
-                [
-                    s.mode,
-                    str(s.cp_size),
-                    s.layout,
-                    s.checkpointing,
-                    "chunked" if s.chunked_loss else "plain",
-                    f"{e.tokens_per_rank:,}",
-                    f"{e.flops / 1e15:.2f}",
-                    f"{e.bytes_inside / 1e9:.2f}",
-                    f"{e.bytes_between / 1e9:.2f}",
-                    str(e.messages),
-                    f"{e.balance:.2f}",
-                    f"{e.exposed_seconds:.3f}",
-                    f"{e.step_seconds:.3f}",
-                    f"{e.tokens_per_second:,.0f}",
-                    f"{e.memory.peak / 1e9:.1f}",
-                    e.why,
-                ]
-            )
-        return lines
-
-    def heading(self) -> list[str]:
-        """The lines above the table: the problem, and the answer."""
-        packed = f" in {self.documents} documents" if self.documents > 1 else ""
-        memory = self.memory_bytes / 1e9
-        lines = [
-            f"{self.length:,} tokens{packed}, {self.gpus} x {self.cluster.name}, {memory:.0f} GB each for a step; "
-            f"{self.model.parameters / 1e9:.1f} billion parameters"
-        ]
-        best = self.best
-        if best is None:
-            least = self.strategies[0]
-            lines.append(
-                f"Nothing fits: the smallest peak is {least.memory.peak / 1e9:.1f} GB ({least.strategy.mode}, cp "
-                f"{least.strategy.cp_size}), of which {least.memory.states / 1e9:.1f} GB are parameters, gradients and "
-                "optimizer states. Use more devices, a shorter sequence, or states that are split further"
-            )
-        else:
-            style = ", ".join(f"{name}={value!r}" for name, value in best.strategy.style().items())
-            lines.append(f"Use first: cp mesh of {best.strategy.cp_size}, ContextParallel({style}). {best.why}")
-        return lines
-
-    def __str__(self) -> str:
-        return self.text(16)
-
-    def text(self, most: int) -> str:
-        """The heading and ``most`` rows of the table as plain text."""
-        rows = self.rows(most)
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        left = len(self.of_modes()) - len(rows) + 1
-        more = [f"and {left} more modes; json() has all"] if left > 0 else []
-        return "\n".join([*self.heading(), *table, *more])
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values, all strategies included."""
-        found = []
-        for e in self.strategies:
-            values = asdict(e) | {"mode": e.strategy.mode, "style": e.strategy.style(), "step_seconds": e.step_seconds}
-            values["memory"] |= {"peak": e.memory.peak}
-            found.append(values)
-        return {
-            "format": "hyper-cp plan",
-            "version": 1,
-            "model": asdict(self.model),
-            "cluster": asdict(self.cluster),
-            "gpus": self.gpus,
-            "length": self.length,
-            "documents": self.documents,
-            "batch": self.batch,
-            "memory_bytes": self.memory_bytes,
-            "best": None if self.best is None else 0,
-            "strategies": found,
-        }
-
-    def json(self) -> str:
-        """:meth:`as_dict` as JSON."""
-        return json.dumps(self.as_dict(), indent=1)
 
 
 def plan(

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from .. import layout as layouts
-from ..documents import PackedDocuments
-from .inputs.cluster import Cluster
-from .inputs.model import ModelShape
-from .memory import CHECKPOINTING, Memory, memory, state_bytes
-from .pairs import FORMULAS, Pairs
+from ..schedule import layout as layouts
+from ..schedule.choices import Limits, heads_after_sharing, stage_limits
+from ..schedule.documents import PackedDocuments
+from ..schedule.tiles import CAUSAL, FULL
+from .cluster import Cluster
+from .memory import Memory, memory, state_bytes
+from .model import ModelShape
 from .timeline import AttentionTime, Kernels, attention_time
-from .traffic import Ranks, Transfers, heads_after_sharing, transfers
-from .work import DEALT, RingWork, ring_work
+from .traffic import Ranks, Transfers, transfers
+from .work import DEALT, FORMULAS, RingWork, ring_work
 
 KV_EXCHANGES = ("all_gather", "ring", "needed")
 """Exchanges whose order of transfers the model knows."""
@@ -111,6 +112,7 @@ class Problem:
         per_parameter: bytes of a parameter with its gradient and optimizer states.
         shards: ranks over which these are split.
         memory_bytes: of a device, that may be used.
+        device: its type, on which the stages of an exchange depend.
     """
 
     model: ModelShape
@@ -123,6 +125,7 @@ class Problem:
     per_parameter: float
     shards: int
     memory_bytes: float
+    device: str = "cuda"
 
     @property
     def length(self) -> int:
@@ -160,27 +163,31 @@ class Estimator:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.pairs = Pairs(problem.documents.rows[0], problem.causal)
-        self._works: dict[tuple[str, int, str], RingWork] = {}
+        self.band = CAUSAL if problem.causal else FULL
+        self._works: dict[tuple[str, int, str, Limits], RingWork] = {}
         self.states = state_bytes(problem.model, problem.shards, problem.per_parameter, problem.element)
 
-    def _work(self, layout: str, ring: int, kv_exchange: str) -> RingWork:
-        key = (layout, ring, kv_exchange) if ring > 1 else ("contiguous", 1, "all_gather")
+    def _work(self, layout: str, ring: int, kv_exchange: str, kv_heads: int) -> RingWork:
+        documents = self.problem.documents
+        limits: Limits = ()
+        if kv_exchange == "needed":
+            limits = stage_limits(kv_exchange, self.problem.device, kv_heads, len(documents.rows[0]) > 2)
+        key = (layout, ring, kv_exchange, limits) if ring > 1 else ("contiguous", 1, "all_gather", ())
         found = self._works.get(key)
         if found is None:
-            found = self._works[key] = ring_work(*key, self.problem.documents, self.pairs)
+            found = self._works[key] = ring_work(*key[:3], documents, self.band, limits)
         return found
 
     def cost(self, mode: Strategy) -> Cost:
         """The attention of one layer in this mode."""
         p, exchange = self.problem, mode.kv_exchange or "all_gather"
         ranks = Ranks(mode.ring, mode.ulysses_degree, p.cluster.gpus_per_host)
-        work = self._work(mode.layout, mode.ring, exchange)
+        kv_heads = heads_after_sharing(p.model.kv_heads, mode.ulysses_degree) // mode.ulysses_degree
+        work = self._work(mode.layout, mode.ring, exchange, kv_heads)
         moves = {
             rank: transfers(p.model, p.cluster, ranks, exchange, p.batch, p.length, rank, mine, p.element)
             for rank, mine in work.ranks.items()
         }
-        kv_heads = heads_after_sharing(p.model.kv_heads, mode.ulysses_degree) / mode.ulysses_degree
         kernels = Kernels(
             p.model, p.cluster, p.model.heads / mode.ulysses_degree, kv_heads, p.batch, p.length / mode.ring
         )
@@ -243,6 +250,3 @@ class Estimator:
             needs.peak <= p.memory_bytes,
             groups * p.batch * p.length / step,
         )
-
-
-__all__ = ["CHECKPOINTING", "KV_EXCHANGES", "Cost", "Estimate", "Estimator", "Problem", "Strategy", "modes"]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .inputs.model import ModelShape
-from .traffic import ACCUMULATED, Ranks, heads_after_sharing
+from ..schedule.choices import heads_after_sharing
+from .model import ModelShape
+from .traffic import ACCUMULATED, Ranks
 from .work import RankWork
 
 CHECKPOINTING = ("none", "attention", "layers")

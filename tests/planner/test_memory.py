@@ -20,13 +20,13 @@ from hyper_cp.cli.demo_model import Block, Llama, LlamaConfig, rope
 from hyper_cp.data.head import Logits, log_probs
 from hyper_cp.memory import MemoryCounter
 from hyper_cp.ops import SAVE_LIST
+from hyper_cp.planner import memory as planned
+from hyper_cp.planner.memory import layer_saved, layer_work, memory, norm_saved, saved_between
+from hyper_cp.planner.model import ModelShape
+from hyper_cp.planner.traffic import Ranks
+from hyper_cp.planner.work import RankWork, StepWork, ring_work
 from hyper_cp.schedule.documents import PackedDocuments
-from hyper_cp.schedule.planning import memory as planned
-from hyper_cp.schedule.planning.inputs.model import ModelShape
-from hyper_cp.schedule.planning.memory import layer_saved, layer_work, memory, norm_saved, saved_between
-from hyper_cp.schedule.planning.pairs import Pairs
-from hyper_cp.schedule.planning.traffic import Ranks
-from hyper_cp.schedule.planning.work import RankWork, StepWork, ring_work
+from hyper_cp.schedule.tiles import CAUSAL
 from tests.harness.ranks import on_ranks
 
 TOKENS = 256
@@ -154,7 +154,7 @@ def of_a_block() -> list[tuple[str, float, float]]:
         parallelize_module(block, mesh, {"attention.inner": style})
         degree, exchange = mode["ulysses_degree"] or 2, mode.get("kv_exchange", "all_gather")
         ranks, tables = Ranks(2 // degree, degree, 8), rope(torch.arange(TOKENS), CONFIG)
-        works = ring_work(style.mode.layout, ranks.ring, exchange, documents, Pairs(documents.rows[0], True)).ranks
+        works = ring_work(style.mode.layout, ranks.ring, exchange, documents, CAUSAL).ranks
         saved = saved_between(shape(), ranks, TOKENS, 4, kind)
         whole = layer_saved(shape(), ranks, TOKENS, 4)
         name = f"{mode}, {kind}"
@@ -195,7 +195,7 @@ def of_the_benchmark(kv_exchange: str, degree: int, size: int, chunked: bool) ->
     """MiB saved for backward, and the peak, by the planner."""
     model = ModelShape(4, 8, 64, 2004, kv_heads=2, ffn=224, norm="plain")
     ranks, documents = Ranks(size // degree, degree, 8), PackedDocuments([[0, 16384]])
-    works = ring_work("head_tail", ranks.ring, kv_exchange, documents, Pairs(documents.rows[0], True))
+    works = ring_work("head_tail", ranks.ring, kv_exchange, documents, CAUSAL)
     how: dict[str, Any] = {"checkpointing": "none", "chunked_loss": chunked, "element": 4, "states": 0.0}
     found = memory(model, ranks, kv_exchange, 1, 16384, works.ranks[works.rank], **how)
     logits = 0 if chunked else 16384 // size * model.vocabulary * 4

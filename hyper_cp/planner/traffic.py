@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .inputs.cluster import Cluster
-from .inputs.model import ModelShape
+from ..schedule.choices import heads_after_sharing
+from .cluster import Cluster
+from .model import ModelShape
 from .work import RankWork
 
 ACCUMULATED = 4
@@ -55,8 +56,7 @@ class Transfers:
             of a host send everything to another, this is the mean.
         messages: point-to-point messages that it sends.
         ulysses: seconds of the exchanges of heads, forward and backward.
-        arriving: seconds of each transfer of keys and values, forward.
-        again: the same in backward.
+        arriving: seconds of each transfer of keys and values, which come again in backward.
         gradients: seconds of each transfer of their gradients; of the ring, of one hop.
         home: seconds of the ring's last transfer, which brings a rank's gradients home.
     """
@@ -66,14 +66,8 @@ class Transfers:
     messages: int = 0
     ulysses: tuple[float, float] = (0.0, 0.0)
     arriving: list[float] = field(default_factory=list)
-    again: list[float] = field(default_factory=list)
     gradients: list[float] = field(default_factory=list)
     home: float = 0.0
-
-
-def heads_after_sharing(kv_heads: int, ulysses: int) -> int:
-    """The key/value heads that travel: heads that do not split over the Ulysses ranks are repeated until they do."""
-    return math.lcm(kv_heads, ulysses)
 
 
 def transfers(
@@ -134,7 +128,7 @@ def _add_ring(found: Transfers, cluster: Cluster, ranks: Ranks, hops: int, share
     def hop(nbytes: float, crosses: bool = ranks.crosses) -> float:
         return _seconds(cluster, 0.0 if crosses else nbytes, nbytes if crosses else 0.0, 1, crosses)
 
-    found.arriving = found.again = [hop(share * element)]
+    found.arriving = [hop(share * element)]
     found.gradients = [hop(share * ACCUMULATED)]
     found.home = hop(share * ACCUMULATED)
     total = hops * share * (2 * element + ACCUMULATED)
@@ -155,7 +149,7 @@ def _add_gather(found: Transfers, cluster: Cluster, ranks: Ranks, stages: int, s
         part = share * size / stages
         return _seconds(cluster, near * part, from_hosts * part, ranks.ring, ranks.crosses)
 
-    found.arriving = found.again = [one(element)] * stages
+    found.arriving = [one(element)] * stages
     found.gradients = [one(ACCUMULATED)] * stages
     total = share * (2 * element + ACCUMULATED)
     found.bytes_inside += max(0.0, others - from_hosts) * total
@@ -183,4 +177,3 @@ def _add_needed(
         found.bytes_inside += float(incoming[0]) * (2 * element + ACCUMULATED)
         found.bytes_between += float(incoming[1]) * (2 * element + ACCUMULATED)
         found.messages += 3 * peers
-    found.again = found.arriving

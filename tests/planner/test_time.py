@@ -8,12 +8,13 @@ from itertools import accumulate, combinations
 
 import pytest
 
+from hyper_cp.planner import work as works
+from hyper_cp.planner.cluster import PROFILES, Cluster
+from hyper_cp.planner.model import ModelShape
+from hyper_cp.planner.strategies import Estimator, Problem, Strategy
+from hyper_cp.planner.timeline import grouped_ulysses
+from hyper_cp.schedule import tiles
 from hyper_cp.schedule.documents import PackedDocuments
-from hyper_cp.schedule.planning import work as works
-from hyper_cp.schedule.planning.inputs.cluster import Cluster
-from hyper_cp.schedule.planning.inputs.model import ModelShape
-from hyper_cp.schedule.planning.inputs.profiles import PROFILES
-from hyper_cp.schedule.planning.strategies import Estimator, Problem, Strategy
 
 
 def estimator(model: ModelShape, cluster: Cluster, lengths: list[int], ranks: int, element: int = 2) -> Estimator:
@@ -52,12 +53,27 @@ FULL_SPEED = {"forward_share": 1.0, "backward_share": 1.0}
 
 
 def test_the_order_of_modes_on_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "BLOCK", 1)
     monkeypatch.setattr(works, "BLOCK", 1)  # the simulated kernel takes the time of its pairs, not of blocks
     predicted = {mode: on_simulated_link(*mode) for mode in MEASURED}
     for mode, ratio in predicted.items():
         assert ratio == pytest.approx(MEASURED[mode], rel=0.05), (mode, ratio)
     order = sorted(predicted, key=lambda mode: round(predicted[mode], 2))  # measured ratios have two digits
     assert order == sorted(MEASURED, key=lambda mode: MEASURED[mode])
+
+
+GROUPED = {  # the same for Ulysses in 1, 2, 4, 8 groups of heads, by the length of the communication
+    1.0: (2.00, 1.55, 1.38, 1.30),
+    0.5: (1.50, 1.25, 1.13, 1.06),
+    0.2: (1.20, 1.10, 1.05, 1.03),
+}
+
+
+@pytest.mark.parametrize("link", GROUPED)
+def test_groups_of_heads_on_that_link(link: float) -> None:
+    travel = link * 3 / 8, link / 8  # q, k, v one way and the output back; the same in backward
+    for number, measured in zip((1, 2, 4, 8), GROUPED[link], strict=True):
+        assert grouped_ulysses(number, (1 / 3.5, 2.5 / 3.5), travel, 0.0) == pytest.approx(measured, abs=0.015), number
 
 
 # --------------------------------------------------------------------------- the published H100 figures
@@ -100,8 +116,9 @@ def predicted(mask: str, ranks: int) -> dict[str, tuple[float, float]]:
         "ring": Strategy(ranks, 1, "ring", layout, "none", False),
         "needed": Strategy(ranks, 1, "needed", "balanced", "none", False),
     }
-    plan = estimator(SHAPE, PROFILES["h100"], lengths_of(mask, ranks), ranks)
-    flops = 4 * 64 * 128 * plan.pairs.total / ranks / 1e12
+    lengths = lengths_of(mask, ranks)
+    plan = estimator(SHAPE, PROFILES["h100"], lengths, ranks)
+    flops = 4 * 64 * 128 * sum(n * (n + 1) // 2 for n in lengths) / ranks / 1e12
     found = {}
     for name in PUBLISHED[mask, ranks]:
         time = plan.cost(modes[name]).attention

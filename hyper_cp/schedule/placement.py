@@ -1,20 +1,55 @@
-"""The report of what each layout gives to ranks: their work, and what has to travel."""
+"""The placement of tokens in layouts that depend on documents, and what every layout gives to ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from .. import build as schedule
-from .. import layout as layouts
-from ..arrivals import Problem, arrivals, received
-from ..documents import PackedDocuments, documents_table, read
-from ..layout import ResolvedLayout
-from ..tiles import Band, Tile, band_of, check_window
-from .place import place
+from . import build as schedule
+from . import layout as layouts
+from .arrivals import Problem, arrivals
+from .deal import dealt
+from .documents import PackedDocuments, documents_table, read
+from .layout import ResolvedLayout, window_of
+from .pairs import ALL_GATHER, cost
+from .tiles import CAUSAL, Band, band_of, check_window
 
-# Kernels work in blocks of about so many rows and columns: a smaller tile takes as long as a whole block.
-_BLOCK = 128
+
+def place(layout: str, world: int, length: int, documents: PackedDocuments) -> ResolvedLayout:
+    """Place the tokens of documents, with ``"auto"`` decided.
+
+    A pure function of its arguments: data and attention come to the same answer on every rank. It is found through
+    :func:`lookup.resolve`, which calls it once.
+    """
+    documents.check_length(length)
+    if layout == "auto":
+        return _cheapest(world, length, documents)
+    if layout == "per_document":
+        if documents.one_row is None:
+            raise ValueError(
+                f"layout='per_document' needs the same documents in every batch row, but the {len(documents.rows)} "
+                "rows differ: pack one sequence per batch, or use layout='balanced'"
+            )
+        return ResolvedLayout.of(layout, world, length, documents.one_row)
+    return ResolvedLayout(layout, dealt(length, world, documents.rows, window_of(layout)))
+
+
+def _cheapest(world: int, length: int, documents: PackedDocuments) -> ResolvedLayout:
+    """The layout that costs least under a causal mask; of equals the simplest."""
+
+    def of(layout: ResolvedLayout) -> float:
+        return cost(layout.held, documents.rows, CAUSAL).total
+
+    placed = [ResolvedLayout.of(name, world, length) for name in ("contiguous", "head_tail")]
+    placed.append(place("balanced", world, length, documents))
+    best = min(placed, key=of)
+    # Where every document lies on every rank, at least half of an all-gather is needed: mostly that need not be placed.
+    if documents.one_row is None or of(best) <= 1 + 0.5 * ALL_GATHER:
+        return best
+    return min(best, place("per_document", world, length, documents), key=of)
+
+
+# --------------------------------------------------------------------------- the report
 
 
 @dataclass(frozen=True)
@@ -103,17 +138,12 @@ def _measured(layout: str, length: int, ranks: int, documents: PackedDocuments, 
     whole = (((0, length),),) * ranks  # where keys come from changes nothing of the work, but takes time to find out
     plans = [schedule.build(held, whole, r, "replicated", False, band, rows, parts=False) for r in range(ranks)]
     tiles = [[t for step in plan.forward for tile in step.tiles for t in tile.rectangles] for plan in plans]
-    problems = [Problem(rank, held, held, band, rows) for rank in range(ranks)]
+    counted = cost(held, rows, band)
     return Balance(
-        tuple(plan.area for plan in plans),
-        tuple(sum(map(_blocks, mine)) for mine in tiles),
+        tuple(map(int, counted.pairs)),
+        tuple(sum(tile.blocks for tile in mine) for mine in tiles),
         tuple(map(len, tiles)),
-        tuple(map(received, problems)),
-        arrivals("ring", problems[0]).transfers.hops,
+        tuple(map(int, counted.rows)),
+        arrivals("ring", Problem(0, held, held, band, rows)).transfers.hops,
         length,
     )
-
-
-def _blocks(tile: Tile) -> int:
-    rows, cols = (-(-(b - a) // _BLOCK) for a, b in (tile.q, tile.k))
-    return rows * (rows + 1) // 2 if tile.kind == "causal" else rows * cols

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .inputs.cluster import Cluster
-from .inputs.model import ModelShape
+from .cluster import Cluster
+from .model import ModelShape
 from .traffic import Transfers
 from .work import RankWork, StepWork
 
@@ -106,9 +106,9 @@ def attention_time(
         return AttentionTime(busy_forward + ulysses[0], busy_backward + ulysses[1], busy_forward, busy_backward)
     if kv_exchange == "ring":
         forward, backward = ([_slowest(times)] for times in (forward, backward))
-    replay = _RING if kv_exchange == "ring" else _STAGES
+    replay = _ring if kv_exchange == "ring" else _stages
     found = [
-        (replay[0](f, move, work), replay[1](b, move, work))
+        (replay(f, move.arriving, [], 0.0, work), replay(b, move.arriving, move.gradients, move.home, work))
         for f, b, move, work in zip(forward, backward, moves, works, strict=False)
     ]
     times = [max(side) + exchange for side, exchange in zip(zip(*found, strict=True), ulysses, strict=True)]
@@ -140,62 +140,43 @@ def _slowest(ranks: list[_Steps]) -> _Steps:
     return _Steps(max(s.local for s in ranks), arriving, max(s.last for s in ranks))
 
 
-def _ring_forward(steps: _Steps, move: Transfers, work: RankWork) -> float:
-    clock, hop = Clock(), move.arriving[0] / work.pieces
-    arrivals = [clock.post(hop) for _ in range(work.pieces)]
-    clock.compute(steps.local)
-    for index, seconds in enumerate(steps.arriving):
-        clock.wait(arrivals[index])
-        if index + work.pieces < work.arriving:
-            arrivals.append(clock.post(hop))
-        clock.compute(seconds)
-    more = work.arriving - len(steps.arriving)
-    return clock.now + steps.last + more * max(hop, steps.arriving[-1])
-
-
-def _ring_backward(steps: _Steps, move: Transfers, work: RankWork) -> float:
+def _ring(steps: _Steps, keys: list[float], gradients: list[float], home: float, work: RankWork) -> float:
+    """Seconds of a ring, given those of a hop of keys and, in backward, of a hop of sums of gradients and of the last
+    one, which brings them home."""
     clock, pieces = Clock(), work.pieces
-    hop, sums, home = (seconds / pieces for seconds in (move.again[0], move.gradients[0], move.home))
+    hop, sums = keys[0] / pieces, sum(gradients[:1]) / pieces
     arrivals, last = [clock.post(hop) for _ in range(pieces)], 0.0
     clock.compute(steps.local)
     for index, seconds in enumerate(steps.arriving):
         clock.wait(arrivals[index])
-        arrivals.append(clock.post(hop if index + pieces < work.arriving else 0.0, sums if index >= pieces else 0.0))
+        if gradients or index + pieces < work.arriving:
+            more = hop if index + pieces < work.arriving else 0.0
+            arrivals.append(clock.post(more, sums if index >= pieces else 0.0))
         clock.compute(seconds)
-        if index + pieces >= len(steps.arriving):  # of the last hop
+        if gradients and index + pieces >= len(steps.arriving):  # of the last hop
             if index >= pieces:
                 clock.wait(arrivals[-1])
-            last = clock.post(home)
+            last = clock.post(home / pieces)
     clock.compute(steps.last)
     clock.wait(last)
-    more = work.arriving - len(steps.arriving)
-    return clock.now + more * max(hop + sums, steps.arriving[-1])
+    return clock.now + (work.arriving - len(steps.arriving)) * max(hop + sums, *steps.arriving[-1:])
 
 
-def _stages_forward(steps: _Steps, move: Transfers, work: RankWork) -> float:
-    clock = Clock()
-    arrivals = [clock.post(seconds) for seconds in move.arriving[: work.ahead]]
+def _stages(steps: _Steps, keys: list[float], gradients: list[float], home: float, work: RankWork) -> float:
+    """Seconds of stages, given those of the keys of each and, in backward, of their gradients, which go home from each
+    stage."""
+    clock, left = Clock(), [0.0] * work.ahead
+    arrivals = [clock.post(seconds) for seconds in keys[: work.ahead]]
     clock.compute(steps.local)
     for index, seconds in enumerate(steps.arriving):
         clock.wait(arrivals[index])
-        arrivals += map(clock.post, move.arriving[index + work.ahead :][:1])
+        arrivals += map(clock.post, keys[index + work.ahead :][:1])
         clock.compute(seconds)
+        if gradients:
+            clock.wait(left[-work.ahead])
+            left.append(clock.post(gradients[index]))
     clock.compute(steps.last)
-    return clock.now
-
-
-def _stages_backward(steps: _Steps, move: Transfers, work: RankWork) -> float:
-    clock, home = Clock(), [0.0] * work.ahead
-    arrivals = [clock.post(seconds) for seconds in move.again[: work.ahead]]
-    clock.compute(steps.local)
-    for index, seconds in enumerate(steps.arriving):
-        clock.wait(arrivals[index])
-        arrivals += map(clock.post, move.again[index + work.ahead :][:1])
-        clock.compute(seconds)
-        clock.wait(home[-work.ahead])
-        home.append(clock.post(move.gradients[index]))
-    clock.compute(steps.last)
-    clock.wait(home[-1])
+    clock.wait(left[-1])
     return clock.now
 
 
@@ -220,7 +201,3 @@ def grouped_ulysses(groups: int, kernels: tuple[float, float], travel: tuple[flo
             arrival, left = ahead, posted
         clock.wait(left)
     return clock.now
-
-
-_RING = _ring_forward, _ring_backward
-_STAGES = _stages_forward, _stages_backward

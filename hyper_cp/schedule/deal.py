@@ -18,8 +18,8 @@ from itertools import product
 
 import numpy as np
 
-from ..ranges import Documents, Numbers, Range, compact, touching
-from .cost import Cost, Floats, boundaries_of, pieces, seen
+from .pairs import Cost, Floats, pieces, seen
+from .ranges import Documents, Numbers, Range, compact, touching
 
 _CHUNKS = (8, 6, 4, 2)  # per rank: the first that divides its positions
 _FINER = 16  # tried too where the budget allows: they balance rows better, but make more and smaller tiles,
@@ -135,12 +135,14 @@ class _Chunks:
     def __init__(self, length: int, count: int, rows: Sequence[Documents], window: int | None) -> None:
         ends = np.arange(count + 1) * (length // count)
         self.length = length
-        self.pairs, low, stop = pieces(ends[:-1], ends[1:], boundaries_of(rows), window)
+        band = None if window is None else -window, 0
+        self.pairs, low, stop = pieces(ends[:-1], ends[1:], rows, band)
         self.low, self.stop = np.append(low, length), np.append(stop, length)
 
     def cost(self, deal: Deal) -> Cost:
         """The cost of a deal."""
-        received = seen(self.low[deal], self.stop[deal]) - self.length / len(deal)
+        first = np.arange(0, deal.size, deal.shape[1])
+        received = seen(self.low[deal].ravel(), self.stop[deal].ravel(), first) - self.length / len(deal)
         return Cost(self.pairs[deal].sum(1), received, self.length)
 
     def total(self, deal: Deal) -> float:

@@ -9,25 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..arrivals import ahead_of, stages_of
-from ..build import Schedule, Step, build
-from ..documents import PackedDocuments
-from ..lookup import resolve
-from ..ranges import Numbers, bounds
-from ..tiles import CAUSAL, FULL
-from . import pairs as counting
-from .pairs import FORMULAS, Pairs
+from ..schedule.arrivals import ahead_of
+from ..schedule.build import Schedule, Step, build
+from ..schedule.choices import Limits, stages_needed
+from ..schedule.documents import PackedDocuments
+from ..schedule.lookup import resolve
+from ..schedule.pairs import cost, document_of, visible_before, visible_between
+from ..schedule.ranges import Numbers, Range
+from ..schedule.tiles import BLOCK, Band
+
+FORMULAS = ("contiguous", "head_tail", "per_document")
+"""Layouts whose work is known by formula for any number of ranks."""
 
 REAL = 8
 """Up to so many ranks of a ring the real schedule is built; beyond, formulas count."""
-
-BLOCK = 128
-"""Kernels work in blocks of about so many rows and columns: a smaller tile takes as long as a whole block."""
 
 DEALT = 128
 """Up to so many ranks of a ring, layouts without a formula are placed."""
@@ -79,11 +80,6 @@ class RankWork:
         """The number of steps that arrive."""
         return self.hops * self.pieces
 
-    @property
-    def listed(self) -> int:
-        """The number of arriving steps that are listed."""
-        return len(self.forward) - 2
-
 
 @dataclass(frozen=True)
 class RingWork:
@@ -96,7 +92,7 @@ class RingWork:
         rank: the fullest.
     """
 
-    pairs: Numbers
+    pairs: npt.NDArray[Any]
     ranks: dict[int, RankWork]
     rank: int
 
@@ -106,21 +102,33 @@ class RingWork:
         return float(self.pairs.max() / max(1.0, self.pairs.mean()))
 
 
-def ring_work(layout: str, ring: int, kv_exchange: str, documents: PackedDocuments, pairs: Pairs) -> RingWork:
-    """The work of a ring of ``ring`` ranks for packed documents that all batch rows share."""
+def ring_work(
+    layout: str,
+    ring: int,
+    kv_exchange: str,
+    documents: PackedDocuments,
+    band: Band,
+    limits: Limits = (),
+) -> RingWork:
+    """The work of a ring of ``ring`` ranks for packed documents that all batch rows share, each causal or full.
+
+    Args:
+        limits: those that choose the stages of ``"needed"``. An all-gather is whole.
+    """
     row = documents.rows[0]
     if ring > REAL:
-        return _by_formula(layout, ring, kv_exchange, documents, pairs)
+        return _by_formula(layout, ring, kv_exchange, documents, band, limits)
     held = resolve(layout, ring, row[-1], documents).held
-    owed = np.array([pairs.of(bounds(ranges)).sum() for ranges in held])
+    owed = cost(held, (row,), band).pairs
     rows = documents.rows if len(row) > 2 else None
+    stages = limits if kv_exchange == "needed" else ()
     fullest = int(owed.argmax())
     chosen = range(ring) if ring <= 4 else sorted({fullest, 0, ring // 2, ring - 1})
-    found = {}
-    for rank in chosen:
-        plan = build(held, held, rank, kv_exchange, False, CAUSAL if pairs.causal else FULL, rows)
-        found[rank] = rank_work(plan)
-    return RingWork(owed, found, fullest)
+    return RingWork(
+        owed,
+        {rank: rank_work(build(held, held, rank, kv_exchange, False, band, rows, stages=stages)) for rank in chosen},
+        fullest,
+    )
 
 
 def rank_work(plan: Schedule) -> RankWork:
@@ -157,42 +165,36 @@ def _of_step(step: Step) -> StepWork:
     if not step.tiles:
         return StepWork()
     rectangles = [tile for whole in step.tiles for tile in whole.rectangles]
-    sides = np.array([(t.q[1] - t.q[0], t.k[1] - t.k[0]) for t in rectangles])
-    causal = np.array([t.kind == "causal" for t in rectangles])
-    rows, cols = (-(-sides // BLOCK)).T
-    blocks = np.where(causal, rows * (rows + 1) // 2, rows * cols)
+    rows = sum(tile.q[1] - tile.q[0] for tile in rectangles)
+    pairs = sum(tile.blocks for tile in rectangles) * BLOCK**2
     keys = sum(stop - start for start, stop in step.take)
-    return StepWork(float(blocks.sum()) * BLOCK**2, float(sides[:, 0].sum()), len(step.tiles), keys)
+    return StepWork(float(pairs), float(rows), len(step.tiles), keys)
 
 
 # --------------------------------------------------------------------------- by formula
 
 
-def _by_formula(layout: str, ring: int, kv_exchange: str, documents: PackedDocuments, pairs: Pairs) -> RingWork:
-    length = documents.rows[0][-1]
-    share, number = length // ring, counting.hops(layout, ring, length, pairs)
-    rank = 0
-    if layout == "per_document":
-        owed = pairs.by_rank(layout, ring)
-        squares = float((pairs.lengths.astype(float) ** 2).sum()) / ring**2
-        local, remote = (squares / 2 if pairs.causal else squares), length * (1 - 1 / ring)
+def _by_formula(
+    layout: str, ring: int, kv_exchange: str, documents: PackedDocuments, band: Band, limits: Limits
+) -> RingWork:
+    row = documents.rows[0]
+    ends, length, causal, rank = np.asarray(row), row[-1], band[1] == 0, 0
+    share, number = length // ring, hops(layout, ring, ends, causal)
+    if layout == "per_document":  # all owe the mean
+        owed = np.full(ring, -(-int(visible_before(ends, ends[-1:], band)[0]) // ring))
+        squares = float((np.diff(ends).astype(float) ** 2).sum()) / ring**2
+        local, remote = (squares / 2 if causal else squares), length * (1 - 1 / ring)
         # Of an average rank's rows, the head sees half of the other ranks' blocks and the tail all of them.
-        merged = share * number * (0.75 if pairs.causal else 1.0)
+        merged = share * number * (0.75 if causal else 1.0)
     else:
-        if layout in FORMULAS:
-            owed = pairs.by_rank(layout, ring)
-            rank = int(owed.argmax())
-            some = [counting.held(layout, r, ring, length) for r in (rank, ring // 2, ring - 1)]
-        else:
-            held = resolve(layout, ring, length, documents).held
-            owed = np.array([pairs.of(bounds(ranges)).sum() for ranges in held])
-            rank = int(owed.argmax())
-            some = [list(held[r]) for r in (rank, ring // 2, ring - 1)]
-        local, remote = pairs.local_and_remote(some[0])
+        held = resolve(layout, ring, length, documents).held
+        counted = cost(held, (row,), band)
+        owed, rank = counted.pairs, int(counted.pairs.argmax())
+        local = float(sum(visible_between(ends, q, k, band) for q, k in product(held[rank], repeat=2)))
         # Ranks of equal work differ in what they receive and merge, and the others wait for the slowest.
-        remote = max(remote, *(pairs.local_and_remote(mine)[1] for mine in some[1:]))
-        chunk = share if layout == "contiguous" else min(share // 2, *(stop - start for start, stop in some[0]))
-        merged = max(pairs.merged_rows(mine, chunk, ring) for mine in some)
+        remote = float(counted.rows.max())
+        chunk = share if layout == "contiguous" else min(share // 2, *(stop - start for start, stop in held[rank]))
+        merged = max(_merged_rows(held[r], chunk, ring, ends, causal) for r in (rank, ring // 2, ring - 1))
     arriving = float(owed[rank]) - local
     if kv_exchange == "ring":
         steps = [StepWork(arriving / max(1, number), merged / max(1, number), 1.0, merged / max(1, number))]
@@ -202,7 +204,7 @@ def _by_formula(layout: str, ring: int, kv_exchange: str, documents: PackedDocum
     else:
         # The rows that arrive come in stages; whole shares come at once.
         needed = remote >= 1 and number > 0 and kv_exchange == "needed"
-        stages = stages_of(int(remote), share) if needed else min(number, 1)
+        stages = stages_needed(limits, int(remote), share) if needed else min(number, 1)
         ahead = ahead_of(int(remote), share, stages) if needed else 1
         if stages > min(LISTED, ring - 1):  # fewer and longer ones stand for the stages of a long ring
             ahead = max(1, ahead * min(LISTED, ring - 1) // stages)
@@ -226,3 +228,24 @@ def _by_distance(rank: int, ring: int, rows: float, stages: int) -> tuple[npt.ND
         stage[(rank - distances) % ring] = rows / (ring - 1)
         found.append(stage)
     return tuple(found)
+
+
+def hops(layout: str, ring: int, ends: Numbers, causal: bool) -> int:
+    """The hops of the ring: the distance of the furthest block that any rank needs."""
+    size = int(ends[-1]) // (ring if layout == "contiguous" else 2 * ring)
+    if ring == 1 or (layout != "per_document" and np.isin(np.arange(size, ends[-1], size), ends).all()):
+        return 0  # every chunk begins with a document, so nobody needs another rank's keys
+    if layout != "contiguous" or not causal:
+        return ring - 1
+    starts = np.arange(ring) * size
+    return int((np.arange(ring) - ends[document_of(ends, starts)] // size).max())
+
+
+def _merged_rows(ranges: Sequence[Range], chunk: int, ring: int, ends: Numbers, causal: bool) -> float:
+    """Query rows of a rank, each as often as another rank's share has keys for it, if shares come in chunks."""
+    rows = 0
+    for low, high in ranges:
+        at = int(document_of(ends, np.array([low]))[0])
+        start, stop = int(ends[at]), int(ends[at + 1])
+        rows += (min(high, stop) - low) * min(ring - 1, -(-(low - start) // chunk))
+    return float(rows if causal else min(2 * rows, (ring - 1) * sum(b - a for a, b in ranges)))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checks import check_count
+from .cluster import check_count, read_object
 
 NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("layers", "num_hidden_layers", "n_layer", "num_layers"),
@@ -156,22 +155,6 @@ def _get(config: Any, name: str) -> Any:
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
-def _file(path: Path) -> Any:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model={str(path)!r} cannot be read as JSON: {error}. It is the configuration of a model. Pass the path "
-            "of a config.json"
-        ) from error
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"model={str(path)!r} holds a {type(found).__name__}. A configuration is one JSON object. Pass the path of "
-            "a config.json"
-        )
-    return found
-
-
 def configuration(model: Any) -> Any:
     """The configuration that a path or a name stands for; anything else as it is."""
     if not isinstance(model, (str, Path)):
@@ -179,7 +162,7 @@ def configuration(model: Any) -> Any:
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
-        return _file(path)
+        return read_object("model", path, "A configuration is", "a config.json")
     # A name has at most one slash, and no ending of a file: everything else would only be looked up in the network.
     if isinstance(model, Path) or path.suffix == ".json" or model[:1] in ("/", ".", "~") or len(path.parts) > 2:
         raise ValueError(

@@ -13,9 +13,8 @@ import pytest
 
 from hyper_cp import PlanReport, plan
 from hyper_cp.ops.config import Mode
-from hyper_cp.schedule.planning.inputs.cluster import Cluster, with_measurements
-from hyper_cp.schedule.planning.inputs.model import ModelShape, model_shape
-from hyper_cp.schedule.planning.inputs.profiles import PROFILES
+from hyper_cp.planner.cluster import PROFILES, Cluster, with_measurements
+from hyper_cp.planner.model import ModelShape, model_shape
 
 LLAMA = {"layers": 32, "heads": 32, "kv_heads": 8, "width": 4096, "ffn": 14336, "vocabulary": 128256}
 

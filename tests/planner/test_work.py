@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, product
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from hyper_cp.planner import work as works
+from hyper_cp.planner.work import hops, ring_work
+from hyper_cp.schedule import tiles
 from hyper_cp.schedule.build import build
 from hyper_cp.schedule.documents import PackedDocuments
 from hyper_cp.schedule.layout import ResolvedLayout
-from hyper_cp.schedule.planning import pairs as counting
-from hyper_cp.schedule.planning import work as works
-from hyper_cp.schedule.planning.pairs import Pairs
-from hyper_cp.schedule.planning.work import ring_work
-from hyper_cp.schedule.tiles import CAUSAL, FULL
+from hyper_cp.schedule.pairs import cost, visible, visible_between
+from hyper_cp.schedule.tiles import CAUSAL, FULL, Tile
 
 LENGTHS = [[240], [75, 5, 160], [120, 120], [1, 239], [15] * 16]
 
@@ -27,21 +29,28 @@ def boundaries(lengths: list[int]) -> tuple[int, ...]:
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_formulas_count_what_schedules_owe(lengths: list[int], layout: str, causal: bool) -> None:
-    documents = boundaries(lengths)
-    pairs = Pairs(documents, causal)
+    documents, band = boundaries(lengths), CAUSAL if causal else FULL
     for ranks in (2, 3, 5, 8):
         held = ResolvedLayout.of(layout, ranks, 240).held
-        plans = [build(held, held, r, "ring", False, CAUSAL if causal else FULL, (documents,)) for r in range(ranks)]
-        assert pairs.by_rank(layout, ranks).tolist() == [plan.area for plan in plans]
-        assert counting.hops(layout, ranks, 240, pairs) == plans[0].hops
-        for rank in range(ranks):
-            assert counting.held(layout, rank, ranks, 240) == list(held[rank])
-            local, remote = pairs.local_and_remote(list(held[rank]))
-            mine = plans[rank]
-            one = mine.forward[0].area
-            assert local == one
-            fetched = build(held, held, rank, "needed", False, CAUSAL if causal else FULL, (documents,))
-            assert remote == sum(sum(route.received) for route in fetched.routes)
+        plans = [build(held, held, r, "ring", False, band, (documents,)) for r in range(ranks)]
+        counted = cost(held, (documents,), band)
+        assert counted.pairs.tolist() == [plan.area for plan in plans]
+        assert hops(layout, ranks, np.array(documents), causal) == plans[0].transfers.hops
+        fetched = [build(held, held, r, "needed", False, band, (documents,)) for r in range(ranks)]
+        assert counted.rows.tolist() == [plan.received for plan in fetched]
+        for mine, plan in zip(held, plans, strict=True):
+            local = [visible_between(np.array(documents), q, k, band) for q, k in product(mine, repeat=2)]
+            assert sum(local) == plan.forward[0].area
+
+
+@given(*[st.integers(1, 12)] * 2, *[st.none() | st.integers(-14, 14)] * 2)
+def test_the_pairs_of_a_rectangle(rows: int, cols: int, lower: int | None, upper: int | None) -> None:
+    """Counted one by one; a band whose bounds cross shows nothing."""
+    low, high = -99 if lower is None else lower, 99 if upper is None else upper
+    pairs = sum(low <= j - i <= high for i in range(rows) for j in range(cols))
+    assert Tile((0, rows), (0, cols), (lower, upper)).area == pairs
+    if low <= high:
+        assert visible(np.array([rows]), np.array([cols]), (lower, upper)).tolist() == [pairs]
 
 
 @pytest.mark.parametrize("kv_exchange", ["ring", "all_gather", "needed"])
@@ -50,13 +59,13 @@ def test_a_long_ring_by_formula_has_the_work_of_its_schedule(
     layout: str, kv_exchange: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pairs and rows of the fullest of 12 ranks, step by step."""
+    monkeypatch.setattr(tiles, "BLOCK", 1)
     monkeypatch.setattr(works, "BLOCK", 1)
     packed = PackedDocuments([list(boundaries([4800, 4800]))])
-    pairs = Pairs(packed.rows[0], True)
     monkeypatch.setattr(works, "REAL", 12)
-    real = ring_work(layout, 12, kv_exchange, packed, pairs)
+    real = ring_work(layout, 12, kv_exchange, packed, CAUSAL)
     monkeypatch.setattr(works, "REAL", 1)
-    formula = ring_work(layout, 12, kv_exchange, packed, pairs)
+    formula = ring_work(layout, 12, kv_exchange, packed, CAUSAL)
     assert np.allclose(real.pairs, formula.pairs, rtol=1e-3)
     exact, mine = real.ranks[real.rank], formula.ranks[formula.rank]
     assert exact.hops == mine.hops and len(exact.forward) == len(mine.forward)

@@ -1,1 +1,0 @@
-"""Layouts that depend on documents: the cost of a placement, the deal of ``"balanced"``, the choice of ``"auto"``."""
