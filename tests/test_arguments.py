@@ -51,7 +51,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"layout": "head_tail", "use_local_output": False}, "contiguous order"),
     ({"cross_attention": True, "window": (4, 0)}, "cross_attention=True with layout="),
     ({"cross_attention": True, "layout": "balanced"}, "cross_attention=True with layout="),
-    ({"kv_exchange": "p2p"}, "kv_exchange='p2p' is unknown.* Choose one of 'all_gather', 'ring'"),
+    (
+        {"kv_exchange": "p2p"},
+        "kv_exchange='p2p' is unknown. It says how keys and values travel. Choose one of 'all_gather', 'ring'",
+    ),
 ]
 
 

@@ -19,7 +19,7 @@ from hyper_cp.cli.diagnosis.findings import NAMES, Finding, Results, check
 from hyper_cp.cli.diagnosis.tiles import CAUSAL, Tile
 from hyper_cp.cli.modes import Mode, named_modes
 from hyper_cp.mesh import cp_mesh
-from hyper_cp.mesh.comm import Axis, Pending
+from hyper_cp.mesh.comm import Axis, Message, Pending
 from hyper_cp.ops import engine, kernels
 from hyper_cp.ops.config import Operands, OpSettings
 from hyper_cp.ops.exchange.ulysses import Ulysses
@@ -87,9 +87,11 @@ class ThreadAxis(Axis):
     def _receive(self, source: int, recvs: Sequence[Tensor]) -> _Arrival:
         return _Arrival(self.board, (source, self.rank, next(self.numbers["from", source])), recvs)
 
-    def send_recv(self, sends: Sequence[Tensor], to: int, recvs: Sequence[Tensor], source: int) -> Pending:
-        self._send(to, sends)
-        return Pending([self._receive(source, recvs)], list(recvs), list(sends))
+    def send_recv(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        for tensor, to in sends:
+            self._send(to, [tensor])
+        works = [self._receive(source, [tensor]) for tensor, source in recvs]
+        return Pending(works, [tensor for tensor, _ in recvs], sends)
 
     def _exchange(self, sends: Any, recvs: Any, result: Tensor, finish: Callable[[Any], Any] = lambda r: r) -> Pending:
         for rank in range(self.size):
@@ -135,8 +137,9 @@ class SilentAxis(Axis):
                 x.normal_() if x.is_floating_point() else x.zero_()
         return Pending([], received[0], sent)
 
-    def send_recv(self, sends: Sequence[Tensor], to: int, recvs: Sequence[Tensor], source: int) -> Pending:
-        return self._arrived(list(sends), *recvs).then(lambda _: list(recvs))
+    def send_recv(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        into = [tensor for tensor, _ in recvs]
+        return self._arrived(sends, *into).then(lambda _: into)
 
     def all_to_all(self, send: Tensor) -> Pending:
         return self._arrived(send, torch.empty_like(send))

@@ -56,9 +56,9 @@ class Mode:
         object.__setattr__(self, "window", tiles.check_window(self.window))
         check_choice("kv_exchange", self.kv_exchange, arrivals.KV_EXCHANGES, "It says how keys and values travel")
         layouts.check_layout(self.layout)
-        why = '1 exchanges all heads at once, and "auto" chooses by the planner\'s cost'
+        why = '1 exchanges all heads at once, and "auto" chooses by the sizes of a call'
         check_int("head_groups", self.head_groups, why, others=("auto",))
-        why = '1 exchanges all rows at once, and "auto" chooses by the planner\'s cost'
+        why = '1 exchanges all rows at once, and "auto" chooses by the sizes of a call'
         check_int("exchange_stages", self.exchange_stages, why, others=("auto",))
         if self.exchange_stages != "auto" and self.kv_exchange not in arrivals.STAGED:
             raise ValueError(

@@ -132,7 +132,7 @@ def state(model: nn.Module) -> dict[str, Any]:
         hooks = [list(h) for h in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)]
         public = {k: id(v) for k, v in vars(module).items() if not k.startswith("_")}
         found[f"module {name}"] = (hooks, public, module.training)
-    found["bindings"] = [(b.heads, len(b.stack), id(b.stack[0]), b.stack[0].documents) for b in bindings(model)]
+    found["bindings"] = [(b.heads, len(b.stack), id(b.stack[0]), b.active_documents()) for b in bindings(model)]
     found["modes"] = len(torch.overrides._get_current_function_mode_stack())
     return found
 

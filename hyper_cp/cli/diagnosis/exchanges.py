@@ -115,7 +115,7 @@ def _send_recv(axis: Axis, message: Message) -> Transfer:
     to, source = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     sends, want = ([x, -x[:1]] for x in (message(axis.rank, to), message(source, axis.rank)))
     into = [torch.empty_like(x) for x in want]
-    return lambda: axis.send_recv(sends, to, into, source).wait(), want
+    return lambda: axis.send_recv([(x, to) for x in sends], [(x, source) for x in into]).wait(), want
 
 
 TRANSFERS: dict[str, Callable[[Axis, Message], Transfer]] = {

@@ -36,13 +36,14 @@ class SwappedTails:
         """Post some rows of the tensors, those of one dtype in one message; the result has the partner's."""
         codecs = [Codec(*(x for x in tensors if x.dtype == dtype)) for dtype in dict.fromkeys(x.dtype for x in tensors)]
         sends = [codec.pack(Rows.of(*rows)) for codec in codecs]
-        receives, partner = [torch.empty_like(x) for x in sends], [self.partner] * len(sends)
+        receives = [torch.empty_like(x) for x in sends]
 
-        def unpacked(messages: Sequence[Tensor]) -> list[Tensor]:
-            of_dtype = {x.dtype: iter(codec.unpack(x)) for codec, x in zip(codecs, messages, strict=True)}
+        def unpacked(arrived: Sequence[Tensor]) -> list[Tensor]:
+            of_dtype = {x.dtype: iter(codec.unpack(x)) for codec, x in zip(codecs, arrived, strict=True)}
             return [next(of_dtype[x.dtype]) for x in tensors]
 
-        return self.axis.send_recv(sends, partner, receives, partner).then(unpacked)
+        messages = ([(x, self.partner) for x in xs] for xs in (sends, receives))
+        return self.axis.send_recv(*messages).then(unpacked)
 
     def rows(self, rows: Range, batch: Range | None = None) -> Sequence[Tensor]:
         """The tensors restricted to a range of queries (and of batch rows)."""

@@ -125,16 +125,14 @@ class Travel:
             move = self.transfers.returns[gradient].transposed
             parcels.append(self._parcel(move, self._gradients.pop(gradient)))
             self._returning[gradient] = parcels[-1]
-        sends, receives, targets, origins = [], [], [], []
+        sends, receives = [], []
         for parcel in parcels:
             if parcel.into is not None:
                 to, origin = parcel.move.peers
-                sends.append(parcel.sent.rows)
-                receives.append(parcel.into.rows)
-                targets.append(to)
-                origins.append(origin)
+                sends.append((parcel.sent.rows, to))
+                receives.append((parcel.into.rows, origin))
         if sends:  # pairs leave in one batch
-            pending = self.axis.send_recv(sends, targets, receives, origins)
+            pending = self.axis.send_recv(sends, receives)
             for parcel in parcels:
                 parcel.pending = parcel.pending or pending
 
