@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
-from typing import Any, Literal
+from functools import cached_property
+from typing import Literal
 
-import torch
 from torch import Tensor
 
 from ..mesh.arguments import check_bool, check_choice, check_int
@@ -17,6 +15,7 @@ from ..schedule import arrivals, tiles
 from ..schedule import layout as layouts
 from ..schedule.tiles import Band
 from .kernels.scores import Score
+from .settings import Settings
 
 
 @dataclass(frozen=True)
@@ -167,9 +166,8 @@ _SINGLE = tuple(field.name for field in fields(Operands) if field.name != "captu
 
 
 @dataclass(frozen=True)
-class OpSettings:
-    """Everything that an op needs beside tensors and numbers. A custom op takes it as one text, which a compiled graph
-    can hold and keep on disk; :func:`op_settings` reads it back."""
+class OpSettings(Settings):
+    """Everything that an op of attention needs beside tensors and numbers."""
 
     mesh: str
     """The key of the mesh, see :func:`hyper_cp.mesh.cp_mesh.by_key`."""
@@ -198,25 +196,4 @@ class OpSettings:
     ) -> tuple[list[Tensor], float, float, str]:
         """The last arguments of an op: its operands, its numbers, and these settings as text."""
         tensors, names = given.listed()
-        values = (names if name == "tensors" else getattr(self, name) for name in _FIELDS)
-        return tensors, scale, dropout_p, _text(*values)
-
-
-_FIELDS = tuple(field.name for field in fields(OpSettings))
-
-
-@torch.compiler.assume_constant_result
-def _text(*values: Any) -> str:
-    return _json(*values)
-
-
-@lru_cache(maxsize=1024)
-def _json(*values: Any) -> str:
-    return json.dumps(dict(zip(_FIELDS, values, strict=True)))
-
-
-@lru_cache(maxsize=1024)
-def op_settings(text: str) -> OpSettings:
-    """The settings that :meth:`OpSettings.text` has written."""
-    values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in json.loads(text).items()}
-    return OpSettings(**values)
+        return tensors, scale, dropout_p, self.text(tensors=names)

@@ -22,7 +22,7 @@ from ..schedule.build import Step
 from ..schedule.documents import read
 from ..schedule.tiles import Band, Tile, intersect
 from . import exchange, kernels, masks
-from .config import Call, CheckedCall, Mode, Operands, OpSettings, op_settings
+from .config import Call, CheckedCall, Mode, Operands, OpSettings
 from .exchange.tails import SwappedTails
 from .exchange.travel import Travel
 from .kernels.dropout import Dropout, draw_seed
@@ -210,7 +210,7 @@ def attention_op(
         tensors: the :class:`~hyper_cp.ops.config.Operands`, whose names are in the settings.
         settings: everything else, see :class:`~hyper_cp.ops.config.OpSettings`.
     """
-    options = op_settings(settings)
+    options = OpSettings.read(settings)
     given = Operands.of(tensors, options.tensors)
     q, k, v = _last_dim_contiguous(q, k, v)
     work = _Work(q, k, v, given, scale, dropout_p, options)
@@ -254,7 +254,7 @@ def attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """``(dq, dk, dv)`` of this rank's share, and its gradients of captured tensors. ``tensors``: the operands of
     forward, and those of backward."""
-    options = op_settings(settings)
+    options = OpSettings.read(settings)
     given = Operands.of(tensors, options.tensors)
     check_recompute(given.documents, options.mesh, given.mark)
     dout, q, k, v = _last_dim_contiguous(dout, q, k, v)
@@ -304,7 +304,7 @@ def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tensors: list[Tensor], *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     dq, dk, dv = (like_queries(x, x.shape[3], x.dtype) for x in (q, k, v))
-    return dq, dk, dv, [torch.empty_like(x) for x in Operands.of(tensors, op_settings(others[-1]).tensors).captured]
+    return dq, dk, dv, [torch.empty_like(x) for x in Operands.of(tensors, OpSettings.read(others[-1]).tensors).captured]
 
 
 class Saved:
@@ -314,7 +314,7 @@ class Saved:
     """
 
     def __init__(self, scale: float, dropout_p: float, settings: str) -> None:
-        self.scale, self.dropout_p, self.options = scale, dropout_p, op_settings(settings)
+        self.scale, self.dropout_p, self.options = scale, dropout_p, OpSettings.read(settings)
         self.score = find(self.options.score)  # backward finds it by its key for as long as somebody holds it
         self.caller = caller()
         self.documents: Tensor | None = None

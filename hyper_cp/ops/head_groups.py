@@ -35,7 +35,7 @@ from ..schedule import layout as layouts
 from ..schedule.choices import heads_after_sharing
 from ..schedule.documents import read
 from ..schedule.lookup import ascending, resolve
-from .config import CheckedCall, Operands, OpSettings, op_settings
+from .config import CheckedCall, Operands, OpSettings
 from .engine import Saved, attention_backward_op, attention_op, gradient_of_sinks, op_arguments
 from .exchange import ulysses
 from .exchange.ulysses import Ulysses, shared_heads
@@ -170,7 +170,7 @@ def ulysses_attention_op(
     """``[out]`` of this rank's ``[B, H, S, D]``, the log-sum-exp of the heads that it attends, then what backward
     needs: the kernel that ran, and per group all outputs, all q, all k, all v. Arguments: see
     :func:`engine.attention_op`; sinks and mask are those of this rank's heads after the exchange."""
-    options = op_settings(settings)
+    options = OpSettings.read(settings)
     given = Operands.of(tensors, options.tensors)
     kv_heads = k.shape[1] // cp_mesh.by_key(options.mesh).ulysses.size
     plan = Groups(options, given.documents, kv_heads, scale, dropout_p)
@@ -206,7 +206,7 @@ def ulysses_attention_op(
 
 @ulysses_attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
-    options = op_settings(others[-1])
+    options = OpSettings.read(others[-1])
     groups, degree = options.head_groups, cp_mesh.by_key(options.mesh).ulysses.size
     kv_groups = min(groups, k.shape[1] // degree)
 
@@ -237,7 +237,7 @@ def ulysses_attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """``(dq, dk, dv)`` of this rank, and its gradients of sinks (if given) and of captured tensors. ``saved``: all
     outputs, q, k and v of the groups. ``tensors``: the operands of forward, and those of backward."""
-    options = op_settings(settings)
+    options = OpSettings.read(settings)
     groups, given = options.head_groups, Operands.of(tensors, options.tensors)
     outs, queries, keys, values = _sorted(saved, groups)
     plan = Groups(options, given.documents, keys[0].shape[1] * len(keys), scale, dropout_p)
@@ -282,7 +282,7 @@ def ulysses_attention_backward_op(
 def _(
     dout: Tensor, lse: Tensor, saved: list[Tensor], tensors: list[Tensor], *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    options = op_settings(others[-1])
+    options = OpSettings.read(others[-1])
     given, degree = Operands.of(tensors, options.tensors), cp_mesh.by_key(options.mesh).ulysses.size
     dq, dk, dv = (_rank_of(xs, degree) for xs in _sorted(saved, options.head_groups)[1:])
     return dq, dk, dv, [torch.empty_like(x) for x in ([] if given.sinks is None else [given.sinks]) + [*given.captured]]

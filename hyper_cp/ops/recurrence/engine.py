@@ -8,7 +8,6 @@ message that holds what both directions need.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from ...mesh.failures import backward_of, caller, operation
 from ...schedule.documents import read
 from ..kernels.partials import accumulation_dtype
 from ..recompute import check_recompute, fingerprint
+from ..settings import Settings
 from . import kernels
 from .chunked import Affine, Inputs
 from .segments import segments
@@ -26,23 +26,14 @@ from .states import Passing
 
 
 @dataclass(frozen=True)
-class RecurrenceSettings:
-    """Everything that the ops need beside tensors, as one string."""
+class RecurrenceSettings(Settings):
+    """Everything that the ops of recurrences need beside tensors."""
 
     layout: str
     kernel: str
     exchanged: bool
     """True if heads have been exchanged for the sequence of a whole ring rank."""
     mesh: str
-
-    def text(self) -> str:
-        return f"{self.layout}|{self.kernel}|{int(self.exchanged)}|{self.mesh}"
-
-
-@lru_cache(maxsize=256)
-def _settings(text: str) -> RecurrenceSettings:
-    layout, kernel, exchanged, mesh = text.split("|", 3)
-    return RecurrenceSettings(layout, kernel, exchanged == "1", mesh)
 
 
 class _Work:
@@ -81,7 +72,7 @@ def recurrence_op(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, documents: Tensor | None, settings: str
 ) -> Tensor:
     """Outputs ``[B, S, H, dv]`` of this rank's share."""
-    work = _Work(v, g, documents, _settings(settings))
+    work = _Work(v, g, documents, RecurrenceSettings.read(settings))
     with torch.autocast(v.device.type, enabled=False), operation(work.cp, "recurrence", "forward"):
         nans.check(work.cp, "q, k, v, g, beta", q, k, v, g, beta)
         maps = work.entered(work.kernel.forward(work.inputs(q, k, v, g, beta)))
@@ -102,8 +93,8 @@ def recurrence_backward_op(
     settings: str,
 ) -> list[Tensor]:
     """Gradients of q, k, v, g and, if it is given, beta. ``mark``: the fingerprint of the documents of the inputs."""
-    check_recompute(documents, _settings(settings).mesh, mark)
-    work = _Work(v, g, documents, _settings(settings))
+    check_recompute(documents, RecurrenceSettings.read(settings).mesh, mark)
+    work = _Work(v, g, documents, RecurrenceSettings.read(settings))
     with torch.autocast(v.device.type, enabled=False), operation(work.cp, "recurrence", "backward"):
         nans.check(work.cp, "the gradient of the output, q, k, v, g, beta", dout, q, k, v, g, beta)
         inputs = work.inputs(q, k, v, g, beta)
@@ -131,7 +122,7 @@ def _(dout: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.documents, ctx.settings = inputs
     ctx.caller = caller()
-    ctx.save_for_backward(*tensors, fingerprint(ctx.documents, _settings(ctx.settings).mesh))
+    ctx.save_for_backward(*tensors, fingerprint(ctx.documents, RecurrenceSettings.read(ctx.settings).mesh))
 
 
 def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
