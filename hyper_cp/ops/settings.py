@@ -25,7 +25,8 @@ class Settings:
     @classmethod
     def read(cls, text: str) -> Self:
         """The settings of a text."""
-        found: Self = _read(cls, text)
+        kind: Any = cls
+        found: Self = _read(kind, text)
         return found
 
 
