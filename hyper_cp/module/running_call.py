@@ -83,13 +83,17 @@ def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
         binding.name,
         request.sinks,
     )
-    core = TileEngine() if request.core is None else request.core
-    mode, (q, k, v) = _mode(call, request), (request.query, request.key, request.value)
-    if exchanged is not None:
-        return attend(q, k, v, exchanged.cp, mode, options, core, exchanged=True)
-    (q, k, v), outputs = binding.local([q, k, v], 2, 1, call.mesh)
-    sizes = (q.shape[1], k.shape[1], q.shape[2]) if q.ndim == 4 and k.ndim == 4 else (1, 1, 1)
-    out = attend(q, k, v, call.mesh.view(*binding.record(*sizes)), mode, options, core)
+    mode, (q, k, v), outputs = _mode(call, request), (request.query, request.key, request.value), None
+    if exchanged is None:
+        (q, k, v), outputs = binding.local([q, k, v], 2, 1, call.mesh)
+        sizes = (q.shape[1], k.shape[1], q.shape[2]) if q.ndim == 4 and k.ndim == 4 else (1, 1, 1)
+        cp = call.mesh.view(*binding.record(*sizes))
+    else:
+        cp = exchanged.cp
+    core: Any = TileEngine()
+    if request.core is not None:
+        core, options = request.core.select_backend(q, cp, mode, options)
+    out = attend(q, k, v, cp, mode, options, core, exchanged=exchanged is not None)
     return outputs.wrap(out) if outputs is not None and isinstance(out, Tensor) else out
 
 

@@ -27,14 +27,17 @@ from .kernels import scores
 
 
 class AttentionBackend(Protocol):
-    """A way to compute attention of tensors ``[B, H, S, D]`` that hold the sequence of a whole ring rank."""
+    """Another way than tiles to compute attention of tensors ``[B, H, S, D]`` that hold the sequence of a whole ring
+    rank."""
+
+    def select_backend(
+        self, q: Tensor, cp: CPMesh, mode: Mode, call: Call
+    ) -> tuple[AttentionBackend | TileEngine, Call]:
+        """This backend, or the engine if the call can run in tiles; and the call as that backend takes it."""
+        ...
 
     def compiles(self, cp: CPMesh, mode: Mode, call: Call) -> bool:
         """True if the call can be part of a compiled graph."""
-        ...
-
-    def select_backend(self, q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[AttentionBackend, Call]:
-        """The backend that computes this call, and the call as that backend takes it."""
         ...
 
     def check(self, q: Tensor, k: Tensor, call: CheckedCall) -> None:
@@ -50,7 +53,7 @@ def attend(
     cp: CPMesh,
     mode: Mode,
     call: Call,
-    core: AttentionBackend,
+    core: AttentionBackend | TileEngine,
     *,
     exchanged: bool = False,
 ) -> Any:
@@ -59,21 +62,28 @@ def attend(
     Args:
         q, k, v: ``[B, H, S, D]``, this rank's share of the sequence; with ``exchanged`` that of its whole ring rank.
     """
-    if torch.compiler.is_compiling() and not core.compiles(cp, mode, call):
+    if not isinstance(core, TileEngine) and torch.compiler.is_compiling() and not core.compiles(cp, mode, call):
         return _outside_the_graph(q, k, v, cp, mode, call, core, exchanged)
     with calling(call.name):
         return _attend(q, k, v, cp, mode, call, core, exchanged)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call, core: AttentionBackend, exchanged: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cp: CPMesh,
+    mode: Mode,
+    call: Call,
+    core: AttentionBackend | TileEngine,
+    exchanged: bool,
 ) -> Any:
-    core, call = core.select_backend(q, cp, mode, call)
     if mode.head_groups == "auto":
         possible = isinstance(core, TileEngine) and not exchanged
         mode = replace(mode, head_groups=head_groups.best_groups(q, k, v, cp) if possible else 1)
     q, k, v, checked = check(q, k, v, call, cp, mode, exchanged=exchanged)
-    core.check(q, k, checked)
+    if not isinstance(core, TileEngine):
+        core.check(q, k, checked)
     if exchanged or cp.ulysses.size == 1:
         return core(q, k, v, checked)
     head_groups.check_groups(q.shape[1], k.shape[1], cp, mode.groups)
@@ -94,7 +104,8 @@ def _attend(
 def _outside_the_graph(
     q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call, core: AttentionBackend, exchanged: bool
 ) -> Any:
-    return attend(q, k, v, cp, mode, call, core, exchanged=exchanged)
+    selected, call = core.select_backend(q, cp, mode, call)
+    return attend(q, k, v, cp, mode, call, selected, exchanged=exchanged)
 
 
 def cp_attention(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> Tensor:

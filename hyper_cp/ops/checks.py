@@ -53,6 +53,8 @@ def check(
     check_options(call, mode, cp, lengths)
     band = tiles.band_of(call.is_causal, mode.window)
     check_tails(mode, cp, band, lengths[0], None if call.score is None else call.score.blocks)
+    if call.score is not None:
+        call.score.check(call.name, q.shape[0], q.shape[1] * (cp.ulysses.size if exchanged else 1), lengths)
     scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
     mask = None if call.mask is None else _check_mask(call.mask, call, q, cp, lengths, exchanged)
     return (

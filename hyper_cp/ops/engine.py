@@ -22,7 +22,7 @@ from ..schedule.build import Step
 from ..schedule.documents import read
 from ..schedule.tiles import Band, Tile, intersect
 from . import exchange, kernels, masks
-from .config import Call, CheckedCall, Mode, Operands, OpSettings
+from .config import CheckedCall, Operands, OpSettings
 from .exchange.tails import SwappedTails
 from .exchange.travel import Travel
 from .kernels.dropout import Dropout, draw_seed
@@ -33,34 +33,20 @@ from .recompute import check_recompute, fingerprint
 
 
 class TileEngine:
-    """The engine as a core of :func:`hyper_cp.ops.attention.attend`. The result is the output, or ``(output,
+    """The engine, as :func:`hyper_cp.ops.attention.attend` calls it. The result is the output, or ``(output,
     log-sum-exp)``."""
 
     def __init__(self, with_lse: bool = False) -> None:
         self.with_lse = with_lse
 
-    def compiles(self, cp: CPMesh, mode: Mode, call: Call) -> bool:
-        """The engine is one op in a graph."""
-        return True
-
-    def select_backend(self, q: Tensor, cp: CPMesh, mode: Mode, call: Call) -> tuple[TileEngine, Call]:
-        """The engine takes every call as it is."""
-        return self, call
-
-    def check(self, q: Tensor, k: Tensor, call: CheckedCall) -> None:
-        """Raise if the score function of the call, if it has one, does not fit it."""
-        if call.score is not None:
-            heads = q.shape[1] * (call.cp.ulysses.size if call.exchanged else 1)
-            call.score.check(call.name, q.shape[0], heads, call.lengths)
-
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Any:
         own = call.documents is None and call.mode.window is None and call.sinks is None and call.score is None
         if call.cp.size == 1 and own and not self.with_lse:
-            return self._alone(q, k, v, call)
+            return self._plain_sdpa(q, k, v, call)
         found = attention_op(q, k, v, *op_arguments(q, k, v, call))
         return found[:2] if self.with_lse else found[0]
 
-    def _alone(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Tensor:
+    def _plain_sdpa(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Tensor:
         """On one rank exactly the user's own call."""
         gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
@@ -231,11 +217,11 @@ def attention_op(
         partials.add(tile.q, tile.batch, *work.kernel.forward(inputs))
 
     with _no_autocast(q.device.type), operation(work.cp, "attention", "forward"):
-        watched(work.cp, options, "query, key, value", q, k, v)
+        check_nans_if_enabled(work.cp, options, "query, key, value", q, k, v)
         keys, queries = Travel(ring, plan.transfers, k, v), SwappedTails(ring, plan.swap, q)
         work.run(plan.forward, keys, queries, compute, partials)
         out, lse = queries.results(partials.result)
-        watched(work.cp, options, "the output", out)
+        check_nans_if_enabled(work.cp, options, "the output", out)
     return _bshd_in_memory(out), lse.contiguous(), torch.tensor([kernels.number_of(work.kernel_name)])
 
 
@@ -269,20 +255,20 @@ def attention_backward_op(
         into.add(tile, *of_keys)
 
     with _no_autocast(q.device.type), operation(work.cp, "attention", "backward"):
-        watched(work.cp, options, "the gradient of the output, query, key, value", dout, q, k, v)
+        check_nans_if_enabled(work.cp, options, "the gradient of the output, query, key, value", dout, q, k, v)
         keys = Travel(ring, plan.transfers, k, v, accumulation_dtype(q.dtype))
         of_queries = (q, dout, out, lse) if given.dlse is None else (q, dout, out, lse, given.dlse)
         queries = SwappedTails(ring, plan.swap, *of_queries)
         work.run(plan.backward, keys, queries, compute, dq)
         (dq_local,) = queries.results(dq.result)
-        watched(work.cp, options, "the gradients of query, key, value", dq_local, *keys.home)
+        check_nans_if_enabled(work.cp, options, "the gradients of query, key, value", dq_local, *keys.home)
     others = [] if work.scores is None else work.scores.gradients
     of_captured = [total.to(x.dtype) for total, x in zip(others, given.captured, strict=True)]
     dk, dv = keys.gradients_at_home()
     return _bshd_in_memory(dq_local), dk, dv, of_captured
 
 
-def watched(cp: CPMesh, options: OpSettings, names: str, *tensors: Tensor) -> None:
+def check_nans_if_enabled(cp: CPMesh, options: OpSettings, names: str, *tensors: Tensor) -> None:
     """Check tensors for NaN, if that is asked for. Calls in which nothing travels need not be made by all ranks."""
     if nans.watch.on and (options.kv_exchange != "replicated" or cp.ulysses.size > 1):
         nans.check(cp, names, *tensors)
