@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             check_picture("--plot", args.plot)
         if args.rows < 1:
             raise ValueError(
-                f"--rows {args.rows} is no positive number. It is the length of the table. Pass at least 1"
+                f"--rows {args.rows} is not a positive number. It is the length of the table. Pass at least 1"
             )
         report = _planned(args)
     except (TypeError, ValueError) as error:

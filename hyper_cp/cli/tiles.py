@@ -3,7 +3,7 @@
     hyper-cp tiles --ranks 4 --documents 1100,300,1600,1096
     hyper-cp tiles --ranks 8 --documents 20000,4000,41536 --picture tiles.svg
 
-Each row of a map stands for queries, each column for keys. A letter is the rank that computes the pair: a capital where
+The rows of a map are queries, its columns keys. A letter is the rank that computes the pair: a capital where
 it holds the keys itself, a small letter where they travel to it. A picture (any format of matplotlib, the extra `viz`)
 has a colour for each rank, pale where keys travel.
 

@@ -161,7 +161,7 @@ def attention(
         attn_mask: bool (True is visible) or added to the logits, broadcastable to ``[B, H, S, S]`` over
             *global* positions; its query dimension may be this rank's own. No gradient for it. A mask
             that is exactly causal is treated as ``is_causal`` (checked once per tensor).
-        window: ``(left, right)``: a query sees at most so many positions before and after its own;
+        window: ``(left, right)``: the most positions that a query sees before and after its own;
             None (or -1): no bound.
         documents: cumulative lengths ``[0, ..., S]`` of documents packed into the sequence, global, on
             the CPU (a list or tensor, or one per batch row): only positions of one document see each

@@ -156,7 +156,7 @@ class Operands:
 
     @staticmethod
     def of(tensors: Sequence[Tensor], names: Sequence[str]) -> Operands:
-        """Those of a list; the inverse of :meth:`listed`."""
+        """The operands of a list with these names; the inverse of :meth:`listed`."""
         pairs = [*zip(names, tensors, strict=True)]
         single = {name: x for name, x in pairs if name != "captured"}
         return Operands(**single, captured=[x for name, x in pairs if name == "captured"])

@@ -79,7 +79,8 @@ def check_groups(q_heads: int, kv_heads: int, cp: CPMesh, groups: int) -> None:
 
 
 def best_groups(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh) -> int:
-    """The number of groups that ``head_groups="auto"`` stands for. A call that does not fit is left to its checks."""
+    """The number of groups that ``head_groups="auto"`` means for a call. A call that does not fit is left to its
+    checks."""
     degree = cp.ulysses.size
     if degree == 1 or any(not isinstance(x, Tensor) or x.ndim != 4 for x in (q, k, v)):
         return 1

@@ -16,7 +16,7 @@ from ..schedule.documents import read
 
 @torch.library.custom_op("hyper_cp::fingerprint", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def fingerprint(documents: Tensor | None, mesh: str) -> Tensor:
-    """``[1]`` int64 on the CPU that stands for these documents and this mesh."""
+    """A fingerprint of these documents and this mesh: ``[1]`` int64 on the CPU."""
     return torch.tensor([_hash(documents, mesh)])
 
 

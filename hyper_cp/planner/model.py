@@ -45,7 +45,7 @@ class ModelShape:
             accelerators), ``"plain"`` (``nn.RMSNorm`` on the CPU), or ``"transformers"`` (Hugging Face's, in fp32).
 
     Raises:
-        ValueError: for a size that is no positive int, or heads that are no multiple of key/value heads.
+        ValueError: for a size that is not a positive int, or heads that are not a multiple of the key/value heads.
     """
 
     layers: int
@@ -156,7 +156,7 @@ def _get(config: Any, name: str) -> Any:
 
 
 def configuration(model: Any) -> Any:
-    """The configuration that a path or a name stands for; anything else as it is."""
+    """The configuration under a path or a name; anything else as it is."""
     if not isinstance(model, (str, Path)):
         return model
     path = Path(model)
@@ -166,7 +166,7 @@ def configuration(model: Any) -> Any:
     # A name has at most one slash, and no ending of a file: everything else would only be looked up in the network.
     if isinstance(model, Path) or path.suffix == ".json" or model[:1] in ("/", ".", "~") or len(path.parts) > 2:
         raise ValueError(
-            f"model={str(model)!r} stands for a file, {str(path)!r}, that does not exist. It holds the sizes of the "
+            f"model={str(model)!r} means the file {str(path)!r}, which does not exist. It holds the sizes of the "
             "model. Pass the path of a config.json or of its folder, or a name that transformers.AutoConfig finds"
         )
     try:

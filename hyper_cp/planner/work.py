@@ -28,13 +28,13 @@ FORMULAS = ("contiguous", "head_tail", "per_document")
 """Layouts whose work is known by formula for any number of ranks."""
 
 REAL = 8
-"""Up to so many ranks of a ring the real schedule is built; beyond, formulas count."""
+"""The most ranks of a ring for which the real schedule is built; beyond, formulas count."""
 
 DEALT = 128
-"""Up to so many ranks of a ring, layouts without a formula are placed."""
+"""The most ranks of a ring for which layouts without a formula are placed."""
 
 LISTED = 32
-"""So many arriving steps of a long ring are listed at most; the last one stands for the rest."""
+"""The most arriving steps of a long ring that are listed; the last one represents the rest."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RankWork:
 
     Attributes:
         forward, backward: the local step, those that arrive, and the last local one.
-        hops: how many times keys arrive. If fewer steps are listed, the last of them stands for the rest.
+        hops: how many times keys arrive. If fewer steps are listed, the last of them represents the rest.
         pieces: how many steps arrive in each hop.
         received: for ``"needed"``, the rows that arrive in each stage, by ring rank: arrays ``[ring]``.
         returned: the same for the rows that this rank gives, whose gradients come back.

@@ -149,7 +149,7 @@ def _last_step(problem: Problem, steps: Sequence[Sequence[Sequence[int]]]) -> in
 
 
 def _pieces(share: int, count: int) -> tuple[tuple[Range, ...], ...]:
-    """The rows of a share in so many pieces, each of which has an equal part of either half of the share."""
+    """The rows of a share in ``count`` pieces, each of which has an equal part of either half of the share."""
     if count == 1:
         return (((0, share),),)
     cuts = [share * i // (2 * count) for i in range(2 * count + 1)]
@@ -171,7 +171,7 @@ def _piece(block: Numbers, rows: Sequence[Range]) -> Numbers:
 
 # --------------------------------------------------------------------------- only what is needed
 
-# So many stages are under way, and at most as many rows as so many ranks hold. A rank with much to do in one stage then
+# The most stages that are under way, with at most as many rows as that number of ranks hold. A rank with much to do in one stage then
 # seldom holds up the others. In backward gradients travel beside keys, and the more stages of keys are under way, the
 # longer the first takes to arrive: on TCP, keys for all ranks share the link.
 _AHEAD = 3
@@ -234,7 +234,7 @@ class _Flows:
         self.most, self.share = int(self.lengths.sum(1).max()), _length(placed(problem.keys[problem.rank]))
 
     def arrivals(self, rank: int, count: int) -> Arrivals:
-        """The blocks and moves of one rank in so many stages."""
+        """The blocks and moves of one rank in ``count`` stages."""
         everyone, stages = range(self.problem.size), in_stages(self.lengths, count)
         received = [self._stages(rank, of, stages) for of in everyone]
         sent = [self._stages(to, rank, stages) for to in everyone]

@@ -52,7 +52,7 @@ class Step:
 
     @property
     def nbytes(self) -> int:
-        """About so many bytes of memory, the index of used keys and what kernels make of parts included."""
+        """An estimate of its bytes of memory, the index of used keys and what kernels make of parts included."""
         parts = sum(len(tile.parts or ()) for tile in self.tiles)
         keys = sum(stop - start for start, stop in self.take) if len(self.take) > 1 else 0
         return 32 * len(self.take) + 8 * keys + 600 * len(self.tiles) + 500 * parts
@@ -99,7 +99,7 @@ class Schedule:
 
     @property
     def nbytes(self) -> int:
-        """About so many bytes of memory."""
+        """An estimate of its bytes of memory."""
         steps = {id(step): step for step in (*self.forward, *self.backward)}
         moved = sum(8 * move.rows.length for move in self.transfers.moves if move.pattern == "rows")
         return sum(step.nbytes for step in steps.values()) + moved

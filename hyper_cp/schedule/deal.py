@@ -25,7 +25,7 @@ _CHUNKS = (8, 6, 4, 2)  # per rank: the first that divides its positions
 _FINER = 16  # tried too where the budget allows: they balance rows better, but make more and smaller tiles,
 _GAIN = 0.02  # so they must gain so much. Where one chunk has _NEARLY the work of a rank, they are tried first
 _NEARLY = 0.9
-_SMALLEST = 128  # positions of a finer chunk: kernels work in blocks of about so many
+_SMALLEST = 128  # positions of a finer chunk: kernels work in blocks of about that size
 _TOLERANCE = 1.03  # the fullest rank's work over the mean that is aimed at: the last per cent would cost many rows
 _BUSIEST = (1.15, 1.5, 3)  # the rows that the busiest rank receives or sends over the mean that is aimed at
 _ABOVE = 4  # rows that a row above this counts as
@@ -45,7 +45,7 @@ def dealt(length: int, world: int, rows: Sequence[Documents], window: int | None
 
     Args:
         rows: boundaries of the documents that all batch rows have, or of each row.
-        window: a query sees at most so many positions before its own; None: all of its document.
+        window: the most positions that a query sees before its own; None: all of its document.
     """
     if window is None and all(len(boundaries) == 2 for boundaries in rows):
         return _ranges(_head_tail(world, 2), length)  # one document: no deal of equal work moves less
@@ -81,7 +81,7 @@ class _Budget:
         self.left = left
 
     def spend(self, exchanges: int) -> None:
-        """Count a round of so many exchanges."""
+        """Count a round of exchanges."""
         self.left = max(0, self.left - exchanges - _ROUND)
 
 
@@ -221,7 +221,7 @@ class _Ranks:
         self.work = chunks.pairs[deal].sum(1)
         self.most = np.floor(_TOLERANCE * self.work.mean())
         self.row = max(1.0, np.floor(self.work.sum() / chunks.length))
-        self.least = (chunks.stop - chunks.low).max() - chunks.length // len(deal)  # somebody must receive so many
+        self.least = (chunks.stop - chunks.low).max() - chunks.length // len(deal)  # some rank must receive that many
 
     def count_rows(self) -> None:
         """Count the rows that travel. What exchanges change in the popularity of other chunks is counted here only."""

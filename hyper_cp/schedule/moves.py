@@ -145,4 +145,4 @@ class Transfers:
 
 
 NO_TRANSFERS = Transfers()
-"""Those of a rank that has all keys."""
+"""The transfers of a rank that has all keys: none."""

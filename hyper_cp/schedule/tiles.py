@@ -20,7 +20,7 @@ FULL: Band = (None, None)
 CAUSAL: Band = (None, 0)
 
 BLOCK = 128
-"""Kernels work in blocks of about so many rows and columns: a smaller tile takes as long as a whole block."""
+"""The rows and columns of a block that kernels work in, about: a smaller tile takes as long as a whole block."""
 
 Part = tuple[Range, Range]
 """One rectangle of a tile: its rows and columns."""

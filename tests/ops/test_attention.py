@@ -73,7 +73,7 @@ def long_errors(modes: list[dict[str, Any]], world: int) -> list[tuple[Attention
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_long_shares(ranks: Any, world: int) -> None:
-    """Shares of so many rows that the local step is cut in two parts, the second of which comes last."""
+    """Shares with enough rows that the local step is cut in two parts, the second of which comes last."""
     chosen = [mode for mode in modes(world) if mode["ulysses_degree"] == 1]
     check(ranks(world, long_errors, drawn(chosen, world), world), FP64)
 

@@ -15,7 +15,7 @@ from ...schedule.layout import ResolvedLayout
 from ...schedule.ranges import Range
 
 Source = tuple[int | None, int, int]
-"""``(rank, start, stop)``: local rows of a rank, or so many zeros if the rank is None."""
+"""``(rank, start, stop)``: local rows of a rank, or that number of zeros if the rank is None."""
 
 
 @dataclass(frozen=True)

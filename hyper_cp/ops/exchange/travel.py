@@ -86,7 +86,8 @@ class Travel:
             self._next = self._run()
 
     def gradients_at_home(self) -> Sequence[Tensor]:
-        """Those of this rank's own k and v, complete at the end: in their dtype and in memory order [B, S, H, D]."""
+        """The gradients of this rank's own k and v, in their dtype and in memory order [B, S, H, D]. Complete at the
+        end."""
         if not self.transfers.moves:
             return [total.to(x.dtype) for total, x in zip(self.home, self.own, strict=True)]
         return [like_queries(x, x.shape[3], x.dtype).copy_(total) for total, x in zip(self.home, self.own, strict=True)]
