@@ -171,9 +171,9 @@ def _piece(block: Numbers, rows: Sequence[Range]) -> Numbers:
 
 # --------------------------------------------------------------------------- only what is needed
 
-# The most stages that are under way; they have at most as many rows as that number of ranks hold. A rank with much to do
-# in one stage then seldom holds up the others. In backward gradients travel beside keys, and the more stages of keys are
-# under way, the longer the first takes to arrive: on TCP, keys for all ranks share the link.
+# The most stages that are under way; they have at most as many rows as that number of ranks hold. A rank with much to
+# do in one stage then seldom holds up the others. In backward gradients travel beside keys, and the more stages of keys
+# are under way, the longer the first takes to arrive: on TCP, keys for all ranks share the link.
 _AHEAD = 3
 _USUAL = stage_limits("needed")
 
