@@ -79,7 +79,11 @@ def ring(problem: Problem) -> Arrivals:
     goes on with it, one hop behind, and from the last rank straight home."""
     size, rank, own = problem.size, problem.rank, problem.keys[problem.rank]
     share = _length(placed(own))
-    hops = _last_step(problem, [[[(r - hop) % size] for hop in range(size)] for r in range(size)])
+    hops = 0
+    for receiver, origins in _origins(problem):
+        hops = max([hops, *((receiver - origin) % size for origin in origins)])
+        if hops == size - 1:
+            break
     pieces = _pieces(share, 1 if size > _IN_PIECES_UP_TO or share < 2 * _LEAST_PIECE else 2)
     after, behind = (rank + 1) % size, (rank - 1) % size
     blocks, moves, returns = [placed(own)], list[Move](), list[Move]()
@@ -106,7 +110,7 @@ def all_gather(problem: Problem) -> Arrivals:
     of them are under way at once."""
     size, rank, own = problem.size, problem.rank, placed(problem.keys[problem.rank])
     everyone = range(size)
-    if not _last_step(problem, [[[r], [*everyone]] for r in everyone]):
+    if all(origin == receiver for receiver, origins in _origins(problem) for origin in origins):
         return Arrivals((own,))
     share, count = _length(own), problem.stages
     if not isinstance(count, int):
@@ -127,25 +131,11 @@ def local(problem: Problem) -> Arrivals:
     return Arrivals((placed(problem.keys[problem.rank]),))
 
 
-def _last_step(problem: Problem, steps: Sequence[Sequence[Sequence[int]]]) -> int:
-    """The last step whose keys any rank sees.
-
-    Args:
-        steps: for each rank and step the ranks whose keys arrive. The first step, 0, has the rank's own.
-    """
-    most, last = len(steps[0]) - 1, 0
-    if not most:
-        return 0
+def _origins(problem: Problem) -> Iterator[tuple[int, list[int]]]:
+    """For each rank the ranks that hold keys which its queries see."""
     keys, source = _by_position(problem.keys)
-    for queries, of_rank in zip(problem.queries, steps, strict=True):
-        step_of: dict[int, int] = {}
-        for step, origins in enumerate(of_rank):
-            for origin in origins:
-                step_of.setdefault(origin, step)
-        last = max([last, *(step_of.get(of, 0) for of in _sources(_seen(problem, queries), keys, source))])
-        if last == most:
-            break
-    return last
+    for rank, queries in enumerate(problem.queries):
+        yield rank, list(np.unique(source[within(keys, _seen(problem, queries))[1]]).tolist())
 
 
 def _pieces(share: int, count: int) -> tuple[tuple[Range, ...], ...]:
@@ -286,11 +276,6 @@ def _seen(problem: Problem, queries: Sequence[Range]) -> Numbers:
     if problem.blocks is None:
         return seen
     return within(np.column_stack((seen[:, 0], seen)), problem.blocks.keys_of(queries))[0][:, 1:]
-
-
-def _sources(seen: Numbers, keys: Numbers, source: Numbers) -> list[int]:
-    """The ranks that hold any of the positions ``seen``."""
-    return list(np.unique(source[within(keys, seen)[1]]).tolist())
 
 
 # --------------------------------------------------------------------------- by name

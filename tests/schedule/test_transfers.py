@@ -34,7 +34,7 @@ def worlds(draw: st.DrawFn) -> tuple:
     return ring, layout, draw(st.sampled_from(EXCHANGES)), length, (0, *cuts, length), band, stages
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(worlds())
 def test_every_departure_arrives_and_every_gradient_comes_home(world: tuple) -> None:
     ring, layout, kv, length, documents, band, stages = world
@@ -69,7 +69,7 @@ def test_every_departure_arrives_and_every_gradient_comes_home(world: tuple) -> 
 )
 def test_sampled_ranks_of_wide_worlds_agree(size: int, kv: str, band: tuple) -> None:
     held = lookup.resolve("contiguous", size, 4 * size).held
-    sampled = {0, 1, 2, size // 2, size // 2 + 1, size - 2, size - 1}
+    sampled = {0, 1, size - 1} if size > 1000 else {0, 1, 2, size // 2, size // 2 + 1, size - 2, size - 1}
     found = {rank: schedule.build(held, held, rank, kv, False, band).transfers for rank in sampled}
     neighbours_agree(found)
     for rank, each in found.items():
