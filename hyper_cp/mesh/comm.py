@@ -250,9 +250,11 @@ class HcclAxis(Axis):
 
     def _batch(self, name: str, sends: Sequence[Message], recvs: Sequence[Message]) -> tuple[Transfer, list[Any]]:
         works: list[Any] = []
+        peers: list[int] = []  # of each work, in the order of the rounds
         for some, others in zip_longest(_one_each(sends), _one_each(recvs), fillvalue=()):
             works += super()._batch(name, some, others)[1]
-        return Transfer(self.group, name, [peer for _, peer in (*sends, *recvs)]), works
+            peers += [peer for _, peer in (*some, *others)]
+        return Transfer(self.group, name, peers), works
 
 
 def _one_each(messages: Sequence[Message]) -> list[list[Message]]:

@@ -62,7 +62,6 @@ def check(
         k,
         v,
         CheckedCall(
-            call.name,
             cp,
             mode,
             band,

@@ -102,7 +102,6 @@ class CheckedCall:
     whole ring rank and 1/ulysses of the heads.
     """
 
-    name: str
     cp: CPMesh
     mode: Mode
     band: Band

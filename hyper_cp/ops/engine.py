@@ -1,7 +1,7 @@
 """The engine: one custom op that obtains keys and values, runs a kernel per tile, and merges partials.
 
-All modes run this code: forward and backward walk the rank's schedule. The op saves only local
-q, k, v, its output and the log-sum-exp; keys and values are fetched again in backward.
+Every mode runs this code, but for one rank alone and for compiled FlexAttention. Forward and backward are one loop. The
+op saves only local q, k, v, its output and the log-sum-exp; keys and values are fetched again in backward.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class TileEngine:
         self.with_lse = with_lse
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Any:
-        own = call.documents is None and call.mode.window is None and call.sinks is None and call.score is None
-        if call.cp.size == 1 and own and not self.with_lse:
+        plain = call.documents is None and call.mode.window is None and call.sinks is None and call.score is None
+        if call.cp.size == 1 and plain and not self.with_lse:
             return self._plain_sdpa(q, k, v, call)
         found = attention_op(q, k, v, *op_arguments(q, k, v, call))
         return found[:2] if self.with_lse else found[0]
@@ -218,7 +218,8 @@ def attention_op(
 
     with _no_autocast(q.device.type), operation(work.cp, "attention", "forward"):
         check_nans_if_enabled(work.cp, options, "query, key, value", q, k, v)
-        keys, queries = Travel(ring, plan.transfers, k, v), SwappedTails(ring, plan.swap, q)
+        keys = Travel(ring, plan.transfers, k, v)  # its first moves leave before the tails of queries
+        queries = SwappedTails(ring, plan.swap, q)
         work.run(plan.forward, keys, queries, compute, partials)
         out, lse = queries.results(partials.result)
         check_nans_if_enabled(work.cp, options, "the output", out)
@@ -344,7 +345,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
     q, k, v, out, lse, kernel, *tensors = ctx.saved_tensors
     saved: Saved = ctx.saved
-    dout = torch.zeros_like(out) if dout is None else dout
+    dout = torch.zeros_like(out) if dout is None else dout  # transfers take place: other ranks may have a gradient
     with backward_of(saved.caller):
         given = saved.operands(tensors, dlse, kernel)
         *grads, of_captured = attention_backward_op(dout, q, k, v, out, lse, *saved.arguments(given))

@@ -87,15 +87,29 @@ class Transfers:
         moves: each brings a block. A block that travels on must have arrived before its next move is posted:
             ``moves[i].source <= i - ahead``.
         ahead: the number of moves that are under way at once.
-        returns: block i's gradient leaves through ``returns[i]``: the transpose of a move that might have brought the
-            block. Its rows go where they would have come from, and are added there.
-        pieces: the number of blocks in which one share, or one piece of every share, arrives.
+        returns: the way of block i's gradient, written like a move of keys, and posted transposed: the gradient's rows
+            go where ``returns[i]`` would bring the block from, and are added there.
+        pieces: the number of moves that make up one hop: more than one if a share travels in pieces, one after the
+            other.
     """
 
     moves: tuple[Move, ...] = ()
     ahead: int = 1
     returns: tuple[Move, ...] = ()
     pieces: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self.returns) != len(self.moves):
+            raise ValueError(
+                f"{len(self.moves)} moves and {len(self.returns)} returns. The gradient of every block leaves through "
+                "a move of its own. Give one return for each move"
+            )
+        for i, move in enumerate(self.moves):
+            if move.source > i - self.ahead:
+                raise ValueError(
+                    f"move {i} sends block {move.source} on, with {self.ahead} moves under way at once. It is posted "
+                    f"when block {i - self.ahead} has arrived. Take an earlier source, or a smaller number of moves"
+                )
 
     @property
     def hops(self) -> int:
@@ -118,7 +132,7 @@ class Transfers:
     def _events(self, backward: bool) -> Iterator[Event]:
         count, leaving, home = len(self.moves), None, deque[int]()
         added_to: dict[int, list[int]] = {}
-        for block, move in enumerate(self.returns):
+        for block, move in enumerate(self.returns if backward else ()):
             added_to.setdefault(move.source, []).append(block)
         for block in range(min(self.ahead, count)):
             yield Event("post", block)

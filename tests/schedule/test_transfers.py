@@ -121,7 +121,10 @@ def test_a_wrong_list_of_moves_is_found() -> None:
     held = lookup.resolve("contiguous", 3, 12).held
     plans = [schedule.build(held, held, r, "ring", False, FULL).transfers for r in range(3)]
     own = [[*range(4 * r, 4 * r + 4)] for r in range(3)]
-    late = Transfers(plans[0].moves[::-1], 1, plans[0].returns)
-    for wrong in ([late, *plans[1:]], [plans[1], plans[0], plans[2]], [Transfers(), *plans[1:]]):
+    with pytest.raises(ValueError, match="move 0 sends block 0 on, with 1 moves under way"):
+        Transfers(plans[0].moves[::-1], 1, plans[0].returns)
+    with pytest.raises(ValueError, match="2 moves and 0 returns"):
+        Transfers(plans[0].moves, 1)
+    for wrong in ([plans[1], plans[0], plans[2]], [Transfers(), *plans[1:]]):
         with pytest.raises((AssertionError, KeyError)):
             carry_out(wrong, own, one_for_each_use(own))

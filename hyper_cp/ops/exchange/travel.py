@@ -86,8 +86,10 @@ class Travel:
             self._next = self._run()
 
     def gradients_at_home(self) -> Sequence[Tensor]:
-        """The gradients of this rank's own k and v, in their dtype and in memory order [B, S, H, D]. Complete at the
-        end."""
+        """The gradients of this rank's own k and v, in their dtype and in memory order [B, S, H, D]. Waits for the last
+        of them."""
+        if self._run() is not None:
+            raise RuntimeError("the gradients of keys are asked for before all blocks have been used")
         if not self.transfers.moves:
             return [total.to(x.dtype) for total, x in zip(self.home, self.own, strict=True)]
         return [like_queries(x, x.shape[3], x.dtype).copy_(total) for total, x in zip(self.home, self.own, strict=True)]
