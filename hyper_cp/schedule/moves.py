@@ -105,7 +105,7 @@ class Transfers:
                 "a move of its own. Give one return for each move"
             )
         for i, move in enumerate(self.moves):
-            if move.source > i - self.ahead:
+            if move.source != HOME and move.source > i - self.ahead:
                 raise ValueError(
                     f"move {i} sends block {move.source} on, with {self.ahead} moves under way at once. It is posted "
                     f"when block {i - self.ahead} has arrived. Take an earlier source, or a smaller number of moves"
