@@ -59,6 +59,15 @@ def test_exact_in_fp64(ranks: Any, world: int) -> None:
     check(ranks(world, run_cases, drawn(cases_of(world), world)), FP64)
 
 
+def test_a_whole_share_for_several_ranks_in_one_stage(ranks: Any) -> None:
+    cases = [
+        AttentionCase(length=48, kv_exchange="needed", exchange_stages=number, is_causal=causal, layout=layout)
+        for number in (1, "auto")
+        for causal, layout in ((False, "contiguous"), (True, "head_tail"))
+    ]
+    check(ranks(3, run_cases, cases), FP64)
+
+
 # --------------------------------------------------------------------------- bytes and messages
 
 

@@ -37,11 +37,10 @@ class Codec:
         for view, x in zip(self.unpack(packed), self.tensors, strict=True):
             at = 0
             for start, stop in rows.ranges:
-                whole = stop - start == self.length
-                (view if whole else view.narrow(2, at, stop - start)).copy_(
-                    x if whole else x.narrow(2, start, stop - start)
-                )
-                at += stop - start
+                length = stop - start
+                into = view if length == rows.length else view.narrow(2, at, length)
+                into.copy_(x if length == self.length else x.narrow(2, start, length))
+                at += length
         return packed
 
     def unpack(self, rows: Tensor) -> list[Tensor]:
