@@ -130,7 +130,7 @@ def run(mode: Mode, ranks: int, rows: int, backward: bool, device: Device) -> De
     cp = cp_mesh.register(cp_mesh.CPMesh("on streams", *axes, (axis,), cp_mesh.BatchState()))
     settings = {"head_groups": 1} | {name: value for name, value in mode.items() if name != "ulysses_degree"}
     q, k, v, dout = (torch.zeros(1, 32, rows, 1, dtype=torch.bfloat16) for _ in range(4))
-    # The other half of the call runs on a device that is not looked at.
+    # The other half of the call runs on a device of its own.
     forward, after = (Device(), device) if backward else (device, Device())
     with kernels.register(OnDevice(forward), "cpu"):
         object.__setattr__(axis, "device", forward)
