@@ -36,6 +36,7 @@ def test_tiles_run_while_keys_and_gradients_travel(mode: str, backward: bool) ->
     [
         ("ring, head_tail", 8, False),
         ("ring, head_tail", 4, True),  # a share travels in two pieces
+        ("ring, load_balance", 8, True),  # tails of queries travel beside keys
         ("all-gather, head_tail, 1 stage", 8, False),
         ("all-gather, head_tail, 4 stages", 8, True),
         ("needed, head_tail, 1 stage", 4, False),

@@ -56,7 +56,9 @@ tile then also waits behind the second of two transfers that were posted before 
 BLACKWELL = 10
 """The major compute capability from which on Megatron does not ask for one queue."""
 _FOR_ONE_QUEUE = "a ring on more than 4 ranks, or an all-gather in one stage, without FSDP2"
-_MANY_AT_ONCE = "FSDP2, kv_exchange='needed', head_groups > 1, stages of an all-gather, or a ring on up to 4 ranks"
+_MANY_AT_ONCE = (
+    "FSDP2, kv_exchange='needed', head_groups > 1, load_balance, stages of an all-gather, or a ring on up to 4 ranks"
+)
 
 
 def machine(ranks: Ranks) -> list[Finding]:
