@@ -63,7 +63,7 @@ _NAMES = {
     "documents": "packed documents",
     "blocks": "block masks",
     "plan": "styled modules",
-    "groups": "groups of a hybrid",
+    "groups": "process groups",
 }
 """The names of kinds and fields in errors."""
 _REMEDY = {
@@ -80,6 +80,7 @@ _REMEDY = {
     "number of process groups": "PyTorch names a new group after the number of groups that its rank is in, and "
     "ranks with other names never meet. Make the same number of groups with each rank of the cp mesh, or apply the "
     "styles before you make the others",
+    "degrees": "Call split_cp_mesh with the same degrees on every rank",
     "styled modules": "Apply one plan, with equal styles, to the same model on every rank",
 }
 _DIGESTS = ("documents", "block mask", "weights", "batch")
@@ -293,7 +294,8 @@ def _disagreement(
     fields = dict.fromkeys(name for entry in entries for name in entry)
     differ = [name for name in fields if len({entry.get(name) for entry in entries}) > 1]
     names, batch = " and ".join(map(_name, differ)), kinds[0] == "batch"
-    found = f"split batches that differ in {names}" if batch else f"call attention with different {names}"
+    does = {"batch": "split batches that differ in", "groups": "make process groups with different"}
+    found = f"{does.get(kinds[0], 'call attention with different')} {names}"
     start = f"{caller}: the ranks of the {mesh} {found}: "
     remedy = _REMEDY["batch" if batch else differ[0]] if batch or differ[0] in _REMEDY else _SAME_CALLS
     if first is not None and differ[0] not in _DIGESTS:

@@ -276,9 +276,14 @@ BACKENDS: dict[str, type[Axis]] = {"gloo": GlooAxis, "hccl": HcclAxis}
 def backend_of(group: dist.ProcessGroup) -> str:
     """The backend that serves the accelerator, or the CPU if there is no other. ``get_backend`` does not name it for a
     group of several backends, nor for the default of ``init_process_group``."""
-    of_device = dict(pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))
+    of_device = backends_of(group)
     others = [backend for device, backend in of_device.items() if device != "cpu"]
     return (others or [*of_device.values()])[0]
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend of each type of device."""
+    return dict(pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))
 
 
 def _sum_in_place(parts: list[Tensor]) -> Tensor:

@@ -19,7 +19,7 @@ from .agreement import Agreement, Signature
 from .arguments import is_int
 from .batch_state import BatchState
 from .comm import Axis
-from .groups import can_split, make_group, names_of_groups, parts_of
+from .groups import make_group, names_of_groups, parts_of
 
 MESH_NAMES = ("ring", "ulysses")
 
@@ -222,11 +222,11 @@ def _view(mesh: DeviceMesh, ulysses_degree: int | None) -> CPMesh:
     else:
         # A rank that makes other groups, or none, would leave the others waiting for it. (The view without groups holds
         # what all views share, also if the ranks disagree.)
-        named = () if can_split(group) else (("number of process groups", names_of_groups()),)
-        _view(mesh, 1).agree("groups", (("ulysses_degree", degree), *named), "ContextParallel")
+        signature = ("ulysses_degree", degree), ("number of process groups", names_of_groups())
+        _view(mesh, 1).agree("groups", signature, "ContextParallel")
         blocks = parts_of([ranks[i : i + degree] for i in range(0, size, degree)])
         lanes = parts_of([ranks[i::degree] for i in range(degree)])
-        ulysses, ring = (Axis.of(make_group(parts, group)) for parts in (blocks, lanes))
+        ulysses, ring = (Axis.of(make_group(*x)) for x in ((blocks, group, "ulysses"), (lanes, group, "ring")))
     return register(CPMesh(key, ring, ulysses, (whole,), *_shared_state(ranks, whole)))
 
 

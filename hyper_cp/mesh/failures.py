@@ -4,6 +4,8 @@ A rank that ends, hangs or raises an error leaves the others in a transfer, and 
 socket. Every transfer is posted and waited for inside a :class:`Transfer`, which raises :class:`TransferError` from
 that error. It finds the operation, the module and the mesh in its thread: ops enter an :class:`operation`, and calls
 of modules enter :func:`calling`. Both only push and pop; the text is made when something has failed.
+
+With NCCL's defaults waiting raises nothing: its watchdog ends the process after the timeout (docs/measured/devices.md).
 """
 
 from __future__ import annotations

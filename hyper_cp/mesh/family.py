@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import cp_mesh
+from .agreement import Agreement
 from .arguments import is_int
 from .comm import Axis
-from .groups import Parts, make_group, parts_of
+from .groups import Parts, make_group, names_of_groups, parts_of
 
 Ranks = tuple[int, ...]
 
@@ -102,13 +103,18 @@ def split_cp_mesh(mesh: DeviceMesh, degrees: Sequence[int] | None = None) -> Mes
     chosen = _checked_degrees(degrees, len(ranks))
     groups = {parts: g for parts, g in _GROUPS.items() if _alive(g)} | _groups_of(mesh)
     _GROUPS.clear()
+    agreement = Agreement.between(ranks, mesh.get_all_groups())
+    if agreement is not None:  # a rank that makes other groups, or names them otherwise, would leave the others waiting
+        signature = ("degrees", tuple(chosen)), ("number of process groups", names_of_groups())
+        agreement.compare_if_new("groups", signature, f"mesh of {len(ranks)} ranks", "split_cp_mesh")
     built = {}
     for degree in chosen:  # the same order on every rank, which makes the group-wise set-up free of deadlock
         table = torch.tensor(ranks).view(-1, degree)
         members = [parts_of(table.T.tolist()), parts_of(table.tolist())]
-        for parts in members:
+        for name, parts in zip(("dp", "cp"), members, strict=True):
             if parts not in groups:
-                groups[parts] = make_group(parts, groups.get((ranks,)) or _world_of(ranks))
+                parent = groups.get((ranks,)) or _world_of(ranks)
+                groups[parts] = make_group(parts, parent, f"{name}, degree {degree}", cpu=True)
         built[degree] = DeviceMesh.from_group(
             [groups[parts] for parts in members], mesh.device_type, mesh=table, mesh_dim_names=("dp", "cp")
         )

@@ -7,6 +7,7 @@ other pipeline stages, would never make it. So groups are split off a group of t
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .comm import Axis, backend_of
+from .comm import Axis, backend_of, backends_of
 
 MAX_CTAS = 16
 """The most thread blocks of an NCCL kernel on these groups (of 132 multiprocessors on an H100), so that attention
@@ -35,7 +36,9 @@ def parts_of(rows: Sequence[Sequence[int]]) -> Parts:
     return tuple(sorted(map(tuple, rows)))
 
 
-def make_group(parts: Parts, parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def make_group(
+    parts: Parts, parent: dist.ProcessGroup | None, description: str, cpu: bool = False
+) -> dist.ProcessGroup:
     """Make a process group for each of ``parts`` and return the one with this rank.
 
     All ranks of ``parts`` make this call, in the same order, and no other rank does.
@@ -43,21 +46,27 @@ def make_group(parts: Parts, parent: dist.ProcessGroup | None) -> dist.ProcessGr
     Args:
         parts: they cover ``parent``.
         parent: a group of the ranks of all ``parts``, if there is one.
+        description: the name of the group in NCCL's logs and flight recorder.
+        cpu: also carry tensors of the CPU, if the default group does.
     """
     (own,) = (part for part in parts if dist.get_rank() in part)
-    if parent is not None and can_split(parent):
+    described: dict[str, Any] = {"group_desc": f"hyper_cp {description}", "timeout": timeout()}
+    if parent is not None and can_split(parent, cpu):
         place = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(parent))}
         split = [[place[rank] for rank in part] for part in parts]
-        made = dist.split_group(parent, split, timeout=timeout(), pg_options=options(parent), group_desc="hyper_cp")
+        # A split of several backends hands NCCL's options to all of them: gloo warns, and drops the timeout.
+        if _several(parent):
+            described["backend"] = _backends(parent)
+        made = dist.split_group(parent, split, pg_options=options(parent), **described)
         assert made is not None  # for mypy: this rank is in a part
         return made
     with _without_parent() as world:
         made = dist.new_group(
             list(own),
-            timeout=timeout(),
+            backend=_backends(world) if _several(world) and not cpu else None,
             use_local_synchronization=True,
             pg_options=options(world),
-            group_desc="hyper_cp",
+            **described,
         )
     return made
 
@@ -72,12 +81,25 @@ def timeout() -> timedelta | None:
     return found
 
 
-def can_split(group: dist.ProcessGroup) -> bool:
+def can_split(group: dist.ProcessGroup, cpu: bool = False) -> bool:
     """True if the group has a communicator already, of a backend that can split it. (PyTorch splits no other: its
-    ranks could not know whether all of them have one.)"""
+    ranks could not know whether all of them have one.) One of several backends must be split without the others, for
+    which older versions of PyTorch have no argument."""
     device = group.bound_device_id
+    if device is None or (_several(group) and (cpu or "backend" not in inspect.signature(dist.split_group).parameters)):
+        return False
     # Private: only the backend says whether it can split, and no public function returns it.
-    return device is not None and bool(group._get_backend(device).supports_splitting)
+    return bool(group._get_backend(device).supports_splitting)
+
+
+def _several(group: dist.ProcessGroup) -> bool:
+    """True if the group has a backend for the CPU and another one for the accelerator."""
+    return len(set(backends_of(group).values())) > 1
+
+
+def _backends(group: dist.ProcessGroup) -> str:
+    """The backends of the accelerators, as PyTorch writes them: ``"cuda:nccl"``."""
+    return ",".join(f"{device}:{backend}" for device, backend in backends_of(group).items() if device != "cpu")
 
 
 def names_of_groups() -> int:

@@ -240,6 +240,16 @@ def test_heads_that_the_card_does_not_take_are_no_failure(check: Any, monkeypatc
     assert found == code and line.startswith("CRASHED" if code else "refused"), text
 
 
+def test_the_clock_of_a_device_is_shown_if_its_driver_tells_it(monkeypatch: Any) -> None:
+    def untold() -> int:
+        raise ModuleNotFoundError("pynvml is not installed")
+
+    for clock_rate, shown in ((lambda: 1980, "a card, now at 1980 MHz"), (untold, "a card")):
+        module = SimpleNamespace(get_device_name=lambda: "a card", clock_rate=clock_rate)
+        monkeypatch.setattr(torch, "get_device_module", lambda device, module=module: module)
+        assert device_check.device_name("cuda") == shown
+
+
 def test_merges_are_checked_where_triton_runs(monkeypatch: Any) -> None:
     pytest.importorskip("triton", reason="triton has no wheel for this platform")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from hyper_cp import plan
+from hyper_cp.cli.diagnosis import machine
+from hyper_cp.cli.diagnosis.findings import NOTE, WARNING
 from hyper_cp.cli.main import main
 from hyper_cp.mesh import comm
 from hyper_cp.ops import engine, kernels
@@ -132,6 +135,29 @@ def test_alone_it_makes_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch, caps
     assert f"torch: {torch.__version__}" in text and "cpu flash on cpu, float32: it runs plain calls" in text
     assert "npu fusion attention: torch_npu is not installed" in text and text.strip().endswith("OK (0 warnings)")
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("capability", "value", "said"),
+    [
+        (9, None, (NOTE, "for a ring on more than 4 ranks, or an all-gather in one stage, without FSDP2 only")),
+        (9, "8", (NOTE, "set it to 1 if")),
+        (9, "1", (NOTE, "keeps attention waiting with FSDP2, kv_exchange='needed'")),
+        (10, None, None),
+        (10, "8", None),
+        (12, "1", (WARNING, "this GPU does not need it")),
+        (None, None, None),
+    ],
+)
+def test_one_hardware_queue_is_advised_only_where_it_is_right(capability: Any, value: Any, said: Any) -> None:
+    variables = {"TORCH_NCCL_HIGH_PRIORITY": "1"} | ({} if value is None else {machine.QUEUES: value})
+    device = {} if capability is None else {"capability": capability}
+    ranks: Any = SimpleNamespace(device="cuda", size=8, per_host=8)
+    found = machine._variables(ranks, [{"variables": variables, "device": device}] * 8)
+    about = [(finding.status, finding.note) for finding in found if f"{machine.QUEUES} is" in finding.what]
+    assert len(about) == (said is not None)
+    for status, note in about:
+        assert status == said[0] and said[1] in note
 
 
 @pytest.mark.parametrize(

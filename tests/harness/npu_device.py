@@ -83,6 +83,7 @@ def install() -> None:
         dist.batch_isend_irecv = _batch_isend_irecv
         _library = torch.library.Library("_", "IMPL")
         _library.fallback(_run, "PrivateUse1")  # operators without operands of the device: they make some
+        _library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # autocast casts nothing here
 
 
 class HcclAxis(comm.HcclAxis, comm.GlooAxis):

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from hyper_cp.schedule.build import Schedule
-from hyper_cp.schedule.moves import HOME, Event, Move
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.device.ranks import SilentAxis
+from benchmarks.no_kernel import NoKernel
+from hyper_cp.cli.modes import Mode
+from hyper_cp.mesh import cp_mesh
+from hyper_cp.mesh.comm import Axis, Pending
+from hyper_cp.ops import attention, kernels
+from hyper_cp.ops.kernels import TileInputs
 
 
 @dataclass
@@ -14,81 +24,125 @@ class Kernel:
     """Something on a stream. It starts when what it waits for, and the kernel before it on its stream, have ended."""
 
     name: str
-    stream: str
     seconds: float
-    waits: list[Kernel] = field(default_factory=list)
-    start: float = 0.0
+    start: float
 
     @property
     def end(self) -> float:
         return self.start + self.seconds
 
 
+@dataclass
 class Device:
     """Kernels in the order in which a host launches them, which takes no time.
 
     With ``one_queue`` (CUDA_DEVICE_MAX_CONNECTIONS=1) a kernel that cannot start keeps those launched after it waiting,
-    on whatever stream they are.
+    on whatever stream they are. Copies and merges take no time.
+
+    Attributes:
+        pair: the seconds of a pair of a query and a key of one head.
+        byte: the seconds of a byte on the link.
     """
 
-    def __init__(self, one_queue: bool) -> None:
-        self.one_queue = one_queue
-        self.launched: list[Kernel] = []
+    one_queue: bool = False
+    pair: float = 1.0
+    byte: float = 1.0
+    launched: list[Kernel] = field(default_factory=list)
+    waits: list[Kernel] = field(default_factory=list)
+    """The kernels that the compute stream waits for."""
 
-    def launch(self, name: str, stream: str, seconds: float, waits: Sequence[Kernel] = ()) -> Kernel:
-        kernel = Kernel(name, stream, seconds, list(waits))
-        before = [x for x in self.launched if x.stream == stream]
-        bounds = [x.end for x in (*kernel.waits, *before[-1:])]
+    def launch(self, name: str, seconds: float, waits: Sequence[Kernel]) -> Kernel:
+        before = self.of(name)[-1:]
+        start = max((x.end for x in (*waits, *before)), default=0.0)
         if self.one_queue and self.launched:
-            bounds.append(self.launched[-1].start)
-        kernel.start = max(bounds, default=0.0)
-        self.launched.append(kernel)
-        return kernel
+            start = max(start, self.launched[-1].start)
+        self.launched.append(Kernel(name, seconds, start))
+        return self.launched[-1]
+
+    def compute(self, tile: TileInputs) -> None:
+        self.launch("tile", self.pair * visible_pairs(tile) * tile.q.shape[0] * tile.q.shape[1], self.waits)
+
+    def transfer(self, sent: int, received: int) -> Kernel:
+        """A transfer of so many bytes, after what is queued on the compute stream."""
+        return self.launch("transfer", self.byte * max(sent, received), [*self.of("tile")[-1:], *self.waits])
+
+    def of(self, name: str) -> list[Kernel]:
+        """The kernels on a stream, which are those of one name."""
+        return [x for x in self.launched if x.name == name]
 
     @property
     def end(self) -> float:
         return max(x.end for x in self.launched)
 
 
-def run(
-    plan: Schedule, backward: bool, one_queue: bool, tile: Callable[[int], float], row: Callable[[bool], float]
-) -> Device:
-    """Carry out a schedule's events on a device, with peers that are as far as this rank.
+def visible_pairs(tile: TileInputs) -> int:
+    """The visible pairs of queries and keys of a tile without documents."""
+    rows, cols = np.arange(tile.q.shape[2]), tile.k.shape[2]
+    lower, upper = tile.band
+    first = 0 if lower is None else np.clip(rows + lower, 0, cols)
+    last = cols if upper is None else np.clip(rows + upper + 1, 0, cols)
+    return int((np.maximum(last - first, 0) + 0 * rows).sum())
 
-    Args:
-        tile: the time of a number of visible pairs.
-        row: the time of a row on the link, of keys (False) or of gradients (True).
-    """
-    device, transfers = Device(one_queue), plan.transfers
-    steps = iter(plan.backward if backward else plan.forward)
-    arriving: dict[tuple[bool, int], Kernel] = {}
-    waits: list[Kernel] = []  # what the compute stream was told to wait for
 
-    def rows(move: Move) -> int:
-        return max(sum(move.sent), sum(move.received))
+class OnStream(SilentAxis):
+    """An axis whose transfers run on a stream of the device. Their ``wait()`` lets the compute stream wait."""
 
-    def post(event: Event) -> None:
-        moves = [] if event.block is None else [(False, event.block, transfers.moves[event.block])]
-        if event.gradient is not None:
-            moves.append((True, event.gradient, transfers.returns[event.gradient].transposed))
-        ready = [x for x in device.launched if x.stream == "compute"][-1:] + waits
-        batches = [moves] if all(move.pattern == "pair" for *_, move in moves) else [[move] for move in moves]
-        for batch in batches:  # pairs travel in one
-            seconds = sum(rows(move) * row(of_gradient) for of_gradient, _, move in batch)
-            kernel = device.launch("transfer", "transfers", seconds, ready)
-            for of_gradient, number, _ in batch:
-                arriving[of_gradient, number] = kernel
+    device: Device
 
-    for event in transfers.backward if backward else transfers.forward:
-        if event.kind == "post":
-            post(event)
-        elif event.kind == "use":
-            step = next(steps)
-            name = "own keys" if event.block == HOME else f"block {event.block}"
-            device.launch(name, "compute", tile(step.area), waits)
-            waits = []
-        else:
-            number = event.block if event.kind == "arrive" else event.gradient
-            waits.append(arriving.pop((event.kind == "add", number)))
-    device.launch("result", "compute", 0.0, waits)
+    def _arrived(self, sent: Any, *received: Tensor) -> Pending:
+        super()._arrived(sent, *received)
+        outgoing = [sent] if isinstance(sent, Tensor) else [x for x, _ in sent]
+        kernel = self.device.transfer(*(sum(x.nbytes for x in tensors) for tensors in (outgoing, received)))
+        return Pending([_Work(self.device, kernel)], received[0], sent)
+
+
+@dataclass
+class _Work:
+    device: Device
+    kernel: Kernel
+
+    def wait(self) -> None:
+        self.device.waits.append(self.kernel)
+
+
+class OnDevice(NoKernel):
+    """A kernel of attention that runs on the compute stream of a device."""
+
+    name = "on a device"
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        self.device.compute(tile)
+        return super().forward(tile)
+
+    def backward(self, tile: TileInputs, *of_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self.device.compute(tile)
+        return super().backward(tile, *of_rows)
+
+
+def run(mode: Mode, ranks: int, rows: int, backward: bool, device: Device) -> Device:
+    """Carry out a causal call of ``attention``, forward or backward, with peers that are as far as the last rank, with
+    ``rows`` rows each."""
+    axis, degree = OnStream(ranks - 1, ranks), mode.get("ulysses_degree", 1) or ranks
+    axes = (axis, Axis.alone()) if degree == 1 else (Axis.alone(), axis)
+    cp = cp_mesh.register(cp_mesh.CPMesh("on streams", *axes, (axis,), cp_mesh.BatchState()))
+    settings = {"head_groups": 1} | {name: value for name, value in mode.items() if name != "ulysses_degree"}
+    q, k, v, dout = (torch.zeros(1, 32, rows, 1, dtype=torch.bfloat16) for _ in range(4))
+    # The other half of the call runs on a device of its own.
+    forward, after = (Device(), device) if backward else (device, Device())
+    with kernels.register(OnDevice(forward), "cpu"):
+        object.__setattr__(axis, "device", forward)
+        out = attention(*(x.requires_grad_() for x in (q, k, v)), mesh=cp, is_causal=True, **settings)
+    with kernels.register(OnDevice(after), "cpu"):
+        object.__setattr__(axis, "device", after)
+        out.backward(dout)
     return device
+
+
+def run_balanced(mode: Mode, ranks: int, rows: int, backward: bool, one_queue: bool) -> Device:
+    """The device after a call in which all transfers together take a second, and all tiles too."""
+    first = run(mode, ranks, rows, backward, Device())
+    tiles, transfers = (sum(x.seconds for x in first.of(name)) for name in ("tile", "transfer"))
+    return run(mode, ranks, rows, backward, Device(one_queue, 1 / tiles, 1 / transfers))

@@ -272,9 +272,7 @@ def other_groups(degrees: tuple[int | None, ...]) -> list[str]:
 def test_ranks_that_would_make_other_groups(ranks: Any) -> None:
     for first, second in ranks(4, other_groups, (2, 2, 1, None)):
         assert first.startswith("ValueError") and second == ""
-        assert (
-            "rank 0 compares its groups of a hybrid; rank 1 compares its groups of a hybrid; rank 2 compares" in first
-        )
+        assert "rank 0 compares its process groups; rank 1 compares its process groups; rank 2 compares" in first
 
 
 # --------------------------------------------------------------------------- waiting alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -80,6 +81,18 @@ def test_only_the_ranks_of_the_cp_mesh_make_groups(ranks: Any, make: Any) -> Non
     assert calls[0] and set(calls[0]) == {("split_group", CP)}
 
 
+@on_ranks
+def descriptions() -> list[str]:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    cp, made = cp_mesh.view(mesh, 2), split_cp_mesh(mesh)
+    return [x.group_desc for x in (cp.ring.group, cp.ulysses.group, made.dp(2).get_group(), made.dp(4).get_group())]
+
+
+def test_groups_are_named_in_logs(ranks: Any) -> None:
+    names = ["hyper_cp ring", "hyper_cp ulysses", "hyper_cp dp, degree 2", "hyper_cp cp, degree 1"]
+    assert ranks(4, descriptions) == [names] * 4
+
+
 def test_a_group_without_a_communicator_is_not_split(ranks: Any) -> None:
     calls = ranks(5, calls_of, hybrid, False)
     assert [calls[rank] for rank in CP] == [
@@ -107,20 +120,37 @@ def test_a_family_on_a_slice_has_no_group_to_split(ranks: Any) -> None:
 
 
 @on_ranks
-def another_group_on_some_ranks() -> None:
+def another_group_on_some_ranks(make: Any, bound: bool) -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     dist.new_group([0])  # all ranks make the call; rank 0 alone has a group more
-    cp_mesh.view(mesh, 2)
+    with bound_world(*([mesh.get_group()] if bound else [])):
+        make(mesh)
 
 
-def test_ranks_with_different_numbers_of_groups_are_refused(ranks: Any) -> None:
-    """PyTorch would name the same group differently on rank 0 and the others, and wait for good."""
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("make", [hybrid, split_cp_mesh])
+def test_ranks_with_different_numbers_of_groups_are_refused(ranks: Any, make: Any, bound: bool) -> None:
+    """PyTorch would name the same group differently on rank 0 and the others, and wait for good. A split without a
+    store would not, but what is split depends on the versions of PyTorch and on the backends."""
     ranks.raises(
         4,
         ValueError,
-        r"number of process groups: rank 0: 2; rank 1: 1.*Make the same number of groups",
+        r"make process groups with different number of process groups: rank 0: 2; rank 1: 1.*Make the same number",
         another_group_on_some_ranks,
+        make,
+        bound,
     )
+
+
+@on_ranks
+def other_degrees() -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    split_cp_mesh(mesh, degrees=[2, 4] if dist.get_rank() else [4])
+
+
+def test_ranks_with_different_degrees_are_refused(ranks: Any) -> None:
+    message = r"different degrees: rank 0: \(1, 4\); rank 1: \(1, 2, 4\).*Call split_cp_mesh with the same degrees"
+    ranks.raises(4, ValueError, message, other_degrees)
 
 
 # --------------------------------------------------------------------------- NCCL's options, without NCCL
@@ -154,32 +184,60 @@ def test_groups_have_high_priority_and_few_thread_blocks(monkeypatch: Any) -> No
     assert nccl_options(monkeypatch, "cpu:gloo,npu:hccl") is None and nccl_options(monkeypatch, "cpu:gloo") is None
 
 
-def test_options_reach_new_groups_and_splits(monkeypatch: Any) -> None:
-    nccl_options(monkeypatch)
-    store = SimpleNamespace(timeout=timedelta(seconds=7))
-    world = SimpleNamespace(
-        bound_device_id="cuda:0", _get_backend=lambda device: backend, get_group_store=lambda: store
-    )
-    backend = SimpleNamespace(supports_splitting=True)
-    given: list[Any] = []
-    double = SimpleNamespace(
-        ProcessGroupNCCL=SimpleNamespace(Options=Options),
-        group=SimpleNamespace(WORLD=world),
-        get_rank=lambda: 1,
-        get_backend=lambda group: "nccl",
-        get_process_group_ranks=lambda group: [1, 2],
-        new_group=lambda ranks, **options: given.append((world.bound_device_id, ranks, options)),
-        split_group=lambda parent, parts, **options: given.append((parent, parts, options)) or parent,
-    )
+class BoundNCCL:
+    """torch.distributed of rank 1 of 2, bound to a GPU: it keeps what groups are made with, and refuses what loses the
+    user's timeout."""
+
+    ProcessGroupNCCL = SimpleNamespace(Options=Options)
+
+    def __init__(self, backends: str, split_group: Any) -> None:
+        self.backends, self.given, self.splits = backends, list[Any](), True
+        self.store = SimpleNamespace(timeout=timedelta(seconds=7))
+        self.world = SimpleNamespace(
+            bound_device_id="cuda:0",
+            _get_backend=lambda device: SimpleNamespace(supports_splitting=self.splits),
+            get_group_store=lambda: self.store,
+        )
+        self.group = SimpleNamespace(WORLD=self.world)
+        self.split_group = partial(split_group, self)
+        self.get_rank, self.get_backend = lambda: 1, lambda group: backends
+        self.get_process_group_ranks = lambda group: [1, 2]
+
+    def new_group(self, ranks: list[int], *, backend: str | None, **options: Any) -> Any:
+        assert self.world.bound_device_id is None, "it would split the world"
+        self.given.append(("new_group", ranks, backend or self.backends, options))
+
+    def split(self, parent: Any, parts: Any, backend: str | None = None, **options: Any) -> Any:
+        if len((backend or self.backends).split(",")) > 1:
+            raise RuntimeError("NCCL's options are handed to gloo, which drops the timeout")
+        self.given.append(("split_group", parts, backend or self.backends, options))
+        return parent
+
+    def split_all(self, parent: Any, parts: Any, **options: Any) -> Any:
+        """That of torch 2.11, which has no argument for the backend."""
+        return self.split(parent, parts, **options)
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+@pytest.mark.parametrize("backends", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
+@pytest.mark.parametrize("split_group", [BoundNCCL.split, BoundNCCL.split_all])
+def test_options_reach_new_groups_and_splits(monkeypatch: Any, split_group: Any, backends: str, cpu: bool) -> None:
+    """Those of NCCL reach NCCL alone. A group for the CPU too is made, not split, for the same reason."""
+    nccl_options(monkeypatch, backends)
+    double = BoundNCCL(backends, split_group)
     monkeypatch.setattr(groups, "dist", double)
-    groups.make_group(((1,), (2,)), world)
-    groups.make_group(((1,), (2,)), None)
-    backend.supports_splitting = False
-    groups.make_group(((1,), (2,)), world)
-    assert [call[:2] for call in given] == [(world, [[0], [1]]), (None, [1]), (None, [1])]
-    # PyTorch would give them NCCL's default, and warn of options that differ from it.
-    assert {(call[2]["timeout"], call[2]["pg_options"]._timeout) for call in given} == {(store.timeout,) * 2}
-    assert all(call[2]["pg_options"].is_high_priority_stream for call in given) and world.bound_device_id == "cuda:0"
+    for parent, supports in ((double.world, True), (None, True), (double.world, False)):
+        double.splits = supports
+        groups.make_group(((1,), (2,)), parent, "ring", cpu)
+    splits = backends == "cuda:nccl" or (split_group is BoundNCCL.split and not cpu)
+    first = ("split_group", [[0], [1]]) if splits else ("new_group", [1])
+    assert [call[:2] for call in double.given] == [first, ("new_group", [1]), ("new_group", [1])]
+    assert {call[2] for call in double.given} == {backends if cpu else "cuda:nccl"}
+    for *_, options in double.given:
+        # PyTorch would give them NCCL's default, and warn of options that differ from it.
+        assert options["timeout"] == options["pg_options"]._timeout == double.store.timeout
+        assert options["pg_options"].is_high_priority_stream and options["group_desc"] == "hyper_cp ring"
+    assert double.world.bound_device_id == "cuda:0"
 
 
 def test_head_groups_in_a_hybrid_want_an_order_of_launches(monkeypatch: Any) -> None:

@@ -47,11 +47,18 @@ HARMFUL = {
     ("NCCL_SHM_DISABLE", "1"): "ranks of one host may send over the network. Unset it",
     ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"): "every collective is checked, which takes time. Unset it for training",
 }
-WANTED = {
-    "TORCH_NCCL_HIGH_PRIORITY": "transfers on your cp mesh queue behind attention, and nothing overlaps. Set it to 1",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "transfers may start later than attention. Set it to 1 (not with FSDP in Megatron)",
-}
-"""Variables that several ranks on CUDA should have."""
+PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
+"""Several ranks on NCCL should have it."""
+
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""With 1, kernels start in the order in which they are launched, so a transfer that was posted first starts first. A
+tile then also waits behind the second of two transfers that were posted before it (tests/schedule/test_overlap.py)."""
+BLACKWELL = 10
+"""The major compute capability from which on Megatron does not ask for one queue."""
+_FOR_ONE_QUEUE = "a ring on more than 4 ranks, or an all-gather in one stage, without FSDP2"
+_MANY_AT_ONCE = (
+    "FSDP2, kv_exchange='needed', head_groups > 1, load_balance, stages of an all-gather, or a ring on up to 4 ranks"
+)
 
 
 def machine(ranks: Ranks) -> list[Finding]:
@@ -80,7 +87,8 @@ def device_of(kind: str) -> dict[str, Any]:
         return {"name": name, "memory_gb": memory / 1e9, "count": 1, "threads": torch.get_num_threads()}
     module = torch.get_device_module(kind)
     memory = module.get_device_properties(torch.accelerator.current_device_index()).total_memory
-    return {"name": module.get_device_name(), "memory_gb": memory / 1e9, "count": torch.accelerator.device_count()}
+    found = {"name": module.get_device_name(), "memory_gb": memory / 1e9, "count": torch.accelerator.device_count()}
+    return found | ({"capability": module.get_device_capability()[0]} if torch.version.cuda and kind == "cuda" else {})
 
 
 def variables(device: str) -> dict[str, str]:
@@ -147,15 +155,31 @@ def _backends(ranks: Ranks) -> Iterator[Finding]:
         )
 
 
+def _queues(value: str | None, capability: int | None) -> Iterator[Finding]:
+    """Yield what to do about the number of hardware queues, by the compute capability (None: not a GPU by NVIDIA)."""
+    if capability is None:
+        return
+    if value == "1" and capability >= BLACKWELL:
+        why = f"this GPU does not need it, and it keeps attention waiting with {_MANY_AT_ONCE}. Unset it"
+        yield Finding("variables", f"{QUEUES} is 1", WARNING, why)
+    elif value == "1":
+        why = f"right for {_FOR_ONE_QUEUE}. It keeps attention waiting with {_MANY_AT_ONCE}: unset it there"
+        yield Finding("variables", f"{QUEUES} is 1", NOTE, why)
+    elif capability < BLACKWELL:
+        why = f"set it to 1 if benchmarks/device/overlap.py shows that transfers start late, for {_FOR_ONE_QUEUE} only"
+        yield Finding("variables", f"{QUEUES} is {value or 'not set'}", NOTE, why)
+
+
 def _variables(ranks: Ranks, everyone: list[dict[str, Any]]) -> Iterator[Finding]:
     first = everyone[0]["variables"]
     for name, value in first.items():
-        why = HARMFUL.get((name, value))
-        yield Finding("variables", f"{name}={value}", WARNING if why else NOTE, why or "")
+        found = HARMFUL.get((name, value))
+        yield Finding("variables", f"{name}={value}", WARNING if found else NOTE, found or "")
     if ranks.device == "cuda" and ranks.size > 1:
-        for name, why in WANTED.items():
-            if first.get(name) != "1":
-                yield Finding("variables", f"{name} is {first.get(name, 'not set')}", WARNING, why)
+        if first.get(PRIORITY) != "1":
+            why = "transfers on your cp mesh queue behind attention, and nothing overlaps. Set it to 1"
+            yield Finding("variables", f"{PRIORITY} is {first.get(PRIORITY, 'not set')}", WARNING, why)
+        yield from _queues(first.get(QUEUES), everyone[0]["device"].get("capability"))
     if ranks.device == "cpu" and torch.get_num_threads() * min(ranks.per_host, ranks.size) > (os.cpu_count() or 1):
         yield Finding(
             "variables",
