@@ -235,7 +235,7 @@ _NAMES = {
     int(SDPBackend.MATH.value): "",
 }
 
-_ACTIVATED = {"FA3": ((9,), 256), "FA4": ((9, 10), 128)}
+ACTIVATED = {"FA3": ((9,), 256), "FA4": ((9, 10), 128)}
 """What the implementations of FlashAttention that a user may activate take: the major numbers of cards, and the longest
 heads. On other cards they raise an error. PyTorch hands both of them windows, variable lengths and whether backward is
 to be deterministic."""
@@ -290,7 +290,7 @@ def takes(operator: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
     FlashAttention gets values that are filled up to the head dim of queries."""
     cuda = torch.backends.cuda
     if operator == _Flash.name:
-        cards, most = _ACTIVATED.get(current_flash_attention_impl() or "", ((), 0))
+        cards, most = ACTIVATED.get(current_flash_attention_impl() or "", ((), 0))
         if v.shape[3] > q.shape[3] or (cards and (q.shape[3] > most or _card(q)[0] not in cards)):
             return False
         enabled, can_use, v = cuda.flash_sdp_enabled(), cuda.can_use_flash_attention, k

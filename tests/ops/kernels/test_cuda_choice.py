@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import random
+import re
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,9 +15,11 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, list_flash_attention_impls, sdpa_kernel
 
 from benchmarks.device import tiles
+from hyper_cp.cli.diagnosis import tiles as diagnosis
+from hyper_cp.cli.diagnosis.findings import NOTE, WARNING
 from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import TileInputs, cuda
 from hyper_cp.schedule.documents import documents_table, read
@@ -111,6 +116,28 @@ def test_an_activated_implementation_precedes_cudnn() -> None:
     for card, name in ((AMPERE, "FA3"), (BLACKWELL, "FA3"), (CONSUMER, "FA4")):
         with card.installed(name):
             assert "without flash" in kernel_of(*x), "an activated implementation refuses other cards"
+
+
+@pytest.mark.parametrize(
+    "major, activated, installed, status, says",
+    [
+        (8, None, {"flash_attn_interface"}, NOTE, "version 2$"),
+        (9, None, {"flash_attn_interface"}, WARNING, r"Call torch.nn.attention.activate_flash_attention_impl\('FA3'\)"),
+        (10, None, {"flash-attn-4"}, WARNING, r"activate_flash_attention_impl\('FA4'\)"),
+        (10, None, {"flash_attn_interface"}, NOTE, "also has FA4, not installed"),
+        (9, "FA3", set(), NOTE, "^FA3$"),
+        (8, "FA3", set(), WARNING, "not for this card"),
+    ],
+)
+def test_the_doctor_suggests_a_faster_flash_attention(
+    major: int, activated: str | None, installed: set[str], status: str, says: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(diagnosis, "current_flash_attention_impl", lambda: activated)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [name] if name in installed else [])
+    found = diagnosis.flash_attention(major)
+    assert found.status == status and re.search(says, found.note), found
+    assert set(cuda.ACTIVATED) <= set(list_flash_attention_impls()), "the names of torch"
 
 
 @pytest.mark.parametrize(
