@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,9 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hyper_cp.ops.kernels import TileInputs
 from hyper_cp.ops.kernels.scores import Softcap, TileScore, flex_kernel
+from hyper_cp.ops.kernels.scores.mods import dense_blocks
 from hyper_cp.schedule.lookup import Key, schedule
 from hyper_cp.schedule.tiles import Band
 from tests.harness.flex_masks import backward_on_the_cpu
@@ -101,3 +105,28 @@ def test_past_the_limit_is_an_error_and_not_plain_math() -> None:
         for cap in (10.0, 20.0, 30.0):
             run(TileInputs(q, q, q, GLOBAL, 0.25, score=TileScore(Softcap(cap), None)), False)
     assert graphs.compiled == graphs.runs == 2
+
+
+@given(
+    st.sampled_from([(None, None), GLOBAL, (-150, 0), (-40, 90), (0, None), (130, None)]),
+    st.tuples(st.integers(1, 400), st.integers(1, 400)),
+    st.sampled_from(["", "mask"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_blocks_without_evaluation_are_visible_as_a_whole(band: Band, shape: tuple[int, int], masked: str) -> None:
+    """FlexAttention on the CPU evaluates every pair: a block that is wrongly listed as full would show on CUDA only."""
+    rows, cols = shape
+    q, k = (torch.empty(1, 1, n, 16) for n in shape)
+    mask = torch.ones(1, 1, rows, cols, dtype=torch.bool) if masked else None
+    blocks = flex_kernel.tile_blocks(TileInputs(q, k, k, band, 1.0, mask), lambda b, h, i, j: i >= 0)
+    distance = torch.arange(cols) - torch.arange(rows)[:, None]
+    seen = (distance >= (-999 if band[0] is None else band[0])) & (distance <= (999 if band[1] is None else band[1]))
+    assert blocks.full_kv_num_blocks is not None and blocks.full_kv_indices is not None
+    tables = (blocks.kv_num_blocks, blocks.kv_indices), (blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    some, full = (dense_blocks(*table, -(-cols // 128))[0, 0].bool() for table in tables)
+    assert not (some & full).any() and not (masked and full.any())
+    for block, (i, j) in zip(full.flatten(), itertools.product(*map(range, full.shape)), strict=True):
+        pairs = seen[128 * i : 128 * i + 128, 128 * j : 128 * j + 128]
+        whole = pairs.shape == (128, 128) and bool(pairs.all())
+        assert bool(block) == (whole and not masked), (i, j)
+        assert bool(some[i, j] | block) or not pairs.any(), (i, j)
