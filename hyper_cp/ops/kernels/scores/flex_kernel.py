@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils import dlpack
 
 from ..derivative import autograd_in_op
 from ..inputs import TileInputs, backward_each, forward_each
@@ -110,8 +111,11 @@ class FlexKernel:
 
 def _at_zero(x: Tensor) -> Tensor:
     """The same memory as a tensor whose storage begins with it, without the stride that one batch row has in a longer
-    tensor: graphs differ by whether an offset is zero, and whether a stride follows from the sizes."""
-    return torch.utils.dlpack.from_dlpack(x.detach() if len(x) > 1 else x.detach()[0].unsqueeze(0))
+    tensor: graphs differ by whether an offset is zero, and whether a stride follows from the sizes. By a capsule, which
+    asks neither for the current device nor for its stream."""
+    x = x.detach()
+    capsule = dlpack.to_dlpack(x if len(x) > 1 else x[0].unsqueeze(0))  # type: ignore[attr-defined]
+    return dlpack.from_dlpack(capsule)
 
 
 # --------------------------------------------------------------------------- a tile as functions and blocks
