@@ -13,7 +13,7 @@ from torch import Tensor
 from hyper_cp.cli.diagnosis.findings import REFUSED, Finding, check
 from hyper_cp.cli.diagnosis.tiles import CAUSAL, FULL, Parts, Tile, run_tile
 from hyper_cp.ops import kernels
-from hyper_cp.ops.kernels import Kernel
+from hyper_cp.ops.kernels import Kernel, cuda
 
 SQUARES: Parts = (((0, 100), (0, 100)), ((100, 101), (100, 101)), ((130, 256), (130, 256)))  # rows and columns missing
 OBLONG: Parts = (((0, 64), (10, 138)), ((64, 200), (138, 180)), ((200, 201), (200, 300)))
@@ -80,13 +80,6 @@ REFUSALS: list[tuple[str, Sequence[torch.dtype], str, str]] = [
 """Refusals that are permitted on every card: a kernel's name, dtypes (none: all), kinds of tiles, and the reason. Every
 other error is a failure, and a kernel that runs in spite of an entry has to be right."""
 
-TAKES = {
-    "flash": "can_use_flash_attention",
-    "memory-efficient": "can_use_efficient_attention",
-    "cudnn": "can_use_cudnn_attention",
-}
-"""PyTorch's answers to what the operators behind scaled_dot_product_attention take on this card."""
-
 
 def refusal(kernel: str, dtype: torch.dtype, kind: str = "") -> str:
     """Return the reason why a kernel may refuse a dtype, or tiles of a kind, by a ``RuntimeError``; empty if it may
@@ -98,15 +91,14 @@ def refusal(kernel: str, dtype: torch.dtype, kind: str = "") -> str:
 
 
 def refused_by_the_card(kernel: Kernel, tile: Tile, dtype: torch.dtype, device: str) -> str:
-    """Return the reason why no call with a tile's heads reaches a kernel on this card; empty if one may. PyTorch is
-    asked, and not the operator, which need not check what it is given."""
-    operator = getattr(getattr(kernel, "dense", None), "name", "")
-    if not kernel.name.startswith("cuda ") or operator not in TAKES:
+    """Return the reason why no call with a tile's heads reaches a kernel on this card; empty if one may. The operator
+    is not asked: it need not check what it is given."""
+    dense = getattr(getattr(kernel, "dense", None), "name", "")
+    if not kernel.name.startswith("cuda "):
         return ""
-    cuda, call = torch.backends.cuda, replace(tile, rows=128, cols=128)  # a tile of a call may be as narrow as one key
-    q, k, v, _ = (x.requires_grad_() for x in call.tensors(device, dtype))
-    params = cuda.SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
-    return "" if getattr(cuda, TAKES[operator])(params) else f"PyTorch gives {operator} no such heads on this card"
+    call = replace(tile, rows=128, cols=128)  # a tile of a call may be as narrow as one key
+    q, k, v, _ = call.tensors(device, dtype)
+    return "" if cuda.takes(dense, q, k, v) else f"{dense} has no such heads on this card, forward and backward"
 
 
 # --------------------------------------------------------------------------- memory layouts

@@ -234,6 +234,8 @@ def test_heads_that_the_card_does_not_take_are_no_failure(check: Any, monkeypatc
     long = Tile(16, 16, CAUSAL, heads=(2, 1), dims=(256, 256))
     monkeypatch.setattr(tiles, "TILES", [*SMALL, long])
     monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: params.query.shape[3] <= most)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92300)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with kernels.register(CuDNN(), "cpu", accepts=lambda *_: False):
         found, text = check("kernels", "--dtype", "bfloat16")
     (line, *_) = (line for line in text.splitlines() if "cuda cudnn torch.bfloat16" in line and "D256" in line)

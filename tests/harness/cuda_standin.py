@@ -7,6 +7,7 @@ says anything of a GPU's numbers, speed or memory.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -61,6 +62,10 @@ def _order(x: Tensor) -> list[int]:
     return sorted((d for d in range(x.ndim) if x.shape[d] > 1), key=lambda d: -strides[d])
 
 
+def _trains(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
 @dataclass
 class Operators:
     """In place of ``torch.ops.aten``: the operators that the CUDA kernels call."""
@@ -68,10 +73,15 @@ class Operators:
     calls: list[str] = field(default_factory=list)
     plans: dict[Any, Any] = field(default_factory=dict)
     """cuDNN's plans: shapes and strides of q, k and v, and the memory order of out and dout."""
+    card: Card | None = None
+    """What runs them; None: a card that takes all head dims."""
+    ragged: bool = False
+    """``TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1``: cuDNN packs batch rows that lie in memory as [B, S, H, D]."""
 
     @contextmanager
     def installed(self) -> Iterator[Operators]:
-        with mock.patch.object(cuda, "_aten", self):
+        switch = {"TORCH_CUDNN_SDPA_AVOID_RECOMPILE": str(int(self.ragged))}
+        with mock.patch.object(cuda, "_aten", self), mock.patch.dict(os.environ, switch):
             yield self
 
     # ------------------------------------------------------------------------------------------- FlashAttention
@@ -141,7 +151,7 @@ class Operators:
         self._plan("forward", q, k, v, bias, causal)
         logits = _logits(q, k, scale, _visible(q.shape[2], k.shape[2], -1, 0 if causal else -1))
         out, lse = _attend(logits, v)
-        order = sorted(range(4), key=lambda d: -q.stride()[d])
+        order = sorted(range(4), key=lambda d: (q.stride()[d] != 0, -q.stride()[d]))
         out = out.to(q.dtype).permute(order).contiguous().permute([order.index(d) for d in range(4)])
         return out, lse.float().unsqueeze(-1)
 
@@ -153,12 +163,20 @@ class Operators:
         layouts = _order(out), _order(dout)
         refuse(plan.setdefault("layouts", layouts) == layouts, "a plan was found that has other strides of out or dout")
         refuse(out.dtype == dout.dtype == q.dtype and (mq, mk) == (q.shape[2], k.shape[2]), "out, dout, lengths")
+        refuse(out.stride(-1) == dout.stride(-1) == 1, f"head dims of out {out.stride()}, dout {dout.stride()}")
         refuse(lse.shape == (*q.shape[:3], 1) and lse.dtype == torch.float32, f"log-sum-exp {lse.shape}")
+        if self.ragged and all(x.transpose(1, 2).is_contiguous() for x in (q, k, v, out)):
+            apart = q.shape[2] * lse.stride(2)  # batch rows are found by this, whatever their stride is
+            refuse(len(q) == 1 or lse.stride(0) == apart, f"statistics of row 1 at {lse.stride(0)}, and not {apart}")
+        else:
+            refuse(lse.is_contiguous(), "cuDNN takes statistics [B, H, S]")
         logits = _logits(q, k, scale, _visible(q.shape[2], k.shape[2], -1, 0 if causal else -1))
         return _gradients(logits, lse.squeeze(-1), dout, q, k, v, out, scale)
 
     def _plan(self, way: str, q: Tensor, k: Tensor, v: Tensor, bias: Any, causal: bool) -> dict[str, Any]:
         self.calls.append("cudnn")
+        dims = q.shape[3], v.shape[3]
+        refuse(self.card is None or self.card.cudnn_runs(dims, way == "backward"), f"cuDNN has no engine for {dims}")
         refuse(bias is None and min(q.shape[2], k.shape[2]) > 1, f"{q.shape[2]} queries and {k.shape[2]} keys")
         refuse(not causal or q.shape[2] == k.shape[2], "causal rectangles")
         key = way, causal, *((tuple(x.shape), x.stride()) for x in (q, k, v))
@@ -200,23 +218,42 @@ class Operators:
 
 @dataclass(frozen=True)
 class Card:
-    """A card: its compute capability, and if its wheel puts cuDNN first. The user's settings are PyTorch's own, which
-    ``sdpa_kernel`` sets."""
+    """A card, its cuDNN, and what PyTorch says of both. The user's settings are PyTorch's own, which ``sdpa_kernel``
+    sets. ``lenient`` is a PyTorch that admits head dims up to 256 on Hopper, as it did from cuDNN 9.10 on."""
 
     major: int
-    cudnn_first: bool = False
+    minor: int = 0
+    cudnn_version: int = 92000
+    lenient: bool = False
+
+    @property
+    def cudnn_first(self) -> bool:
+        return self.cudnn_version > 91500 and self.major in (9, 10)
+
+    def cudnn_runs(self, dims: tuple[int, int], backward: bool) -> bool:
+        """True if cuDNN has an engine for these head dims."""
+        if max(dims) <= 128:
+            return True
+        if not (self.major == 10 or (self.major, self.minor) == (9, 0)):
+            return False
+        if dims == (192, 128):
+            return self.cudnn_version >= 91100
+        return max(dims) <= 256 and self.cudnn_version > 92200 and (not backward or dims == (256, 256))
 
     def flash(self, p: Any, debug: bool = False) -> bool:
         q, k, v = p.query, p.key, p.value
         half = q.dtype in (torch.float16, torch.bfloat16)
-        return half and q.shape[3] == k.shape[3] == v.shape[3] <= 256 and self.major >= 8
+        small = self.major == 12 or (self.major == 8 and self.minor >= 6)
+        no_backward = small and _trains(q) and 192 < q.shape[3] <= 224
+        return half and q.shape[3] == k.shape[3] == v.shape[3] <= 256 and self.major >= 8 and not no_backward
 
     def efficient(self, p: Any, debug: bool = False) -> bool:
         return bool(p.query.dtype != torch.float64)
 
     def cudnn(self, p: Any, debug: bool = False) -> bool:
         dims, half = (p.query.shape[3], p.value.shape[3]), p.query.dtype in (torch.float16, torch.bfloat16)
-        return half and (max(dims) <= 128 or (dims == (192, 128) and self.major == 9)) and p.key.shape[2] > 1
+        takes = self.cudnn_runs(dims, _trains(p.query)) or (self.lenient and self.major == 9 and max(dims) <= 256)
+        return half and self.major >= 8 and takes and p.key.shape[2] > 1
 
     def choice(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, enable_gqa: bool = False) -> int:
         """The backend that plain SDPA would choose."""
@@ -242,7 +279,8 @@ class Card:
                 (torch.backends.cuda, "can_use_flash_attention", self.flash),
                 (torch.backends.cuda, "can_use_efficient_attention", self.efficient),
                 (torch.backends.cuda, "can_use_cudnn_attention", self.cudnn),
-                (torch.cuda, "get_device_capability", lambda device: (self.major, 0)),
+                (torch.cuda, "get_device_capability", lambda device: (self.major, self.minor)),
+                (torch.backends.cudnn, "version", lambda: self.cudnn_version),
                 (cuda, "current_flash_attention_impl", lambda: activated),
             ):
                 stack.enter_context(mock.patch.object(where, name, what))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -10,9 +11,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 
 from ...ops import kernels
-from ...ops.kernels import Kernel, TileInputs
+from ...ops.kernels import Kernel, TileInputs, cuda
 from ...ops.kernels.scores import flex_kernel
 from ...ops.recurrence.kernels import fla_function
 from .findings import ABSENT, NAMES, NOTE, OK, REFUSED, WARNING, WRONG, Finding, Results, answer, check
@@ -167,7 +169,7 @@ def _missing(kind: str) -> str:
 
 
 def _beside_attention(device: str) -> Iterator[Finding]:
-    """Yield Triton's merge of partials, and flash-linear-attention."""
+    """Yield Triton's merge of partials, flash-linear-attention, and the FlashAttention of windows and documents."""
     triton, linear = "merge of partials in Triton", "flash-linear-attention (recurrences)"
     if device != "cuda":
         yield Finding(SECTION, triton, ABSENT, f"it runs on CUDA; {device} merges by operators")
@@ -185,3 +187,31 @@ def _beside_attention(device: str) -> Iterator[Finding]:
         yield Finding(SECTION, linear, ABSENT, str(error))
     else:
         yield Finding(SECTION, linear, NOTE, "used in half precision")
+    yield flash_attention(torch.cuda.get_device_capability()[0])
+
+
+def flash_attention(major: int) -> Finding:
+    """Return which FlashAttention windows and packed documents run on, and a faster one that this card has.
+
+    Args:
+        major: the first number of the card's compute capability.
+    """
+    what, used = "FlashAttention of windows and packed documents", current_flash_attention_impl()
+    if used is not None:
+        right = major in cuda.ACTIVATED.get(used, ((major,), 0))[0]
+        return Finding(SECTION, what, NOTE if right else WARNING, f"{used}" + ("" if right else ": not for this card"))
+    faster = [name for name, (cards, _) in cuda.ACTIVATED.items() if major in cards]
+    if not faster:
+        return Finding(SECTION, what, NOTE, "version 2")
+    there = [name for name in faster if _installed(name)]
+    if there:
+        line = f"torch.nn.attention.activate_flash_attention_impl({there[0]!r})"
+        return Finding(SECTION, what, WARNING, f"version 2, and {there[0]} is installed and faster. Call {line}")
+    return Finding(SECTION, what, NOTE, f"version 2. This card also has {' and '.join(faster)}, not installed")
+
+
+def _installed(name: str) -> bool:
+    """True if the package of an implementation is there. It is not imported."""
+    if name == "FA3":
+        return importlib.util.find_spec("flash_attn_interface") is not None
+    return any(True for _ in importlib.metadata.distributions(name="flash-attn-4"))

@@ -6,7 +6,10 @@ is ``benchmarks/device/check.py``.
 
 from __future__ import annotations
 
+import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -101,8 +104,9 @@ class _CuDNN:
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if min(tile.q.shape[2], tile.k.shape[2]) < self.least:
             return REFERENCE.backward(tile, dout, out, lse)
-        q, k, v, lse = tile.q, tile.k, tile.v, lse.contiguous().unsqueeze(-1)
+        q, k, v = tile.q, tile.k, tile.v
         out, dout = (_in_memory_as(x.to(q.dtype), q) for x in (out, dout))
+        lse = _statistics(lse, q, k, v, out)
         lengths = (None, None, q.shape[2], k.shape[2])  # not packed: no cumulative lengths
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse, *_no_seed(q), None, *lengths, 0.0, tile.causal, scale=tile.scale
@@ -150,9 +154,19 @@ def _window(tile: TileInputs) -> tuple[bool, dict[str, int]]:
 
 def _in_memory_as(x: Tensor, like: Tensor) -> Tensor:
     """``x`` dense, with its dimensions in the same order in memory as those of ``like``."""
-    strides = like.stride()
-    order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
+    strides = like.stride()  # 0 where one row stands for all: such a dimension is the outermost
+    order = sorted(range(x.ndim), key=lambda dim: (strides[dim] != 0, -strides[dim]))
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.ndim)])
+
+
+def _statistics(lse: Tensor, *q_k_v_out: Tensor) -> Tensor:
+    """The log-sum-exp ``[B, H, S]`` as cuDNN's backward takes it, ``[B, H, S, 1]``. With
+    ``TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1`` and all tensors in memory as [B, S, H, D], PyTorch packs the batch rows and
+    finds the statistics of each by a stride that is right for [B, S, H] only; otherwise they are [B, H, S]."""
+    ragged = os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1"
+    if ragged and all(x.transpose(1, 2).is_contiguous() for x in q_k_v_out):
+        return lse.transpose(1, 2).contiguous().transpose(1, 2).unsqueeze(-1)
+    return lse.contiguous().unsqueeze(-1)
 
 
 def _aligned_mask(tile: TileInputs) -> Tensor | None:
@@ -221,7 +235,10 @@ _NAMES = {
     int(SDPBackend.MATH.value): "",
 }
 
-_MOST_DIM = {"FA4": 128}  # head dims of an activated implementation, if less than FlashAttention-2's
+ACTIVATED = {"FA3": ((9,), 256), "FA4": ((9, 10), 128)}
+"""What the implementations of FlashAttention that a user may activate take: the major numbers of cards, and the longest
+heads. On other cards they raise an error. PyTorch hands both of them windows, variable lengths and whether backward is
+to be deterministic."""
 
 
 def accepts(kernel: OperatorKernel, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
@@ -231,14 +248,15 @@ def accepts(kernel: OperatorKernel, q: Tensor, k: Tensor, v: Tensor, is_causal: 
     if not dense or kernel.dense.name != dense:
         return False
     efficient = dense == _Efficient.name or torch.backends.cuda.mem_efficient_sdp_enabled()
-    return kernel.name == kernel_name(dense, dense == _Flash.name or _flash_takes(q, k, v), efficient)
+    return kernel.name == kernel_name(dense, dense == _Flash.name or takes(_Flash.name, q, k, v), efficient)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
-    """The backend of rectangles: what plain SDPA would choose; "" is plain math."""
-    grouped, cuda = q.shape[1] != k.shape[1], torch.backends.cuda
-    # Private: no public function says what SDPA chooses, priorities included. The same in torch 2.11 to 2.15.
-    choice = torch._fused_sdp_choice(q, k, v, is_causal=is_causal, enable_gqa=grouped)
+    """The backend of rectangles: what plain SDPA would choose for training; "" is plain math."""
+    grouped = q.shape[1] != k.shape[1]
+    with _in_training(q, k, v) as (q, k, v):
+        # Private: no public function says what SDPA chooses, priorities included. The same in torch 2.11 to 2.15.
+        choice = torch._fused_sdp_choice(q, k, v, is_causal=is_causal, enable_gqa=grouped)
     if choice not in _NAMES:
         raise RuntimeError(
             f"no attention backend takes query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)} of "
@@ -246,27 +264,56 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
             "backend in torch.nn.attention.sdpa_kernel"
         )
     name = _NAMES[choice]
-    if name == _CuDNN.name and current_flash_attention_impl() is not None and _flash_takes(q, k, v):
+    unequal = q.shape[3] != v.shape[3]
+    if name == _CuDNN.name and current_flash_attention_impl() is not None and takes(_Flash.name, q, k, v):
         return _Flash.name  # the user has installed a faster one, and has activated it
-    if name == _Efficient.name and q.shape[3] != v.shape[3] and torch.cuda.get_device_capability(q.device)[0] == 9:
-        params = cuda.SDPAParams(q, k, v, None, 0.0, is_causal, grouped)
+    if name == _Efficient.name and unequal and _card(q)[0] in (9, 10):
         # Wheels that prefer FlashAttention to cuDNN leave unequal head dims (MLA) to the slowest of the three.
-        return _CuDNN.name if cuda.cudnn_sdp_enabled() and cuda.can_use_cudnn_attention(params) else name
-    return name
+        return _CuDNN.name if takes(_CuDNN.name, q, k, v) else name
+    if not name or takes(name, q, k, v):
+        return name
+    # PyTorch lets more through than the operator takes.
+    rest = [_Flash.name] * (name == _CuDNN.name and not unequal) + [_Efficient.name]
+    return next((other for other in rest if takes(other, q, k, v)), "")
 
 
-def _flash_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if FlashAttention is allowed and runs this call, forward and backward, with v filled up to q's head dim."""
-    cuda, dim = torch.backends.cuda, q.shape[3]
-    if (
-        not cuda.flash_sdp_enabled()
-        or v.shape[3] > dim
-        or dim > _MOST_DIM.get(current_flash_attention_impl() or "", dim)
-    ):
-        return False
-    with torch.enable_grad():  # some cards lack backward of long heads; tensors inside an op require no gradient
-        q, k = (x.detach().requires_grad_() for x in (q, k))
-        return cuda.can_use_flash_attention(cuda.SDPAParams(q, k, k, None, 0.0, False, q.shape[1] != k.shape[1]))
+@contextmanager
+def _in_training(*tensors: Tensor) -> Iterator[list[Tensor]]:
+    """Tensors as they are in training, without which PyTorch also names backends that have no backward for such heads.
+    Inside an op and under ``torch.no_grad``, where backward may follow, tensors require no gradient."""
+    with torch.enable_grad():
+        yield [x if x.is_inference() else x.detach().requires_grad_() for x in tensors]
+
+
+def takes(operator: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True if an operator is allowed, and runs calls with such tensors on this card, forward and backward.
+    FlashAttention gets values that are filled up to the head dim of queries."""
+    cuda = torch.backends.cuda
+    if operator == _Flash.name:
+        cards, most = ACTIVATED.get(current_flash_attention_impl() or "", ((), 0))
+        if v.shape[3] > q.shape[3] or (cards and (q.shape[3] > most or _card(q)[0] not in cards)):
+            return False
+        enabled, can_use, v = cuda.flash_sdp_enabled(), cuda.can_use_flash_attention, k
+    elif operator == _Efficient.name:
+        enabled, can_use = cuda.mem_efficient_sdp_enabled(), cuda.can_use_efficient_attention
+    else:
+        enabled, can_use = cuda.cudnn_sdp_enabled() and _cudnn_has(q, v), cuda.can_use_cudnn_attention
+    with _in_training(q, k, v) as (q, k, v):
+        return enabled and bool(can_use(cuda.SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])))
+
+
+def _cudnn_has(q: Tensor, v: Tensor) -> bool:
+    """True if cuDNN has forward and backward for such head dims. Older versions of PyTorch let through more on
+    Hopper."""
+    dims, version = (q.shape[3], v.shape[3]), torch.backends.cudnn.version() or 0
+    if max(dims) <= 128:
+        return True
+    least = {(192, 128): 91100, (256, 256): 92201}.get(dims)
+    return least is not None and version >= least and (_card(q) == (9, 0) or _card(q)[0] == 10)
+
+
+def _card(q: Tensor) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(q.device)
 
 
 def _refusals(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, grouped: bool) -> str:

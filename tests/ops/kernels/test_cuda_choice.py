@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import random
+import re
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, list_flash_attention_impls, sdpa_kernel
 
+from benchmarks.device import tiles
+from hyper_cp.cli.diagnosis import tiles as diagnosis
+from hyper_cp.cli.diagnosis.findings import NOTE, WARNING
 from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import TileInputs, cuda
 from hyper_cp.schedule.documents import documents_table, read
 from hyper_cp.schedule.lookup import Key, schedule
 from tests.harness import operators
 from tests.harness.cuda_standin import Card, Operators
+from tests.harness.oracle import relative_error
 
 FLASH, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 CUDNN, MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH
-HOPPER, AMPERE, HOPPER_CU12 = Card(9, cudnn_first=True), Card(8), Card(9)
+HOPPER, AMPERE, HOPPER_CU12 = Card(9), Card(8), Card(9, cudnn_version=91400)
+BLACKWELL, BLACKWELL_CU12 = Card(10), Card(10, cudnn_version=91400)
+NEWER, OLDER_TORCH = Card(9, cudnn_version=92300), Card(9, lenient=True)
+ADA, CONSUMER = Card(8, 9), Card(12)
+CARDS = HOPPER, AMPERE, HOPPER_CU12, BLACKWELL, BLACKWELL_CU12, NEWER, OLDER_TORCH, ADA, CONSUMER
 PARTS = (((0, 20), (0, 20)), ((20, 64), (20, 64)))
 
 
@@ -53,7 +65,13 @@ def run_on(kernel: str, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> str:
         (HOPPER, "cudnn", (192, 128), "cudnn flash flash flash"),  # values are filled up to the head dim of keys
         (HOPPER_CU12, "cudnn", (192, 128), "cudnn flash flash flash"),
         (AMPERE, "memory-efficient", (192, 128), "memory-efficient memory-efficient flash flash"),
+        (BLACKWELL, "cudnn", (192, 128), "cudnn flash flash flash"),
+        (BLACKWELL_CU12, "cudnn", (192, 128), "cudnn flash flash flash"),
         (HOPPER, "flash", (256, 256), "flash flash flash flash"),
+        (OLDER_TORCH, "flash", (256, 256), "flash flash flash flash"),
+        (NEWER, "cudnn", (256, 256), "cudnn flash flash flash"),
+        (NEWER, "flash", (160, 160), "flash flash flash flash"),  # cuDNN has no backward of these
+        (ADA, "memory-efficient", (208, 208), "memory-efficient memory-efficient in several calls in several calls"),
         (Card(7), "memory-efficient without flash", (64, 64), "memory-efficient memory-efficient in several calls "
                                                               "in several calls"),
     ],
@@ -63,7 +81,7 @@ def test_the_operator_of_each_kind_of_tile(card: Card, dense: str, dims: tuple[i
     """A dense tile that recurs, one that does not, a packed one, and a window."""
     with card.installed():
         kernel = kernel_of(*made(dims=dims))
-        assert kernel == f"cuda {dense}"
+        assert kernel.removesuffix(" without flash") == f"cuda {dense}".removesuffix(" without flash")
         x = made(dims=dims)
         found = (
             run_on(kernel, *x),
@@ -94,6 +112,32 @@ def test_an_activated_implementation_precedes_cudnn() -> None:
     with HOPPER.installed("FA4"):
         assert kernel_of(*x) == "cuda flash"
         assert kernel_of(*made(dims=(192, 128))) == "cuda cudnn without flash", "FA4 takes head dims up to 128"
+        assert kernel_of(*made(dims=(256, 256))) == "cuda memory-efficient without flash"
+    for card, name in ((AMPERE, "FA3"), (BLACKWELL, "FA3"), (CONSUMER, "FA4")):
+        with card.installed(name):
+            assert "without flash" in kernel_of(*x), "an activated implementation refuses other cards"
+
+
+@pytest.mark.parametrize(
+    "major, activated, installed, status, says",
+    [
+        (8, None, {"flash_attn_interface"}, NOTE, "version 2$"),
+        (9, None, {"flash_attn_interface"}, WARNING, r"Call torch.nn.attention.activate_flash_attention_impl\('FA3'\)"),
+        (10, None, {"flash-attn-4"}, WARNING, r"activate_flash_attention_impl\('FA4'\)"),
+        (10, None, {"flash_attn_interface"}, NOTE, "also has FA4, not installed"),
+        (9, "FA3", set(), NOTE, "^FA3$"),
+        (8, "FA3", set(), WARNING, "not for this card"),
+    ],
+)
+def test_the_doctor_suggests_a_faster_flash_attention(
+    major: int, activated: str | None, installed: set[str], status: str, says: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(diagnosis, "current_flash_attention_impl", lambda: activated)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [name] if name in installed else [])
+    found = diagnosis.flash_attention(major)
+    assert found.status == status and re.search(says, found.note), found
+    assert set(cuda.ACTIVATED) <= set(list_flash_attention_impls()), "the names of torch"
 
 
 @pytest.mark.parametrize(
@@ -145,6 +189,55 @@ def test_a_call_that_no_backend_takes_names_the_reasons() -> None:
     ):
         cuda.accepts(cuda.KERNELS["cuda flash"], q, q, q, True)
     assert set(kernels.available("cuda")) == {"reference", "flex attention", *cuda.KERNELS}
+
+
+@pytest.mark.parametrize("card", CARDS, ids=str)
+def test_what_the_device_check_does_not_run_is_what_the_card_refuses(card: Card) -> None:
+    """The first documented command: every kernel either runs on a card's operators, or is not asked."""
+    long = [replace(tiles.TILES[-1], dims=dims) for dims in ((64, 64), (192, 128), (160, 160), (256, 256))]
+    with card.installed(), Operators(card=card).installed():
+        for name, kernel in cuda.KERNELS.items():
+            for tile in long:
+                found = tiles.check_tile("kernels", kernel, tile, tile.tensors("cpu", torch.bfloat16))
+                # ``is right`` of the numbers is tested elsewhere
+                assert not found.failed, (name, tile, found)
+                runs = card.cudnn_runs(tile.dims, True) if kernel.dense.name == "cudnn" else None
+                assert runs in (None, found.status == "ok"), (name, tile, found)
+
+
+def test_one_batch_row_for_all_keeps_the_head_dim_contiguous() -> None:
+    for name, kernel in cuda.KERNELS.items():
+        for tile in tiles.IN_EVERY_LAYOUT:
+            with Operators().installed():
+                layouts = dict.fromkeys(tiles.ARRANGED, "one batch row for all")
+                tensors = tile.tensors("cpu", torch.float32)
+                with mock.patch.object(cuda, "takes", lambda *_: True):
+                    found = tiles.check_tile("layouts", kernel, tile, tensors, "", **layouts)
+                assert found.status == "ok", (name, tile, found)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_statistics_of_cudnn_are_those_of_its_forward(ragged: bool) -> None:
+    """[B, S, H] in memory if PyTorch packs batch rows, which it does for tensors in [B, S, H, D] only."""
+    for arrange in (lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)):
+        q, k, dout = (arrange(torch.randn(2, h, 16, 8)) for h in (8, 2, 8))
+        tile = TileInputs(q, k, k, (None, 0), 1.0)
+        out, lse = kernels.REFERENCE.forward(tile)
+        with Operators(ragged=ragged).installed():
+            found = cuda.KERNELS["cuda cudnn"].backward(tile, dout, out, lse)
+        for a, b in zip(found, kernels.REFERENCE.backward(tile, dout, out, lse), strict=True):
+            assert relative_error(a, b) <= 5e-6
+
+
+def test_the_choice_is_the_same_without_gradients() -> None:
+    """Under torch.compile the kernel is chosen inside the op, where no tensor requires a gradient. cuDNN has a forward
+    of these heads, and no backward."""
+    x = [x.requires_grad_() for x in made(dims=(160, 160))]
+    with NEWER.installed():
+        assert torch._fused_sdp_choice(*made(dims=(160, 160))) == int(CUDNN.value)
+        with torch.no_grad():
+            inside = kernel_of(*made(dims=(160, 160)))
+        assert inside == kernel_of(*x) == "cuda flash"
 
 
 def test_cudnn_finds_the_same_memory_layout_with_every_plan() -> None:

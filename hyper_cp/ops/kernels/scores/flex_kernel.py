@@ -2,12 +2,16 @@
 
 The functions are shifted to the tile, the blocks of its mask are those that the tile touches, and the log-sum-exp is
 asked for. Backward computes the tile again: its gradient by FlexAttention is that of the tile's own output and
-log-sum-exp, which follow from those of the merged ones. Not executed on hardware: the tests run it on the CPU, where
-FlexAttention is plain math.
+log-sum-exp, which follow from those of the merged ones.
+
+All tiles are put into one form, so that one graph serves them: each has a band, whose bounds are tensors, listed and
+full blocks, and tensors that begin where their storage begins. Not executed on hardware: the tests run it on the CPU,
+where FlexAttention is plain math, and count the graphs.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -16,19 +20,43 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils import dlpack
 
-from ....schedule.tiles import FULL
 from ..derivative import autograd_in_op
 from ..inputs import TileInputs, backward_each, forward_each
 from . import MaskMod, ScoreMod
 from .mods import Mods, ordered_blocks
 
 _BLOCK = 128
+_MOST_GRAPHS = 128
+"""Graphs of FlexAttention in a process: of every score function, head dim, dtype and the like, forward and backward."""
 
 
 @lru_cache(maxsize=1)
 def _compiled() -> Callable[..., Any]:
-    return torch.compile(_plain(), dynamic=True)
+    """FlexAttention compiled as a whole: past the limit of recompilations torch then raises an error, in place of its
+    plain math, which would make all logits of a tile."""
+    return torch.compile(_plain(), dynamic=True, fullgraph=True)
+
+
+@contextmanager
+def _room_for_graphs() -> Iterator[None]:
+    """Let torch keep more graphs of one function than its 8. In them lengths that happen to be equal stay different
+    numbers, and a score's floats are constants: as inputs of a graph they cannot be differentiated past. Private
+    configuration, since no public name sets it for one function."""
+    dynamo, shapes = torch._dynamo, importlib.import_module("torch.fx.experimental._config")
+    kept = max(_MOST_GRAPHS, dynamo.config.recompile_limit)
+    with dynamo.config.patch(recompile_limit=kept, specialize_float=True), shapes.patch(use_duck_shape=False):
+        try:
+            yield
+        except dynamo.exc.FailOnRecompileLimitHit as error:
+            raise RuntimeError(
+                f"FlexAttention has been compiled for {kept} different calls in this process, the most that are kept. "
+                "Each code of a score_mod or mask_mod, head dim, dtype and number of heads needs a graph of its own, "
+                "and without one the logits of a whole tile would be made. Use fewer functions, and give them what "
+                "changes as tensors; TORCH_LOGS=recompiles says what differed. Or raise "
+                "torch._dynamo.config.recompile_limit"
+            ) from error
 
 
 def _plain() -> Callable[..., Any]:
@@ -49,7 +77,7 @@ class FlexKernel:
         if tile.parts is not None:
             return forward_each(self.forward, tile, tile.rectangles())
         with torch.no_grad():
-            return self._attend(tile, tile.q, tile.k, tile.v)
+            return self._attend(tile, *(_at_zero(x) for x in (tile.q, tile.k, tile.v)))
 
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if tile.parts is not None:
@@ -57,7 +85,7 @@ class FlexKernel:
         score = tile.score
         captured, totals = (score.score.captured, score.gradients) if score is not None else ((), ())
         with autograd_in_op():
-            q, k, v = (x.detach().requires_grad_() for x in (tile.q, tile.k, tile.v))
+            q, k, v = (_at_zero(x).requires_grad_() for x in (tile.q, tile.k, tile.v))
             own, own_lse = self._attend(tile, q, k, v)
             with torch.no_grad():
                 # out = sum of weight * own over tiles; weights are the exponentials of log-sum-exps, normalised.
@@ -73,21 +101,30 @@ class FlexKernel:
 
     def _attend(self, tile: TileInputs, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         score_mod, mask_mod = functions(tile)
-        mask = None if mask_mod is None else tile_blocks(tile, mask_mod)
+        mask = tile_blocks(tile, mask_mod)
         run = _compiled() if self.compiled else _plain()
         options = {"scale": tile.scale, "enable_gqa": q.shape[1] != k.shape[1], "return_aux": AuxRequest(lse=True)}
-        out, aux = run(q, k, v, score_mod=score_mod, block_mask=mask, **options)
+        with _room_for_graphs():
+            out, aux = run(q, k, v, score_mod=score_mod, block_mask=mask, **options)
         return out, aux.lse
+
+
+def _at_zero(x: Tensor) -> Tensor:
+    """The same memory as a tensor whose storage begins with it, without the stride that one batch row has in a longer
+    tensor: graphs differ by whether an offset is zero, and whether a stride follows from the sizes. By a capsule, which
+    asks neither for the current device nor for its stream."""
+    x = x.detach()
+    capsule = dlpack.to_dlpack(x if len(x) > 1 else x[0].unsqueeze(0))  # type: ignore[attr-defined]
+    return dlpack.from_dlpack(capsule)
 
 
 # --------------------------------------------------------------------------- a tile as functions and blocks
 
 
-def functions(tile: TileInputs) -> tuple[ScoreMod | None, MaskMod | None]:
-    """The score, the band and the explicit mask of a tile as functions of numbers in the tile."""
-    score_mod, mask_mod = (None, None) if tile.score is None else tile.score.score.mods(tile.score.where)
-    if tile.band != FULL:
-        mask_mod = _both(mask_mod, _band(*tile.band))
+def functions(tile: TileInputs) -> tuple[ScoreMod | None, MaskMod]:
+    """The score, and the band and the explicit mask of a tile, as functions of numbers in the tile."""
+    score_mod, hidden = (None, None) if tile.score is None else tile.score.score.mods(tile.score.where)
+    mask_mod = _both(hidden, _band(tile))
     if tile.mask is None:
         return score_mod, mask_mod
     mask = tile.mask.expand(*tile.q.shape[:3], tile.k.shape[2])
@@ -109,31 +146,42 @@ def _both(first: MaskMod | None, second: MaskMod) -> MaskMod:
 _FAR = 2**30  # no key is so far from a query, and indices may be 32-bit integers
 
 
-def _band(lower: int | None, upper: int | None) -> MaskMod:
-    low, high = -_FAR if lower is None else lower, _FAR if upper is None else upper
+def _band(tile: TileInputs) -> MaskMod:
+    """The band of a tile. A bound that is a number would be part of a graph where it is 0 or 1; it is filled in on the
+    device, so that the host does not wait."""
+    lower, upper = tile.band
+    bounds = -_FAR if lower is None else lower, _FAR if upper is None else upper
+    low, high = (torch.full((), x, dtype=torch.int32, device=tile.q.device) for x in bounds)
     return lambda b, h, i, j: (j - i <= high) & (j - i >= low)
 
 
 def tile_blocks(tile: TileInputs, mask_mod: MaskMod) -> BlockMask:
     """The mask of a tile: blocks of the tile that touch a listed block of the global mask, and that the band leaves
-    visible. The function is evaluated in all of them."""
+    visible. The function is evaluated in all of them, but for blocks that only the band could hide, and does not."""
     (rows, cols), device = (tile.q.shape[2], tile.k.shape[2]), tile.q.device
     starts = [torch.arange(0, n, _BLOCK, device=device) for n in (rows, cols)]
     distance = starts[1] - starts[0].unsqueeze(1)  # of the first key of a block from its first query
     listed = torch.ones_like(distance, dtype=torch.bool)
+    full = (starts[0].unsqueeze(1) + _BLOCK <= rows) & (starts[1] + _BLOCK <= cols)
     lower, upper = tile.band
     if upper is not None:
         listed &= distance - (_BLOCK - 1) <= upper
+        full &= distance + (_BLOCK - 1) <= upper
     if lower is not None:
         listed &= distance + (_BLOCK - 1) >= lower
-    score = None if tile.score is None else tile.score.score
-    if isinstance(score, Mods) and score.dense is not None and score.block_mask is not None and tile.score is not None:
-        where = tile.score.where
-        if where is not None:
+        full &= distance - (_BLOCK - 1) >= lower
+    score, where = (None, None) if tile.score is None else (tile.score.score, tile.score.where)
+    if isinstance(score, Mods):
+        full = torch.zeros_like(full)
+        if score.dense is not None and score.block_mask is not None and where is not None:
             listed = listed & _touched(score.dense, score.block_mask.BLOCK_SIZE, where.rows, where.cols)
-    listed = listed.expand(1, 1, *distance.shape) if listed.ndim == 2 else listed
-    number, order = ordered_blocks(listed)
-    return BlockMask.from_kv_blocks(number, order, BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(rows, cols))
+    if tile.mask is not None:
+        full = torch.zeros_like(full)
+    listed = listed.expand(1, 1, *distance.shape)
+    some, whole = ordered_blocks(listed & ~full), ordered_blocks(listed & full)
+    return BlockMask.from_kv_blocks(
+        some[0], some[1], whole[0], whole[1], BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(rows, cols)
+    )
 
 
 def _touched(dense: Tensor, size: tuple[int, int], rows: Tensor, cols: Tensor) -> Tensor:
