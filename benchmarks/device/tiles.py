@@ -165,7 +165,7 @@ def check_kernels(device: str, dtypes: Sequence[torch.dtype]) -> Iterator[Findin
         for tile in MIXED:
             tensors = tile.tensors(device, dtype)
             q, k, v, _ = tensors
-            chosen = kernels.get(kernels.choose(q, k, v, tile.band == CAUSAL), q, k, v)
+            chosen = kernels.get(kernels.choose(q, k, v, tile.band == CAUSAL), q.device.type)
             what = f"{chosen.name} (chosen) {dtype} {tile}"
             yield check("kernels", what, dtype, partial(run_tile, chosen, tile, tensors))
 

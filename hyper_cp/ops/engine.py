@@ -20,7 +20,7 @@ from ..mesh.failures import backward_of, caller, operation
 from ..schedule import choices, lookup
 from ..schedule.build import Step
 from ..schedule.documents import read
-from ..schedule.tiles import Band, Tile, intersect
+from ..schedule.tiles import CAUSAL, Band, Tile, intersect
 from . import exchange, kernels, masks
 from .config import CheckedCall, Operands, OpSettings
 from .exchange.tails import SwappedTails
@@ -72,8 +72,9 @@ class _Work:
         score, name, mask = find(settings.score), settings.kernel, given.mask
         if not name and given.kernel is not None:  # the forward chose when it ran
             name = kernels.name_of(int(given.kernel.item()), q.device.type)
-        self.scale, self.kernel = scale, kernels.get(name, q, k, v, score is not None)
-        self.kernel_name = name or self.kernel.name
+        elif not name:
+            name = kernels.choose(q, k, v, settings.band == CAUSAL, scores=score is not None)
+        self.scale, self.kernel, self.kernel_name = scale, kernels.get(name, q.device.type), name
         length = q.shape[2] * cp.ring.size
         kv_length = k.shape[2] * (1 if settings.kv_exchange == "replicated" else cp.ring.size)
         self.lengths = length, kv_length

@@ -94,7 +94,7 @@ def order(world: int) -> list[str]:
 
     events: list[str] = []
     post, arrive = comm.GlooAxis.all_to_all, comm.Pending.arrive
-    kernel = kernels.get("cpu flash", *[torch.randn(1)] * 3)
+    kernel = kernels.get("cpu flash", "cpu")
 
     def posting(self: Any, send: Tensor) -> Any:
         events.append("post")

@@ -107,7 +107,7 @@ def _device(ranks: Ranks, sizes: Sizes) -> dict[str, Any]:
     copied = torch.ones(sizes.copied // 4, device=device)
     into = torch.empty_like(copied)
     q, k, v, dout = tile.tensors(device, sizes.dtype, seed=None)
-    kernel, given = kernels.get(kernels.choose(q, k, v, False), q, k, v), tile.inputs(q, k, v)
+    kernel, given = kernels.get(kernels.choose(q, k, v, False), q.device.type), tile.inputs(q, k, v)
     out, lse = kernel.forward(given)
     times = seconds_in_turns(
         {

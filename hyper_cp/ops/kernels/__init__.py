@@ -152,12 +152,12 @@ def _entries(device_type: str) -> list[_Entry]:
     return list(_by_device.get(device_type, {}).values())
 
 
-def get(name: str, q: Tensor, k: Tensor, v: Tensor, scores: bool = False) -> Kernel:
-    """The kernel of this name for the device of q; with "", choose one now."""
-    kernel = available(q.device.type).get(name or choose(q, k, v, False, scores=scores))
+def get(name: str, device_type: str) -> Kernel:
+    """The kernel of this name for a device type."""
+    kernel = available(device_type).get(name)
     if kernel is None:
         raise LookupError(
-            f"no kernel with the name {name!r} is registered for the device type {q.device.type!r}. The forward ran on "
+            f"no kernel with the name {name!r} is registered for the device type {device_type!r}. The forward ran on "
             "it, so backward needs it too. Keep the kernel registered until backward has run"
         )
     return kernel
