@@ -46,6 +46,10 @@ MIXING: list[nn.Module] = [
     nn.GroupNorm(2, 4),
     nn.MaxPool1d(2),
     nn.AdaptiveAvgPool1d(1),
+    nn.Softmax(dim=1),
+    nn.Softmax(),
+    nn.LogSoftmax(dim=-2),
+    nn.Softmin(dim=0),
     MambaMixer(),
 ]
 POINTWISE: list[nn.Module] = [
@@ -53,6 +57,8 @@ POINTWISE: list[nn.Module] = [
     nn.Conv2d(4, 4, 3),
     nn.BatchNorm1d(4).eval(),
     nn.SyncBatchNorm(4),
+    nn.Softmax(dim=-1),
+    nn.LogSoftmax(dim=2),
     nn.LayerNorm(4),
     nn.Linear(4, 4),
     nn.Embedding(4, 4),
