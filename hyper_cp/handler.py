@@ -19,6 +19,7 @@ from .data.arguments import check_type
 from .data.batch import LocalBatch, local_batch
 from .data.head import Logits, log_probs, token_losses
 from .data.sharding import Shares, checked_dim, checked_length, documents_for, padded_table, resolve_layout
+from .mesh.batch_state import Split
 from .mesh.cp_mesh import CPMesh
 from .module.mesh_binding import bindings, swapped
 from .schedule import layout as layouts
@@ -259,7 +260,8 @@ class ContextParallelHandler(Shares):
             table = documents_table(cu_seqlens, document_ids)  # None: a sequence without documents
             table = None if table is None else padded_table(self, table)
         state = self.cp.batch
-        block = state.enter(table, cu_seqlens.length if isinstance(cu_seqlens, LocalBatch) else None)
+        sizes = (cu_seqlens.length, cu_seqlens.padded_length) if isinstance(cu_seqlens, LocalBatch) else ()
+        block = state.enter(table, Split(self.layout, self.cp.size, *sizes))
         try:
             yield table
         finally:
@@ -313,6 +315,7 @@ class ContextParallelHandler(Shares):
         softcap: float | None = None,
         scale: float = 1.0,
         chunk: int | None = None,
+        elsewhere: bool = False,
     ) -> Tensor:
         """The mean loss over the tokens of all ranks, the same value on each.
 
@@ -335,6 +338,7 @@ class ContextParallelHandler(Shares):
             softcap, scale: logits are ``softcap * tanh(scale * head(hidden) / softcap)``; without softcap they are
                 ``scale * head(hidden)``.
             chunk: the number of tokens whose logits exist at once; default: 256 MiB of them.
+            elsewhere: the losses, logits or hidden states come from code that does not run attention with this library.
 
         Returns:
             A 0-D tensor, fp32 or fp64: the mean of this call's tokens (with gradient accumulation, of one
@@ -342,6 +346,8 @@ class ContextParallelHandler(Shares):
 
         Raises:
             ValueError, TypeError: for shapes that do not fit, labels shifted after sharding, or another mesh.
+            RuntimeError: in the :meth:`documents` block of a batch in which no styled module has run, or, with the
+                handler of a style, if none has ever run on this mesh. ``elsewhere=True``: it ran in other code.
 
         Example::
 
@@ -350,6 +356,8 @@ class ContextParallelHandler(Shares):
         """
         whole = loss.reduced_mesh(mesh, self.mesh)
         loss.check_tokens(self.cp, losses, labels, mask)
+        if not elsewhere:
+            loss.refuse_idle(self.cp, self.style is not None)
         losses = token_losses(losses, labels, head, Logits(ignore_index, softcap, scale, chunk))
         return loss.mean_loss(losses, labels, whole, ignore_index=ignore_index, mask=mask, gradients=gradients)
 

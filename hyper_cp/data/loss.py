@@ -68,6 +68,17 @@ def check_tokens(cp: CPMesh, losses: Any, labels: Tensor | None, mask: Tensor | 
         )
 
 
+def refuse_idle(cp: CPMesh, styled: bool) -> None:
+    """Raise ``RuntimeError`` if nothing has run over the whole sequence of the batch of this loss. ``styled``: the
+    handler has the style of a model. (With the name of a layout only, attention may run in other code.)"""
+    if cp.size > 1 and not torch.compiler.is_compiling() and cp.batch.idle(ever=styled):
+        raise RuntimeError(
+            f"mean_loss of a batch that is split over the {cp}, on which no attention has run. The model has seen only "
+            "this rank's share: its plan matches no module, prepare_model is missing, or its mesh is another one. "
+            "Apply ContextParallel to the model on this mesh; if its attention runs in other code, pass elsewhere=True"
+        )
+
+
 def check_share(cp: CPMesh, per_token: Any) -> None:
     """Check the labels (or losses) of a share against what is known of its batch.
 

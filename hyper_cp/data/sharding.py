@@ -199,7 +199,7 @@ class Shares:
         if pad_value is not None and self.padded_length(length) > length:
             tensor = _padded(tensor, seq_dim, self.padded_length(length) - length, pad_value)
         resolved = resolve_layout(self, tensor.shape[seq_dim], documents, f"tensor.shape[{seq_dim}]")
-        self.cp.batch.record_length(tensor.shape[seq_dim] // self.cp.size)
+        self.cp.batch.record_length(tensor.shape[seq_dim] // self.cp.size, split=True)
         if self.cp.agreement is not None and not torch.compiler.is_compiling():
             self.cp.agreement.compare_tokens_later(tensor)
         ranges = resolved.ranges(self.cp.rank)
