@@ -116,6 +116,7 @@ class context_parallel:
             allow=allow,
         )
         self.handler = ContextParallelHandler(mesh, style)
+        self.handler.style_of_model = None  # the style of this block is no model's: every step may make a block
         self._binding = Binding(style, mesh, "a model in context_parallel")
         flex_patch.install(dispatching)
         self._buffers = _listed("buffers", buffers)

@@ -53,6 +53,7 @@ class ContextParallelHandler(Shares):
         self.style = None if isinstance(style, str) else style
         settings = (style, False) if isinstance(style, str) else (style.mode.layout, style.mode.load_balance)
         super().__init__(mesh, *settings)
+        self.style_of_model = self.style
         self._cores: dict[Any, nn.Module] = {}
 
     @property

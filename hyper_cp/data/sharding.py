@@ -25,6 +25,8 @@ class Shares:
     def __init__(self, mesh: DeviceMesh, layout: str, halves: bool = False) -> None:
         """``halves``: attention will exchange halves of each rank's share (``load_balance``)."""
         self.layout, self._halves = layouts.check_layout(layout), halves
+        self.style_of_model: object | None = None
+        """The style whose first batch is compared across the ranks; None: only the first batch of the mesh is."""
         self._mesh, self._cp = mesh, cp_mesh.view(mesh)
 
     @property
@@ -201,7 +203,7 @@ class Shares:
         resolved = resolve_layout(self, tensor.shape[seq_dim], documents, f"tensor.shape[{seq_dim}]")
         self.cp.batch.record_length(tensor.shape[seq_dim] // self.cp.size, split=True)
         if self.cp.agreement is not None and not torch.compiler.is_compiling():
-            self.cp.agreement.compare_tokens_later(tensor)
+            self.cp.agreement.compare_tokens_later(tensor, self.style_of_model)
         ranges = resolved.ranges(self.cp.rank)
         return torch.cat([tensor.narrow(seq_dim, start, stop - start) for start, stop in ranges], dim=seq_dim)
 

@@ -139,6 +139,8 @@ def guard_plan(module: nn.Module, binding: Binding, mesh: DeviceMesh) -> None:
         sees_all = style.qkv_indices is not None and all(cp.ring.size == 1 for cp in views)
         refuse_mixing(Model(root, (*style.allow, *allow)), (type(module),) if sees_all else ())
         _searched = call, ref(root)
+    agreement = binding.active.views[0].agreement
+    binding.applied = ref(root), 0 if agreement is None else agreement.number_of_plan(root)
     if root is not module and not any(isinstance(owner, FirstForward) for owner in hook_owners(root)):
         first = FirstForward()
         root.register_forward_pre_hook(first.before, prepend=True)
