@@ -357,6 +357,7 @@ class ContextParallelHandler(Shares):
         """
         whole = loss.reduced_mesh(mesh, self.mesh)
         loss.check_tokens(self.cp, losses, labels, mask)
+        loss.warn_of_sum(self.cp, gradients)
         if not elsewhere:
             loss.refuse_idle(self.cp, self.style is not None)
         losses = token_losses(losses, labels, head, Logits(ignore_index, softcap, scale, chunk))

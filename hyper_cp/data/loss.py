@@ -79,6 +79,22 @@ def refuse_idle(cp: CPMesh, styled: bool) -> None:
         )
 
 
+def warn_of_sum(cp: CPMesh, gradients: str) -> None:
+    """Warn, once on a mesh, of a loss for gradients that are summed beside a wrapper that averages them."""
+    if (
+        gradients == "sum"
+        and cp.batch.averaged
+        and not cp.batch.warned_of_gradients
+        and not torch.compiler.is_compiling()
+    ):
+        cp.batch.warned_of_gradients = True
+        warnings.warn(
+            'mean_loss has gradients="sum", and DDP or FSDP is around a model on this cp mesh. It averages gradients, '
+            'so they would be too small by the number of ranks. Keep gradients="mean", unless you multiply them',
+            stacklevel=3,
+        )
+
+
 def check_share(cp: CPMesh, per_token: Any) -> None:
     """Check the labels (or losses) of a share against what is known of its batch.
 

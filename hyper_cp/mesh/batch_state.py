@@ -85,6 +85,10 @@ class BatchState:
         """Lengths of shares; True for those that a handler has split."""
         self.ran = False
         """True if anything has run over the whole sequence on this mesh."""
+        self.averaged = False
+        """True if DDP or FSDP averages the gradients of a model on this mesh over its ranks."""
+        self.warned_of_gradients = False
+        """True once a reduction that is unknown, or does not fit, has been warned of."""
         self.batches = 0
         """The number of batches that this rank has split, for errors."""
         self._packed: list[weakref.ref[Tensor]] = []

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .mixers.calls import is_mixer
 
 Arguments = tuple[Any, ...]
-GATHER = "Gather the sequence around it (handler.combine, then handler.dispatch)"
+GATHER = 'Gather the sequence around it (handler.combine(x, gradients="shares"), then handler.dispatch)'
 
 
 def _in_last_dimension(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:

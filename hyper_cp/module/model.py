@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..mesh.agreement import digest, fingerprint
 from ._torch import checkpoint
-from ._torch.modules import running_modules
+from ._torch.modules import averaging_ranks, running_modules
 from .dtensor import CPDims, ranks_along
 from .mesh_binding import Binding, Plan, StyledMesh, binding_of
 
@@ -91,6 +91,8 @@ def compare_model_across_ranks(binding: Binding, module: nn.Module, mesh: Styled
     cp = mesh.views[0]
     if torch.compiler.is_compiling() or cp.agreement is None or cp.agreement in binding.compared:
         return
+    averaged = map(averaging_ranks, running_modules())
+    cp.batch.averaged |= any(len({*ranks} & {*mesh.cp_dims.ranks}) > 1 for ranks in averaged)
     model = None
     if binding.place is None:
         model = _model(binding, module)
