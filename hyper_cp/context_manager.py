@@ -335,6 +335,8 @@ class _Routing(DispatchMode):
 
     def refuse_reentrant(self, what: str) -> None:
         """Raise ``NotImplementedError`` in a reentrant checkpoint."""
+        if torch.compiler.is_compiling():  # such a checkpoint is an error in a compiled graph
+            return
         if self.training and not torch.is_grad_enabled() and checkpoint.in_reentrant_forward():
             raise NotImplementedError(
                 f"{what} runs in a reentrant activation checkpoint inside context_parallel. Its recompute could come "

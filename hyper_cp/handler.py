@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from .data import loss, rotary
-from .data.arguments import check_type
+from .data.arguments import check_type, is_int
 from .data.batch import LocalBatch, local_batch
 from .data.head import Logits, log_probs, token_losses
 from .data.sharding import Shares, checked_dim, checked_length, documents_for, padded_table, resolve_layout
+from .mesh.agreement import digest
 from .mesh.batch_state import Split
 from .mesh.cp_mesh import CPMesh
 from .module.mesh_binding import bindings, swapped
@@ -227,6 +228,25 @@ class ContextParallelHandler(Shares):
         return rotary.rotate(tensor, angles, seq_dim, interleaved, float(mscale))
 
     # ------------------------------------------------------------------ forward and loss
+
+    def seed_dropout(self, seed: int) -> None:
+        """Seed PyTorch's generators (CPU and device) otherwise on each cp rank, so that ``nn.Dropout`` and other random
+        numbers in the model differ between the positions that ranks hold.
+
+        With one seed on all ranks, position i of every share would have the same mask. Call it once, after the model
+        is made and the data loaders have generators of their own: both need a seed that is the same on all cp ranks.
+        The dropout of attention weights never draws one mask on two ranks, with either seed.
+
+        Args:
+            seed: the same on the ranks of the mesh; another one for each data-parallel rank.
+
+        Example::
+
+            >>> handler.seed_dropout(1234)
+        """
+        if not is_int(seed):
+            raise TypeError(f"seed={seed!r} must be an int. Each rank makes its own seed of it. Pass one")
+        torch.manual_seed(int(digest(f"{seed}/{self.cp.rank}".encode()), 16) >> 1)
 
     @contextmanager
     def documents(self, cu_seqlens: Any = None, *, document_ids: Any = None) -> Iterator[Tensor | None]:

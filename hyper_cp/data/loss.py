@@ -32,15 +32,33 @@ def mean_loss(
             "you all-reduce them with SUM"
         )
     check_ignore_index(ignore_index)
-    total, count = _local(losses, labels, ignore_index, mask)
+    error = None
+    try:
+        total, count = _local(losses, labels, ignore_index, mask)
+    except _NoClass as found:  # perhaps on this rank only: the others would wait for it
+        error, total, count = found, losses.detach().sum(), losses.new_tensor(-torch.inf)
     exact = torch.promote_types(total.dtype, torch.float32)
     with calling("mean_loss"):
-        sums = by_rank(mesh, torch.stack([total.detach().to(exact), count.to(exact)])).sum(0)
+        of_ranks = by_rank(mesh, torch.stack([total.detach().to(exact), count.to(exact)]))
+    if error is not None:
+        raise ValueError(str(error))
+    if of_ranks.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere the host would wait
+        wrong = torch.nonzero(of_ranks[:, 1] == -torch.inf).flatten().tolist()
+        if wrong:
+            raise ValueError(
+                f"labels of ranks {wrong} of mean_loss are numbers of no class. No rank has the mean without them. "
+                "Read the errors of these ranks; for labels that do not count pass ignore_index"
+            )
+    sums = of_ranks.sum(0)
     # If no token counts on any rank: a loss of 0 and no gradient, rather than NaN in every parameter.
     tokens = torch.where(sums[1] == 0, 1.0, sums[1])
     factor = mesh.size() if gradients == "mean" else 1
     share = total.to(exact) * (factor / tokens)
     return with_gradient_of(sums[0] / tokens, share)
+
+
+class _NoClass(ValueError):
+    """Labels that are numbers of no class. They depend on values, so that other ranks may have none."""
 
 
 def reduced_mesh(mesh: DeviceMesh | None, cp: DeviceMesh) -> DeviceMesh:
@@ -157,9 +175,11 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
                 wide, flat, ignore_index=ignore_index, reduction="sum" if mask is None else "none"
             )
         except (IndexError, RuntimeError) as error:
-            raise ValueError(
-                f"labels of shape {tuple(labels.shape)} do not fit the {wide.shape[-1]} classes of losses: {error}"
-            ) from error
+            least = int(flat.min()) if isinstance(error, IndexError) and flat.numel() else 0
+            advice = f". If {least} is the label of tokens that do not count, pass ignore_index={least}"
+            text = f"labels of shape {tuple(labels.shape)} do not fit the {wide.shape[-1]} classes of losses: {error}"
+            kind = _NoClass if isinstance(error, IndexError) else ValueError
+            raise kind(text + (advice if least < 0 else "")) from error
         if mask is None:
             return per_token, (flat != ignore_index).sum()
         losses = per_token.view(labels.shape)

@@ -133,6 +133,11 @@ class BatchState:
         return blocks.documents
 
     @property
+    def has_documents(self) -> bool:
+        """True if this thread is in a block with documents. (This does not count as reading them.)"""
+        return self._this_thread.blocks.documents is not None
+
+    @property
     def length(self) -> int | None:
         """The positions of the sequence of this thread's innermost block, before padding, if the block knows them."""
         entered = self._this_thread.blocks.entered

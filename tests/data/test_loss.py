@@ -443,3 +443,16 @@ def test_a_reduction_that_is_unknown_or_does_not_fit_warns_once(ranks: Any, wrap
         assert "does not know how gradients are reduced" in unsaid
         assert ("DDP or FSDP is around this model" in unsaid) == (wrapper != "none")
         assert ('mean_loss has gradients="sum"' in summed) == (wrapper != "none")
+
+
+@on_ranks
+def labels_of_no_class(rank: int) -> None:
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
+    labels = torch.full((1, 4), -1 if dist.get_rank() == rank else 1)
+    handler.mean_loss(torch.zeros(1, 4, 3), labels, ignore_index=-1 if rank == 2 else -100)
+
+
+def test_labels_of_no_class_raise_on_every_rank(ranks: Any) -> None:
+    for rank in (0, 1):
+        ranks.raises(2, "ValueError", "labels of", labels_of_no_class, rank)
+    ranks(2, labels_of_no_class, 2)
