@@ -410,3 +410,26 @@ def wrong(what: str) -> None:
 )
 def test_mistakes_are_refused_before_anything_is_changed(ranks: Any, what: str, kind: str, words: str) -> None:
     ranks.raises(2, kind, words, wrong, what)
+
+
+@on_ranks
+def compiled_without_gradients() -> float:
+    """The error of a fully compiled function with a projection, in a block without gradients."""
+    whole = qkv()
+    weight = torch.eye(whole[0].shape[-1], dtype=whole[0].dtype)
+    f = torch.compile(
+        lambda q, k, v: F.linear(F.scaled_dot_product_attention(q, k, v, is_causal=True), weight),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    with torch.no_grad():
+        want = f(*whole)
+        torch._dynamo.reset()
+        given = [x.clone() for x in whole]
+        with context_parallel(cp_mesh(), buffers=given, buffer_seq_dims=[2, 2, 2]) as handler:
+            out = f(*given)
+            return relative_error(handler.combine(out, 2), want)
+
+
+def test_a_compiled_function_without_gradients_in_a_block(ranks: Any) -> None:
+    assert max(ranks(2, compiled_without_gradients, timeout=100)) <= 1e-10

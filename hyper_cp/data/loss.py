@@ -178,8 +178,8 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
             least = int(flat.min()) if isinstance(error, IndexError) and flat.numel() else 0
             advice = f". If {least} is the label of tokens that do not count, pass ignore_index={least}"
             text = f"labels of shape {tuple(labels.shape)} do not fit the {wide.shape[-1]} classes of losses: {error}"
-            kind = _NoClass if isinstance(error, IndexError) else ValueError
-            raise kind(text + (advice if least < 0 else "")) from error
+            wrong = _NoClass if isinstance(error, IndexError) else ValueError
+            raise wrong(text + (advice if least < 0 else "")) from error
         if mask is None:
             return per_token, (flat != ignore_index).sum()
         losses = per_token.view(labels.shape)

@@ -415,3 +415,13 @@ def test_positions_that_are_counted_locally_warn_once(ranks: Any) -> None:
         assert ranks(2, local_positions, kind, "contiguous") == [[0, 0], [1, 0]]
         assert ranks(2, local_positions, kind, "head_tail") == [[1, 0], [1, 0]]
     assert ranks(2, local_positions, "given table", "head_tail") == [[0, 0]] * 2
+
+
+def test_modules_whose_code_belongs_to_no_file() -> None:
+    names: dict[str, Any] = {"nn": nn, "causal_conv1d_fn": lambda x: x}
+    source = "class Made(nn.Module):\n def forward(self, x): return {}(x)"
+    exec(source.format("causal_conv1d_fn").replace("class Made", "__name__ = None\nclass Made"), names)
+    names["__name__"] = None
+    assert mixing(names["Made"]()) == "runs along the sequence"
+    exec(source.format("abs"), names)
+    assert mixing(names["Made"]()) is None
