@@ -240,8 +240,9 @@ class BatchState:
         """True if these are the labels of a batch with packed documents, and no attention call ever had documents."""
         return self._explicit == {False} and any(known() is labels for known in self._packed)
 
-    def record_call(self, length: int, layout: str, ranks: int) -> None:
-        """Record a call of this thread, whose share of the sequence has so many positions.
+    def record_call(self, length: int, layout: str | None, ranks: int) -> None:
+        """Record a call of this thread, whose share of the sequence has so many positions. ``layout``: None if the call
+        would be right in any.
 
         Raises:
             ValueError: if this thread is in the block of a batch that was split otherwise than the call expects.
@@ -279,7 +280,7 @@ class BatchState:
 
 
 def _check_split(
-    block: Block, length: int, layout: str, ranks: int, of_this_mesh: bool, known_split: bool | None
+    block: Block, length: int, layout: str | None, ranks: int, of_this_mesh: bool, known_split: bool | None
 ) -> None:
     """Raise ``ValueError`` if the batch of a block was split for another mesh or layout than that of a call, or if the
     call has got the whole batch.
@@ -299,7 +300,7 @@ def _check_split(
                 "with ContextParallelHandler.of(model)"
             )
         return
-    if split.layout != layout:
+    if layout not in (None, split.layout):
         raise ValueError(
             f"attention runs with layout={layout!r}, and the handler of this batch splits it as {split.layout!r}. "
             "Attention would assign wrong positions to tokens. Make the handler of the model's style, or with "

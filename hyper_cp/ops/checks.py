@@ -48,7 +48,9 @@ def check(
         check_grouped(q.shape[1], k.shape[1])
     else:
         check_shards((q.shape[1], q.shape[2]), (k.shape[1], k.shape[2]), cp, mode, call.documents)
-    cp.batch.record_call(q.shape[2] // (cp.ulysses.size if exchanged else 1), mode.layout, cp.size)
+    placed = call.is_causal or mode.window or any(x is not None for x in (call.documents, call.mask, call.score))
+    share = q.shape[2] // (cp.ulysses.size if exchanged else 1)
+    cp.batch.record_call(share, mode.layout if placed else None, cp.size)
     ranks = cp.ring.size if exchanged else cp.size
     lengths = q.shape[2] * ranks, mode.key_length(k.shape[2], ranks)
     check_options(call, mode, cp, lengths)
@@ -337,9 +339,9 @@ def _check_mask(mask: Tensor, call: Call, q: Tensor, cp: CPMesh, lengths: tuple[
         raise ValueError("attn_mask and is_causal=True are both given. Each says what is visible. Pass one of them")
     if mask.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            f"attn_mask of shape {tuple(mask.shape)} requires a gradient. Context-parallel attention does not compute "
-            "it. Add a learned bias in the score_mod of flex_attention, which is called with global positions and "
-            "whose tensors get gradients; or detach the mask"
+            f"attn_mask of shape {tuple(mask.shape)} requires a gradient, as the learned position bias of T5 does. "
+            "Context-parallel attention does not compute it. Add a learned bias in the score_mod of flex_attention, "
+            "which is called with global positions and whose tensors get gradients; or detach the mask"
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(

@@ -216,7 +216,8 @@ def attention_op(
     work = _Work(q, k, v, given, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
     share = q.shape[2] // work.cp.ulysses.size
-    work.cp.batch.record_call(share, options.layout, work.cp.size)
+    placed = work.band != (None, None) or any(x is not None for x in (given.documents, work.mask, work.scores))
+    work.cp.batch.record_call(share, options.layout if placed else None, work.cp.size)
     work.cp.batch.record_attention(
         share,
         given.documents,

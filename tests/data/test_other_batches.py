@@ -39,7 +39,7 @@ def other_layout(way: str, kind: str, batch_layout: str) -> None:
     x = batch["x"]
     with handler.documents(batch if way != "table" else [0, 5, LENGTH]):
         if way == "function":
-            attention(x, x, x, mesh=handler.mesh)
+            attention(x, x, x, mesh=handler.mesh, is_causal=True)
         elif way == "compiled":
             torch.compile(module, backend="aot_eager")(x, x, x)
         elif way == "convolution":
