@@ -182,7 +182,9 @@ class Agreement:
                 return
             mine = {"kind": kind} | {name: _text(value) for name, value in (*signature, *once)}
             history = f"{self._calls}/{self._order:x}"
-            tokens = json.dumps(self._tokens if kind in ("call", "weights") else {})
+            # With a call, or (they may all be known) with another model than the first one.
+            sent = kind == "call" or (kind == "weights" and bool(self._agreed.get("call")))
+            tokens = json.dumps(self._tokens if sent else {})
             entries = self._exchange(mine | {_HISTORY: history, _TOKENS: tokens}, mesh, caller)
             self._calls = self._order = 0  # also after a disagreement: all ranks begin anew
             histories = [entry.pop(_HISTORY) for entry in entries]
