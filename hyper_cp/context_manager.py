@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from .data.arguments import check_type
 from .data.sharding import checked_dim, resolve_layout
 from .handler import ContextParallelHandler
 from .module import attention_calls
 from .module._torch import checkpoint, flex_patch
+from .module._torch.modes import past_modes
 from .module.dispatch_mode import BACKWARD, DispatchMode, current_call, differentiate, dispatching
 from .module.guards import MIXING_CALLS, refuse_mixing_call, refuse_running_mixer
 from .module.mesh_binding import Binding
@@ -116,6 +118,7 @@ class context_parallel:
             allow=allow,
         )
         self.handler = ContextParallelHandler(mesh, style)
+        self.handler.style_of_model = None  # the style of this block is no model's: every step may make a block
         self._binding = Binding(style, mesh, "a model in context_parallel")
         flex_patch.install(dispatching)
         self._buffers = _listed("buffers", buffers)
@@ -224,6 +227,8 @@ class _Sharded:
         self.shares_memory = buffer._base is not None or storage.nbytes() > buffer.numel() * buffer.element_size()
         """True if other tensors use the memory of the buffer: writes to them count as writes to it."""
         self.before: Tensor | None = None
+        self.hook: RemovableHandle | None = None
+        """The hook of the buffer's gradient, once it requires one."""
 
     def keep_before(self) -> None:
         """Keep the share as it is now, to find out later where it was written."""
@@ -237,8 +242,27 @@ class _Sharded:
     def end(self) -> None:
         """Back to the whole sequence, as it was before."""
         _sharded_now.discard(id(self.buffer))
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+            self.buffer.requires_grad_(False)
         if self.whole is not None:
             self._point_to(self.whole)
+
+    def require_gradients(self) -> None:
+        """Let the buffer require gradients if its share does. Functions that are compiled ahead of time get the buffer
+        itself, and its gradient is added to that of the share."""
+        if self.buffer.requires_grad == self.share.requires_grad:
+            return
+        self.buffer.requires_grad_(self.share.requires_grad)
+        if self.hook is None:
+            self.hook = self.buffer.register_post_accumulate_grad_hook(self._move_gradient)
+
+    def _move_gradient(self, buffer: Tensor) -> None:
+        with past_modes():
+            grad, buffer.grad = buffer.grad, None
+            if grad is not None:
+                self.share.grad = grad if self.share.grad is None else self.share.grad + grad
 
     def gathered(self) -> Tensor:
         """The shares of all ranks, as they were written."""
@@ -295,6 +319,9 @@ def _same(a: Tensor, b: Tensor) -> Tensor:
 # --------------------------------------------------------------------------- routing
 
 
+_REQUIRE = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+
+
 class _Routing(DispatchMode):
     """Routes attention calls of a block, and gives functions a share in place of its buffer: an autograd graph must
     not hold the buffer, which will be another tensor when backward runs after the block."""
@@ -324,6 +351,9 @@ class _Routing(DispatchMode):
             if not torch.compiler.is_compiling() and getattr(func, "__name__", "") in MIXING_CALLS:
                 self._refuse_mixing(func, args, kwargs)
             out = attention_calls.PLAIN.get(func, func)(*args, **kwargs)
+            if func in _REQUIRE and not torch.compiler.is_compiling():
+                for s in self.sharded:
+                    s.require_gradients()
             # The result of `x += 1` is x, which must still be the buffer.
             return out if torch.compiler.is_compiling() else self.buffers.get(id(out), out)
         self.refuse_reentrant("attention")
@@ -334,6 +364,8 @@ class _Routing(DispatchMode):
 
     def refuse_reentrant(self, what: str) -> None:
         """Raise ``NotImplementedError`` in a reentrant checkpoint."""
+        if torch.compiler.is_compiling():  # such a checkpoint is an error in a compiled graph
+            return
         if self.training and not torch.is_grad_enabled() and checkpoint.in_reentrant_forward():
             raise NotImplementedError(
                 f"{what} runs in a reentrant activation checkpoint inside context_parallel. Its recompute could come "

@@ -15,10 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from .data import loss, rotary
-from .data.arguments import check_type
+from .data.arguments import check_type, is_int
 from .data.batch import LocalBatch, local_batch
 from .data.head import Logits, log_probs, token_losses
 from .data.sharding import Shares, checked_dim, checked_length, documents_for, padded_table, resolve_layout
+from .mesh.agreement import digest
+from .mesh.batch_state import Split
 from .mesh.cp_mesh import CPMesh
 from .module.mesh_binding import bindings, swapped
 from .schedule import layout as layouts
@@ -52,6 +54,7 @@ class ContextParallelHandler(Shares):
         self.style = None if isinstance(style, str) else style
         settings = (style, False) if isinstance(style, str) else (style.mode.layout, style.mode.load_balance)
         super().__init__(mesh, *settings)
+        self.style_of_model = self.style
         self._cores: dict[Any, nn.Module] = {}
 
     @property
@@ -226,6 +229,25 @@ class ContextParallelHandler(Shares):
 
     # ------------------------------------------------------------------ forward and loss
 
+    def seed_dropout(self, seed: int) -> None:
+        """Seed PyTorch's generators (CPU and device) otherwise on each cp rank, so that ``nn.Dropout`` and other random
+        numbers in the model differ between the positions that ranks hold.
+
+        With one seed on all ranks, position i of every share would have the same mask. Call it once, after the model
+        is made and the data loaders have generators of their own: both need a seed that is the same on all cp ranks.
+        The dropout of attention weights never draws one mask on two ranks, with either seed.
+
+        Args:
+            seed: the same on the ranks of the mesh; another one for each data-parallel rank.
+
+        Example::
+
+            >>> handler.seed_dropout(1234)
+        """
+        if not is_int(seed):
+            raise TypeError(f"seed={seed!r} must be an int. Each rank makes its own seed of it. Pass one")
+        torch.manual_seed(int(digest(f"{seed}/{self.cp.rank}".encode()), 16) >> 1)
+
     @contextmanager
     def documents(self, cu_seqlens: Any = None, *, document_ids: Any = None) -> Iterator[Tensor | None]:
         """Treat the sequence of the enclosed forward as packed documents: only positions of one document see
@@ -259,7 +281,8 @@ class ContextParallelHandler(Shares):
             table = documents_table(cu_seqlens, document_ids)  # None: a sequence without documents
             table = None if table is None else padded_table(self, table)
         state = self.cp.batch
-        block = state.enter(table, cu_seqlens.length if isinstance(cu_seqlens, LocalBatch) else None)
+        sizes = (cu_seqlens.length, cu_seqlens.padded_length) if isinstance(cu_seqlens, LocalBatch) else ()
+        block = state.enter(table, Split(self.layout, self.cp.size, *sizes))
         try:
             yield table
         finally:
@@ -313,6 +336,7 @@ class ContextParallelHandler(Shares):
         softcap: float | None = None,
         scale: float = 1.0,
         chunk: int | None = None,
+        elsewhere: bool = False,
     ) -> Tensor:
         """The mean loss over the tokens of all ranks, the same value on each.
 
@@ -335,6 +359,7 @@ class ContextParallelHandler(Shares):
             softcap, scale: logits are ``softcap * tanh(scale * head(hidden) / softcap)``; without softcap they are
                 ``scale * head(hidden)``.
             chunk: the number of tokens whose logits exist at once; default: 256 MiB of them.
+            elsewhere: the losses, logits or hidden states come from code that does not run attention with this library.
 
         Returns:
             A 0-D tensor, fp32 or fp64: the mean of this call's tokens (with gradient accumulation, of one
@@ -342,6 +367,8 @@ class ContextParallelHandler(Shares):
 
         Raises:
             ValueError, TypeError: for shapes that do not fit, labels shifted after sharding, or another mesh.
+            RuntimeError: in the :meth:`documents` block of a batch in which no styled module has run, or, with the
+                handler of a style, if none has ever run on this mesh. ``elsewhere=True``: it ran in other code.
 
         Example::
 
@@ -350,6 +377,9 @@ class ContextParallelHandler(Shares):
         """
         whole = loss.reduced_mesh(mesh, self.mesh)
         loss.check_tokens(self.cp, losses, labels, mask)
+        loss.warn_of_sum(self.cp, gradients)
+        if not elsewhere:
+            loss.refuse_idle(self.cp, self.style is not None)
         losses = token_losses(losses, labels, head, Logits(ignore_index, softcap, scale, chunk))
         return loss.mean_loss(losses, labels, whole, ignore_index=ignore_index, mask=mask, gradients=gradients)
 

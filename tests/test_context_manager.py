@@ -410,3 +410,60 @@ def wrong(what: str) -> None:
 )
 def test_mistakes_are_refused_before_anything_is_changed(ranks: Any, what: str, kind: str, words: str) -> None:
     ranks.raises(2, kind, words, wrong, what)
+
+
+@on_ranks
+def compiled_without_gradients() -> float:
+    """The error of a fully compiled function with a projection, in a block without gradients."""
+    whole = qkv()
+    weight = torch.eye(whole[0].shape[-1], dtype=whole[0].dtype)
+    f = torch.compile(
+        lambda q, k, v: F.linear(F.scaled_dot_product_attention(q, k, v, is_causal=True), weight),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    with torch.no_grad():
+        want = f(*whole)
+    torch._dynamo.reset()
+    given = [x.clone() for x in whole]
+    with context_parallel(cp_mesh(), buffers=given, buffer_seq_dims=[2, 2, 2]) as handler, torch.no_grad():
+        out = f(*given)
+        return relative_error(handler.combine(out, 2), want)
+
+
+def test_a_compiled_function_without_gradients_in_a_block(ranks: Any) -> None:
+    assert max(ranks(2, compiled_without_gradients, timeout=100)) <= 1e-10
+
+
+@on_ranks
+def gradients_of_buffers(backend: str, setter: bool) -> list[Any]:
+    """Errors of the gradients of buffers that require them in the block, of a compiled function and an eager one after
+    it, and what is left on the buffers behind the block."""
+    whole = [x.requires_grad_() for x in qkv()]
+    weight = torch.arange(1.0, 17, dtype=torch.float64)[:, None]
+    (2 * plain_attention(*whole, is_causal=True) * weight).sum().backward()
+    torch._dynamo.reset()
+    f = torch.compile(lambda *xs: F.scaled_dot_product_attention(*xs, is_causal=True), backend=backend)
+    given = [x.detach().clone() for x in whole]
+    with context_parallel(cp_mesh(), buffers=[*given, weight], buffer_seq_dims=[2, 2, 2, 0]) as handler:
+        for x in given:
+            if setter:
+                x.requires_grad = True
+            else:
+                x.requires_grad_()
+        for call in (f, attend_to):
+            (call(*given) * weight).sum().backward()
+        errors = [relative_error(handler.combine(x.grad, 2), w.grad) for x, w in zip(given, whole, strict=True)]
+    return [*errors, [x.requires_grad for x in given], [tuple(x.shape) for x in given]]
+
+
+def attend_to(*xs: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(*xs, is_causal=True)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("setter", [True, False])
+def test_compiled_functions_have_the_gradients_of_buffers(ranks: Any, backend: str, setter: bool) -> None:
+    for *errors, required, shapes in ranks(2, gradients_of_buffers, backend, setter, timeout=100):
+        assert max(errors) <= 1e-10
+        assert required == [False] * 3 and shapes == [(1, 2, 16, 4)] * 3

@@ -392,3 +392,22 @@ def test_wrong_options_of_a_handler_class(ranks: Any) -> None:
     ranks.raises(2, "ValueError", r"sizes=\[2, 2\]", wrong_options, hierarchical_context_parallel_sizes=sizes)
     ranks.raises(2, "ValueError", "qkv_format='bsh'.*'sbhd'", wrong_options, qkv_format="bsh")
     ranks.raises(2, "ValueError", "kv_exchange is what cp_comm_type", wrong_options, kv_exchange="ring")
+
+
+@on_ranks
+def dropout_masks(seeded: bool) -> list[list[bool]]:
+    """The masks of nn.Dropout on this rank: of one seed on all ranks, and again."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        if seeded:
+            handler.seed_dropout(3)
+        found.append((torch.nn.Dropout(0.5)(torch.ones(64)) == 0).tolist())
+    return found
+
+
+def test_ranks_draw_other_dropout_masks_once_they_are_seeded(ranks: Any) -> None:
+    for seeded in (False, True):
+        (a, again), (b, _) = ranks(2, dropout_masks, seeded)
+        assert a == again and (a != b) == seeded

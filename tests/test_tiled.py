@@ -190,6 +190,11 @@ def test_wrong_use_is_refused() -> None:
     for call, kind, words in [
         (lambda: tiled(nn.Sequential(MLP(), nn.Conv1d(6, 6, 3)), 2), ValueError, "'1' .Conv1d. inside it convolves 3"),
         (lambda: tiled(nn.LSTM(6, 6), 2), ValueError, "it carries a state"),
+        (
+            lambda: tiled(nn.Sequential(nn.Softmax(1)), 2),
+            ValueError,
+            "'0' .Softmax. inside it takes a softmax over dim",
+        ),
         (lambda: tiled(Around(LlamaAttention()), 2), ValueError, "'inner' .LlamaAttention. inside it is attention"),
         (lambda: tiled(nn.MultiheadAttention(6, 2), 2), ValueError, "it is attention"),
         (lambda: tiled(again, 2), ValueError, "it is tiled or compiled already"),

@@ -15,6 +15,7 @@ from ..mesh import cp_mesh
 from ..mesh.comm import Axis, gather_ranks
 from ..mesh.failures import operation
 from ..ops.exchange.held_rows import fetch, rows_plan
+from ..ops.kernels.partials import accumulation_dtype
 from ..schedule.documents import read
 from ..schedule.lookup import ascending, resolve
 
@@ -67,6 +68,49 @@ def _differentiate_gather(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 gather_sequence.register_autograd(_differentiate_gather, setup_context=_save)
+
+
+@torch.library.custom_op("hyper_cp::scatter_sequence", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def scatter_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
+    """Take this rank's share of the sum over the ranks of the mesh, ``[.. S ..] -> [.. S/n ..]``."""
+    cp = cp_mesh.by_key(mesh)
+    if cp.size == 1:
+        return x.clone(memory_format=torch.contiguous_format)
+    _, to_ranks = ascending(resolve(layout, cp.size, x.shape[seq_dim], read(documents)), range(cp.size))
+    with operation(cp, "sum of a sequence's gradients"):
+        rows = to_ranks.take(x.movedim(seq_dim, 0).to(accumulation_dtype(x.dtype)), 0)
+        for axis in reversed(cp.flat):  # outermost first
+            rows = rows.clone(memory_format=torch.contiguous_format)
+            mine = rows.unflatten(0, (axis.size, -1))[axis.rank]
+            own = mine.clone()
+            mine.zero_()
+            rows = own.add_(axis.reduce_scatter(rows).wait())
+    return rows.to(x.dtype).movedim(0, seq_dim).contiguous()
+
+
+@scatter_sequence.register_fake
+def _(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
+    shape = list(x.shape)
+    shape[seq_dim] //= cp_mesh.by_key(mesh).size
+    return x.new_empty(shape)
+
+
+class _GatherForShares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
+        ctx.save_for_backward(documents)
+        ctx.where = mesh, layout, seq_dim
+        return gather_sequence(x, documents, mesh, layout, seq_dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return scatter_sequence(grad, *ctx.saved_tensors, *ctx.where), None, None, None, None
+
+
+def gather_for_shares(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
+    """:func:`gather_sequence` for a whole of which every rank uses another part: gradients are added up."""
+    found: Tensor = _GatherForShares.apply(x, documents, mesh, layout, seq_dim)
+    return found
 
 
 class _ValueAndGradient(torch.autograd.Function):

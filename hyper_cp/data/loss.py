@@ -32,15 +32,33 @@ def mean_loss(
             "you all-reduce them with SUM"
         )
     check_ignore_index(ignore_index)
-    total, count = _local(losses, labels, ignore_index, mask)
+    error = None
+    try:
+        total, count = _local(losses, labels, ignore_index, mask)
+    except _NoClass as found:  # perhaps on this rank only: the others would wait for it
+        error, total, count = found, losses.detach().sum(), losses.new_tensor(-torch.inf)
     exact = torch.promote_types(total.dtype, torch.float32)
     with calling("mean_loss"):
-        sums = by_rank(mesh, torch.stack([total.detach().to(exact), count.to(exact)])).sum(0)
+        of_ranks = by_rank(mesh, torch.stack([total.detach().to(exact), count.to(exact)]))
+    if error is not None:
+        raise ValueError(str(error))
+    if of_ranks.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere the host would wait
+        wrong = torch.nonzero(of_ranks[:, 1] == -torch.inf).flatten().tolist()
+        if wrong:
+            raise ValueError(
+                f"labels of ranks {wrong} of mean_loss are numbers of no class. No rank has the mean without them. "
+                "Read the errors of these ranks; for labels that do not count pass ignore_index"
+            )
+    sums = of_ranks.sum(0)
     # If no token counts on any rank: a loss of 0 and no gradient, rather than NaN in every parameter.
     tokens = torch.where(sums[1] == 0, 1.0, sums[1])
     factor = mesh.size() if gradients == "mean" else 1
     share = total.to(exact) * (factor / tokens)
     return with_gradient_of(sums[0] / tokens, share)
+
+
+class _NoClass(ValueError):
+    """Labels that are numbers of no class. They depend on values, so that other ranks may have none."""
 
 
 def reduced_mesh(mesh: DeviceMesh | None, cp: DeviceMesh) -> DeviceMesh:
@@ -65,6 +83,33 @@ def check_tokens(cp: CPMesh, losses: Any, labels: Tensor | None, mask: Tensor | 
             f"losses of shape {tuple(losses.shape)} come without labels or mask, and this batch of {length} positions "
             f"was padded to {padded}. The losses of padding, and zeros for ignored labels, would count in the mean. "
             'Pass labels too, mean_loss(losses, batch["shift_labels"]), or a mask of the tokens that count'
+        )
+
+
+def refuse_idle(cp: CPMesh, styled: bool) -> None:
+    """Raise ``RuntimeError`` if nothing has run over the whole sequence of the batch of this loss. ``styled``: the
+    handler has the style of a model. (With the name of a layout only, attention may run in other code.)"""
+    if cp.size > 1 and not torch.compiler.is_compiling() and cp.batch.idle(ever=styled):
+        raise RuntimeError(
+            f"mean_loss of a batch that is split over the {cp}, on which no attention has run. The model has seen only "
+            "this rank's share: its plan matches no module, prepare_model is missing, or its mesh is another one. "
+            "Apply ContextParallel to the model on this mesh; if its attention runs in other code, pass elsewhere=True"
+        )
+
+
+def warn_of_sum(cp: CPMesh, gradients: str) -> None:
+    """Warn, once on a mesh, of a loss for gradients that are summed beside a wrapper that averages them."""
+    if (
+        gradients == "sum"
+        and cp.batch.averaged
+        and not cp.batch.warned_of_gradients
+        and not torch.compiler.is_compiling()
+    ):
+        cp.batch.warned_of_gradients = True
+        warnings.warn(
+            'mean_loss has gradients="sum", and DDP or FSDP is around a model on this cp mesh. It averages gradients, '
+            'so they would be too small by the number of ranks. Keep gradients="mean", unless you multiply them',
+            stacklevel=3,
         )
 
 
@@ -130,9 +175,11 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
                 wide, flat, ignore_index=ignore_index, reduction="sum" if mask is None else "none"
             )
         except (IndexError, RuntimeError) as error:
-            raise ValueError(
-                f"labels of shape {tuple(labels.shape)} do not fit the {wide.shape[-1]} classes of losses: {error}"
-            ) from error
+            least = int(flat.min()) if isinstance(error, IndexError) and flat.numel() else 0
+            advice = f". If {least} is the label of tokens that do not count, pass ignore_index={least}"
+            text = f"labels of shape {tuple(labels.shape)} do not fit the {wide.shape[-1]} classes of losses: {error}"
+            wrong = _NoClass if isinstance(error, IndexError) else ValueError
+            raise wrong(text + (advice if least < 0 else "")) from error
         if mask is None:
             return per_token, (flat != ignore_index).sum()
         losses = per_token.view(labels.shape)

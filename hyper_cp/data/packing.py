@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -199,6 +199,32 @@ def attention_state(
     documents = documents_table(rows)
     here = rearrange(local_share(handler, tokens, 1, documents), "b s -> b 1 s 1")
     return PreparedBatch(documents, tokens=here, layout=handler.layout)
+
+
+def read_positions(positions: Tensor | None, whole: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor | None:
+    """The positions ``[B, S]`` that :func:`attention_state` reads; None if there are none.
+
+    Position ids are ``[B, S]``, or have several axes: ``[4, B, S]`` begins with the positions of the text, and
+    ``[3, B, S]`` (time, height and width) says nothing of documents.
+
+    Args:
+        whole: makes a share ``[B, S/n]`` the positions of the whole sequence.
+
+    Raises:
+        ValueError: if documents are packed in positions that have no row of the text.
+    """
+    if positions is None or not (positions.ndim == 2 or (positions.ndim == 3 and len(positions) in (3, 4))):
+        return None
+    first = whole(positions if positions.ndim == 2 else positions[0])
+    if positions.ndim == 2 or len(positions) == 4:
+        return first
+    if bool((first.diff(dim=1) < 0).any()):  # time never goes back in a document
+        raise ValueError(
+            f"position_ids of {len(positions)} axes go back along the sequence, as those of packed documents do. "
+            "Without a row of positions of the text nothing keeps the documents apart. Pass [4, B, S] with these "
+            "positions in row 0, or cu_seqlens; if it is padding, pass attention_mask"
+        )
+    return None
 
 
 def _restarts(positions: Tensor, length: int) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ..schedule.documents import documents_table, read
 from ..schedule.layout import ResolvedLayout
 from ..schedule.lookup import resolve
 from .arguments import check_type, is_int
-from .collectives import gather_sequence, roll_sequence, with_gradient_of
+from .collectives import gather_for_shares, gather_sequence, roll_sequence, with_gradient_of
 
 
 class Shares:
@@ -25,6 +26,8 @@ class Shares:
     def __init__(self, mesh: DeviceMesh, layout: str, halves: bool = False) -> None:
         """``halves``: attention will exchange halves of each rank's share (``load_balance``)."""
         self.layout, self._halves = layouts.check_layout(layout), halves
+        self.style_of_model: object | None = None
+        """The style whose first batch is compared across the ranks; None: only the first batch of the mesh is."""
         self._mesh, self._cp = mesh, cp_mesh.view(mesh)
 
     @property
@@ -74,7 +77,7 @@ class Shares:
         *,
         length: int | None = None,
         documents: Any = None,
-        gradients: str | None = None,
+        gradients: str | None = "unknown",
     ) -> Tensor:
         """The inverse, on every rank: ``[.. S/n ..] -> [.. S ..]`` in global order.
 
@@ -89,6 +92,7 @@ class Shares:
         not reduced              None          any
         averaged (DDP, FSDP)     ``"mean"``    any, or :meth:`mean_loss` ``(gradients="mean")``
         summed                   ``"sum"``     :meth:`mean_loss` ``(gradients="sum")``, or any divided by n
+        any of these             ``"shares"``  of shares: the whole is dispatched again
         ======================== ============= ==============================================
 
         A head on the mean of the tokens, under DDP::
@@ -101,17 +105,22 @@ class Shares:
             length: the true global length, if ``dispatch`` has padded: the padding is cut off.
             documents: the documents by which layouts ``"per_document"`` and ``"auto"`` have placed the tokens, as
                 for :meth:`documents`; by default those of the enclosing block.
-            gradients: the reduction of parameters' gradients over the ranks that follows, for a loss of the whole.
+            gradients: the reduction of parameters' gradients over the ranks that follows, for a loss of the whole; or
+                ``"shares"`` if each rank goes on with its part of what was computed from the whole. Left out, it is
+                None, with one warning if there are gradients.
 
         Raises:
             ValueError: if ``length`` is not that of the dispatched tensor, or ``gradients`` is unknown.
         """
         seq_dim = checked_dim(tensor, seq_dim)
-        if gradients not in (None, "mean", "sum"):
+        if gradients not in (None, "mean", "sum", "shares", "unknown"):
             raise ValueError(
                 f'gradients={gradients!r} is unknown. Use "mean" under DDP or FSDP, which average gradients, "sum" if '
-                "you all-reduce them with SUM, or None if nobody reduces them"
+                'you all-reduce them with SUM, None if nobody reduces them, "shares" if the whole is dispatched again'
             )
+        if gradients == "unknown":
+            gradients = None
+            _warn_of_gradients(self.cp, tensor)
         whole = tensor.shape[seq_dim] * self.cp.size
         layouts.check_length(self.layout, self.cp.size, whole)
         if length is not None and self.padded_length(length) != whole:
@@ -120,6 +129,9 @@ class Shares:
                 f"{self.padded_length(length)}. Pass the length that the dispatched tensor had"
             )
         table = self.cp.batch.documents if documents is None else documents_for(self, documents, whole)
+        if gradients == "shares":
+            gathered = gather_for_shares(tensor, table, self.cp.key, self.layout, seq_dim)
+            return gathered if length is None else gathered.narrow(seq_dim, 0, length)
         if gradients is not None:
             # The reduction averages the parts of all ranks, or adds up those of a loss that was divided by n.
             tensor = with_gradient_of(tensor, tensor * self.cp.size)
@@ -199,9 +211,9 @@ class Shares:
         if pad_value is not None and self.padded_length(length) > length:
             tensor = _padded(tensor, seq_dim, self.padded_length(length) - length, pad_value)
         resolved = resolve_layout(self, tensor.shape[seq_dim], documents, f"tensor.shape[{seq_dim}]")
-        self.cp.batch.record_length(tensor.shape[seq_dim] // self.cp.size)
+        self.cp.batch.record_length(tensor.shape[seq_dim] // self.cp.size, split=True)
         if self.cp.agreement is not None and not torch.compiler.is_compiling():
-            self.cp.agreement.compare_tokens_later(tensor)
+            self.cp.agreement.compare_tokens_later(tensor, self.style_of_model)
         ranges = resolved.ranges(self.cp.rank)
         return torch.cat([tensor.narrow(seq_dim, start, stop - start) for start, stop in ranges], dim=seq_dim)
 
@@ -250,6 +262,22 @@ def padded_table(shares: Shares, documents: Any) -> Tensor:
     last = table[:, -1:]
     padded = torch.tensor([[shares.padded_length(int(length))] for length in last.flatten().tolist()])
     return table if torch.equal(padded, last) else torch.cat([table, padded], dim=1)
+
+
+def _warn_of_gradients(cp: CPMesh, tensor: Tensor) -> None:
+    """Warn, once on a mesh, of gradients through a gathered sequence whose reduction is unknown."""
+    if torch.compiler.is_compiling() or not (cp.size > 1 and torch.is_grad_enabled() and tensor.requires_grad):
+        return
+    if cp.batch.warned_of_gradients:
+        return
+    cp.batch.warned_of_gradients = True
+    found = " (DDP or FSDP is around this model, and averages them)" if cp.batch.averaged else ""
+    warnings.warn(
+        f"combine gathers a tensor with gradients, and does not know how gradients are reduced over the ranks{found}. "
+        "A reduction treats parameters before and behind it alike, so some would be wrong for a loss of the whole. "
+        'Pass gradients="mean" (DDP, FSDP), "sum" or None (no reduction), or "shares" if you dispatch the whole again',
+        stacklevel=4,
+    )
 
 
 def _padded(tensor: Tensor, seq_dim: int, more: int, pad_value: float) -> Tensor:

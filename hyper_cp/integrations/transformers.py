@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from ..data.batch import WholeBatch, entries_of
 from ..data.collectives import by_rank
-from ..data.packing import PreparedBatch, attention_state, take_documents
+from ..data.packing import PreparedBatch, attention_state, read_positions, take_documents
 from ..data.sharding import Shares, documents_for, local_share, padded_table
 from ..handler import ContextParallelHandler
 from ..module.mesh_binding import Binding, binding_of, describe
@@ -174,8 +174,9 @@ class _KeywordBatch(WholeBatch):
             self.pad_mask(mask)
         # The documents of a block say what positions that restart in them would say.
         in_block = self.handler.cp.batch.documents is not None
-        if mask is not None or positions is None or positions.ndim != 2 or in_block:
+        if mask is not None or in_block or self.documents is not None:
             positions = None
+        positions = read_positions(positions)
         documents = None if self.documents is None else padded_table(self.handler, self.documents.rows)
         self.state = attention_state(self.handler, documents, self.mask, positions)
         if self.documents is None and positions is not None and self.state.documents is not None:
@@ -365,8 +366,8 @@ class DecoderHook:
         if padding is not None:
             whole = self._global_mask(handler, padding, tokens.shape[1])
             counted = padding if padding.shape[1] == tokens.shape[1] else local_share(handler, whole, 1, documents)
-        elif mask is None and positions is not None and positions.ndim == 2 and documents is None:
-            packed = handler.combine(positions, 1)
+        elif mask is None and documents is None:
+            packed = read_positions(positions, lambda x: handler.combine(x, 1))
         return replace(attention_state(handler, documents, whole, packed), last_position=last, counted=counted)
 
     def _last_position(self, handler: ContextParallelHandler, positions: Tensor | None, tokens: Tensor) -> int | Tensor:

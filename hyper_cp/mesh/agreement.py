@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -98,8 +99,13 @@ class Agreement:
         """Signatures by kind, each with a number, which is the same on every rank."""
         self._number = self._calls = self._order = 0
         """The number of the last signature; how many were looked up since the last comparison, and their order."""
-        self._tokens: str | None = None
-        """Digest of the first tokens that were split over the mesh; empty once it has been compared."""
+        self._plans: tuple[int, Callable[[], object]] = 0, lambda: None
+        """The number of plans that this rank has applied on the mesh, and the model of the last one."""
+        self._tokens: dict[str, str] = {}
+        """Digests of first batches that not all ranks have compared yet, by the number of their handler."""
+        self._handlers: WeakSet[Any] = WeakSet()
+        """The styles of handlers that have split their first batch."""
+        self._first_batches = 0
         self._round, self._lock, self._compare_next = 0, threading.Lock(), False
         self._limit = store.timeout.total_seconds()
         # Entries of an earlier mesh of the same ranks may be left in the store, so every rank counts its own meshes.
@@ -118,15 +124,30 @@ class Agreement:
         shape = [dist.get_world_size(g) for g in groups]
         return Agreement(world.get_group_store(), ranks, list(ranks).index(dist.get_rank()), shape)
 
-    def compare_tokens_later(self, tokens: Tensor) -> None:
-        """Compare a batch's integers with the next new attention call, if they are the first on this mesh.
+    def compare_tokens_later(self, tokens: Tensor, style: object | None = None) -> None:
+        """Compare a batch's integers with the next new model or attention call, if they are the first on this mesh, or
+        the first of the handlers of a style.
 
-        Not at once: a data loader's thread may split batches at other times on other ranks.
+        Not at once: a data loader's thread may split batches at other times on other ranks. And not those of the
+        second style in such a thread: the order of several threads differs between ranks.
         """
+        in_turn = style is not None and threading.current_thread() is threading.main_thread()
+        if self._first_batches and (not in_turn or style in self._handlers):
+            return
         if type(tokens) is not Tensor or tokens.is_meta:  # fakes have no values
             return
-        if self._tokens is None and tokens.numel() and not (tokens.is_floating_point() or tokens.dtype == torch.bool):
-            self._tokens = fingerprint(tokens)
+        if tokens.numel() and not (tokens.is_floating_point() or tokens.dtype == torch.bool):
+            self._tokens[str(self._first_batches)] = fingerprint(tokens)
+            self._first_batches += 1
+            if style is not None:
+                self._handlers.add(style)
+
+    def number_of_plan(self, model: object) -> int:
+        """The number, among the plans of this mesh, of the one that is being applied to ``model``."""
+        number, last = self._plans
+        if last() is not model:
+            self._plans = number + 1, ref(model)
+        return self._plans[0]
 
     def compare_next_call(self) -> None:
         """Compare the next call even if it is known: an op of this rank has raised, and other ranks may still be in it.
@@ -161,17 +182,23 @@ class Agreement:
             if signature in agreed and not self._compare_next and not always:  # another thread has been faster
                 return
             mine = {"kind": kind} | {name: _text(value) for name, value in (*signature, *once)}
-            history, tokens = f"{self._calls}/{self._order:x}", self._tokens if kind == "call" else None
-            entries = self._exchange(mine | {_HISTORY: history, _TOKENS: tokens or ""}, mesh, caller)
+            history = f"{self._calls}/{self._order:x}"
+            # With a call, or (they may all be known) with another model than the first one.
+            sent = kind == "call" or (kind == "weights" and bool(self._agreed.get("call")))
+            tokens = json.dumps(self._tokens if sent else {})
+            entries = self._exchange(mine | {_HISTORY: history, _TOKENS: tokens}, mesh, caller)
             self._calls = self._order = 0  # also after a disagreement: all ranks begin anew
-            self._tokens = "" if tokens else self._tokens
             histories = [entry.pop(_HISTORY) for entry in entries]
-            batches = [entry.pop(_TOKENS) for entry in entries]
+            batches = [json.loads(entry.pop(_TOKENS)) for entry in entries]
+            compared = set.intersection(*(set(batch) for batch in batches))  # a rank may have split none by itself
+            self._tokens = {name: x for name, x in self._tokens.items() if name not in compared}
             if any(entry != mine for entry in entries):
                 first = self._first_difference(entries, details, mesh, caller)
                 raise ValueError(_disagreement(entries, mesh, caller, first))
-            if len({*batches} - {""}) > 1:  # a rank may have split none by itself
-                raise ValueError(_disagreement([{"kind": kind, "batch": x} for x in batches], mesh, caller))
+            for name in sorted(compared):
+                if len({batch[name] for batch in batches}) > 1:
+                    found = [{"kind": kind, "batch": batch[name]} for batch in batches]
+                    raise ValueError(_disagreement(found, mesh, caller))
             if any(other != history for other in histories):
                 raise ValueError(_other_histories(histories, mesh, caller))
             self._compare_next = False

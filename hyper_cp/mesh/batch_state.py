@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,11 +13,30 @@ LENGTHS = 16
 """Lengths of shares that are recorded; the oldest is dropped."""
 
 
+@dataclass(frozen=True)
+class Split:
+    """The layout and the sizes in which a handler has split the batch of a block."""
+
+    layout: str
+    ranks: int
+    length: int | None = None
+    """Positions of the sequence before padding; None: the block was entered without a batch."""
+    padded: int | None = None
+
+    @property
+    def share(self) -> int | None:
+        """Positions of each rank."""
+        return None if self.padded is None else self.padded // self.ranks
+
+
 class Block:
     """One entered ``handler.documents`` block, and the calls that have used its documents."""
 
-    def __init__(self, documents: Tensor | None, owner: ThreadBlocks, length: int | None = None) -> None:
-        self.documents, self.owner, self.length = documents, owner, length
+    def __init__(self, documents: Tensor | None, owner: ThreadBlocks, split: Split | None = None) -> None:
+        self.documents, self.owner, self.split = documents, owner, split
+        self.opened = _of_all_meshes.entered
+        self.ran = False
+        """True if something has run over the whole sequence in the block."""
         self.used = documents is None
         """True if something has read the documents, or there are none."""
         self.kinds: set[bool] = set()
@@ -31,6 +51,16 @@ class ThreadBlocks:
         self.entered: list[Block] = []
         # An attribute, and not the last block: a compiled graph reads it as an input, at any depth of blocks.
         self.documents: Tensor | None = None
+
+
+class _OfAllMeshes(threading.local):
+    """The blocks of a thread on all meshes, innermost last."""
+
+    def __init__(self) -> None:
+        self.entered: list[Block] = []
+
+
+_of_all_meshes = _OfAllMeshes()
 
 
 class _ThisThread(threading.local):
@@ -51,7 +81,14 @@ class BatchState:
         self._this_thread = _ThisThread()
         self._threads: list[ThreadBlocks] = []
         """The blocks of all threads that are in one."""
-        self._lengths: dict[int, None] = {}
+        self._lengths: dict[int, bool] = {}
+        """Lengths of shares; True for those that a handler has split."""
+        self.ran = False
+        """True if anything has run over the whole sequence on this mesh."""
+        self.averaged = False
+        """True if DDP or FSDP averages the gradients of a model on this mesh over its ranks."""
+        self.warned_of_gradients = False
+        """True once a reduction that is unknown, or does not fit, has been warned of."""
         self.batches = 0
         """The number of batches that this rank has split, for errors."""
         self._packed: list[weakref.ref[Tensor]] = []
@@ -63,10 +100,11 @@ class BatchState:
 
     # ------------------------------------------------------------------ blocks
 
-    def enter(self, documents: Tensor | None, length: int | None = None) -> Block:
-        """Make documents (None: a batch without) active in this thread. ``length``: positions before padding."""
+    def enter(self, documents: Tensor | None, split: Split | None = None) -> Block:
+        """Make documents (None: a batch without) active in this thread."""
         blocks = self._this_thread.blocks
-        block = Block(documents, blocks, length)
+        block = Block(documents, blocks, split)
+        block.opened.append(block)
         if not blocks.entered:
             self._threads.append(blocks)
         blocks.entered.append(block)
@@ -76,6 +114,7 @@ class BatchState:
     def leave(self, block: Block) -> None:
         """End one block, whichever thread and order it ends in: no other block changes."""
         blocks = block.owner
+        block.opened.remove(block)
         blocks.entered.remove(block)
         blocks.documents = blocks.entered[-1].documents if blocks.entered else None
         if not blocks.entered:
@@ -94,10 +133,15 @@ class BatchState:
         return blocks.documents
 
     @property
+    def has_documents(self) -> bool:
+        """True if this thread is in a block with documents. (This does not count as reading them.)"""
+        return self._this_thread.blocks.documents is not None
+
+    @property
     def length(self) -> int | None:
         """The positions of the sequence of this thread's innermost block, before padding, if the block knows them."""
         entered = self._this_thread.blocks.entered
-        return entered[-1].length if entered else None
+        return entered[-1].split.length if entered and entered[-1].split else None
 
     def active_documents(self, caller: str) -> Tensor | None:
         """The documents for an attention call of ``caller``, which errors name.
@@ -196,14 +240,75 @@ class BatchState:
         """True if these are the labels of a batch with packed documents, and no attention call ever had documents."""
         return self._explicit == {False} and any(known() is labels for known in self._packed)
 
-    def record_length(self, length: int) -> None:
-        """Record the length of a share."""
-        if torch.compiler.is_compiling() or length in self._lengths:
+    def record_call(self, length: int, layout: str | None, ranks: int) -> None:
+        """Record a call of this thread, whose share of the sequence has so many positions. ``layout``: None if the call
+        would be right in any.
+
+        Raises:
+            ValueError: if this thread is in the block of a batch that was split otherwise than the call expects.
+        """
+        if torch.compiler.is_compiling():
             return
-        self._lengths[length] = None
+        entered, opened = self._this_thread.blocks.entered, _of_all_meshes.entered
+        if opened and ranks > 1:
+            _check_split((entered or opened)[-1], length, layout, ranks, bool(entered), self._lengths.get(length))
+        self.record_length(length)
+
+    def mark_ran(self) -> None:
+        """Record that something runs over the whole sequence."""
+        self.ran = True
+        for block in self._this_thread.blocks.entered:
+            block.ran = True
+
+    def idle(self, ever: bool) -> bool:
+        """True if nothing has run over the whole sequence in the block of a batch that this thread is in. Outside of
+        blocks with ``ever``: if batches were split on this mesh, and nothing has run for any of them."""
+        batches = [block for block in self._this_thread.blocks.entered if block.split and block.split.share]
+        return not any(block.ran for block in batches) if batches else ever and self.batches > 0 and not self.ran
+
+    def record_length(self, length: int, split: bool = False) -> None:
+        """Record the length of a share; ``split``: a handler has made it."""
+        if torch.compiler.is_compiling() or self._lengths.get(length, False) or (length in self._lengths and not split):
+            return
+        self._lengths[length] = split
         if len(self._lengths) > LENGTHS:
             self._lengths.pop(next(iter(self._lengths)), None)
 
     def is_share(self, length: int) -> bool:
         """True if a share of this length was handed out or attended lately."""
         return length in self._lengths
+
+
+def _check_split(
+    block: Block, length: int, layout: str | None, ranks: int, of_this_mesh: bool, known_split: bool | None
+) -> None:
+    """Raise ``ValueError`` if the batch of a block was split for another mesh or layout than that of a call, or if the
+    call has got the whole batch.
+
+    Args:
+        block: the innermost block, of the mesh of the call or (if that has none) of another mesh.
+        known_split: True if a handler of the mesh of the call has made shares of this length.
+    """
+    split = block.split
+    if split is None:
+        return
+    if not of_this_mesh:
+        if split.share == length and length * ranks != split.padded and not known_split:
+            raise ValueError(
+                f"attention runs over {ranks} ranks, and this batch of {split.padded} positions was split over "
+                f"{split.ranks}. Positions would be wrong. Make the handler of the mesh that the model runs on, or "
+                "with ContextParallelHandler.of(model)"
+            )
+        return
+    if layout not in (None, split.layout):
+        raise ValueError(
+            f"attention runs with layout={layout!r}, and the handler of this batch splits it as {split.layout!r}. "
+            "Attention would assign wrong positions to tokens. Make the handler of the model's style, or with "
+            "ContextParallelHandler.of(model)"
+        )
+    if length != split.share and length in (split.length, split.padded) and not known_split:
+        raise ValueError(
+            f"attention has got all {length} positions of this batch on each rank, and not the {split.share} of its "
+            "share. Attention would take them for parts of one long sequence. Pass the model the batch that the "
+            "handler returned"
+        )

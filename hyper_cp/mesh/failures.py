@@ -94,6 +94,7 @@ class operation:
         self.mesh, self.name, self.step = mesh, name, step
 
     def __enter__(self) -> operation:
+        self.mesh.batch.mark_ran()
         self.before = tuple(here.pending)
         here.operations.append(self)
         return self

@@ -6,8 +6,10 @@ the model is watched for attention that is not routed, and for styled modules th
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
+import warnings
 from collections.abc import Iterable
 from itertools import islice
 from logging import getLogger
@@ -18,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..schedule.layout import by_documents
+from ..schedule.lookup import resolve
 from . import attention_calls
 from ._torch.modules import calls_running, hook_owners, is_compiled, plan_being_applied, running_modules
 from .dispatch_mode import EnteredMode, current_call
@@ -27,6 +31,7 @@ from .mixing import NAMED, TABLE, Mixing, mixes_by_name, mixing_modules, row_of_
 from .model import Model, model_of
 
 logger = getLogger(__name__)
+_ROTARY = re.compile("Rotary|R[oO]PE|Rope")
 
 # --------------------------------------------------------------------------- modules and functions that mix positions
 
@@ -139,6 +144,8 @@ def guard_plan(module: nn.Module, binding: Binding, mesh: DeviceMesh) -> None:
         sees_all = style.qkv_indices is not None and all(cp.ring.size == 1 for cp in views)
         refuse_mixing(Model(root, (*style.allow, *allow)), (type(module),) if sees_all else ())
         _searched = call, ref(root)
+    agreement = binding.active.views[0].agreement
+    binding.applied = ref(root), 0 if agreement is None else agreement.number_of_plan(root)
     if root is not module and not any(isinstance(owner, FirstForward) for owner in hook_owners(root)):
         first = FirstForward()
         root.register_forward_pre_hook(first.before, prepend=True)
@@ -153,7 +160,7 @@ class FirstForward(EnteredMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.done = False
+        self.done = self.warned = False
         self.thread: int | None = None
         """The thread in which the first forward runs; None while it does not run."""
         self.unrouted: list[tuple[str, str, int | None]] = []
@@ -188,6 +195,8 @@ class FirstForward(EnteredMode):
 
     def _inspect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         spelling = attention_calls.spelled(func)
+        if spelling is None and not self.warned:
+            self._warn_of_local_positions(func, (*args, *kwargs.values()))
         if spelling is None or current_call() is not None:
             return
         length = _self_attention(func, args, kwargs)
@@ -198,6 +207,22 @@ class FirstForward(EnteredMode):
         if not self.model.allows(name):
             self.unrouted.append((name, f"module {name!r} ({type(caller).__name__}) calls {spelling}", length))
             self._refuse_unrouted()
+
+    def _warn_of_local_positions(self, func: Any, inputs: Iterable[Any]) -> None:
+        """Warn if a table of positions is read, or a rotary embedding made, at 0 to S/n - 1 on a rank that holds other
+        ones. (The host waits for these values, in the first forward only.)"""
+        caller = next(iter(running_modules()), self.model.root)
+        if getattr(func, "__name__", "") != "embedding" and not _ROTARY.search(type(caller).__name__):
+            return
+        binding = next(binding for binding in self.model.styled.values() if binding.active.parallel)
+        if any(type(x) is Tensor and counts_locally(x, binding) for x in inputs):
+            self.warned = True
+            warnings.warn(
+                f"module {self.model.names.get(id(caller), '')!r} ({type(caller).__name__}) got positions 0, 1, 2, ... "
+                "on a rank whose share holds other positions. They were counted locally, perhaps by torch.arange. Pass "
+                "the model the position_ids of get_batch_on_this_cp_rank, or those of handler.position_ids",
+                stacklevel=6,
+            )
 
     def _refuse_unrouted(self) -> None:
         """Raise if attention that was not routed had as many positions as this rank's share of the sequence."""
@@ -243,6 +268,18 @@ class FirstForward(EnteredMode):
     def _end(self) -> None:
         self.thread = None
         self.take_out()
+
+
+def counts_locally(x: Tensor, binding: Binding) -> bool:
+    """True if the last dimension of ``x`` counts the positions of a share from 0, and this rank holds other ones."""
+    cp, layout, length = binding.active.views[0], binding.style.mode.layout, x.shape[-1] if x.ndim else 0
+    if x.is_meta or not x.numel() or length < 2 or not cp.batch.is_share(length):
+        return False
+    if by_documents(layout) or cp.batch.has_documents or x.dtype in (torch.bool, torch.complex64):
+        return False
+    own = resolve(layout, cp.size, length * cp.size, None).positions(cp.rank).tolist()
+    counted = list(range(length))
+    return own != counted and x.detach().reshape(-1, length)[0].tolist() == counted
 
 
 def _self_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

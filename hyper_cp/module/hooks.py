@@ -91,10 +91,10 @@ class AttentionHooks:
         try:
             q, k = ((x.shape[head], x.shape[seq]) for x in qkv[:2])
             check_shards(q, k, cp, style.mode, call.documents)
+            cp.batch.record_call(q[1], None if style.cross_attention else style.mode.layout, cp.size)
         except ValueError as error:
             counts = ", ".join(dtensor.heads_of(what, x, head) for what, x in zip("qk", given, strict=False))
             raise ValueError(f"{self.name} (sequence in dimension {seq}): {counts}. {error}") from None
-        cp.batch.record_length(qkv[0].shape[seq])
         with calling(self.name):
             qkv = self._ulysses(call, cp).to_heads(*qkv)
         length, heads = qkv[0].shape[seq], qkv[0].shape[head]

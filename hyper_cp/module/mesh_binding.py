@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from functools import cached_property
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -43,6 +44,8 @@ class Plan:
 
     def __init__(self, styles: dict[str, str]) -> None:
         self.styles = styles
+        self.compared: WeakSet[Agreement] = WeakSet()
+        """Meshes on which the weights of the model have been compared with those of the other ranks."""
 
     @cached_property
     def signature(self) -> Signature:
@@ -106,6 +109,8 @@ class Binding:
         """Positions of q in the last call, before it is exchanged: this rank's share of the sequence."""
         self.ran = False
         """True once a call has begun (compiled calls do not count)."""
+        self.applied: tuple[weakref.ref[nn.Module], int] | None = None
+        """The model that the plan was applied to, and the number of that plan among those of the mesh."""
         self.place: tuple[str, Plan] | None = None
         """The qualified name of the module in the model that it runs in, and that model's styled modules."""
         self.compared: WeakSet[Agreement] = WeakSet()
@@ -114,7 +119,10 @@ class Binding:
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__)  # style and meshes are shared, process groups cannot be copied
-        copy.stack, copy.compared = list(self.stack), WeakSet(self.compared)
+        copy.stack, copy.compared, copy.place = list(self.stack), WeakSet(), None  # another model
+        if self.applied is not None:
+            root = memo.get(id(self.applied[0]()))
+            copy.applied = None if root is None else (weakref.ref(root), self.applied[1])
         return copy
 
     def __reduce__(self) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .mixers.calls import is_mixer
 
 Arguments = tuple[Any, ...]
-GATHER = "Gather the sequence around it (handler.combine, then handler.dispatch)"
+GATHER = 'Gather the sequence around it (handler.combine(x, gradients="shares"), then handler.dispatch)'
 
 
 def _in_last_dimension(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
@@ -97,6 +97,12 @@ TABLE = (
         "pools positions",
         (nn.MaxPool1d, nn.AvgPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
         ("max_pool1d", "avg_pool1d", "lp_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d"),
+    ),
+    Mixing(
+        "takes a softmax over dimension {0.dim}, which may be the sequence",
+        (nn.Softmax, nn.LogSoftmax, nn.Softmin),
+        harmless=lambda module: module.dim is not None and (module.dim == -1 or module.dim > 1),
+        instead="If that is its last dimension, write dim=-1. " + GATHER,
     ),
     Mixing("convolves pixels", (nn.Conv2d, nn.Conv3d), ("conv2d", "conv3d"), along=_convolved, refused=False),
     Mixing("takes its statistics over pixels", (nn.BatchNorm2d, nn.SyncBatchNorm), refused=False),

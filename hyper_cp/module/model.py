@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..mesh.agreement import digest, fingerprint
 from ._torch import checkpoint
-from ._torch.modules import running_modules
+from ._torch.modules import averaging_ranks, running_modules
 from .dtensor import CPDims, ranks_along
 from .mesh_binding import Binding, Plan, StyledMesh, binding_of
 
@@ -53,10 +53,19 @@ class Model:
         return any(name == outer or name.startswith(f"{outer}.") or not outer for outer in self.exempt)
 
 
-def model_of(module: nn.Module) -> Model:
-    """The model of a module that is running: the outermost module of this thread's calls that contains it."""
-    outer = [root for root in running_modules() if any(child is module for child in root.modules())]
-    return Model(outer[-1] if outer else module)
+def model_of(module: nn.Module, applied: nn.Module | None = None) -> Model:
+    """The model of a module that is running: the outermost module of this thread's calls that contains it.
+
+    Args:
+        applied: the model that a plan was applied to, which counts where user code calls its parts by themselves.
+    """
+    outer = [root for root in running_modules() if _contains(root, module)]
+    root = outer[-1] if outer else module
+    return Model(applied if applied is not None and _contains(applied, root) else root)
+
+
+def _contains(root: nn.Module, module: nn.Module) -> bool:
+    return any(child is module for child in root.modules())
 
 
 def begin_call(binding: Binding, module: nn.Module, read: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -82,9 +91,11 @@ def compare_model_across_ranks(binding: Binding, module: nn.Module, mesh: Styled
     cp = mesh.views[0]
     if torch.compiler.is_compiling() or cp.agreement is None or cp.agreement in binding.compared:
         return
+    averaged = map(averaging_ranks, running_modules())
+    cp.batch.averaged |= any(len({*ranks} & {*mesh.cp_dims.ranks}) > 1 for ranks in averaged)
     model = None
     if binding.place is None:
-        model = model_of(module)
+        model = _model(binding, module)
         plan = Plan({name: repr(found.style) for name, found in model.styled.items()})
         for name, found in model.styled.items():
             found.place = name, plan
@@ -92,12 +103,19 @@ def compare_model_across_ranks(binding: Binding, module: nn.Module, mesh: Styled
         binding.place = "", Plan({"": repr(binding.style)})
     name, plan = binding.place
     cp.agree("plan", plan.signature, binding.name, details=lambda: plan.styles)
-    if not cp.agreement.known("weights", plan.signature):
-        weights = dict(fingerprints(model or model_of(module), mesh.cp_dims))
+    if cp.agreement not in plan.compared:  # the weights of another model with such a plan are others
+        weights = dict(fingerprints(model or _model(binding, module), mesh.cp_dims))
         total = digest("".join(f"{name}={value}" for name, value in weights.items()).encode())
-        cp.agree("weights", plan.signature, binding.name, (("weights", total),), lambda: weights)
-    cp.agree("module", (("module", name), ("style", plan.styles[name])), binding.name)
+        cp.agree("weights", plan.signature, binding.name, (("weights", total),), lambda: weights, always=True)
+        plan.compared.add(cp.agreement)
+    # Plans that were applied to the blocks of a model one by one have the same names in each.
+    number = 0 if binding.applied is None else binding.applied[1]
+    cp.agree("module", (("module", name), ("style", plan.styles[name]), ("plan number", number)), binding.name)
     binding.compared.add(cp.agreement)
+
+
+def _model(binding: Binding, module: nn.Module) -> Model:
+    return model_of(module, None if binding.applied is None else binding.applied[0]())
 
 
 # --------------------------------------------------------------------------- weights

@@ -48,6 +48,9 @@ def check(
         check_grouped(q.shape[1], k.shape[1])
     else:
         check_shards((q.shape[1], q.shape[2]), (k.shape[1], k.shape[2]), cp, mode, call.documents)
+    placed = call.is_causal or mode.window or any(x is not None for x in (call.documents, call.mask, call.score))
+    share = q.shape[2] // (cp.ulysses.size if exchanged else 1)
+    cp.batch.record_call(share, mode.layout if placed else None, cp.size)
     ranks = cp.ring.size if exchanged else cp.size
     lengths = q.shape[2] * ranks, mode.key_length(k.shape[2], ranks)
     check_options(call, mode, cp, lengths)
@@ -337,9 +340,9 @@ def _check_mask(mask: Tensor, call: Call, q: Tensor, cp: CPMesh, lengths: tuple[
         raise ValueError("attn_mask and is_causal=True are both given. Each says what is visible. Pass one of them")
     if mask.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            f"attn_mask of shape {tuple(mask.shape)} requires a gradient. Context-parallel attention does not compute "
-            "it. Add a learned bias in the score_mod of flex_attention, which is called with global positions and "
-            "whose tensors get gradients; or detach the mask"
+            f"attn_mask of shape {tuple(mask.shape)} requires a gradient, as the learned position bias of T5 does. "
+            "Context-parallel attention does not compute it. Add a learned bias in the score_mod of flex_attention, "
+            "which is called with global positions and whose tensors get gradients; or detach the mask"
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(
@@ -363,6 +366,12 @@ def _check_mask(mask: Tensor, call: Call, q: Tensor, cp: CPMesh, lengths: tuple[
             f"or have this rank's {rows} queries in dimension 2. Build it for all {lengths[1]} positions of the "
             "sequence, and not for the local share; if the batch was padded to that length, pad the mask too, as "
             "get_batch_on_this_cp_rank does with an entry attention_mask"
+        )
+    if mask.shape[2] == 1 < mask.shape[3] and degree > 1 and lengths[0] == cp.size:
+        raise ValueError(
+            f"attn_mask of shape {tuple(mask.shape)} has one row, and so has every rank's share of the {lengths[0]} "
+            "queries. It may be the row of this rank's query, which the other ranks need, or one row for all queries. "
+            f"Pass all rows, [..., {lengths[0]}, {lengths[1]}], with expand if they are equal"
         )
     if mask.shape[1] == all_heads and degree > 1:
         mask = mask.narrow(1, cp.ulysses.rank * own_heads, own_heads)

@@ -202,8 +202,11 @@ def attention_op(
     q, k, v = _last_dim_contiguous(q, k, v)
     work = _Work(q, k, v, given, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
+    share = q.shape[2] // work.cp.ulysses.size
+    placed = work.band != (None, None) or any(x is not None for x in (given.documents, work.mask, work.scores))
+    work.cp.batch.record_call(share, options.layout if placed else None, work.cp.size)
     work.cp.batch.record_attention(
-        q.shape[2] // work.cp.ulysses.size,
+        share,
         given.documents,
         band=work.band,
         lengths=work.lengths,

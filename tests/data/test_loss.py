@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -382,3 +383,76 @@ def test_padded_and_packed_batches_train_as_on_one_device(
     ranks: Any, world: int, layout: str, causal: bool, packed: bool
 ) -> None:
     assert max(ranks(world, end_to_end, layout, causal, packed)) <= 1e-10
+
+
+# --------------------------------------------------------------------------- a whole that is dispatched again
+
+
+@on_ranks
+def gathered_and_split(layout: str, degrees: tuple[int, ...]) -> float:
+    """The error of the gradient through a scan over the whole sequence, whose result is dispatched again."""
+    names = ("cp",) if len(degrees) == 1 else ("ring", "ulysses")
+    handler = ContextParallelHandler(init_device_mesh("cpu", degrees, mesh_dim_names=names), layout)
+    g = torch.Generator().manual_seed(3)
+    x, factors = (torch.randn(2, 16, 3, generator=g, dtype=torch.float64) for _ in range(2))
+    x.requires_grad_()
+    (want,) = torch.autograd.grad((x.cumsum(1) * factors).sum(), x)
+    share = handler.dispatch(x.detach()).requires_grad_()
+    out = handler.dispatch(handler.combine(share, gradients="shares").cumsum(1))
+    (found,) = torch.autograd.grad((out * handler.dispatch(factors)).sum(), share)
+    return relative_error(found, handler.dispatch(want))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+def test_gradients_of_a_whole_that_is_dispatched_again(ranks: Any, layout: str) -> None:
+    assert max(ranks(2, gathered_and_split, layout, (2,))) <= 1e-12
+    assert max(ranks(4, gathered_and_split, layout, (2, 2))) <= 1e-12
+
+
+@on_ranks
+def unsaid_gradients(wrapper: str) -> list[str]:
+    """Warnings of combine and of mean_loss, under a wrapper or without one."""
+    mesh, handler, model = setup(wrapper, "contiguous")
+    handler.cp.batch.__init__()  # type: ignore[misc]
+    ids, labels = (handler.dispatch(x.chunk(2)[0]) for x in data())
+    logits = model(ids)
+    found = []
+    for call in (
+        lambda: handler.combine(logits.detach()),
+        lambda: handler.combine(logits, gradients="mean"),
+        lambda: handler.combine(logits, gradients=None),
+        lambda: handler.mean_loss(logits, labels, mesh=mesh),
+        lambda: handler.combine(logits),
+        lambda: handler.combine(logits),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        found.append(" ".join(str(x.message) for x in caught))
+    handler.cp.batch.warned_of_gradients = False
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        handler.mean_loss(logits, labels, mesh=mesh, gradients="sum")
+    return [*found, " ".join(str(x.message) for x in caught)]
+
+
+@pytest.mark.parametrize("wrapper", ["none", "ddp", "fsdp"])
+def test_a_reduction_that_is_unknown_or_does_not_fit_warns_once(ranks: Any, wrapper: str) -> None:
+    for *silent, unsaid, again, summed in ranks(4, unsaid_gradients, wrapper):
+        assert silent == [""] * 4 and again == ""
+        assert "does not know how gradients are reduced" in unsaid
+        assert ("DDP or FSDP is around this model" in unsaid) == (wrapper != "none")
+        assert ('mean_loss has gradients="sum"' in summed) == (wrapper != "none")
+
+
+@on_ranks
+def labels_of_no_class(rank: int) -> None:
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
+    labels = torch.full((1, 4), -1 if dist.get_rank() == rank else 1)
+    handler.mean_loss(torch.zeros(1, 4, 3), labels, ignore_index=-1 if rank == 2 else -100)
+
+
+def test_labels_of_no_class_raise_on_every_rank(ranks: Any) -> None:
+    for rank in (0, 1):
+        ranks.raises(2, "ValueError", "labels of", labels_of_no_class, rank)
+    ranks(2, labels_of_no_class, 2)

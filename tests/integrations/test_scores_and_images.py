@@ -149,3 +149,42 @@ def errors_of_images(kind: str) -> dict[str, float]:
 def test_models_of_images_and_text_are_exact(ranks: Any, kind: str) -> None:
     for found in ranks(2, errors_of_images, kind):
         assert max(found.values()) <= 1e-9, found
+
+
+# --------------------------------------------------------------------------- packed documents with positions of axes
+
+PACKED = [5, 9, 10]
+
+
+@on_ranks
+def packed_axes(prepared: bool) -> float:
+    """The error of packed documents of a text model of images, whose positions are ``[4, B, S]``."""
+    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
+
+    model = model_of("qwen2_5_vl")[0].model.language_model
+    text = torch.cat([torch.arange(n) for n in PACKED])
+    grid = torch.stack([text, text // 3, text % 3])
+    ids = tokens(len(text)).clamp(max=VOCABULARY - 3)
+    embeddings = model.embed_tokens(ids).detach()
+    positions = torch.cat([text[None], grid])[:, None].expand(4, 2, -1)
+    given = {"inputs_embeds": embeddings, "position_ids": positions, "use_cache": False}
+    with InDouble():
+        want = model(**given).last_hidden_state
+    style = ContextParallel(ulysses_degree=1, kv_exchange="ring", layout="head_tail")
+    handler = ContextParallelHandler(cp_mesh(), style)
+    made = prepare_model(copy.deepcopy(model), handler.mesh, style=style)
+    local: dict[str, Any] = {
+        name: handler.dispatch(x, -1 if x is positions else 1) for name, x in given.items() if x is not False
+    }
+    with InDouble():
+        out = made(**(prepare_batch(handler, given) if prepared else {**local, "use_cache": False})).last_hidden_state
+    with pytest.raises(ValueError, match=r"position_ids of 3 axes go back along the sequence"):
+        prepare_batch(handler, {**given, "position_ids": positions[1:]})
+    with pytest.raises(ValueError, match=r"position_ids of 3 axes go back along the sequence"):
+        made(**{**local, "position_ids": local["position_ids"][1:]})
+    return relative_error(handler.combine(out, 1), want)
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_packed_documents_of_models_of_images_stay_apart(ranks: Any, prepared: bool) -> None:
+    assert max(ranks(2, packed_axes, prepared)) <= 1e-10

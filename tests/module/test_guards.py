@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import flex_attention
 
-from hyper_cp import ContextParallel, context_parallel, styled_modules
+from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel, styled_modules
 from hyper_cp.mesh import comm
 from hyper_cp.module.guards import refuse_mixing
 from hyper_cp.module.mixing import mixing, row_of_call
@@ -46,6 +47,10 @@ MIXING: list[nn.Module] = [
     nn.GroupNorm(2, 4),
     nn.MaxPool1d(2),
     nn.AdaptiveAvgPool1d(1),
+    nn.Softmax(dim=1),
+    nn.Softmax(),
+    nn.LogSoftmax(dim=-2),
+    nn.Softmin(dim=0),
     MambaMixer(),
 ]
 POINTWISE: list[nn.Module] = [
@@ -53,6 +58,8 @@ POINTWISE: list[nn.Module] = [
     nn.Conv2d(4, 4, 3),
     nn.BatchNorm1d(4).eval(),
     nn.SyncBatchNorm(4),
+    nn.Softmax(dim=-1),
+    nn.LogSoftmax(dim=2),
     nn.LayerNorm(4),
     nn.Linear(4, 4),
     nn.Embedding(4, 4),
@@ -362,3 +369,59 @@ def test_functions_that_mix_positions_in_a_block(ranks: Any) -> None:
                     text,
                 )
                 assert text.endswith("exempt it from this check: context_parallel(..., allow=('mixing',))[]")
+
+
+# --------------------------------------------------------------------------- positions that are counted locally
+
+
+class RotaryTable(nn.Module):
+    def forward(self, at: Tensor) -> Tensor:
+        return at[..., None] * torch.ones(8)
+
+
+class Counting(nn.Module):
+    """nanoGPT: a table of positions, or a rotary embedding, at positions that the model may count itself."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.inner, self.tokens = kind, modules.BNSD(True), nn.Embedding(64, 8)
+        self.table: nn.Module = nn.Embedding(64, 8) if "table" in kind else RotaryTable()
+
+    def forward(self, ids: Tensor, at: Tensor) -> Tensor:
+        if "counted" in self.kind:
+            at = torch.arange(ids.shape[1])
+        x = (self.tokens(ids) + self.table(at))[:, None]
+        return self.inner(x, x, x)
+
+
+@on_ranks
+def local_positions(kind: str, layout: str) -> list[int]:
+    """Warnings of two forwards."""
+    style = ContextParallel(2, 1, 1, layout=layout)
+    handler = ContextParallelHandler(cp_mesh(), style)
+    model = parallelize_module(Counting(kind), cp_mesh(), {"inner": style})
+    batch = handler.get_batch_on_this_cp_rank({"tokens": torch.randint(64, (1, 16), generator=torch.Generator())})
+    found = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(batch["tokens"], batch["position_ids"][0])
+        found.append(sum("They were counted locally" in str(x.message) for x in caught))
+    return found
+
+
+def test_positions_that_are_counted_locally_warn_once(ranks: Any) -> None:
+    for kind in ("counted table", "counted rotary"):
+        assert ranks(2, local_positions, kind, "contiguous") == [[0, 0], [1, 0]]
+        assert ranks(2, local_positions, kind, "head_tail") == [[1, 0], [1, 0]]
+    assert ranks(2, local_positions, "given table", "head_tail") == [[0, 0]] * 2
+
+
+def test_modules_whose_code_belongs_to_no_file() -> None:
+    names: dict[str, Any] = {"nn": nn, "causal_conv1d_fn": lambda x: x}
+    source = "class Made(nn.Module):\n def forward(self, x): return {}(x)"
+    exec(source.format("causal_conv1d_fn").replace("class Made", "__name__ = None\nclass Made"), names)
+    names["__name__"] = None
+    assert mixing(names["Made"]()) == "runs along the sequence"
+    exec(source.format("abs"), names)
+    assert mixing(names["Made"]()) is None

@@ -112,8 +112,69 @@ def comparisons() -> list[Any]:
 
 def test_a_model_is_compared_once_per_mesh(ranks: Any) -> None:
     # Styled modules, weights, two modules, the signatures of module and attention, no documents. On the other view of
-    # the mesh only the signatures are new.
-    assert ranks(2, comparisons) == [[7, 0, 0, 0, 2, 0]] * 2
+    # the mesh only the signatures are new. The weights of a copy may be others, and so may the order in another plan.
+    assert ranks(2, comparisons) == [[7, 0, 1, 3, 2, 0]] * 2
+
+
+@on_ranks
+def second_models() -> list[str]:
+    """Models after a first one, which were made by the same code: with other weights, or called in another order."""
+    rank, found = dist.get_rank(), []
+    torch.manual_seed(0)
+    first = styled(Model())
+    found.append(outcome(first)[0])
+    copied = copy.deepcopy(first)
+    with torch.no_grad():
+        copied.layers[1].proj.weight.add_(rank)  # type: ignore[union-attr,operator]
+    found.append(outcome(copied)[0])
+    torch.manual_seed(rank)
+    found.append(outcome(styled(Model()))[0])
+    torch.manual_seed(0)
+    other = styled(Model())
+    other.backwards = rank == 1
+    return [*found, outcome(other)[0], outcome(first)[0]]
+
+
+def test_every_model_of_a_mesh_is_compared(ranks: Any) -> None:
+    for first, copied, weights, order, again in ranks(2, second_models):
+        assert (first, again) == ("", "")
+        assert "different weights: ranks [1] have others" in copied and "'layers.1.proj.weight'" in copied
+        assert "different weights: ranks [1] have others" in weights
+        assert "different module: rank 0: layers.0.inner; rank 1: layers.1.inner" in order
+
+
+class Loop(nn.Module):
+    """A model whose blocks are called by the code of its user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+
+@on_ranks
+def loops(plans: str) -> str:
+    model, mesh = Loop(), cp_mesh()
+    style = {**RING1, "kv_exchange": "ring"}
+    if plans == "one":
+        styled(model)
+    else:
+        for layer in model.layers:
+            parallelize_module(layer, mesh, {"inner": ContextParallel(**style)})
+    x = local()[0][0]
+    try:
+        for layer in reversed(model.layers) if dist.get_rank() else model.layers:
+            x = layer(x)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_the_order_of_blocks_that_the_user_calls_is_compared(ranks: Any) -> None:
+    for error in ranks(2, loops, "one"):
+        assert "different module: rank 0: layers.0.inner; rank 1: layers.1.inner" in error
+    for error in ranks(2, loops, "one for each block"):
+        assert "different weights: ranks [1] have others" in error
 
 
 @on_ranks
@@ -151,10 +212,16 @@ def other_batches() -> list[str]:
     handler.get_batch_on_this_cp_rank({"tokens": torch.arange(16)[None] * (3 + dist.get_rank())})
     errors = [outcome(model)[0]]
     handler.get_batch_on_this_cp_rank({"tokens": torch.arange(16)[None] * (3 + dist.get_rank())})
-    return [*errors, outcome(model)[0]]
+    errors.append(outcome(model)[0])
+    second = ContextParallel(**{**RING1, "kv_exchange": "ring"})
+    handler = ContextParallelHandler(cp_mesh(), second)
+    model = parallelize_module(Model(), cp_mesh(), {"layers.*.inner": second})
+    handler.get_batch_on_this_cp_rank({"tokens": torch.arange(16)[None] * (3 + dist.get_rank())})
+    return [*errors, outcome(model)[0], outcome(model)[0]]
 
 
 def test_the_first_batches_are_compared(ranks: Any) -> None:
-    for first, second in ranks(2, other_batches):
-        assert "different batch: ranks [1] have others (or none) than rank 0. The ranks of a cp mesh" in first
-        assert second == ""  # once
+    for first, second, of_second_model, again in ranks(2, other_batches):
+        for error in (first, of_second_model):
+            assert "different batch: ranks [1] have others (or none) than rank 0. The ranks of a cp mesh" in error
+        assert (second, again) == ("", "")  # once

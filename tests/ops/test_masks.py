@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_cp.mesh import comm
+from hyper_cp.ops import attention
 from tests.harness.attention_case import FP32, FP64, AttentionCase, Errors, check, cp_mesh, drawn, modes, run_cases
 from tests.harness.ranks import on_ranks
 
@@ -183,3 +185,17 @@ def drawn_job(draw: st.DrawFn) -> tuple[int, list[AttentionCase]]:
 @given(drawn_job())
 def test_drawn_masks(ranks: Any, job: tuple[int, list[AttentionCase]]) -> None:
     check(ranks(job[0], run_cases, job[1]), FP64)
+
+
+@on_ranks
+def one_row(shape: tuple[int, ...]) -> None:
+    """Masks ``[..., 1, S]`` where every rank holds one query: a row of this rank, or one row for all."""
+    n = dist.get_world_size()
+    q = torch.randn(1, n, 1, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    attention(q, q, q, mesh=cp_mesh(), ulysses_degree=None, attn_mask=torch.ones(shape, dtype=torch.bool))
+
+
+def test_a_mask_that_may_be_a_row_of_this_rank_is_refused(ranks: Any) -> None:
+    ranks.raises(2, "ValueError", "one row, and so has every rank's share of the 2 queries", one_row, (1, 1, 1, 2))
+    for shape in ((1, 1, 2, 2), (1, 1, 1, 1)):
+        ranks(2, one_row, shape)

@@ -167,7 +167,8 @@ def attention_forward(
     if not isinstance(state, ForwardState):
         raise RuntimeError(
             f'{name} runs attn_implementation="hyper_cp", but does not know the cp mesh. Call hyper_cp.integrations.'
-            "transformers.prepare_model(model, mesh, style=...), and the model as a whole"
+            "transformers.prepare_model(model, mesh, style=...), and the model as a whole. If it shares its config "
+            "with a model that was prepared, give it one of its own, copy.deepcopy(config)"
         )
     _refuse_unsupported(name, options)
     _refuse_unknown(name, options, state.passed)

@@ -7,12 +7,13 @@ was interrupted (Ctrl-C, after which torch runs no hooks). Needs ``_pop_mode``, 
 Dispatch modes and trees of tensors lie in modules of torch whose names are private (``torch.utils._python_dispatch``,
 ``torch.utils._pytree``). A mode is off while it handles an operator, so it does not see what one that is written in
 Python calls. ``OpOverload.redispatch`` with the key of a device (``torch._C.DispatchKeySet`` and
-``torch._C.DispatchKey``) runs the kernel below the key of modes, so that a mode may be on. The same in torch 2.11 to
-2.15.
+``torch._C.DispatchKey``) runs the kernel below the key of modes, so that a mode may be on. Functions of tensors
+reach no mode in ``torch._C.DisableTorchFunction``. The same in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from .version import moved
 
-__all__ = ["TorchDispatchMode", "run_kernel", "take_out", "tree_leaves"]
+__all__ = ["TorchDispatchMode", "past_modes", "run_kernel", "take_out", "tree_leaves"]
 
 if not hasattr(torch._ops.OpOverload, "redispatch"):
     raise moved("OpOverload.redispatch")
@@ -47,3 +48,9 @@ def take_out(mode: TorchFunctionMode) -> None:
         above.append(top)
     for entered in reversed(above):
         overrides._push_mode(entered)
+
+
+def past_modes() -> AbstractContextManager[None]:
+    """A context in which functions of tensors reach no mode that is entered."""
+    found: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return found

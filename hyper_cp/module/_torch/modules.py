@@ -17,9 +17,12 @@ from types import CodeType, FrameType
 from typing import Any
 from weakref import ref
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 # The frame of a module's call, which tells a call that is over from one that is running.
 _CALL = nn.Module._call_impl.__code__
@@ -67,6 +70,14 @@ def is_compiled(module: nn.Module) -> bool:
 def checkpointed(module: nn.Module) -> nn.Module | None:
     """The module inside torch's ``checkpoint_wrapper``, else None."""
     return module._modules.get("_checkpoint_wrapped_module")
+
+
+def averaging_ranks(module: nn.Module) -> list[int]:
+    """The ranks over which a module is a wrapper of DDP or FSDP that averages gradients; none for other modules."""
+    if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
+        return dist.get_process_group_ranks(module.process_group)
+    group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+    return [] if group is None else group.mesh_info.mesh.mesh.flatten().tolist()
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -272,30 +272,30 @@ def captures_function(module: nn.Module) -> bool:
     )
 
 
-def _called(kind: type[nn.Module]) -> tuple[tuple[str, str], ...]:
-    """The files and names of the functions that the methods of a type call."""
+def _called(kind: type[nn.Module]) -> list[tuple[dict[str, Any], str]]:
+    """The globals and names of the functions that the methods of a type call."""
     if kind in _known:
         return _known[kind]
-    found: dict[tuple[str, str], None] = {}
+    found: list[tuple[dict[str, Any], str]] = []
     for owner in kind.__mro__:
         for method in vars(owner).values() if issubclass(owner, nn.Module) else ():
             method = inspect.unwrap(method) if inspect.isfunction(method) else None
-            if method is None or method.__module__.startswith("torch."):
+            # Code that was made by exec may belong to no file.
+            if method is None or (method.__module__ or "").startswith("torch."):
                 continue
-            for name in ROUTED.keys() & {*method.__code__.co_names}:
-                if name in vars(sys.modules.get(method.__module__, sys)):
-                    found[method.__module__, name] = None
-    _known[kind] = tuple(found)
-    return _known[kind]
+            names = method.__globals__
+            found += [(names, name) for name in ROUTED.keys() & {*method.__code__.co_names} & names.keys()]
+    _known[kind] = found
+    return found
 
 
-_known: WeakKeyDictionary[type, tuple[tuple[str, str], ...]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[type, list[tuple[dict[str, Any], str]]] = WeakKeyDictionary()
 
 
 def route(kind: type[nn.Module]) -> None:
     """Put :data:`ROUTED` in front of the functions that mixers of a type call, once; see the head of this file."""
-    for file, name in _called(kind):
-        _put_in_front(vars(sys.modules[file]), name)
+    for names, name in _called(kind):
+        _put_in_front(names, name)
 
 
 def route_loaded() -> None:

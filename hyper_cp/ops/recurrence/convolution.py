@@ -103,7 +103,7 @@ class _Shifted:
             for i, (at, start, stop) in enumerate(placed(held).tolist())
         ]
         self.packed, self.at = packed, resolved.positions(cp.rank) if packed is not None else torch.empty(0)
-        cp.batch.record_length(len(x))
+        cp.batch.record_call(len(x), layout, cp.size)
 
     def by(self, shift: int) -> Tensor:
         """The rows at p - shift for every held position p; zero if these are in another document."""

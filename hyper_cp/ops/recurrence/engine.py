@@ -50,7 +50,7 @@ class _Work:
         size = self.kernel.size(g)
         length = v.shape[1] * world
         self.segments = segments(settings.layout, self.rank, world, degree, length, size, read(documents))
-        cp.batch.record_length(v.shape[1] // degree)
+        cp.batch.record_call(v.shape[1] // degree, settings.layout, cp.size)
 
     def inputs(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Inputs:
         return Inputs(*(None if x is None else self._wide(self.segments.split(x)) for x in (q, k, v, g, beta)))  # type: ignore[arg-type]

@@ -1,0 +1,125 @@
+"""Batches that do not fit what runs: split in another layout or for another mesh, not split at all, not attended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp.ops import attention, causal_conv1d
+from tests.harness import modules
+from tests.harness.attention_case import cp_mesh
+from tests.harness.ranks import on_ranks
+
+STYLES: dict[str, dict[str, Any]] = {
+    "ring": {"ulysses_degree": 1, "kv_exchange": "ring"},
+    "ulysses": {"ulysses_degree": None},
+}
+LENGTH = 16
+
+
+def model_and_batch(style: ContextParallel, handler: ContextParallelHandler) -> tuple[nn.Module, Any]:
+    """A styled module that is given q, k, v, and a batch of them."""
+    module = parallelize_module(modules.BNSD(True), handler.mesh, style)
+    x = torch.randn(1, 2, LENGTH, 4, generator=torch.Generator().manual_seed(1))
+    batch = handler.get_batch_on_this_cp_rank({"x": x, "labels": torch.zeros(1, LENGTH).long()}, {"x": 2})
+    return module, batch
+
+
+@on_ranks
+def other_layout(way: str, kind: str, batch_layout: str) -> None:
+    style = ContextParallel(2, 1, **STYLES[kind], layout="contiguous")
+    handler = ContextParallelHandler(cp_mesh(), batch_layout)
+    module, batch = model_and_batch(style, handler)
+    x = batch["x"]
+    with handler.documents(batch if way != "table" else [0, 5, LENGTH]):
+        if way == "function":
+            attention(x, x, x, mesh=handler.mesh, is_causal=True)
+        elif way == "compiled":
+            torch.compile(module, backend="aot_eager")(x, x, x)
+        elif way == "convolution":
+            causal_conv1d(x.flatten(0, 1).mT[:1], torch.ones(4, 2), mesh=handler.mesh)
+        else:
+            module(x, x, x)
+
+
+@pytest.mark.parametrize("way", ["module", "table", "function", "compiled", "convolution"])
+def test_a_handler_of_another_layout_than_the_model_is_refused(ranks: Any, way: str) -> None:
+    for kind in ("ring", "ulysses") if way in ("module", "table") else ("ring",):
+        words = "layout='contiguous', and the handler of this batch splits it as 'head_tail'"
+        ranks.raises(2, "ValueError", words, other_layout, way, kind, "head_tail", timeout=100)
+        ranks(2, other_layout, way, kind, "contiguous", timeout=100)
+
+
+@on_ranks
+def other_mesh(split_by: str) -> None:
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    style = ContextParallel(2, 1, 1)
+    flat = cp_mesh()
+    handler = ContextParallelHandler(flat if split_by == "all" else world["cp"], style)
+    module, batch = model_and_batch(style, ContextParallelHandler(flat, style))
+    batch = model_and_batch(style, handler)[1]
+    with handler.documents(batch):
+        module(batch["x"], batch["x"], batch["x"])
+
+
+def test_a_handler_of_another_mesh_than_the_model_is_refused(ranks: Any) -> None:
+    ranks.raises(4, "ValueError", "over 4 ranks, and this batch of 16 positions was split over 2", other_mesh, "half")
+    ranks(4, other_mesh, "all")
+
+
+@on_ranks
+def whole_batch(kind: str, whole: bool) -> None:
+    style = ContextParallel(2, 1, **STYLES[kind])
+    handler = ContextParallelHandler(cp_mesh(), style)
+    module, batch = model_and_batch(style, handler)
+    x = torch.zeros(1, 2, LENGTH, 4) if whole else batch["x"]
+    with handler.documents(batch):
+        module(x, x, x)
+
+
+@pytest.mark.parametrize("kind", list(STYLES))
+def test_a_whole_batch_while_its_share_is_open_is_refused(ranks: Any, kind: str) -> None:
+    ranks.raises(2, "ValueError", "all 16 positions of this batch on each rank, and not the 8", whole_batch, kind, True)
+    ranks(2, whole_batch, kind, False)
+
+
+@on_ranks
+def loss_of(way: str) -> None:
+    style = ContextParallel(2, 1, None)
+    handler = ContextParallelHandler(cp_mesh(), style)
+    module, batch = model_and_batch(style, handler)
+
+    def loss(elsewhere: bool = False) -> Tensor:
+        return handler.mean_loss(batch["x"][:, :, :, 0].mean(1), batch["labels"], elsewhere=elsewhere)
+
+    def run(model: nn.Module) -> None:
+        model(batch["x"], batch["x"], batch["x"])
+
+    if way == "never":
+        loss()
+    elif way == "not in this block":
+        run(module)
+        with handler.documents(batch):
+            loss()
+    elif way == "elsewhere":
+        loss(elsewhere=True)
+    elif way == "data only":
+        ContextParallelHandler(cp_mesh(), "contiguous").mean_loss(torch.zeros(1, 8), batch["labels"])
+    else:
+        with handler.documents(batch):
+            run(torch.compile(module, backend="aot_eager") if way == "compiled" else module)
+            loss()
+        loss()
+
+
+def test_a_loss_without_attention_is_refused(ranks: Any) -> None:
+    for way in ("never", "not in this block"):
+        ranks.raises(2, "RuntimeError", "on which no attention has run", loss_of, way)
+    for way in ("elsewhere", "data only", "right", "compiled"):
+        ranks(2, loss_of, way, timeout=100)
