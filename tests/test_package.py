@@ -74,6 +74,10 @@ PRIVATE_ELSEWHERE = {
     ("module/running_call.py", "_base"): VIEWS,
     ("ops/writes.py", "_version"): WRITES,
     ("ops/masks.py", "_base"): VIEWS,
+    (
+        "ops/kernels/scores/flex_kernel.py",
+        "_dynamo",
+    ): "the limit of graphs of a compiled function: see the comment there",
     ("ops/kernels/derivative.py", "_C"): AUTOGRAD,
     ("ops/kernels/derivative.py", "_dispatch_tls_is_dispatch_key_excluded"): AUTOGRAD,
     ("ops/kernels/derivative.py", "_dispatch_tls_set_dispatch_key_excluded"): AUTOGRAD,

@@ -137,7 +137,7 @@ class Operands:
     mask: Tensor | None = None
     """Explicit, ``[B|1, H|1, Sq|1, Skv|1]``, of the heads that the op attends."""
     seed: Tensor | None = None
-    """Of dropout, ``[1]`` on the CPU."""
+    """The seed of dropout, ``[1]`` on the CPU."""
     dlse: Tensor | None = None
     """In backward, of calls with a score function: the gradient of the log-sum-exp."""
     kernel: Tensor | None = None

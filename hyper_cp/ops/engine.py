@@ -320,7 +320,7 @@ class Saved:
         return [x for _, x in kept]
 
     def operands(self, tensors: Sequence[Tensor], dlse: Tensor | None, kernel: Tensor) -> Operands:
-        """What was saved, and the operands that only backward has."""
+        """The operands of backward: those that were saved, and those that only backward has."""
         given = Operands.of(tensors, self.names)
         given.documents, given.dlse, given.kernel = self.documents, dlse, kernel
         return given

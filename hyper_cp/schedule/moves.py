@@ -118,8 +118,8 @@ class Transfers:
 
     @cached_property
     def forward(self) -> tuple[Event, ...]:
-        """What a rank does, one thing after the other: the next moves are under way while a block is used. Its own keys
-        are used first and once more last, while the last results travel home."""
+        """The events of a rank, in order: the next moves are under way while a block is used. Its own keys are used
+        first and once more last, while the last results travel home."""
         return tuple(self._events(False))
 
     @cached_property

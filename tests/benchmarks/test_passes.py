@@ -24,7 +24,7 @@ from hyper_cp.schedule.ranges import Rows
 
 PAGE = Path(__file__).parents[2] / "docs/measured/devices.md"
 RANKS, ROWS, DIM = 8, 64, 1024
-"""Of a row the log-sum-exp is one element, which does not count beside so many."""
+"""The log-sum-exp is one element of a row, which does not count beside the others."""
 
 
 class Passes(TorchDispatchMode):

@@ -74,7 +74,7 @@ class Operators:
     plans: dict[Any, Any] = field(default_factory=dict)
     """cuDNN's plans: shapes and strides of q, k and v, and the memory order of out and dout."""
     card: Card | None = None
-    """What runs them; None: a card that takes all head dims."""
+    """The card that runs them; None: one that takes all head dims."""
     ragged: bool = False
     """``TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1``: cuDNN packs batch rows that lie in memory as [B, S, H, D]."""
 

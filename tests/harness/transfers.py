@@ -11,7 +11,7 @@ from hyper_cp.schedule.moves import HOME, Move, Transfers
 
 
 def positions_of(move: Move, held: np.ndarray) -> np.ndarray:
-    """What leaves with a move, of a source that holds these rows."""
+    """The rows that leave with a move, of a source that holds these."""
     return np.concatenate([held[:0], *(held[start:stop] for start, stop in move.rows.ranges)])
 
 
@@ -25,7 +25,7 @@ def departures(move: Move, rank: int, rows: np.ndarray, size: int) -> dict[int, 
 
 
 def exchange(moves: Sequence[Move], leaving: Sequence[np.ndarray]) -> list[dict[int, np.ndarray]]:
-    """What every rank receives, by its origin. What one rank sends another must expect, and the other way round."""
+    """The rows that every rank receives, by their origin. A rank must expect what another sends it."""
     size = len(moves)
     assert len({move.pattern for move in moves}) == 1, "all ranks issue one operation"
     sent = [departures(move, rank, rows, size) for rank, (move, rows) in enumerate(zip(moves, leaving, strict=True))]
@@ -98,7 +98,7 @@ def carry_out(
 
 
 def _returned(move: Move, arrived: dict[int, np.ndarray]) -> np.ndarray:
-    """What comes back with the gradient of a block."""
+    """The rows that come back with the gradient of a block."""
     if move.pattern == "sum":
         return sum(arrived.values())
     return np.concatenate([x for _, x in sorted(arrived.items())])

@@ -140,6 +140,7 @@ def opcheck_all(world: int) -> None:
                 torch.library.opcheck(ops.attention_backward.default, (*local, *settings.arguments(given, 0.25)))
     x = torch.randn(2, 8, 3, requires_grad=True)
     torch.library.opcheck(ops.gather_sequence.default, (x, None, cp.key, "head_tail", 1))
+    torch.library.opcheck(ops.scatter_sequence.default, (torch.randn(2, 16, 3), None, cp.key, "head_tail", 1))
     torch.library.opcheck(ops.roll_sequence.default, (x, torch.tensor([[0, 5, 16]]), cp.key, "head_tail", 1, -3))
     torch.library.opcheck(ops.fingerprint.default, (torch.tensor([[0, 5, 16]]), cp.key))
     torch.library.opcheck(ops.own_slice.default, (x.detach(), None, cp.key, "head_tail", 1))
@@ -177,6 +178,7 @@ def test_opcheck_of_every_op(ranks: Any) -> None:
         "own_slice",
         *("gather_rows", "scatter_rows", "query_positions", "local_blocks"),  # checked in test_flex
         "roll_sequence",
+        "scatter_sequence",
         *("ulysses_attention", "ulysses_attention_backward"),  # checked in test_head_groups
         *("linear_recurrence", "linear_recurrence_backward", "causal_conv1d", "causal_conv1d_backward"),
     }

@@ -207,6 +207,7 @@ def reached_and_said() -> tuple[list[int], list[str], bool]:
         return made[-1]
 
     lookup.schedule = recording  # type: ignore[assignment]
+    choices.log_once.cache_clear()  # other tests may have had this choice
     logger.setLevel(logging.INFO)
     try:
         for stages in (3, "auto"):

@@ -1,4 +1,5 @@
-"""What overlaps on an accelerator, by a double of its streams and hardware queues, on which the library's ops run."""
+"""The overlap of tiles and transfers on an accelerator: the library's ops on a double of its streams and hardware
+queues."""
 
 from __future__ import annotations
 

@@ -80,7 +80,6 @@ WRONG: list[tuple[str, str, dict[str, Any], str | None, str]] = [
     ("local table", "loss_fn", {}, "blocks.0", "positions"),
     ("local rope", "loss_fn", {}, "blocks.1.attention.inner", "positions"),
     ("", "undispatched", {}, "blocks.0.attention.inner", "batch"),
-    ("", "other_layout", {}, "(model)", "batch"),
     ("", "shifted_after_sharding", {}, None, "labels"),
     ("", "mean_of_share", {}, None, "loss"),
     ("", "without_documents", {"documents": [0, 7, LENGTH]}, "blocks.0.attention.inner", "mask"),
@@ -302,3 +301,9 @@ def test_no_value_of_an_argument_crashes(ranks: Any) -> None:
 
 def test_one_rank_has_nothing_to_compare(ranks: Any) -> None:
     ranks.raises(1, ValueError, "mesh has 1 rank", refused, "rtol")
+
+
+@pytest.mark.slow
+def test_a_handler_of_another_layout_is_refused(ranks: Any) -> None:
+    """The styled modules say so themselves, in the first forward."""
+    ranks.raises(2, ValueError, "layout", verified, [("", "other_layout", {}, {"layout": "head_tail"})])

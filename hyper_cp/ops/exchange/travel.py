@@ -45,7 +45,7 @@ class _Parcel:
         self.move, self.sent, self.into, self.pending = move, sent, into, pending
 
     def wait(self) -> _Buffer:
-        """What has arrived."""
+        """Wait for the rows that arrive, and return them."""
         if self.pending is None:
             raise RuntimeError(f"{self.move} is waited for before it was posted")
         if self.into is None:

@@ -236,9 +236,9 @@ _NAMES = {
 }
 
 ACTIVATED = {"FA3": ((9,), 256), "FA4": ((9, 10), 128)}
-"""What the implementations of FlashAttention that a user may activate take: the major numbers of cards, and the longest
-heads. On other cards they raise an error. PyTorch hands both of them windows, variable lengths and whether backward is
-to be deterministic."""
+"""The limits of the implementations of FlashAttention that a user may activate: the major numbers of cards, and the
+longest heads. On other cards they raise an error. PyTorch hands both of them windows, variable lengths and whether
+backward is to be deterministic."""
 
 
 def accepts(kernel: OperatorKernel, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
