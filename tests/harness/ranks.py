@@ -157,6 +157,7 @@ def _run(store: dist.Store, backend: str, job: int, rank: int, world: int, paylo
                 warnings.simplefilter("error")
             return fn(*args, **kwargs)
     finally:
+        _signal_end(dist.PrefixStore(f"job{job}", store), world, failed=sys.exc_info()[0] is not None)
         _leave_groups()
         if "torch._dynamo" in sys.modules:
             sys.modules["torch._dynamo"].reset()
@@ -165,6 +166,16 @@ def _run(store: dist.Store, backend: str, job: int, rank: int, world: int, paylo
             from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
             _clear_sharding_prop_cache()
+
+
+def _signal_end(store: dist.Store, world: int, failed: bool) -> None:
+    """Tell the others that this rank's job is over. After an error wait for them, for half a second at most: they may
+    still be making the connections of a group that the job has made, which must not be closed meanwhile."""
+    with suppress(RuntimeError):  # a job may have broken the store
+        over, started = store.add("over", 1), time.monotonic()
+        while failed and over < world and time.monotonic() - started < 0.5:
+            time.sleep(0.005)
+            over = store.add("over", 0)
 
 
 def _share_device() -> None:
