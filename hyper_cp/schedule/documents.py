@@ -27,7 +27,7 @@ T = TypeVar("T")
 # --------------------------------------------------------------------------- from users' forms to a table
 
 _WHY = "Documents are cumulative lengths: integers that ascend from 0 to the global sequence length."
-_TODO = "Pass a list or tensor such as [0, 5, 16], or one for each batch row."
+_REMEDY = "Pass a list or tensor such as [0, 5, 16], or one for each batch row."
 _IDS = "Each position has the number of its document. Pass a tensor [batch, sequence] of integers."
 
 
@@ -55,13 +55,13 @@ def documents_table(documents: Any = None, document_ids: Any = None) -> Tensor |
         rows = documents.reshape(1, -1) if documents.ndim == 1 else documents
         if rows.ndim != 2 or rows.is_floating_point() or rows.dtype == torch.bool:
             raise ValueError(
-                f"documents is a {documents.dtype} tensor of shape {tuple(documents.shape)}. {_WHY} {_TODO}"
+                f"documents is a {documents.dtype} tensor of shape {tuple(documents.shape)}. {_WHY} {_REMEDY}"
             )
         table = rows.detach().to("cpu", torch.int64).tolist()
     else:
         table = _listed(documents)
     if not table or any(len(row) < 2 for row in table):
-        raise ValueError(f"documents={documents!r} has a row of less than two boundaries. {_WHY} {_TODO}")
+        raise ValueError(f"documents={documents!r} has a row of less than two boundaries. {_WHY} {_REMEDY}")
     width = 1 << (max(len(row) for row in table) - 1).bit_length()
     return torch.tensor([row + [row[-1]] * (width - len(row)) for row in table], dtype=torch.int64)
 
@@ -73,7 +73,7 @@ def _listed(documents: Any) -> list[list[int]]:
         nested = any(isinstance(x, (list, tuple)) for x in listed)
         return [[operator.index(b) for b in row] for row in (listed if nested else [listed])]
     except TypeError as error:
-        raise TypeError(f"documents={documents!r} must be cumulative lengths. {_WHY} {_TODO}") from error
+        raise TypeError(f"documents={documents!r} must be cumulative lengths. {_WHY} {_REMEDY}") from error
 
 
 def ids_tensor(document_ids: Any) -> Tensor:
@@ -134,7 +134,7 @@ class PackedDocuments:
     def check_ascending(self) -> None:
         """Raise ``ValueError`` unless every row ascends from 0, whatever the length of the sequence."""
         if not all(self._sound):
-            raise ValueError(f"documents={[list(row) for row in self.rows]} must ascend from 0. {_WHY} {_TODO}")
+            raise ValueError(f"documents={[list(row) for row in self.rows]} must ascend from 0. {_WHY} {_REMEDY}")
 
     def check_length(self, length: int) -> None:
         """Raise ``ValueError`` unless every row ascends from 0 to the global sequence length."""
@@ -233,7 +233,7 @@ def read(table: Tensor | None) -> PackedDocuments | None:
             "cumulative lengths [batch or 1, m] on the CPU"
         )
     if not table.numel():
-        raise ValueError(f"documents has shape {tuple(table.shape)}, and no boundaries. {_WHY} {_TODO}")
+        raise ValueError(f"documents has shape {tuple(table.shape)}, and no boundaries. {_WHY} {_REMEDY}")
     content = _bytes(table)
     found = _parsed(content, len(table))
     key, known_tables = id(table), _known  # bound here: globals may be gone when the last tables die
