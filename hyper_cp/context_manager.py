@@ -13,9 +13,9 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from .data.arguments import check_type
 from .data.sharding import checked_dim, resolve_layout
 from .handler import ContextParallelHandler
+from .mesh.arguments import check_type
 from .module import attention_calls
 from .module._torch import checkpoint, flex_patch
 from .module._torch.modes import past_modes

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from .data import loss, rotary
-from .data.arguments import check_type, is_int
 from .data.batch import LocalBatch, local_batch
 from .data.head import Logits, log_probs, token_losses
 from .data.sharding import Shares, checked_dim, checked_length, documents_for, padded_table, resolve_layout
 from .mesh.agreement import digest
+from .mesh.arguments import check_type, is_int
 from .mesh.batch_state import Split
 from .mesh.cp_mesh import CPMesh
 from .module.mesh_binding import bindings, swapped

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .data.arguments import check_type
 from .handler import ContextParallelHandler
 from .mesh import cp_mesh
+from .mesh.arguments import check_type
 from .module.mesh_binding import Style, StyledMesh, bindings, swapped
 from .ops.checks import check_heads
 from .style import style_of

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..mesh.agreement import digest
+from ..mesh.arguments import check_type, is_int
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, read
-from .arguments import check_type, is_int
 from .loss import check_ignore_index
 from .packing import PreparedBatch, padded_mask, runs, take_documents
 from .sharding import Shares, checked_dim, local_share, padded_table, resolve_layout

@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from ..mesh.arguments import check_type, is_int
 from ..ops.writes import unchanged, written
-from .arguments import check_type, is_int, is_number
 from .collectives import by_rank
 from .loss import check_ignore_index
 
@@ -51,9 +51,9 @@ class Logits:
         for name, value in (("softcap", self.softcap), ("scale", self.scale)):
             if value is None and name == "softcap":
                 continue
-            if not is_number(value):
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
                 raise TypeError(f"{name} is a {type(value).__name__}. Logits are capped or multiplied. Pass a number")
-            if not 0 < value <= sys.float_info.max:  # type: ignore[operator]
+            if not 0 < value <= sys.float_info.max:
                 raise ValueError(
                     f"{name}={value} must be positive. Logits are capped or multiplied by it. Pass one above 0"
                 )

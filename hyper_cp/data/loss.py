@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..mesh.arguments import check_type, is_int
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import calling
-from .arguments import check_type, is_int
 from .collectives import by_rank, with_gradient_of
 
 

@@ -6,7 +6,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from .arguments import check_type
+from ..mesh.arguments import check_type
 from .collectives import over_rows
 
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh import cp_mesh
+from ..mesh.arguments import check_type, is_int
 from ..mesh.cp_mesh import CPMesh
 from ..schedule import layout as layouts
 from ..schedule.documents import documents_table, read
 from ..schedule.layout import ResolvedLayout
 from ..schedule.lookup import resolve
-from .arguments import check_type, is_int
 from .collectives import gather_for_shares, gather_sequence, roll_sequence, with_gradient_of
 
 

@@ -72,3 +72,9 @@ def check_sequence(name: str, value: Sequence[object], kind: type) -> None:
             f"{name}={value!r} must be a tuple or list of {kind.__name__}. One value alone is read in another way. "
             f"Write ({name}=(...)), with commas"
         )
+
+
+def check_type(name: str, value: object, kinds: Any, remedy: str) -> None:
+    """Raise ``TypeError`` unless an argument is of one of the types. ``remedy``: why, and what to do."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} is a {type(value).__name__}. {remedy}")
