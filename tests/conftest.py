@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.harness import npu_standin
+from tests.harness import npu_device, npu_standin
 from tests.harness.ranks import Ranks
 
 torch.set_num_threads(1)  # as each rank does: threads of several processes would wait for each other
@@ -66,6 +66,19 @@ def own_pool() -> Iterator[Ranks]:
     ranks = Ranks()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="module")
+def npus() -> Iterator[Ranks]:
+    """Ranks with a device named "npu". They are a module's own, since the device is registered for good."""
+    if npu_device.SETUP is None:
+        pytest.skip(npu_device.WHY_NOT)
+    npu_standin.install()
+    if not npu_standin.installed():
+        pytest.skip("the real torch_npu is installed")
+    pool = Ranks(npu_device.BACKEND, npu_device.install)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture

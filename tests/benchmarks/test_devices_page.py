@@ -7,7 +7,6 @@ import contextlib
 import io
 import re
 import shlex
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -18,7 +17,7 @@ import torch
 from benchmarks.device import check as device_check
 from benchmarks.device import overlap as device_overlap
 from hyper_cp.cli.diagnosis import machine, timing
-from tests.harness import npu_device, npu_standin
+from tests.harness import npu_device
 from tests.harness.ranks import Ranks, on_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs/measured/devices.md").read_text()
@@ -69,18 +68,6 @@ def test_variables_that_the_page_names_are_known_to_the_doctor() -> None:
 
 
 # --------------------------------------------------------------------------- on a double of NPUs
-
-
-@pytest.fixture(scope="module")
-def npus() -> Iterator[Ranks]:
-    if npu_device.SETUP is None:
-        pytest.skip(npu_device.WHY_NOT)
-    npu_standin.install()
-    if not npu_standin.installed():
-        pytest.skip("the real torch_npu is installed")
-    pool = Ranks(npu_device.BACKEND, npu_device.install)
-    yield pool
-    pool.close()
 
 
 class Event:

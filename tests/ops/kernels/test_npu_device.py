@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -17,19 +16,6 @@ from hyper_cp.ops.kernels import TileInputs, npu
 from tests.harness import npu_device, npu_standin
 from tests.harness.attention_case import FP32, AttentionCase, Errors, check, cp_mesh, drawn, modes, run_module
 from tests.harness.ranks import Ranks, on_ranks
-
-
-@pytest.fixture(scope="module")
-def npus() -> Iterator[Ranks]:
-    """Ranks of their own: the device is registered for good."""
-    if npu_device.SETUP is None:
-        pytest.skip(npu_device.WHY_NOT)
-    npu_standin.install()
-    if not npu_standin.installed():
-        pytest.skip("the real torch_npu is installed")
-    pool = Ranks(npu_device.BACKEND, npu_device.install)
-    yield pool
-    pool.close()
 
 
 def run_case(case: AttentionCase, mesh: DeviceMesh) -> Errors:
