@@ -66,6 +66,9 @@ class ContextParallel(ParallelStyle):
             of the transfers, and cost launches and merges; with ``"needed"`` they hold fewer rows at a time.
             ``"auto"``: chosen for each batch by the rows that travel (docs/measured/planner.md), and logged; an
             all-gather stays whole, except on gloo.
+        latents: of modules that call :func:`hyper_cp.ops.latent_attention` (and of prepared models with latent
+            attention). True: latents travel; False: heads; None: whichever is fewer numbers of a token, which is
+            logged.
         cross_attention: keys and values are another sequence than the queries (the decoder's view of an encoder). The
             documents and the padding of a block describe its queries and hide no keys then, so that a call inside one
             needs an explicit ``attn_mask`` over the global positions of the keys (``[B, 1, 1, Skv]``).
@@ -120,11 +123,12 @@ class ContextParallel(ParallelStyle):
         window: Sequence[int | None] | None = None,
         head_groups: int | str = 1,
         exchange_stages: int | str = "auto",
+        latents: bool | None = None,
         cross_attention: bool = False,
         allow: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        self.mode = Mode(kv_exchange, layout, load_balance, window, head_groups, exchange_stages)  # type: ignore[arg-type]
+        self.mode = Mode(kv_exchange, layout, load_balance, window, head_groups, exchange_stages, latents)  # type: ignore[arg-type]
         why = "Dimensions of q, k and v are counted from the left"
         self.seq_dim = check_int("seq_dim", seq_dim, why, least=0)
         self.head_dim = check_int("head_dim", head_dim, why, least=0)
@@ -209,9 +213,14 @@ class ContextParallel(ParallelStyle):
         """The number of stages of the exchange, or ``"auto"``."""
         return self.mode.exchange_stages
 
+    @property
+    def latents(self) -> bool | None:
+        """Whether latents travel, or heads; None: whichever are fewer numbers."""
+        return self.mode.latents
+
     def __repr__(self) -> str:
         names = "seq_dim head_dim ulysses_degree qkv_indices kv_exchange layout load_balance window head_groups"
-        names += " exchange_stages use_local_output cross_attention allow"
+        names += " exchange_stages latents use_local_output cross_attention allow"
         return f"ContextParallel({', '.join(f'{name}={getattr(self, name)!r}' for name in names.split())})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -36,7 +36,7 @@ from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, documents_table, read
 from ..style import ContextParallel, style_of
 from .huggingface import forward, router_loss
-from .huggingface.attention import NAME, register
+from .huggingface.attention import register
 from .huggingface.checks import (
     base_of,
     check_adapters,
@@ -53,6 +53,7 @@ from .huggingface.checks import (
 )
 from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
+from .huggingface.latents import NAME, prepare_latents
 from .huggingface.modules import LightningHooks, direct_attention, is_lightning, no_mask, prepare_rotary, route
 
 __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
@@ -105,6 +106,7 @@ def prepare_model(
         route(hook.direct)
     elif has_attention(decoder):
         decoder.set_attn_implementation(NAME)
+        prepare_latents(decoder)
     decoder.register_forward_pre_hook(hook.before, with_kwargs=True, prepend=True)
     decoder.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
     if model is not decoder:

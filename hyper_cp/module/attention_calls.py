@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..ops.attention import AttentionBackend
-from ..ops.checks import check_enable_gqa
+from ..ops.attention import AttentionBackend, latent_attention
+from ..ops.checks import check_enable_gqa, check_local
 from ..ops.flex import Flex
 from ..schedule.documents import documents_table
 from ._torch.flex_patch import plain_flex_attention
@@ -42,6 +42,9 @@ class AttentionRequest:
     """None: the engine."""
     blocks: bool = False
     """True if ``core`` has a mask of its own."""
+    weight: Tensor | None = None
+    """In latent attention, with ``bias``: what makes keys and values of latents, which ``key`` and ``value`` are."""
+    bias: Tensor | None = None
 
     @property
     def masked(self) -> bool:
@@ -68,6 +71,25 @@ def _sdpa(
 def _check_gqa(name: str, query: Tensor, key: Tensor, enable_gqa: bool) -> None:
     if query.ndim == 4 and key.ndim == 4:
         check_enable_gqa(name, query.shape[1], key.shape[1], enable_gqa)
+
+
+def _latent(
+    name: str,
+    q: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> AttentionRequest:
+    """``hyper_cp.ops.latent_attention`` without a mesh."""
+    check_local(f"{name}: query", q, 4, "[batch, heads, sequence, head_dim]")
+    check_local(f"{name}: latent", latent, 3, "[batch, sequence, rank]")
+    given = is_causal, scale, attn_mask
+    return AttentionRequest(q, latent.unsqueeze(1), rope, *given, dropout_p=dropout_p, weight=weight, bias=bias)
 
 
 # --------------------------------------------------------------------------- FlexAttention
@@ -292,11 +314,12 @@ def _npu_outputs(joined: Tensor, out: Tensor) -> tuple[Any, ...]:
 _NPU = ("npu_fusion_attention", "npu_fusion_attention_v2", "npu_fusion_attention_v3")
 ROUTED: dict[Any, Callable[..., AttentionRequest]] = {
     F.scaled_dot_product_attention: _sdpa,
+    latent_attention: _latent,
     flex_attention: _flex,
     F.multi_head_attention_forward: _multihead,
     **{f"npu.{op}{overload}": _npu for op in _NPU for overload in ("", ".default")},
 }
-_WHOLE_TOO = {F.scaled_dot_product_attention, flex_attention}
+_WHOLE_TOO = {F.scaled_dot_product_attention, flex_attention, latent_attention}
 
 
 def routed_on_whole_sequences(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -312,12 +335,14 @@ PLAIN: dict[Any, Callable[..., Any]] = {
 """The replacement for a function that is not routed after all, where that is not the function itself."""
 SEQUENCE_DIM: dict[Any, int] = {
     F.scaled_dot_product_attention: -2,
+    latent_attention: -2,
     flex_attention: -2,
     F.multi_head_attention_forward: 0,
 }
 """The dimension of queries and keys that is the sequence, in calls as users spell them."""
 _SPELLED = {
     F.scaled_dot_product_attention: "F.scaled_dot_product_attention",
+    latent_attention: "latent_attention",
     flex_attention: "flex_attention",
     F.multi_head_attention_forward: "nn.MultiheadAttention",
 }

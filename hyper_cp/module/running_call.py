@@ -82,11 +82,14 @@ def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
         request.dropout_p,
         binding.name,
         request.sinks,
+        weight=request.weight,
+        bias=request.bias,
     )
     mode, (q, k, v), outputs = _mode(call, request), (request.query, request.key, request.value), None
     if exchanged is None:
         (q, k, v), outputs = binding.local([q, k, v], 2, 1, call.mesh)
-        sizes = (q.shape[1], k.shape[1], q.shape[2]) if q.ndim == 4 and k.ndim == 4 else (1, 1, 1)
+        kv = q if request.weight is not None else k  # latents become as many heads as queries have
+        sizes = (q.shape[1], kv.shape[1], q.shape[2]) if q.ndim == 4 and k.ndim == 4 else (1, 1, 1)
         cp = call.mesh.view(*binding.record(*sizes))
     else:
         cp = exchanged.cp
@@ -179,6 +182,12 @@ def _check_request(call: RunningCall, request: AttentionRequest) -> None:
         raise ValueError(f"{name} passes packed documents, and so does the caller. Drop one of them")
     if exchanged is None or q.ndim != 4:
         return
+    if request.weight is not None:
+        raise ValueError(
+            f"{name} calls latent_attention, but its style exchanges heads at the entrance of the module "
+            f"(qkv_indices={call.binding.style.qkv_indices}), where latents have none. The call exchanges what it "
+            "must. Set qkv_indices=None"
+        )
     if tuple(q.shape[1:3]) != (exchanged.heads, exchanged.length) or _swapped(call, exchanged, request):
         raise ValueError(
             f"{name} calls attention with a query of shape {tuple(q.shape)}; after the exchange of "

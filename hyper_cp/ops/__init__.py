@@ -5,11 +5,21 @@ from typing import Any
 import torch
 
 from ..schedule.placement import Balance, balance
-from .attention import attention
+from .attention import attention, latent_attention
+from .latents import effective_weight
 from .recurrence.convolution import causal_conv1d
 from .recurrence.linear import linear_recurrence
 
-__all__ = ["SAVE_LIST", "Balance", "attention", "balance", "causal_conv1d", "linear_recurrence"]
+__all__ = [
+    "SAVE_LIST",
+    "Balance",
+    "attention",
+    "balance",
+    "causal_conv1d",
+    "effective_weight",
+    "latent_attention",
+    "linear_recurrence",
+]
 
 SAVE_LIST: list[Any] = [
     getattr(torch.ops.hyper_cp, name).default

@@ -11,19 +11,23 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import calling
+from ..schedule import choices
 from ..schedule.documents import documents_table
 from . import head_groups
-from .checks import check, check_degree
+from .checks import cast_for_autocast, check, check_degree, check_dimensions, check_latents, check_local
 from .config import Call, CheckedCall, Mode
 from .engine import TileEngine
 from .exchange.ulysses import Ulysses
 from .kernels import scores
+from .latents import expand
 
 
 class AttentionBackend(Protocol):
@@ -78,8 +82,10 @@ def _attend(
     core: AttentionBackend | TileEngine,
     exchanged: bool,
 ) -> Any:
+    if call.weight is not None:
+        q, k, v, call = _latents_or_heads(q, k, v, cp, mode, call)
     if mode.head_groups == "auto":
-        possible = isinstance(core, TileEngine) and not exchanged
+        possible = isinstance(core, TileEngine) and not exchanged and call.weight is None
         mode = replace(mode, head_groups=head_groups.best_groups(q, k, v, cp) if possible else 1)
     q, k, v, checked = check(q, k, v, call, cp, mode, exchanged=exchanged)
     if not isinstance(core, TileEngine):
@@ -95,6 +101,32 @@ def _attend(
     if isinstance(core, TileEngine) and core.with_lse:  # apart: the log-sum-exp has no gradient
         return tuple(ulysses.to_sequence(x) for x in result)
     return ulysses.to_sequence(result)
+
+
+def _latents_or_heads(
+    q: Tensor, latent: Tensor, rope: Tensor, cp: CPMesh, mode: Mode, call: Call
+) -> tuple[Tensor, Tensor, Tensor, Call]:
+    """q, k, v of a call of latent attention, and the call. If latents travel, they and their rotary part are k and v;
+    otherwise these are the heads that this rank makes of its own."""
+    check_dimensions(q, latent, rope)
+    q, latent, rope, *of_latents = cast_for_autocast(q, latent, rope, *call.of_latents)
+    check_latents(call.name, q, latent, rope, *of_latents)
+    in_groups = mode.groups > 1 and cp.ulysses.size > 1
+    if mode.latents and (in_groups or mode.kv_exchange == "replicated"):
+        what = f"head_groups={mode.head_groups}" if in_groups else "kv_exchange='replicated'"
+        raise ValueError(
+            f"{call.name}: latents=True with {what}. Latents have no heads that could be exchanged one group after the "
+            "other, and on ranks that have all keys nothing travels. Leave out one of them"
+        )
+    heads, rotary = int(q.shape[1]), (int(rope.shape[1]), int(rope.shape[3]))
+    travel = mode.latents
+    if travel is None:
+        sizes = int(latent.shape[3]), rotary, len(of_latents[0]) // heads + rotary[1]
+        travel = not in_groups and choices.latents_travel(heads, cp.ulysses.size, *sizes)
+    if travel and cp.size > 1 and mode.kv_exchange != "replicated":
+        return q, latent, rope, call
+    k, v = expand(latent, rope, heads, q.shape[3], *of_latents)
+    return q, k, v, replace(call, weight=None, bias=None)
 
 
 @torch.compiler.disable(
@@ -200,15 +232,115 @@ def attention(
 
     Source: DeepSpeed Ulysses (arXiv 2309.14509), Ring Attention (2310.01889), USP (2405.07719).
     """
-    cp = mesh if isinstance(mesh, CPMesh) else cp_mesh.view(mesh, ulysses_degree)
     mode = Mode(kv_exchange, layout, load_balance, window, head_groups, exchange_stages)  # type: ignore[arg-type]
+    call = Call(is_causal, scale, attn_mask, None, dropout_p, sinks=sinks, enable_gqa=enable_gqa)
+    return _function(q, k, v, mesh, ulysses_degree, mode, call, documents, softcap, return_lse)
+
+
+def latent_attention(
+    q: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    mesh: DeviceMesh | CPMesh | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    ulysses_degree: int | None = 1,
+    kv_exchange: str = "all_gather",
+    layout: str = "contiguous",
+    load_balance: bool = False,
+    attn_mask: Tensor | None = None,
+    window: Sequence[int | None] | None = None,
+    documents: Any = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    head_groups: int | str = 1,
+    exchange_stages: int | str = "auto",
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    latents: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Multi-head latent attention (DeepSeek V2), in which latents travel and not the heads that are made of them.
+
+    Key and value of head h are made of a token's latent by the rows of ``weight`` that belong to h, first those of the
+    key's Dn numbers without positions, then those of the value's Dv; the rotary part is the end of the key::
+
+        key, value = F.linear(latent, weight, bias).unflatten(2, (H, Dn + Dv)).split([Dn, Dv], -1)
+        attention(q, cat([key, rope]), value)
+
+    Each rank expands what has arrived, block by block, and again in backward, so that no more than one share of the
+    sequence is expanded at a time. For DeepSeek V3, 576 numbers of a token travel in place of 40,960. Its price is that
+    every rank expands every token that its queries see.
+
+    Args:
+        q: local queries ``[B, H, S/n, Dn + Dr]``, the rotary part last.
+        latent: local latents ``[B, S/n, R]``, after their norm.
+        rope: the rotary part of local keys, after the rotation: ``[B, 1, S/n, Dr]`` for all heads, or ``[B, H, S/n,
+            Dr]``.
+        weight: ``[H * (Dn + Dv), R]``, of the heads of q: with tensor parallelism, of this rank's. A gradient is this
+            rank's share of a sum over the cp ranks, like that of any other parameter.
+        bias: ``[H * (Dn + Dv)]``.
+        mesh: the cp mesh of n ranks. None: inside a module with a ``ContextParallel`` style, whose settings then hold,
+            attention over its mesh; elsewhere attention on one device. Only is_causal, scale, attn_mask and dropout_p
+            may be given then.
+        latents: True: latents travel. False: heads travel. None: whichever is fewer numbers of a token. Heads can be
+            fewer with Ulysses, which gives a rank ``H / ulysses_degree`` of them. The choice is logged.
+
+    All other arguments, results and errors are those of :func:`attention`. (``head_groups`` > 1 needs heads.)
+
+    Example::
+
+        >>> q, latent, rope = torch.randn(1, 4, 8, 24), torch.randn(1, 8, 32), torch.randn(1, 1, 8, 8)
+        >>> weight = torch.randn(4 * (16 + 16), 32)
+        >>> latent_attention(q, latent, rope, weight, mesh=mesh, is_causal=True, kv_exchange="ring").shape
+        torch.Size([1, 4, 8, 16])
+
+    Source: DeepSeek-V2 (arXiv 2405.04434); latents round a ring as in pith-train.
+    """
+    given = q, latent, rope, weight
+    if mesh is None and has_torch_function(given):
+        options: dict[str, Any] = {
+            "bias": bias,
+            "is_causal": is_causal,
+            "scale": scale,
+            "attn_mask": attn_mask,
+            "dropout_p": dropout_p,
+        }
+        return handle_torch_function(latent_attention, given, *given, **options)
+    check_local("latent", latent, 3, "[batch, sequence, rank]")
+    if mesh is None:
+        check_latents("latent_attention", q, latent.unsqueeze(1), rope, weight, bias)
+        k, v = expand(latent.unsqueeze(1), rope, q.shape[1], q.shape[3], weight, bias)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
+    mode = Mode(kv_exchange, layout, load_balance, window, head_groups, exchange_stages, latents)  # type: ignore[arg-type]
+    call = Call(is_causal, scale, attn_mask, None, dropout_p, "latent_attention", sinks)
+    call = replace(call, weight=weight, bias=bias)
+    return _function(q, latent.unsqueeze(1), rope, mesh, ulysses_degree, mode, call, documents, softcap, return_lse)
+
+
+def _function(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: DeviceMesh | CPMesh,
+    ulysses_degree: int | None,
+    mode: Mode,
+    call: Call,
+    documents: Any,
+    softcap: float | None,
+    with_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention as the functions of this module call it, with documents and softcap as users give them."""
+    cp = mesh if isinstance(mesh, CPMesh) else cp_mesh.view(mesh, ulysses_degree)
     check_degree(mode, cp)
     score = None if softcap is None else scores.softcap(softcap)
     table = documents_table(documents)
     readable = all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k))  # others are refused below
-    own = documents is None and readable and q.shape[2] == k.shape[2] and kv_exchange != "replicated"
+    own = documents is None and readable and q.shape[2] == k.shape[2] and mode.kv_exchange != "replicated"
     if own and not isinstance(mesh, CPMesh):  # attention of a sequence to itself, of which a block says the documents
         table = cp.batch.active_documents("attention")
-    call = Call(is_causal, scale, attn_mask, table, dropout_p, sinks=sinks, score=score, enable_gqa=enable_gqa)
-    found: Tensor | tuple[Tensor, Tensor] = attend(q, k, v, cp, mode, call, TileEngine(return_lse))
+    call = replace(call, documents=table, score=score)
+    found: Tensor | tuple[Tensor, Tensor] = attend(q, k, v, cp, mode, call, TileEngine(with_lse))
     return found

@@ -32,22 +32,28 @@ def check(
     """Cast q, k, v ``[B, H, S, D]`` as autocast does, and check everything about their attention call.
 
     Args:
+        k, v: in latent attention latents ``[B, 1, S, R]`` and the rotary part ``[B, 1|H, S, Dr]``.
         exchanged: the Ulysses all-to-all was done already: tensors hold the sequence of a whole ring rank.
 
     Raises:
         ValueError, TypeError, NotImplementedError: before any communication, if the call cannot be honoured.
     """
     check_dimensions(q, k, v)
-    check_enable_gqa(call.name, q.shape[1], k.shape[1], call.enable_gqa)
+    latent = call.weight is not None
+    kv_heads = q.shape[1] if latent else k.shape[1]
+    check_enable_gqa(call.name, q.shape[1], kv_heads, call.enable_gqa)
     check_kinds(call)
-    refuse_forward_mode(call.name, q, k, v)
-    q, k, v = cast_for_autocast(q, k, v)
-    agree(cp, call, mode, q, k, v)
-    check_tensors(q, k, v)
-    if exchanged:
-        check_grouped(q.shape[1], k.shape[1])
+    refuse_forward_mode(call.name, q, k, v, *call.of_latents)
+    q, k, v, *of_latents = cast_for_autocast(q, k, v, *call.of_latents)
+    agree(cp, call, mode, q, k, v, *of_latents)
+    if latent:
+        check_latents(call.name, q, k, v, *of_latents)
     else:
-        check_shards((q.shape[1], q.shape[2]), (k.shape[1], k.shape[2]), cp, mode, call.documents)
+        check_tensors(q, k, v)
+    if exchanged:
+        check_grouped(q.shape[1], kv_heads)
+    else:
+        check_shards((q.shape[1], q.shape[2]), (kv_heads, k.shape[2]), cp, mode, call.documents)
     placed = call.is_causal or mode.window or any(x is not None for x in (call.documents, call.mask, call.score))
     share = q.shape[2] // (cp.ulysses.size if exchanged else 1)
     cp.batch.record_call(share, mode.layout if placed else None, cp.size)
@@ -77,6 +83,7 @@ def check(
             lengths,
             None if call.sinks is None else _sinks(call, q, cp, exchanged),
             call.score,
+            *_of_attended_heads(of_latents, cp),
         ),
     )
 
@@ -219,6 +226,58 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} has shape {tuple(x.shape)}, without {what}. There is nothing to attend with, and nothing to "
                 "share. Pass at least one of each"
             )
+
+
+def check_latents(
+    name: str, q: Tensor, latent: Tensor, rope: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> None:
+    """Raise unless queries ``[B, H, S, Dn + Dr]``, latents ``[B, 1, S, R]``, their rotary part ``[B, 1|H, S, Dr]`` and
+    the weight ``[H * (Dn + Dv), R]`` that expands them have one floating dtype, and sizes that fit each other."""
+    check_dtype("query", q)
+    (b, heads, length, width), (rotary, rank) = q.shape, (rope.shape[3], latent.shape[3])
+    others = {"latent": latent, "rope": rope, "weight": weight, **({} if bias is None else {"bias": bias})}
+    for what, x in others.items():
+        if isinstance(x, DTensor):
+            raise TypeError(
+                f"{name}: {what} is a DTensor placed {x.placements}. Attention needs the rows of this rank's heads as "
+                "a local tensor. Pass what hyper_cp.ops.effective_weight(layer) returns for the layer that has it"
+            )
+        if x.dtype != q.dtype:
+            raise TypeError(
+                f"{name}: {what} has dtype {x.dtype} and query {q.dtype}. They must be equal. Cast them to one dtype, "
+                "or run under torch.autocast"
+            )
+    if latent.shape[2] != length or rope.shape[2] != length:
+        raise ValueError(
+            f"{name}: query has {length} positions, latent {latent.shape[2]} and rope {rope.shape[2]}. Each rank "
+            "passes its own share of the sequence of all three. Split latent and rope as the hidden states are split, "
+            "and do not gather them"
+        )
+    rules = (
+        (latent.shape[:2] == (b, 1), f"latent {tuple(latent.shape)} must be [{b}, {length}, rank]"),
+        (rope.shape[0] == b and rope.shape[1] in (1, heads), f"rope {tuple(rope.shape)} must have 1 or {heads} heads"),
+        (0 < rotary < width, f"rope {tuple(rope.shape)} must be narrower than the {width} numbers of a query's head"),
+        (weight.ndim == 2 and weight.shape[1] == rank, f"weight {tuple(weight.shape)} must be [outputs, {rank}]"),
+        (
+            weight.shape[0] % heads == 0 and weight.shape[0] // heads > width - rotary,
+            f"weight {tuple(weight.shape)} must have the same outputs for each of {heads} heads, and more than the "
+            f"{width - rotary} of its key without positions, which its value follows",
+        ),
+        (bias is None or bias.shape == weight.shape[:1], f"bias must be [{len(weight)}]"),
+    )
+    for fits, rule in rules:
+        if not fits:
+            raise ValueError(
+                f"{name}: {rule}. query is {tuple(q.shape)}: [batch, heads, positions, Dn + Dr], latent [batch, "
+                "positions, rank], rope [batch, 1 or heads, positions, Dr], weight [heads * (Dn + Dv), rank]. Reshape "
+                "it, or pass the weight of this rank's heads"
+            )
+
+
+def _of_attended_heads(of_latents: list[Tensor], cp: CPMesh) -> list[Tensor]:
+    """The rows of weight and bias that make the heads which this rank attends."""
+    parts = [len(x) // cp.ulysses.size for x in of_latents]
+    return [x.narrow(0, cp.ulysses.rank * n, n) for x, n in zip(of_latents, parts, strict=True)]
 
 
 # --------------------------------------------------------------------------- heads

@@ -29,6 +29,8 @@ class Mode:
     window: tuple[int | None, int | None] | None = None
     head_groups: int | Literal["auto"] = 1
     exchange_stages: int | Literal["auto"] = "auto"
+    latents: bool | None = None
+    """In latent attention, True: latents travel. False: heads travel. None: what is fewer numbers of a token."""
 
     @property
     def groups(self) -> int:
@@ -65,6 +67,8 @@ class Mode:
                 f"Only {' and '.join(map(repr, sorted(arrivals.STAGED)))} send in stages. Leave exchange_stages out, "
                 "or use one of these"
             )
+        if self.latents is not None:
+            check_bool("latents", self.latents, "Latents travel, or heads; None is whichever are fewer numbers")
         check_bool("load_balance", self.load_balance, "It exchanges tails of queries, or does not")
         if self.load_balance and self.layout != "contiguous":
             raise ValueError(
@@ -92,6 +96,16 @@ class Call:
     """A function that changes logits, of global positions and heads."""
     enable_gqa: bool = True
     """False: keys must have as many heads as queries."""
+    weight: Tensor | None = None
+    """In latent attention: the weight ``[H * (Dn + Dv), R]`` that makes keys and values. k and v are then latents and
+    their rotary part, see :mod:`hyper_cp.ops.latents`."""
+    bias: Tensor | None = None
+    """Of that weight, ``[H * (Dn + Dv)]``."""
+
+    @property
+    def of_latents(self) -> list[Tensor]:
+        """Weight and bias, as far as there are any."""
+        return [x for x in (self.weight, self.bias) if x is not None]
 
 
 @dataclass(frozen=True)
@@ -117,6 +131,9 @@ class CheckedCall:
     sinks: Tensor | None = None
     """``[H]``, of the heads that this rank attends."""
     score: Score | None = None
+    weight: Tensor | None = None
+    """In latent attention, of the heads that this rank attends, as ``bias``."""
+    bias: Tensor | None = None
 
     def settings(self, kernel: str) -> OpSettings:
         """The settings of the op that computes this call with a kernel, or with one that the op chooses ("")."""
@@ -144,8 +161,17 @@ class Operands:
     """In backward: the number of the kernel that ran in forward, ``[1]`` on the CPU."""
     mark: Tensor | None = None
     """In backward: the fingerprint of the documents that forward had, see :mod:`recompute`."""
+    weight: Tensor | None = None
+    """In latent attention: what makes keys and values of k and v, ``[H * (Dn + Dv), R]``."""
+    bias: Tensor | None = None
+    """Of that weight."""
     captured: Sequence[Tensor] = ()
     """Tensors that the score function uses and gives gradients to."""
+
+    @property
+    def differentiated(self) -> list[Tensor]:
+        """The tensors that backward gives gradients to, beside the sinks."""
+        return [*(x for x in (self.weight, self.bias) if x is not None), *self.captured]
 
     def listed(self) -> tuple[list[Tensor], tuple[str, ...]]:
         """The tensors that there are, and their names."""
@@ -161,6 +187,8 @@ class Operands:
         return Operands(**single, captured=[x for name, x in pairs if name == "captured"])
 
 
+DIFFERENTIATED = frozenset({"weight", "bias", "captured"})
+"""The names of :attr:`Operands.differentiated`."""
 _SINGLE = tuple(field.name for field in fields(Operands) if field.name != "captured")
 
 

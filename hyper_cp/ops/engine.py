@@ -22,13 +22,14 @@ from ..schedule.build import Step
 from ..schedule.documents import read
 from ..schedule.tiles import CAUSAL, Band, Tile, intersect
 from . import exchange, kernels, masks
-from .config import CheckedCall, Operands, OpSettings
+from .config import DIFFERENTIATED, CheckedCall, Operands, OpSettings
 from .exchange.tails import SwappedTails
 from .exchange.travel import Travel
 from .kernels.dropout import Dropout, draw_seed
 from .kernels.inputs import TileInputs
 from .kernels.partials import Partials, RowSum, accumulation_dtype, add, like_queries, part
 from .kernels.scores import TileScores, find
+from .latents import Expansion, expand, value_width
 from .recompute import check_recompute, fingerprint
 
 
@@ -48,6 +49,8 @@ class TileEngine:
 
     def _plain_sdpa(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Tensor:
         """On one rank exactly the user's own call."""
+        if call.weight is not None:
+            k, v = expand(k, v, q.shape[1], q.shape[3], call.weight, call.bias)
         gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
             q, k, v, call.mask, call.dropout_p, call.is_causal, scale=call.scale, enable_gqa=gqa
@@ -57,23 +60,37 @@ class TileEngine:
 def op_arguments(q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> tuple[list[Tensor], float, float, str]:
     """The arguments after q, k, v of the op that computes a call."""
     seed, score = draw_seed() if call.dropout_p else None, call.score
-    kernel = kernels.choose(q, k, v, call.is_causal, call.dropout_p, score is not None)
-    given = Operands(call.sinks, call.documents, call.mask, seed, captured=() if score is None else score.captured)
+    given = Operands(call.sinks, call.documents, call.mask, seed, weight=call.weight, bias=call.bias)
+    given.captured = () if score is None else score.captured
+    kernel = kernels.choose(q, *_attended(q, k, v, given), call.is_causal, call.dropout_p, score is not None)
     return call.settings(kernel).arguments(given, call.scale, call.dropout_p)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, given: Operands) -> tuple[Tensor, Tensor]:
+    """Keys and values as a kernel gets them, by their shapes."""
+    return (k, v) if given.weight is None else Expansion(q, given.weight, given.bias).like(k, v)
 
 
 class _Work:
     """The work of one call on this rank: its schedule, its kernel, and what each tile sees."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, given: Operands, scale: float, dropout_p: float, settings: OpSettings
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        given: Operands,
+        scale: float,
+        dropout_p: float,
+        settings: OpSettings,
+        backward: bool = False,
     ) -> None:
         self.cp = cp = cp_mesh.by_key(settings.mesh)
         score, name, mask = find(settings.score), settings.kernel, given.mask
         if not name and given.kernel is not None:  # the forward chose when it ran
             name = kernels.name_of(int(given.kernel.item()), q.device.type)
         elif not name:
-            name = kernels.choose(q, k, v, settings.band == CAUSAL, scores=score is not None)
+            name = kernels.choose(q, *_attended(q, k, v, given), settings.band == CAUSAL, scores=score is not None)
         self.scale, self.kernel, self.kernel_name = scale, kernels.get(name, q.device.type), name
         length = q.shape[2] * cp.ring.size
         kv_length = k.shape[2] * (1 if settings.kv_exchange == "replicated" else cp.ring.size)
@@ -95,6 +112,7 @@ class _Work:
             parts=mask is None and given.seed is None,
             stages=settings.exchange_stages
             or choices.stage_limits(settings.kv_exchange, q.device.type, k.shape[1], given.documents is not None),
+            most_keys=None if given.weight is None else k.shape[2],
         )
         blocks = None if score is None else score.blocks
         self.schedule = lookup.schedule(key, read(given.documents), q.shape[0], blocks)
@@ -105,6 +123,7 @@ class _Work:
         queries = self.schedule.queries
         self.dropout = None if given.seed is None else Dropout(dropout_p, given.seed, q, heads_before, queries)
         self.scores = None if score is None else TileScores(score, q, heads_before, queries, given.captured)
+        self.latents = None if given.weight is None else Expansion(q, given.weight, given.bias, sums=backward)
 
     def run(
         self, steps: Sequence[Step], keys: Travel, queries: SwappedTails, compute: Compute, sums: Partials | RowSum
@@ -115,17 +134,23 @@ class _Work:
             compute: computes one tile and adds the result to ``sums``, given its inputs, what belongs to its queries
                 beside q, and where it adds the gradients of its keys.
         """
-        for step, (block, gradients) in zip(steps, keys, strict=True):
+        blocks = iter(keys)
+        for step in steps:
+            if not step.again:
+                block, gradients = next(blocks)
             if step is steps[-1]:
                 queries.post_results(sums.result)
             if not step.tiles:
                 continue
-            k, v = (step.used.take(x, 2) for x in block)
-            into = KeyGradients(step, k, v, gradients)
+            taken = k, v = [step.used.take(x, 2) for x in block]
+            if self.latents is not None:
+                k, v = self.latents(k, v)
+            into = KeyGradients(step, k, v, gradients, self.latents, taken)
             for tile in step.tiles:
                 q_rows, *of_rows = queries.rows(tile.q, tile.batch)
                 compute(tile, self.inputs(step, tile, q_rows, k, v, *of_rows[3:]), of_rows[:3], into)
             into.finish()
+            del k, v, taken, into  # before the next block is taken and expanded
 
     def inputs(
         self, step: Step, tile: Tile, q_rows: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None = None
@@ -150,12 +175,20 @@ class KeyGradients:
     """Adds the gradients of the used keys of a step to where the keys came from in the block.
 
     A few ranges are added to one by one. For many, whose number grows with ranks and documents, the sums of a step are
-    added in one operation when it ends.
+    added in one operation when it ends; so are those of keys that were made from latents, ``taken`` from the block.
     """
 
-    def __init__(self, step: Step, k: Tensor, v: Tensor, totals: Sequence[Tensor]) -> None:
-        self.rows, self.totals = step.used, totals
-        self.sums = [RowSum(k), RowSum(v)] if totals and self.rows.many else []
+    def __init__(
+        self,
+        step: Step,
+        k: Tensor,
+        v: Tensor,
+        totals: Sequence[Tensor],
+        latents: Expansion | None = None,
+        taken: Sequence[Tensor] = (),
+    ) -> None:
+        self.rows, self.totals, self.latents, self.taken = step.used, totals, latents, taken
+        self.sums = [RowSum(k), RowSum(v)] if totals and (self.rows.many or latents is not None) else []
 
     def add(self, tile: Tile, *gradients: Tensor) -> None:
         """Add the gradients of a tile's keys and values."""
@@ -167,8 +200,14 @@ class KeyGradients:
 
     def finish(self) -> None:
         """Add what has been summed up apart."""
-        for total, apart in zip(self.totals, self.sums, strict=False):
-            self.rows.add(total, apart.total(), 2)
+        gradients = [apart.total() for apart in self.sums]
+        if gradients and self.latents is not None:
+            gradients = [
+                x.to(total.dtype)
+                for x, total in zip(self.latents.pull_back(*self.taken, *gradients), self.totals, strict=True)
+            ]
+        for total, x in zip(self.totals, gradients, strict=False):
+            self.rows.add(total, x, 2)
 
 
 Compute = Callable[[Tile, TileInputs, Sequence[Tensor], KeyGradients], None]
@@ -214,7 +253,7 @@ def attention_op(
         masked=work.mask is not None,
         positional=work.scores is not None and work.scores.score.positional,
     )
-    partials = Partials(q, v.shape[3], given.sinks)
+    partials = Partials(q, _value_width(q, v, given), given.sinks)
 
     def compute(tile: Tile, inputs: TileInputs, of_rows: Sequence[Tensor], into: KeyGradients) -> None:
         # Without a local name for the kernel's results: it would keep them alive beyond their merge.
@@ -243,13 +282,13 @@ def attention_backward_op(
     dropout_p: float,
     settings: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """``(dq, dk, dv)`` of this rank's share, and its gradients of captured tensors. ``tensors``: the operands of
-    forward, and those of backward."""
+    """``(dq, dk, dv)`` of this rank's share, and its gradients of :attr:`Operands.differentiated`. ``tensors``: the
+    operands of forward, and those of backward."""
     options = OpSettings.read(settings)
     given = Operands.of(tensors, options.tensors)
     check_recompute(given.documents, options.mesh, given.mark)
     dout, q, k, v = _last_dim_contiguous(dout, q, k, v)
-    work = _Work(q, k, v, given, scale, dropout_p, options)
+    work = _Work(q, k, v, given, scale, dropout_p, options, backward=True)
     if work.scores is not None:
         work.scores.score.check_unchanged()
     plan, ring, dq = work.schedule, work.cp.ring, RowSum(q)
@@ -267,10 +306,11 @@ def attention_backward_op(
         work.run(plan.backward, keys, queries, compute, dq)
         (dq_local,) = queries.results(dq.result)
         check_nans_if_enabled(work.cp, options, "the gradients of query, key, value", dq_local, *keys.home)
-    others = [] if work.scores is None else work.scores.gradients
-    of_captured = [total.to(x.dtype) for total, x in zip(others, given.captured, strict=True)]
+    others = [*([] if work.latents is None else work.latents.gradients)]
+    others += [] if work.scores is None else work.scores.gradients
+    of_others = [total.to(x.dtype) for total, x in zip(others, given.differentiated, strict=True)]
     dk, dv = keys.gradients_at_home()
-    return _bshd_in_memory(dq_local), dk, dv, of_captured
+    return _bshd_in_memory(dq_local), dk, dv, of_others
 
 
 def check_nans_if_enabled(cp: CPMesh, options: OpSettings, names: str, *tensors: Tensor) -> None:
@@ -279,15 +319,21 @@ def check_nans_if_enabled(cp: CPMesh, options: OpSettings, names: str, *tensors:
         nans.check(cp, names, *tensors)
 
 
+def _value_width(q: Tensor, v: Tensor, given: Operands) -> int:
+    """The numbers in a value of one head; with latents, ``v`` has their rotary part."""
+    return v.shape[3] if given.weight is None else value_width(q, v, given.weight)
+
+
 def _bshd_in_memory(x: Tensor) -> Tensor:
     """[B, H, S, D] in memory order [B, S, H, D]: one fixed layout, which the fakes can promise."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    return like_queries(q, v.shape[3], q.dtype), lse, torch.empty(1, dtype=torch.int64)
+    width = _value_width(q, v, Operands.of(tensors, OpSettings.read(others[-1]).tensors))
+    return like_queries(q, width, q.dtype), lse, torch.empty(1, dtype=torch.int64)
 
 
 @attention_backward_op.register_fake
@@ -295,7 +341,8 @@ def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tensors: list[Tensor], *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     dq, dk, dv = (like_queries(x, x.shape[3], x.dtype) for x in (q, k, v))
-    return dq, dk, dv, [torch.empty_like(x) for x in Operands.of(tensors, OpSettings.read(others[-1]).tensors).captured]
+    given = Operands.of(tensors, OpSettings.read(others[-1]).tensors)
+    return dq, dk, dv, [torch.empty_like(x) for x in given.differentiated]
 
 
 class Saved:
@@ -329,11 +376,11 @@ class Saved:
         """The last arguments of the backward op."""
         return self.options.arguments(given, self.scale, self.dropout_p)
 
-    def gradients(self, of_sinks: Tensor | None, of_captured: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def gradients(self, of_sinks: Tensor | None, of_others: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the tensors that the op took, in their order."""
-        captured = iter(of_captured)
+        others = iter(of_others)
         return [
-            next(captured) if name == "captured" else of_sinks if name == "sinks" else None
+            next(others) if name in DIFFERENTIATED else of_sinks if name == "sinks" else None
             for name in self.options.tensors
         ]
 
@@ -352,9 +399,9 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) 
     dout = torch.zeros_like(out) if dout is None else dout  # transfers take place: other ranks may have a gradient
     with backward_of(saved.caller):
         given = saved.operands(tensors, dlse, kernel)
-        *grads, of_captured = attention_backward_op(dout, q, k, v, out, lse, *saved.arguments(given))
+        *grads, of_others = attention_backward_op(dout, q, k, v, out, lse, *saved.arguments(given))
     of_sinks = None if given.sinks is None else gradient_of_sinks(given.sinks, dout, out, lse, dlse)
-    return *grads, saved.gradients(of_sinks, of_captured), None, None, None
+    return *grads, saved.gradients(of_sinks, of_others), None, None, None
 
 
 def gradient_of_sinks(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -39,6 +40,8 @@ class Step:
     take: Sequence[Range]
     keys: Sequence[Range]
     tiles: tuple[Tile, ...]
+    again: bool = False
+    """True if the block is that of the step before, another part of which this one uses."""
 
     @cached_property
     def used(self) -> Rows:
@@ -61,6 +64,7 @@ class Step:
 @dataclass(frozen=True)
 class Schedule:
     """The work of one ring rank, a step per block: the local one, then those that arrive, then the local one again.
+    A block of which a step may not use everything has several.
 
     The tiles of the local block may be cut in two halves (see :func:`_halves`), of which the second is this last step.
     Its work hides the transfers that bring results home: in ``backward`` those of key gradients, and with ``swap``
@@ -258,6 +262,7 @@ def build(
     parts: bool = True,
     blocks: BlockMap | None = None,
     stages: int | Limits | None = None,
+    most_keys: int | None = None,
 ) -> Schedule:
     """The schedule of ring rank ``rank``, where ring rank r holds queries of global positions ``held[r]`` and keys
     of ``held_keys[r]`` (the same, but for cross-attention). Calls find it through :func:`lookup.schedule`.
@@ -265,31 +270,52 @@ def build(
     ``band``: the mask in global positions (``CAUSAL``, ``FULL`` or a window). ``documents``: one for
     all batch rows, or one per row. ``load_balance`` exchanges the tail half of queries with rank
     ``size-1-rank`` where :func:`swaps` says that this balances the work. ``parts``: tiles may have parts. ``blocks``:
-    all other pairs are hidden. ``stages``: see :class:`~arrivals.Problem`.
+    all other pairs are hidden. ``stages``: see :class:`~arrivals.Problem`. ``most_keys``: see :class:`lookup.Key`.
     """
     size, length = len(held), sum(map(length_of, held))
     band = _bounded(band, max(length, sum(map(length_of, held_keys))))
     swap = swaps(load_balance, size, band, length, blocks)
     queries = [_swapped(held, r) if swap else held[r] for r in range(size)]
     problem = Problem(rank, queries, held_keys, band, documents, blocks, stages)
-    return assembled(problem, arrivals(kv_exchange, problem), parts, swap)
+    return assembled(problem, arrivals(kv_exchange, problem), parts, swap, most_keys)
 
 
-def assembled(problem: Problem, arriving: Arrivals, parts: bool = True, swap: bool = False) -> Schedule:
+def assembled(
+    problem: Problem, arriving: Arrivals, parts: bool = True, swap: bool = False, most_keys: int | None = None
+) -> Schedule:
     """The schedule of the rank of a problem, given the keys that arrive there. Other arguments: see :func:`build`."""
     queries, mask = problem.queries[problem.rank], (problem.band, problem.documents, problem.blocks)
-    own, *others = (_step(queries, block, *mask) for block in arriving.blocks)
+    own = _step(queries, arriving.blocks[0], *mask)
+    others = [
+        replace(_step(queries, part, *mask), again=i > 0)
+        for block in arriving.blocks[1:]
+        for i, part in enumerate([block] if most_keys is None else _cut(block, most_keys))
+    ]
     rows = length_of(queries)
     last_row = rows // 2 if swap else rows  # of the queries that are this rank's
     first, last = _halves(own, last_row) if others else (own, _NOTHING)
 
     def final(step: Step) -> Step:
-        return Step(step.take, step.keys, packed(step.tiles, last_row if swap else 0)) if parts else step
+        return replace(step, tiles=packed(step.tiles, last_row if swap else 0)) if parts else step
 
     others = [final(step) for step in others]
     halved = (final(first), *others, final(last))
     forward = halved if swap or not others else (final(own), *others, _NOTHING)
     return Schedule(forward, halved, swap, queries, arriving.transfers)
+
+
+def _cut(block: Numbers, most: int) -> list[Numbers]:
+    """The placed ranges of a block in parts of at most ``most`` positions, side by side in the block."""
+    length = block[:, 2] - block[:, 1]
+    ends = before(length) + length
+    cuts = [*range(0, max(int(length.sum()), 1), most), int(length.sum())]
+    parts = []
+    for first, last in pairwise(cuts):
+        low, high = np.maximum(ends - length, first), np.minimum(ends, last)
+        by = low - (ends - length)
+        part = np.column_stack((block[:, 0] + by, block[:, 1] + by, block[:, 1] + by + high - low))
+        parts.append(part[high > low])
+    return parts
 
 
 def _bounded(band: Band, length: int) -> Band:

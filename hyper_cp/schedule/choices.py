@@ -77,6 +77,25 @@ def ulysses_degree(degrees: Sequence[int], heads: int, kv_heads: int) -> int:
     return max(degree for degree in degrees if heads % degree == 0 and kv_heads % degree == 0)
 
 
+def latents_travel(heads: int, ulysses: int, latent: int, rotary: tuple[int, int], of_head: int) -> bool:
+    """The choice of ``latents=None``: True if a token's latent is fewer numbers than the heads in its place.
+
+    With a Ulysses degree a rank is sent the heads that it attends, but latents whole. In all other exchanges a token
+    that travels has all heads that its rank attends.
+
+    Args:
+        heads: query heads of a rank before the exchange over ``ulysses`` ranks.
+        latent: numbers of a token's latent.
+        rotary: heads and width of its rotary part.
+        of_head: numbers of a key and a value of one head.
+    """
+    of_rotary = rotary[1] * (rotary[0] // ulysses if rotary[0] > 1 else 1)
+    of_latent, of_heads = latent + of_rotary, heads // ulysses * of_head
+    message = "latents=None: %d numbers of a token's latent, %d of its heads on a rank: "
+    log_once(message + ("latents travel" if of_latent < of_heads else "heads travel"), of_latent, of_heads)
+    return of_latent < of_heads
+
+
 def heads_after_sharing(kv_heads: int, ulysses: int) -> int:
     """The key/value heads that travel: heads that do not split over the Ulysses ranks are repeated until they do."""
     return math.lcm(kv_heads, ulysses)

@@ -77,6 +77,8 @@ class Key(NamedTuple):
     """False if the kernel needs every tile to be one rectangle."""
     stages: int | Limits | None = None
     """The number of stages of the exchange, or the limits that choose it (see :mod:`choices`); None: those of a GPU."""
+    most_keys: int | None = None
+    """The most keys that a step uses, which then uses a part of a block; None: a step uses a whole one."""
 
 
 def schedule(
@@ -130,7 +132,7 @@ def _built(
         held_keys = resolve(queries.name, world, key.kv_length, documents).by_ring(key.ulysses).held
     rows = documents.rows if documents is not None and hides else None
     settings = key.kv_exchange, key.load_balance, key.band
-    found = build(held, held_keys, key.rank, *settings, rows, key.parts, blocks, key.stages)
+    found = build(held, held_keys, key.rank, *settings, rows, key.parts, blocks, key.stages, key.most_keys)
     if isinstance(key.stages, tuple) and (number := len(found.transfers.moves)) > 1:
         message = f'exchange_stages="auto": %d stages of {key.kv_exchange} on %d ranks, %d tokens each'
         log_once(message, number, key.ring, key.q_length // key.ring)

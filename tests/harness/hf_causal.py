@@ -68,6 +68,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     **{kind: {"layer_types": ["linear_attention", "full_attention"]} for kind in HYBRIDS},
     "llama4_text": {"attention_chunk_size": 5, "attn_temperature_tuning": False},
     "mamba2": {"num_heads": 8, "head_dim": 8},
+    "mistral4": {"head_dim": 16},  # of which it rotates one half
     "dots1": {"n_shared_experts": 1},
     "lfm2": {"layer_types": ["full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
@@ -98,9 +99,13 @@ def causal_types() -> list[str]:
 
 def class_name(kind: str) -> str:
     """The name of the causal class of a model type."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_PRETRAINING_MAPPING_NAMES,
+    )
 
-    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    # Some text models of others, such as mistral4, have a causal class that the automatic one does not know.
+    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) or MODEL_FOR_PRETRAINING_MAPPING_NAMES[kind]
     return found if isinstance(found, str) else found[0]
 
 

@@ -18,8 +18,8 @@ from ...ops.kernels.scores.mods import Mods
 from ...schedule import layout as layouts
 from ...schedule.documents import documents_table, read
 from .forward import ForwardState, OneDevice, State, offered, running, state_for
+from .latents import NAME, expanded, hands_on_latents, weight_of
 
-NAME = "hyper_cp"
 UNSUPPORTED = ("dropout", "position_bias", "cache")
 """Options of attention calls that the engine does not have."""
 KNOWN = {
@@ -162,7 +162,9 @@ def attention_forward(
     state = context_parallel
     if state is None:  # layers that pass no keywords on
         state = request.state if request is not None and request.state is not None else state_for(module)
+    latent = hands_on_latents(module)
     if isinstance(state, OneDevice):
+        key, value = expanded(module, key, value) if latent else (key, value)
         return _one_device(state, module, query, key, value, attention_mask, options)
     if not isinstance(state, ForwardState):
         raise RuntimeError(
@@ -184,11 +186,18 @@ def attention_forward(
     elif mask is None:  # else it is the caller's own for all layers, and nothing is added to it, as in transformers
         size = _window(name, request, options.get("sliding_window"))
         mask, window = batch.keys, (None if size is None else size - 1, 0)
-    cp, mode = state.mesh.view(query.shape[1], key.shape[1]), replace(state.style.mode, window=window)
+    weight, bias = None, None
+    if latent and (found := weight_of(module) if state.style.mode.latents is not False else None) is not None:
+        weight, bias = found
+    elif latent:
+        key, value = expanded(module, key, value)
+    kv_heads = query.shape[1] if weight is not None else key.shape[1]  # latents become heads of all queries
+    cp, mode = state.mesh.view(query.shape[1], kv_heads), replace(state.style.mode, window=window)
     # is_causal=False: the window ends at the query, so it is causal already; and unlike is_causal it allows a mask.
     documents = batch.documents if request is None or request.documents is None else request.documents
     score = _score(options.get("softcap"), function, query)
     call = Call(False, options.get("scaling"), mask, documents, name=name, sinks=options.get("s_aux"), score=score)
+    call = replace(call, weight=weight, bias=bias)
     out = cp_attention(query, key, value, cp, mode, call)
     if batch.tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention
         out = out.masked_fill(~batch.tokens, 0.0)

@@ -1,0 +1,87 @@
+"""Latent attention of transformers: modules hand on latents, and their attention call sends these, or expands them.
+
+Modules with multi-head latent attention have a method ``expand_kv``, which makes keys and values of latents right
+before they call attention. A prepared module's returns the latents as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from functools import lru_cache, partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...ops.latents import effective_weight
+
+logger = logging.getLogger(__name__)
+NAME = "hyper_cp"
+"""The attention implementation of prepared models."""
+_SEAM = ("self.expand_kv(", "ALL_ATTENTION_FUNCTIONS.get_interface(", "attention_interface(")
+"""What the forward of such a module does, in this order, with nothing between that reads keys or values."""
+
+
+def prepare_latents(decoder: nn.Module) -> int:
+    """Let the modules of a decoder that have latent attention hand on latents. Returns their number."""
+    found = [module for module in decoder.modules() if has_seam(type(module)) and hasattr(module, "kv_b_proj")]
+    for module in found:
+        module.expand_kv = partial(_handed_on, module)  # type: ignore[assignment]
+    return len(found)
+
+
+def has_seam(kind: type[nn.Module]) -> bool:
+    """True for a type of module whose forward hands what ``expand_kv(kv_nope, k_rot)`` returns to attention, and does
+    nothing else with it."""
+    method: Any = getattr(kind, "expand_kv", None)
+    if method is None or list(inspect.signature(method).parameters) != ["self", "kv_nope", "k_rot"]:
+        return False
+    try:
+        source = inspect.getsource(kind.forward)
+    except (OSError, TypeError):
+        return False
+    places = [source.find(text) for text in _SEAM]
+    after = source[places[0] :]
+    # Each name occurs once more, as an argument of attention.
+    return -1 not in places and places == sorted(places) and all(after.count(x) == 1 for x in _RESULTS)
+
+
+_RESULTS = ("key_states", "value_states")
+
+
+def _handed_on(module: nn.Module, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    """``expand_kv`` of a prepared module."""
+    return (kv_nope, k_rot) if _prepared(module) else expanded(module, kv_nope, k_rot)
+
+
+def _prepared(module: Any) -> bool:
+    return bool(module.config._attn_implementation == NAME)
+
+
+def hands_on_latents(module: nn.Module) -> bool:
+    """True if key and value of this module's attention call are latents and their rotary part."""
+    return "expand_kv" in vars(module) and _prepared(module)
+
+
+def expanded(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values, as the module itself makes them."""
+    keys, values = type(module).expand_kv(module, kv_nope, k_rot)
+    return keys, values
+
+
+def weight_of(module: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias with which latents may travel. None: heads must."""
+    found = effective_weight(module.kv_b_proj)
+    if found is None:
+        _say(type(module).__name__, type(module.kv_b_proj).__name__)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _say(module: str, layer: str) -> None:
+    logger.info(
+        "%s: heads travel, not latents: its kv_b_proj (%s) has no weight that could expand them elsewhere "
+        "(it draws dropout, is quantised, or is not linear)",
+        module,
+        layer,
+    )

@@ -1,0 +1,104 @@
+"""Latent attention: keys and values of all heads, made from the latents of a token where they are attended.
+
+Multi-head latent attention (DeepSeek V2, arXiv 2405.04434) projects one narrow latent of each token to the keys and
+values of all heads. So latents can travel in place of heads, and each rank expands what has arrived::
+
+    latent [B, 1, S, R]      --- weight [H * (Dn + Dv), R] -->   keys without positions [B, H, S, Dn], values [.., Dv]
+    rope   [B, 1|H, S, Dr]   --- the same for all heads  ---->   the rotary part of keys [B, H, S, Dr]
+
+In the engine latent and rope stand where keys and values stand otherwise: they travel as these do, and their gradients
+come home as theirs do. One block is expanded at a time, and again in backward.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .kernels.partials import accumulation_dtype, like_queries
+
+
+def expand(
+    latent: Tensor, rope: Tensor, heads: int, width: int, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Keys ``[B, H, S, Dn + Dr]`` and values ``[B, H, S, Dv]`` of ``heads``; ``width`` is Dn + Dr. Differentiable."""
+    both = F.linear(latent[:, 0], weight, bias).unflatten(2, (heads, -1)).transpose(1, 2)
+    plain = width - rope.shape[3]
+    keys, values = both.split([plain, both.shape[3] - plain], 3)
+    return torch.cat([keys, rope.expand(-1, heads, -1, -1)], 3), values
+
+
+def value_width(q: Tensor, rope: Tensor, weight: Tensor) -> int:
+    """Dv, the numbers in a value of one head."""
+    return weight.shape[0] // q.shape[1] - (q.shape[3] - rope.shape[3])
+
+
+class Expansion:
+    """The expansion of one call's blocks, and its gradients.
+
+    Args:
+        q: the queries ``[B, H, S, Dn + Dr]``.
+        sums: True in backward.
+
+    Attributes:
+        gradients: those of weight and bias, summed over blocks in the accumulation dtype.
+    """
+
+    def __init__(self, q: Tensor, weight: Tensor, bias: Tensor | None, sums: bool = False) -> None:
+        self.weight, self.bias, self.heads, self.width = weight, bias, q.shape[1], q.shape[3]
+        given = [weight] if bias is None else [weight, bias]
+        wide = accumulation_dtype(q.dtype)
+        self.gradients = [torch.zeros_like(x, dtype=wide) for x in given] if sums else []
+
+    def __call__(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a block."""
+        return expand(latent, rope, self.heads, self.width, self.weight, self.bias)
+
+    def like(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Tensors with the shapes of the keys and values, which have memory for one number."""
+        b, _, s, _ = latent.shape
+        dims = self.width, self.weight.shape[0] // self.heads - self.width + rope.shape[3]
+        keys, values = (like_queries(latent.new_empty(1, 1, 1, 1), d, latent.dtype) for d in dims)
+        return keys.expand(b, self.heads, s, -1), values.expand(b, self.heads, s, -1)
+
+    def pull_back(self, latent: Tensor, rope: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of a block's latent and rotary part, given those of its keys and values. Adds to
+        ``gradients``. Products are those of one device: in the dtype of the weight."""
+        plain = self.width - rope.shape[3]
+        both = torch.cat([dk[..., :plain], dv], 3).transpose(1, 2).flatten(2).to(self.weight.dtype)
+        of_weight = torch.einsum("bsd,bsr->dr", both, latent[:, 0])
+        of_bias = both.sum((0, 1), dtype=accumulation_dtype(both.dtype))
+        for total, x in zip(self.gradients, (of_weight, of_bias), strict=False):
+            total.add_(x)
+        of_rope = dk[..., plain:]
+        if rope.shape[1] == 1:
+            of_rope = of_rope.sum(1, keepdim=True)
+        return (both @ self.weight).unsqueeze(1), of_rope
+
+
+def effective_weight(linear: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    """The weight ``[out, in]`` and the bias ``[out]`` of what a layer computes, for :func:`latent_attention`. None: it
+    has none, because it is not linear, draws dropout, or keeps its weight in another form (quantised).
+
+    A plain ``nn.Linear`` gives its parameters. A weight that is there in the forward of the layer only (one that FSDP2
+    shards apart from the rest of the model, a tensor-parallel shard) and adapters (LoRA) are found by calling the layer
+    with the identity matrix: autograd then reaches sharded parameters and adapters as in any call. That costs as much
+    as ``in`` tokens.
+    """
+    plain = type(linear).forward is nn.Linear.forward
+    hooked = bool(linear._forward_hooks or linear._forward_pre_hooks)
+    weight, bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
+    if plain and not hooked and isinstance(weight, Tensor) and not isinstance(weight, DTensor):
+        return (weight, bias) if weight.is_floating_point() else None
+    adapted = hasattr(linear, "base_layer") and hasattr(linear, "lora_A")  # as PEFT names them
+    parameters = dict(linear.named_parameters())
+    drawn = any(isinstance(x, nn.Dropout) and x.training and x.p > 0 for x in linear.modules())
+    if not (plain or adapted) or drawn or not parameters or any(name.endswith("bias") for name in parameters):
+        return None
+    first = next(iter(parameters.values()))
+    if not all(x.is_floating_point() for x in parameters.values()):
+        return None
+    found = linear(torch.eye(getattr(linear, "in_features"), dtype=first.dtype, device=first.device))  # noqa: B009
+    return (found.mT, None) if isinstance(found, Tensor) and not isinstance(found, DTensor) else None

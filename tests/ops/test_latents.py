@@ -1,0 +1,486 @@
+"""Latent attention on real gloo ranks against one device: outputs, gradients, bytes, memory and refusals."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from hyper_cp import ContextParallel
+from hyper_cp.mesh import comm
+from hyper_cp.ops import SAVE_LIST, attention, effective_weight, latent_attention
+from hyper_cp.ops.latents import Expansion
+from hyper_cp.schedule.choices import latents_travel
+from tests.harness.attention_case import FP64, AttentionCase, Errors, check, cp_mesh, drawn, explicit_mask, modes
+from tests.harness.oracle import attention_and_lse, relative_error, rms_error, softcap, visible_pairs
+from tests.harness.ranks import on_ranks, sum_over_ranks
+
+RANK, PLAIN = 10, 6  # R and Dn; Dr and Dv follow from a case's dim and v_dim
+NAMES = ("q", "latent", "rope", "weight", "bias")
+
+
+@dataclass(frozen=True)
+class LatentCase(AttentionCase):
+    """A case whose keys and values are made of latents. ``kv_heads`` are the heads of the rotary part."""
+
+    kv_heads: int = 1
+    dim: int = 9
+    v_dim: int = 5
+    latents: bool | None = True
+    bias: bool = True
+
+    def tensors(self) -> list[Tensor]:
+        """q, latent, rope, weight, bias, and the gradient of the output: the same on every rank."""
+        g = torch.Generator().manual_seed(self.length + self.kv_heads)
+        outputs = self.heads * (PLAIN + self.v_dim)
+        shapes = [
+            (self.batch, self.heads, self.length, self.dim),
+            (self.batch, self.length, RANK),
+            (self.batch, self.kv_heads, self.length, self.dim - PLAIN),
+            (outputs, RANK),
+            (outputs,),
+            (self.batch, self.heads, self.length, self.v_dim),
+        ]
+        return [torch.randn(s, generator=g, dtype=torch.float64).to(self.dtype) for s in shapes]
+
+
+def heads_of(case: LatentCase, latent: Tensor, rope: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values, head by head, as DeepSeek-V2 defines them."""
+    keys, values = [], []
+    for head, rows in enumerate(weight.split(PLAIN + case.v_dim)):
+        made = torch.einsum("bsr,or->bso", latent, rows)
+        made = made + bias.split(PLAIN + case.v_dim)[head] if case.bias else made
+        keys.append(torch.cat([made[..., :PLAIN], rope[:, head if case.kv_heads > 1 else 0]], -1))
+        values.append(made[..., PLAIN:])
+    return torch.stack(keys, 1), torch.stack(values, 1)
+
+
+@lru_cache(maxsize=32)
+def one_device(case: LatentCase) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Output, log-sum-exp and gradients in fp64, for a case without its mode."""
+    *given, dout = case.tensors()
+    leaves = [x.double().requires_grad_() for x in (*given, *case.sink_logits())]
+    visible, added = explicit_mask(case) if case.mask else (None, None)
+    pairs = visible_pairs(case.length, case.is_causal, case.window, case.documents)
+    out, lse = attention_and_lse(
+        leaves[0],
+        *heads_of(case, *leaves[1:5]),
+        scale=case.scale,
+        visible=pairs if visible is None else pairs & visible,
+        bias=added,
+        score_mod=softcap(case.softcap) if case.softcap else None,
+        sinks=leaves[5] if case.sinks else None,
+    )
+    grads = torch.autograd.grad(out, leaves, dout.double(), allow_unused=True)
+    return (
+        out.detach(),
+        lse.detach(),
+        [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)],
+    )
+
+
+def problem_of(case: LatentCase) -> LatentCase:
+    """The same case in the plainest mode: its answer is that of one device."""
+    return replace(
+        case, ulysses_degree=1, kv_exchange="ring", layout="contiguous", load_balance=False, latents=True, head_groups=1
+    )
+
+
+def leaves_of(case: LatentCase) -> tuple[list[Tensor], Tensor, Tensor]:
+    """This rank's leaves (and sinks), the gradient of its output, and the positions that it holds."""
+    at = case.positions(case.length)
+    q, latent, rope, weight, bias, dout = case.tensors()
+    local = [q[:, :, at], latent[:, at], rope[:, :, at], weight, bias, *case.sink_logits()]
+    return [x.clone().requires_grad_() for x in local], dout[:, :, at], at
+
+
+def called(case: LatentCase, leaves: list[Tensor], at: Tensor, mesh: Any) -> Any:
+    options = {k: x for k, x in case.attention_keywords().items() if k not in ("enable_gqa", "latents")}
+    if case.mask is not None:
+        visible, added = explicit_mask(case)
+        mask = added if visible is None else visible
+        options["attn_mask"] = mask[:, :, at] if case.mask == "local rows" else mask  # type: ignore[index]
+    if case.sinks:
+        options["sinks"] = leaves[5]
+    bias = leaves[4] if case.bias else None
+    return latent_attention(*leaves[:4], bias, mesh=mesh, latents=case.latents, **options)
+
+
+def errors_of(case: LatentCase, leaves: list[Tensor], at: Tensor, out: Tensor, grads: Any, error: Any) -> Errors:
+    """Errors relative to the largest expected value; gradients of weight, bias and sinks are summed over ranks."""
+    want, _, expected = one_device(problem_of(case))
+    shared = [g if g is not None else torch.zeros_like(x) for g, x in zip(grads[3:], leaves[3:], strict=True)]
+    summed = [sum_over_ranks(x)[0] for x in shared]
+    local = [expected[0][:, :, at], expected[1][:, at], expected[2][:, :, at]]
+    names = (*NAMES, "sinks")[: len(leaves)]
+    found = {"out": error(out.detach(), want[:, :, at])}
+    for name, got, right in zip(names, (*grads[:3], *summed), (*local, *expected[3:]), strict=True):
+        if name != "bias" or case.bias:
+            found[name] = error(got, right)
+    return found
+
+
+@on_ranks
+def run_latents(cases: list[LatentCase]) -> list[tuple[LatentCase, Errors]]:
+    mesh, found = cp_mesh(), []
+    for case in cases:
+        leaves, dout, at = leaves_of(case)
+        out = called(case, leaves, at, mesh)
+        out = out[0] if case.return_lse else out
+        grads = torch.autograd.grad(out, leaves, dout, allow_unused=True)
+        found.append((case, errors_of(case, leaves, at, out, grads, relative_error)))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+def test_every_mode_fp64(ranks: Any, world: int) -> None:
+    cases = [
+        LatentCase(24 * world, causal, kv_heads=rotary, heads=12, bias=rotary > 1, **mode)
+        for mode in modes(world)
+        for causal, rotary in itertools.product((True, False), (1, 12))
+    ]
+    check(ranks(world, run_latents, drawn(cases, world)), FP64)
+
+
+DOCUMENTS = ((0, 5, 11, 30, 33, 48),)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window": (7, 0)},
+    "window, both sides": {"window": (7, 3)},
+    "documents": {"is_causal": True, "documents": DOCUMENTS},
+    "documents of rows": {"is_causal": True, "documents": (DOCUMENTS[0], (0, 17, 48))},
+    "bool mask": {"mask": "heads"},
+    "float mask": {"mask": "float"},
+    "local rows": {"mask": "local rows"},
+    "padding": {"mask": "padding"},
+    "sinks": {"is_causal": True, "sinks": True},
+    "softcap": {"is_causal": True, "softcap": 2.0},
+    "scale": {"is_causal": True, "scale": 0.3},
+    "heads travel": {"is_causal": True, "latents": False},
+    "heads travel in groups": {"is_causal": True, "latents": None, "head_groups": 2},
+    "fewer travel": {"is_causal": True, "latents": None},
+    "auto groups": {"is_causal": True, "head_groups": "auto"},
+    "log-sum-exp": {"is_causal": True, "return_lse": True},
+    "stages": {"is_causal": True, "exchange_stages": 3},
+}
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_option_fp64(ranks: Any, world: int) -> None:
+    cases = []
+    for mode, options in itertools.product(modes(world), OPTIONS.values()):
+        if "exchange_stages" in options and mode["kv_exchange"] == "ring":
+            continue
+        if options.get("mask") == "local rows" and (mode["load_balance"] or mode["ulysses_degree"] > 1):
+            continue  # refused: a rank attends rows of others
+        cases.append(LatentCase(48, **{**mode, **options}))
+    cases += [
+        LatentCase(48, True, documents=DOCUMENTS, layout=layout, kv_exchange=exchange)
+        for layout in ("per_document", "balanced", "auto")
+        for exchange in ("ring", "needed", "all_gather")
+    ]
+    check(ranks(world, run_latents, cases), FP64)
+
+
+# --------------------------------------------------------------------------- in modules
+
+
+class Inner(nn.Module):
+    """Attention of a model with latents, whose weight is a layer's of its own."""
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.up = nn.Linear(weight.shape[1], weight.shape[0], dtype=weight.dtype)
+        with torch.no_grad():
+            self.up.weight.copy_(weight)
+            self.up.bias.copy_(bias)
+
+    def forward(self, q: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
+        found = effective_weight(self.up)
+        assert found is not None
+        return latent_attention(q, latent, rope, *found, is_causal=True)  # type: ignore[return-value]
+
+
+@on_ranks
+def module_errors(way: str) -> Errors:
+    case = LatentCase(48, True, kv_exchange="ring", layout="head_tail")
+    leaves, dout, at = leaves_of(case)
+    style = ContextParallel(
+        ulysses_degree=1, qkv_indices=None, kv_exchange="ring", layout="head_tail", seq_dim=2, head_dim=1
+    )
+    module = Inner(leaves[3].detach(), leaves[4].detach())
+    model: Any = parallelize_module(module, cp_mesh(), style)
+    given = leaves[:3]
+    if way == "compiled":
+        model = torch.compile(model, backend="aot_eager", fullgraph=False)
+    out = checkpoint(model, *given, use_reentrant=False) if way == "checkpoint" else model(*given)
+    grads = torch.autograd.grad(out, [*given, module.up.weight, module.up.bias], dout)
+    return errors_of(case, leaves, at, out, grads, relative_error)
+
+
+@pytest.mark.parametrize("way", ["eager", "checkpoint", "compiled"])
+def test_a_styled_module_calls_it_without_a_mesh(ranks: Any, way: str) -> None:
+    check([[(way, errors)] for errors in ranks(2, module_errors, way)], FP64)
+
+
+def test_on_one_device_it_is_plain_attention() -> None:
+    case = LatentCase(24, True)
+    *given, dout = case.tensors()
+    leaves = [x.requires_grad_() for x in given]
+    out = latent_attention(*leaves, is_causal=True)
+    grads = torch.autograd.grad(out, leaves, dout)
+    want, _, expected = one_device(problem_of(case))
+    assert relative_error(out.detach(), want) < FP64
+    assert max(relative_error(a, b) for a, b in zip(grads, expected, strict=True)) < FP64
+
+
+@on_ranks
+def compiled_errors() -> Errors:
+    case = LatentCase(48, True, kv_exchange="ring", ulysses_degree=1)
+    leaves, dout, at = leaves_of(case)
+    mesh = cp_mesh()
+    attend = torch.compile(lambda *x: called(case, list(x), at, mesh), backend="inductor", fullgraph=True)
+    out = attend(*leaves)
+    return errors_of(case, leaves, at, out, torch.autograd.grad(out, leaves, dout), relative_error)
+
+
+@pytest.mark.slow
+def test_compiled_as_one_graph(ranks: Any) -> None:
+    check([[("compiled", errors)] for errors in ranks(2, compiled_errors)], FP64)
+
+
+@on_ranks
+def saved_bytes() -> tuple[int, int]:
+    """Bytes that autograd keeps for a call when latents travel, and when heads do."""
+    found = []
+    for latents in (True, False):
+        case = LatentCase(96, True, heads=16, latents=latents, bias=False)
+        leaves, _, at = leaves_of(case)
+        kept: dict[int, int] = {}
+        pack = lambda x: kept.__setitem__(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) or x  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            called(case, leaves, at, cp_mesh())
+        found.append(sum(kept.values()))
+    return found[0], found[1]
+
+
+def test_latents_are_what_is_saved(ranks: Any) -> None:
+    """Keys and values of 16 heads are not kept for backward."""
+    case = LatentCase(96, heads=16)
+    heads = case.batch * 16 * (96 // 2) * (case.dim + case.v_dim) * 8
+    for latents, of_heads in ranks(2, saved_bytes):
+        assert of_heads - latents > 0.8 * heads
+
+
+# --------------------------------------------------------------------------- half precision
+
+BF16 = {"kv_exchange": "ring", "layout": "head_tail"}
+
+
+@on_ranks
+def half_errors() -> tuple[Errors, Errors]:
+    """Errors of ranks and of one device in bfloat16 against fp64."""
+    case = LatentCase(512, True, batch=1, heads=8, dtype=torch.bfloat16, bias=False, **BF16)
+    leaves, dout, at = leaves_of(case)
+    out = called(case, leaves, at, cp_mesh())
+    grads = [x.float() if i > 2 else x for i, x in enumerate(torch.autograd.grad(out, leaves[:4], dout))]
+    ours = errors_of(case, leaves, at, out, [*grads, torch.zeros_like(leaves[4])], rms_error)
+    *given, whole = (x.requires_grad_() for x in case.tensors())
+    q, latent, rope, weight, bias = given
+    k, v = heads_of(case, latent, rope, weight, bias)
+    alone = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    found = [alone, *torch.autograd.grad(alone, given[:4], whole.detach())]
+    want, _, expected = one_device(problem_of(case))
+    names = ("out", *NAMES[:4])
+    return ours, {n: rms_error(a.detach(), b) for n, a, b in zip(names, found, [want, *expected[:4]], strict=True)}
+
+
+def test_half_precision_is_within_twice_one_device(ranks: Any) -> None:
+    for ours, alone in ranks(2, half_errors):
+        assert all(ours[name] <= 2 * error for name, error in alone.items()), (ours, alone)
+
+
+# --------------------------------------------------------------------------- bytes and memory
+
+TRAVELS = ("send_recv", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_rows")
+
+
+@on_ranks
+def traffic(case: LatentCase) -> tuple[int, int]:
+    """Bytes that this rank sends in forward, and in backward."""
+    leaves, dout, at = leaves_of(case)
+    found = []
+    with comm.record_traffic() as log:
+        out = called(case, leaves, at, cp_mesh())
+        found.append(sum(n for name, n in log.entries if name in TRAVELS))
+        torch.autograd.grad(out, leaves, dout, allow_unused=True)
+        found.append(sum(n for name, n in log.entries if name in TRAVELS) - found[0])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all_gather", "needed"])
+def test_bytes_are_those_of_latents(ranks: Any, exchange: str) -> None:
+    """One share of latents and rotary parts to each other rank; in backward again, and their gradients."""
+    case = LatentCase(64, heads=16, dtype=torch.float32, kv_exchange=exchange, bias=False)
+    share = case.batch * 32 * (RANK + case.dim - PLAIN) * 4
+    for forward, backward in ranks(2, traffic, case):
+        assert (forward, backward) == (share, 2 * share)
+    heads = replace(case, latents=False)
+    for forward, _ in ranks(2, traffic, heads):
+        assert forward == case.batch * 32 * 16 * (case.dim + case.v_dim) * 4
+
+
+@pytest.mark.parametrize(("heads", "value", "travel"), [(16, 5, "latents"), (2, 3, "heads"), (2, 5, "latents")])
+def test_ulysses_sends_what_is_fewer(ranks: Any, heads: int, value: int, travel: str) -> None:
+    """13 numbers of a token's latent, or those of half of the heads, beside half of the queries and of the outputs."""
+    options: dict[str, Any] = {"ulysses_degree": None, "latents": None, "bias": False, "dtype": torch.float32}
+    case = LatentCase(64, heads=heads, v_dim=value, **options)
+    of_heads = heads // 2 * (case.dim + value)
+    numbers = {"latents": RANK + case.dim - PLAIN, "heads": of_heads}
+    assert min(numbers, key=lambda name: numbers[name]) == travel
+    for forward, _ in ranks(2, traffic, case):
+        assert forward == 4 * case.batch * 32 * (of_heads + numbers[travel])
+
+
+def test_the_rule_counts_numbers() -> None:
+    lite, v3 = (16, 512, (1, 64), 128 + 64 + 128), (128, 512, (1, 64), 320)
+    assert latents_travel(lite[0], 1, *lite[1:])
+    assert latents_travel(lite[0], 8, *lite[1:])  # 576 for 640
+    assert not latents_travel(lite[0], 16, *lite[1:])  # 576 for 320
+    assert latents_travel(v3[0], 64, *v3[1:])
+    assert not latents_travel(v3[0], 128, *v3[1:])
+    assert not latents_travel(4, 2, 20, (4, 8), 16)  # a rotary part of each head is split as heads are
+
+
+@on_ranks
+def most_expanded(exchange: str) -> list[int]:
+    """The rows of each expansion in forward and backward."""
+    rows: list[int] = []
+    case = LatentCase(96, True, kv_exchange=exchange)
+    leaves, dout, at = leaves_of(case)
+    original = Expansion.__call__
+
+    def counted(self: Expansion, latent: Tensor, rope: Tensor) -> Any:
+        rows.append(latent.shape[2])
+        return original(self, latent, rope)
+
+    Expansion.__call__ = counted  # type: ignore[method-assign]
+    try:
+        torch.autograd.grad(called(case, leaves, at, cp_mesh()), leaves, dout)
+    finally:
+        Expansion.__call__ = original  # type: ignore[method-assign]
+    return rows
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all_gather", "needed"])
+def test_no_more_than_a_share_is_expanded_at_a_time(ranks: Any, exchange: str) -> None:
+    for rank, rows in enumerate(ranks(3, most_expanded, exchange)):
+        assert max(rows) <= 32
+        assert sum(rows) >= 2 * 32 * (rank + 1)  # all that its queries see, forward and backward
+
+
+# --------------------------------------------------------------------------- weights
+
+
+def test_effective_weights() -> None:
+    plain = nn.Linear(5, 7)
+    assert effective_weight(plain) == (plain.weight, plain.bias)
+    hooked = nn.Linear(5, 7, bias=False)
+    hooked.register_forward_pre_hook(lambda module, args: None)
+    found = effective_weight(hooked)
+    assert found is not None and torch.equal(found[0], hooked.weight) and found[1] is None
+    biased = nn.Linear(5, 7)
+    biased.register_forward_pre_hook(lambda module, args: None)
+    assert effective_weight(biased) is None
+    assert effective_weight(nn.Sequential(nn.Linear(5, 7), nn.ReLU())) is None
+
+
+class Adapted(nn.Module):
+    """A layer with adapters, as PEFT builds it."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.base_layer, self.in_features = nn.Linear(5, 7, bias=False), 5
+        self.lora_A, self.lora_B = nn.Linear(5, 2, bias=False), nn.Linear(2, 7, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        adapted: Tensor = self.base_layer(x) + self.lora_B(self.lora_A(self.dropout(x)))
+        return adapted
+
+
+def test_adapters_are_part_of_the_weight_unless_they_draw_dropout() -> None:
+    layer = Adapted(0.0).double()
+    found = effective_weight(layer)
+    assert found is not None
+    assert torch.allclose(found[0], layer.base_layer.weight + layer.lora_B.weight @ layer.lora_A.weight)
+    found[0].sum().backward()
+    assert layer.lora_A.weight.grad is not None and layer.lora_B.weight.grad is not None
+    assert effective_weight(Adapted(0.1)) is None
+    assert effective_weight(Adapted(0.1).eval()) is not None
+
+
+# --------------------------------------------------------------------------- refusals
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "latents that are not split": ({"latent": (2, 48, RANK)}, "latent 48 .*Split latent and rope"),
+    "rope that is not split": ({"rope": (2, 1, 48, 3)}, "rope 48"),
+    "heads of rope": ({"rope": (2, 3, 24, 3)}, "must have 1 or 4 heads"),
+    "rope as wide as q": ({"rope": (2, 1, 24, 9)}, "narrower than the 9 numbers"),
+    "rank": ({"weight": (44, 11)}, r"must be \[outputs, 10\]"),
+    "outputs of no head": ({"weight": (43, RANK)}, "the same outputs for each of 4 heads"),
+    "outputs without values": ({"weight": (24, RANK)}, "more than the 6"),
+    "bias": ({"bias": (43,)}, r"bias must be \[44\]"),
+    "latent of four dimensions": ({"latent": (2, 1, 24, RANK)}, r"\[batch, sequence, rank\]"),
+    "rope of three dimensions": ({"rope": (2, 24, 3)}, "must be"),
+}
+
+
+@on_ranks
+def call_badly(changed: dict[str, Any], **options: Any) -> None:
+    shapes = {"q": (2, 4, 24, 9), "latent": (2, 24, RANK), "rope": (2, 1, 24, 3), "weight": (44, RANK), "bias": (44,)}
+    tensors = {name: torch.zeros(shape) for name, shape in {**shapes, **changed}.items()}
+    with comm.record_traffic() as log:
+        try:
+            latent_attention(**tensors, mesh=cp_mesh(), **options)
+        finally:
+            assert not [name for name, _ in log.entries if name in TRAVELS]
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("latents", [True, False])
+def test_what_does_not_fit_is_refused(ranks: Any, name: str, latents: bool) -> None:
+    changed, match = BAD[name]
+    ranks.raises(2, ValueError, match, call_badly, changed, latents=latents)
+
+
+def test_options_that_need_heads_are_refused(ranks: Any) -> None:
+    ranks.raises(2, ValueError, "head_groups=2", call_badly, {}, latents=True, head_groups=2, ulysses_degree=None)
+    ranks.raises(2, ValueError, "replicated", call_badly, {}, latents=True, kv_exchange="replicated")
+    ranks.raises(2, TypeError, "latents='yes'", call_badly, {}, latents="yes")
+
+
+@on_ranks
+def call_with_dtensor() -> None:
+    mesh = cp_mesh()
+    weight = DTensor.from_local(torch.zeros(44, RANK), mesh, [Replicate()])
+    q, latent, rope = torch.zeros(2, 4, 24, 9), torch.zeros(2, 24, RANK), torch.zeros(2, 1, 24, 3)
+    latent_attention(q, latent, rope, weight, mesh=mesh)
+
+
+def test_a_sharded_weight_is_refused(ranks: Any) -> None:
+    ranks.raises(2, TypeError, "effective_weight", call_with_dtensor)
+
+
+def test_its_op_is_on_the_save_list() -> None:
+    """Latent attention is the op of attention: a selective checkpoint that saves it saves both."""
+    assert attention is not latent_attention
+    assert torch.ops.hyper_cp.attention.default in SAVE_LIST
