@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -69,6 +70,8 @@ class ContextParallel(ParallelStyle):
         latents: of modules that call :func:`hyper_cp.ops.latent_attention` (and of prepared models with latent
             attention). True: latents travel; False: heads; None: whichever is fewer numbers of a token, which is
             logged.
+        exchange_dtype: ``torch.bfloat16``: fp32 gradients of keys and values (and fp32 keys and values) travel between
+            the ranks that Ulysses leaves in half of the bytes, see :func:`hyper_cp.ops.attention`. None: as they are.
         cross_attention: keys and values are another sequence than the queries (the decoder's view of an encoder). The
             documents and the padding of a block describe its queries and hide no keys then, so that a call inside one
             needs an explicit ``attn_mask`` over the global positions of the keys (``[B, 1, 1, Skv]``).
@@ -124,11 +127,13 @@ class ContextParallel(ParallelStyle):
         head_groups: int | str = 1,
         exchange_stages: int | str = "auto",
         latents: bool | None = None,
+        exchange_dtype: torch.dtype | None = None,
         cross_attention: bool = False,
         allow: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        self.mode = Mode(kv_exchange, layout, load_balance, window, head_groups, exchange_stages, latents)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"head_groups": head_groups, "exchange_stages": exchange_stages, "window": window}
+        self.mode = Mode(kv_exchange, layout, load_balance, latents=latents, exchange_dtype=exchange_dtype, **options)
         why = "Dimensions of q, k and v are counted from the left"
         self.seq_dim = check_int("seq_dim", seq_dim, why, least=0)
         self.head_dim = check_int("head_dim", head_dim, why, least=0)
@@ -218,9 +223,14 @@ class ContextParallel(ParallelStyle):
         """Whether latents travel, or heads; None: whichever are fewer numbers."""
         return self.mode.latents
 
+    @property
+    def exchange_dtype(self) -> torch.dtype | None:
+        """The dtype in which wider keys, values and gradients travel."""
+        return self.mode.exchange_dtype
+
     def __repr__(self) -> str:
         names = "seq_dim head_dim ulysses_degree qkv_indices kv_exchange layout load_balance window head_groups"
-        names += " exchange_stages latents use_local_output cross_attention allow"
+        names += " exchange_stages latents exchange_dtype use_local_output cross_attention allow"
         return f"ContextParallel({', '.join(f'{name}={getattr(self, name)!r}' for name in names.split())})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

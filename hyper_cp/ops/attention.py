@@ -168,6 +168,7 @@ def attention(
     exchange_stages: int | str = "auto",
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    exchange_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Context-parallel scaled dot-product attention of this rank's share of the sequence.
 
@@ -215,6 +216,9 @@ def attention(
             heads: reduce it over the cp ranks like that of any replicated parameter.
         softcap: logits become ``softcap * tanh(logits / softcap)`` before masks and the softmax (as in Gemma 2). Plain
             math computes that on the CPU and on NPUs, FlexAttention on CUDA.
+        exchange_dtype: ``torch.bfloat16``: fp32 gradients of keys and values (and fp32 keys and values) travel in
+            bfloat16 where Ulysses leaves a ring, half of the bytes. Every rank adds in fp32; each hop of a ring rounds
+            the sum once (docs/measured/communication.md has the errors). None: nothing loses a bit.
 
     Returns:
         This rank's output ``[B, H, S/n, Dv]``; with ``return_lse`` and ``[B, H, S/n]`` in fp32 (fp64 for fp64
@@ -232,7 +236,8 @@ def attention(
 
     Source: DeepSpeed Ulysses (arXiv 2309.14509), Ring Attention (2310.01889), USP (2405.07719).
     """
-    mode = Mode(kv_exchange, layout, load_balance, window, head_groups, exchange_stages)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"head_groups": head_groups, "exchange_stages": exchange_stages, "window": window}
+    mode = Mode(kv_exchange, layout, load_balance, exchange_dtype=exchange_dtype, **options)
     call = Call(is_causal, scale, attn_mask, None, dropout_p, sinks=sinks, enable_gqa=enable_gqa)
     return _function(q, k, v, mesh, ulysses_degree, mode, call, documents, softcap, return_lse)
 
@@ -260,6 +265,7 @@ def latent_attention(
     exchange_stages: int | str = "auto",
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    exchange_dtype: torch.dtype | None = None,
     latents: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Multi-head latent attention (DeepSeek V2), in which latents travel and not the heads that are made of them.
@@ -314,7 +320,8 @@ def latent_attention(
         check_latents("latent_attention", q, latent.unsqueeze(1), rope, weight, bias)
         k, v = expand(latent.unsqueeze(1), rope, q.shape[1], q.shape[3], weight, bias)
         return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
-    mode = Mode(kv_exchange, layout, load_balance, window, head_groups, exchange_stages, latents)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"head_groups": head_groups, "exchange_stages": exchange_stages, "window": window}
+    mode = Mode(kv_exchange, layout, load_balance, latents=latents, exchange_dtype=exchange_dtype, **options)
     call = Call(is_causal, scale, attn_mask, None, dropout_p, "latent_attention", sinks)
     call = replace(call, weight=weight, bias=bias)
     return _function(q, latent.unsqueeze(1), rope, mesh, ulysses_degree, mode, call, documents, softcap, return_lse)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from ..mesh.arguments import check_bool, check_choice, check_int
@@ -16,6 +17,9 @@ from ..schedule import layout as layouts
 from ..schedule.tiles import Band
 from .kernels.scores import Score
 from .settings import Settings
+
+EXCHANGE_DTYPES = (torch.bfloat16, torch.float32)
+"""Those in which numbers may travel; float16 would overflow."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Mode:
     exchange_stages: int | Literal["auto"] = "auto"
     latents: bool | None = None
     """In latent attention, True: latents travel. False: heads travel. None: what is fewer numbers of a token."""
+    exchange_dtype: torch.dtype | None = None
+    """Keys, values and their gradients travel in this dtype where theirs is wider."""
 
     @property
     def groups(self) -> int:
@@ -69,6 +75,12 @@ class Mode:
             )
         if self.latents is not None:
             check_bool("latents", self.latents, "Latents travel, or heads; None is whichever are fewer numbers")
+        if self.exchange_dtype is not None and self.exchange_dtype not in EXCHANGE_DTYPES:
+            raise ValueError(
+                f"exchange_dtype={self.exchange_dtype!r} must be {' or '.join(map(str, EXCHANGE_DTYPES))}, or None. "
+                "Keys, values and their gradients travel in it where theirs is wider, which loses bits. Leave it out "
+                "to lose none"
+            )
         check_bool("load_balance", self.load_balance, "It exchanges tails of queries, or does not")
         if self.load_balance and self.layout != "contiguous":
             raise ValueError(
@@ -139,7 +151,8 @@ class CheckedCall:
         """The settings of the op that computes this call with a kernel, or with one that the op chooses ("")."""
         m, score = self.mode, "" if self.score is None else self.score.key
         exchange = m.layout, m.kv_exchange, m.load_balance, m.stages
-        return OpSettings(self.cp.key, *exchange, self.band, m.groups, kernel=kernel, score=score)
+        wire = "" if m.exchange_dtype is None else str(m.exchange_dtype).removeprefix("torch.")
+        return OpSettings(self.cp.key, *exchange, self.band, m.groups, kernel=kernel, score=score, exchange_dtype=wire)
 
 
 @dataclass
@@ -213,6 +226,14 @@ class OpSettings(Settings):
     """The key of the function that changes logits, see :func:`hyper_cp.ops.kernels.scores.find`, or ""."""
     tensors: tuple[str, ...] = ()
     """The names of the operands that the op takes."""
+    exchange_dtype: str = ""
+    """The name of a dtype of torch, or "" for that of each tensor."""
+
+    @property
+    def wire(self) -> torch.dtype | None:
+        """The dtype in which wider rows travel."""
+        found: torch.dtype | None = getattr(torch, self.exchange_dtype) if self.exchange_dtype else None
+        return found
 
     def heads_before(self, rank: int, heads: int) -> int:
         """The global number of the first of ``heads`` query heads on a rank of the Ulysses dimension."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ..schedule.tiles import CAUSAL, Band, Tile, intersect
 from . import exchange, kernels, masks
 from .config import DIFFERENTIATED, CheckedCall, Operands, OpSettings
 from .exchange.tails import SwappedTails
-from .exchange.travel import Travel
+from .exchange.travel import Gradients, Travel
 from .kernels.dropout import Dropout, draw_seed
 from .kernels.inputs import TileInputs
 from .kernels.partials import Partials, RowSum, accumulation_dtype, add, like_queries, part
@@ -183,12 +184,20 @@ class KeyGradients:
         step: Step,
         k: Tensor,
         v: Tensor,
-        totals: Sequence[Tensor],
+        totals: Gradients | None,
         latents: Expansion | None = None,
         taken: Sequence[Tensor] = (),
     ) -> None:
-        self.rows, self.totals, self.latents, self.taken = step.used, totals, latents, taken
+        self.rows, self.latents, self.taken = step.used, latents, taken
         self.sums = [RowSum(k), RowSum(v)] if totals and (self.rows.many or latents is not None) else []
+        # The first addition may wait for the sum of other ranks, and no tile is left that would hide that.
+        self._late = len(step.tiles) == 1 or bool(self.sums)
+        self._totals = totals
+
+    @cached_property
+    def totals(self) -> Sequence[Tensor]:
+        """Where gradients are added, of k and of v."""
+        return () if self._totals is None else self._totals(self._late)
 
     def add(self, tile: Tile, *gradients: Tensor) -> None:
         """Add the gradients of a tile's keys and values."""
@@ -206,7 +215,7 @@ class KeyGradients:
                 x.to(total.dtype)
                 for x, total in zip(self.latents.pull_back(*self.taken, *gradients), self.totals, strict=True)
             ]
-        for total, x in zip(self.totals, gradients, strict=False):
+        for total, x in zip(self.totals if gradients else (), gradients, strict=True):
             self.rows.add(total, x, 2)
 
 
@@ -261,7 +270,9 @@ def attention_op(
 
     with _no_autocast(q.device.type), operation(work.cp, "attention", "forward"):
         check_nans_if_enabled(work.cp, options, "query, key, value", q, k, v)
-        keys = Travel(ring, plan.transfers, k, v)  # its first moves leave before the tails of queries
+        keys = Travel(
+            ring, plan.transfers, k, v, wire=options.wire
+        )  # its first moves leave before the tails of queries
         queries = SwappedTails(ring, plan.swap, q)
         work.run(plan.forward, keys, queries, compute, partials)
         out, lse = queries.results(partials.result)
@@ -300,7 +311,7 @@ def attention_backward_op(
 
     with _no_autocast(q.device.type), operation(work.cp, "attention", "backward"):
         check_nans_if_enabled(work.cp, options, "the gradient of the output, query, key, value", dout, q, k, v)
-        keys = Travel(ring, plan.transfers, k, v, accumulation_dtype(q.dtype))
+        keys = Travel(ring, plan.transfers, k, v, accumulation_dtype(q.dtype), options.wire)
         of_queries = (q, dout, out, lse) if given.dlse is None else (q, dout, out, lse, given.dlse)
         queries = SwappedTails(ring, plan.swap, *of_queries)
         work.run(plan.backward, keys, queries, compute, dq)

@@ -89,7 +89,7 @@ def counted() -> dict[str, float]:
     assert bytes_each(ring(RANKS, False), keys) == found["rows packed"], "rows travel on as they have arrived"
     fewer, backward = (bytes_each(ring(ranks, True), keys) for ranks in (RANKS // 2, RANKS))
     hop = found["sums of a ring, each hop"] = (backward - fewer) / (RANKS // 2)
-    found["sums of a ring, at home"] = backward - found["rows packed"] - (RANKS - 1) * hop
+    found["sums of a ring, first and last"] = backward - found["rows packed"] - (RANKS - 1) * hop
     for layout in ("contiguous", "head_tail"):
         there = exchange_of_heads(layout, ulysses.sequence_to_heads, RANKS, ROWS)
         back = exchange_of_heads(layout, ulysses.heads_to_sequence, 1, RANKS * ROWS)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from ...schedule.ranges import Rows
 
 
 class Codec:
-    """Packs tensors of one dtype into rows, and shows rows as such tensors."""
+    """Packs tensors of one dtype into rows, and shows rows as such tensors. Rows of one codec have one dtype."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors, self.length = tensors, tensors[0].shape[2]
@@ -27,13 +28,13 @@ class Codec:
             self.width += b * h * size
         self._all: Tensor | None = None
 
-    def pack(self, rows: Rows) -> Tensor:
-        """Copies of some tokens' rows."""
+    def pack(self, rows: Rows, dtype: torch.dtype | None = None) -> Tensor:
+        """Copies of some tokens' rows, in another dtype if one is given."""
         if rows.many:
             if self._all is None:
-                self._all = self.pack(Rows.of(0, self.length))
+                self._all = self.pack(Rows.of(0, self.length), dtype)
             return rows.take(self._all, 0)
-        packed = self.tensors[0].new_empty(rows.length, self.width)
+        packed = self.tensors[0].new_empty(rows.length, self.width, dtype=dtype)
         for view, x in zip(self.unpack(packed), self.tensors, strict=True):
             at = 0
             for start, stop in rows.ranges:

@@ -10,7 +10,8 @@ was sent out of them has left, so that a ring holds two blocks: one that is bein
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -37,12 +38,13 @@ class _Buffer:
 
 
 class _Parcel:
-    """Rows under way: what this rank sends, and what it receives into. A collective makes its own result."""
+    """Rows under way: what this rank sends, and what it receives into. A collective makes its own result.
+    ``taken``: what arrived has become the sum that it was to be added to."""
 
-    __slots__ = ("into", "move", "pending", "sent")
+    __slots__ = ("into", "move", "pending", "sent", "taken")
 
     def __init__(self, move: Move, sent: _Buffer, into: _Buffer | None = None, pending: Pending | None = None) -> None:
-        self.move, self.sent, self.into, self.pending = move, sent, into, pending
+        self.move, self.sent, self.into, self.pending, self.taken = move, sent, into, pending, False
 
     def wait(self) -> _Buffer:
         """Wait for the rows that arrive, and return them."""
@@ -54,22 +56,39 @@ class _Parcel:
         return self.into
 
 
+Gradients = Callable[[bool], Sequence[Tensor]]
+"""The sums of a block's gradients, of k and of v, see :class:`Travel`."""
+
+
 class Travel:
     """Keys and values of one call, and in backward their gradients.
 
     Iterating yields ``(keys, gradients)`` for each step of the schedule: this rank's own k and v ``[B, H, S, D]``,
-    those of each block that arrives, then its own again. With ``sums``, the dtype of sums, ``gradients`` are where the
-    caller adds those of the yielded keys before it asks for the next. ``home`` are the sums of this rank's own keys.
+    those of each block that arrives, then its own again. With ``sums``, the dtype of sums, ``gradients(late)`` are
+    where the caller adds those of the yielded keys before it asks for the next. If it asks ``late``, with nothing left
+    to compute that a transfer could hide behind, it may get the sum of other ranks that has arrived for these keys.
+    ``home`` are the sums of this rank's own keys.
+
+    ``wire``: rows of wider dtypes travel in this one. Sums stay as wide as they are on every rank.
     """
 
-    def __init__(self, axis: Axis, transfers: Transfers, k: Tensor, v: Tensor, sums: torch.dtype | None = None) -> None:
-        self.axis, self.transfers, self.own, self.sums = axis, transfers, (k, v), sums
+    def __init__(
+        self,
+        axis: Axis,
+        transfers: Transfers,
+        k: Tensor,
+        v: Tensor,
+        sums: torch.dtype | None = None,
+        wire: torch.dtype | None = None,
+    ) -> None:
+        self.axis, self.transfers, self.own, self.sums, self.wire = axis, transfers, (k, v), sums, wire
         self.codec = Codec(k, v)
         self._onward = Counter(move.source for move in transfers.moves)  # moves that a block has still to leave with
         self._blocks: dict[int, _Buffer] = {}
         self._gradients: dict[int, _Buffer] = {}
         self._arriving: dict[int, _Parcel] = {}
         self._returning: dict[int, _Parcel] = {}
+        self._lengths: dict[int, int] = {}  # rows of blocks
         self._free: dict[tuple[int, torch.dtype], list[_Buffer]] = {}
         self.home: Sequence[Tensor] = ()
         if sums is not None and transfers.moves:
@@ -80,7 +99,7 @@ class Travel:
         self._events = iter(transfers.forward if sums is None else transfers.backward)
         self._next = self._run()  # the first moves leave before the caller computes anything
 
-    def __iter__(self) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    def __iter__(self) -> Iterator[tuple[Sequence[Tensor], Gradients | None]]:
         while self._next is not None:
             yield self._keys_and_gradients(self._next)
             self._next = self._run()
@@ -107,14 +126,46 @@ class Travel:
                 self._add(gradient)
         return None
 
-    def _keys_and_gradients(self, block: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def _keys_and_gradients(self, block: int) -> tuple[Sequence[Tensor], Gradients | None]:
         if block == HOME:
-            return self.own, self.home
+            return self.own, None if self.sums is None else lambda late: self.home
         keys = self._blocks[block] if self._onward[block] else self._blocks.pop(block)
+        shown = [x.to(self.own[0].dtype) for x in keys.tensors]
         if self.sums is None:
-            return keys.tensors, ()
-        total = self._gradients[block] = self._zeros(keys.rows.shape[0], self.sums)
-        return keys.tensors, total.tensors
+            return shown, None
+        self._lengths[block] = keys.rows.shape[0]
+        return shown, lambda late: self._total(block, late).tensors
+
+    def _total(self, block: int, late: bool) -> _Buffer:
+        """The sum of the gradients of a block's keys: what has arrived for them, or zeros."""
+        total = self._gradients.get(block)
+        if total is None:
+            total = self._arrived_sum(block) if late else None
+            total = self._gradients[block] = total or self._zeros(self._lengths[block], cast(torch.dtype, self.sums))
+        return total
+
+    def _arrived_sum(self, block: int) -> _Buffer | None:
+        """The sum of other ranks, of which this rank's is to be a part, if it is there for every row of a block."""
+        for gradient, parcel in self._returning.items():
+            move = self.transfers.returns[gradient]
+            if (
+                move.source == block
+                and parcel.into is not None
+                and tuple(move.rows.ranges) == ((0, self._lengths[block]),)
+            ):
+                arrived, parcel.taken = parcel.wait(), True
+                self._release(parcel.sent)
+                return self._in_dtype(arrived, cast(torch.dtype, self.sums))
+        return None
+
+    def _in_dtype(self, buffer: _Buffer, dtype: torch.dtype) -> _Buffer:
+        """A buffer of this rank's own, in a dtype."""
+        if buffer.rows.dtype == dtype:
+            return buffer
+        made = self._room(buffer.rows.shape[0], dtype)
+        made.rows.copy_(buffer.rows)
+        self._release(buffer)
+        return made
 
     # ----------------------------------------------------------------------- transfers
 
@@ -126,7 +177,9 @@ class Travel:
             self._arriving[block] = parcels[-1]
         if gradient is not None:
             move = self.transfers.returns[gradient].transposed
-            parcels.append(self._parcel(move, self._gradients.pop(gradient)))
+            total = self._total(gradient, late=True)  # no tile used it, if there is none yet
+            parcels.append(self._parcel(move, self._in_dtype(total, self._on_wire(total.rows.dtype))))
+            del self._gradients[gradient]
             self._returning[gradient] = parcels[-1]
         sends, receives = [], []
         for parcel in parcels:
@@ -142,7 +195,7 @@ class Travel:
     def _leaving(self, move: Move) -> _Buffer:
         """The rows that leave with a move of keys."""
         if move.source == HOME:
-            return _Buffer(self.codec.pack(move.rows), self.codec)
+            return _Buffer(self.codec.pack(move.rows, self._on_wire(self.own[0].dtype)), self.codec)
         block = self._blocks[move.source]
         rows = move.rows.take(block.rows, 0)
         return block if rows is block.rows else _Buffer(rows, self.codec)
@@ -153,6 +206,11 @@ class Travel:
             return _Parcel(move, sent, self._room(sum(move.received), sent.rows.dtype))
         if move.pattern == "all":
             return _Parcel(move, sent, pending=self.axis.all_gather(sent.rows, own=False))
+        if (
+            move.pattern == "sum" and sent.rows.dtype != self.sums
+        ):  # the library of the backend would add in the narrow dtype
+            by_rank = self.axis.all_to_all(sent.rows.unflatten(0, (self.axis.size, -1)))
+            return _Parcel(move, sent, pending=by_rank.then(lambda x: x.sum(0, dtype=self.sums)))
         if move.pattern == "sum":
             return _Parcel(move, sent, pending=self.axis.reduce_scatter(sent.rows))
         return _Parcel(move, sent, pending=self.axis.all_to_all_rows(sent.rows, move.sent, move.received))
@@ -168,20 +226,28 @@ class Travel:
 
     def _add(self, gradient: int) -> None:
         """Add the gradients that have come back to those of the keys that they are gradients of."""
-        parcel, move = self._returning.pop(gradient), self.transfers.returns[gradient]
+        move = self.transfers.returns[gradient]
+        if move.source != HOME:
+            self._total(move.source, late=True)  # it becomes the sum itself, if no tile has used these keys
+        parcel = self._returning.pop(gradient)
+        if parcel.taken:
+            return
         arrived, total = parcel.wait(), self._gradients[move.source].rows
         if move.pattern != "rows":
-            move.rows.add(total, arrived.rows, 0)
+            move.rows.add(total, arrived.rows.to(total.dtype), 0)
         else:  # one rank at a time, since several may return a gradient of the same row
             sizes = [rows for rows in move.sent if rows]
             index = move.rows.index(total.device)
             for where, rows in zip(index.split(sizes), arrived.rows.split(sizes), strict=True):
-                total.index_add_(0, where, rows)
+                total.index_add_(0, where, rows.to(total.dtype))
         if parcel.into is not None:
             self._release(parcel.sent)
             self._release(arrived)
 
     # ----------------------------------------------------------------------- buffers of pairs
+
+    def _on_wire(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self.wire is None or dtype.itemsize <= self.wire.itemsize else self.wire
 
     def _room(self, length: int, dtype: torch.dtype) -> _Buffer:
         """Uninitialised rows."""
