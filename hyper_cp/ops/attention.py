@@ -305,26 +305,49 @@ def latent_attention(
 
     Source: DeepSeek-V2 (arXiv 2405.04434); latents round a ring as in pith-train.
     """
-    given = q, latent, rope, weight
-    if mesh is None and has_torch_function(given):
-        options: dict[str, Any] = {
-            "bias": bias,
-            "is_causal": is_causal,
-            "scale": scale,
-            "attn_mask": attn_mask,
-            "dropout_p": dropout_p,
-        }
-        return handle_torch_function(latent_attention, given, *given, **options)
-    check_local("latent", latent, 3, "[batch, sequence, rank]")
     if mesh is None:
-        check_latents("latent_attention", q, latent.unsqueeze(1), rope, weight, bias)
-        k, v = expand(latent.unsqueeze(1), rope, q.shape[1], q.shape[3], weight, bias)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
+        asked: dict[str, tuple[Any, Any]] = {
+            "ulysses_degree": (ulysses_degree, 1),
+            "kv_exchange": (kv_exchange, "all_gather"),
+        }
+        asked |= {"layout": (layout, "contiguous"), "load_balance": (load_balance, False), "window": (window, None)}
+        asked |= {"documents": (documents, None), "return_lse": (return_lse, False), "head_groups": (head_groups, 1)}
+        asked |= {"exchange_stages": (exchange_stages, "auto"), "sinks": (sinks, None), "softcap": (softcap, None)}
+        asked |= {"exchange_dtype": (exchange_dtype, None), "latents": (latents, None)}
+        if named := [f"{name}={x!r}" for name, (x, default) in asked.items() if x is not default and x != default]:
+            raise ValueError(
+                f"latent_attention: {', '.join(named)} without a mesh. Inside a styled module its ContextParallel says "
+                "how attention runs, and documents come with the batch. Pass mesh=, or give these to the style"
+            )
+        return _without_mesh(q, latent, rope, weight, bias, is_causal, scale, attn_mask, dropout_p)
+    check_local("latent", latent, 3, "[batch, sequence, rank]")
     options: dict[str, Any] = {"head_groups": head_groups, "exchange_stages": exchange_stages, "window": window}
     mode = Mode(kv_exchange, layout, load_balance, latents=latents, exchange_dtype=exchange_dtype, **options)
     call = Call(is_causal, scale, attn_mask, None, dropout_p, "latent_attention", sinks)
     call = replace(call, weight=weight, bias=bias)
     return _function(q, latent.unsqueeze(1), rope, mesh, ulysses_degree, mode, call, documents, softcap, return_lse)
+
+
+def _without_mesh(
+    q: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+) -> Any:
+    """Latent attention as a styled module that is running says, or on one device."""
+    given = q, latent, rope, weight
+    if has_torch_function(given):
+        options: dict[str, Any] = {"bias": bias, "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p}
+        return handle_torch_function(latent_attention, given, *given, attn_mask=attn_mask, **options)
+    check_local("latent", latent, 3, "[batch, sequence, rank]")
+    check_latents("latent_attention", q, latent.unsqueeze(1), rope, weight, bias)
+    k, v = expand(latent.unsqueeze(1), rope, q.shape[1], q.shape[3], weight, bias)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
 
 
 def _function(

@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel
 from hyper_cp.mesh import comm
+from hyper_cp.mesh.cp_mesh import view
 from hyper_cp.ops import SAVE_LIST, attention, effective_weight, latent_attention
 from hyper_cp.ops.latents import Expansion
 from hyper_cp.schedule.choices import latents_travel
@@ -181,7 +183,7 @@ def test_every_option_fp64(ranks: Any, world: int) -> None:
             continue
         if options.get("mask") == "local rows" and (mode["load_balance"] or mode["ulysses_degree"] > 1):
             continue  # refused: a rank attends rows of others
-        cases.append(LatentCase(48, **{**mode, **options}))
+        cases.append(LatentCase(48, heads=8, **{**mode, **options}))
     cases += [
         LatentCase(48, True, documents=DOCUMENTS, layout=layout, kv_exchange=exchange)
         for layout in ("per_document", "balanced", "auto")
@@ -246,7 +248,7 @@ def test_on_one_device_it_is_plain_attention() -> None:
 def compiled_errors() -> Errors:
     case = LatentCase(48, True, kv_exchange="ring", ulysses_degree=1)
     leaves, dout, at = leaves_of(case)
-    mesh = cp_mesh()
+    mesh = view(cp_mesh(), 1)
     attend = torch.compile(lambda *x: called(case, list(x), at, mesh), backend="inductor", fullgraph=True)
     out = attend(*leaves)
     return errors_of(case, leaves, at, out, torch.autograd.grad(out, leaves, dout), relative_error)
@@ -468,6 +470,13 @@ def test_options_that_need_heads_are_refused(ranks: Any) -> None:
     ranks.raises(2, TypeError, "latents='yes'", call_badly, {}, latents="yes")
 
 
+@pytest.mark.parametrize("option", [{"window": (3, 0)}, {"documents": [0, 24]}, {"latents": True}, {"softcap": 2.0}])
+def test_settings_of_a_style_need_a_mesh(option: dict[str, Any]) -> None:
+    *given, _ = LatentCase(24).tensors()
+    with pytest.raises(ValueError, match=f"{next(iter(option))}=.* without a mesh"):
+        latent_attention(*given, **option)
+
+
 @on_ranks
 def call_with_dtensor() -> None:
     mesh = cp_mesh()
@@ -484,3 +493,67 @@ def test_its_op_is_on_the_save_list() -> None:
     """Latent attention is the op of attention: a selective checkpoint that saves it saves both."""
     assert attention is not latent_attention
     assert torch.ops.hyper_cp.attention.default in SAVE_LIST
+
+
+# --------------------------------------------------------------------------- tensor parallel
+
+
+class Block(nn.Module):
+    """Layers of a model around :class:`Inner`, as tensor parallelism splits them."""
+
+    def __init__(self, case: LatentCase) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.case = case
+        self.query = nn.Linear(6, case.heads * case.dim, bias=False, dtype=case.dtype)
+        self.down = nn.Linear(6, RANK + case.dim - PLAIN, bias=False, dtype=case.dtype)
+        self.up = nn.Linear(RANK, case.heads * (PLAIN + case.v_dim), bias=False, dtype=case.dtype)
+        self.out = nn.Linear(case.heads * case.v_dim, 6, bias=False, dtype=case.dtype)
+        self.inner = Calls()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.query(x).unflatten(2, (-1, self.case.dim)).transpose(1, 2)
+        latent, rope = self.down(x).split([RANK, self.case.dim - PLAIN], 2)
+        found = effective_weight(self.up)
+        assert found is not None
+        result: Tensor = self.out(self.inner(q, latent, rope.unsqueeze(1), found[0]).transpose(1, 2).flatten(2))
+        return result
+
+
+class Calls(nn.Module):
+    def forward(self, q: Tensor, latent: Tensor, rope: Tensor, weight: Tensor) -> Any:
+        return latent_attention(q, latent, rope, weight, is_causal=True)
+
+
+@on_ranks
+def tensor_parallel_errors() -> float:
+    """The largest error of a gradient on 2 x 2 ranks: heads split over tp, the sequence over cp."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    case = LatentCase(16, True)
+    model, x = Block(case), torch.randn(2, 16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    alone = Block(case)
+    alone(x).square().sum().backward()
+    columns = {name: ColwiseParallel() for name in ("query", "up")}
+    style = ContextParallel(ulysses_degree=1, qkv_indices=None, kv_exchange="ring", seq_dim=2, head_dim=1)
+    parallelize_module(model, mesh["tp"], {**columns, "out": RowwiseParallel()})
+    parallelize_module(model, mesh["cp"], {"inner": style})
+    first = 8 * mesh["cp"].get_local_rank()
+    model(x[:, first : first + 8]).square().sum().backward()
+    found = []
+    for (name, p), want in zip(model.named_parameters(), alone.parameters(), strict=True):
+        grad = p.grad
+        assert grad is not None and want.grad is not None
+        if isinstance(grad, DTensor):
+            whole = grad.full_tensor()
+        else:  # of a layer that all tp ranks have: each has the share of its heads
+            whole = grad.clone()
+            torch.distributed.all_reduce(whole, group=mesh["tp"].get_group())
+        torch.distributed.all_reduce(whole, group=mesh["cp"].get_group())
+        found.append(relative_error(whole, want.grad))
+        assert name != "up.weight" or isinstance(grad, DTensor)
+    return max(found)
+
+
+@pytest.mark.slow
+def test_heads_of_tensor_parallel_ranks(ranks: Any) -> None:
+    assert max(ranks(4, tensor_parallel_errors)) < FP64
