@@ -1,6 +1,7 @@
 """Measures every mode on links of a fixed rate: ranks in network namespaces, real gloo traffic, real kernels.
 
     python -m benchmarks.measured.throttled --ranks 2 --rates 100 200 800 --json throttled.json
+    python -m benchmarks.measured.throttled --latents lite --ranks 4 --only ring all-gather needed --json latents.json
     python -m benchmarks.measured.throttled --report throttled.json --plot docs/pictures/throttled.png
 
 Each rank is a host of its own with one thread and a full-duplex link of a given rate to a switch (see links.py). The
@@ -9,6 +10,9 @@ communicate). "Communicate" is the bytes that the mode must send, as the library
 rank that sends most). "Compute" is the same step on the same links without a limit (the median of rounds, which take
 turns with the others), with as many ranks on this machine's cores. With a perfect link and perfect overlap the ratio is
 1.00. Results are added to what the JSON file has. Where there are no such links, it says why and exits with 3.
+
+With ``--latents`` the model has latent attention with the head shapes of DeepSeek V2 Lite or V3, and every mode runs
+twice, in turns: with latents that travel ("ring, latents"), and with heads.
 
 For groups of heads it also prints what is possible at best: the groups are too few to hide all of the first and of the
 last transfer, and forward communicates more, for its computation, than backward.
@@ -33,7 +37,7 @@ import torch.distributed as dist
 
 from hyper_cp.cli.modes import Mode, named_mode, named_modes
 from hyper_cp.mesh import comm
-from hyper_cp.ops import attention
+from hyper_cp.ops import attention, latent_attention
 from hyper_cp.planner.timeline import BACKWARD, grouped_ulysses
 
 from ..ranks import join, leave, results_of
@@ -55,12 +59,18 @@ MODES = {
     **named_modes("ring, load_balance", "all-gather, load_balance"),
 }
 
+NAMES = [*MODES, *(name + sent for name in MODES for sent in (", latents", ", heads"))]
+"""Modes as tables and plots name them."""
+
 DRAWN = ("log-normal", "exponential", "half one")
 """Documents of simulated/needed.py, in proportion to the tokens of a rank."""
 MASKS = ("causal", "window", "documents", *DRAWN)
 Row = dict[str, Any]
 """The result of one mode at one rate."""
-SETTINGS = ("ranks", "length", "mask", "congestion")
+LATENT_SHAPES = {"lite": (16, 512, 64, 128, 128), "v3": (128, 512, 64, 128, 128)}
+"""Heads, R, Dr, Dn and Dv of DeepSeek V2 Lite and of V3."""
+SENT = {True: ", latents", False: ", heads"}
+SETTINGS = ("ranks", "length", "mask", "congestion", "latents")
 """Arguments that are part of a row, and that rows of one table have in common."""
 
 
@@ -103,24 +113,34 @@ class Rank:
     def times(self, mode: Mode, rate: float, rounds: int) -> tuple[list[float], list[float], int]:
         """Seconds of each round, of the slowest rank, with the rate and without a limit; and the bytes that the rank
         sends that sends most. The two take turns: cores of a virtual machine are not as fast in every minute."""
-        args, length = self.args, self.args.length
-        heads, tokens = 4 * args.ranks, length // args.ranks
-        shape = 1, tokens, heads, args.width // heads
-        q, k, v, dout = (torch.randn(shape).transpose(1, 2) for _ in range(4))
-        found, options = [], masked(args, mode)
+        inputs, dout = self._tensors()
+        found, options = [], masked(self.args, mode)
+        attend = latent_attention if self.args.latents else attention
         with comm.record_traffic() as traffic:
             for turn in range(2 * rounds + 1):  # the first one warms up: schedules, connections, what ranks compare
                 self.set_rate(rate if turn % 2 else None)
-                leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+                leaves = [x.detach().requires_grad_() for x in inputs]
                 dist.barrier()
                 traffic.entries.clear()
                 start = time.perf_counter()
-                attention(*leaves, mesh=self.mesh, **options).backward(dout)
+                attend(*leaves, mesh=self.mesh, **options).backward(dout)
                 found.append(time.perf_counter() - start)
         worst = torch.tensor([*found[1:], traffic.bytes_sent], dtype=torch.float64)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         *seconds, sent = worst.tolist()
         return seconds[::2], seconds[1::2], int(sent)
+
+    def _tensors(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The inputs of a call, and the gradient of its output."""
+        args, tokens = self.args, self.args.length // self.args.ranks
+        if args.latents:
+            heads, rank, rotary, plain, value = LATENT_SHAPES[args.latents]
+            q, out = (torch.randn(1, tokens, heads, d).transpose(1, 2) for d in (plain + rotary, value))
+            weight = torch.randn(heads * (plain + value), rank) / rank**0.5
+            return [q, torch.randn(1, tokens, rank), torch.randn(1, 1, tokens, rotary), weight], out
+        heads = 4 * args.ranks
+        *inputs, out = (torch.randn(1, tokens, heads, args.width // heads).transpose(1, 2) for _ in range(4))
+        return inputs, out
 
 
 def rank_main(
@@ -131,11 +151,13 @@ def rank_main(
     chosen = [name for name in MODES if not args.only or name in args.only]
     for rate in args.rates:
         for name in chosen:
-            seconds, unlimited, sent = rank.times(MODES[name], rate, args.rounds)
-            if number == 0:
-                case = {setting: getattr(args, setting) for setting in SETTINGS}
-                case |= {"rate": rate, "mode": name}
-                put({**case, "seconds": seconds, "compute": statistics.median(unlimited), "sent": sent})
+            for latents in (True, False) if args.latents else (None,):
+                sends = {} if latents is None else {"latents": latents}
+                seconds, unlimited, sent = rank.times({**MODES[name], **sends}, rate, args.rounds)
+                if number == 0:
+                    case = {setting: getattr(args, setting) for setting in SETTINGS}
+                    case |= {"rate": rate, "mode": name if latents is None else name + SENT[latents]}
+                    put({**case, "seconds": seconds, "compute": statistics.median(unlimited), "sent": sent})
     rank.set_rate(None)
     leave()
 
@@ -173,7 +195,7 @@ def key(row: Row) -> tuple[Any, ...]:
 
 def at_best(row: Row) -> float | None:
     """Return the ratio of a step in which groups of heads overlap perfectly; None for other modes."""
-    groups = MODES[row["mode"]].get("head_groups")
+    groups = MODES.get(row["mode"], {}).get("head_groups")
     if groups is None:
         return None
     forward = row["compute"] / (1 + BACKWARD)
@@ -210,7 +232,7 @@ def table(rows: Sequence[Row]) -> str:
         title = ", ".join([f"{ranks} ranks", f"S={length}", *filter(None, rest)])
         lines += [f"| {title} | " + " | ".join(f"{x:g} Mbit/s" for x in rates) + " |"]
         lines += ["|---|" + "---:|" * len(rates)]
-        for name in MODES:
+        for name in NAMES:
             cells = {
                 r["rate"]: f"{statistics.median(r['seconds']):.2f} s ({ratio(r):.2f})"
                 for r in some
@@ -231,7 +253,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
 
     worlds = sorted({r["ranks"] for r in rows})
     measured = {(r["ranks"], r["mode"]) for r in rows}
-    names = [name for name in MODES if all((world, name) in measured for world in worlds)]
+    names = [name for name in NAMES if all((world, name) in measured for world in worlds)]
     size = 2.6 * len(names), 2.6 * len(worlds) + 0.4
     figure, grid = pyplot.subplots(
         len(worlds), len(names), figsize=size, layout="constrained", sharex=True, sharey="row", squeeze=False
@@ -264,6 +286,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=4096, help="of the whole sequence")
     parser.add_argument("--width", type=int, default=512, help="heads times head dim; there are 4 heads a rank")
     parser.add_argument("--mask", choices=MASKS, default="causal")
+    parser.add_argument("--latents", choices=LATENT_SHAPES, help="latent attention with these head shapes")
     parser.add_argument("--congestion", default="reno", help="congestion control of TCP; see links.py")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=MODES, help="only these modes")

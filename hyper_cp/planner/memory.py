@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..schedule.choices import heads_after_sharing
 from .model import ModelShape
 from .traffic import ACCUMULATED, Ranks
 from .work import RankWork
@@ -61,7 +60,7 @@ def layer_saved(model: ModelShape, ranks: Ranks, tokens: float, element: int) ->
     The tensors of both norms, q, k, v, the output of attention (twice if heads are exchanged: as attention returns it
     and as the projection receives it), its log-sum-exp, and four tensors of the MLP's inner size.
     """
-    keys = 2 * heads_after_sharing(model.kv_heads, ranks.ulysses) * model.head_dim
+    keys = model.numbers_that_travel(ranks.ulysses) * ranks.ulysses
     outputs = 2 if ranks.ulysses > 1 else 1
     channels = (1 + outputs) * model.query_width + keys + 4 * model.ffn
     return tokens * (channels * element + model.heads * ACCUMULATED + 2 * norm_saved(model, element))
@@ -84,7 +83,7 @@ def saved_between(model: ModelShape, ranks: Ranks, tokens: float, element: int, 
     if checkpointing == "attention":
         channels = model.query_width
         if ranks.ulysses > 1:
-            channels += 2 * (model.query_width + heads_after_sharing(model.kv_heads, ranks.ulysses) * model.head_dim)
+            channels += 2 * model.query_width + model.numbers_that_travel(ranks.ulysses) * ranks.ulysses
         kept += tokens * (channels * element + model.heads * ACCUMULATED)
     return kept
 
@@ -105,12 +104,13 @@ def _attention_work(
     model: ModelShape, ranks: Ranks, kv_exchange: str, batch: int, length: int, work: RankWork, element: int
 ) -> float:
     """Bytes of buffers in attention's backward: keys and values that arrive, and fp32 sums of gradients."""
-    width = heads_after_sharing(model.kv_heads, ranks.ulysses) * model.head_dim / ranks.ulysses
-    position = 2 * width * batch  # elements of keys and values
+    position = model.numbers_that_travel(ranks.ulysses) * batch  # elements of keys and values
     share = length / ranks.ring * position
     rows = batch * length / ranks.size * model.query_width
     own = share * ACCUMULATED + rows * (ACCUMULATED + 2 * element)  # sums of dk, dv and dq; dout and the dq returned
     message = rows * element if ranks.ulysses > 1 else 0.0
+    if model.latents_travel(ranks.ulysses):  # heads of one share, and the sums of their gradients
+        own += length / ranks.ring * batch * model.numbers_of_heads(ranks.ulysses) * (element + ACCUMULATED)
     if not work.hops:
         return own + message
     if kv_exchange == "ring":  # two blocks; the sum that leaves, the one that arrives, and what is added from hop 2 on

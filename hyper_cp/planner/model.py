@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..schedule.choices import heads_after_sharing
 from .cluster import check_count, read_object
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -20,11 +21,14 @@ NAMES: dict[str, tuple[str, ...]] = {
     "experts": ("experts", "num_experts", "num_local_experts", "n_routed_experts"),
     "active_experts": ("active_experts", "num_experts_per_tok"),
     "expert_ffn": ("expert_ffn", "moe_intermediate_size"),
+    "latent": ("latent",),
 }
 """For each size, the names under which configurations have it; the first that is there counts."""
 
 NORMS = ("fused", "plain", "transformers")
-OPTIONAL = ("kv_heads", "head_dim", "ffn", "experts", "active_experts", "expert_ffn")
+OPTIONAL = ("kv_heads", "head_dim", "ffn", "experts", "active_experts", "expert_ffn", "latent")
+LATENTS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+"""The names under which configurations have the sizes of latent attention."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class ModelShape:
         ffn: inner size of the MLP that one token runs through, of all its active experts together (0: four times the
             width).
         vocabulary: number of tokens of the head.
-        head_dim: of queries, keys and values (0: width / heads).
+        head_dim: of queries, keys and values (0: width / heads); in latent attention the mean of a key's and a value's.
+        latent: in latent attention, numbers of a token's latent and of its rotary part (0: there is none).
         stored_ffn: inner size of all experts together, which take memory and no time (0: the same as ``ffn``).
         tied: True if the head and the embedding are one parameter.
         norm: the RMSNorm, which decides how much it saves for backward: ``"fused"`` (one kernel: ``nn.RMSNorm`` on
@@ -58,6 +63,7 @@ class ModelShape:
     stored_ffn: int = 0
     tied: bool = False
     norm: str = "fused"
+    latent: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "width", "vocabulary"):
@@ -96,6 +102,18 @@ class ModelShape:
     def key_width(self) -> int:
         """Channels of all key heads of a token; values have as many."""
         return self.kv_heads * self.head_dim
+
+    def numbers_of_heads(self, ulysses: int = 1) -> int:
+        """Numbers of a token's keys and values that one of ``ulysses`` ranks attends."""
+        return 2 * heads_after_sharing(self.kv_heads, ulysses) // ulysses * self.head_dim
+
+    def latents_travel(self, ulysses: int = 1) -> bool:
+        """True if a token's latent is fewer numbers than the heads that one of ``ulysses`` ranks attends."""
+        return 0 < self.latent < self.numbers_of_heads(ulysses)
+
+    def numbers_that_travel(self, ulysses: int = 1) -> int:
+        """Numbers of a token's keys and values that are sent to one of ``ulysses`` ranks, or of the latent."""
+        return self.latent if self.latents_travel(ulysses) else self.numbers_of_heads(ulysses)
 
     @property
     def layer_weights(self) -> int:
@@ -146,6 +164,9 @@ def model_shape(model: Any) -> ModelShape:
     if experts and active and inner:
         shared = (_get(config, "n_shared_experts") or 0) * inner
         found["ffn"], found["stored_ffn"] = active * inner + shared, experts * inner + shared
+    rank, rotary, plain, value = (_get(config, name) or 0 for name in LATENTS)
+    if rank and plain:
+        found |= {"latent": rank + rotary, "head_dim": (plain + rotary + value) // 2, "kv_heads": found["heads"]}
     found["tied"] = bool(_get(config, "tie_word_embeddings") or _get(config, "tied"))
     found["norm"] = _get(config, "norm") or ("transformers" if _get(config, "model_type") else "fused")
     return ModelShape(**found)

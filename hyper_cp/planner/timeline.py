@@ -70,6 +70,9 @@ class Kernels:
     def __init__(self, model: ModelShape, cluster: Cluster, heads: float, kv_heads: float, batch: int, rows: float):
         self.cluster, self.own_rows = cluster, rows
         self.width, self.kv_width = heads * model.head_dim * batch, kv_heads * model.head_dim * batch
+        latents = model.latents_travel(round(model.heads / heads))
+        # Of each key that has arrived as a latent; those of the own share are made by the layer in any case.
+        self.expansion = 2 * model.latent * 2 * self.kv_width if latents else 0.0
 
     def forward(self, step: StepWork, first: bool = False) -> float:
         """Seconds of a step. ``first``: its rows are stored, not merged."""
@@ -78,7 +81,12 @@ class Kernels:
             4 * step.pairs * self.width / self.cluster.flops("forward_share")
             + step.tiles * self.cluster.launch_us * 1e-6
             + merged * self.width * MERGED_BYTES / self.cluster.memory_bandwidth
+            + self._expanded(step, first)
         )
+
+    def _expanded(self, step: StepWork, first: bool) -> float:
+        """Seconds in which the latents of a step become heads."""
+        return 0.0 if first else step.keys * self.expansion / self.cluster.flops("matmul_share")
 
     def backward(self, step: StepWork, first: bool = False) -> float:
         """Seconds of a step. ``first``: its gradients are stored, not added."""
@@ -87,6 +95,7 @@ class Kernels:
             4 * BACKWARD * step.pairs * self.width / self.cluster.flops("backward_share")
             + 2 * step.tiles * self.cluster.launch_us * 1e-6
             + added * ADDED_BYTES / self.cluster.memory_bandwidth
+            + 3 * self._expanded(step, first)  # again, and the gradients of the latents and of the weight
         )
 
 

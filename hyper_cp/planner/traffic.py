@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..schedule.choices import heads_after_sharing
 from .cluster import Cluster
 from .model import ModelShape
 from .work import RankWork
@@ -89,12 +88,12 @@ def transfers(
         element: bytes of an element of q, k and v.
     """
     found = Transfers()
-    kv_width = heads_after_sharing(model.kv_heads, ranks.ulysses) * model.head_dim
+    numbers = model.numbers_that_travel(ranks.ulysses)
     if ranks.ulysses > 1:
         tokens = batch * length / ranks.size
-        _add_ulysses(found, cluster, ranks, tokens * 2 * (model.query_width + kv_width) * element)
+        _add_ulysses(found, cluster, ranks, tokens * (2 * model.query_width + numbers * ranks.ulysses) * element)
     if work.hops:
-        position = batch * 2 * kv_width / ranks.ulysses  # elements of keys and values of one position
+        position = batch * numbers  # elements of keys and values of one position
         share = length / ranks.ring * position
         if kv_exchange == "ring":
             _add_ring(found, cluster, ranks, work.hops, share, element)

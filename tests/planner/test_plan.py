@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 
 from hyper_cp import PlanReport, plan
 from hyper_cp.ops.config import Mode
-from hyper_cp.planner.cluster import PROFILES, Cluster, with_measurements
+from hyper_cp.planner.cluster import PROFILES, Cluster, cluster_of, with_measurements
 from hyper_cp.planner.model import ModelShape, model_shape
+from hyper_cp.planner.strategies import Estimator, Problem, Strategy
+from hyper_cp.schedule.documents import PackedDocuments
 
 LLAMA = {"layers": 32, "heads": 32, "kv_heads": 8, "width": 4096, "ffn": 14336, "vocabulary": 128256}
 
@@ -199,3 +202,30 @@ def test_a_cluster_has_positive_numbers() -> None:
         Cluster("mine", 8, -1, 3000.0, 900.0, 400.0, 50.0)
     with pytest.raises(ValueError, match=r"link_share=1.5 is more than 1"):
         Cluster("mine", 8, 80.0, 3000.0, 900.0, 400.0, 50.0, link_share=1.5)
+
+
+V3 = {
+    **{"num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "hidden_size": 7168},
+    **{"intermediate_size": 18432, "vocab_size": 129280, "head_dim": 64},
+    **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+}
+
+
+def test_latents_travel_where_they_are_fewer_numbers() -> None:
+    """576 numbers of a token in place of 128 x 320; with a Ulysses degree of 128, one head's 320."""
+    latents = model_shape(V3)
+    heads = replace(latents, latent=0)
+    assert (latents.latent, latents.head_dim, latents.numbers_that_travel()) == (576, 160, 576)
+    assert heads.numbers_that_travel() == 40960
+    assert latents.latents_travel(64) and not latents.latents_travel(128)
+    cluster, documents = cluster_of("h100"), PackedDocuments([[0, 131072]])
+    found = []
+    for model in (heads, latents):
+        estimator = Estimator(Problem(model, cluster, 8, documents, True, 1, 2, 16.0, 8, 80e9))
+        found.append(estimator.cost(Strategy(8, 1, "ring", "head_tail", "none", False)))
+    sent = [cost.move.bytes_inside + cost.move.bytes_between for cost in found]
+    assert sent[0] / sent[1] == pytest.approx(40960 / 576)
+    # Seven shares of 16,384 tokens are expanded once in forward and three times as much is done in backward.
+    flops = 7 * 16384 * 2 * 576 * 128 * 2 * 160
+    spent = [cost.attention.kernels_forward for cost in found]
+    assert spent[1] - spent[0] == pytest.approx(flops / cluster.flops("matmul_share"), rel=0.02)
