@@ -220,7 +220,7 @@ class ContextParallel(ParallelStyle):
 
     @property
     def latents(self) -> bool | None:
-        """Whether latents travel, or heads; None: whichever are fewer numbers."""
+        """True if latents travel, False if heads do; None: whichever are fewer numbers."""
         return self.mode.latents
 
     @property

@@ -85,6 +85,7 @@ PRIVATE_ELSEWHERE = {
     ("integrations/diffusers.py", "_cp_plan"): PLAN,
     ("integrations/diffusers.py", "_parallel_config"): "set by diffusers where its own parallelism is enabled",
     ("integrations/huggingface/checks.py", "_can_set_attn_implementation"): READS,
+    ("integrations/huggingface/latents.py", "_attn_implementation"): READS,
     ("integrations/huggingface/modules.py", "_attn_implementation"): READS,
     ("integrations/transformers.py", "_attn_implementation"): READS,
     ("integrations/transformers.py", "_can_set_attn_implementation"): READS,

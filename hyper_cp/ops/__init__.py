@@ -6,7 +6,6 @@ import torch
 
 from ..schedule.placement import Balance, balance
 from .attention import attention, latent_attention
-from .latents import effective_weight
 from .recurrence.convolution import causal_conv1d
 from .recurrence.linear import linear_recurrence
 
@@ -16,7 +15,6 @@ __all__ = [
     "attention",
     "balance",
     "causal_conv1d",
-    "effective_weight",
     "latent_attention",
     "linear_recurrence",
 ]

@@ -240,7 +240,7 @@ def check_latents(
         if isinstance(x, DTensor):
             raise TypeError(
                 f"{name}: {what} is a DTensor placed {x.placements}. Attention needs the rows of this rank's heads as "
-                "a local tensor. Pass what hyper_cp.ops.effective_weight(layer) returns for the layer that has it"
+                "a local tensor. Pass what hyper_cp.effective_weight(layer) returns for the layer that has it"
             )
         if x.dtype != q.dtype:
             raise TypeError(

@@ -112,7 +112,7 @@ class Call:
     """In latent attention: the weight ``[H * (Dn + Dv), R]`` that makes keys and values. k and v are then latents and
     their rotary part, see :mod:`hyper_cp.ops.latents`."""
     bias: Tensor | None = None
-    """Of that weight, ``[H * (Dn + Dv)]``."""
+    """The bias ``[H * (Dn + Dv)]`` of that layer."""
 
     @property
     def of_latents(self) -> list[Tensor]:
@@ -177,7 +177,7 @@ class Operands:
     weight: Tensor | None = None
     """In latent attention: what makes keys and values of k and v, ``[H * (Dn + Dv), R]``."""
     bias: Tensor | None = None
-    """Of that weight."""
+    """The bias of that layer."""
     captured: Sequence[Tensor] = ()
     """Tensors that the score function uses and gives gradients to."""
 

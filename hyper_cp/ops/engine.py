@@ -196,7 +196,7 @@ class KeyGradients:
 
     @cached_property
     def totals(self) -> Sequence[Tensor]:
-        """Where gradients are added, of k and of v."""
+        """The sums of gradients of k and of v."""
         return () if self._totals is None else self._totals(self._late)
 
     def add(self, tile: Tile, *gradients: Tensor) -> None:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from .kernels.partials import accumulation_dtype, like_queries
 
@@ -76,29 +75,3 @@ class Expansion:
         if rope.shape[1] == 1:
             of_rope = of_rope.sum(1, keepdim=True)
         return (both @ self.weight).unsqueeze(1), of_rope
-
-
-def effective_weight(linear: nn.Module) -> tuple[Tensor, Tensor | None] | None:
-    """The weight ``[out, in]`` and the bias ``[out]`` of what a layer computes, for :func:`latent_attention`. None: it
-    has none, because it is not linear, draws dropout, or keeps its weight in another form (quantised).
-
-    A plain ``nn.Linear`` gives its parameters. A weight that is there in the forward of the layer only (one that FSDP2
-    shards apart from the rest of the model, a tensor-parallel shard) and adapters (LoRA) are found by calling the layer
-    with the identity matrix: autograd then reaches sharded parameters and adapters as in any call. That costs as much
-    as ``in`` tokens.
-    """
-    plain = type(linear).forward is nn.Linear.forward
-    hooked = bool(linear._forward_hooks or linear._forward_pre_hooks)
-    weight, bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
-    if plain and not hooked and isinstance(weight, Tensor) and not isinstance(weight, DTensor):
-        return (weight, bias) if weight.is_floating_point() else None
-    adapted = hasattr(linear, "base_layer") and hasattr(linear, "lora_A")  # as PEFT names them
-    parameters = dict(linear.named_parameters())
-    drawn = any(isinstance(x, nn.Dropout) and x.training and x.p > 0 for x in linear.modules())
-    if not (plain or adapted) or drawn or not parameters or any(name.endswith("bias") for name in parameters):
-        return None
-    first = next(iter(parameters.values()))
-    if not all(x.is_floating_point() for x in parameters.values()):
-        return None
-    found = linear(torch.eye(getattr(linear, "in_features"), dtype=first.dtype, device=first.device))  # noqa: B009
-    return (found.mT, None) if isinstance(found, Tensor) and not isinstance(found, DTensor) else None

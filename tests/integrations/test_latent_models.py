@@ -226,7 +226,7 @@ class Caught(logging.Handler):
 
 @on_ranks
 def lines_with_dropout() -> tuple[list[str], int]:
-    """What is logged where adapters draw dropout, and the bytes that travel."""
+    """The lines that are logged where adapters draw dropout, and the bytes that travel."""
     from hyper_cp.integrations.huggingface import latents
     from hyper_cp.integrations.transformers import prepare_model
 

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from hyper_cp import ContextParallel
+from hyper_cp import ContextParallel, effective_weight
 from hyper_cp.mesh import comm
 from hyper_cp.mesh.cp_mesh import view
-from hyper_cp.ops import SAVE_LIST, attention, effective_weight, latent_attention
+from hyper_cp.ops import SAVE_LIST, attention, latent_attention
 from hyper_cp.ops.latents import Expansion
 from hyper_cp.schedule.choices import latents_travel
 from tests.harness.attention_case import FP64, AttentionCase, Errors, check, cp_mesh, drawn, explicit_mask, modes

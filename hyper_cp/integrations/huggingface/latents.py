@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...ops.latents import effective_weight
+from ...module.effective_weight import effective_weight
 
 logger = logging.getLogger(__name__)
 NAME = "hyper_cp"
 """The attention implementation of prepared models."""
 _SEAM = ("self.expand_kv(", "ALL_ATTENTION_FUNCTIONS.get_interface(", "attention_interface(")
-"""What the forward of such a module does, in this order, with nothing between that reads keys or values."""
+"""The steps of the forward of such a module, in this order; nothing between them reads keys or values."""
 
 
 def prepare_latents(decoder: nn.Module) -> int:

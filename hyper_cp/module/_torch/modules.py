@@ -1,7 +1,7 @@
 """Private parts of ``nn.Module`` and ``DeviceMesh``: hooks, calls on the stack, wrappers, compiled modules.
 
-Needs ``_forward_pre_hooks``, ``_buffers``, ``_call_impl``, ``_compiled_call_impl``, the child names of
-``torch.compile`` (``_orig_mod``) and of ``checkpoint_wrapper`` (``_checkpoint_wrapped_module``),
+Needs ``_forward_pre_hooks``, ``_forward_hooks``, ``_buffers``, ``_call_impl``, ``_compiled_call_impl``, the child
+names of ``torch.compile`` (``_orig_mod``) and of ``checkpoint_wrapper`` (``_checkpoint_wrapped_module``),
 ``DeviceMesh._get_root_mesh`` (torch has no public way from a slice back to its mesh), and the frame of
 ``parallelize_module``. The same in torch 2.11 to 2.15. The counter
 ``torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER`` saves searches; without it every object is searched.
@@ -31,6 +31,11 @@ _CALL = nn.Module._call_impl.__code__
 def hook_owners(module: nn.Module) -> list[Any]:
     """The objects whose methods are forward-pre-hooks of a module."""
     return [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """True if hooks run when a module is called."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:
