@@ -70,6 +70,9 @@ class ContextParallel(ParallelStyle):
         latents: of modules that call :func:`hyper_cp.ops.latent_attention` (and of prepared models with latent
             attention). True: latents travel; False: heads; None: whichever is fewer numbers of a token, which is
             logged.
+        latents_from: of a module that makes keys and values of latents itself (``qkv_indices=None``), the name of its
+            layer that expands them: ``"wkv_b"``, say. The layer's input then travels, and the rotary part at the end of
+            each key. The first call compares what the layer makes with the module's own keys and values.
         exchange_dtype: ``torch.bfloat16``: fp32 gradients of keys and values (and fp32 keys and values) travel between
             the ranks that Ulysses leaves in half of the bytes, see :func:`hyper_cp.ops.attention`. None: as they are.
         cross_attention: keys and values are another sequence than the queries (the decoder's view of an encoder). The
@@ -127,6 +130,7 @@ class ContextParallel(ParallelStyle):
         head_groups: int | str = 1,
         exchange_stages: int | str = "auto",
         latents: bool | None = None,
+        latents_from: str | None = None,
         exchange_dtype: torch.dtype | None = None,
         cross_attention: bool = False,
         allow: Sequence[str] = (),
@@ -173,6 +177,12 @@ class ContextParallel(ParallelStyle):
                 "qkv_indices=None: its attention call (F.scaled_dot_product_attention in [B, H, S, D]) then exchanges "
                 "them; or head_groups=1"
             )
+        if latents_from is not None and (not isinstance(latents_from, str) or qkv_indices is not None):
+            raise ValueError(
+                f"latents_from={latents_from!r} with qkv_indices={qkv_indices!r}. It is the name of a layer of a "
+                "module that computes q, k and v itself. Pass a name, and qkv_indices=None"
+            )
+        self.latents_from = latents_from
         check_bool("use_local_output", use_local_output, "Outputs have the form of q, or are DTensors")
         check_bool("cross_attention", cross_attention, "Keys are those of the queries' sequence, or of another one")
         if not use_local_output and layout != "contiguous":
@@ -230,7 +240,7 @@ class ContextParallel(ParallelStyle):
 
     def __repr__(self) -> str:
         names = "seq_dim head_dim ulysses_degree qkv_indices kv_exchange layout load_balance window head_groups"
-        names += " exchange_stages latents exchange_dtype use_local_output cross_attention allow"
+        names += " exchange_stages latents latents_from exchange_dtype use_local_output cross_attention allow"
         return f"ContextParallel({', '.join(f'{name}={getattr(self, name)!r}' for name in names.split())})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ._torch.modules import has_hooks
+from ._torch.modules import hooks_of
 
 
-def effective_weight(linear: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+def effective_weight(linear: nn.Module, but: Any = None) -> tuple[Tensor, Tensor | None] | None:
     """The weight ``[out, in]`` and the bias ``[out]`` of what a layer computes, for
     :func:`hyper_cp.ops.latent_attention`. None: it has none, because it is not linear, draws dropout, keeps its weight
     in another form (quantised), or has a bias and hooks.
@@ -18,10 +20,14 @@ def effective_weight(linear: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     shards apart from the rest of the model, a tensor-parallel shard) and adapters (LoRA) are found by calling the layer
     with the identity matrix: autograd then reaches sharded parameters and adapters as in any call. That costs as much
     as ``in`` tokens.
+
+    Args:
+        but: an object whose hooks on the layer change nothing.
     """
     plain = type(linear).forward is nn.Linear.forward and "forward" not in vars(linear)
+    unhooked = all(x is but for x in hooks_of(linear))
     weight, bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
-    if plain and not has_hooks(linear) and isinstance(weight, Tensor) and not isinstance(weight, DTensor):
+    if plain and unhooked and isinstance(weight, Tensor) and not isinstance(weight, DTensor):
         return (weight, bias) if weight.is_floating_point() else None
     adapted = hasattr(linear, "base_layer") and hasattr(linear, "lora_A")  # as PEFT names them
     parameters = dict(linear.named_parameters())

@@ -19,6 +19,7 @@ from . import dtensor
 from ._torch import checkpoint, flex_patch
 from ._torch.modules import calls_running
 from .dispatch_mode import abandon, begin, calls, current_call, dispatching
+from .latents import LatentLayer
 from .mesh_binding import Binding, Style, describe, documents_keyword, takes_documents
 from .model import begin_call
 from .running_call import ExchangedInputs, RunningCall
@@ -33,6 +34,7 @@ class AttentionHooks:
         self.arguments = list(dict.fromkeys(zip(style.qkv_indices or (), names, strict=True)))
         """Position and name of q, k, v among the module's arguments; of q and k only, if v is in the same tensor."""
         self.takes_documents = takes_documents(module)
+        self.latents = None if style.latents_from is None else LatentLayer(self.name, style.latents_from, module)
         flex_patch.install(dispatching)
 
     @property
@@ -59,7 +61,7 @@ class AttentionHooks:
         mesh, documents = begin_call(self.binding, module, lambda: (self.binding.active_documents(given),))
         if torch.compiler.is_compiling():
             checkpoint.refuse_recompiled(self.name, documents is not None)
-        call = RunningCall(self.binding, module, mesh, documents)
+        call = RunningCall(self.binding, module, mesh, documents, latents=self.latents)
         calls.push(call)
         if self.style.qkv_indices is None:
             if not self.style.use_local_output:

@@ -36,6 +36,7 @@ class Style(Protocol):
     qkv_kwarg_names: tuple[str, ...]
     use_local_output: bool
     cross_attention: bool
+    latents_from: str | None
     allow: tuple[str, ...]
 
 

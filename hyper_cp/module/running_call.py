@@ -17,6 +17,7 @@ from ..schedule.layout import by_documents
 from ._torch.modules import is_running
 from .attention_calls import AttentionRequest
 from .dtensor import Outputs
+from .latents import LatentLayer
 from .mesh_binding import Binding, StyledMesh
 
 
@@ -53,6 +54,8 @@ class RunningCall:
     """Ends the routing of attention calls, if it has begun."""
     routed: int = 0
     """Attention calls that were routed so far."""
+    latents: LatentLayer | None = None
+    """The layer of the module that expands latents, if the style names one."""
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
 
     @property
@@ -73,6 +76,8 @@ class RunningCall:
 def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
     """Attention over the whole sequence, as a module's attention call requests it."""
     binding, exchanged = call.binding, call.exchanged
+    if call.latents is not None and call.module is not None and binding.style.mode.latents is not False:
+        request = call.latents.latents_of(call.module, request)
     _check_request(call, request)
     options = Call(
         request.is_causal,

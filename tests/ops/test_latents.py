@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -523,6 +524,74 @@ class Block(nn.Module):
 class Calls(nn.Module):
     def forward(self, q: Tensor, latent: Tensor, rope: Tensor, weight: Tensor) -> Any:
         return latent_attention(q, latent, rope, weight, is_causal=True)
+
+
+class Expands(Block):
+    """The same, which makes keys and values itself and calls plain attention. ``per_head``: of rotary parts, too."""
+
+    def __init__(self, case: LatentCase, per_head: bool = False, wrong: bool = False) -> None:
+        super().__init__(case)
+        self.per_head, self.wrong = per_head, wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        case, plain = self.case, PLAIN
+        q = self.query(x).unflatten(2, (-1, case.dim)).transpose(1, 2)
+        latent, rope = self.down(x).split([RANK, case.dim - plain], 2)
+        k, v = self.up(latent).unflatten(2, (case.heads, -1)).transpose(1, 2).split([plain, case.v_dim], 3)
+        rope = rope.unsqueeze(1).expand(-1, case.heads, -1, -1)
+        if self.per_head:
+            rope = rope * torch.arange(1, case.heads + 1).view(1, -1, 1, 1)
+        k = torch.cat([k.flip(3) if self.wrong else k, rope], 3)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: Tensor = self.out(out.transpose(1, 2).flatten(2))
+        return result
+
+
+FROM_LAYER: dict[str, Any] = {"ulysses_degree": 1, "qkv_indices": None, "kv_exchange": "ring", "latents_from": "up"}
+
+
+@on_ranks
+def layer_errors(per_head: bool, bias: bool) -> tuple[float, int]:
+    """The largest error of a gradient where a style names the layer that expands, in two steps, and the bytes sent."""
+    case, mesh = LatentCase(16, True), cp_mesh()
+    alone = Expands(case, per_head)
+    if bias:
+        alone.up = nn.Linear(RANK, case.heads * (PLAIN + case.v_dim), dtype=case.dtype)
+    model = parallelize_module(copy.deepcopy(alone), mesh, ContextParallel(**FROM_LAYER))
+    x = torch.randn(2, 16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    first, sent = 8 * torch.distributed.get_rank(), 0
+    for _ in range(2):
+        alone(x).square().sum().backward()
+        with comm.record_traffic() as log:
+            model(x[:, first : first + 8]).square().sum().backward()
+        sent = sum(n for name, n in log.entries if name == "send_recv")
+    grads = sum_over_ranks(*(p.grad for p in model.parameters() if p.grad is not None))
+    pairs = zip(grads, alone.parameters(), strict=True)
+    return max(relative_error(a, b.grad) for a, b in pairs if b.grad is not None), sent
+
+
+@pytest.mark.parametrize(("per_head", "bias"), [(False, False), (True, False), (False, True)])
+def test_a_style_names_the_layer_that_expands(ranks: Any, per_head: bool, bias: bool) -> None:
+    case = LatentCase(16)
+    numbers = RANK + (case.dim - PLAIN) * (case.heads if per_head else 1)
+    for error, sent in ranks(2, layer_errors, per_head, bias):
+        assert error < FP64
+        assert sent == 3 * 2 * 8 * numbers * 8  # latents, again in backward, and their gradients
+
+
+@on_ranks
+def layer_badly(name: str, wrong: bool) -> None:
+    case = LatentCase(16, True)
+    style = ContextParallel(**{**FROM_LAYER, "latents_from": name})
+    parallelize_module(Expands(case, wrong=wrong), cp_mesh(), style)(torch.randn(2, 8, 6, dtype=torch.float64))
+
+
+def test_layers_that_do_something_else_are_refused(ranks: Any) -> None:
+    ranks.raises(2, ValueError, "latents_from='down'.*which are not what that layer makes", layer_badly, "down", False)
+    ranks.raises(2, ValueError, "latents_from='up'.*which are not what that layer makes", layer_badly, "up", True)
+    ranks.raises(2, ValueError, "latents_from='u' is no submodule.*query, down, up, out", layer_badly, "u", False)
+    with pytest.raises(ValueError, match="latents_from='up' with qkv_indices"):
+        ContextParallel(latents_from="up")
 
 
 @on_ranks

@@ -33,9 +33,10 @@ def hook_owners(module: nn.Module) -> list[Any]:
     return [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """True if hooks run when a module is called."""
-    return bool(module._forward_pre_hooks or module._forward_hooks)
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The objects whose methods run when a module is called; a hook that is no method itself."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return [getattr(hook, "__self__", hook) for hook in hooks]
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:
