@@ -29,6 +29,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..handler import ContextParallelHandler
+from ..module.latents import LatentLayer
 from ..module.mesh_binding import Binding, binding_of, describe
 from ..module.model import begin_call
 from ..ops.attention import cp_attention
@@ -208,7 +209,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, style: ContextPar
 
     Call it before activation checkpointing, compile and FSDP, in this order. Tokens arrive in the layout of ``style``
     (contiguous, or permuted head-tail). Dimensions and indices of ``style`` do not count, and windows are the module's
-    own.
+    own. ``latents_from`` names a layer beside the inner attention (``"wkv_b"`` of DeepSeek V3), whose input travels.
 
     Returns:
         The number of modules that were replaced.
@@ -222,11 +223,14 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, style: ContextPar
     for name, module in found.items():
         if isinstance(module, PackedAttention) or binding_of(module) is not None:
             raise ValueError(f"{name} is context parallel already: apply it once")
-    replaced = {name: PackedAttention(module, mesh, style) for name, module in found.items()}
-    for name, module in replaced.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, module)
-    return len(replaced)
+    for name, module in found.items():
+        at, _, child = name.rpartition(".")
+        parent = model.get_submodule(at)
+        replaced = PackedAttention(module, mesh, style)
+        if style.latents_from is not None:
+            replaced.latents = LatentLayer(describe(parent), style.latents_from, parent)
+        setattr(parent, child, replaced)
+    return len(found)
 
 
 class PackedAttention(nn.Module):
@@ -246,6 +250,7 @@ class PackedAttention(nn.Module):
             raise ValueError(f"style has window={style.mode.window}, but {type(inner).__name__} has its own. Drop it")
         self.window = tuple(None if w == -1 else w for w in window)
         self.binding = Binding(style, mesh, describe(inner))
+        self.latents: LatentLayer | None = None
 
     def forward(
         self,
@@ -284,7 +289,10 @@ class PackedAttention(nn.Module):
         q, k, v = ((x.unsqueeze(0) if packed else x).transpose(1, 2) for x in (q, k, v))
         cp, mode = mesh.view(heads, kv_heads), replace(self.binding.style.mode, window=self.window)  # type: ignore[arg-type]
         # is_causal=False: the module's window ends at the query, so it is causal already.
-        out = cp_attention(q, k, v, cp, mode, Call(False, scale, None, documents))
+        call = Call(False, scale, None, documents)
+        if self.latents is not None:
+            k, v, call = self.latents.in_place_of((q, k, v), call, mode)
+        out = cp_attention(q, k, v, cp, mode, call)
         out = out.transpose(1, 2)
         return out.squeeze(0) if packed else out
 

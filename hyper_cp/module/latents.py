@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..ops.config import Call, Mode
 from ..ops.latents import expand
-from .attention_calls import AttentionRequest
 from .effective_weight import effective_weight
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ class LatentLayer:
                 f"and values. Pass one of its layers: {', '.join(layers) or 'it has no nn.Linear'}"
             )
         self.owner, self.name = owner, name
-        self.latent: Tensor | None = None
+        self.kept: tuple[nn.Module, Tensor] | None = None
+        """The layer that was called last, and its input."""
         self.shared: bool | None = None
         """True if all heads have one rotary part; None before the first call."""
         self._reading = False
@@ -43,31 +44,33 @@ class LatentLayer:
     def keep(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         """Keep the latents of a call of the layer."""
         if not self._reading:
-            self.latent = args[0] if args else None
+            self.kept = (layer, args[0]) if args else None
 
-    def latents_of(self, module: nn.Module, request: AttentionRequest) -> AttentionRequest:
-        """The attention call with latents and their rotary part, or as it is, if heads must travel."""
-        latent, self.latent = self.latent, None
-        q, k, v = request.query, request.key, request.value
-        if latent is None or request.weight is not None or request.core is not None:
-            return request
+    def in_place_of(self, qkv: tuple[Tensor, Tensor, Tensor], call: Call, mode: Mode) -> tuple[Tensor, Tensor, Call]:
+        """Latents and their rotary part in place of k and v, and the call with the weight; or k and v, if heads must
+        travel."""
+        kept, self.kept = self.kept, None
+        q, k, v = qkv
+        if kept is None or call.weight is not None or mode.latents is False:
+            return k, v, call
+        layer, latent = kept
         self._reading = True
         try:
-            found = effective_weight(module.get_submodule(self.name), but=self)
+            found = effective_weight(layer, but=self)
         finally:
             self._reading = False
-        local = not any(isinstance(x, DTensor) for x in (q, k, v, latent))
+        local = not isinstance(latent, DTensor)
         compiling = torch.compiler.is_compiling()
         if found is None or not local or (compiling and self.shared is None):
             why = "has no weight that could expand latents elsewhere" if found is None else "works on DTensors"
             _say(self.owner, self.name, why if found is None or not local else "ran in a compiled graph first")
-            return request
+            return k, v, call
         weight, bias = found
         plain = len(weight) // q.shape[1] - v.shape[3]
         if self.shared is None:
             self._compare(latent, q, k, v, weight, bias, plain)
         rope = k[:, :1, :, plain:] if self.shared else k[..., plain:]
-        return replace(request, key=latent.unsqueeze(1), value=rope, weight=weight, bias=bias)
+        return latent.unsqueeze(1), rope, replace(call, weight=weight, bias=bias)
 
     def _compare(
         self, latent: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None, plain: int

@@ -76,8 +76,6 @@ class RunningCall:
 def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
     """Attention over the whole sequence, as a module's attention call requests it."""
     binding, exchanged = call.binding, call.exchanged
-    if call.latents is not None and call.module is not None and binding.style.mode.latents is not False:
-        request = call.latents.latents_of(call.module, request)
     _check_request(call, request)
     options = Call(
         request.is_causal,
@@ -101,6 +99,8 @@ def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
     core: Any = TileEngine()
     if request.core is not None:
         core, options = request.core.select_backend(q, cp, mode, options)
+    if call.latents is not None and isinstance(core, TileEngine):
+        k, v, options = call.latents.in_place_of((q, k, v), options, mode)
     out = attend(q, k, v, cp, mode, options, core, exchanged=exchanged is not None)
     return outputs.wrap(out) if outputs is not None and isinstance(out, Tensor) else out
 

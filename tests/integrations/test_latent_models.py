@@ -17,7 +17,7 @@ from hyper_cp.mesh import comm
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_causal import class_name, tiny_config
 from tests.harness.hf_models import InDouble, gradients, tokens
-from tests.harness.oracle import relative_error
+from tests.harness.oracle import plain_attention, relative_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
 hf = pytest.importorskip("transformers")
@@ -309,3 +309,72 @@ def on_one_rank_and_back() -> tuple[float, float]:
 def test_a_mesh_of_one_rank_expands_as_the_model_does(ranks: Any) -> None:
     for pair in ranks(2, on_one_rank_and_back):
         assert max(pair) < 1e-9
+
+
+# --------------------------------------------------------------------------- torchtitan
+
+
+def titan_attention() -> nn.Module:
+    """Latent attention of torchtitan's DeepSeek V3, small, with plain math in place of its kernel."""
+    import torchtitan.models.deepseek_v3 as titan
+
+    inits = {"weight": nn.init.normal_, "bias": nn.init.zeros_}
+    rope = titan.ComplexRoPE.Config(dim=8, max_seq_len=64)
+    sizes = {"dim": 16, "n_heads": 8, "q_lora_rank": 0, "kv_lora_rank": 12, "qk_nope_head_dim": 8}
+    config = titan.make_mla_attention_config(
+        layer_id=0,
+        attn_backend="varlen",
+        linear_init=inits,
+        norm_init=inits,
+        depth_init=lambda layer: inits,
+        qk_rope_head_dim=8,
+        v_head_dim=6,
+        rope=rope,
+        **sizes,
+    )
+    torch.manual_seed(4)
+    module: Any = config.build()
+    module.init_states()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.normal_(0, 0.3)
+    module.inner_attention = PlainInner()
+    return module
+
+
+class PlainInner(nn.Module):
+    """A double of torchtitan's inner attention, ``[B, S, H, D]``, causal."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, attention_masks: Any, scale: float) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return plain_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
+
+
+@on_ranks
+def titan_errors() -> tuple[float, int]:
+    """The largest error of an output or a gradient, and the bytes that a rank sends."""
+    from hyper_cp.integrations.torchtitan import apply_context_parallel
+
+    alone = titan_attention()
+    style = ContextParallel(ulysses_degree=1, qkv_indices=None, kv_exchange="ring", latents_from="wkv_b")
+    model = copy.deepcopy(alone)
+    apply_context_parallel(model, cp_mesh(), style, "inner_attention")
+    x, at = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(1)), torch.arange(16).expand(2, 16)
+    rows = slice(8 * torch.distributed.get_rank(), 8 * torch.distributed.get_rank() + 8)
+    want = alone(x, None, at)
+    want.square().sum().backward()
+    with comm.record_traffic() as log:
+        out = model(x[:, rows], None, at[:, rows])
+        out.square().sum().backward()
+    found = [relative_error(out.detach(), want.detach()[:, rows])]
+    grads = sum_over_ranks(*gradients(model))
+    found += [relative_error(a, b) for a, b in zip(grads, gradients(alone), strict=True)]
+    return max(found), sum(n for name, n in log.entries if name == "send_recv")
+
+
+@pytest.mark.slow
+def test_latents_of_torchtitan(ranks: Any) -> None:
+    pytest.importorskip("torchtitan")
+    for error, sent in ranks(2, titan_errors):
+        assert error < 2e-5
+        assert sent == 3 * 2 * 8 * (12 + 8) * 4  # of heads it would be 8 * (8 + 8 + 6) numbers in place of 12 + 8
