@@ -103,6 +103,11 @@ def _attend(
     return ulysses.to_sequence(result)
 
 
+@torch.compiler.assume_constant_result  # a graph need not trace what is logged
+def _latents_travel(heads: int, ulysses: int, latent: int, rotary: tuple[int, int], of_head: int) -> bool:
+    return choices.latents_travel(heads, ulysses, latent, rotary, of_head)
+
+
 def _latents_or_heads(
     q: Tensor, latent: Tensor, rope: Tensor, cp: CPMesh, mode: Mode, call: Call
 ) -> tuple[Tensor, Tensor, Tensor, Call]:
@@ -122,7 +127,7 @@ def _latents_or_heads(
     travel = mode.latents
     if travel is None:
         sizes = int(latent.shape[3]), rotary, len(of_latents[0]) // heads + rotary[1]
-        travel = not in_groups and choices.latents_travel(heads, cp.ulysses.size, *sizes)
+        travel = not in_groups and _latents_travel(heads, cp.ulysses.size, *sizes)
     if travel and cp.size > 1 and mode.kv_exchange != "replicated":
         return q, latent, rope, call
     k, v = expand(latent, rope, heads, q.shape[3], *of_latents)

@@ -136,6 +136,30 @@ def test_exact_in_a_recompute(ranks: Any) -> None:
     assert max(ranks(2, recomputed)) < 2e-5
 
 
+@on_ranks
+def compiled() -> tuple[float, int]:
+    """The largest error of a gradient where every layer is one graph, in fp32, and the bytes that travel."""
+    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
+
+    model, batch, style = made("minicpm3").float(), batch_of(True), ContextParallel(**MODES["ring"])
+    copied = copy.deepcopy(model)
+    prepare_model(copied, cp_mesh(), style=style)
+    for layer in copied.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    with comm.record_traffic() as log:
+        copied(**prepare_batch(ContextParallelHandler(cp_mesh(), style), batch)).loss.backward()
+    model(**batch, use_cache=False).loss.backward()
+    flat = [torch.cat([x.flatten() for x in grads]) for grads in (sum_over_ranks(*gradients(copied)), gradients(model))]
+    return relative_error(*flat), sum(n for name, n in log.entries if name == "send_recv")
+
+
+@pytest.mark.slow
+def test_compiled_layers_send_latents(ranks: Any) -> None:
+    for error, sent in ranks(2, compiled, timeout=300):
+        assert error < 2e-5
+        assert sent == 3 * 2 * (2 * 12 * (12 + 8) * 4)  # three times the latents of two layers
+
+
 # --------------------------------------------------------------------------- bytes
 
 SIXTEEN = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "qk_head_dim": 24}

@@ -247,7 +247,7 @@ def test_on_one_device_it_is_plain_attention() -> None:
 
 @on_ranks
 def compiled_errors() -> Errors:
-    case = LatentCase(48, True, kv_exchange="ring", ulysses_degree=1)
+    case = LatentCase(48, True, heads=8, kv_exchange="ring", ulysses_degree=1, latents=None)
     leaves, dout, at = leaves_of(case)
     mesh = view(cp_mesh(), 1)
     attend = torch.compile(lambda *x: called(case, list(x), at, mesh), backend="inductor", fullgraph=True)

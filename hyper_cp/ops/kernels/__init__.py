@@ -95,10 +95,10 @@ def register(
 
         kernels.register(Mine(), "xpu", accepts=lambda q, k, v, is_causal: q.dtype == torch.bfloat16)
     """
-    if not kernel.name or "|" in kernel.name:
+    if not kernel.name:
         raise ValueError(
-            f"kernel.name={kernel.name!r} must be a non-empty string without '|'. An op finds its kernel by this name, "
-            "in a text of settings that '|' separates. Give kernel.name another value"
+            f"kernel.name={kernel.name!r} must be a non-empty string. An op finds its kernel by this name. Give "
+            "kernel.name another value"
         )
     if kernel.name in available(device_type):
         raise ValueError(

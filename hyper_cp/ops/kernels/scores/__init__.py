@@ -66,7 +66,7 @@ class Score(ABC):
     """A function of the scaled logits, element by element, before the softmax.
 
     Attributes:
-        key: the text by which ops find it, without "|".
+        key: the text by which ops find it.
         signature: the text that ranks compare.
         positional: True if it depends on where a logit stands.
         captured: tensors beside the logits that it gives gradients to.
