@@ -20,6 +20,8 @@ from hyper_cp.ops import kernels
 from hyper_cp.ops.kernels import npu
 from tests.harness import npu_standin
 from tests.harness.attention_case import FP32, FP64, AttentionCase, cp_mesh, dropout_error, kept_pairs, run_module
+from tests.harness.latent_case import LatentCase, called, errors_of, leaves_of
+from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "support.md"
@@ -49,6 +51,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "added mask": {"mask": "float"},
     "grouped-query heads": {"is_causal": True, "kv_heads": 1},
     "latent heads (dq = dk > dv)": {"is_causal": True, "v_dim": 8},
+    "latent attention, latents travel": {"is_causal": True, "dim": 9, "v_dim": 5},
     "cross-attention, K/V sharded": {"keys": 16},
     "attention sinks": {"is_causal": True, "sinks": True},
     "softcap": {"is_causal": True, "softcap": 1.5},
@@ -67,6 +70,11 @@ class Flexible(nn.Module):
 
 def worst_error(row: str, case: AttentionCase) -> float:
     """The largest error of output and gradients on this rank."""
+    if isinstance(case, LatentCase):
+        leaves, dout, at = leaves_of(case)
+        out = called(case, leaves, at, cp_mesh())
+        grads = torch.autograd.grad(out, leaves, dout)
+        return max(errors_of(case, leaves, at, out, grads, relative_error).values())
     if row == "FlexAttention":
         return max(run_module(Flexible(), case).values())
     shard, mesh = case.shard(), cp_mesh()
@@ -103,7 +111,9 @@ def cells(on_npu: bool) -> dict[tuple[str, str], str]:
         layouts += ["per_document", "balanced"] if "documents" in row and not mode.get("load_balance") else []
         layouts = layouts[-1:] if on_npu else layouts  # which tiles there are does not depend on the device
         dtype = torch.float32 if on_npu else torch.float64
-        cases = [AttentionCase(S, dim=16, dtype=dtype, layout=x, **{"v_dim": 16, **row}, **mode) for x in layouts]
+        kind = LatentCase if name.startswith("latent attention") else AttentionCase
+        given = {"dim": 16, "v_dim": 16, **row, **mode}
+        cases = [kind(S, dtype=dtype, layout=x, **given) for x in layouts]
         with kernels.register(npu.KERNEL, "cpu", npu.accepts) if on_npu else nullcontext():
             (found[name, mode_name],) = {outcome(name, case) for case in cases}
     assert not failures.here.pending
