@@ -243,7 +243,14 @@ def attention(
     """
     options: dict[str, Any] = {"head_groups": head_groups, "exchange_stages": exchange_stages, "window": window}
     mode = Mode(kv_exchange, layout, load_balance, exchange_dtype=exchange_dtype, **options)
-    call = Call(is_causal, scale, attn_mask, None, dropout_p, sinks=sinks, enable_gqa=enable_gqa)
+    call: dict[str, Any] = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "mask": attn_mask,
+        "dropout_p": dropout_p,
+        "sinks": sinks,
+    }
+    call["enable_gqa"] = enable_gqa
     return _function(q, k, v, mesh, ulysses_degree, mode, call, documents, softcap, return_lse)
 
 
@@ -328,8 +335,14 @@ def latent_attention(
     check_local("latent", latent, 3, "[batch, sequence, rank]")
     options: dict[str, Any] = {"head_groups": head_groups, "exchange_stages": exchange_stages, "window": window}
     mode = Mode(kv_exchange, layout, load_balance, latents=latents, exchange_dtype=exchange_dtype, **options)
-    call = Call(is_causal, scale, attn_mask, None, dropout_p, "latent_attention", sinks)
-    call = replace(call, weight=weight, bias=bias)
+    call: dict[str, Any] = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "mask": attn_mask,
+        "dropout_p": dropout_p,
+        "sinks": sinks,
+    }
+    call |= {"name": "latent_attention", "weight": weight, "bias": bias}
     return _function(q, latent.unsqueeze(1), rope, mesh, ulysses_degree, mode, call, documents, softcap, return_lse)
 
 
@@ -362,12 +375,13 @@ def _function(
     mesh: DeviceMesh | CPMesh,
     ulysses_degree: int | None,
     mode: Mode,
-    call: Call,
+    call: dict[str, Any],
     documents: Any,
     softcap: float | None,
     with_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention as the functions of this module call it, with documents and softcap as users give them."""
+    """Attention as the functions of this module call it, with documents and softcap as users give them. ``call`` has
+    the other arguments of a :class:`Call`."""
     cp = mesh if isinstance(mesh, CPMesh) else cp_mesh.view(mesh, ulysses_degree)
     check_degree(mode, cp)
     score = None if softcap is None else scores.softcap(softcap)
@@ -376,6 +390,6 @@ def _function(
     own = documents is None and readable and q.shape[2] == k.shape[2] and mode.kv_exchange != "replicated"
     if own and not isinstance(mesh, CPMesh):  # attention of a sequence to itself, of which a block says the documents
         table = cp.batch.active_documents("attention")
-    call = replace(call, documents=table, score=score)
-    found: Tensor | tuple[Tensor, Tensor] = attend(q, k, v, cp, mode, call, TileEngine(with_lse))
+    made = Call(documents=table, score=score, **call)
+    found: Tensor | tuple[Tensor, Tensor] = attend(q, k, v, cp, mode, made, TileEngine(with_lse))
     return found

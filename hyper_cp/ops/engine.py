@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -192,12 +191,15 @@ class KeyGradients:
         self.sums = [RowSum(k), RowSum(v)] if totals and (self.rows.many or latents is not None) else []
         # The first addition may wait for the sum of other ranks, and no tile is left that would hide that.
         self._late = len(step.tiles) == 1 or bool(self.sums)
-        self._totals = totals
+        self._asked = totals
+        self._totals: Sequence[Tensor] | None = None
 
-    @cached_property
+    @property
     def totals(self) -> Sequence[Tensor]:
         """The sums of gradients of k and of v."""
-        return () if self._totals is None else self._totals(self._late)
+        if self._totals is None:
+            self._totals = () if self._asked is None else self._asked(self._late)
+        return self._totals
 
     def add(self, tile: Tile, *gradients: Tensor) -> None:
         """Add the gradients of a tile's keys and values."""
@@ -209,13 +211,15 @@ class KeyGradients:
 
     def finish(self) -> None:
         """Add what has been summed up apart."""
+        if not self.sums:
+            return
         gradients = [apart.total() for apart in self.sums]
-        if gradients and self.latents is not None:
+        if self.latents is not None:
             gradients = [
                 x.to(total.dtype)
                 for x, total in zip(self.latents.pull_back(*self.taken, *gradients), self.totals, strict=True)
             ]
-        for total, x in zip(self.totals if gradients else (), gradients, strict=True):
+        for total, x in zip(self.totals, gradients, strict=True):
             self.rows.add(total, x, 2)
 
 

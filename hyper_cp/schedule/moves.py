@@ -117,6 +117,11 @@ class Transfers:
         return len(self.moves) // self.pieces
 
     @cached_property
+    def added_to(self) -> dict[int, int]:
+        """For blocks whose gradient another one is added to before it leaves, the (last) one."""
+        return {move.source: block for block, move in enumerate(self.returns) if move.source != HOME}
+
+    @cached_property
     def forward(self) -> tuple[Event, ...]:
         """The events of a rank, in order: the next moves are under way while a block is used. Its own keys are used
         first and once more last, while the last results travel home."""

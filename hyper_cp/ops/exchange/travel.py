@@ -130,7 +130,9 @@ class Travel:
         if block == HOME:
             return self.own, None if self.sums is None else lambda late: self.home
         keys = self._blocks[block] if self._onward[block] else self._blocks.pop(block)
-        shown = [x.to(self.own[0].dtype) for x in keys.tensors]
+        shown, dtype = keys.tensors, self.own[0].dtype
+        if keys.rows.dtype != dtype:
+            shown = [x.to(dtype) for x in shown]
         if self.sums is None:
             return shown, None
         self._lengths[block] = keys.rows.shape[0]
@@ -146,17 +148,16 @@ class Travel:
 
     def _arrived_sum(self, block: int) -> _Buffer | None:
         """The sum of other ranks, of which this rank's is to be a part, if it is there for every row of a block."""
-        for gradient, parcel in self._returning.items():
-            move = self.transfers.returns[gradient]
-            if (
-                move.source == block
-                and parcel.into is not None
-                and tuple(move.rows.ranges) == ((0, self._lengths[block]),)
-            ):
-                arrived, parcel.taken = parcel.wait(), True
-                self._release(parcel.sent)
-                return self._in_dtype(arrived, cast(torch.dtype, self.sums))
-        return None
+        gradient = self.transfers.added_to.get(block)
+        parcel = None if gradient is None else self._returning.get(gradient)
+        if parcel is None or parcel.into is None:
+            return None
+        rows = self.transfers.returns[cast(int, gradient)].rows
+        if len(rows.ranges) > 1 or rows.length != self._lengths[block]:
+            return None
+        arrived, parcel.taken = parcel.wait(), True
+        self._release(parcel.sent)
+        return self._in_dtype(arrived, cast(torch.dtype, self.sums))
 
     def _in_dtype(self, buffer: _Buffer, dtype: torch.dtype) -> _Buffer:
         """A buffer of this rank's own, in a dtype."""
@@ -234,7 +235,7 @@ class Travel:
             return
         arrived, total = parcel.wait(), self._gradients[move.source].rows
         if move.pattern != "rows":
-            move.rows.add(total, arrived.rows.to(total.dtype), 0)
+            move.rows.add(total, arrived.rows if arrived.rows.dtype == total.dtype else arrived.rows.to(total.dtype), 0)
         else:  # one rank at a time, since several may return a gradient of the same row
             sizes = [rows for rows in move.sent if rows]
             index = move.rows.index(total.device)
