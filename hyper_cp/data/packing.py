@@ -71,10 +71,12 @@ def _table(name: str, entries: dict[Any, Any]) -> Tensor | None:
 
 def _table_of_lengths(name: str, entries: dict[Any, Any]) -> Tensor | None:
     """The table of cumulative lengths. Padding between documents becomes documents, which nothing else sees."""
-    if isinstance(entries[name], Tensor):
-        entries[name] = entries[name].cpu()
-        documents_table(entries[name])  # raises for what is no table of integers
-    entry, rows = entries[name], _boundaries_of(name, entries)
+    entry = entries[name] = entries[name].cpu() if isinstance(entries[name], Tensor) else entries[name]
+    if isinstance(entry, Tensor) and (
+        entry.ndim not in (1, 2) or entry.dtype == torch.bool or entry.is_floating_point()
+    ):
+        return documents_table(entry)  # raises
+    rows = _boundaries_of(name, entries)
     if rows is None:
         return None
     if entries.get(PADDED.format(name)) is not None:
@@ -83,7 +85,8 @@ def _table_of_lengths(name: str, entries: dict[Any, Any]) -> Tensor | None:
         return documents_table(_with_padding(_boundaries_of(UNPADDED.format(name), entries) or [], rows))
     for beside in (PADDED.format(name), UNPADDED.format(name), END.format(UNPADDED.format(name))):
         entries.pop(beside, None)  # None, or says nothing alone
-    return documents_table(entry if rows == listed(entry) else rows)
+    table = isinstance(entry, Tensor) and entry.ndim == 2 and all(len(row) == entry.shape[1] for row in rows)
+    return documents_table(entry if table else rows)
 
 
 def _boundaries_of(name: str, entries: dict[Any, Any]) -> list[list[int]] | None:
