@@ -114,6 +114,8 @@ class ContextParallelHandler(Shares):
         * ``cu_seqlens`` (or ``documents``, or Megatron's, FlashAttention's, Hugging Face's and torchtitan's names for
           it), ``document_ids`` or ``seq_idx [B, S]``: packed documents. They are removed: they have no meaning for a
           share. Other names that seem to mean documents raise; ``seq_dims={name: ...}`` says that one does not.
+        * ``cu_seqlens_padded`` beside ``cu_seqlens`` (or ``cu_seqlens`` beside ``cu_seqlens_unpadded``): each document
+          has padding behind it, up to where the next one begins. The padding becomes documents.
         * ``attention_mask [B, S]`` of 0 and 1: padding before or after the tokens of each row. It becomes
           documents, which keep tokens and padding apart over the whole sequence; the entry that is returned is all
           ones. Labels of padding are yours, as on one device: set them to ``ignore_index``. (The padding before a

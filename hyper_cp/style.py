@@ -51,7 +51,8 @@ class ContextParallel(ParallelStyle):
         layout: the positions that each rank holds: ``"contiguous"``, or ``"head_tail"`` (rank r of n
             holds chunks r and 2n-1-r of 2n, as in Megatron, TransformerEngine and PyTorch), ``"per_document"`` (every
             document head-tail), ``"balanced"`` (chunks dealt so that work is equal and little travels, by the documents
-            of the batch; ``"balanced_4096"`` for layers with a window of 4096) or ``"auto"`` (the cheapest of all).
+            of the batch; ``"balanced_4096"`` for layers with a window of 4096) or ``"auto"`` (the cheapest of all); or
+            the name that :func:`hyper_cp.ops.layout_of_mask` returns.
         use_local_output: ``True``: outputs have the form of q, a plain tensor or a DTensor of the same mesh and
             placements. ``False``: DTensors that are also ``Shard(seq_dim)`` on the cp mesh (contiguous layout
             only); if q was a DTensor on a tp mesh, on the mesh of both.

@@ -271,6 +271,8 @@ def make_call(name: str, given: dict[str, Any], handler: ContextParallelHandler)
         return prepare_batch(handler, **given)
     if name in ("cost", "transformer", "balance"):
         return {"cost": CostModel, "transformer": CostModel.of_transformer, "balance": balance}[name](**given)
+    if name == "mean_loss":
+        return handler.mean_loss(**given, elsewhere=True)  # no attention runs here
     return getattr(handler, name)(**given)
 
 

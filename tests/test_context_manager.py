@@ -15,11 +15,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from hyper_cp import ContextParallel, context_parallel
+from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel
 from hyper_cp.context_manager import _blocks, _sharded_now
 from hyper_cp.mesh import comm
 from tests.harness import modules
-from tests.harness.oracle import plain_attention, relative_error, token_positions
+from tests.harness.oracle import plain_attention, relative_error, token_positions, visible_pairs
 from tests.harness.ranks import on_ranks
 
 LENGTH = 24
@@ -320,6 +320,28 @@ def without_gradients(off: str) -> float:
     assert torch.equal(count, torch.tensor([2.0, 4.0]).repeat_interleave(LENGTH // 2))
     assert torch.equal(views, 4 * torch.arange(float(LENGTH)))
     return worst
+
+
+@on_ranks
+def rows_of_other_documents(kv_exchange: str) -> float:
+    """PyTorch's per-document balancing: every batch row has documents of its own, and attention is that of SDPA."""
+    rows, g = [[0, 3, 17, LENGTH], [0, 10, 11, LENGTH]], torch.Generator().manual_seed(5)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = [torch.randn(2, 4, LENGTH, 8, dtype=torch.float64, generator=g) for _ in "qkv"]
+    want = plain_attention(*whole, visible=visible_pairs(LENGTH, True, None, rows))
+    buffers = [x.clone() for x in whole]
+    with (
+        ContextParallelHandler(mesh, "per_document").documents(rows),
+        context_parallel(
+            mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2], layout="per_document", kv_exchange=kv_exchange
+        ) as handler,
+    ):
+        return relative_error(handler.combine(scaled_dot_product_attention(*buffers, is_causal=True), 2), want)
+
+
+@pytest.mark.parametrize("kv_exchange", ["all_gather", "ring"])
+def test_rows_have_documents_of_their_own_in_a_block(ranks: Any, kv_exchange: str) -> None:
+    assert max(ranks(3, rows_of_other_documents, kv_exchange)) <= 1e-10
 
 
 @pytest.mark.parametrize("off", ["no_grad", "inference_mode"])

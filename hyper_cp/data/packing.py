@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from ..schedule.documents import documents_table, ids_tensor, read
+from ..schedule.documents import documents_table, ids_tensor, listed, read
 from .sharding import Shares, local_share
 
 OFFSETS = (
@@ -24,6 +25,9 @@ OFFSETS = (
 torchtitan's."""
 LONGEST = ("max_seqlen", "max_seqlen_q", "max_seqlen_kv", "max_seqlen_k", "max_length_q", "max_length_k")
 """Names of the longest document, which has no meaning for a share of the sequence."""
+PADDED, UNPADDED, END = "{}_padded", "{}_unpadded", "{}_argmin"
+"""Names of entries beside cumulative lengths: the same with padding between documents (Megatron), the same
+without it if the others count it, and the number of boundaries if the rest is filling (both Megatron Bridge)."""
 IDS = ("document_ids", "seq_idx")
 """Names under which batches hold the document of every position ``[B, S]``: ours, and that of recurrent layers."""
 _LIKE_OFFSETS = re.compile("(cu_?seq|seq_?lens|packed|packing)")
@@ -39,7 +43,7 @@ def take_documents(entries: dict[Any, Any], known: Collection[Any] = ()) -> Tens
     """
     # An entry named "documents" may be anything else, such as texts; then it passes through.
     names = [name for name in OFFSETS if name in entries and (name != "documents" or _numbers(entries))]
-    tables = {name: _table(name, entries.pop(name)) for name in (*names, *(name for name in IDS if name in entries))}
+    tables = {name: _table(name, entries) for name in (*names, *(name for name in IDS if name in entries))}
     for name in LONGEST if names else ():
         entries.pop(name, None)
     _refuse_unknown_names({name: x for name, x in entries.items() if name not in known})
@@ -53,15 +57,76 @@ def take_documents(entries: dict[Any, Any], known: Collection[Any] = ()) -> Tens
     return next(iter(found.values()), None)
 
 
-def _table(name: str, entry: Any) -> Tensor | None:
-    """The table of a batch entry; its errors name the entry."""
+def _table(name: str, entries: dict[Any, Any]) -> Tensor | None:
+    """Remove a batch entry, and those that belong to it, and return its table; its errors name the entry."""
     try:
         if name not in IDS:
-            return documents_table(entry.cpu() if isinstance(entry, Tensor) else entry)
+            return _table_of_lengths(name, entries)
+        entry = entries.pop(name)
         ids = None if entry is None else ids_tensor(entry)
         return documents_table(None, ids[None] if ids is not None and ids.ndim == 1 else ids)
     except (TypeError, ValueError) as error:
         raise type(error)(f"batch entry {name!r}: {error}") from error
+
+
+def _table_of_lengths(name: str, entries: dict[Any, Any]) -> Tensor | None:
+    """The table of cumulative lengths. Padding between documents becomes documents, which nothing else sees."""
+    entry = entries[name] = entries[name].cpu() if isinstance(entries[name], Tensor) else entries[name]
+    if isinstance(entry, Tensor) and (
+        entry.ndim not in (1, 2) or entry.dtype == torch.bool or entry.is_floating_point()
+    ):
+        return documents_table(entry)  # raises
+    rows = _boundaries_of(name, entries)
+    if rows is None:
+        return None
+    if entries.get(PADDED.format(name)) is not None:
+        return documents_table(_with_padding(rows, _boundaries_of(PADDED.format(name), entries) or []))
+    if entries.get(UNPADDED.format(name)) is not None:
+        return documents_table(_with_padding(_boundaries_of(UNPADDED.format(name), entries) or [], rows))
+    for beside in (PADDED.format(name), UNPADDED.format(name), END.format(UNPADDED.format(name))):
+        entries.pop(beside, None)  # None, or says nothing alone
+    table = isinstance(entry, Tensor) and entry.ndim == 2 and all(len(row) == entry.shape[1] for row in rows)
+    return documents_table(entry if table else rows)
+
+
+def _boundaries_of(name: str, entries: dict[Any, Any]) -> list[list[int]] | None:
+    """Remove cumulative lengths from a batch, and return the boundaries of each row, without the -1 that fill it up."""
+    entry, end = entries.pop(name), entries.pop(END.format(name), None)
+    if entry is None:
+        return None
+    rows = listed(entry)
+    ends = [len(row) for row in rows] if end is None else torch.as_tensor(end).flatten().tolist()
+    ends = ends * len(rows) if len(ends) == 1 else ends
+    if len(ends) != len(rows):
+        raise ValueError(
+            f"{END.format(name)} has {len(ends)} numbers for {len(rows)} rows of {name}. Each is the number of "
+            "boundaries of a row. Pass one for each, or leave them out"
+        )
+    rows = [row[:stop] for row, stop in zip(rows, ends, strict=True)]
+    return [row[: row.index(-1)] if row[-1:] == [-1] else row for row in rows]
+
+
+def _with_padding(lengths: list[list[int]], padded: list[list[int]]) -> list[list[int]]:
+    """The boundaries of the tokens and of the padding of each document, from cumulative lengths without and with it."""
+    if [len(row) for row in lengths] != [len(row) for row in padded]:
+        raise ValueError(
+            f"it has {[len(row) for row in lengths]} boundaries in its rows without padding, and "
+            f"{[len(row) for row in padded]} with it. Both describe the same documents. Pass equal numbers"
+        )
+    found = []
+    for without, within in zip(lengths, padded, strict=True):
+        bounds = within[:1]
+        for (a, b), (begin, stop) in zip(pairwise(without), pairwise(within), strict=True):
+            if begin == stop == within[-1] and b in (a, stop):
+                continue  # from here on the row is filled up with its last boundary, or with the length of the sequence
+            if not 0 <= b - a <= stop - begin:
+                raise ValueError(
+                    f"a document has {b - a} tokens in {stop - begin} positions, {begin} to {stop} of the sequence. "
+                    "With padding it cannot be shorter. Pass cumulative lengths without padding and with it"
+                )
+            bounds += [begin + b - a, stop]
+        found.append(bounds)
+    return found
 
 
 def _refuse_unknown_names(entries: dict[Any, Any]) -> None:

@@ -43,16 +43,23 @@ class _Family:
     first: tuple[str, ...] = ()
     """Inputs that come before the others in the joint sequence of queries and keys."""
     refused: tuple[str, ...] = ()
-    """Inputs of every token that the plan of the model does not split."""
+    """Inputs that count tokens of the whole image, and that the plan of the model does not split."""
 
 
+_WAN = _Family("blocks.*.attn1", prompts="blocks.*.attn2")
 _FAMILIES = {
     "FluxTransformer2DModel": _Family(
         "*transformer_blocks.*.attn",
         first=("encoder_hidden_states", "txt_ids"),
         refused=("controlnet_block_samples", "controlnet_single_block_samples"),
     ),
-    "WanTransformer3DModel": _Family("blocks.*.attn1", prompts="blocks.*.attn2"),
+    "Flux2Transformer2DModel": _Family(
+        "*transformer_blocks.*.attn",
+        first=("encoder_hidden_states", "txt_ids"),
+        refused=("kv_cache_mode", "kv_cache"),
+    ),
+    "WanTransformer3DModel": _WAN,
+    "ChronoEditTransformer3DModel": _WAN,
 }
 
 
@@ -75,7 +82,7 @@ def prepare_transformer(
         The handler of the model.
 
     Raises:
-        NotImplementedError: for types of models other than Flux and Wan.
+        NotImplementedError: for types of models other than Flux, Flux 2, Wan and ChronoEdit.
         ValueError: if the model is parallel already, or if the style does not fit.
     """
     name = type(transformer).__name__
@@ -83,7 +90,7 @@ def prepare_transformer(
     if family is None:
         raise NotImplementedError(
             f"transformer is a {name}. Its plan does not say how its sequences meet in attention, so only "
-            f"{' and '.join(_FAMILIES)} are supported. Put ContextParallel(qkv_indices=None) on its attention "
+            f"{', '.join(_FAMILIES)} are supported. Put ContextParallel(qkv_indices=None) on its attention "
             "modules with parallelize_module, and split its inputs with handler.dispatch"
         )
     if bindings(transformer) or getattr(transformer, "_parallel_config", None) is not None:
@@ -268,7 +275,7 @@ class _Split:
         refused = [name for name in self.sequence.family.refused if given.get(name) is not None]
         if refused:
             raise NotImplementedError(
-                f"{type(module).__name__} got {', '.join(refused)}. They have one row for every token of the whole "
+                f"{type(module).__name__} got {', '.join(refused)}. Their rows are those of tokens of the whole "
                 "image, and each rank holds a part of it. Leave them out"
             )
         self.sequence.compare({name: x for name, x in given.items() if isinstance(x, Tensor) and x.numel()})

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..data.packing import take_documents
+from ..data.sharding import padded_table
 from ..handler import ContextParallelHandler
+from ..mesh.arguments import check_type
 from ..mesh.cp_mesh import check_mesh
+from ..schedule.documents import read
+from ..schedule.layout import by_documents
 from ..style import ContextParallel
 
 BACKENDS = (None, "hyper_cp", "transformer_engine", "local")
@@ -43,9 +50,10 @@ def get_cp_handler_cls(
     a2a+p2p      both, on the two dimensions of the cp mesh             ``ulysses_degree=a2a``, ring
     ============ ====================================================== =============================
 
-    Besides what every handler has, an instance has ``styles``: one :class:`ContextParallel` per layer if
-    ``cp_comm_type`` is a list (as in Megatron, one type per layer; all share one layout and batch), else one for
-    all; ``style``, which ``core_attn`` uses, is the first. Put them into a plan::
+    Its ``roll_tensor`` and ``get_batch_on_this_cp_rank`` take Megatron's keywords too; docs/help/migrating.md lists
+    what differs by choice. Besides what every handler has, an instance has ``styles``: one :class:`ContextParallel`
+    per layer if ``cp_comm_type`` is a list (as in Megatron, one type per layer; all share one layout and batch), else
+    one for all; ``style``, which ``core_attn`` uses, is the first. Put them into a plan::
 
         handler = get_cp_handler_cls(cp_comm_type=["p2p", "a2a"])(mesh)
         plan = {f"decoder.layers.{i}.self_attention.core_attention": s for i, s in enumerate(handler.styles)}
@@ -114,6 +122,105 @@ class _MegatronHandler(ContextParallelHandler):
         }
         self.styles = tuple(styles[comm_type] for comm_type in self.cp_comm_types)
         super().__init__(mesh, self.styles[0])
+
+    def roll_tensor(  # type: ignore[override]
+        self,
+        tensor: Tensor | None,
+        shifts: int = -1,
+        dims: int = -1,
+        cp_group: dist.ProcessGroup | None = None,
+        packed_seq_params: Any = None,
+        return_sum: bool = True,
+        *,
+        documents: Any = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """:meth:`ContextParallelHandler.roll_tensor` with the arguments of Megatron's function of that name.
+
+        Args:
+            tensor: None gives ``(None, None)``.
+            cp_group: the process group of the cp mesh, or None, which means the same here.
+            packed_seq_params: its ``cu_seqlens_q`` and ``cu_seqlens_q_padded`` are the documents.
+            return_sum: False: the second result is None.
+        """
+        self._check_group(cp_group)
+        if tensor is None:
+            return None, None
+        if packed_seq_params is not None:
+            documents = self._documents_of(packed_seq_params, documents)
+        rolled, total = super().roll_tensor(tensor, shifts, dims, documents=documents)
+        return rolled, total if return_sum else None
+
+    def get_batch_on_this_cp_rank(
+        self,
+        batch: Any,
+        seq_dims: Any = 1,
+        *,
+        cp_group: dist.ProcessGroup | None = None,
+        is_hybrid_cp: bool = False,
+        hybrid_cp_group_func: Any = None,
+        use_per_sequence_balancing: bool = False,
+        **options: Any,
+    ) -> Any:
+        """:meth:`ContextParallelHandler.get_batch_on_this_cp_rank` with the keywords of Megatron's function of that
+        name.
+
+        Args:
+            cp_group: the process group of the cp mesh, or None, which means the same here.
+            is_hybrid_cp: every batch has a number of ranks of its own, its entry ``local_cp_size``. Here it must be
+                that of the cp mesh, see :class:`hyper_cp.DynamicContextParallel`.
+            hybrid_cp_group_func: not called.
+            use_per_sequence_balancing: changes nothing: the layout of the handler says where tokens go.
+            options: of every handler.
+        """
+        self._check_group(cp_group)
+        if is_hybrid_cp and isinstance(batch, Mapping) and batch.get("cu_seqlens") is not None:
+            self._check_degree(batch.get("local_cp_size"))
+        return super().get_batch_on_this_cp_rank(batch, seq_dims, **options)
+
+    def _documents_of(self, packed: Any, documents: Any) -> Tensor | None:
+        """The table of Megatron's ``PackedSeqParams``. ``ValueError`` if tokens may have been placed by another one."""
+        if documents is not None:
+            raise ValueError(
+                "packed_seq_params and documents are both given. Each names the documents. Pass one of them"
+            )
+        names = ("cu_seqlens_q", "cu_seqlens_q_padded")
+        found = take_documents({name: getattr(packed, name, None) for name in names})
+        if found is None:
+            raise ValueError(
+                f"packed_seq_params is a {type(packed).__name__} without cu_seqlens_q, and documents would be rolled "
+                "into each other. Pass one with cu_seqlens_q, or None for a sequence without documents"
+            )
+        table, known = padded_table(self, found), self.cp.batch.documents
+        without = take_documents({names[0]: packed.cu_seqlens_q})
+        hidden = without is not None and read(without).rows != read(found).rows
+        if hidden and by_documents(self.layout) and (known is None or read(known).rows != read(table).rows):
+            raise ValueError(
+                f"packed_seq_params has padding between documents, and layout={self.layout!r} places tokens by "
+                "documents. They may be those with or without the padding. Call it in the documents block of the batch "
+                "that this handler has split, or pass documents="
+            )
+        return table
+
+    def _check_group(self, group: Any) -> None:
+        """Raise unless ``cp_group`` is None or has the ranks of the cp mesh, in its order."""
+        check_type("cp_group", group, (dist.ProcessGroup, type(None)), "It is that of the cp mesh. Leave it out")
+        ranks = self.mesh.mesh.flatten().tolist()
+        if group is not None and dist.get_process_group_ranks(group) != ranks:
+            raise ValueError(
+                f"cp_group has the ranks {dist.get_process_group_ranks(group)}, and the cp mesh of this handler "
+                f"{ranks}. Shares are those of the mesh. Leave cp_group out, or make the handler of "
+                "DeviceMesh.from_group(cp_group, device_type)"
+            )
+
+    def _check_degree(self, degree: Any) -> None:
+        """Raise unless a batch of hybrid context parallelism wants as many ranks as the cp mesh has."""
+        degree = degree.item() if isinstance(degree, Tensor) and degree.numel() == 1 else degree
+        if degree != self.cp.size:
+            raise NotImplementedError(
+                f"is_hybrid_cp=True with a batch of local_cp_size={degree!r}, and this handler has {self.cp.size} "
+                "ranks. A handler has one mesh. Use DynamicContextParallel, which has one for each number of ranks, "
+                "and the handler of the batch's"
+            )
 
 
 def _degree(comm_type: str, mesh: DeviceMesh, sizes: Sequence[int] | None) -> int | None:

@@ -26,8 +26,15 @@ def _in_last_dimension(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengt
 def _convolved(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
     weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
     kernel = weight.shape[2:] if isinstance(weight, Tensor) else ()
+    dilation: Any = kwargs.get("dilation", args[5] if len(args) > 5 else 1)
+    widest = max(1, *dilation) if isinstance(dilation, (tuple, list)) else max(1, dilation)
+    # A causal convolution often pads its input itself, by what the kernel reaches at most.
+    reaches = [(width - 1) * widest for width in kernel]
     sizes = x.shape[x.ndim - len(kernel) :]
-    return any(width > 1 and size in lengths for width, size in zip(kernel, sizes, strict=False))
+    return any(
+        reach > 0 and any(0 <= size - length <= reach for length in lengths)
+        for reach, size in zip(reaches, sizes, strict=False)
+    )
 
 
 def _recurrent(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:

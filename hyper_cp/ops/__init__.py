@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 
-from ..schedule.placement import Balance, balance
+from ..schedule.placement import Balance, balance, layout_of_mask
 from .attention import attention, latent_attention
 from .recurrence.convolution import causal_conv1d
 from .recurrence.linear import linear_recurrence
+from .slices import mask_of_slices
 
 __all__ = [
     "SAVE_LIST",
@@ -16,7 +17,9 @@ __all__ = [
     "balance",
     "causal_conv1d",
     "latent_attention",
+    "layout_of_mask",
     "linear_recurrence",
+    "mask_of_slices",
 ]
 
 SAVE_LIST: list[Any] = [

@@ -88,7 +88,7 @@ class _Budget:
 def _candidates(chunks: _Chunks, world: int, number: int, budget: _Budget) -> list[Deal]:
     """Simple deals, and what exchanges make of them, the best first, as far as the budget goes."""
     contiguous = np.arange(world * number).reshape(world, number)
-    found = sorted((contiguous, _head_tail(world, number), _fullest_first(chunks, world, number)), key=chunks.total)
+    found = sorted((contiguous, _head_tail(world, number), fullest_first(chunks.pairs, world)), key=chunks.total)
     for (weight, busiest), start in product(zip(_WEIGHTS, _BUSIEST, strict=True), tuple(found)):
         if budget.left:
             found.append(_improved(chunks, start, weight, busiest, budget))
@@ -101,13 +101,14 @@ def _head_tail(world: int, number: int) -> Deal:
     return np.concatenate((runs[:world], runs[::-1][:world]), 1)
 
 
-def _fullest_first(chunks: _Chunks, world: int, number: int) -> Deal:
+def fullest_first(pairs: Floats, world: int) -> Deal:
     """Runs of chunks, those with most work first, each to the rank that has least so far. A run is a quarter of a
-    rank's chunks, or less where one would have more than half of a rank's work."""
+    rank's chunks, or less where one would have more than half of a rank's work. ``pairs``: the work of each chunk."""
+    number = len(pairs) // world
     run = max(1, number // 4)
-    while run > 1 and 2 * world * chunks.pairs.reshape(-1, run).sum(1).max() > chunks.pairs.sum():
+    while run > 1 and (number % run or 2 * world * pairs.reshape(-1, run).sum(1).max() > pairs.sum()):
         run //= 2
-    work = chunks.pairs.reshape(-1, run).sum(1)
+    work = pairs.reshape(-1, run).sum(1)
     ranks: list[tuple[float, int]] = [(0.0, rank) for rank in range(world)]
     dealt: list[list[int]] = [[] for _ in range(world)]
     for at in np.argsort(-work, kind="stable").tolist():

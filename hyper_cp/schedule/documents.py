@@ -59,14 +59,14 @@ def documents_table(documents: Any = None, document_ids: Any = None) -> Tensor |
             )
         table = rows.detach().to("cpu", torch.int64).tolist()
     else:
-        table = _listed(documents)
+        table = listed(documents)
     if not table or any(len(row) < 2 for row in table):
         raise ValueError(f"documents={documents!r} has a row of less than two boundaries. {_WHY} {_REMEDY}")
     width = 1 << (max(len(row) for row in table) - 1).bit_length()
     return torch.tensor([row + [row[-1]] * (width - len(row)) for row in table], dtype=torch.int64)
 
 
-def _listed(documents: Any) -> list[list[int]]:
+def listed(documents: Any) -> list[list[int]]:
     """The boundaries of each row, from numbers or one list of them per row."""
     try:
         listed = [x.tolist() if hasattr(x, "tolist") else x for x in documents]

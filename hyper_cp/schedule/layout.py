@@ -51,6 +51,8 @@ _LAYOUTS = {
 
 LAYOUTS = _LAYOUTS.keys()
 """Names of all layouts, those registered later included."""
+_UNLISTED: dict[str, _Layout] = {}
+"""Layouts that are made for one mask: no list of choices has them."""
 _BY_DOCUMENTS = ("per_document", "balanced", "auto")
 _WINDOWED = re.compile("balanced_([1-9][0-9]{0,14})")
 _NO_WINDOW = re.compile("balanced_0[0-9]*")
@@ -77,7 +79,18 @@ def _family(layout: str) -> str:
     return "balanced" if _WINDOWED.fullmatch(layout) else layout
 
 
-def register(name: str, chunks: Callable[[int, int], Sequence[int]], chunks_per_rank: int = 1) -> None:
+def is_registered(layout: str) -> bool:
+    """True for the name of a layout, with or without a window."""
+    return _family(layout) in _LAYOUTS or layout in _UNLISTED
+
+
+def _find(layout: str) -> _Layout:
+    return _UNLISTED[layout] if layout in _UNLISTED else _LAYOUTS[_family(layout)]
+
+
+def register(
+    name: str, chunks: Callable[[int, int], Sequence[int]], chunks_per_rank: int = 1, *, listed: bool = True
+) -> None:
     """Add a sequence layout, for every mode and for the batch side.
 
     Args:
@@ -85,11 +98,12 @@ def register(name: str, chunks: Callable[[int, int], Sequence[int]], chunks_per_
         chunks: ``chunks(rank, world)`` are the numbers of the chunks that a rank holds, for every ``world``. It holds
             them in ascending order.
         chunks_per_rank: the number of these chunks; the sequence has ``chunks_per_rank * world`` of equal length.
+        listed: False for a layout that is made for one purpose: no list of choices has it.
     """
     check_name("layout", name)
     _check_window(name)
     layout = _Layout(chunks_per_rank, chunks)
-    if _LAYOUTS.get(_family(name), layout) != layout:
+    if is_registered(name) and _find(name) != layout:
         raise ValueError(
             f"layout={name!r} is registered already, with other chunks. Data and attention find a layout by its name. "
             "Choose another name"
@@ -102,7 +116,7 @@ def register(name: str, chunks: Callable[[int, int], Sequence[int]], chunks_per_
                 f"layout={name!r} deals the chunks {dealt} to {world} ranks. Every rank must hold {chunks_per_rank} of "
                 f"the chunks 0 to {number - 1}, and every chunk must have one rank. Change chunks or chunks_per_rank"
             )
-    _LAYOUTS[name] = layout
+    (_LAYOUTS if listed else _UNLISTED)[name] = layout
 
 
 def check_name(argument: str, name: str) -> None:
@@ -127,7 +141,7 @@ def _check_window(layout: Any) -> None:
 def check_layout(layout: str) -> str:
     """Return ``layout`` if it is a layout, else raise ``ValueError``."""
     _check_window(layout)
-    if not isinstance(layout, str) or _family(layout) not in _LAYOUTS:
+    if not isinstance(layout, str) or not is_registered(layout):
         more = ", or 'balanced_4096' if most attention has a window of 4096 (any number)"
         check_choice("layout", layout, LAYOUTS, "It names the positions that each rank holds", more)
     return layout
@@ -135,7 +149,7 @@ def check_layout(layout: str) -> str:
 
 def chunks_per_rank(layout: str) -> int:
     """The number of chunks that each rank holds: its local length must be a multiple of it."""
-    return _LAYOUTS[_family(check_layout(layout))].chunks_per_rank
+    return _find(check_layout(layout)).chunks_per_rank
 
 
 def length_multiple(layout: str, world: int) -> int:
@@ -188,7 +202,7 @@ class ResolvedLayout:
         if layout == "per_document":
             return cls(layout, _by_document(documents or (0, length), world))
         chunk = length // length_multiple(layout, world)
-        dealt = [_LAYOUTS[layout].chunks(rank, world) for rank in range(world)]
+        dealt = [_find(layout).chunks(rank, world) for rank in range(world)]
         return cls(layout, tuple(merge_ranges((c * chunk, (c + 1) * chunk) for c in chunks) for chunks in dealt))
 
     @property

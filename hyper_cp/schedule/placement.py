@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from . import build as schedule
 from . import layout as layouts
 from .arrivals import Problem, arrivals
-from .deal import dealt
+from .deal import dealt, fullest_first
 from .documents import PackedDocuments, documents_table, read
 from .layout import ResolvedLayout, window_of
-from .pairs import ALL_GATHER, cost
+from .pairs import ALL_GATHER, Floats, cost
 from .tiles import CAUSAL, Band, band_of, check_window
 
 
@@ -25,12 +31,9 @@ def place(layout: str, world: int, length: int, documents: PackedDocuments) -> R
     if layout == "auto":
         return _cheapest(world, length, documents)
     if layout == "per_document":
-        if documents.one_row is None:
-            raise ValueError(
-                f"layout='per_document' needs the same documents in every batch row, but the {len(documents.rows)} "
-                "rows differ: pack one sequence per batch, or use layout='balanced'"
-            )
-        return ResolvedLayout.of(layout, world, length, documents.one_row)
+        # Rows that differ share one placement: whatever lies between two boundaries of any row is dealt head-tail. A
+        # document in several such pieces has equal work on all ranks too, since they hold equal parts of each piece.
+        return ResolvedLayout.of(layout, world, length, tuple(sorted(set().union(*documents.rows))))
     return ResolvedLayout(layout, dealt(length, world, documents.rows, window_of(layout)))
 
 
@@ -47,6 +50,74 @@ def _cheapest(world: int, length: int, documents: PackedDocuments) -> ResolvedLa
     if documents.one_row is None or of(best) <= 1 + 0.5 * ALL_GATHER:
         return best
     return min(best, place("per_document", world, length, documents), key=of)
+
+
+# --------------------------------------------------------------------------- layouts of masks
+
+
+def layout_of_mask(mask: Any, *, chunks_per_rank: int = 8) -> str:
+    """Register a layout in which all ranks have equal work under one mask, and return its name for ``layout=``.
+
+    The sequence is cut into equal chunks, and the ranks get equal numbers of them, those whose queries see most keys
+    first. Keys travel as in any layout. Make it for a mask that many batches share; for packed documents
+    ``layout="balanced"`` needs none, and places them by what travels too.
+
+    Args:
+        mask: of the whole sequence, the same on all ranks: a ``BlockMask`` (a block of pairs counts, whatever is hidden
+            in it), or booleans ``[..., S, S]``, True where a query (dimension -2) sees a key.
+        chunks_per_rank: more balance better, and make smaller tiles. S must be a multiple of this times the ranks.
+
+    Returns:
+        A name made of the mask's contents.
+
+    Raises:
+        TypeError, ValueError: for another mask, or one that hides everything.
+
+    Example::
+
+        >>> visible = torch.ones(64, 64, dtype=torch.bool).tril()
+        >>> handler = ContextParallelHandler(mesh, layout_of_mask(visible))
+        >>> handler.dispatch(torch.arange(64), 0).shape
+        torch.Size([32])
+
+    Source: round robin by processing time, as PyTorch's context parallelism of FlexAttention (``_PTRRLoadBalancer``).
+    """
+    if not isinstance(chunks_per_rank, int) or isinstance(chunks_per_rank, bool) or not 0 < chunks_per_rank <= 1024:
+        raise ValueError(
+            f"chunks_per_rank={chunks_per_rank!r} must be an int from 1 to 1024. It is the number of pieces of the "
+            "sequence that each rank holds. Pass 8, say"
+        )
+    done = np.append(0.0, np.cumsum(_work_of_rows(mask)))
+    if not done[-1]:
+        raise ValueError("mask hides every pair, and no rank has work. Pass the mask that attention uses")
+    name = f"mask_{hashlib.blake2b(done.tobytes(), digest_size=8).hexdigest()}_{chunks_per_rank}"
+
+    @lru_cache(maxsize=8)
+    def deal(world: int) -> list[list[int]]:
+        ends = np.linspace(0, len(done) - 1, chunks_per_rank * world + 1)
+        return fullest_first(np.diff(np.interp(ends, np.arange(len(done)), done)), world).tolist()
+
+    if not layouts.is_registered(name):
+        layouts.register(name, lambda rank, world: deal(world)[rank], chunks_per_rank, listed=False)
+    return name
+
+
+def _work_of_rows(mask: Any) -> Floats:
+    """The visible pairs of each query, or the blocks of pairs of each block of queries, of all batch rows and heads."""
+    blocks = [getattr(mask, name, None) for name in ("kv_num_blocks", "full_kv_num_blocks")]
+    counts: Tensor
+    if isinstance(blocks[0], Tensor):
+        counts = blocks[0] if blocks[1] is None else blocks[0] + blocks[1]
+    elif isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim > 1 and mask.shape[-1] == mask.shape[-2]:
+        counts = mask.sum(-1)
+    else:
+        kind = f"{mask.dtype} tensor {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(
+            f"mask is a {kind}. It says which keys each query of the whole sequence sees. Pass a BlockMask, or "
+            "booleans [..., S, S]"
+        )
+    found: Floats = counts.reshape(-1, counts.shape[-1]).sum(0).double().cpu().numpy()
+    return found
 
 
 # --------------------------------------------------------------------------- the report

@@ -288,6 +288,8 @@ def suspicious(
             return "attention", f"{name} attends {local} local positions only"
     elif name == "__getitem__":
         return _slice(x, out, positions)
+    elif name == "pad":
+        return _pad(x, out, args[1] if len(args) > 1 else kwargs.get("pad"), local)
     elif row_of_call(name, args, kwargs, {local}) is not None:
         kind = "attention" if name == "softmax" and isinstance(x, Tensor) and x.ndim > 2 else "mixing"
         return kind, f"{name} over {local} local positions"
@@ -313,9 +315,21 @@ def _slice(x: Any, out: Any, positions: Positions) -> tuple[str, str] | None:
     for before, after in zip(x.shape, out.shape, strict=True):
         if before == local and local - 3 <= after < local:
             return "shift", f"a slice keeps {after} of the {local} local positions"
+        if after == local and local < before <= local + 3:
+            return "shift", f"a slice takes {local} of {before} positions, the local ones and {before - local} more"
         begins = after == local and before >= min(positions.wholes) and x.data_ptr() == out.data_ptr()
         if begins and not positions.first:
             return "positions", f"a slice takes the first {local} rows of a table of {before}"
+    return None
+
+
+def _pad(x: Any, out: Any, pad: Any, local: int) -> tuple[str, str] | None:
+    """Padding that adds at one end of the local rows what it cuts off at the other."""
+    if not isinstance(x, Tensor) or not isinstance(out, Tensor) or not isinstance(pad, (tuple, list)):
+        return None
+    for size, before, after in zip(reversed(x.shape), pad[::2], pad[1::2], strict=False):
+        if size == local and before == -after != 0:
+            return "shift", f"pad moves the {local} local positions by {before}"
     return None
 
 

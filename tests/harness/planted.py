@@ -68,6 +68,20 @@ class Function(nn.Module):
         raise ValueError(self.name)
 
 
+def convolved(x: Tensor) -> Tensor:
+    """A causal convolution by hand."""
+    weight = torch.linspace(-1, 1, 3 * WIDTH, dtype=x.dtype).view(WIDTH, 1, 3)
+    return F.conv1d(F.pad(x.mT, (2, 0)), weight, groups=WIDTH).mT
+
+
+IN_FORWARD: dict[str, Any] = {
+    "shift by pad": lambda x: x - F.pad(x, (0, 0, 1, -1)),
+    "shift by pad and slice": lambda x: x - F.pad(x, (0, 0, 1, 0))[:, :-1],
+    "convolution by function": convolved,
+}
+"""Faults between the modules of a block."""
+
+
 class Lstm(nn.LSTM):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x)[0]
@@ -93,11 +107,12 @@ class Block(nn.Module):
         self.norm, self.attention, self.extra = nn.LayerNorm(WIDTH), Attention(Inner()), extra(fault)
         self.attention.local_rope = fault == "local rope"
         self.attention.inner.dropout = 0.2 if fault == "attention dropout" else 0.0
+        self.between = IN_FORWARD.get(fault, lambda x: x)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))
-        x = self.extra(x)
+        x = self.between(self.extra(x))
         return x + self.mlp(x)
 
 

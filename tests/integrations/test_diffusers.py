@@ -38,10 +38,21 @@ def transformer(kind: str) -> tuple[nn.Module, dict[str, Any], Tensor]:
         inputs = {"hidden_states": draw(2, 35, 4), "encoder_hidden_states": draw(2, prompt, 12), **ids}
         inputs |= {"pooled_projections": draw(2, 6), "timestep": torch.tensor([0.3, 0.8]).double()}
         target = draw(2, 35, 4)
+    elif kind == "flux2":
+        sizes = {"in_channels": 4, "num_layers": 1, "num_single_layers": 1, "num_attention_heads": 4}
+        sizes |= {"attention_head_dim": 8, "joint_attention_dim": 12, "timestep_guidance_channels": 6}
+        made = diffusers.Flux2Transformer2DModel(**sizes, axes_dims_rope=(2, 2, 2, 2))
+        grid = torch.cartesian_prod(torch.zeros(1), torch.arange(5.0), torch.arange(7.0), torch.zeros(1))
+        ids = {"img_ids": grid.expand(2, -1, -1).double(), "txt_ids": torch.zeros(2, 7, 4, dtype=torch.float64)}
+        ids["txt_ids"][:, :, 3] = torch.arange(7)
+        inputs = {"hidden_states": draw(2, 35, 4), "encoder_hidden_states": draw(2, 7, 12), **ids}
+        inputs |= {"guidance": draw(2).abs(), "timestep": torch.tensor([0.3, 0.8]).double()}
+        target = draw(2, 35, 4)
     else:
         sizes = {"in_channels": 4, "out_channels": 4, "num_layers": 2, "num_attention_heads": 4}
         sizes |= {"attention_head_dim": 12, "text_dim": 10, "freq_dim": 8, "ffn_dim": 16, "rope_max_seq_len": 32}
-        made = diffusers.WanTransformer3DModel(**sizes)
+        chrono = kind == "chronoedit"
+        made = (diffusers.ChronoEditTransformer3DModel if chrono else diffusers.WanTransformer3DModel)(**sizes)
         inputs = {"hidden_states": draw(1, 4, 3, 6, 10), "encoder_hidden_states": draw(1, 5, 10)}
         inputs["timestep"], target = torch.tensor([3.0]).double(), draw(1, 4, 3, 6, 10)
         if kind == "wan, a time for each token":
@@ -57,6 +68,7 @@ def transformer(kind: str) -> tuple[nn.Module, dict[str, Any], Tensor]:
 def diffusion(code: str) -> dict[str, float]:
     found = {}
     modes = {"flux": {"ulysses_degree": 2}, "wan": {"ulysses_degree": None}, "wan, a time for each token": {}}
+    modes |= {"flux2": {"ulysses_degree": None}, "chronoedit": {"ulysses_degree": None}}
     for kind, mode in modes.items():
         model, inputs, target = transformer(kind)
         for options in (None, mode):
@@ -91,6 +103,8 @@ def diffusion_refused() -> list[tuple[str, str]]:
     mask = {"joint_attention_kwargs": {"attention_mask": torch.ones(1, 1, 1, 42, dtype=torch.bool)}}
     cached = copy.deepcopy(other)
     cached.enable_cache(FirstBlockCacheConfig())
+    second, of_second, _ = transformer("flux2")
+    prepare_transformer(second, mesh, style=ring)
     few = {**inputs, "hidden_states": inputs["hidden_states"][:, :1], "img_ids": inputs["img_ids"][:1]}
     calls = {
         "ValueError: hidden_states of the first forward differ between the ranks": lambda: other(**noise),
@@ -98,6 +112,9 @@ def diffusion_refused() -> list[tuple[str, str]]:
         "NotImplementedError: FluxAttention got attention_mask": lambda: prepared(**inputs, **mask),
         "NotImplementedError: FluxTransformer2DModel got controlnet_block_samples": lambda: prepared(
             **inputs, controlnet_block_samples=[inputs["hidden_states"]]
+        ),
+        "NotImplementedError: Flux2Transformer2DModel got kv_cache_mode. Their rows are": lambda: second(
+            **of_second, kv_cache_mode="extract", num_ref_tokens=5
         ),
         "ValueError: 1 tokens of the image and 7 of the prompt cannot be split over 2 ranks": lambda: prepared(**few),
         "ValueError: FluxTransformer2DModel is parallel already": lambda: prepare_transformer(

@@ -76,6 +76,8 @@ def test_calls_that_mix_a_number_of_positions_are_known() -> None:
     statistics = (None, None, None, None, True)
     mixing_calls = [
         ("conv1d", (x, wide)),
+        ("conv1d", (torch.zeros(2, 3, 12), wide)),  # padded by hand, by what five weights reach
+        ("conv1d", (torch.zeros(2, 3, 16), wide, None, 1, 0, 2)),  # and with a dilation of 2
         ("conv2d", (x[None], torch.zeros(2, 2, 1, 3))),
         ("gru", (x.mT,)),
         ("batch_norm", (x, *statistics)),
@@ -88,6 +90,7 @@ def test_calls_that_mix_a_number_of_positions_are_known() -> None:
     harmless = [
         ("conv1d", (x, narrow)),
         ("conv1d", (x[..., :7], wide)),
+        ("conv1d", (torch.zeros(2, 3, 13), wide)),
         ("conv2d", (x[None], torch.zeros(2, 2, 3, 1))),
         ("batch_norm", (x, None, None, None, None, False)),
         ("cumsum", (x, 1)),

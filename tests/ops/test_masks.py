@@ -73,6 +73,8 @@ def test_documents_in_layouts_by_document(ranks: Any, world: int) -> None:
     cases += [replace(cases[0], is_causal=False), replace(cases[0], window=(3, 0)), replace(cases[-1], window=(4, 2))]
     cases += [replace(case, kv_heads=2, v_dim=5, documents=boundaries(12 * world, "rows")) for case in cases[-5:-3]]
     cases += [replace(cases[-1], layout="auto"), replace(cases[-1], layout="balanced_3", window=(3, 0))]
+    cases += [replace(case, kv_heads=2, v_dim=5, documents=boundaries(11 * world, "rows")) for case in cases[:3]]
+    cases += [replace(cases[-1], is_causal=False)]
     check(ranks(world, run_cases, drawn(cases, world)), FP64)
 
 

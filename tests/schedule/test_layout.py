@@ -103,9 +103,22 @@ def test_layouts_by_document_need_documents() -> None:
     with pytest.raises(ValueError, match="layout='per_document' places tokens by document, but no documents"):
         resolve("per_document", 2, 8, None)
     rows = read(torch.tensor([[0, 4, 8], [0, 2, 8]]))
-    with pytest.raises(ValueError, match="needs the same documents in every batch row"):
-        resolve("per_document", 2, 8, rows)
     assert resolve("auto", 2, 8, rows).name == "balanced"
+
+
+@given(st.integers(2, 5), st.data())
+def test_rows_of_other_documents_share_a_placement_that_balances_each(world: int, data: st.DataObject) -> None:
+    """Boundaries are multiples of 2n here, so that nothing remains of a division by it."""
+    cuts = st.lists(st.integers(1, 9), max_size=4).map(lambda x: [0, *sorted({2 * world * c for c in x}), 20 * world])
+    rows = [data.draw(cuts) for _ in range(3)]
+    table = torch.tensor([row + [20 * world] * (8 - len(row)) for row in rows])
+    held = [resolve("per_document", world, 20 * world, read(table)).positions(rank) for rank in range(world)]
+    assert sorted(p for mine in held for p in mine.tolist()) == list(range(20 * world))
+    for row in rows:
+        for start, stop in pairwise(row):
+            inside = [mine[(mine >= start) & (mine < stop)] - start for mine in held]
+            assert len({len(mine) for mine in inside}) == 1, "every document lies on all ranks alike"
+            assert len({int((mine + 1).sum()) for mine in inside}) == 1, "and is equal causal work on each"
 
 
 @given(st.lists(st.integers(0, 30), max_size=12, unique=True))

@@ -97,6 +97,7 @@ WRONG: list[tuple[str, str, dict[str, Any], str | None, str]] = [
     ("cumsum", "loss_fn", {}, "blocks.1.extra", "mixing"),
     ("token shift", "loss_fn", {}, "blocks.1.extra", "mixing"),
     ("normalise", "loss_fn", {}, "blocks.1.extra", "mixing"),
+    *((fault, "loss_fn", {}, "blocks.1.mlp", "mixing") for fault in planted.IN_FORWARD),
 ]
 
 
