@@ -28,6 +28,7 @@ from .engine import TileEngine
 from .exchange.ulysses import Ulysses
 from .kernels import scores
 from .latents import expand
+from .slices import score_of_slices
 
 
 class AttentionBackend(Protocol):
@@ -174,6 +175,7 @@ def attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     exchange_dtype: torch.dtype | None = None,
+    slices: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Context-parallel scaled dot-product attention of this rank's share of the sequence.
 
@@ -224,6 +226,8 @@ def attention(
         exchange_dtype: ``torch.bfloat16``: fp32 gradients of keys and values (and fp32 keys and values) travel in
             bfloat16 where Ulysses leaves a ring, half of the bytes. Every rank adds in fp32; each hop of a ring rounds
             the sum once (docs/measured/communication.md has the errors). None: nothing loses a bit.
+        slices: the pairs that are visible, as ``(q_range, k_range, kind)`` over global positions, see
+            :func:`mask_of_slices`. Every other option hides more. In compiled code they break the graph.
 
     Returns:
         This rank's output ``[B, H, S/n, Dv]``; with ``return_lse`` and ``[B, H, S/n]`` in fp32 (fp64 for fp64
@@ -251,7 +255,16 @@ def attention(
         "sinks": sinks,
     }
     call["enable_gqa"] = enable_gqa
-    return _function(q, k, v, mesh, ulysses_degree, mode, call, documents, softcap, return_lse)
+    given = q, k, v, mesh, ulysses_degree, mode, call, documents, softcap, return_lse
+    return _function(*given) if slices is None else _under_slices(*given, slices)
+
+
+@torch.compiler.disable(
+    reason="Attention under slices runs in tiles with a function of pairs, which cannot be part of a compiled graph. "
+    "Compile without fullgraph=True"
+)
+def _under_slices(*given: Any) -> Any:
+    return _function(*given)
 
 
 def latent_attention(
@@ -379,14 +392,18 @@ def _function(
     documents: Any,
     softcap: float | None,
     with_lse: bool,
+    slices: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention as the functions of this module call it, with documents and softcap as users give them. ``call`` has
-    the other arguments of a :class:`Call`."""
+    """Attention as the functions of this module call it, with documents, softcap and slices as users give them.
+    ``call`` has the other arguments of a :class:`Call`."""
     cp = mesh if isinstance(mesh, CPMesh) else cp_mesh.view(mesh, ulysses_degree)
     check_degree(mode, cp)
-    score = None if softcap is None else scores.softcap(softcap)
+    score: scores.Score | None = None if softcap is None else scores.softcap(softcap)
     table = documents_table(documents)
     readable = all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k))  # others are refused below
+    if slices is not None and readable:
+        keys = k.shape[2] * (1 if mode.kv_exchange == "replicated" else cp.size)
+        score = score_of_slices(slices, (q.shape[2] * cp.size, keys), q, score)
     own = documents is None and readable and q.shape[2] == k.shape[2] and mode.kv_exchange != "replicated"
     if own and not isinstance(mesh, CPMesh):  # attention of a sequence to itself, of which a block says the documents
         table = cp.batch.active_documents("attention")

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from ..mesh.agreement import digest
 from ..mesh.arguments import is_int
 from ..schedule.ranges import Numbers
+from .kernels.scores import Score
+from .kernels.scores.mods import Mods
 
 KINDS = ("full", "causal", "inverse_causal", "bicausal")
 """Kinds of slices, in the order of MagiAttention's numbers."""
@@ -84,6 +87,14 @@ def mask_of_slices(
 
 _made: WeakValueDictionary[Any, BlockMask] = WeakValueDictionary()
 """Masks by their arguments, as long as somebody holds them."""
+
+
+def score_of_slices(slices: Any, lengths: tuple[int, int], like: Tensor, score: Score | None) -> Score:
+    """The score of an attention call under slices of these numbers of queries and keys, over that of its softcap."""
+    mask = mask_of_slices(slices, lengths[0], keys=lengths[1], device=like.device)
+    found = Mods(None if score is None else score.mods(None)[0], mask.mask_mod, mask, like)
+    found.signature += f", slices={digest(repr(_checked(slices, *lengths)).encode())}"
+    return found
 
 
 Slice = tuple[int, int, int, int, int]

@@ -117,6 +117,7 @@ VALUES: dict[str, tuple[list[Any], list[Any], list[Any]]] = {
     "dropout_p": ([0.0, 0.0, 0.1], [], [1.0, -1, NAN, "x", None]),
     "return_lse": ([False, True], [None, "x"], []),
     "head_groups": ([1, 1, 2, "auto"], [3], [0, -1, "x", True, None, 1.0]),
+    "slices": ([None], [[], [((0, 8), (0, 8), "causal")]], [3, "x", [3], [((0, 8), (0, 9), 0)], [((0, 8), (0, 8), 5)]]),
     "exchange_stages": (["auto", 2, 1], [], [0, -1, "x", True, None, 1.0]),
 }
 """Usual values, unusual ones that may work, and wrong ones. Further masks and documents are made for a length."""

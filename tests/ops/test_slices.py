@@ -15,10 +15,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh import comm
-from hyper_cp.ops import layout_of_mask, mask_of_slices
+from hyper_cp.ops import attention, layout_of_mask, mask_of_slices
 from tests.harness.attention_case import cp_mesh
 from tests.harness.oracle import plain_attention, relative_error
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import on_ranks, sum_over_ranks
 
 KINDS = ("full", "causal", "inverse_causal", "bicausal")
 Slices = list[tuple[tuple[int, int], tuple[int, int], Any]]
@@ -137,6 +137,55 @@ def test_attention_under_slices(ranks: Any) -> None:
         blocks[6:, :6].any(0).sum()
     )
     assert first[2][1] < first[1][1] and second[2][1] < second[1][1], "blocks that nobody sees are not sent"
+
+
+@on_ranks
+def functions(cases: list[dict[str, Any]]) -> list[float]:
+    """The largest error of ``ops.attention(slices=)``, of its gradients and of its log-sum-exp."""
+    mesh, found, g = cp_mesh(), [], torch.Generator().manual_seed(4)
+    for case in cases:
+        mode = dict(case)
+        keys, cap, some = mode.pop("keys", S), mode.get("softcap"), SLICES[mode.pop("first", 0) :]
+        if keys != S:
+            some = [((0, 60), (0, 20), "full"), ((30, S), (4, keys), "inverse_causal"), ((60, S), (0, 9), "causal")]
+        handler = ContextParallelHandler(mesh, mode.get("layout", "contiguous"))
+        sizes = ((4, S), (2, keys), (2, keys))
+        whole = [torch.randn(2, h, n, 8, dtype=torch.float64, generator=g, requires_grad=True) for h, n in sizes]
+        visible = shown(some, S, keys)
+        if mode.get("window"):
+            i, j = torch.arange(S)[:, None], torch.arange(keys)
+            visible = visible & (i - j <= 9) & (j - i <= 5)
+        q, k, v = whole[0], *(x.repeat_interleave(2, 1) for x in whole[1:])
+        logits = q @ k.mT / 8**0.5
+        logits = (logits if cap is None else cap * (logits / cap).tanh()).masked_fill(~visible, -torch.inf)
+        want_lse, want = logits.logsumexp(-1), logits.softmax(-1).nan_to_num(0.0) @ v
+        wanted = torch.autograd.grad(want.square().sum(), whole)
+        local = [handler.dispatch(x.detach(), 2).requires_grad_() for x in whole]
+        if mode.get("kv_exchange") == "replicated":
+            local[1:] = [x.detach().clone().requires_grad_() for x in whole[1:]]
+        out, lse = attention(*local, mesh=mesh, slices=some, enable_gqa=True, return_lse=True, **mode)
+        grads = list(torch.autograd.grad(out.square().sum(), local))
+        if mode.get("kv_exchange") == "replicated":
+            grads[1:] = [sum_over_ranks(x)[0] for x in grads[1:]]
+        else:
+            grads[1:] = [handler.combine(x, 2) for x in grads[1:]]
+        grads[0] = handler.combine(grads[0], 2)
+        pairs = [(handler.combine(out.detach(), 2), want), *zip(grads, wanted, strict=True)]
+        errors = [relative_error(a, b) for a, b in pairs]
+        lse = handler.combine(lse.detach(), 2)
+        assert torch.equal(lse.isinf(), want_lse.isinf()), (case, lse.isinf().sum(), want_lse.isinf().sum())
+        errors.append(relative_error(lse.nan_to_num(neginf=0.0), want_lse.detach().nan_to_num(neginf=0.0)))
+        found.append(max(errors))
+    return found
+
+
+def test_the_function_takes_slices(ranks: Any) -> None:
+    cases: list[dict[str, Any]] = [{"kv_exchange": x} for x in ("ring", "all_gather", "needed")]
+    cases += [{"ulysses_degree": 2}, {"ulysses_degree": 2, "head_groups": 2}, {"softcap": 2.0, "kv_exchange": "ring"}]
+    cases += [{"layout": "head_tail", "first": 1}, {"kv_exchange": "needed", "window": (9, 5), "first": 0}]
+    cases += [{"keys": 40}, {"keys": 40, "kv_exchange": "replicated"}]
+    for errors in ranks(2, functions, cases):
+        assert max(errors) <= 1e-10, errors
 
 
 # --------------------------------------------------------------------------- refusals
