@@ -51,9 +51,9 @@ class context_parallel:
             must not require gradients. All ranks must hold the same values.
         buffer_seq_dims: the sequence dimension of each.
         no_restore_buffers: the buffers that remain sharded after the block.
-        ulysses_degree, kv_exchange, layout, load_balance, window, head_groups, exchange_stages, allow: as in
-            :class:`ContextParallel`, but the default is that of PyTorch's context manager: head-tail layout, no
-            Ulysses, all-gather of keys and values.
+        ulysses_degree, kv_exchange, layout, load_balance, window, head_groups, exchange_stages, latents,
+            exchange_dtype, allow: as in :class:`ContextParallel`, but the default is that of PyTorch's context manager:
+            head-tail layout, no Ulysses, all-gather of keys and values.
 
     Yields:
         A :class:`ContextParallelHandler` of the mesh and layout: ``combine`` for outputs, ``documents``,
@@ -101,6 +101,8 @@ class context_parallel:
         window: Sequence[int | None] | None = None,
         head_groups: int | str = 1,
         exchange_stages: int | str = "auto",
+        latents: bool | None = None,
+        exchange_dtype: torch.dtype | None = None,
         allow: Sequence[str] = (),
     ) -> None:
         style = ContextParallel(
@@ -115,6 +117,8 @@ class context_parallel:
             window=window,
             head_groups=head_groups,
             exchange_stages=exchange_stages,
+            latents=latents,
+            exchange_dtype=exchange_dtype,
             allow=allow,
         )
         self.handler = ContextParallelHandler(mesh, style)

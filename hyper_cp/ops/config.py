@@ -158,7 +158,7 @@ class CheckedCall:
 @dataclass
 class Operands:
     """The tensors of a call beside q, k, v. An op takes those that there are as one list, and their names with its
-    settings: another one is one line here."""
+    settings, and saves them for backward. What kernels need of another one is a field of their ``TileInputs`` too."""
 
     sinks: Tensor | None = None
     """One logit for each query head that takes weight and gives no value, ``[H]``, of the heads that the op attends."""
