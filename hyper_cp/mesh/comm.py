@@ -117,6 +117,10 @@ class Axis:
     rank: int
     size: int
     group: Any
+    per_host: int = 0
+    """The adjacent ranks that share a host, of an axis with links of its own between hosts; else 0."""
+    between: Axis | None = None
+    """The same ranks with another group, for messages to other hosts: messages of one group follow each other."""
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Axis:
@@ -173,8 +177,12 @@ class Axis:
         """Send tensors and receive into others, in one batch, each with the rank on its other end; the result is the
         tensors that were received."""
         record("send_recv", sum(t.nbytes for t, _ in sends))
-        transfer, works = self._batch("send_recv", sends, recvs)
+        apart = self.between is not None and any(self._elsewhere(peer) for _, peer in (*sends, *recvs))
+        transfer, works = (self.between if apart else self)._batch("send_recv", sends, recvs)  # type: ignore[union-attr]
         return Pending(works, [t for t, _ in recvs], sends, transfer=transfer)
+
+    def _elsewhere(self, peer: int) -> bool:
+        return peer // self.per_host != self.rank // self.per_host
 
     def _batch(self, name: str, sends: Sequence[Message], recvs: Sequence[Message]) -> tuple[Transfer, list[Any]]:
         batch = [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for t, to in sends]

@@ -22,7 +22,7 @@ from ..mesh.failures import calling
 from ..schedule import choices
 from ..schedule.documents import documents_table
 from . import head_groups
-from .checks import cast_for_autocast, check, check_degree, check_dimensions, check_latents, check_local
+from .checks import cast_for_autocast, check, check_degree, check_dimensions, check_latents, check_local, with_hosts
 from .config import Call, CheckedCall, Mode
 from .engine import TileEngine
 from .exchange.ulysses import Ulysses
@@ -82,6 +82,7 @@ def _attend(
     core: AttentionBackend | TileEngine,
     exchanged: bool,
 ) -> Any:
+    mode, cp = with_hosts(mode, cp)
     if call.weight is not None:
         q, k, v, call = _latents_or_heads(q, k, v, cp, mode, call)
     if mode.head_groups == "auto":

@@ -6,6 +6,7 @@ Modes differ here only. A way of obtaining keys and values is one function from 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -103,6 +104,58 @@ def ring(problem: Problem) -> Arrivals:
             else:
                 returns.append(pair(size, (rank + hops) % size, (rank - hops) % size, rows))
     return Arrivals(tuple(blocks), Transfers(tuple(moves), len(pieces), tuple(returns), len(pieces)))
+
+
+def double_ring(problem: Problem, per_host: int = 0) -> Arrivals:
+    """A ring of two levels. In each round the shares of one host go round inside each host, from rank to rank, while
+    each rank sends the one that it began the round with to the same place on the next host: all links between hosts
+    are busy at once, each for a whole round.
+
+    In backward the gradient of a share follows it inside the host, one hop behind, and collects what the ranks there
+    have for it. When the round is over it goes straight home, while the next round runs: so a rank sends one gradient
+    a round to another host, as it sends one share. Gradients are added at home in the order of the rounds.
+
+    With H hosts of P ranks and shares of ``s`` bytes, whose gradients have ``g``, each rank sends to other hosts
+    ``(H-1) * s`` in forward and ``(H-1) * (s + g)`` in backward, and inside its host ``H * (P-1)`` times as much of
+    either. In a flat ring one rank of each host sends all of ``(H * P - 1)`` times that to another host.
+
+    Rounds, and hops of a round, end where no rank needs a further share.
+
+    Args:
+        per_host: adjacent ranks that share a host. With all, one or none of them this is a flat ring.
+    """
+    size, rank = problem.size, problem.rank
+    if not 1 < per_host < size or size % per_host:
+        return ring(problem)
+    host, place = divmod(rank, per_host)
+
+    def rank_at(host: int, place: int) -> int:
+        return host * per_host % size + place % per_host
+
+    rounds: dict[int, int] = {0: 0}  # the hops of each round, as far as any rank needs them
+    for receiver, origins in _origins(problem):
+        for origin in origins:
+            step = (receiver // per_host - origin // per_host) % (size // per_host)
+            rounds[step] = max(rounds.get(step, 0), (receiver - origin) % per_host)
+    own = placed(problem.keys[rank])
+    whole = ((0, _length(own)),)
+    blocks, moves, returns = [own], list[Move](), list[Move]()
+    before = begun = HOME  # the blocks that this round's shares began with, and the last round's
+    onward = pair(size, rank_at(host, place + 1), rank_at(host, place - 1), whole)
+    across = pair(size, rank_at(host + 1, place), rank_at(host - 1, place), whole)
+    back = pair(size, rank_at(host, place - 1), rank_at(host, place + 1), whole)
+    for step in range(max(rounds) + 1):
+        hops = rounds.get(step, 0)
+        if step:
+            before, begun = begun, len(moves)
+            moves.append(replace(across, source=before, ahead=begun - before))
+        moves += [replace(onward, source=len(moves) + hop - 1 if hop else begun) for hop in range(hops)]
+        blocks += [placed(problem.keys[rank_at(host - step, place - hop)]) for hop in range(not step, hops + 1)]
+        returns += [replace(back, source=block + 1) for block in range(len(returns), len(moves) - 1)]
+        if len(returns) < len(moves):
+            owner, user = rank_at(host - step, place - hops), rank_at(host + step, place + hops)
+            returns.append(pair(size, user, owner, whole, ahead=hops + 1 if step else 0))
+    return Arrivals(tuple(blocks), Transfers(tuple(moves), 1, tuple(returns)))
 
 
 def all_gather(problem: Problem) -> Arrivals:
@@ -234,8 +287,8 @@ class _Flows:
             rows = np.concatenate(outgoing)
             blocks.append(placed(compact(np.concatenate(incoming)[:, 1:])))
             local_rows = Rows(compact(np.stack((rows[:, 0], rows[:, 0] + rows[:, 2] - rows[:, 1]), 1)))
-            numbers = (tuple(map(_length, x)) for x in (outgoing, incoming))
-            moves.append(Move("rows", HOME, local_rows, *numbers))
+            sent_now, received_now = (tuple(map(_length, x)) for x in (outgoing, incoming))
+            moves.append(Move("rows", HOME, local_rows, sent_now, received_now))
         ahead = ahead_of(self.most, self.share, count)
         return Arrivals(tuple(blocks), Transfers(tuple(moves), ahead, tuple(moves)))
 
@@ -283,17 +336,35 @@ def _seen(problem: Problem, queries: Sequence[Range]) -> Numbers:
 Exchange = Callable[[Problem], Arrivals]
 """A way in which keys and values arrive. All ranks make the same sequence of moves, whatever their own queries see."""
 
-_EXCHANGES: dict[str, Exchange] = {"all_gather": all_gather, "ring": ring, "needed": needed, "replicated": local}
+DOUBLE_RING = "double_ring"
+_EXCHANGES: dict[str, Exchange] = {
+    "all_gather": all_gather,
+    "ring": ring,
+    DOUBLE_RING: double_ring,
+    "needed": needed,
+    "replicated": local,
+}
 
+_NUMBERED = re.compile(rf"{DOUBLE_RING}_([1-9][0-9]*)")
 KV_EXCHANGES = _EXCHANGES.keys()
 """Names of all ways in which keys and values reach a rank, those registered later included."""
+ALONG_THE_RING = frozenset({"ring", DOUBLE_RING, "needed"})
+"""Those that have no effect where all ranks exchange heads."""
 STAGED = frozenset({"all_gather", "needed"})
 """Those whose transfers are cut into stages."""
 
 
 def arrivals(kv_exchange: str, problem: Problem) -> Arrivals:
     """The arrival of keys and values, by the name that users write as ``kv_exchange=``."""
-    return _EXCHANGES[kv_exchange](problem)
+    name, number = family(kv_exchange)
+    return double_ring(problem, number) if number else _EXCHANGES[name](problem)
+
+
+def family(kv_exchange: str) -> tuple[str, int]:
+    """The name without its number, and the number: ``"double_ring_8"`` is a double ring over hosts of 8 adjacent ranks
+    each. 0: there is none, so that the hosts are those of the mesh."""
+    found = _NUMBERED.fullmatch(kv_exchange) if isinstance(kv_exchange, str) else None
+    return (DOUBLE_RING, int(found[1])) if found else (kv_exchange, 0)
 
 
 def register_exchange(name: str, exchange: Exchange) -> None:
