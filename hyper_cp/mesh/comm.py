@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -132,6 +133,13 @@ class Axis:
         """An axis of one rank: it communicates nothing."""
         return Axis(0, 1, None)
 
+    def over_hosts(self, per_host: int, between: Axis | None) -> Axis:
+        """The same axis with its hosts."""
+        made = copy(self)
+        for name, value in (("per_host", per_host), ("between", between)):
+            object.__setattr__(made, name, value)
+        return made
+
     def alive(self) -> bool:
         """True while the process group exists."""
         try:
@@ -177,12 +185,13 @@ class Axis:
         """Send tensors and receive into others, in one batch, each with the rank on its other end; the result is the
         tensors that were received."""
         record("send_recv", sum(t.nbytes for t, _ in sends))
-        apart = self.between is not None and any(self._elsewhere(peer) for _, peer in (*sends, *recvs))
-        transfer, works = (self.between if apart else self)._batch("send_recv", sends, recvs)  # type: ignore[union-attr]
+        axis = self.between if self.between is not None and self._leaves_host([*sends, *recvs]) else self
+        transfer, works = axis._batch("send_recv", sends, recvs)
         return Pending(works, [t for t, _ in recvs], sends, transfer=transfer)
 
-    def _elsewhere(self, peer: int) -> bool:
-        return peer // self.per_host != self.rank // self.per_host
+    def _leaves_host(self, messages: Sequence[Message]) -> bool:
+        """True if a message goes to, or comes from, another host than this rank's."""
+        return self.per_host > 0 and any(p // self.per_host != self.rank // self.per_host for _, p in messages)
 
     def _batch(self, name: str, sends: Sequence[Message], recvs: Sequence[Message]) -> tuple[Transfer, list[Any]]:
         batch = [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for t, to in sends]

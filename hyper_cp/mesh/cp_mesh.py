@@ -268,7 +268,7 @@ def over_hosts(cp: CPMesh, per_host: int = 0) -> CPMesh:
     """
     size = cp.ring.size
     per_host = per_host or _ring_ranks_per_host(cp)
-    if not 1 < per_host < size:
+    if not 1 < per_host < size or per_host == cp.ring.per_host:
         return cp
     if size % per_host:
         raise ValueError(
@@ -278,7 +278,7 @@ def over_hosts(cp: CPMesh, per_host: int = 0) -> CPMesh:
         )
     key = f"{cp.key}/hosts of {per_host}"
     cached = _BY_KEY.get(key)
-    if cached is not None and cached.ring.group is cp.ring.group:
+    if cached is not None and cached.ring.group is cp.ring.group is not None:
         return cached
     between = None
     if cp.ring.group is not None:  # simulated ranks have none
@@ -287,7 +287,7 @@ def over_hosts(cp: CPMesh, per_host: int = 0) -> CPMesh:
         ranks = parts_of([dist.get_process_group_ranks(cp.ring.group)])
         between = Axis.of(make_group(ranks, cp.ring.group, "ring between hosts"))
         check_launch_order(cp.ring, between)
-    return register(replace(cp, key=key, ring=replace(cp.ring, per_host=per_host, between=between)))
+    return register(replace(cp, key=key, ring=cp.ring.over_hosts(per_host, between)))
 
 
 def _ring_ranks_per_host(cp: CPMesh) -> int:

@@ -113,11 +113,13 @@ def double_ring(problem: Problem, per_host: int = 0) -> Arrivals:
 
     In backward the gradient of a share follows it inside the host, one hop behind, and collects what the ranks there
     have for it. When the round is over it goes straight home, while the next round runs: so a rank sends one gradient
-    a round to another host, as it sends one share. Gradients are added at home in the order of the rounds.
+    a round to another host, as it sends one share. Gradients are added at home in the order in which they left. The
+    round of a rank's own host is cut in two: the first half hides the first share that comes from another host, the
+    second, after all other rounds, the last gradient that goes there.
 
     With H hosts of P ranks and shares of ``s`` bytes, whose gradients have ``g``, each rank sends to other hosts
-    ``(H-1) * s`` in forward and ``(H-1) * (s + g)`` in backward, and inside its host ``H * (P-1)`` times as much of
-    either. In a flat ring one rank of each host sends all of ``(H * P - 1)`` times that to another host.
+    ``(H-1) * s`` in forward and ``(H-1) * (s + g)`` in backward, and inside its host ``H * (P-1)`` times ``s`` and
+    ``s + g``. In a flat ring one rank of each host sends ``H * P - 1`` times as much to another host.
 
     Rounds, and hops of a round, end where no rank needs a further share.
 
@@ -129,32 +131,41 @@ def double_ring(problem: Problem, per_host: int = 0) -> Arrivals:
         return ring(problem)
     host, place = divmod(rank, per_host)
 
-    def rank_at(host: int, place: int) -> int:
-        return host * per_host % size + place % per_host
+    def rank_at(step: int, hops: int) -> int:
+        """The rank that has what left this one so many hosts, and ranks of a host, ago."""
+        return (host + step) * per_host % size + (place + hops) % per_host
 
-    rounds: dict[int, int] = {0: 0}  # the hops of each round, as far as any rank needs them
+    furthest: dict[int, int] = {0: 0}  # the hops of each round, as far as any rank needs them
     for receiver, origins in _origins(problem):
         for origin in origins:
             step = (receiver // per_host - origin // per_host) % (size // per_host)
-            rounds[step] = max(rounds.get(step, 0), (receiver - origin) % per_host)
+            furthest[step] = max(furthest.get(step, 0), (receiver - origin) % per_host)
+    others, own_hops = max(furthest), furthest[0]
+    half = (own_hops + 1) // 2 if others else own_hops
+    rounds = [(0, range(1, half + 1))]
+    rounds += [(step, range(furthest.get(step, 0) + 1)) for step in range(1, others + 1)]
+    rounds += [(0, range(half + 1, own_hops + 1))]
     own = placed(problem.keys[rank])
     whole = ((0, _length(own)),)
     blocks, moves, returns = [own], list[Move](), list[Move]()
-    before = begun = HOME  # the blocks that this round's shares began with, and the last round's
-    onward = pair(size, rank_at(host, place + 1), rank_at(host, place - 1), whole)
-    across = pair(size, rank_at(host + 1, place), rank_at(host - 1, place), whole)
-    back = pair(size, rank_at(host, place - 1), rank_at(host, place + 1), whole)
-    for step in range(max(rounds) + 1):
-        hops = rounds.get(step, 0)
-        if step:
-            before, begun = begun, len(moves)
-            moves.append(replace(across, source=before, ahead=begun - before))
-        moves += [replace(onward, source=len(moves) + hop - 1 if hop else begun) for hop in range(hops)]
-        blocks += [placed(problem.keys[rank_at(host - step, place - hop)]) for hop in range(not step, hops + 1)]
-        returns += [replace(back, source=block + 1) for block in range(len(returns), len(moves) - 1)]
-        if len(returns) < len(moves):
-            owner, user = rank_at(host - step, place - hops), rank_at(host + step, place + hops)
-            returns.append(pair(size, user, owner, whole, ahead=hops + 1 if step else 0))
+    onward, across = (pair(size, rank_at(*x), rank_at(-x[0], -x[1]), whole) for x in ((0, 1), (1, 0)))
+    back = pair(size, *onward.peers[::-1], whole)
+    begun = HOME  # the block that the last round began with
+    for step, hops in rounds:
+        for hop in hops:
+            if hop > hops[0]:
+                moves.append(replace(onward, source=len(moves) - 1))
+            elif step:
+                begun, before = len(moves), begun
+                moves.append(replace(across, source=before, ahead=begun - before))
+            else:
+                moves.append(pair(size, rank_at(0, hop), rank_at(0, -hop), whole))
+            blocks.append(placed(problem.keys[rank_at(-step, -hop)]))
+            if hop < hops[-1]:
+                returns.append(replace(back, source=len(moves)))
+            else:
+                home = pair(size, rank_at(step, hop), rank_at(-step, -hop), whole)
+                returns.append(replace(home, ahead=len(hops) if step else 0))
     return Arrivals(tuple(blocks), Transfers(tuple(moves), 1, tuple(returns)))
 
 

@@ -115,23 +115,25 @@ def test_bytes_of_a_double_ring_are_the_same_on_every_link(hosts: int, per_host:
 
 def test_shares_travel_to_other_hosts_for_a_whole_round() -> None:
     """They leave before the first block of a round is used, and are waited for after the last one, forward and
-    backward; so are gradients that go home, but for the last."""
-    hosts, per_host = 3, 4
-    held = lookup.resolve("contiguous", 12, 24).held
+    backward; so are gradients that go home. The round of the own host is cut in two: after 2 of its 3 hops comes the
+    first share of another host, and 1 hop, and the second part of the own tile, hide the last gradient."""
+    hosts, per_host = 4, 4
+    ring = hosts * per_host
+    held = lookup.resolve("contiguous", ring, 2 * ring).held
     each = schedule.build(held, held, 5, "double_ring_4", False, FULL).transfers
-    for events, last in ((each.forward, 0), (each.backward, 1)):
-        uses, waits = 0, list[int]()
-        posted: dict[tuple[str, int], int] = {}
+    for backward, events in enumerate((each.forward, each.backward)):
+        uses, waits, posted = 0, list[tuple[str, int]](), dict[tuple[str, int], int]()
         for kind, block, gradient in events:
-            uses += kind == "use"
             for way, number, moves in (("keys", block, each.moves), ("sums", gradient, each.returns)):
                 if number is None or not moves[number].ahead or kind == "use":
                     continue
                 if kind == "post":
                     posted[way, number] = uses
                 else:
-                    waits.append(uses - posted.pop((way, number)))
-        assert not posted and sorted(waits) == [1] * last + [per_host] * (hosts - 1 + last * (hosts - 2))
+                    waits.append((way, uses - posted.pop((way, number))))
+            uses += kind == "use"
+        keys = [("keys", 3), ("keys", 4), ("keys", 4)]
+        assert not posted and sorted(waits) == keys + [("sums", 1), ("sums", 4), ("sums", 4)] * backward
 
 
 def test_a_double_ring_over_one_host_is_a_flat_one() -> None:
