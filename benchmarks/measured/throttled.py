@@ -11,7 +11,8 @@ card of its own, and what they send to each other is not limited.
 The script prints the seconds of forward + backward (the slowest rank, median of rounds) over the line max(compute,
 communicate). "Communicate" is the bytes that the mode sends to other hosts, over the rate (on the rank that sends
 most). "Compute" is the same step on the same links without a limit (the median of rounds, which take turns with the
-others), with as many ranks on this machine's cores. With a perfect link and perfect overlap the ratio is 1.00. Results are added to what the JSON file has. Where there are no such links, it says why and exits with 3.
+others), with as many ranks on this machine's cores. With a perfect link and perfect overlap the ratio is 1.00. Results
+are added to what the JSON file has. Where there are no such links, it says why and exits with 3.
 
 With ``--latents`` the model has latent attention with the head shapes of DeepSeek V2 Lite or V3, and every mode runs
 twice, in turns: with latents that travel ("ring, latents"), and with heads.
