@@ -14,6 +14,7 @@ from .mesh import cp_mesh
 from .mesh.arguments import check_type
 from .module.mesh_binding import Style, StyledMesh, bindings, swapped
 from .ops.checks import check_heads
+from .schedule import arrivals
 from .style import style_of
 
 
@@ -92,6 +93,6 @@ def _degree(style: Style, mesh: DeviceMesh) -> int | str | None:
     degree = style.ulysses_degree
     if mesh.ndim == 2:
         return None
-    if degree is None and style.mode.kv_exchange in ("ring", "needed") and mesh.size() > 1:
+    if degree is None and arrivals.family(style.mode.kv_exchange)[0] in arrivals.ALONG_THE_RING and mesh.size() > 1:
         return 1  # the style was made for a 2-D mesh, whose ring this one continues
     return math.gcd(degree, mesh.size()) if isinstance(degree, int) else degree

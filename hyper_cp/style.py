@@ -46,8 +46,8 @@ class ContextParallel(ParallelStyle):
         load_balance: under a causal mask, exchange the tail half of the queries with rank n-1-r so
             that contiguous data is balanced. Nothing is exchanged where work is balanced already.
         kv_exchange: the way keys and values reach the ranks that Ulysses leaves: ``"all_gather"``, ``"ring"``,
-            ``"needed"`` (only the rows that queries see travel: for documents and windows), or ``"replicated"`` (every
-            rank has all of them: cross-attention).
+            ``"double_ring"`` (a ring inside each host, and one between hosts), ``"needed"`` (only the rows that queries
+            see travel: for documents and windows), or ``"replicated"`` (every rank has all of them: cross-attention).
         layout: the positions that each rank holds: ``"contiguous"``, or ``"head_tail"`` (rank r of n
             holds chunks r and 2n-1-r of 2n, as in Megatron, TransformerEngine and PyTorch), ``"per_document"`` (every
             document head-tail), ``"balanced"`` (chunks dealt so that work is equal and little travels, by the documents

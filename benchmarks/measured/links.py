@@ -1,7 +1,8 @@
 """Gives each rank a host's network of its own: namespaces joined by a switch, with links of a fixed rate both ways.
 
 A link is a pair of virtual devices. A token bucket (``tc tbf``) at either end limits what the rank sends and what it
-receives, each to the whole rate, as on a full-duplex network card. Nothing here has a name outside of its namespace, so
+receives, each to the whole rate, as on a full-duplex network card. Ranks of one host have a bucket for other hosts
+only (``tc htb``): what they send to each other is not limited. Nothing here has a name outside of its namespace, so
 there is nothing to clean up: the kernel removes namespaces, devices and limits with the last process in them, however
 these processes end. Linux, root.
 """
@@ -14,7 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET; os.unshare is new in Python 3.12
@@ -69,24 +70,25 @@ class Link:
 
     Args:
         switch: the number of the process whose namespace is the switch.
+        inside: the other ranks of this rank's host.
         congestion: how TCP decides how much it sends. With "reno", which every Linux has, it sends as much as the
             receiver takes where nothing is dropped. "cubic" and "bbr", the defaults of hosts, go by delays too, and
             several connections that share a link then seldom fill it. A namespace may have reno and the host's default.
     """
 
-    def __init__(self, switch: int, rank: int, congestion: str = "reno") -> None:
+    def __init__(self, switch: int, rank: int, congestion: str = "reno", inside: Sequence[int] = ()) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_SIGNAL_OF_PARENT, signal.SIGKILL)  # a rank whose parent is gone would wait for other ranks
         if libc.unshare(_NEW_NETWORK):
             raise OSError(ctypes.get_errno(), "no network namespace for this rank")
         self.switch, self.port = switch, f"port{rank}"
-        self.limited = False
+        self.limited, self.inside = False, inside
         self._run(f"ip link add {self.port} type veth peer name eth0 netns {os.getpid()}", at_switch=True)
         self._run(f"ip link set {self.port} master switch up", at_switch=True)
         self._control(congestion)
         self._run("ip link set lo up")
         self._run("ip link set eth0 addrgenmode none")  # gloo takes the interface's first address: there is one
-        self._run(f"ip address add 10.0.0.{rank + 1}/24 dev eth0")
+        self._run(f"ip address add {_address(rank)}/24 dev eth0")
         self._run("ip link set eth0 up")
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 
@@ -95,12 +97,26 @@ class Link:
         if rate is None and not self.limited:
             return
         for device, at_switch in (("eth0", False), (self.port, True)):
-            if rate is None:
-                self._run(f"tc qdisc del dev {device} root", at_switch)
-            else:
+            if rate is None or self.inside:
+                self._run(f"tc qdisc del dev {device} root", at_switch, self.limited)
+            if rate is not None and self.inside:
+                self._divide(device, rate, at_switch)
+            elif rate is not None:
                 limit = f"tbf rate {round(rate * 1e6)}bit burst {BURST} limit {QUEUE}"
                 self._run(f"tc qdisc replace dev {device} root {limit}", at_switch)
         self.limited = rate is not None
+
+    def _divide(self, device: str, rate: float, at_switch: bool) -> None:
+        """Limit what goes to other hosts, or comes from them."""
+        limited = f"htb rate {round(rate * 1e6)}bit burst {BURST} cburst {BURST} quantum {BURST}"
+        free = f"htb rate 100gbit burst {BURST} cburst {BURST} quantum {BURST}"
+        self._run(f"tc qdisc add dev {device} root handle 1: htb default 1", at_switch)
+        for number, what in (("1", limited), ("2", free)):
+            self._run(f"tc class add dev {device} parent 1: classid 1:{number} {what}", at_switch)
+            self._run(f"tc qdisc add dev {device} parent 1:{number} bfifo limit {QUEUE}", at_switch)
+        for rank in self.inside:
+            where = f"match ip {'src' if at_switch else 'dst'} {_address(rank)}/32 flowid 1:2"
+            self._run(f"tc filter add dev {device} parent 1: protocol ip prio 1 u32 {where}", at_switch)
 
     def _control(self, congestion: str) -> None:
         with open(_CONGESTION.replace("tcp_", "tcp_allowed_")) as names:
@@ -110,6 +126,11 @@ class Link:
         with open(_CONGESTION, "w") as setting:
             setting.write(congestion)
 
-    def _run(self, command: str, at_switch: bool = False) -> None:
+    def _run(self, command: str, at_switch: bool = False, check: bool = True) -> None:
         enter = ["nsenter", "--net", "--target", str(self.switch)] if at_switch else []
-        subprocess.run([*enter, *command.split()], check=True)
+        quiet = {} if check else {"stderr": subprocess.DEVNULL}
+        subprocess.run([*enter, *command.split()], check=check, **quiet)
+
+
+def _address(rank: int) -> str:
+    return f"10.0.0.{rank + 1}"

@@ -4,12 +4,15 @@
     python -m benchmarks.measured.throttled --latents lite --ranks 4 --only ring all-gather needed --json latents.json
     python -m benchmarks.measured.throttled --report throttled.json --plot docs/pictures/throttled.png
 
-Each rank is a host of its own with one thread and a full-duplex link of a given rate to a switch (see links.py). The
-script prints the seconds of forward + backward (the slowest rank, median of rounds) over the line max(compute,
-communicate). "Communicate" is the bytes that the mode must send, as the library records them, over the rate (on the
-rank that sends most). "Compute" is the same step on the same links without a limit (the median of rounds, which take
-turns with the others), with as many ranks on this machine's cores. With a perfect link and perfect overlap the ratio is
-1.00. Results are added to what the JSON file has. Where there are no such links, it says why and exits with 3.
+Each rank is a host of its own with one thread and a full-duplex link of a given rate to a switch (see links.py). With
+``--per-host``, that many adjacent ranks are a host: each keeps a link of its own to other hosts, as a GPU has a network
+card of its own, and what they send to each other is not limited.
+
+The script prints the seconds of forward + backward (the slowest rank, median of rounds) over the line max(compute,
+communicate). "Communicate" is the bytes that the mode sends to other hosts, over the rate (on the rank that sends
+most). "Compute" is the same step on the same links without a limit (the median of rounds, which take turns with the
+others), with as many ranks on this machine's cores. With a perfect link and perfect overlap the ratio is 1.00. Results
+are added to what the JSON file has. Where there are no such links, it says why and exits with 3.
 
 With ``--latents`` the model has latent attention with the head shapes of DeepSeek V2 Lite or V3, and every mode runs
 twice, in turns: with latents that travel ("ring, latents"), and with heads.
@@ -27,7 +30,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -36,7 +40,6 @@ import torch
 import torch.distributed as dist
 
 from hyper_cp.cli.modes import Mode, named_mode, named_modes
-from hyper_cp.mesh import comm
 from hyper_cp.ops import attention, latent_attention
 from hyper_cp.planner.timeline import BACKWARD, grouped_ulysses
 
@@ -54,6 +57,8 @@ MODES = {
     **{f"needed, {n} stages": named_mode(f"needed, head_tail, {n} stages") for n in (2, 4, 8)},
     **named_modes("needed, balanced", "needed, balanced, 4 stages"),
     **named_modes("Ulysses", "Ulysses, 2 head groups", "Ulysses, 4 head groups"),
+    "double ring": named_mode("double ring, head_tail"),
+    **{f"2 x {name}": named_mode(f"hybrid of 2, {name}, head_tail") for name in ("ring", "all-gather", "needed")},
     **named_modes("ring, per_document", "all-gather, per_document"),
     "2 x ring, per_document": named_mode("hybrid of 2, ring, per_document"),
     **named_modes("ring, load_balance", "all-gather, load_balance"),
@@ -70,7 +75,7 @@ Row = dict[str, Any]
 LATENT_SHAPES = {"lite": (16, 512, 64, 128, 128), "v3": (128, 512, 64, 128, 128)}
 """Heads, R, Dr, Dn and Dv of DeepSeek V2 Lite and of V3."""
 SENT = {True: ", latents", False: ", heads"}
-SETTINGS = ("ranks", "length", "mask", "congestion", "latents")
+SETTINGS = ("ranks", "length", "mask", "congestion", "latents", "per_host")
 """Arguments that are part of a row, and that rows of one table have in common."""
 
 
@@ -100,8 +105,10 @@ class Rank:
     """One rank and its link."""
 
     def __init__(self, rank: int, args: argparse.Namespace, at: int, store: str) -> None:
-        self.args, self.link = args, Link(at, rank, args.congestion)  # it names the network interface for gloo
-        os.environ["LOCAL_WORLD_SIZE"] = "1"  # as torchrun sets it where a host has one rank
+        first = rank - rank % args.per_host
+        inside = [other for other in range(first, first + args.per_host) if other != rank]
+        self.args, self.link = args, Link(at, rank, args.congestion, inside)  # it names gloo's network interface
+        os.environ["LOCAL_WORLD_SIZE"] = str(args.per_host)  # as torchrun sets it
         self.mesh = join(rank, args.ranks, store)
 
     def set_rate(self, rate: float | None) -> None:
@@ -116,19 +123,19 @@ class Rank:
         inputs, dout = self._tensors()
         found, options = [], masked(self.args, mode)
         attend = latent_attention if self.args.latents else attention
-        with comm.record_traffic() as traffic:
+        with elsewhere(self.args.per_host) as sent:
             for turn in range(2 * rounds + 1):  # the first one warms up: schedules, connections, what ranks compare
                 self.set_rate(rate if turn % 2 else None)
                 leaves = [x.detach().requires_grad_() for x in inputs]
                 dist.barrier()
-                traffic.entries.clear()
+                sent.clear()
                 start = time.perf_counter()
                 attend(*leaves, mesh=self.mesh, **options).backward(dout)
                 found.append(time.perf_counter() - start)
-        worst = torch.tensor([*found[1:], traffic.bytes_sent], dtype=torch.float64)
+        worst = torch.tensor([*found[1:], sum(sent)], dtype=torch.float64)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
-        *seconds, sent = worst.tolist()
-        return seconds[::2], seconds[1::2], int(sent)
+        *seconds, most = worst.tolist()
+        return seconds[::2], seconds[1::2], int(most)
 
     def _tensors(self) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The inputs of a call, and the gradient of its output."""
@@ -141,6 +148,25 @@ class Rank:
         heads = 4 * args.ranks
         *inputs, out = (torch.randn(1, tokens, heads, args.width // heads).transpose(1, 2) for _ in range(4))
         return inputs, out
+
+
+@contextmanager
+def elsewhere(per_host: int) -> Iterator[list[int]]:
+    """Collect the bytes of every message to another host. On gloo all transfers are such messages."""
+    sent, post = list[int](), dist.batch_isend_irecv
+    here = dist.get_rank() // per_host
+
+    def counted(batch: list[dist.P2POp]) -> list[Any]:
+        for op in batch:
+            if op.op is dist.isend and dist.get_global_rank(op.group, op.group_peer) // per_host != here:
+                sent.append(op.tensor.nbytes)
+        return post(batch)
+
+    dist.batch_isend_irecv = counted
+    try:
+        yield sent
+    finally:
+        dist.batch_isend_irecv = post
 
 
 def rank_main(
@@ -156,6 +182,7 @@ def rank_main(
                 seconds, unlimited, sent = rank.times({**MODES[name], **sends}, rate, args.rounds)
                 if number == 0:
                     case = {setting: getattr(args, setting) for setting in SETTINGS}
+                    case |= {"per_host": None if args.per_host == 1 else args.per_host}
                     case |= {"rate": rate, "mode": name if latents is None else name + SENT[latents]}
                     put({**case, "seconds": seconds, "compute": statistics.median(unlimited), "sent": sent})
     rank.set_rate(None)
@@ -228,8 +255,9 @@ def table(rows: Sequence[Row]) -> str:
     lines = []
     for settings in sorted({key(r)[: len(SETTINGS)] for r in rows}, key=str):
         some = [r for r in rows if key(r)[: len(SETTINGS)] == settings]
-        (ranks, length, *rest), rates = settings, sorted({r["rate"] for r in some})
-        title = ", ".join([f"{ranks} ranks", f"S={length}", *filter(None, rest)])
+        (ranks, length, *rest, per_host), rates = settings, sorted({r["rate"] for r in some})
+        hosts = [f"{per_host} to a host"] if per_host else []
+        title = ", ".join([f"{ranks} ranks", *hosts, f"S={length}", *filter(None, rest)])
         lines += [f"| {title} | " + " | ".join(f"{x:g} Mbit/s" for x in rates) + " |"]
         lines += ["|---|" + "---:|" * len(rates)]
         for name in NAMES:
@@ -282,6 +310,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--per-host", type=int, default=1, help="adjacent ranks of a host")
     parser.add_argument("--rates", type=float, nargs="+", default=[100, 200, 800], help="Mbit/s")
     parser.add_argument("--length", type=int, default=4096, help="of the whole sequence")
     parser.add_argument("--width", type=int, default=512, help="heads times head dim; there are 4 heads a rank")

@@ -13,6 +13,7 @@ Mode = dict[str, Any]
 WORDS: dict[str, Mode] = {
     "all-gather": {"kv_exchange": "all_gather"},
     "ring": {"kv_exchange": "ring"},
+    "double ring": {"kv_exchange": "double_ring"},
     "needed": {"kv_exchange": "needed"},
     "Ulysses": {"ulysses_degree": None},
     "hybrid of 2": {"ulysses_degree": 2},

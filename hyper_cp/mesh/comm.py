@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -117,6 +118,10 @@ class Axis:
     rank: int
     size: int
     group: Any
+    per_host: int = 0
+    """The adjacent ranks that share a host, of an axis with links of its own between hosts; else 0."""
+    between: Axis | None = None
+    """The same ranks with another group, for messages to other hosts: messages of one group follow each other."""
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Axis:
@@ -127,6 +132,13 @@ class Axis:
     def alone() -> Axis:
         """An axis of one rank: it communicates nothing."""
         return Axis(0, 1, None)
+
+    def over_hosts(self, per_host: int, between: Axis | None) -> Axis:
+        """The same axis with its hosts."""
+        made = copy(self)
+        for name, value in (("per_host", per_host), ("between", between)):
+            object.__setattr__(made, name, value)
+        return made
 
     def alive(self) -> bool:
         """True while the process group exists."""
@@ -173,8 +185,13 @@ class Axis:
         """Send tensors and receive into others, in one batch, each with the rank on its other end; the result is the
         tensors that were received."""
         record("send_recv", sum(t.nbytes for t, _ in sends))
-        transfer, works = self._batch("send_recv", sends, recvs)
+        axis = self.between if self.between is not None and self._leaves_host([*sends, *recvs]) else self
+        transfer, works = axis._batch("send_recv", sends, recvs)
         return Pending(works, [t for t, _ in recvs], sends, transfer=transfer)
+
+    def _leaves_host(self, messages: Sequence[Message]) -> bool:
+        """True if a message goes to, or comes from, another host than this rank's."""
+        return self.per_host > 0 and any(p // self.per_host != self.rank // self.per_host for _, p in messages)
 
     def _batch(self, name: str, sends: Sequence[Message], recvs: Sequence[Message]) -> tuple[Transfer, list[Any]]:
         batch = [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for t, to in sends]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from .agreement import Agreement, Signature
 from .arguments import is_int
 from .batch_state import BatchState
 from .comm import Axis
-from .groups import make_group, names_of_groups, parts_of
+from .groups import check_launch_order, make_group, names_of_groups, parts_of
 
 MESH_NAMES = ("ring", "ulysses")
 
@@ -252,6 +252,52 @@ def _shared_state(ranks: list[int], *axes: Axis) -> tuple[BatchState, Agreement 
         if [axis.group for axis in other.flat] == groups:
             return other.batch, other.agreement
     return BatchState(), Agreement.between(ranks, groups)
+
+
+def over_hosts(cp: CPMesh, per_host: int = 0) -> CPMesh:
+    """View a mesh with the hosts of its ring: ``cp.ring.per_host`` adjacent ring ranks share one. The result is ``cp``
+    itself, whose number is 0, if they all do, or if no two of them do.
+
+    The first call makes a process group, so all ranks make it, in the same order.
+
+    Args:
+        per_host: adjacent ring ranks that share a host; 0: by :func:`ranks_per_host`, where hosts have equally many.
+
+    Raises:
+        ValueError: before any communication, if ``per_host`` does not divide the ring.
+    """
+    size = cp.ring.size
+    per_host = per_host or _ring_ranks_per_host(cp)
+    if not 1 < per_host < size or per_host == cp.ring.per_host:
+        return cp
+    if size % per_host:
+        raise ValueError(
+            f"kv_exchange='double_ring_{per_host}' on a ring of {size} ranks, which it does not divide. Each host has "
+            f"equally many adjacent ranks of the ring. Numbers that divide it: {', '.join(map(str, divisors(size)))}; "
+            "or use kv_exchange='double_ring', which asks the mesh"
+        )
+    key = f"{cp.key}/hosts of {per_host}"
+    cached = _BY_KEY.get(key)
+    if cached is not None and cached.ring.group is cp.ring.group is not None:
+        return cached
+    between = None
+    if cp.ring.group is not None:  # simulated ranks have none
+        signature = ("ring ranks of a host", per_host), ("number of process groups", names_of_groups())
+        cp.agree("groups", signature)
+        ranks = parts_of([dist.get_process_group_ranks(cp.ring.group)])
+        between = Axis.of(make_group(ranks, cp.ring.group, "ring between hosts"))
+        check_launch_order(cp.ring, between)
+    return register(replace(cp, key=key, ring=cp.ring.over_hosts(per_host, between)))
+
+
+def _ring_ranks_per_host(cp: CPMesh) -> int:
+    """The adjacent ring ranks of each host; 0 if hosts have different numbers of them."""
+    if cp.ring.group is None:
+        return 0
+    hosts = [rank // ranks_per_host() for rank in dist.get_process_group_ranks(cp.ring.group)]
+    first = hosts.count(hosts[0])
+    even = len(hosts) % first == 0 and all(hosts.count(host) == first for host in hosts[::first])
+    return first if even else 0
 
 
 def ranks_per_host() -> int:

@@ -157,10 +157,10 @@ def check_launch_order(*axes: Axis) -> None:
 def _warn_of_launch_order(value: str) -> None:
     if value in ("", "0"):
         warnings.warn(
-            f"head_groups > 1 in a hybrid keeps two NCCL groups in flight, with NCCL_LAUNCH_ORDER_IMPLICIT={value!r}. "
-            "GPUs may then start their transfers in different orders and wait for each other for good. Set "
-            "NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26 or newer) before the first process group is made, or use "
-            "head_groups=1",
+            "head_groups > 1 in a hybrid, and a double ring, keep two NCCL groups in flight, with "
+            f"NCCL_LAUNCH_ORDER_IMPLICIT={value!r}. GPUs may then start their transfers in different orders and wait "
+            "for each other for good. Set NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26 or newer) before the first process "
+            "group is made, or use head_groups=1 and kv_exchange='ring'",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from ..mesh import cp_mesh
 from ..mesh.agreement import Agreement, Signature, digest
 from ..mesh.cp_mesh import CPMesh
-from ..ops.checks import check_degree
+from ..ops.checks import check_degree, with_hosts
 from ..ops.config import Mode
-from ..schedule import choices
+from ..schedule import arrivals, choices
 from ..schedule.documents import documents_table
 from . import dtensor
 from ._torch.modules import hook_owners
@@ -67,7 +67,11 @@ class StyledMesh:
         else:
             chosen = None if degree == "auto" else degree
             exchange = style.mode.kv_exchange
-            if chosen is None and exchange in ("ring", "needed") and mesh.ndim == 1 < mesh.size():
+            if (
+                chosen is None
+                and arrivals.family(exchange)[0] in arrivals.ALONG_THE_RING
+                and mesh.ndim == 1 < mesh.size()
+            ):
                 raise ValueError(
                     f'kv_exchange="{exchange}" has no effect with ulysses_degree=None on a 1-D mesh of {mesh.size()} '
                     "ranks: all of them exchange heads. Set ulysses_degree=1, or a divisor of the mesh for a hybrid"
@@ -75,6 +79,7 @@ class StyledMesh:
             self.views = [cp_mesh.view(mesh, chosen)]  # type: ignore[arg-type]
         for cp in self.views:
             check_degree(style.mode, cp)
+            with_hosts(style.mode, cp)  # it makes a process group
         self.cp_dims = CPDims(mesh)
 
     @property

@@ -22,7 +22,7 @@ from ..mesh.failures import calling
 from ..schedule import choices
 from ..schedule.documents import documents_table
 from . import head_groups
-from .checks import cast_for_autocast, check, check_degree, check_dimensions, check_latents, check_local
+from .checks import cast_for_autocast, check, check_degree, check_dimensions, check_latents, check_local, with_hosts
 from .config import Call, CheckedCall, Mode
 from .engine import TileEngine
 from .exchange.ulysses import Ulysses
@@ -83,6 +83,7 @@ def _attend(
     core: AttentionBackend | TileEngine,
     exchanged: bool,
 ) -> Any:
+    mode, cp = with_hosts(mode, cp)
     if call.weight is not None:
         q, k, v, call = _latents_or_heads(q, k, v, cp, mode, call)
     if mode.head_groups == "auto":
@@ -189,10 +190,11 @@ def attention(
         scale: of the logits; default ``D ** -0.5``.
         enable_gqa: allow H to be a multiple of Hkv, as in ``F.scaled_dot_product_attention``.
         ulysses_degree: ranks that trade sequence for heads; ``None`` = all of the mesh.
-        kv_exchange: ``"all_gather"`` (Colossal), ``"ring"`` or ``"needed"`` (only the rows that queries see, for
-            documents and windows), over the remaining ranks; or ``"replicated"``: every
-            rank has all keys and values (cross-attention to a text), nothing travels, and each rank's gradient of
-            them is its share of a sum.
+        kv_exchange: ``"all_gather"`` (Colossal), ``"ring"``, ``"double_ring"`` (a ring inside each host and one between
+            hosts, which are those of ``LOCAL_WORLD_SIZE``; ``"double_ring_4"``: 4 adjacent ring ranks to a host) or
+            ``"needed"`` (only the rows that queries see, for documents and windows), over the remaining ranks; or
+            ``"replicated"``: every rank has all keys and values (cross-attention to a text), nothing travels, and each
+            rank's gradient of them is its share of a sum.
         layout: which positions the ranks hold: ``"contiguous"``, ``"head_tail"``, ``"per_document"`` (each
             document head-tail), ``"balanced"`` (chunks dealt by their cost) or ``"auto"`` (the cheapest of all). The
             last three need documents.

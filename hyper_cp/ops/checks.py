@@ -7,6 +7,8 @@ attention call is made; they call :func:`check_shards` themselves.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ..mesh import cp_mesh
 from ..mesh.arguments import check_number
 from ..mesh.cp_mesh import CPMesh
-from ..schedule import build, documents, tiles
+from ..schedule import arrivals, build, documents, tiles
 from ..schedule import layout as layouts
 from ..schedule.blocks import BlockMap
 from ..schedule.tiles import Band
@@ -332,6 +334,17 @@ def check_degree(mode: Mode, cp: CPMesh) -> None:
             f"kv_exchange='replicated' with ulysses_degree={cp.ulysses.size} is not possible. Every rank has all keys, "
             "so there is nothing to trade for heads. Set ulysses_degree=1"
         )
+
+
+def with_hosts(mode: Mode, cp: CPMesh) -> tuple[Mode, CPMesh]:
+    """The mode of a double ring with the ring ranks of a host in its name, which ranks compare, and the mesh with its
+    hosts; a flat ring where there is one host. Other modes as they are. Raises if the ring does not split."""
+    name, per_host = arrivals.family(mode.kv_exchange)
+    if name != arrivals.DOUBLE_RING:
+        return mode, cp
+    cp = cp_mesh.over_hosts(cp, per_host)
+    found = f"{name}_{cp.ring.per_host}" if cp.ring.per_host else "ring"
+    return replace(mode, kv_exchange=found), cp
 
 
 # --------------------------------------------------------------------------- lengths

@@ -61,7 +61,8 @@ class Mode:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "window", tiles.check_window(self.window))
-        check_choice("kv_exchange", self.kv_exchange, arrivals.KV_EXCHANGES, "It says how keys and values travel")
+        name = arrivals.family(self.kv_exchange)[0]
+        check_choice("kv_exchange", name, arrivals.KV_EXCHANGES, "It says how keys and values travel")
         layouts.check_layout(self.layout)
         why = '1 exchanges all heads at once, and "auto" chooses by the sizes of a call'
         check_int("head_groups", self.head_groups, why, others=("auto",))

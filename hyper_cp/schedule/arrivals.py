@@ -6,6 +6,7 @@ Modes differ here only. A way of obtaining keys and values is one function from 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -103,6 +104,69 @@ def ring(problem: Problem) -> Arrivals:
             else:
                 returns.append(pair(size, (rank + hops) % size, (rank - hops) % size, rows))
     return Arrivals(tuple(blocks), Transfers(tuple(moves), len(pieces), tuple(returns), len(pieces)))
+
+
+def double_ring(problem: Problem, per_host: int = 0) -> Arrivals:
+    """A ring of two levels. In each round the shares of one host go round inside each host, from rank to rank, while
+    each rank sends the one that it began the round with to the same place on the next host: all links between hosts
+    are busy at once, each for a whole round.
+
+    In backward the gradient of a share follows it inside the host, one hop behind, and collects what the ranks there
+    have for it. When the round is over it goes straight home, while the next round runs: so a rank sends one gradient
+    a round to another host, as it sends one share. Gradients are added at home in the order in which they left. The
+    round of a rank's own host is cut in two: the first half hides the first share that comes from another host, the
+    second, after all other rounds, the last gradient that goes there.
+
+    With H hosts of P ranks and shares of ``s`` bytes, whose gradients have ``g``, each rank sends to other hosts
+    ``(H-1) * s`` in forward and ``(H-1) * (s + g)`` in backward, and inside its host ``H * (P-1)`` times ``s`` and
+    ``s + g``. In a flat ring one rank of each host sends ``H * P - 1`` times as much to another host.
+
+    Rounds, and hops of a round, end where no rank needs a further share.
+
+    Args:
+        per_host: adjacent ranks that share a host. With all, one or none of them this is a flat ring.
+    """
+    size, rank = problem.size, problem.rank
+    if not 1 < per_host < size or size % per_host:
+        return ring(problem)
+    host, place = divmod(rank, per_host)
+
+    def rank_at(step: int, hops: int) -> int:
+        """The rank that has what left this one so many hosts, and ranks of a host, ago."""
+        return (host + step) * per_host % size + (place + hops) % per_host
+
+    furthest: dict[int, int] = {0: 0}  # the hops of each round, as far as any rank needs them
+    for receiver, origins in _origins(problem):
+        for origin in origins:
+            step = (receiver // per_host - origin // per_host) % (size // per_host)
+            furthest[step] = max(furthest.get(step, 0), (receiver - origin) % per_host)
+    others, own_hops = max(furthest), furthest[0]
+    half = (own_hops + 1) // 2 if others else own_hops
+    rounds = [(0, range(1, half + 1))]
+    rounds += [(step, range(furthest.get(step, 0) + 1)) for step in range(1, others + 1)]
+    rounds += [(0, range(half + 1, own_hops + 1))]
+    own = placed(problem.keys[rank])
+    whole = ((0, _length(own)),)
+    blocks, moves, returns = [own], list[Move](), list[Move]()
+    onward, across = (pair(size, rank_at(*x), rank_at(-x[0], -x[1]), whole) for x in ((0, 1), (1, 0)))
+    back = pair(size, *onward.peers[::-1], whole)
+    begun = HOME  # the block that the last round began with
+    for step, hops in rounds:
+        for hop in hops:
+            if hop > hops[0]:
+                moves.append(replace(onward, source=len(moves) - 1))
+            elif step:
+                begun, before = len(moves), begun
+                moves.append(replace(across, source=before, ahead=begun - before))
+            else:
+                moves.append(pair(size, rank_at(0, hop), rank_at(0, -hop), whole))
+            blocks.append(placed(problem.keys[rank_at(-step, -hop)]))
+            if hop < hops[-1]:
+                returns.append(replace(back, source=len(moves)))
+            else:
+                home = pair(size, rank_at(step, hop), rank_at(-step, -hop), whole)
+                returns.append(replace(home, ahead=len(hops) if step else 0))
+    return Arrivals(tuple(blocks), Transfers(tuple(moves), 1, tuple(returns)))
 
 
 def all_gather(problem: Problem) -> Arrivals:
@@ -234,8 +298,8 @@ class _Flows:
             rows = np.concatenate(outgoing)
             blocks.append(placed(compact(np.concatenate(incoming)[:, 1:])))
             local_rows = Rows(compact(np.stack((rows[:, 0], rows[:, 0] + rows[:, 2] - rows[:, 1]), 1)))
-            numbers = (tuple(map(_length, x)) for x in (outgoing, incoming))
-            moves.append(Move("rows", HOME, local_rows, *numbers))
+            sent_now, received_now = (tuple(map(_length, x)) for x in (outgoing, incoming))
+            moves.append(Move("rows", HOME, local_rows, sent_now, received_now))
         ahead = ahead_of(self.most, self.share, count)
         return Arrivals(tuple(blocks), Transfers(tuple(moves), ahead, tuple(moves)))
 
@@ -283,17 +347,35 @@ def _seen(problem: Problem, queries: Sequence[Range]) -> Numbers:
 Exchange = Callable[[Problem], Arrivals]
 """A way in which keys and values arrive. All ranks make the same sequence of moves, whatever their own queries see."""
 
-_EXCHANGES: dict[str, Exchange] = {"all_gather": all_gather, "ring": ring, "needed": needed, "replicated": local}
+DOUBLE_RING = "double_ring"
+_EXCHANGES: dict[str, Exchange] = {
+    "all_gather": all_gather,
+    "ring": ring,
+    DOUBLE_RING: double_ring,
+    "needed": needed,
+    "replicated": local,
+}
 
+_NUMBERED = re.compile(rf"{DOUBLE_RING}_([1-9][0-9]*)")
 KV_EXCHANGES = _EXCHANGES.keys()
 """Names of all ways in which keys and values reach a rank, those registered later included."""
+ALONG_THE_RING = frozenset({"ring", DOUBLE_RING, "needed"})
+"""Those that have no effect where all ranks exchange heads."""
 STAGED = frozenset({"all_gather", "needed"})
 """Those whose transfers are cut into stages."""
 
 
 def arrivals(kv_exchange: str, problem: Problem) -> Arrivals:
     """The arrival of keys and values, by the name that users write as ``kv_exchange=``."""
-    return _EXCHANGES[kv_exchange](problem)
+    name, number = family(kv_exchange)
+    return double_ring(problem, number) if number else _EXCHANGES[name](problem)
+
+
+def family(kv_exchange: str) -> tuple[str, int]:
+    """The name without its number, and the number: ``"double_ring_8"`` is a double ring over hosts of 8 adjacent ranks
+    each. 0: there is none, so that the hosts are those of the mesh."""
+    found = _NUMBERED.fullmatch(kv_exchange) if isinstance(kv_exchange, str) else None
+    return (DOUBLE_RING, int(found[1])) if found else (kv_exchange, 0)
 
 
 def register_exchange(name: str, exchange: Exchange) -> None:

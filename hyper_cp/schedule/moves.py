@@ -35,6 +35,8 @@ class Move:
         rows: the rows of the source that leave; for ``"rows"`` those for rank 0 first, then those for rank 1, and so
             on.
         sent, received: the number of rows for, and from, each rank, none of its own.
+        ahead: 0, or the number of blocks that are used while these rows are under way, on links of their own: they
+            leave apart from the others, which do not wait for them.
     """
 
     pattern: Pattern
@@ -42,6 +44,7 @@ class Move:
     rows: Rows
     sent: tuple[int, ...]
     received: tuple[int, ...]
+    ahead: int = 0
 
     @cached_property
     def transposed(self) -> Move:
@@ -55,10 +58,10 @@ class Move:
         return to, origin
 
 
-def pair(size: int, to: int, origin: int, rows: Sequence[Range], source: int = HOME) -> Move:
+def pair(size: int, to: int, origin: int, rows: Sequence[Range], source: int = HOME, ahead: int = 0) -> Move:
     """The move of a rank that sends rows to one rank and receives as many from another."""
     selected = Rows(rows)
-    return Move("pair", source, selected, only(size, to, selected.length), only(size, origin, selected.length))
+    return Move("pair", source, selected, only(size, to, selected.length), only(size, origin, selected.length), ahead)
 
 
 def only(size: int, rank: int, rows: int) -> tuple[int, ...]:
@@ -86,7 +89,7 @@ class Transfers:
     Attributes:
         moves: each brings a block. A block that travels on must have arrived before its next move is posted:
             ``moves[i].source <= i - ahead``.
-        ahead: the number of moves that are under way at once.
+        ahead: the number of moves that are under way at once, beside those with a number of their own.
         returns: the way of block i's gradient, written like a move of keys, and posted transposed: the gradient's rows
             go where ``returns[i]`` would bring the block from, and are added there.
         pieces: the number of moves that make up one hop: more than one if a share travels in pieces, one after the
@@ -105,10 +108,11 @@ class Transfers:
                 "a move of its own. Give one return for each move"
             )
         for i, move in enumerate(self.moves):
-            if move.source != HOME and move.source > i - self.ahead:
+            ahead = move.ahead or self.ahead
+            if move.source != HOME and move.source > i - ahead:
                 raise ValueError(
-                    f"move {i} sends block {move.source} on, with {self.ahead} moves under way at once. It is posted "
-                    f"when block {i - self.ahead} has arrived. Take an earlier source, or a smaller number of moves"
+                    f"move {i} sends block {move.source} on, with {ahead} moves under way at once. It is posted "
+                    f"when block {i - ahead} has arrived. Take an earlier source, or a smaller number of moves"
                 )
 
     @property
@@ -135,18 +139,18 @@ class Transfers:
         return tuple(self._events(True))
 
     def _events(self, backward: bool) -> Iterator[Event]:
-        count, leaving, home = len(self.moves), None, deque[int]()
+        leaving, home = None, deque[int]()
         added_to: dict[int, list[int]] = {}
         for block, move in enumerate(self.returns if backward else ()):
             added_to.setdefault(move.source, []).append(block)
-        for block in range(min(self.ahead, count)):
-            yield Event("post", block)
+        following: dict[int, list[int]] = {}  # the moves that are posted when a block has arrived
+        for block, move in enumerate(self.moves):
+            following.setdefault(max(HOME, block - (move.ahead or self.ahead)), []).append(block)
+        yield from self._posts(following.get(HOME, []), None)
         yield Event("use", HOME)
-        for block in range(count):
+        for block in range(len(self.moves)):
             yield Event("arrive", block)
-            following = block + self.ahead if block + self.ahead < count else None
-            if following is not None or leaving is not None:
-                yield Event("post", following, leaving)
+            yield from self._posts(following.get(block, []), leaving)
             yield Event("use", block)
             if backward:
                 leaving = block
@@ -156,11 +160,21 @@ class Transfers:
                     if len(home) == self.ahead:
                         yield Event("add", gradient=home.popleft())
                     home.append(block)
-        if leaving is not None:
-            yield Event("post", gradient=leaving)
+        yield from self._posts([], leaving)
         yield Event("use", HOME)
         for gradient in home:
             yield Event("add", gradient=gradient)
+
+    def _posts(self, blocks: Sequence[int], gradient: int | None) -> Iterator[Event]:
+        """Start moves of keys, and that of a gradient together with the one on the same links. What is on its way for
+        long goes first."""
+        for apart in (True, False):
+            mine = [block for block in blocks if (self.moves[block].ahead > 0) == apart]
+            leaves = gradient is not None and (self.returns[gradient].ahead > 0) == apart
+            for i, block in enumerate(mine):
+                yield Event("post", block, gradient if leaves and not i else None)
+            if leaves and not mine:
+                yield Event("post", gradient=gradient)
 
 
 NO_TRANSFERS = Transfers()

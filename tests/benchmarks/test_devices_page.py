@@ -1,5 +1,5 @@
-"""docs/measured/devices.md, command by command. Those of NPUs run on a device named "npu" over gloo, with a double of
-the vendor's operators; those of GPUs are read by the programs that they start."""
+"""docs/measured/devices.md, command by command, on doubles of NPUs and of GPUs: a device that is made in Python, over
+gloo, with doubles of the vendors' operators, events and graphs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import contextlib
 import io
 import re
 import shlex
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,15 +18,20 @@ import torch
 
 from benchmarks.device import check as device_check
 from benchmarks.device import overlap as device_overlap
-from hyper_cp.cli.diagnosis import machine, timing
-from tests.harness import npu_device
+from benchmarks.device import tiles
+from hyper_cp.cli import main as cli
+from hyper_cp.cli.diagnosis import machine, speeds, timing
+from hyper_cp.cli.diagnosis import tiles as diagnosis
+from tests.harness import cuda_device, npu_device
 from tests.harness.ranks import Ranks, on_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs/measured/devices.md").read_text()
 BLOCKS = re.findall(r"^```\n(.*?)^```$", PAGE, re.M | re.S)
 COMMANDS = [shlex.split(line, comments=True) for block in BLOCKS for line in block.splitlines()]
 OURS = [words for words in COMMANDS if "-m" in words]
-SIZES = ["--dtype", "float32", "--heads", "8", "--kv-heads", "8", "--dim", "8", "--rounds", "1"]
+SIZES = ["--heads", "8", "--kv-heads", "8", "--dim", "8", "--rounds", "1"]
+SIZES_OF_SPEEDS = speeds.Sizes(2**10, 8, diagnosis.Tile(64, 64, batch=1, heads=(4, 4)), 2**10, torch.bfloat16)
+SMALL_TILES = [*tiles.IN_EVERY_LAYOUT, *(tile for tile in tiles.TILES if tile.rows * tile.cols < 6000)]
 
 
 def started(words: list[str]) -> tuple[str, list[str], int]:
@@ -32,6 +39,9 @@ def started(words: list[str]) -> tuple[str, list[str], int]:
     at = words.index("-m")
     ranks = int(words[words.index("--nproc-per-node") + 1]) if words[0] == "torchrun" else 1
     return words[at + 1], words[at + 2 :], ranks
+
+
+ON_GPUS = [words for words in OURS if "npu" not in words and started(words)[0].startswith("benchmarks.device")]
 
 
 def test_every_command_is_read_by_its_program() -> None:
@@ -67,47 +77,82 @@ def test_variables_that_the_page_names_are_known_to_the_doctor() -> None:
     assert exported and exported <= named and machine.QUEUES not in exported
 
 
-# --------------------------------------------------------------------------- on a double of NPUs
-
-
-class Event:
-    """An event of the device, whose time is the host's."""
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        self.at = timing.time.perf_counter()
-
-    def elapsed_time(self, end: Event) -> float:
-        return (end.at - self.at) * 1e3
+# --------------------------------------------------------------------------- on doubles
 
 
 @on_ranks
-def walked(module: str, given: list[str]) -> tuple[int, str]:
-    """Exit code and output of a command of the page, on small tensors."""
-    device = npu_device.MODULE
-    device.Event, device.get_device_name = Event, lambda: "double"
-    device.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
-    torch.npu = device  # type: ignore[attr-defined]
+def walked(of_gpus: bool, module: str, given: list[str]) -> tuple[int, str]:
+    """Exit code and output of a command of the page, on small tensors, on a double of GPUs or NPUs."""
     printed = io.StringIO()
     with (
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
-        mock.patch.object(timing, "CACHE", 1),
+        cuda_device.installed(triton="merges" in given) if of_gpus else contextlib.nullcontext(),
+        mock.patch.object(torch, "npu", npu_device.MODULE, create=True),
+        mock.patch.object(torch, "tensor", npu_device.tensor),
+        mock.patch.multiple(timing, CACHE=1, WARM_UPS=1),
+        mock.patch.object(speeds.Sizes, "of", lambda *_: SIZES_OF_SPEEDS),
+        mock.patch.object(tiles, "TILES", SMALL_TILES if of_gpus else tiles.TILES),
+        mock.patch.object(tiles, "IN_EVERY_LAYOUT", tiles.IN_EVERY_LAYOUT[:1] if of_gpus else tiles.IN_EVERY_LAYOUT),
     ):
+        dtype = [] if of_gpus else ["--dtype", "float32"]
+        device = ["--device", "npu"]  # the type of the device that is made in Python
         if module == "benchmarks.device.check":
-            code = device_check.main([*given, *SIZES, "--lengths", "64", "--worlds", "2", "--ranks", "2"])
-        else:
-            args = device_overlap.arguments([*given, *SIZES, "--length", "64"])
+            # Graphs of the compiler hold no tensors of this device: they have tests of their own, on the CPU.
+            sizes = ["--lengths", "64", "--worlds", "2", "--ranks", "2", "--compile"]
+            code = device_check.main([*given, *device, *dtype, *SIZES, *sizes])
+        elif module == "benchmarks.device.overlap":
+            args = device_overlap.arguments([*given, *device, *dtype, *SIZES, "--length", "64"])
             with mock.patch.object(device_overlap, "arguments", lambda: args):
                 code = device_overlap.main()
+        else:
+            code = cli.main(given)
     return code, printed.getvalue()
+
+
+def check_walk(pool: Ranks, words: list[str], of_gpus: bool, most: int) -> str:
+    """Run a command and return what its first rank printed."""
+    module, given, ranks = started(words)
+    found = pool(min(ranks, most), walked, of_gpus, module, given)
+    for code, text in found:
+        assert code == 0 and not set(text.split()) & {"WRONG", "FAILED", "CRASHED", "FINITE"}, text
+    return str(found[0][1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [words for words in OURS if "npu" in words], ids=" ".join)
 def test_the_commands_for_npus_run_on_a_double(npus: Ranks, words: list[str]) -> None:
-    module, given, ranks = started(words)
-    for code, text in npus(min(ranks, 2), walked, module, given):
-        assert code == 0 and not set(text.split()) & {"WRONG", "FAILED", "CRASHED", "FINITE"}, text
+    check_walk(npus, words, False, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ON_GPUS, ids=" ".join)
+def test_the_commands_for_gpus_run_on_a_double(npus: Ranks, words: list[str]) -> None:
+    text = check_walk(npus, words, True, 4)
+    assert "absent" not in text and ("a double of an H100, now at 1980 MHz" in text or "overlap" in " ".join(words))
+
+
+def test_the_lines_that_show_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    device = SimpleNamespace(get_device_name=lambda: "a card")
+    lines = [words[2] for words in COMMANDS if words[:2] == ["python", "-c"]]
+    installed = {"torch_npu": SimpleNamespace(__version__="2.12.0")}
+    with mock.patch.multiple(torch, cuda=device, npu=device, create=True), mock.patch.dict(sys.modules, installed):
+        for line in lines:
+            exec(line, {})
+    assert capsys.readouterr().out.count("a card") == len(lines) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("of_gpus", [True, False])
+def test_the_doctor_examines_a_double(npus: Ranks, of_gpus: bool, ranks: int) -> None:
+    words = f"torchrun --nproc-per-node {ranks} -m hyper_cp doctor".split()
+    text = check_walk(npus, words, of_gpus, ranks)
+    assert "warnings)" in text and ("cuda cudnn on npu, bfloat16: it runs plain calls" in text) == of_gpus
+
+
+@pytest.mark.slow
+def test_a_step_is_verified_on_a_double(npus: Ranks) -> None:
+    (command,) = re.findall(r"`(torchrun .*? -m hyper_cp verify \S+)`", PAGE)
+    words = command.replace("my_training:verification", "tests.harness.planted:verification_on_npus").split()
+    assert "OK: " in check_walk(npus, words, True, 2)

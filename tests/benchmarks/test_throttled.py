@@ -74,6 +74,24 @@ def test_both_directions_of_a_real_link_are_used_at_once(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_only_links_between_hosts_are_limited(tmp_path: Path) -> None:
+    """Two hosts of two ranks: the rows of one rank cross in a double ring, those of all others in a flat one. The rest
+    of the double ring's messages, as many again, take no time to speak of."""
+    found, length, width = tmp_path / "found.json", 512, 512
+    options = f"--ranks 4 --per-host 2 --rates 20 --length {length} --width {width} --rounds 1 --json {found}"
+    command = [sys.executable, "-m", "benchmarks.measured.throttled", *options.split(), "--only", "ring", "double ring"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if run.returncode == throttled.NOT_HERE:
+        pytest.skip(run.stderr.strip())
+    assert not run.returncode, run.stderr
+    rows = {row["mode"]: row for row in json.loads(found.read_text())["rows"]}
+    share = 2 * length // 4 * width * 4  # keys and values; they travel forward and backward, and so do their gradients
+    assert {mode: row["sent"] for mode, row in rows.items()} == {"ring": 3 * 3 * share, "double ring": 3 * share}
+    assert all(0.95 <= throttled.ratio(row) < 1.6 for row in rows.values()), rows
+    assert "| 4 ranks, 2 to a host, S=512, causal, reno | 20 Mbit/s |" in run.stdout
+
+
+@pytest.mark.slow
 def test_nothing_is_left_when_it_is_killed() -> None:
     if links.why_not():
         pytest.skip(links.why_not())

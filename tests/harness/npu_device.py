@@ -3,13 +3,14 @@
 :func:`install` is for good and for the whole process: call it in ranks that do nothing else. Operators run on
 the CPU tensors inside; the NPU's attention operators are those of the stand-in; transfers go through gloo.
 Operands on different devices are refused, as by a real device, and everything that makes the host wait for the device
-is recorded in :data:`waits`. Batches of messages are refused
-as by HCCL. It shows nothing of streams and of the rest of HCCL. One call does not work: ``torch.tensor(...,
-device="npu")``, where PyTorch bypasses tensors that are made in Python.
+is recorded in :data:`waits`. Batches of messages are refused as by HCCL. It shows nothing of streams and of the rest of
+HCCL. One call works only where :func:`tensor` stands in its place: ``torch.tensor(..., device="npu")``, in which
+PyTorch bypasses tensors that are made in Python.
 """
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,19 @@ _READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "unique_di
 _READS |= {"unique_consecutive", "unique_dim_consecutive", "bincount", "repeat_interleave.Tensor"}
 
 
+class Event:
+    """An event of the device, whose time is the host's."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at - self.at) * 1e3
+
+
 MODULE = SimpleNamespace(
     is_available=lambda: True,
     is_initialized=lambda: True,
@@ -48,8 +62,14 @@ MODULE = SimpleNamespace(
     set_device=lambda device: None,
     manual_seed_all=lambda seed: None,
     synchronize=lambda device=None: waits.append("synchronize"),
+    get_rng_state=lambda device=None: torch.get_rng_state(),
+    set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+    Event=Event,
+    get_device_name=lambda device=None: "a double",
+    get_device_properties=lambda device=None: SimpleNamespace(total_memory=2**36),
+    get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
 )
-"""The functions of ``torch.npu`` that the rest of PyTorch calls."""
+"""The functions of ``torch.npu`` that the rest of PyTorch and this library call."""
 
 
 class OnNPU(Tensor):
@@ -67,6 +87,10 @@ class OnNPU(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"OnNPU({self.inside!r})"
+
+    def tolist(self) -> Any:
+        waits.append("tolist")
+        return self.inside.tolist()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,11 +110,20 @@ def install() -> None:
         _library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # autocast casts nothing here
 
 
+_tensor = torch.tensor
+
+
+def tensor(values: Any, *, device: Any = None, **options: Any) -> Tensor:
+    """``torch.tensor`` by way of the CPU."""
+    made = _tensor(values, **options)
+    return made if device is None else made.to(device)
+
+
 class HcclAxis(comm.HcclAxis, comm.GlooAxis):
     """The axis of HCCL, made of what gloo has."""
 
 
-_send_and_receive = dist.batch_isend_irecv
+send_and_receive = dist.batch_isend_irecv
 
 
 def _batch_isend_irecv(ops: list[dist.P2POp]) -> list[Any]:
@@ -98,7 +131,7 @@ def _batch_isend_irecv(ops: list[dist.P2POp]) -> list[Any]:
     tasks = [(op.op, op.group_peer if hasattr(op, "group_peer") else op.peer) for op in ops]
     if len(set(tasks)) < len(tasks):
         raise RuntimeError("HCCL_E_PARA: Send Tasks are duplicated")
-    return _send_and_receive(ops)
+    return send_and_receive(ops)
 
 
 def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +150,7 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
         here = torch.device(target).type == "npu"
         kwargs = {**kwargs, "device": "cpu"}
     kwargs.pop("pin_memory", None)
-    result = func(*tree_map(_inside, args), **tree_map(_inside, kwargs))
+    result = ran(func, tree_map(inside_of, args), tree_map(inside_of, kwargs))
     if not here:
         return result
     # A tensor that was written in place comes back as the object that was passed.
@@ -125,8 +158,14 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     return tree_map(lambda x: known.get(id(x), OnNPU(x)) if isinstance(x, Tensor) else x, result)
 
 
-def _inside(x: Any) -> Any:
+def inside_of(x: Any) -> Any:
+    """The CPU tensor in a tensor of the device; anything else as it is."""
     return x.inside if isinstance(x, OnNPU) else x
+
+
+def ran(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator on the CPU tensors inside: the one place through which all of them go."""
+    return func(*args, **kwargs)
 
 
 def _check(func: Any, name: str, operands: list[Tensor], args: Any, kwargs: Any) -> None:

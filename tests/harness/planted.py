@@ -253,3 +253,12 @@ def verification(fault: str = "") -> dict[str, Any]:
 def wrong_verification() -> dict[str, Any]:
     """The same for a model with a mistake."""
     return verification("cumsum")
+
+
+def verification_on_npus() -> dict[str, Any]:
+    """The same on a device that is made in Python."""
+    mesh = init_device_mesh("npu", (2,), mesh_dim_names=("cp",))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    model = styled(mesh, dtype=torch.float32).to("npu")
+    batch = {name: x.to("npu") for name, x in whole_batch().items()}
+    return {"model": model, "mesh": mesh, "batch": batch, "loss_fn": loss_fn}

@@ -14,7 +14,7 @@ from benchmarks.device.ranks import SilentAxis
 from benchmarks.no_kernel import NoKernel
 from hyper_cp.cli.modes import Mode
 from hyper_cp.mesh import cp_mesh
-from hyper_cp.mesh.comm import Axis, Pending
+from hyper_cp.mesh.comm import Axis, Message, Pending
 from hyper_cp.ops import attention, kernels
 from hyper_cp.ops.kernels import TileInputs
 
@@ -42,11 +42,13 @@ class Device:
     Attributes:
         pair: the seconds of a pair of a query and a key of one head.
         byte: the seconds of a byte on the link.
+        inside: those of a byte inside a host, on a link of its own, where ranks have several hosts.
     """
 
     one_queue: bool = False
     pair: float = 1.0
     byte: float = 1.0
+    inside: float = 0.0
     launched: list[Kernel] = field(default_factory=list)
     waits: list[Kernel] = field(default_factory=list)
     """The kernels that the compute stream waits for."""
@@ -62,9 +64,10 @@ class Device:
     def compute(self, tile: TileInputs) -> None:
         self.launch("tile", self.pair * visible_pairs(tile) * tile.q.shape[0] * tile.q.shape[1], self.waits)
 
-    def transfer(self, sent: int, received: int) -> Kernel:
+    def transfer(self, sent: int, received: int, inside: bool = False) -> Kernel:
         """A transfer of so many bytes, after what is queued on the compute stream."""
-        return self.launch("transfer", self.byte * max(sent, received), [*self.of("tile")[-1:], *self.waits])
+        name, byte = ("transfer inside", self.inside) if inside else ("transfer", self.byte)
+        return self.launch(name, byte * max(sent, received), [*self.of("tile")[-1:], *self.waits])
 
     def of(self, name: str) -> list[Kernel]:
         """The kernels on a stream, which are those of one name."""
@@ -88,11 +91,19 @@ class OnStream(SilentAxis):
     """An axis whose transfers run on a stream of the device. Their ``wait()`` lets the compute stream wait."""
 
     device: Device
+    stays = False
+    """True while a transfer inside the host is posted."""
+
+    def send_recv(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        object.__setattr__(self, "stays", self.per_host > 0 and not self._leaves_host([*sends, *recvs]))
+        pending = super().send_recv(sends, recvs)
+        object.__setattr__(self, "stays", False)
+        return pending
 
     def _arrived(self, sent: Any, *received: Tensor) -> Pending:
         super()._arrived(sent, *received)
         outgoing = [sent] if isinstance(sent, Tensor) else [x for x, _ in sent]
-        kernel = self.device.transfer(*(sum(x.nbytes for x in tensors) for tensors in (outgoing, received)))
+        kernel = self.device.transfer(*(sum(x.nbytes for x in tensors) for tensors in (outgoing, received)), self.stays)
         return Pending([_Work(self.device, kernel)], received[0], sent)
 
 
@@ -122,12 +133,15 @@ class OnDevice(NoKernel):
         return super().backward(tile, *of_rows)
 
 
-def run(mode: Mode, ranks: int, rows: int, backward: bool, device: Device) -> Device:
+def run(mode: Mode, ranks: int, rows: int, backward: bool, device: Device, per_host: int = 0) -> Device:
     """Carry out a causal call of ``attention``, forward or backward, with peers that are as far as the last rank, with
     ``rows`` rows each."""
     axis, degree = OnStream(ranks - 1, ranks), mode.get("ulysses_degree", 1) or ranks
     axes = (axis, Axis.alone()) if degree == 1 else (Axis.alone(), axis)
     cp = cp_mesh.register(cp_mesh.CPMesh("on streams", *axes, (axis,), cp_mesh.BatchState()))
+    if per_host:
+        cp = cp_mesh.over_hosts(cp, per_host)
+        axis = cp.ring
     settings = {"head_groups": 1} | {name: value for name, value in mode.items() if name != "ulysses_degree"}
     q, k, v, dout = (torch.zeros(1, 32, rows, 1, dtype=torch.bfloat16) for _ in range(4))
     # The other half of the call runs on a device of its own.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from hyper_cp.cli.modes import named_mode
-from tests.harness.streams import run_balanced
+from tests.harness.streams import Device, run, run_balanced
 
 RANKS, SHARE = 8, 2048
 
@@ -54,3 +54,20 @@ def test_with_one_hardware_queue_tiles_wait_behind_a_second_transfer(
     one, several = (run_balanced(named_mode(mode), ranks, SHARE, backward, queue) for queue in (True, False))
     late = [x.start - y.start for x, y in zip(one.of("tile"), several.of("tile"), strict=True)]
     assert min(late) >= 0 and (max(late) > 0) == waits
+
+
+@pytest.mark.parametrize("backward, double, flat", [(False, 1.0, 1.8), (True, 1.4, 5.3)])
+def test_links_between_hosts_work_for_a_whole_round_of_a_double_ring(
+    backward: bool, double: float, flat: float
+) -> None:
+    """Two hosts of four ranks, with links inside that take no time, and links between on which a share takes as long as
+    two of eight tiles. A double ring hides it, and in backward some of the gradient, of four tiles, that goes home. In
+    a flat ring every hop waits for the link of the last rank."""
+
+    def took(mode: str, link: float) -> float:
+        return run(named_mode(mode), RANKS, SHARE, backward, Device(byte=link), per_host=4).end
+
+    device = run(named_mode("double ring, head_tail"), RANKS, SHARE, backward, Device(), per_host=4)
+    tiles, share = took("double ring, head_tail", 0.0), device.of("transfer")[0].seconds
+    found = [took(mode, tiles / 4 / share) / tiles for mode in ("double ring, head_tail", "ring, head_tail")]
+    assert found[0] <= double + 0.01 and found[1] >= flat - 0.1, found

@@ -3,6 +3,8 @@ of the formula; and the gradients of keys come home."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,11 +13,11 @@ from hypothesis import strategies as st
 from hyper_cp.schedule import build as schedule
 from hyper_cp.schedule import lookup
 from hyper_cp.schedule.documents import PackedDocuments
-from hyper_cp.schedule.moves import HOME, Move, Transfers
+from hyper_cp.schedule.moves import Move, Transfers
 from tests.harness.transfers import Gradient, carry_out, neighbours_agree
 
 CAUSAL, FULL = (None, 0), (None, None)
-EXCHANGES = ("ring", "all_gather", "needed")
+EXCHANGES = ("ring", "double_ring", "all_gather", "needed")
 
 
 def one_for_each_use(own: list[list[int]]) -> Gradient:
@@ -25,13 +27,17 @@ def one_for_each_use(own: list[list[int]]) -> Gradient:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple:
+    kv = draw(st.sampled_from(EXCHANGES))
     ring = draw(st.integers(2, 64))
+    if kv == "double_ring":
+        hosts, per_host = draw(st.tuples(st.integers(2, 8), st.integers(2, 8)))
+        ring, kv = hosts * per_host, f"double_ring_{per_host}"
     layout = draw(st.sampled_from(["contiguous", "head_tail", "balanced"]))
     length = 2 * ring * draw(st.integers(1, 4))
     cuts = sorted(set(draw(st.lists(st.integers(1, length - 1), max_size=5))))
     band = draw(st.sampled_from([CAUSAL, FULL, (-5, 0), (-length // 3, 2)]))
     stages = draw(st.sampled_from([None, 1, 3]))
-    return ring, layout, draw(st.sampled_from(EXCHANGES)), length, (0, *cuts, length), band, stages
+    return ring, layout, kv, length, (0, *cuts, length), band, stages
 
 
 @settings(max_examples=15, deadline=None)
@@ -52,7 +58,7 @@ def test_every_departure_arrives_and_every_gradient_comes_home(world: tuple) -> 
         assert len(received) == plan.received == len(set(received.tolist())), "each row once"
         rows = length // ring
         sent = [sum(move.sent) for move in plan.transfers.moves]
-        if kv == "ring":
+        if "ring" in kv:
             assert sum(sent) == plan.transfers.hops * rows
         if kv == "all_gather":
             assert sum(sent) == plan.transfers.hops * (ring - 1) * rows
@@ -79,42 +85,63 @@ def test_sampled_ranks_of_wide_worlds_agree(size: int, kv: str, band: tuple) -> 
         )
 
 
-def two_levels(rank: int, hosts: int, per_host: int) -> Transfers:
-    """A ring of two levels as a list of moves: shares go round inside the host, then on to the same place on the next
-    host. Gradients leave straight for the owner."""
-    size, (host, place) = hosts * per_host, divmod(rank, per_host)
-
-    def rank_at(host: int, place: int) -> int:
-        return host % hosts * per_host + place % per_host
-
-    def only(peer: int) -> tuple[int, ...]:
-        return tuple(2 * (r == peer) for r in range(size))
-
-    rows, moves, returns, first = schedule.Rows(((0, 2),)), [], [], HOME
-    for round_ in range(hosts):
-        source = first
-        if round_:
-            moves.append(Move("pair", first, rows, only(rank_at(host + 1, place)), only(rank_at(host - 1, place))))
-            source = first = len(moves) - 1
-            returns.append((round_, 0))
-        for hop in range(1, per_host):
-            moves.append(Move("pair", source, rows, only(rank_at(host, place + 1)), only(rank_at(host, place - 1))))
-            source = len(moves) - 1
-            returns.append((round_, hop))
-    back = [
-        Move("pair", HOME, rows, only(rank_at(host + h, place + p)), only(rank_at(host - h, place - p)))
-        for h, p in returns
-    ]
-    return Transfers(tuple(moves), 1, tuple(back))
+# --------------------------------------------------------------------------- a ring of two levels
 
 
-def test_a_ring_of_two_levels_is_another_list_of_moves() -> None:
-    """No other loop: the same events carry it out."""
-    transfers = [two_levels(rank, 3, 2) for rank in range(6)]
-    own = [[2 * rank, 2 * rank + 1] for rank in range(6)]
-    blocks, sums = carry_out(transfers, own, one_for_each_use(own))
-    assert all(sorted(np.concatenate(of_rank).tolist()) == [*range(12)] for of_rank in blocks)
-    assert all((total == 5).all() for total in sums)
+def between_hosts(moves: Sequence[Move], rank: int, per_host: int) -> int:
+    """The rows that a rank sends to other hosts."""
+    return sum(rows for move in moves for to, rows in enumerate(move.sent) if to // per_host != rank // per_host)
+
+
+@pytest.mark.parametrize("hosts, per_host", [(2, 2), (2, 3), (3, 2), (4, 4), (8, 8), (2, 32), (32, 2), (5, 7)])
+def test_bytes_of_a_double_ring_are_the_same_on_every_link(hosts: int, per_host: int) -> None:
+    """Every rank sends to other hosts as many shares, and as many gradients, as there are other hosts; a flat ring
+    sends all shares that go round from the last rank of each host."""
+    ring, rows = hosts * per_host, 2
+    held = lookup.resolve("contiguous", ring, rows * ring).held
+    for rank in range(ring):
+        each = schedule.build(held, held, rank, f"double_ring_{per_host}", False, FULL).transfers
+        for moves in (each.moves, [move.transposed for move in each.returns]):
+            assert between_hosts(moves, rank, per_host) == (hosts - 1) * rows
+            assert sum(sum(move.sent) for move in moves) == (ring - 1) * rows
+            assert all(
+                (move.ahead > 0) == (to // per_host != rank // per_host) == (origin // per_host != rank // per_host)
+                for move in moves
+                for to, origin in [move.peers]
+            )
+    flat = schedule.build(held, held, per_host - 1, "ring", False, FULL).transfers
+    assert between_hosts(flat.moves, per_host - 1, per_host) == (ring - 1) * rows
+
+
+def test_shares_travel_to_other_hosts_for_a_whole_round() -> None:
+    """They leave before the first block of a round is used, and are waited for after the last one, forward and
+    backward; so are gradients that go home. The round of the own host is cut in two: after 2 of its 3 hops comes the
+    first share of another host, and 1 hop, and the second part of the own tile, hide the last gradient."""
+    hosts, per_host = 4, 4
+    ring = hosts * per_host
+    held = lookup.resolve("contiguous", ring, 2 * ring).held
+    each = schedule.build(held, held, 5, "double_ring_4", False, FULL).transfers
+    for backward, events in enumerate((each.forward, each.backward)):
+        uses, waits, posted = 0, list[tuple[str, int]](), dict[tuple[str, int], int]()
+        for kind, block, gradient in events:
+            for way, number, moves in (("keys", block, each.moves), ("sums", gradient, each.returns)):
+                if number is None or not moves[number].ahead or kind == "use":
+                    continue
+                if kind == "post":
+                    posted[way, number] = uses
+                else:
+                    waits.append((way, uses - posted.pop((way, number))))
+            uses += kind == "use"
+        keys = [("keys", 3), ("keys", 4), ("keys", 4)]
+        assert not posted and sorted(waits) == keys + [("sums", 1), ("sums", 4), ("sums", 4)] * backward
+
+
+def test_a_double_ring_over_one_host_is_a_flat_one() -> None:
+    held = lookup.resolve("contiguous", 4, 16).held
+    for name in ("double_ring", "double_ring_1", "double_ring_4", "double_ring_8"):
+        plans = [schedule.build(held, held, 1, kv, False, CAUSAL).transfers for kv in (name, "ring")]
+        assert plans[0].forward == plans[1].forward
+        assert [move.sent for move in plans[0].moves] == [move.sent for move in plans[1].moves]
 
 
 def test_a_wrong_list_of_moves_is_found() -> None:
