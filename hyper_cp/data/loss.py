@@ -39,7 +39,7 @@ def mean_loss(
         error, total, count = found, losses.detach().sum(), losses.new_tensor(-torch.inf)
     exact = torch.promote_types(total.dtype, torch.float32)
     with calling("mean_loss"):
-        of_ranks = by_rank(mesh, torch.stack([total.detach().to(exact), count.to(exact)]))
+        of_ranks = by_rank(mesh, torch.stack([total.detach().to(exact), count.detach().to(exact)]))
     if error is not None:
         raise ValueError(str(error))
     if of_ranks.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere the host would wait
@@ -53,8 +53,10 @@ def mean_loss(
     # If no token counts on any rank: a loss of 0 and no gradient, rather than NaN in every parameter.
     tokens = torch.where(sums[1] == 0, 1.0, sums[1])
     factor = mesh.size() if gradients == "mean" else 1
-    share = total.to(exact) * (factor / tokens)
-    return with_gradient_of(sums[0] / tokens, share)
+    mean, share = sums[0] / tokens, total.to(exact)
+    if count.requires_grad:  # weights that are learned change the number of tokens, too
+        share = share - mean * count.to(exact)
+    return with_gradient_of(mean, share * (factor / tokens))
 
 
 class _NoClass(ValueError):
@@ -75,10 +77,12 @@ def reduced_mesh(mesh: DeviceMesh | None, cp: DeviceMesh) -> DeviceMesh:
 def check_tokens(cp: CPMesh, losses: Any, labels: Tensor | None, mask: Tensor | None) -> None:
     """Raise ``ValueError`` for tokens that were shifted in a share, and for padding that would count."""
     check_share(cp, losses if labels is None else labels)
-    if labels is not None or mask is not None or cp.batch.padded is None:
+    if labels is not None or mask is not None:
         return
-    (rows, positions), length, padded = cp.batch.padded
-    if positions > 1 and tuple(getattr(losses, "shape", ())) in ((rows, positions), (rows * positions,)):
+    shape = tuple(getattr(losses, "shape", ()))
+    found = cp.batch.padding_of(shape)
+    if found is not None:
+        length, padded = found
         raise ValueError(
             f"losses of shape {tuple(losses.shape)} come without labels or mask, and this batch of {length} positions "
             f"was padded to {padded}. The losses of padding, and zeros for ignored labels, would count in the mean. "

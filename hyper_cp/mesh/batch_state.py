@@ -143,6 +143,20 @@ class BatchState:
         entered = self._this_thread.blocks.entered
         return entered[-1].split.length if entered and entered[-1].split else None
 
+    def padding_of(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """The lengths, before and after padding, of the batch to which losses of this shape belong: that of this
+        thread's innermost block (the loader may have split the next one already), else the last one. None: it was not
+        padded, or these are no losses of its tokens."""
+        entered = self._this_thread.blocks.entered
+        split = entered[-1].split if entered else None
+        if split is not None and split.length and split.padded:
+            if split.length == split.padded:
+                return None
+            if len(shape) == 2 and shape[1] == split.share > 1:
+                return split.length, split.padded
+        (rows, share), length, padded = self.padded or ((0, 0), 0, 0)
+        return (length, padded) if share > 1 and shape in ((rows, share), (rows * share,)) else None
+
     def active_documents(self, caller: str) -> Tensor | None:
         """The documents for an attention call of ``caller``, which errors name.
 
