@@ -152,7 +152,7 @@ class BatchState:
         if split is not None and split.length and split.padded:
             if split.length == split.padded:
                 return None
-            if len(shape) == 2 and shape[1] == split.share > 1:
+            if len(shape) == 2 and shape[1] == split.padded // split.ranks > 1:
                 return split.length, split.padded
         (rows, share), length, padded = self.padded or ((0, 0), 0, 0)
         return (length, padded) if share > 1 and shape in ((rows, share), (rows * share,)) else None

@@ -111,6 +111,8 @@ class Binding:
         """True once a call has begun (compiled calls do not count)."""
         self.applied: tuple[weakref.ref[nn.Module], int] | None = None
         """The model that the plan was applied to, and the number of that plan among those of the mesh."""
+        self.warned = False
+        """True once a call has warned of windows of the sequence."""
         self.place: tuple[str, Plan] | None = None
         """The qualified name of the module in the model that it runs in, and that model's styled modules."""
         self.compared: WeakSet[Agreement] = WeakSet()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,6 +55,8 @@ class RunningCall:
     routed: int = 0
     """Attention calls that were routed so far."""
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
+    shares: list[tuple[int, int]] = field(default_factory=list)
+    """Rows and positions of tensors that may hold this rank's share of the sequence."""
 
     @property
     def engine_only(self) -> bool:
@@ -85,6 +88,7 @@ def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
     )
     mode, (q, k, v), outputs = _mode(call, request), (request.query, request.key, request.value), None
     if exchanged is None:
+        _warn_of_windows(call, q)
         (q, k, v), outputs = binding.local([q, k, v], 2, 1, call.mesh)
         sizes = (q.shape[1], k.shape[1], q.shape[2]) if q.ndim == 4 and k.ndim == 4 else (1, 1, 1)
         cp = call.mesh.view(*binding.record(*sizes))
@@ -95,6 +99,24 @@ def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
         core, options = request.core.select_backend(q, cp, mode, options)
     out = attend(q, k, v, cp, mode, options, core, exchanged=exchanged is not None)
     return outputs.wrap(out) if outputs is not None and isinstance(out, Tensor) else out
+
+
+def _warn_of_windows(call: RunningCall, q: Tensor) -> None:
+    """Warn, once for a style on a module, of queries that are parts of this rank's share, as further batch rows."""
+    if torch.compiler.is_compiling() or call.binding.warned or q.ndim != 4:
+        return
+    rows, length = q.shape[0], q.shape[2]
+    for batch, share in call.shares:
+        if rows * length == batch * share and 0 < length < share and share % length == 0:
+            call.binding.warned = True
+            warnings.warn(
+                f"{call.binding.name} attends to {rows} sequences of {length} positions, {share // length} for each of "
+                f"the {batch} rows of {share} positions that this rank holds. Attention joins each with the same one "
+                "of every other rank, so windows, frames or blocks of the split sequence would see others. If they lie "
+                "within a rank's share, leave the module out of the plan (or the block); if each rank holds a part of "
+                "all of them, ignore this warning",
+                stacklevel=4,
+            )
 
 
 def _mode(call: RunningCall, request: AttentionRequest) -> Mode:
