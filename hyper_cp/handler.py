@@ -269,9 +269,10 @@ class ContextParallelHandler(Shares):
             if the block cannot be around the forward (a pipeline), or if activation checkpointing is not torch's own,
             which records the documents of its forward.
         """
-        if isinstance(cu_seqlens, LocalBatch):
+        copied = isinstance(cu_seqlens, LocalBatch) and not cu_seqlens.padded_length
+        if isinstance(cu_seqlens, LocalBatch) and not copied:
             table = cu_seqlens.documents
-        elif isinstance(cu_seqlens, Mapping):
+        elif copied or isinstance(cu_seqlens, Mapping):  # type(batch)({...}) has the entries only
             raise TypeError(
                 f"documents got a {type(cu_seqlens).__name__} with the entries {list(cu_seqlens)}, which carries no "
                 "documents. Pass what get_batch_on_this_cp_rank returned, or its attribute documents if "
