@@ -381,8 +381,13 @@ class ContextParallelHandler(Shares):
         loss.warn_of_sum(self.cp, gradients)
         if not elsewhere:
             loss.refuse_idle(self.cp, self.style is not None)
-        losses = token_losses(losses, labels, head, Logits(ignore_index, softcap, scale, chunk))
-        return loss.mean_loss(losses, labels, whole, ignore_index=ignore_index, mask=mask, gradients=gradients)
+        logits = Logits(ignore_index, softcap, scale, chunk)
+
+        def per_token(given: Tensor) -> Tensor:
+            return token_losses(given, labels, head, logits)
+
+        options: Any = {"ignore_index": ignore_index, "mask": mask, "gradients": gradients}
+        return loss.mean_loss(losses, per_token, labels, whole, **options)
 
     def log_probs(
         self,

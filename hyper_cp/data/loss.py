@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .collectives import by_rank, with_gradient_of
 
 def mean_loss(
     losses: Tensor,
+    per_token: Callable[[Tensor], Tensor],
     labels: Tensor | None,
     mesh: DeviceMesh,
     *,
@@ -25,7 +27,10 @@ def mean_loss(
     mask: Tensor | None,
     gradients: str,
 ) -> Tensor:
-    """See :meth:`hyper_cp.ContextParallelHandler.mean_loss`; ``mesh`` is the one over which gradients are reduced."""
+    """See :meth:`hyper_cp.ContextParallelHandler.mean_loss`; ``mesh`` is the one over which gradients are reduced.
+
+    ``per_token`` makes losses of hidden states, and returns others as they are.
+    """
     if gradients not in ("mean", "sum"):
         raise ValueError(
             f'gradients={gradients!r} is unknown. Use "mean" under DDP or FSDP, which average gradients, or "sum" if '
@@ -34,8 +39,8 @@ def mean_loss(
     check_ignore_index(ignore_index)
     error = None
     try:
-        total, count = _local(losses, labels, ignore_index, mask)
-    except _NoClass as found:  # perhaps on this rank only: the others would wait for it
+        total, count = _local(per_token(losses), labels, ignore_index, mask)
+    except NoClass as found:  # perhaps on this rank only: the others would wait for it
         error, total, count = found, losses.detach().sum(), losses.new_tensor(-torch.inf)
     exact = torch.promote_types(total.dtype, torch.float32)
     with calling("mean_loss"):
@@ -59,7 +64,7 @@ def mean_loss(
     return with_gradient_of(mean, share * (factor / tokens))
 
 
-class _NoClass(ValueError):
+class NoClass(ValueError):
     """Labels that are numbers of no class. They depend on values, so that other ranks may have none."""
 
 
@@ -182,7 +187,7 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
             least = int(flat.min()) if isinstance(error, IndexError) and flat.numel() else 0
             advice = f". If {least} is the label of tokens that do not count, pass ignore_index={least}"
             text = f"labels of shape {tuple(labels.shape)} do not fit the {wide.shape[-1]} classes of losses: {error}"
-            wrong = _NoClass if isinstance(error, IndexError) else ValueError
+            wrong = NoClass if isinstance(error, IndexError) else ValueError
             raise wrong(text + (advice if least < 0 else "")) from error
         if mask is None:
             return per_token, (flat != ignore_index).sum()

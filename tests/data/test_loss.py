@@ -19,7 +19,7 @@ from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh import comm
 from tests.harness.labelled import LENGTH, ROWS, VOCABULARY, data
 from tests.harness.oracle import plain_attention, relative_error
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import error_of, on_ranks
 
 
 class Inner(nn.Module):
@@ -291,6 +291,22 @@ def padding_of_an_earlier_batch() -> float:
 def test_padding_is_that_of_the_batch_of_the_block(ranks: Any) -> None:
     """Before, it was that of the last batch: padding counted (0.75 for 1.0), or losses without padding were refused."""
     assert ranks(2, padding_of_an_earlier_batch) == [2.0, 2.0]
+
+
+@on_ranks
+def label_of_one_rank(head: bool) -> str:
+    """The error of this rank for a label of -1 on rank 1; the other one must not wait for it."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
+    labels = torch.zeros(1, 4, dtype=torch.int64)
+    labels[0, 0] -= dist.get_rank()
+    options = {"head": torch.nn.Linear(3, 3)} if head else {}
+    return error_of(lambda: handler.mean_loss(torch.zeros(1, 4, 3), labels, **options))
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_a_label_of_one_rank_is_an_error_on_all(ranks: Any, head: bool) -> None:
+    first, second = ranks(2, label_of_one_rank, head, timeout=30)
+    assert first.startswith("ValueError: labels of ranks [1]") and second.startswith("ValueError: labels"), first
 
 
 @on_ranks

@@ -463,3 +463,27 @@ def test_windows_that_are_rows_of_the_batch_warn_once(ranks: Any) -> None:
     for block in (False, True):
         assert ranks(2, windows_of, 4, block) == [[1, 0]] * 2
         assert ranks(2, windows_of, 0, block) == [[0, 0]] * 2
+
+
+# --------------------------------------------------------------------------- two layouts in one model
+
+
+@on_ranks
+def warnings_of_layouts(layout: str) -> list[int]:
+    """Warnings of two forwards of a model with another layout in its second attention."""
+    model = nn.ModuleList(Windows(0) for _ in range(2))
+    model.forward = lambda x: model[1](model[0](x))  # type: ignore[method-assign]
+    plan = {str(i): ContextParallel(1, 2, 1, None, layout=x) for i, x in enumerate(("head_tail", layout))}
+    parallelize_module(model, cp_mesh(), plan)
+    found = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(torch.ones(2, 8, 8))
+        found.append(sum("in different layouts" in str(w.message) for w in caught))
+    return found
+
+
+def test_layouts_that_differ_in_a_model_warn_once(ranks: Any) -> None:
+    assert ranks(2, warnings_of_layouts, "contiguous") == [[1, 0]] * 2
+    assert ranks(2, warnings_of_layouts, "head_tail") == [[0, 0]] * 2
