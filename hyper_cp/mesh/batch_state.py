@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 LENGTHS = 16
 """Lengths of shares that are recorded; the oldest is dropped."""
+FEW = 64
+"""The most tokens that a model is expected to add to its sequence, such as registers."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class BatchState:
         """True if DDP or FSDP averages the gradients of a model on this mesh over its ranks."""
         self.warned_of_gradients = False
         """True once a reduction that is unknown, or does not fit, has been warned of."""
+        self.warned_of_length = False
+        """True once a call with a few positions more or less than a share has been warned of."""
         self.batches = 0
         """The number of batches that this rank has split, for errors."""
         self._packed: list[weakref.ref[Tensor]] = []
@@ -266,7 +271,26 @@ class BatchState:
         entered, opened = self._this_thread.blocks.entered, _of_all_meshes.entered
         if opened and ranks > 1:
             _check_split((entered or opened)[-1], length, layout, ranks, bool(entered), self._lengths.get(length))
+        if ranks > 1 and length not in self._lengths and not self.warned_of_length:
+            self._warn_of_changed_share(length, entered[-1].split if entered else None)
         self.record_length(length)
+
+    def _warn_of_changed_share(self, length: int, split: Split | None) -> None:
+        """Warn, once, of a call with a few positions more or less than this rank's share, as known from the block's
+        batch or from other batches: on every rank tokens were added, or dropped."""
+        batch = [] if split is None or split.share is None else [split.share]
+        for share in batch or [n for n, made in self._lengths.items() if made]:
+            if 0 < abs(length - share) <= min(FEW, share - 1, length - 1):
+                self.warned_of_length = True
+                what = f"{abs(length - share)} positions {'more' if length > share else 'less'}"
+                warnings.warn(
+                    f"attention runs over {length} positions on this rank, {what} than its share of a batch, {share}. "
+                    "If every rank has added tokens (CLS, registers, prompts) or dropped some (x[:, :-1]), the "
+                    "sequence of all ranks has them in the middle, once for each rank. Do that to the whole batch, "
+                    "before it is split; if this is another sequence, ignore the warning",
+                    stacklevel=8,
+                )
+                return
 
     def mark_ran(self) -> None:
         """Record that something runs over the whole sequence."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..mesh.batch_state import FEW
 from ..mesh.cp_mesh import CPMesh
 from ..ops.attention import attend
 from ..ops.config import Call, Mode
@@ -89,6 +90,7 @@ def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
     mode, (q, k, v), outputs = _mode(call, request), (request.query, request.key, request.value), None
     if exchanged is None:
         _warn_of_windows(call, q)
+        _warn_of_own_keys(call, request)
         (q, k, v), outputs = binding.local([q, k, v], 2, 1, call.mesh)
         sizes = (q.shape[1], k.shape[1], q.shape[2]) if q.ndim == 4 and k.ndim == 4 else (1, 1, 1)
         cp = call.mesh.view(*binding.record(*sizes))
@@ -117,6 +119,24 @@ def _warn_of_windows(call: RunningCall, q: Tensor) -> None:
                 "all of them, ignore this warning",
                 stacklevel=4,
             )
+
+
+def _warn_of_own_keys(call: RunningCall, request: AttentionRequest) -> None:
+    """Warn, once for a style on a module, of a few keys more than queries: each rank may have added them."""
+    style, q, k = call.binding.style, request.query, request.key
+    if torch.compiler.is_compiling() or call.binding.warned or q.ndim != 4 or k.ndim != 4 or not call.mesh.parallel:
+        return
+    more = k.shape[2] - q.shape[2]
+    known = style.cross_attention or request.masked or style.mode.kv_exchange == "replicated"
+    if not known and 0 < more <= min(FEW, q.shape[2] - 1):
+        call.binding.warned = True
+        warnings.warn(
+            f"{call.binding.name} attends from {q.shape[2]} queries to {k.shape[2]} keys on each rank. Keys that a "
+            f"module adds to those of its sequence (null, prefix or register keys) would count once for each of the "
+            f"{call.mesh.views[0].size} ranks. Add them to the whole sequence, use ulysses_degree=None with q, k, v as "
+            "inputs, or, if the keys are another sequence, give the module a style with cross_attention=True",
+            stacklevel=4,
+        )
 
 
 def _mode(call: RunningCall, request: AttentionRequest) -> Mode:

@@ -93,7 +93,7 @@ def test_forty_steps(ranks: Any) -> None:
         assert f"{kind}: " in found[0][1]
 
 
-SECONDS = 5.0
+SECONDS = 4.0
 
 
 @pytest.mark.slow
