@@ -78,6 +78,9 @@ def begin_call(binding: Binding, module: nn.Module, read: Callable[[], tuple[Any
     state: tuple[Any, ...] = checkpoint.batch_state(binding, lambda: (binding.active, *read()))
     if not torch.compiler.is_compiling():
         binding.ran = True
+        if binding.first_call is not None and binding.active.parallel:
+            binding.first_call(binding, module)
+            binding.first_call = None
     compare_model_across_ranks(binding, module, state[0])
     return state
 

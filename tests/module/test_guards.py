@@ -530,3 +530,41 @@ def test_tokens_that_every_rank_adds_warn_once(ranks: Any) -> None:
         for block in (True, False):
             assert ranks(2, warnings_of_added, how, block) == [[1, 0]] * 2, (how, block)
     assert ranks(2, warnings_of_added, "", True) == [[0, 0]] * 2
+
+
+# --------------------------------------------------------------------------- plans that do not know the model
+
+
+class Parts(nn.Module):
+    """Three layers of attention, and perhaps a convolution."""
+
+    def __init__(self, convolution: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Windows(0) for _ in range(3))
+        self.conv = nn.Conv1d(8, 8, 3, padding=1) if convolution else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x if self.conv is None else self.conv(x.mT).mT
+
+
+@on_ranks
+def errors_of_parts(how: str, convolution: bool, layers: int) -> list[str]:
+    """Errors of three forwards, where the style is on some layers."""
+    model, style = Parts(convolution), ContextParallel(1, 2, 1, None)
+    if how == "container":
+        parallelize_module(model.layers, cp_mesh(), {str(i): style for i in range(layers)})
+    for layer in model.layers[:layers] if how == "modules" else ():
+        parallelize_module(layer, cp_mesh(), style)
+    return [error_of(lambda: model(torch.ones(2, 8, 8))) for _ in range(3)]
+
+
+def test_plans_of_parts_guard_the_model_that_runs(ranks: Any) -> None:
+    """Before, what such a plan left out was never found: every forward was wrong."""
+    for how in ("modules", "container"):
+        for found in ranks(2, errors_of_parts, how, False, 2):
+            assert not found[0] and all("'layers.2' (Windows) calls" in error for error in found[1:]), found
+        for found in ranks(2, errors_of_parts, how, True, 3):
+            assert all("module 'conv' (Conv1d) convolves" in error for error in found), found
+        assert ranks(2, errors_of_parts, how, False, 3) == [["", "", ""]] * 2
