@@ -335,6 +335,7 @@ class _Routing(DispatchMode):
         self.training, self.sharded = torch.is_grad_enabled(), sharded
         self.shares = {id(s.buffer): s.share for s in sharded}
         self.buffers = {id(s.share): s.buffer for s in sharded}
+        self.call.shares = [(s.share.shape[0] if s.dim else 1, s.share.shape[s.dim]) for s in sharded]
         self.mixer = _BlockMixer(self)
         self.lengths = {s.share.shape[s.dim] for s in sharded if binding.active.parallel}
         """Positions of the shares."""

@@ -271,9 +271,10 @@ class ContextParallelHandler(Shares):
             if the block cannot be around the forward (a pipeline), or if activation checkpointing is not torch's own,
             which records the documents of its forward.
         """
-        if isinstance(cu_seqlens, LocalBatch):
+        copied = isinstance(cu_seqlens, LocalBatch) and not cu_seqlens.padded_length
+        if isinstance(cu_seqlens, LocalBatch) and not copied:
             table = cu_seqlens.documents
-        elif isinstance(cu_seqlens, Mapping):
+        elif copied or isinstance(cu_seqlens, Mapping):  # type(batch)({...}) has the entries only
             raise TypeError(
                 f"documents got a {type(cu_seqlens).__name__} with the entries {list(cu_seqlens)}, which carries no "
                 "documents. Pass what get_batch_on_this_cp_rank returned, or its attribute documents if "
@@ -382,8 +383,13 @@ class ContextParallelHandler(Shares):
         loss.warn_of_sum(self.cp, gradients)
         if not elsewhere:
             loss.refuse_idle(self.cp, self.style is not None)
-        losses = token_losses(losses, labels, head, Logits(ignore_index, softcap, scale, chunk))
-        return loss.mean_loss(losses, labels, whole, ignore_index=ignore_index, mask=mask, gradients=gradients)
+        logits = Logits(ignore_index, softcap, scale, chunk)
+
+        def per_token(given: Tensor) -> Tensor:
+            return token_losses(given, labels, head, logits)
+
+        options: Any = {"ignore_index": ignore_index, "mask": mask, "gradients": gradients}
+        return loss.mean_loss(losses, per_token, labels, whole, **options)
 
     def log_probs(
         self,

@@ -489,3 +489,22 @@ def test_compiled_functions_have_the_gradients_of_buffers(ranks: Any, backend: s
     for *errors, required, shapes in ranks(2, gradients_of_buffers, backend, setter, timeout=100):
         assert max(errors) <= 1e-10
         assert required == [False] * 3 and shapes == [(1, 2, 16, 4)] * 3
+
+
+@on_ranks
+def by_operator(operator: str) -> float:
+    """The error of attention that is spelled as an operator of PyTorch."""
+    mesh, (q, k, v) = cp_mesh(), torch.randn(3, 2, 2, LENGTH, 4, dtype=torch.float64).unbind()
+    want, buffers = plain_attention(q, k, v, is_causal=True), [x.clone() for x in (q, k, v)]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3) as handler:
+        out = getattr(torch.ops.aten, operator)(*buffers, 0.0, True) if operator[0] == "_" else None
+        if out is None:
+            out = torch.ops.aten.scaled_dot_product_attention.default(*buffers, is_causal=True)
+        return relative_error(handler.combine(out, 2), want)
+
+
+def test_operators_of_attention_are_routed_or_refused(ranks: Any) -> None:
+    """Before, they covered this rank's share only."""
+    assert max(ranks(2, by_operator, "scaled_dot_product_attention")) <= 1e-10
+    for operator in ("_scaled_dot_product_flash_attention_for_cpu", "_flash_attention_forward"):
+        ranks.raises(2, NotImplementedError, f"aten.{operator}, which cannot be routed", by_operator, operator)

@@ -1,8 +1,9 @@
 """Runs random context-parallel steps for a long time: every result is that of one device, and nothing leaks.
 
     python -m benchmarks.soak.run --steps 2000 --seed 1   # 4 gloo ranks x 1 thread; Linux
+    python -m benchmarks.soak.run --steps 1000000 --seconds 3600 --kinds attention flex  # a fuzzer for an hour
 
-A step is one of the kinds in soak_steps.py with a random degree, mode, layout, length (odd ones are padded), packed
+A step is one of the kinds in steps.py with a random degree, mode, layout, length (odd ones are padded), packed
 documents, padding, window and explicit mask, forward and backward, compared with plain math on one device. Every tenth
 step repeats an earlier one, which must give the same bits. The seed and the number of a step determine it:
 ``--only N`` runs step N alone.
@@ -102,12 +103,14 @@ class Soak:
     digests: dict[int, bytes] = field(default_factory=dict)
     steps_of: dict[str, int] = field(default_factory=dict)
     worst: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
 
     def step(self, number: int) -> None:
         """Run one step and compare it with one device; if it has been run before, its bits must be the same."""
         rng = random.Random(f"{self.options.seed}/{number}")
         generator = torch.Generator().manual_seed(rng.randrange(2**31))
-        kind = rng.choices([*KINDS], [weight for _, weight in KINDS.values()])[0]
+        kinds = self.options.kinds or [*KINDS]
+        kind = rng.choices(kinds, [KINDS[name][1] for name in kinds])[0]
         digest = hashlib.blake2b(digest_size=16)
         try:
             for name, got, want in KINDS[kind][0](Draw(self.family, rng, generator)):
@@ -126,6 +129,14 @@ class Soak:
         self.worst[kind] = max(self.worst.get(kind, 0.0), share)
         if not share <= 1:  # NaN too
             self.failures.append(f"{name} is off by {error:.1e} (bar {bar(got.dtype)})")
+
+    def over(self) -> bool:
+        """True if the time is up on any rank."""
+        if self.options.seconds is None:
+            return False
+        late = torch.tensor(float(time.monotonic() - self.started > self.options.seconds))
+        dist.all_reduce(late)
+        return bool(late)
 
     def leaks(self, table: Sequence[tuple[int, Counts]]) -> None:
         """Compare the last counts with the first ones."""
@@ -149,13 +160,15 @@ def soak(options: argparse.Namespace, after_step: Callable[[int], None] = lambda
     for degree in family.degrees:  # every process group that there will be, and a first comparison on every mesh
         for ulysses in (d for d in family.degrees if degree % d == 0):
             attention(*torch.zeros(3, 1, HEADS, 1, DIM), mesh=family.cp(degree), ulysses_degree=ulysses)
-    run, bound, started = Soak(options, family), kept.most_bytes, time.monotonic()
+    run, bound = Soak(options, family), kept.most_bytes
     counter, table = Counter(), []
     warm_up = min(WARM_UP, options.steps // 2)
     every = max(5, (options.steps - warm_up) // SAMPLES)
     kept.most_bytes = CACHE
     try:
         for number in [options.only] if options.only is not None else range(options.steps):
+            if run.over():
+                break
             run.step(number)
             if number % REPEAT == REPEAT - 1 and options.only is None:
                 run.step(random.Random(f"{options.seed}/repeat {number}").randrange(number + 1))
@@ -166,7 +179,7 @@ def soak(options: argparse.Namespace, after_step: Callable[[int], None] = lambda
         kept.most_bytes = bound
     if table:
         run.leaks(table)
-    return report(run, table, time.monotonic() - started)
+    return report(run, table, time.monotonic() - run.started)
 
 
 def report(run: Soak, table: list[tuple[int, Counts]], seconds: float) -> int:
@@ -186,7 +199,7 @@ def report(run: Soak, table: list[tuple[int, Counts]], seconds: float) -> int:
         )
         for rank, failures in enumerate(found):
             for text in failures[:20]:
-                print(f"FAILED on rank {rank}: {text}")
+                print(f"FAILED on rank {rank} with --seed {run.options.seed}: {text}")
         print("FAILED" if any(found) else "no mismatch, no leak", flush=True)
     return int(any(found))
 
@@ -205,6 +218,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, help="end after this time, whatever --steps says")
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS], help="kinds of steps; all if it is left out")
     parser.add_argument("--only", type=int, help="run this step alone")
     parser.add_argument("--mib", type=float, default=16.0, help="growth of resident memory that is accepted")
     return parser.parse_args(arguments)

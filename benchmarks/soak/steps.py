@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import (
@@ -26,7 +27,9 @@ from hyper_cp import (
     context_parallel,
     context_parallel_mesh,
 )
-from hyper_cp.ops import attention
+from hyper_cp.ops import attention, causal_conv1d, linear_recurrence
+from tests.harness.oracle import attention_and_lse, plain_attention, positions, softcap
+from tests.harness.recurrence_oracle import convolve, recur
 
 HEADS, DIM, VOCAB, LONGEST = 8, 8, 16, 72
 BY_DOCUMENTS = ("per_document", "auto", "balanced")
@@ -34,21 +37,7 @@ BY_DOCUMENTS = ("per_document", "auto", "balanced")
 Results = Iterator[tuple[str, Tensor, Tensor]]
 """``(name, value, expected value)``"""
 
-# --------------------------------------------------------------------------- one device, which shares no code
-
-
-def one_device(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softcap: float | None = None, sinks: Tensor | None = None
-) -> Tensor:
-    """Return the attention ``[B, H, S, D]`` in plain math; ``seen`` broadcasts to ``[B, H, S, S]``."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    logits = torch.einsum("bhid,bhjd->bhij", q, k) * q.shape[-1] ** -0.5
-    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
-    logits = logits.masked_fill(~seen, -torch.inf)
-    if sinks is not None:  # one more column, which has no value
-        logits = torch.cat((logits, sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)), -1)
-    weights = logits.softmax(-1)[..., : k.shape[2]]
-    return torch.einsum("bhij,bhjd->bhid", weights, v)
+# --------------------------------------------------------------------------- one device
 
 
 def numbers(rows: Sequence[Sequence[int]], length: int) -> Tensor:
@@ -113,6 +102,18 @@ class Model(nn.Module):
 # --------------------------------------------------------------------------- kinds of steps
 
 
+class Leaves(list[Tensor]):
+    """Tensors that want a gradient, and the names of their gradients."""
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        pairs = [*named]
+        super().__init__(x for _, x in pairs)
+        self.names = [name for name, _ in pairs]
+
+    def plus(self, name: str, x: Tensor) -> Leaves:
+        return Leaves(zip([*self.names, name], [*self, x], strict=True))
+
+
 @dataclass
 class Draw:
     """A random step: every rank draws the same."""
@@ -133,21 +134,44 @@ class Draw:
     def integers(self, *shape: int) -> Tensor:
         return torch.randint(VOCAB, shape, generator=self.generator)
 
+    def layout(self) -> str:
+        return self.rng.choice(("contiguous", "head_tail", *BY_DOCUMENTS))
+
+    def mask(self, batch: int, length: int, dtype: torch.dtype) -> Tensor:
+        """Draw a mask, bool or added to the logits, which broadcasts in any dimension; some queries see nothing."""
+        shape = [self.rng.choice((1, n)) for n in (batch, HEADS, length)]
+        shape = [*shape[self.rng.choice((0, 0, 2)) :], length]
+        seen = torch.rand(shape, generator=self.generator) < self.rng.choice((0.1, 0.6))
+        return seen if self.maybe() else self.normal(*shape, dtype=dtype).masked_fill(~seen, -torch.inf)
+
+    def leaves(
+        self, batch: int, kv_heads: int, length: int, dtype: torch.dtype, sinks: bool = True
+    ) -> tuple[list[Tensor], Leaves]:
+        """Draw q, k, v and perhaps sinks, and those of them that want a gradient."""
+        dim, v_dim = self.rng.choice((DIM, DIM, 5)), self.rng.choice((DIM, DIM, 6))
+        shapes = [(HEADS, length, dim), (kv_heads, length, dim), (kv_heads, length, v_dim)]
+        whole = [self.normal(batch, *shape, dtype=dtype) for shape in shapes]
+        whole += [self.normal(HEADS, dtype=dtype)] if sinks and self.maybe(0.3) else []
+        wanted = self.rng.sample(range(len(whole)), self.rng.choice((len(whole),) * 3 + (1, 2)))
+        named = [("dq", "dk", "dv", "gradient of sinks")[i] for i in sorted(wanted)]
+        return whole, Leaves((name, whole[i].requires_grad_()) for name, i in zip(named, sorted(wanted), strict=True))
+
     def mode(self, ranks: int, kv_heads: int) -> dict[str, Any]:
         """Draw settings that ``ContextParallel`` and ``attention`` share."""
         rng, degree = self.rng, self.rng.choice([d for d in (1, 2, 4, 8) if ranks % d == 0])
-        layout = rng.choice(("contiguous", "head_tail", *BY_DOCUMENTS))
+        layout, exchange = self.layout(), rng.choice(("all_gather", "ring", "needed"))
         window = (
             (rng.choice((None, rng.randrange(24))), rng.choice((None, rng.randrange(24)))) if self.maybe() else None
         )
         groups = 2 if kv_heads % (2 * degree) == 0 and self.maybe() else 1
         return {
             "ulysses_degree": degree,
-            "kv_exchange": rng.choice(("all_gather", "ring", "needed")),
+            "kv_exchange": exchange,
             "layout": layout,
             "load_balance": layout == "contiguous" and self.maybe(),
             "window": window,
             "head_groups": groups,
+            "exchange_stages": "auto" if exchange == "ring" else rng.choice(("auto", 1, 2, 3)),
         }
 
     def documents(self, length: int, batch: int, layout: str) -> list[list[int]] | None:
@@ -168,39 +192,156 @@ def summed(tensors: Sequence[Tensor | None], like: Sequence[Tensor], group: Any)
 
 
 def call(draw: Draw) -> Results:
-    """``ops.attention`` between ``dispatch`` and ``combine``."""
+    """``ops.attention`` between ``dispatch`` and ``combine``, with all its options drawn jointly."""
     ranks, batch, length = draw.degree(), draw.rng.randint(1, 3), draw.rng.randint(1, LONGEST)
     mesh, kv_heads, causal = draw.family.cp(ranks), draw.rng.choice((1, 2, 4, 8)), draw.maybe(0.7)
     mode, dtype = draw.mode(ranks, kv_heads), draw.rng.choice((torch.float64, torch.float64, torch.float32))
-    masked = not causal and draw.maybe()
-    length = length - length % (2 * ranks) + 2 * ranks if masked else length
-    rows = draw.documents(length, batch, mode["layout"])
-    seen = visible(length, causal, mode["window"], None if rows is None else numbers(rows, length))
     mask = None
-    if masked:  # every query sees itself
-        shape = (draw.rng.choice((1, batch)), draw.rng.choice((1, HEADS)), length, length)
-        mask = (torch.rand(shape, generator=draw.generator) < 0.6) | torch.eye(length, dtype=torch.bool)
-        seen = seen & mask
-    whole = [draw.normal(batch, h, length, DIM, dtype=dtype).requires_grad_() for h in (HEADS, kv_heads, kv_heads)]
-    grad = draw.normal(batch, HEADS, length, DIM, dtype=dtype)
-    sinks = draw.normal(HEADS, dtype=dtype).requires_grad_() if draw.maybe(0.3) else None
-    softcap = draw.rng.choice((None, None, 0.7))
+    if draw.maybe(0.4):  # a mask speaks of all positions, so there is no padding
+        length, causal = length - length % (2 * ranks) + 2 * ranks, False
+        mask = draw.mask(batch, length, dtype)
+    rows = draw.documents(length, batch, mode["layout"])
+    whole, leaves = draw.leaves(batch, kv_heads, length, dtype)
+    grad = draw.normal(batch, HEADS, length, whole[2].shape[3], dtype=dtype)
+    cap, scale = draw.rng.choice((None, None, 0.7)), draw.rng.choice((None, None, 0.3))
     keywords = {name: x for name, x in mode.items() if name not in ("ulysses_degree", "head_groups")}
     handler = ContextParallelHandler(mesh, ContextParallel(2, 1, mode["ulysses_degree"], **keywords))
-    needed = mode["layout"] in BY_DOCUMENTS or not causal
+    needed = mode["layout"] in BY_DOCUMENTS or not causal  # else they see padding
     with handler.documents(rows or ([0, length] if needed else None)) as table:
-        q, k, v = (handler.dispatch(x, 2, pad_value=0) for x in whole)
-        options = {"is_causal": causal, "attn_mask": mask, "documents": table, "enable_gqa": True}
-        local = attention(q, k, v, mesh=mesh, softcap=softcap, sinks=sinks, **options, **mode)
-        out = handler.combine(local, 2, length=length)
-        out.backward(grad)
-    whole += [] if sinks is None else [sinks]
-    exact = [x.detach().double().requires_grad_() for x in whole]
-    expected = one_device(*exact[:3], seen, softcap, *exact[3:])
-    expected.backward(grad.double())
+        q, k, v = (handler.dispatch(x, 2, pad_value=0) for x in whole[:3])
+        if draw.maybe(0.3):  # they lie as [B, S, H, D] in memory
+            q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        sinks, documents = whole[3] if whole[3:] else None, table if draw.maybe() else None
+        options = {"is_causal": causal, "attn_mask": mask, "documents": documents, "enable_gqa": True, "scale": scale}
+        local, lse = attention(q, k, v, mesh=mesh, softcap=cap, sinks=sinks, return_lse=True, **options, **mode)
+        out, lse = (handler.combine(x, 2, length=length, gradients=None) for x in (local, lse.detach()))
+        found = summed(torch.autograd.grad(out, leaves, grad), leaves, mesh.get_group())
+    exact = [x.detach().double().requires_grad_(x.requires_grad) for x in whole]
+    bias, seen = None, visible(length, causal, mode["window"], None if rows is None else numbers(rows, length))
+    if mask is not None:
+        bias, seen = (mask.double(), seen) if mask.is_floating_point() else (None, seen & mask)
+    score = {} if cap is None else {"score_mod": softcap(cap)}
+    given = {"visible": seen, "bias": bias, "scale": scale, "sinks": exact[3] if sinks is not None else None}
+    expected, exact_lse = attention_and_lse(*exact[:3], **given, **score)
     yield "output", out, expected
-    grads = summed([x.grad for x in whole], whole, mesh.get_group())
-    yield from zip(("dq", "dk", "dv", "gradient of sinks"), grads, (x.grad for x in exact), strict=False)
+    some = exact_lse > -torch.inf
+    yield "rows that see something", (lse > -torch.inf).double(), some.double()
+    yield "log-sum-exp", lse.where(some, 0), exact_lse.where(some, 0)
+    wanted = [x for x in exact if x.requires_grad]
+    yield from zip(leaves.names, found, torch.autograd.grad(expected, wanted, grad.double()), strict=True)
+
+
+def flex(draw: Draw) -> Results:
+    """A styled module that calls FlexAttention with functions of global positions."""
+    ranks, batch, kv_heads = (
+        draw.rng.choice(draw.family.degrees[1:]),
+        draw.rng.randint(1, 3),
+        draw.rng.choice((2, 4, 8)),
+    )
+    mesh, mode, length = draw.family.cp(ranks), draw.mode(ranks, kv_heads), 2 * ranks * draw.rng.randint(1, 9)
+    mode |= {"window": mode["window"] if draw.maybe(0.3) else None}
+    own = mode["head_groups"] > 1 or draw.maybe()
+    rows = draw.documents(length, batch, mode["layout"]) if draw.maybe(0.3) else None
+    rows = rows or ([[0, length]] if mode["layout"] in BY_DOCUMENTS else None)
+    whole, leaves = draw.leaves(batch, kv_heads, length, torch.float64, sinks=False)
+    grad, scale = draw.normal(batch, HEADS, length, whole[2].shape[3]), draw.rng.choice((None, None, 0.3))
+    packed = numbers(draw.documents(length, batch, "") or [[0, length]], length).expand(batch, -1)
+    table, prefix = draw.normal(HEADS, 11).requires_grad_(), torch.randint(length, (batch,), generator=draw.generator)
+    masks = {
+        "": (None, 1, 1),
+        "causal": (lambda b, h, i, j: j <= i, 1, 1),
+        "band": (lambda b, h, i, j: (i - j).abs() < 7, 1, 1),
+        "packed": (lambda b, h, i, j: (packed[b, i] == packed[b, j]) & (j <= i), batch, 1),
+        "prefix": (lambda b, h, i, j: (j <= i) | (j < prefix[b]), batch, 1),
+        "strided": (lambda b, h, i, j: (j <= i) & ((i - j) % (h + 1) == 0), 1, HEADS),
+        "nothing": (lambda b, h, i, j: (j < i - 2) & (b != 1), batch, HEADS),
+    }
+    scores: dict[str, Any] = {
+        "": None,
+        "alibi": lambda score, b, h, i, j: score - 2.0 ** -(h + 1.0) * (i - j).abs() * (b + 1),
+        "relative": lambda score, b, h, i, j: score + table[h, (i - j).clamp(-5, 5) + 5],
+        "softcap": lambda score, b, h, i, j: 2 * torch.tanh(score / 2),
+    }
+    (mask_mod, b, h), score_mod = masks[draw.rng.choice([*masks])], scores[draw.rng.choice([*scores])]
+    size = draw.rng.choice((4, 5, 16, 128, (5, 4)))
+    sizes = {"B": b, "H": h, "Q_LEN": length, "KV_LEN": length, "device": "cpu", "BLOCK_SIZE": size}
+    block_mask = None if mask_mod is None else create_block_mask(mask_mod, **sizes)
+    options = {"score_mod": score_mod, "block_mask": block_mask, "scale": scale, "enable_gqa": True}
+    style = ContextParallel(2, 1, mode.pop("ulysses_degree"), None if own else (0, 1, 2), **mode)
+    handler = ContextParallelHandler(mesh, style)
+    module, leaves = parallelize_module(Flex(options), mesh, style), leaves.plus("table", table)
+    with handler.documents(rows):
+        local = module(*(handler.dispatch(x, 2) for x in whole))
+        out = handler.combine(local, 2, gradients=None)
+        grads = torch.autograd.grad(out, leaves, grad, allow_unused=True)
+        found = summed(grads, leaves, mesh.get_group())
+    exact = [x.detach().requires_grad_(x.requires_grad) for x in whole]
+    seen = visible(length, False, mode["window"], None if rows is None else numbers(rows, length))
+    seen = seen if mask_mod is None else seen & mask_mod(*positions(*exact[:2]))
+    expected, _ = attention_and_lse(*exact, visible=seen, scale=scale, score_mod=score_mod)
+    wanted = [*(x for x in exact if x.requires_grad), table]
+    yield "output", out, expected
+    right = torch.autograd.grad(expected, wanted, grad, materialize_grads=True)
+    yield from zip(leaves.names, found, right, strict=True)
+
+
+class Flex(nn.Module):
+    """Calls FlexAttention with functions that it keeps, as models do."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v, **self.options)
+
+
+def recurrence(draw: Draw) -> Results:
+    """``linear_recurrence`` of every kind, with padding as one more document."""
+    ranks, batch, length = draw.degree(), draw.rng.randint(1, 2), draw.rng.randint(1, LONGEST)
+    mesh, layout, degrees = draw.family.cp(ranks), draw.layout(), [d for d in (1, 2, 4) if ranks % d == 0]
+    heads, kept, size, v_size = HEADS // 2, draw.rng.choice((1, 2, 4)), draw.rng.randint(1, 4), draw.rng.randint(1, 4)
+    rows, degree = draw.documents(length, batch, layout), draw.rng.choice((1, 1, *degrees))
+    q, k = draw.normal(batch, length, kept, size), F.normalize(draw.normal(batch, length, kept, size), dim=-1)
+    shape = draw.rng.choice(((heads,), (batch, length, heads), (batch, length, heads, size)))
+    decay = -draw.normal(*shape).square() * draw.rng.choice((0.1, 1.0, 30.0))
+    given = [q, k, draw.normal(batch, length, heads, v_size), decay]
+    given += [draw.normal(batch, length, heads).sigmoid()] if draw.maybe() else []
+    grad, scale = draw.normal(batch, length, heads, v_size), draw.rng.choice((1.0, 0.4))
+    leaves = Leaves(zip(("dq", "dk", "dv", "ddecay", "dbeta"), [x.requires_grad_() for x in given], strict=False))
+    handler = ContextParallelHandler(mesh, layout)
+    with handler.documents(rows or [0, length]) as table:
+        local = [x if x.ndim == 1 else handler.dispatch(x, 1, pad_value=0) for x in given]
+        options = {"scale": scale, "layout": layout, "ulysses_degree": degree}
+        beta = local[4] if local[4:] else None
+        out = linear_recurrence(*local[:4], beta, mesh=mesh, documents=table if draw.maybe() else None, **options)
+        out = handler.combine(out, 1, length=length, gradients=None)
+        found = summed(torch.autograd.grad(out, leaves, grad), leaves, mesh.get_group())
+    exact = [x.detach().requires_grad_() for x in given]
+    expected = recur(exact[0] * scale, *exact[1:4], exact[4] if exact[4:] else None, rows)
+    yield "output", out, expected
+    yield from zip(leaves.names, found, torch.autograd.grad(expected, exact, grad), strict=True)
+
+
+def convolution(draw: Draw) -> Results:
+    """``causal_conv1d`` of any width, also of more than a rank's share."""
+    ranks, batch, length = draw.degree(), draw.rng.randint(1, 3), draw.rng.randint(1, LONGEST)
+    mesh, layout, width, channels = draw.family.cp(ranks), draw.layout(), draw.rng.randint(1, 9), draw.rng.randint(1, 5)
+    rows, activation = draw.documents(length, batch, layout), draw.rng.choice((None, "silu"))
+    given = [draw.normal(batch, channels, length), draw.normal(channels, width)]
+    given += [draw.normal(channels)] if draw.maybe() else []
+    leaves = Leaves(zip(("dx", "dweight", "dbias"), [x.requires_grad_() for x in given], strict=False))
+    grad, handler = draw.normal(batch, channels, length), ContextParallelHandler(mesh, layout)
+    with handler.documents(rows or [0, length]) as table:
+        options = {"layout": layout, "activation": activation, "documents": table if draw.maybe() else None}
+        out = causal_conv1d(handler.dispatch(given[0], 2, pad_value=0), *given[1:], mesh=mesh, **options)
+        out = handler.combine(out, 2, length=length, gradients=None)
+        found = summed(torch.autograd.grad(out, leaves, grad), leaves, mesh.get_group())
+    exact = [x.detach().requires_grad_() for x in given]
+    expected = convolve(*exact[:2], exact[2] if exact[2:] else None, rows)
+    expected = expected if activation is None else F.silu(expected)
+    yield "output", out, expected
+    yield from zip(leaves.names, found, torch.autograd.grad(expected, exact, grad), strict=True)
 
 
 def compare_training(model: nn.Module, reference: nn.Module, loss: Tensor, expected: Tensor, group: Any) -> Results:
@@ -254,7 +395,7 @@ def training(draw: Draw) -> Results:
     shifted = torch.full_like(labels, -100)
     shifted[:, :-1] = torch.where(packed[:, 1:] == packed[:, :-1], labels[:, 1:], -100)
     seen = visible(length, True, mode["window"], pieces)
-    whole = reference(tokens, restarted(packed), lambda q, k, v: one_device(q, k, v, seen))
+    whole = reference(tokens, restarted(packed), lambda q, k, v: plain_attention(q, k, v, visible=seen))
     expected = F.cross_entropy(whole.flatten(0, 1), shifted.flatten(), reduction="sum") / max(1, (shifted >= 0).sum())
     loss = loss * (1 if loss.requires_grad else 0)
     yield from compare_training(model, reference, loss, expected, other.get_group())
@@ -269,7 +410,7 @@ def unchanged_model(draw: Draw) -> Results:
     tokens, labels, positions = draw.integers(2, length), draw.integers(2, length), torch.arange(length)
     before = tokens.clone()
     seen = visible(length, True, mode["window"], None)
-    whole = reference(before, positions.clone(), lambda q, k, v: one_device(q, k, v, seen))
+    whole = reference(before, positions.clone(), lambda q, k, v: plain_attention(q, k, v, visible=seen))
     expected = F.cross_entropy(whole.flatten(0, 1), labels.flatten().clone())
     buffers = {"buffers": [tokens, positions, labels], "buffer_seq_dims": [1, 0, 1]}
     with context_parallel(mesh, **buffers, no_restore_buffers={labels}, **mode) as handler:
@@ -308,7 +449,7 @@ def micro_batches(draw: Draw) -> Results:
     expected = torch.zeros((), dtype=torch.float64)
     for tokens, labels, at in samples:
         seen = visible(len(at), True, None, None)
-        logits = reference(tokens[None], at, lambda q, k, v: one_device(q, k, v, seen))  # noqa: B023
+        logits = reference(tokens[None], at, lambda q, k, v: plain_attention(q, k, v, visible=seen))  # noqa: B023
         expected = expected + F.cross_entropy(logits[0], labels, reduction="sum") / sum(lengths)
     yield from compare_training(model, reference, total, expected, everyone)
 
@@ -341,6 +482,9 @@ def batch_side(draw: Draw) -> Results:
 
 KINDS: dict[str, tuple[Callable[[Draw], Results], int]] = {
     "attention": (call, 4),
+    "flex": (flex, 2),
+    "recurrence": (recurrence, 1),
+    "convolution": (convolution, 1),
     "styled model": (training, 4),
     "context_parallel": (unchanged_model, 2),
     "dynamic degrees": (micro_batches, 1),

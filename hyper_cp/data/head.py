@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ..mesh.arguments import check_type, is_int
 from ..ops.writes import unchanged, written
 from .collectives import by_rank
-from .loss import check_ignore_index
+from .loss import NoClass, check_ignore_index
 
 CHUNK_BYTES = 2**28
 """Size of a chunk's logits in fp32, if the caller does not choose the chunk: enough rows to keep a device busy."""
@@ -153,13 +153,13 @@ def _check_tensors(hidden: Tensor, labels: Tensor) -> None:
 
 
 def _check_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Raise ``ValueError`` for labels that do not exist. On accelerators, where that would wait for the device, they
+    """Raise :class:`NoClass` for labels that do not exist. On accelerators, where that would wait for the device, they
     make their log-probability NaN."""
     if labels.device.type != "cpu":
         return
     wrong = labels[(labels != ignore_index) & ((labels < 0) | (labels >= vocabulary))]
     if wrong.numel():
-        raise ValueError(
+        raise NoClass(
             f"labels has the value {wrong[0].item()}, but the head has {vocabulary} classes. Pass classes from 0 to "
             f"{vocabulary - 1}, or ignore_index={ignore_index} where a position does not count"
         )

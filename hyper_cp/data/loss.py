@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .collectives import by_rank, with_gradient_of
 
 def mean_loss(
     losses: Tensor,
+    per_token: Callable[[Tensor], Tensor],
     labels: Tensor | None,
     mesh: DeviceMesh,
     *,
@@ -25,7 +27,10 @@ def mean_loss(
     mask: Tensor | None,
     gradients: str,
 ) -> Tensor:
-    """See :meth:`hyper_cp.ContextParallelHandler.mean_loss`; ``mesh`` is the one over which gradients are reduced."""
+    """See :meth:`hyper_cp.ContextParallelHandler.mean_loss`; ``mesh`` is the one over which gradients are reduced.
+
+    ``per_token`` makes losses of hidden states, and returns others as they are.
+    """
     if gradients not in ("mean", "sum"):
         raise ValueError(
             f'gradients={gradients!r} is unknown. Use "mean" under DDP or FSDP, which average gradients, or "sum" if '
@@ -34,12 +39,12 @@ def mean_loss(
     check_ignore_index(ignore_index)
     error = None
     try:
-        total, count = _local(losses, labels, ignore_index, mask)
-    except _NoClass as found:  # perhaps on this rank only: the others would wait for it
+        total, count = _local(per_token(losses), labels, ignore_index, mask)
+    except NoClass as found:  # perhaps on this rank only: the others would wait for it
         error, total, count = found, losses.detach().sum(), losses.new_tensor(-torch.inf)
     exact = torch.promote_types(total.dtype, torch.float32)
     with calling("mean_loss"):
-        of_ranks = by_rank(mesh, torch.stack([total.detach().to(exact), count.to(exact)]))
+        of_ranks = by_rank(mesh, torch.stack([total.detach().to(exact), count.detach().to(exact)]))
     if error is not None:
         raise ValueError(str(error))
     if of_ranks.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere the host would wait
@@ -53,11 +58,13 @@ def mean_loss(
     # If no token counts on any rank: a loss of 0 and no gradient, rather than NaN in every parameter.
     tokens = torch.where(sums[1] == 0, 1.0, sums[1])
     factor = mesh.size() if gradients == "mean" else 1
-    share = total.to(exact) * (factor / tokens)
-    return with_gradient_of(sums[0] / tokens, share)
+    mean, share = sums[0] / tokens, total.to(exact)
+    if count.requires_grad:  # weights that are learned change the number of tokens, too
+        share = share - mean * count.to(exact)
+    return with_gradient_of(mean, share * (factor / tokens))
 
 
-class _NoClass(ValueError):
+class NoClass(ValueError):
     """Labels that are numbers of no class. They depend on values, so that other ranks may have none."""
 
 
@@ -75,10 +82,12 @@ def reduced_mesh(mesh: DeviceMesh | None, cp: DeviceMesh) -> DeviceMesh:
 def check_tokens(cp: CPMesh, losses: Any, labels: Tensor | None, mask: Tensor | None) -> None:
     """Raise ``ValueError`` for tokens that were shifted in a share, and for padding that would count."""
     check_share(cp, losses if labels is None else labels)
-    if labels is not None or mask is not None or cp.batch.padded is None:
+    if labels is not None or mask is not None:
         return
-    (rows, positions), length, padded = cp.batch.padded
-    if positions > 1 and tuple(getattr(losses, "shape", ())) in ((rows, positions), (rows * positions,)):
+    shape = tuple(getattr(losses, "shape", ()))
+    found = cp.batch.padding_of(shape)
+    if found is not None:
+        length, padded = found
         raise ValueError(
             f"losses of shape {tuple(losses.shape)} come without labels or mask, and this batch of {length} positions "
             f"was padded to {padded}. The losses of padding, and zeros for ignored labels, would count in the mean. "
@@ -178,7 +187,7 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
             least = int(flat.min()) if isinstance(error, IndexError) and flat.numel() else 0
             advice = f". If {least} is the label of tokens that do not count, pass ignore_index={least}"
             text = f"labels of shape {tuple(labels.shape)} do not fit the {wide.shape[-1]} classes of losses: {error}"
-            wrong = _NoClass if isinstance(error, IndexError) else ValueError
+            wrong = NoClass if isinstance(error, IndexError) else ValueError
             raise wrong(text + (advice if least < 0 else "")) from error
         if mask is None:
             return per_token, (flat != ignore_index).sum()

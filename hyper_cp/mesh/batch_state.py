@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 LENGTHS = 16
 """Lengths of shares that are recorded; the oldest is dropped."""
+FEW = 64
+"""The most tokens that a model is expected to add to its sequence, such as registers."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class BatchState:
         """True if DDP or FSDP averages the gradients of a model on this mesh over its ranks."""
         self.warned_of_gradients = False
         """True once a reduction that is unknown, or does not fit, has been warned of."""
+        self.warned_of_length = False
+        """True once a call with a few positions more or less than a share has been warned of."""
         self.batches = 0
         """The number of batches that this rank has split, for errors."""
         self._packed: list[weakref.ref[Tensor]] = []
@@ -142,6 +147,20 @@ class BatchState:
         """The positions of the sequence of this thread's innermost block, before padding, if the block knows them."""
         entered = self._this_thread.blocks.entered
         return entered[-1].split.length if entered and entered[-1].split else None
+
+    def padding_of(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """The lengths, before and after padding, of the batch to which losses of this shape belong: that of this
+        thread's innermost block (the loader may have split the next one already), else the last one. None: it was not
+        padded, or these are no losses of its tokens."""
+        entered = self._this_thread.blocks.entered
+        split = entered[-1].split if entered else None
+        if split is not None and split.length and split.padded:
+            if split.length == split.padded:
+                return None
+            if len(shape) == 2 and shape[1] == split.padded // split.ranks > 1:
+                return split.length, split.padded
+        (rows, share), length, padded = self.padded or ((0, 0), 0, 0)
+        return (length, padded) if share > 1 and shape in ((rows, share), (rows * share,)) else None
 
     def active_documents(self, caller: str) -> Tensor | None:
         """The documents for an attention call of ``caller``, which errors name.
@@ -252,7 +271,26 @@ class BatchState:
         entered, opened = self._this_thread.blocks.entered, _of_all_meshes.entered
         if opened and ranks > 1:
             _check_split((entered or opened)[-1], length, layout, ranks, bool(entered), self._lengths.get(length))
+        if ranks > 1 and length not in self._lengths and not self.warned_of_length:
+            self._warn_of_changed_share(length, entered[-1].split if entered else None)
         self.record_length(length)
+
+    def _warn_of_changed_share(self, length: int, split: Split | None) -> None:
+        """Warn, once, of a call with a few positions more or less than this rank's share, as known from the block's
+        batch or from other batches: on every rank tokens were added, or dropped."""
+        batch = [] if split is None or split.share is None else [split.share]
+        for share in batch or [n for n, made in self._lengths.items() if made]:
+            if 0 < abs(length - share) <= min(FEW, share - 1, length - 1):
+                self.warned_of_length = True
+                what = f"{abs(length - share)} positions {'more' if length > share else 'less'}"
+                warnings.warn(
+                    f"attention runs over {length} positions on this rank, {what} than its share of a batch, {share}. "
+                    "If every rank has added tokens (CLS, registers, prompts) or dropped some (x[:, :-1]), the "
+                    "sequence of all ranks has them in the middle, once for each rank. Do that to the whole batch, "
+                    "before it is split; if this is another sequence, ignore the warning",
+                    stacklevel=8,
+                )
+                return
 
     def mark_ran(self) -> None:
         """Record that something runs over the whole sequence."""

@@ -315,6 +315,7 @@ _NPU = ("npu_fusion_attention", "npu_fusion_attention_v2", "npu_fusion_attention
 ROUTED: dict[Any, Callable[..., AttentionRequest]] = {
     F.scaled_dot_product_attention: _sdpa,
     latent_attention: _latent,
+    **{f"aten.scaled_dot_product_attention{overload}": _sdpa for overload in ("", ".default")},
     flex_attention: _flex,
     F.multi_head_attention_forward: _multihead,
     **{f"npu.{op}{overload}": _npu for op in _NPU for overload in ("", ".default")},
@@ -346,7 +347,10 @@ _SPELLED = {
     flex_attention: "flex_attention",
     F.multi_head_attention_forward: "nn.MultiheadAttention",
 }
-_OPERATORS_OF = ("npu.npu_fusion_attention", "flash_attn", "xformers", "torch_attn.")
+_OPERATORS_OF = (
+    *("npu.npu_fusion_attention", "flash_attn", "xformers", "torch_attn."),
+    *("aten.scaled_dot_product", "aten._scaled_dot_product", "aten._flash_attention", "aten._efficient_attention"),
+)
 """Beginnings of the names of operators that compute attention. (The one inside flex_attention is not among them: a
 compiled graph calls it after flex_attention was routed.)"""
 

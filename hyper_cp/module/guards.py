@@ -146,10 +146,31 @@ def guard_plan(module: nn.Module, binding: Binding, mesh: DeviceMesh) -> None:
         _searched = call, ref(root)
     agreement = binding.active.views[0].agreement
     binding.applied = ref(root), 0 if agreement is None else agreement.number_of_plan(root)
-    if root is not module and not any(isinstance(owner, FirstForward) for owner in hook_owners(root)):
-        first = FirstForward()
-        root.register_forward_pre_hook(first.before, prepend=True)
-        root.register_forward_hook(first.after, always_call=True)
+    binding.first_call = guard_running
+    if root is not module and not _watched(root):
+        _watch(root)
+
+
+def guard_running(binding: Binding, module: nn.Module) -> None:
+    """Guard the model in which a styled module runs for the first time, if its plan did not know that model: it was
+    applied module by module, or to a container. Its next forward is watched."""
+    root = model_of(module).root
+    if root is module or any(_watched(outer) for outer in running_modules()):
+        return
+    style, views = binding.style, binding.active.views
+    sees_all = style.qkv_indices is not None and all(cp.ring.size == 1 for cp in views)
+    refuse_mixing(Model(root, style.allow), (type(module),) if sees_all else ())
+    _watch(root)
+
+
+def _watched(root: nn.Module) -> bool:
+    return any(isinstance(owner, FirstForward) for owner in hook_owners(root))
+
+
+def _watch(root: nn.Module) -> None:
+    first = FirstForward()
+    root.register_forward_pre_hook(first.before, prepend=True)
+    root.register_forward_hook(first.after, always_call=True)
 
 
 # --------------------------------------------------------------------------- the first forward

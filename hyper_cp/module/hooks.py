@@ -64,6 +64,7 @@ class AttentionHooks:
         call = RunningCall(self.binding, module, mesh, documents, latents=self.latents)
         calls.push(call)
         if self.style.qkv_indices is None:
+            call.shares = self._shares(args, kwargs)
             if not self.style.use_local_output:
                 call.outputs = mesh.cp_dims.outputs(None, self.style.seq_dim, self.name)
             parallel = mesh.parallel
@@ -74,6 +75,14 @@ class AttentionHooks:
             call.must_route = call.exchanged is None or call.exchanged.cp.ring.size > 1 or call.engine_only
             begin(call)
         return args, kwargs
+
+    def _shares(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:
+        """Rows and positions of the tensors that the module is given, if it has not warned of these yet."""
+        if torch.compiler.is_compiling() or self.binding.warned:
+            return []
+        seq = 0 if self.style.seq_dim == 0 else 1
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim == 3)
+        return [(x.shape[1 - seq], x.shape[seq]) for x in given]
 
     def _exchange(
         self, call: RunningCall, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -117,6 +118,10 @@ class Binding:
         """True once a call has begun (compiled calls do not count)."""
         self.applied: tuple[weakref.ref[nn.Module], int] | None = None
         """The model that the plan was applied to, and the number of that plan among those of the mesh."""
+        self.first_call: Callable[[Binding, nn.Module], None] | None = None
+        """Guards the model of the module, when it runs for the first time."""
+        self.warned = False
+        """True once a call has warned of windows of the sequence."""
         self.place: tuple[str, Plan] | None = None
         """The qualified name of the module in the model that it runs in, and that model's styled modules."""
         self.compared: WeakSet[Agreement] = WeakSet()

@@ -7,6 +7,7 @@ weights, and which module it is. That costs a few requests to a store, once for 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -77,6 +78,9 @@ def begin_call(binding: Binding, module: nn.Module, read: Callable[[], tuple[Any
     state: tuple[Any, ...] = checkpoint.batch_state(binding, lambda: (binding.active, *read()))
     if not torch.compiler.is_compiling():
         binding.ran = True
+        if binding.first_call is not None and binding.active.parallel:
+            binding.first_call(binding, module)
+            binding.first_call = None
     compare_model_across_ranks(binding, module, state[0])
     return state
 
@@ -96,6 +100,7 @@ def compare_model_across_ranks(binding: Binding, module: nn.Module, mesh: Styled
     model = None
     if binding.place is None:
         model = _model(binding, module)
+        _warn_of_layouts(model)
         plan = Plan({name: repr(found.style) for name, found in model.styled.items()})
         for name, found in model.styled.items():
             found.place = name, plan
@@ -112,6 +117,20 @@ def compare_model_across_ranks(binding: Binding, module: nn.Module, mesh: Styled
     number = 0 if binding.applied is None else binding.applied[1]
     cp.agree("module", (("module", name), ("style", plan.styles[name]), ("plan number", number)), binding.name)
     binding.compared.add(cp.agreement)
+
+
+def _warn_of_layouts(model: Model) -> None:
+    """Warn of a model whose styles expect the sequence in different layouts: one batch has only one."""
+    styles = {name: found.style for name, found in model.styled.items() if found.active.parallel}
+    layouts = {style.mode.layout: name for name, style in styles.items() if not style.cross_attention}
+    if len(layouts) > 1:
+        found = " and ".join(f"{name!r} layout={layout!r}" for layout, name in layouts.items())
+        warnings.warn(
+            f"modules of {type(model.root).__name__} expect the sequence in different layouts: {found}. In one batch "
+            "some of them would assign wrong positions to tokens. Give all styles one layout (RecurrentContextParallel "
+            "has its own argument); if the model has two sequences, an encoder's and a decoder's, ignore this",
+            stacklevel=6,
+        )
 
 
 def _model(binding: Binding, module: nn.Module) -> Model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..mesh.batch_state import FEW
 from ..mesh.cp_mesh import CPMesh
 from ..ops.attention import attend
 from ..ops.config import Call, Mode
@@ -57,6 +59,8 @@ class RunningCall:
     latents: LatentLayer | None = None
     """The layer of the module that expands latents, if the style names one."""
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
+    shares: list[tuple[int, int]] = field(default_factory=list)
+    """Rows and positions of tensors that may hold this rank's share of the sequence."""
 
     @property
     def engine_only(self) -> bool:
@@ -90,6 +94,8 @@ def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
     )
     mode, (q, k, v), outputs = _mode(call, request), (request.query, request.key, request.value), None
     if exchanged is None:
+        _warn_of_windows(call, q)
+        _warn_of_own_keys(call, request)
         (q, k, v), outputs = binding.local([q, k, v], 2, 1, call.mesh)
         kv = q if request.weight is not None else k  # latents become as many heads as queries have
         sizes = (q.shape[1], kv.shape[1], q.shape[2]) if q.ndim == 4 and k.ndim == 4 else (1, 1, 1)
@@ -103,6 +109,42 @@ def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
         k, v, options = call.latents.in_place_of((q, k, v), options, mode)
     out = attend(q, k, v, cp, mode, options, core, exchanged=exchanged is not None)
     return outputs.wrap(out) if outputs is not None and isinstance(out, Tensor) else out
+
+
+def _warn_of_windows(call: RunningCall, q: Tensor) -> None:
+    """Warn, once for a style on a module, of queries that are parts of this rank's share, as further batch rows."""
+    if torch.compiler.is_compiling() or call.binding.warned or q.ndim != 4:
+        return
+    rows, length = q.shape[0], q.shape[2]
+    for batch, share in call.shares:
+        if rows * length == batch * share and 0 < length < share and share % length == 0:
+            call.binding.warned = True
+            warnings.warn(
+                f"{call.binding.name} attends to {rows} sequences of {length} positions, {share // length} for each of "
+                f"the {batch} rows of {share} positions that this rank holds. Attention joins each with the same one "
+                "of every other rank, so windows, frames or blocks of the split sequence would see others. If they lie "
+                "within a rank's share, leave the module out of the plan (or the block); if each rank holds a part of "
+                "all of them, ignore this warning",
+                stacklevel=4,
+            )
+
+
+def _warn_of_own_keys(call: RunningCall, request: AttentionRequest) -> None:
+    """Warn, once for a style on a module, of a few keys more than queries: each rank may have added them."""
+    style, q, k = call.binding.style, request.query, request.key
+    if torch.compiler.is_compiling() or call.binding.warned or q.ndim != 4 or k.ndim != 4 or not call.mesh.parallel:
+        return
+    more = k.shape[2] - q.shape[2]
+    known = style.cross_attention or request.masked or style.mode.kv_exchange == "replicated"
+    if not known and 0 < more <= min(FEW, q.shape[2] - 1):
+        call.binding.warned = True
+        warnings.warn(
+            f"{call.binding.name} attends from {q.shape[2]} queries to {k.shape[2]} keys on each rank. Keys that a "
+            f"module adds to those of its sequence (null, prefix or register keys) would count once for each of the "
+            f"{call.mesh.views[0].size} ranks. Add them to the whole sequence, use ulysses_degree=None with q, k, v as "
+            "inputs, or, if the keys are another sequence, give the module a style with cross_attention=True",
+            stacklevel=4,
+        )
 
 
 def _mode(call: RunningCall, request: AttentionRequest) -> Mode:

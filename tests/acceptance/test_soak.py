@@ -1,9 +1,14 @@
-"""The soak: forty steps of it are right, and it finds a wrong result, other bits and every kind of leak."""
+"""The soak: forty steps of it are right, and it finds a wrong result, other bits and every kind of leak.
+
+Its steps are also the differential fuzzers of attention, FlexAttention, recurrences and convolutions: each runs here
+for some seconds with a new seed.
+"""
 
 from __future__ import annotations
 
 import io
 import os
+import random
 import threading
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -44,8 +49,14 @@ def stop_leaking() -> None:
     _leaked.clear()
 
 
+def times(factor: float, *args: Any, **kwargs: Any) -> Any:
+    """Attention whose output is multiplied by a number."""
+    result = attention(*args, **kwargs)
+    return result * factor if isinstance(result, Tensor) else (result[0] * factor, *result[1:])
+
+
 def wrong_on_rank_2(*args: Any, **kwargs: Any) -> Any:
-    return attention(*args, **kwargs) * (1 + 1e-4 * (dist.get_rank() == 2))
+    return times(1 + 1e-4 * (dist.get_rank() == 2), *args, **kwargs)
 
 
 class Drifting:
@@ -53,21 +64,20 @@ class Drifting:
 
     calls = 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, q: Tensor, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        out: Tensor = attention(*args, **kwargs)
-        return out * (1 + 2 * torch.finfo(out.dtype).eps * self.calls)
+        return times(1 + 2 * torch.finfo(q.dtype).eps * self.calls, q, *args, **kwargs)
 
 
 @on_ranks
-def soak(number: int, plant: str = "") -> tuple[int, str]:
-    """The exit code and the output of a soak in this process group, with something planted."""
+def soak(number: int, plant: str = "", *more: str) -> tuple[int, str]:
+    """The exit code and the output of a soak in this process group, with something planted, and with more options."""
     planted: dict[str, Callable[..., Any]] = {"wrong": wrong_on_rank_2, "bits": Drifting()}
     steps.attention = planted.get(plant, attention)
     out = io.StringIO()
     try:
         with redirect_stdout(out):
-            options = ["--steps", str(number), "--seed", "2"]
+            options = ["--steps", str(number), "--seed", "2", *more]
             code = run.soak(run.parsed(options), *([leak] if plant == "leak" else []))
     finally:
         steps.attention = attention
@@ -79,13 +89,27 @@ def soak(number: int, plant: str = "") -> tuple[int, str]:
 def test_forty_steps(ranks: Any) -> None:
     found = ranks(4, soak, 40)
     assert [code for code, _ in found] == [0] * 4, found[0][1]
-    for kind in ("attention", "styled model", "context_parallel", "dynamic degrees", "batch side"):
+    for kind in steps.KINDS:
         assert f"{kind}: " in found[0][1]
+
+
+SECONDS = 4.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["attention", "flex", "recurrence", "convolution"])
+def test_drawn_calls_are_those_of_one_device(ranks: Any, kind: str) -> None:
+    """Failures show the seed and the number of the step: ``python -m benchmarks.soak.run --seed S --only N --kinds K``
+    runs it again."""
+    seed = 0 if os.environ.get("CI") else random.randrange(10**6)
+    found = ranks(4, soak, 10**6, "", "--seconds", str(SECONDS), "--seed", str(seed), "--kinds", kind)
+    assert [code for code, _ in found] == [0] * 4, found[0][1]
+    assert f"{kind}: " in found[0][1]
 
 
 @pytest.mark.slow
 def test_a_wrong_result_on_one_rank_fails_on_all(ranks: Any) -> None:
-    found = ranks(4, soak, 8, "wrong")
+    found = ranks(4, soak, 8, "wrong", "--kinds", "attention")
     assert [code for code, _ in found] == [1] * 4
     assert "(attention): output is off by" in found[0][1]
 
@@ -95,10 +119,10 @@ def test_every_leak_is_found(ranks: Any) -> None:
     found = ranks(4, soak, 12, "leak")
     assert [code for code, _ in found] == [1] * 4
     for name in ("mib", "tensors", "groups", "threads", "descriptors", "store_keys"):
-        assert f"FAILED on rank 3: {name} grew from" in found[0][1]
+        assert f"FAILED on rank 3 with --seed 2: {name} grew from" in found[0][1]
 
 
 @pytest.mark.slow
 def test_other_bits_are_found(ranks: Any) -> None:
-    found = ranks(4, soak, 10, "bits")
+    found = ranks(4, soak, 10, "bits", "--kinds", "attention")
     assert [code for code, _ in found] == [1] * 4 and "other bits when it is repeated" in found[0][1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 from collections.abc import Iterator
@@ -18,9 +19,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp.schedule.documents import read
 from tests.harness import modules
 from tests.harness.oracle import plain_attention, relative_error
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import error_of, on_ranks
 from tests.harness.styled import Flash
 
 LENGTH, A, B = 16, [0, 7, 16], [0, 4, 5, 16]
@@ -254,3 +256,32 @@ def test_documents_that_nobody_reads_are_warned_of(ranks: Any) -> None:
         assert "nothing in it has read its documents" in found and "a mesh of one rank honours documents" in found
     for what in ("styled", "one rank", "an error"):
         assert ranks(2, warnings_of, what) == [[], []], what
+
+
+@on_ranks
+def copies_of_a_batch() -> tuple[list[int], list[str]]:
+    """The boundaries of documents in the blocks of copies that keep them, and the errors of those that do not."""
+    handler, _, _ = setup()
+    entries = {"tokens": torch.arange(LENGTH)[None], "cu_seqlens": A}
+    batch = handler.get_batch_on_this_cp_rank(entries)
+    listed = handler.get_batch_on_this_cp_rank([torch.arange(LENGTH)[None]])
+    whole = []
+    for kept in (batch, copy.copy(batch), copy.deepcopy(batch)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with handler.documents(kept) as table:
+                whole.append(read(table).rows[0] == tuple(A))
+
+    def enter(other: Any) -> None:
+        with handler.documents(other):
+            pass
+
+    moved = type(batch)({name: x.clone() for name, x in batch.items()})  # as accelerate and Lightning make it
+    return whole, [error_of(lambda: enter(x)) for x in (moved, dict(batch), type(listed)(listed))]
+
+
+def test_copies_of_a_batch_keep_its_documents_or_are_refused(ranks: Any) -> None:
+    """Before, documents saw each other in a batch that was moved to a device with its type kept."""
+    for whole, errors in ranks(2, copies_of_a_batch):
+        assert whole == [True] * 3
+        assert all(error.startswith("TypeError") and "carries no documents" in error for error in errors), errors

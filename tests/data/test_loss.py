@@ -19,7 +19,7 @@ from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh import comm
 from tests.harness.labelled import LENGTH, ROWS, VOCABULARY, data
 from tests.harness.oracle import plain_attention, relative_error
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import error_of, on_ranks
 
 
 class Inner(nn.Module):
@@ -273,6 +273,56 @@ def padding_counts() -> list[float]:
     found += [handler.mean_loss(losses, mask=labels != -100), handler.mean_loss(whole.sum(1))]
     handler.get_batch_on_this_cp_rank({"input_ids": torch.zeros(3, 8)})
     return [x.item() for x in (*found, handler.mean_loss(torch.ones(3, 4)))]
+
+
+@on_ranks
+def padding_of_an_earlier_batch() -> float:
+    """The loader has split the next batch, which needs no padding, when the loss of this one is computed."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
+    first, second = (handler.get_batch_on_this_cp_rank({"input_ids": torch.zeros(3, n)}) for n in (7, 8))
+    losses = torch.ones(3, 4)
+    with handler.documents(first), pytest.raises(ValueError, match="this batch of 7 positions was padded to 8"):
+        handler.mean_loss(losses, elsewhere=True)
+    third = handler.get_batch_on_this_cp_rank({"input_ids": torch.zeros(3, 7)})
+    with handler.documents(second):
+        return handler.mean_loss(losses * len(third), elsewhere=True).item()
+
+
+def test_padding_is_that_of_the_batch_of_the_block(ranks: Any) -> None:
+    """Before, it was that of the last batch: padding counted (0.75 for 1.0), or losses without padding were refused."""
+    assert ranks(2, padding_of_an_earlier_batch) == [2.0, 2.0]
+
+
+@on_ranks
+def label_of_one_rank(head: bool) -> str:
+    """The error of this rank for a label of -1 on rank 1; the other one must not wait for it."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
+    labels = torch.zeros(1, 4, dtype=torch.int64)
+    labels[0, 0] -= dist.get_rank()
+    options = {"head": torch.nn.Linear(3, 3)} if head else {}
+    return error_of(lambda: handler.mean_loss(torch.zeros(1, 4, 3), labels, **options))
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_a_label_of_one_rank_is_an_error_on_all(ranks: Any, head: bool) -> None:
+    first, second = ranks(2, label_of_one_rank, head, timeout=30)
+    assert first.startswith("ValueError: labels of ranks [1]") and second.startswith("ValueError: labels"), first
+
+
+@on_ranks
+def learned_weights() -> float:
+    """The error of the gradients of losses and of their weights, which change the number of tokens too."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "head_tail")
+    g = torch.Generator().manual_seed(1)
+    whole = [torch.rand(2, 8, generator=g, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    want = torch.autograd.grad((whole[0] * whole[1]).sum() / whole[1].sum(), whole)
+    local = [handler.dispatch(x.detach()).requires_grad_() for x in whole]
+    found = torch.autograd.grad(handler.mean_loss(local[0], mask=local[1], gradients="sum"), local)
+    return max((a - handler.dispatch(b)).abs().max().item() for a, b in zip(found, want, strict=True))
+
+
+def test_weights_have_gradients(ranks: Any) -> None:
+    assert max(ranks(2, learned_weights)) <= 1e-12
 
 
 def test_padding_does_not_count(ranks: Any) -> None:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.harness import kernels
+from tests.harness.kernels import chunk_kda as kda_kernel
 from tests.harness.recurrence_oracle import convolve, recur
 
 
@@ -46,8 +48,11 @@ class Mixer(nn.Module):
         )
         q, k, v = mixed.transpose(1, 2).unflatten(2, (3 * self.heads, -1)).chunk(3, 2)
         g, beta = self.gates(x).chunk(2, -1)
-        out, _ = chunk_gated_delta_rule(q, F.normalize(k, dim=-1), v, F.logsigmoid(g), beta.sigmoid(), **self.options)
+        out, _ = self.rule(q, F.normalize(k, dim=-1), v, F.logsigmoid(g), beta.sigmoid())
         return self.out(out.flatten(2))
+
+    def rule(self, *gates: Tensor) -> Any:
+        return chunk_gated_delta_rule(*gates, **self.options)
 
 
 def fused_recurrent_gated_delta_rule(q: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -69,7 +74,41 @@ class CallsModule(Mixer):
         return super().forward(x) + self.conv1d(x.repeat(1, 1, 3).transpose(1, 2)).sum()
 
 
-_RAW = chunk_gated_delta_rule  # as it is before anything routes it
+class Renamed(Mixer):
+    """A mixer that has imported its recurrence under another name."""
+
+    def rule(self, *gates: Tensor) -> Any:
+        return kda_kernel(*gates)
+
+
+class InOtherFile(Mixer):
+    """A mixer that calls its recurrence in another file."""
+
+    def rule(self, *gates: Tensor) -> Any:
+        return kernels.chunk_kda(*gates)
+
+
+class ImportsLate(Mixer):
+    """A mixer that imports its recurrence when it runs."""
+
+    def rule(self, *gates: Tensor) -> Any:
+        from tests.harness.kernels import chunk_kda
+
+        return chunk_kda(*gates)
+
+
+class Keeps(Mixer):
+    """A mixer that keeps its recurrence as an attribute."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.kernel = _RAW[1]
+
+    def rule(self, *gates: Tensor) -> Any:
+        return self.kernel(*gates)
+
+
+_RAW = (chunk_gated_delta_rule, kernels.chunk_kda)  # as they are before anything routes them
 
 
 class KeepsGatedDeltaNet(Mixer):
@@ -77,7 +116,7 @@ class KeepsGatedDeltaNet(Mixer):
 
     def __init__(self, heads: int = 2, size: int = 4) -> None:
         super().__init__(heads, size)
-        self.chunk_gated_delta_rule = _RAW
+        self.chunk_gated_delta_rule = _RAW[0]
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(2, (3 * self.heads, -1)).chunk(3, 2)

@@ -116,6 +116,25 @@ def test_mixers_compile_into_one_graph_for_all_documents(ranks: Ranks) -> None:
 
 
 @on_ranks
+def functions_of_any_name() -> dict[str, float]:
+    """A convolution that is a global of the mixer's file, and a recurrence that is not, or not under its own name."""
+    found, mesh = {}, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    for kind in (mixer.Renamed, mixer.InOtherFile, mixer.ImportsLate, mixer.Keeps):
+        model = mixer.make(kind)
+        want, handler = model(inputs()), ContextParallelHandler(mesh, "contiguous")
+        parallelize_module(model, mesh, {"layers.*": RecurrentContextParallel()})
+        out = handler.combine(model(handler.dispatch(inputs(), 1)).detach(), 1)
+        found[kind.__name__] = (out - want).abs().max().item()
+    return found
+
+
+def test_functions_are_routed_under_any_name(ranks: Ranks) -> None:
+    """Before, the convolution counted as routed, and the recurrence began anew on each rank without a word."""
+    for found in ranks(2, functions_of_any_name):
+        assert all(error <= 1e-12 for error in found.values()), found
+
+
+@on_ranks
 def other_meshes() -> list[float]:
     """One rank, and a block on another mesh: the plain functions where there is nothing to share."""
     world = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))

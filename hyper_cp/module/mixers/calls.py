@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -265,11 +265,17 @@ def is_mixer(kind: type[nn.Module]) -> bool:
 
 def captures_function(module: nn.Module) -> bool:
     """True if a module, or one inside it, keeps one of the functions as an attribute: a call of it is not routed."""
-    return any(
-        name in ROUTED and callable(value) and not hasattr(value, "hyper_cp_routes")
-        for inner in module.modules()
-        for name, value in vars(inner).items()
-    )
+    return any(_unrouted(name, value) for inner in module.modules() for name, value in vars(inner).items())
+
+
+def _unrouted(name: str, value: Any) -> str | None:
+    """The name in :data:`ROUTED` of a global or an attribute that is not routed yet; it may have been imported under
+    another name. None for anything else."""
+    if name in ROUTED:
+        return name if callable(value) and not hasattr(value, "hyper_cp_routes") else None
+    if not isinstance(value, FunctionType) or value.__name__ not in ROUTED or hasattr(value, "hyper_cp_routes"):
+        return None
+    return value.__name__
 
 
 def _called(kind: type[nn.Module]) -> list[tuple[dict[str, Any], str]]:
@@ -298,18 +304,30 @@ def route(kind: type[nn.Module]) -> None:
         _put_in_front(names, name)
 
 
+def route_mixer(module: nn.Module) -> None:
+    """Route the functions that a mixer calls: as globals of its file, through other files (``fla.ops.chunk_gla``, a
+    helper), or as attributes that it keeps."""
+    route(type(module))
+    route_loaded()
+    for inner in module.modules():
+        for name, value in list(vars(inner).items()):
+            if known := _unrouted(name, value):
+                vars(inner)[name] = _in_front(known, value)
+
+
 def route_loaded() -> None:
-    """Put :data:`ROUTED` in front of the functions of all loaded files: a ``context_parallel`` block knows no model."""
+    """Put :data:`ROUTED` in front of the functions of all loaded files, whatever their names there: a
+    ``context_parallel`` block knows no model, and a mixer may call them through another file."""
     for file in sys.modules.keys() - _routed:
         names = vars(module) if isinstance(module := sys.modules.get(file), ModuleType) else {}
-        for name in ROUTED.keys() & names.keys():
-            if callable(names[name]):
-                _put_in_front(names, name)
+        for name, value in list(names.items()):
+            if known := _unrouted(name, value):
+                names[name] = _in_front(known, value)
         _routed.add(file)
 
 
 _routed: set[str] = set()
-"""The files whose functions have been routed for blocks."""
+"""The files whose functions have been routed."""
 
 
 def _put_in_front(names: dict[str, Any], name: str) -> None:

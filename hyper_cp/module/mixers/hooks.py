@@ -13,7 +13,7 @@ from ...mesh.cp_mesh import CPMesh
 from .._torch.modules import calls_running
 from ..mesh_binding import Binding, Style, describe, documents_keyword, takes_documents
 from ..model import begin_call
-from .calls import RunningMixer, is_mixer, route, running_mixers
+from .calls import RunningMixer, is_mixer, route_mixer, running_mixers
 
 Where = tuple[CPMesh, str, Tensor | None, int | None]
 """The mesh, layout, documents and Ulysses degree of a call."""
@@ -49,7 +49,7 @@ class MixerHooks:
                 "q, k, v and gates as arguments, name the function that it computes (kind=). Else leave it out of the "
                 "plan, and call hyper_cp.ops.linear_recurrence(..., mesh=...) in it"
             )
-        route(type(module))
+        route_mixer(module)
 
     def attach(self, module: nn.Module) -> None:
         """Register the hooks."""

@@ -60,6 +60,8 @@ def fla_function(delta: bool, channels: bool) -> Callable[..., Any]:
     """
     module, name = FUNCTIONS[delta, channels]
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    # Behind the function that routes calls of mixers, this one among them.
+    found = inspect.unwrap(found, stop=lambda function: not hasattr(function, "hyper_cp_routes"))
     missing = [x for x in NEEDED if x not in inspect.signature(found).parameters]
     if missing:
         raise NotImplementedError(
