@@ -33,10 +33,11 @@ def hook_owners(module: nn.Module) -> list[Any]:
     return [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
 
 
-def hooks_of(module: nn.Module) -> list[Any]:
-    """The objects whose methods run when a module is called; a hook that is no method itself."""
+def modules_of_hooks(module: nn.Module) -> list[str]:
+    """The names of the Python modules that the hooks of a module's forward come from."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return [getattr(hook, "__self__", hook) for hook in hooks]
+    owners = [getattr(hook, "__self__", hook) for hook in hooks]
+    return [str(getattr(owner, "__module__", type(owner).__module__)) for owner in owners]
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:
