@@ -273,7 +273,7 @@ class ContextParallel(ParallelStyle):
 class RecurrentContextParallel(ContextParallel):
     """Run modules whose state runs along the sequence (mixers) on a sequence that is split over the ranks of a cp mesh.
 
-    Put it on modules that call one of these functions as a global of their file, in a ``parallelize_module`` plan:
+    Put it on modules that call one of these functions, under any name, in a ``parallelize_module`` plan:
     ``causal_conv1d_fn``, ``chunk_gated_delta_rule``, ``chunk_kda``, ``chunk_gla``, ``chunk_simple_gla`` (fla),
     ``mamba_chunk_scan_combined``, ``selective_scan_fn`` (mamba_ssm), or the plain torch ones that transformers has in
     their place. While such a module runs, these functions mean recurrences and convolutions over the whole sequence.

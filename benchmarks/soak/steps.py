@@ -27,7 +27,7 @@ from hyper_cp import (
     context_parallel,
     context_parallel_mesh,
 )
-from hyper_cp.ops import attention, causal_conv1d, linear_recurrence
+from hyper_cp.ops import attention, causal_conv1d, layout_of_mask, linear_recurrence
 from tests.harness.oracle import attention_and_lse, plain_attention, positions, softcap
 from tests.harness.recurrence_oracle import convolve, recur
 
@@ -144,6 +144,19 @@ class Draw:
         seen = torch.rand(shape, generator=self.generator) < self.rng.choice((0.1, 0.6))
         return seen if self.maybe() else self.normal(*shape, dtype=dtype).masked_fill(~seen, -torch.inf)
 
+    def slices(self, length: int) -> tuple[Tensor, list[Any]]:
+        """Draw a mask of slices, as the pairs ``[S, S]`` that are visible and as slices."""
+        i, j = torch.arange(length)[:, None], torch.arange(length)
+        seen, found = torch.zeros(length, length, dtype=torch.bool), []
+        for _ in range(self.rng.randint(1, 5)):
+            (a, b), (c, d) = (sorted(self.rng.sample(range(length + 1), 2)) for _ in "qk")
+            kind = self.rng.choice(("full", "causal", "inverse_causal", "bicausal"))
+            part = (i >= a) & (i < b) & (j >= c) & (j < d)
+            part &= (b - i <= d - j) if "causal" in kind and kind != "inverse_causal" else True  # from the last pair on
+            part &= (i - a <= j - c) if kind in ("inverse_causal", "bicausal") else True
+            seen, found = seen | part, [*found, ((a, b), (c, d), kind)]
+        return seen, found
+
     def leaves(
         self, batch: int, kv_heads: int, length: int, dtype: torch.dtype, sinks: bool = True
     ) -> tuple[list[Tensor], Leaves]:
@@ -174,11 +187,11 @@ class Draw:
             "exchange_stages": "auto" if exchange == "ring" else rng.choice(("auto", 1, 2, 3)),
         }
 
-    def documents(self, length: int, batch: int, layout: str) -> list[list[int]] | None:
+    def documents(self, length: int, batch: int) -> list[list[int]] | None:
         """Draw boundaries of packed documents: none, one row for all, or one for each batch row."""
         if self.maybe(0.3):
             return None
-        rows = 1 if layout == "per_document" or self.maybe() else batch
+        rows = 1 if self.maybe() else batch
         cuts = (self.rng.sample(range(1, length), self.rng.randrange(min(length, 9))) for _ in range(rows))
         return [[0, *sorted(row), length] for row in cuts]
 
@@ -196,11 +209,11 @@ def call(draw: Draw) -> Results:
     ranks, batch, length = draw.degree(), draw.rng.randint(1, 3), draw.rng.randint(1, LONGEST)
     mesh, kv_heads, causal = draw.family.cp(ranks), draw.rng.choice((1, 2, 4, 8)), draw.maybe(0.7)
     mode, dtype = draw.mode(ranks, kv_heads), draw.rng.choice((torch.float64, torch.float64, torch.float32))
-    mask = None
-    if draw.maybe(0.4):  # a mask speaks of all positions, so there is no padding
+    mask, slices = None, None
+    if draw.maybe(0.5):  # a mask speaks of all positions, so there is no padding
         length, causal = length - length % (2 * ranks) + 2 * ranks, False
-        mask = draw.mask(batch, length, dtype)
-    rows = draw.documents(length, batch, mode["layout"])
+        mask, slices = (draw.mask(batch, length, dtype), None) if draw.maybe(0.7) else draw.slices(length)
+    rows = draw.documents(length, batch)
     whole, leaves = draw.leaves(batch, kv_heads, length, dtype)
     grad = draw.normal(batch, HEADS, length, whole[2].shape[3], dtype=dtype)
     cap, scale = draw.rng.choice((None, None, 0.7)), draw.rng.choice((None, None, 0.3))
@@ -212,7 +225,8 @@ def call(draw: Draw) -> Results:
         if draw.maybe(0.3):  # they lie as [B, S, H, D] in memory
             q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
         sinks, documents = whole[3] if whole[3:] else None, table if draw.maybe() else None
-        options = {"is_causal": causal, "attn_mask": mask, "documents": documents, "enable_gqa": True, "scale": scale}
+        options = {"attn_mask": mask} if slices is None else {"slices": slices}
+        options |= {"is_causal": causal, "documents": documents, "enable_gqa": True, "scale": scale}
         local, lse = attention(q, k, v, mesh=mesh, softcap=cap, sinks=sinks, return_lse=True, **options, **mode)
         out, lse = (handler.combine(x, 2, length=length, gradients=None) for x in (local, lse.detach()))
         found = summed(torch.autograd.grad(out, leaves, grad), leaves, mesh.get_group())
@@ -241,11 +255,11 @@ def flex(draw: Draw) -> Results:
     mesh, mode, length = draw.family.cp(ranks), draw.mode(ranks, kv_heads), 2 * ranks * draw.rng.randint(1, 9)
     mode |= {"window": mode["window"] if draw.maybe(0.3) else None}
     own = mode["head_groups"] > 1 or draw.maybe()
-    rows = draw.documents(length, batch, mode["layout"]) if draw.maybe(0.3) else None
+    rows = draw.documents(length, batch) if draw.maybe(0.3) else None
     rows = rows or ([[0, length]] if mode["layout"] in BY_DOCUMENTS else None)
     whole, leaves = draw.leaves(batch, kv_heads, length, torch.float64, sinks=False)
     grad, scale = draw.normal(batch, HEADS, length, whole[2].shape[3]), draw.rng.choice((None, None, 0.3))
-    packed = numbers(draw.documents(length, batch, "") or [[0, length]], length).expand(batch, -1)
+    packed = numbers(draw.documents(length, batch) or [[0, length]], length).expand(batch, -1)
     table, prefix = draw.normal(HEADS, 11).requires_grad_(), torch.randint(length, (batch,), generator=draw.generator)
     masks = {
         "": (None, 1, 1),
@@ -266,6 +280,9 @@ def flex(draw: Draw) -> Results:
     size = draw.rng.choice((4, 5, 16, 128, (5, 4)))
     sizes = {"B": b, "H": h, "Q_LEN": length, "KV_LEN": length, "device": "cpu", "BLOCK_SIZE": size}
     block_mask = None if mask_mod is None else create_block_mask(mask_mod, **sizes)
+    if block_mask is not None and mode["layout"] == "head_tail" and rows is None and draw.maybe():
+        seen = mask_mod(*positions(*whole[:2])).any()
+        mode["layout"] = layout_of_mask(block_mask, chunks_per_rank=2) if seen else "head_tail"
     options = {"score_mod": score_mod, "block_mask": block_mask, "scale": scale, "enable_gqa": True}
     style = ContextParallel(2, 1, mode.pop("ulysses_degree"), None if own else (0, 1, 2), **mode)
     handler = ContextParallelHandler(mesh, style)
@@ -301,7 +318,7 @@ def recurrence(draw: Draw) -> Results:
     ranks, batch, length = draw.degree(), draw.rng.randint(1, 2), draw.rng.randint(1, LONGEST)
     mesh, layout, degrees = draw.family.cp(ranks), draw.layout(), [d for d in (1, 2, 4) if ranks % d == 0]
     heads, kept, size, v_size = HEADS // 2, draw.rng.choice((1, 2, 4)), draw.rng.randint(1, 4), draw.rng.randint(1, 4)
-    rows, degree = draw.documents(length, batch, layout), draw.rng.choice((1, 1, *degrees))
+    rows, degree = draw.documents(length, batch), draw.rng.choice((1, 1, *degrees))
     q, k = draw.normal(batch, length, kept, size), F.normalize(draw.normal(batch, length, kept, size), dim=-1)
     shape = draw.rng.choice(((heads,), (batch, length, heads), (batch, length, heads, size)))
     decay = -draw.normal(*shape).square() * draw.rng.choice((0.1, 1.0, 30.0))
@@ -327,7 +344,7 @@ def convolution(draw: Draw) -> Results:
     """``causal_conv1d`` of any width, also of more than a rank's share."""
     ranks, batch, length = draw.degree(), draw.rng.randint(1, 3), draw.rng.randint(1, LONGEST)
     mesh, layout, width, channels = draw.family.cp(ranks), draw.layout(), draw.rng.randint(1, 9), draw.rng.randint(1, 5)
-    rows, activation = draw.documents(length, batch, layout), draw.rng.choice((None, "silu"))
+    rows, activation = draw.documents(length, batch), draw.rng.choice((None, "silu"))
     given = [draw.normal(batch, channels, length), draw.normal(channels, width)]
     given += [draw.normal(channels)] if draw.maybe() else []
     leaves = Leaves(zip(("dx", "dweight", "dbias"), [x.requires_grad_() for x in given], strict=False))
@@ -374,13 +391,13 @@ def training(draw: Draw) -> Results:
     parallelize_module(model, draw.family.cp(ranks), {"layers.*" if block else "layers.*.inner": style})
     tokens, labels = draw.integers(batch, length), draw.integers(batch, length)
     labels[torch.rand(batch, length, generator=draw.generator) < 0.2] = -100
-    rows = draw.documents(length, batch, mode["layout"])
+    rows = draw.documents(length, batch)
     entries, packed = {"input_ids": tokens, "labels": labels}, numbers(rows or [[0, length]], length)
     pieces = packed
     if rows is not None:
         ids = packed.expand(batch, -1)
         entries |= {"document_ids": ids} if draw.maybe() else {"cu_seqlens": rows[0] if len(rows) == 1 else rows}
-    elif mode["layout"] != "per_document":
+    else:
         pieces = (torch.arange(length) >= torch.randint(length, (batch, 1), generator=draw.generator)).long()
         entries["attention_mask"] = pieces if draw.maybe() else 1 - pieces  # padding before or after the tokens
     other = draw.family.cp(draw.rng.choice(draw.family.degrees)) if swap else draw.family.cp(ranks)
@@ -459,7 +476,7 @@ def batch_side(draw: Draw) -> Results:
     ranks, batch = draw.degree(), draw.rng.randint(1, 3)
     layout, mesh = draw.rng.choice(("contiguous", "head_tail", *BY_DOCUMENTS)), draw.family.cp(ranks)
     length = 2 * ranks * draw.rng.randint(1, LONGEST // (2 * ranks))
-    rows = draw.documents(length, batch, layout) or [[0, length]]
+    rows = draw.documents(length, batch) or [[0, length]]
     packed, shift = numbers(rows, length), draw.rng.randint(-length - 1, length + 1)
     x, weights = draw.normal(batch, length, 2, DIM), draw.normal(batch, length).abs()
     angles, rolled = draw.normal(length, DIM // 2).repeat(1, 2), torch.zeros_like(x)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .mixers.calls import is_mixer
+from .mixers.calls import is_mixer, keeps_function
 
 Arguments = tuple[Any, ...]
 GATHER = 'Gather the sequence around it (handler.combine(x, gradients="shares"), then handler.dispatch)'
@@ -156,7 +156,7 @@ def row_of(module: nn.Module) -> Mixing | None:
     for row in TABLE:
         if row.refused and isinstance(module, row.modules):
             return None if row.harmless(module) else row
-    if is_mixer(type(module)):
+    if is_mixer(type(module)) or keeps_function(module):
         return ROUTED
     return NAMED if mixes_by_name(module) else None
 

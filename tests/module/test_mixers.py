@@ -16,8 +16,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from hyper_cp import ContextParallelHandler, RecurrentContextParallel, context_parallel_mesh, split_cp_mesh
 from hyper_cp.mesh.comm import record_traffic
+from hyper_cp.module.mixing import mixing
 from hyper_cp.ops import SAVE_LIST
 from tests.harness import mixer
+from tests.harness.kernels import chunk_kda as kda_kernel
 from tests.harness.ranks import Ranks, error_of, on_ranks, sum_over_ranks
 
 DOCUMENTS = [0, 3, 13, 24]
@@ -132,6 +134,20 @@ def test_functions_are_routed_under_any_name(ranks: Ranks) -> None:
     """Before, the convolution counted as routed, and the recurrence began anew on each rank without a word."""
     for found in ranks(2, functions_of_any_name):
         assert all(error <= 1e-12 for error in found.values()), found
+
+
+def test_mixers_are_found_whatever_the_names_of_their_functions() -> None:
+    """A plan that leaves one of them out is refused."""
+    for kind in (mixer.Mixer, mixer.Renamed, mixer.InOtherFile, mixer.ImportsLate, mixer.Keeps, OnlyRenamed):
+        assert mixing(kind()) == "runs along the sequence", kind
+    assert mixing(nn.Linear(2, 2)) is None
+
+
+class OnlyRenamed(nn.Module):
+    """A module that calls one function, under another name than its own."""
+
+    def forward(self, *gates: Tensor) -> Any:
+        return kda_kernel(*gates)
 
 
 @on_ranks

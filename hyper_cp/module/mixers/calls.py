@@ -263,23 +263,32 @@ def is_mixer(kind: type[nn.Module]) -> bool:
     return bool(_called(kind))
 
 
+def keeps_function(module: nn.Module) -> bool:
+    """True if a module keeps one of the functions as an attribute."""
+    return any(callable(value) and _function_of(name, value) for name, value in vars(module).items())
+
+
 def captures_function(module: nn.Module) -> bool:
     """True if a module, or one inside it, keeps one of the functions as an attribute: a call of it is not routed."""
     return any(_unrouted(name, value) for inner in module.modules() for name, value in vars(inner).items())
 
 
-def _unrouted(name: str, value: Any) -> str | None:
-    """The name in :data:`ROUTED` of a global or an attribute that is not routed yet; it may have been imported under
-    another name. None for anything else."""
+def _function_of(name: str, value: Any) -> str | None:
+    """The name in :data:`ROUTED` of a global or an attribute, which may have been imported under another name."""
     if name in ROUTED:
-        return name if callable(value) and not hasattr(value, "hyper_cp_routes") else None
-    if not isinstance(value, FunctionType) or value.__name__ not in ROUTED or hasattr(value, "hyper_cp_routes"):
-        return None
-    return value.__name__
+        return name
+    return value.__name__ if isinstance(value, FunctionType) and value.__name__ in ROUTED else None
+
+
+def _unrouted(name: str, value: Any) -> str | None:
+    """The name in :data:`ROUTED` of a global or an attribute that holds a function which is not routed yet."""
+    known = _function_of(name, value)
+    return known if known and callable(value) and not hasattr(value, "hyper_cp_routes") else None
 
 
 def _called(kind: type[nn.Module]) -> list[tuple[dict[str, Any], str]]:
-    """The globals and names of the functions that the methods of a type call."""
+    """The globals of a file, and the name there, of each function that methods of a type call: as a global, under
+    another name too, as an attribute (of the module or of an imported file), or imported when they run."""
     if kind in _known:
         return _known[kind]
     found: list[tuple[dict[str, Any], str]] = []
@@ -290,7 +299,7 @@ def _called(kind: type[nn.Module]) -> list[tuple[dict[str, Any], str]]:
             if method is None or (method.__module__ or "").startswith("torch."):
                 continue
             names = method.__globals__
-            found += [(names, name) for name in ROUTED.keys() & {*method.__code__.co_names} & names.keys()]
+            found += [(names, name) for name in {*method.__code__.co_names} if _function_of(name, names.get(name))]
     _known[kind] = found
     return found
 
@@ -310,9 +319,8 @@ def route_mixer(module: nn.Module) -> None:
     route(type(module))
     route_loaded()
     for inner in module.modules():
-        for name, value in list(vars(inner).items()):
-            if known := _unrouted(name, value):
-                vars(inner)[name] = _in_front(known, value)
+        for name in list(vars(inner)):
+            _put_in_front(vars(inner), name)
 
 
 def route_loaded() -> None:
@@ -320,9 +328,8 @@ def route_loaded() -> None:
     ``context_parallel`` block knows no model, and a mixer may call them through another file."""
     for file in sys.modules.keys() - _routed:
         names = vars(module) if isinstance(module := sys.modules.get(file), ModuleType) else {}
-        for name, value in list(names.items()):
-            if known := _unrouted(name, value):
-                names[name] = _in_front(known, value)
+        for name in list(names):
+            _put_in_front(names, name)
         _routed.add(file)
 
 
@@ -331,8 +338,8 @@ _routed: set[str] = set()
 
 
 def _put_in_front(names: dict[str, Any], name: str) -> None:
-    if not hasattr(names[name], "hyper_cp_routes"):
-        names[name] = _in_front(name, names[name])
+    if known := _unrouted(name, names.get(name)):
+        names[name] = _in_front(known, names[name])
 
 
 def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
