@@ -396,14 +396,40 @@ def test_no_more_than_a_share_is_expanded_at_a_time(ranks: Any, exchange: str) -
 def test_effective_weights() -> None:
     plain = nn.Linear(5, 7)
     assert effective_weight(plain) == (plain.weight, plain.bias)
-    hooked = nn.Linear(5, 7, bias=False)
-    hooked.register_forward_pre_hook(lambda module, args: None)
-    found = effective_weight(hooked)
-    assert found is not None and torch.equal(found[0], hooked.weight) and found[1] is None
-    biased = nn.Linear(5, 7)
-    biased.register_forward_pre_hook(lambda module, args: None)
-    assert effective_weight(biased) is None
+    for bias in (False, True):
+        hooked = nn.utils.weight_norm(nn.Linear(5, 7, bias=bias))  # by a hook of PyTorch
+        found = effective_weight(hooked)
+        assert (found is None) == bias
+        assert bias or (torch.allclose(found[0], hooked.weight) and found[1] is None)
     assert effective_weight(nn.Sequential(nn.Linear(5, 7), nn.ReLU())) is None
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("register", "hook"),
+    [
+        ("register_forward_pre_hook", lambda module, args: (args[0].clamp(max=0.5),)),
+        ("register_forward_hook", lambda module, args, output: output.clamp(max=0.5)),
+        ("register_full_backward_hook", lambda module, of_input, of_output: (of_input[0] / 2,)),
+        ("register_full_backward_pre_hook", lambda module, of_output: (of_output[0] / 2,)),
+    ],
+)
+def test_a_layer_with_hooks_of_its_user_has_no_effective_weight(register: str, hook: Any, inside: bool) -> None:
+    layer: Any = Adapted(0.0) if inside else nn.Linear(5, 7, bias=False)
+    assert effective_weight(layer) is not None
+    getattr(layer.lora_A if inside else layer, register)(hook)
+    assert effective_weight(layer) is None
+
+
+def test_adapters_that_depend_on_the_tokens_have_no_effective_weight() -> None:
+    """PEFT's variants of LoRA: Arrow picks an adapter for each token."""
+    peft = pytest.importorskip("peft")
+    variants = pytest.importorskip("peft.tuners.lora.variants")
+    for variant, wanted in ((variants.ArrowLinearVariant, False), (variants.DoraLinearVariant, True)):
+        model = nn.Sequential(nn.Linear(5, 7, bias=False))
+        peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["0"], use_dora=wanted), model)
+        model[0].lora_variant["default"] = variant()
+        assert (effective_weight(model[0]) is not None) == wanted
 
 
 class Adapted(nn.Module):

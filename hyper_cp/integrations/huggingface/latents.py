@@ -81,7 +81,7 @@ def weight_of(module: Any) -> tuple[Tensor, Tensor | None] | None:
 def _say(module: str, layer: str) -> None:
     logger.info(
         "%s: heads travel, not latents: its kv_b_proj (%s) has no weight that could expand them elsewhere "
-        "(it draws dropout, is quantised, or is not linear)",
+        "(it draws dropout, is quantised, has hooks, or is not linear)",
         module,
         layer,
     )
