@@ -21,10 +21,10 @@ _read: ThreadStack[nn.Module] = ThreadStack()
 
 
 def latents_and_weight(layer: nn.Module, latent: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """The arguments of :func:`hyper_cp.ops.latent_attention` in place of ``layer(latent)``: the latents ``[.., R]``, the
-    weight ``[out, R]`` and the bias ``[out]`` (or None) of the layer.
+    """The arguments of :func:`hyper_cp.ops.latent_attention` in place of ``layer(latent)``: the latents ``[.., R]``,
+    the weight ``[out, R]`` and the bias ``[out]`` (or None) of the layer.
 
-    None: no weight describes the layer, because it is not linear, has hooks of others, draws dropout, or keeps its
+    None: no weight describes the layer, because it is not linear, has hooks of its user, draws dropout, or keeps its
     weight in another form (quantised). Call the layer then, and attend with keys and values.
 
     A plain ``nn.Linear`` gives its parameters. A weight that is there in the forward of the layer only (one that FSDP2
@@ -64,6 +64,8 @@ def _linear(layer: nn.Module) -> bool:
     hooks = [name for inner in layer.modules() for name in modules_of_hooks(inner)]
     drawn = any(isinstance(x, nn.Dropout) and x.training and x.p > 0 for x in layer.modules())
     kinds = all(x.dtype in DTYPES and type(x) in (nn.Parameter, Tensor, DTensor) for x in layer.parameters())
+    variants = (getattr(layer, "lora_variant", None) or {}).values()  # all but DoRA may depend on the tokens
+    adapted = adapted and all(type(x).__name__.startswith("Dora") for x in variants)
     return (plain or adapted) and not drawn and kinds and all(name.startswith(KNOWN_HOOKS) for name in hooks)
 
 

@@ -331,6 +331,35 @@ def test_weights_of_layers() -> None:
     assert latents_and_weight(quantised, x) is None
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("register", "hook"),
+    [
+        ("register_forward_pre_hook", lambda module, args: (args[0].clamp(max=0.5),)),
+        ("register_forward_hook", lambda module, args, output: output.clamp(max=0.5)),
+        ("register_full_backward_hook", lambda module, of_input, of_output: (of_input[0] / 2,)),
+        ("register_full_backward_pre_hook", lambda module, of_output: (of_output[0] / 2,)),
+    ],
+)
+def test_a_layer_with_hooks_of_its_user_has_no_weight(register: str, hook: Any, inside: bool) -> None:
+    layer: Any = Adapted(0.0) if inside else nn.Linear(5, 7, bias=False)
+    x = torch.randn(1, 3, 5)
+    assert latents_and_weight(layer, x) is not None
+    getattr(layer.lora_A if inside else layer, register)(hook)
+    assert latents_and_weight(layer, x) is None
+
+
+def test_adapters_that_depend_on_the_tokens_have_no_weight() -> None:
+    """PEFT's variants of LoRA: Arrow picks an adapter for each token."""
+    peft = pytest.importorskip("peft")
+    variants = pytest.importorskip("peft.tuners.lora.variants")
+    for variant, wanted in ((variants.ArrowLinearVariant, False), (variants.DoraLinearVariant, True)):
+        model = nn.Sequential(nn.Linear(5, 7, bias=False))
+        peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["0"], use_dora=wanted), model)
+        model[0].lora_variant["default"] = variant()
+        assert (latents_and_weight(model[0], torch.randn(1, 3, 5)) is not None) == wanted
+
+
 class Adapted(nn.Module):
     """A layer with adapters, as PEFT builds it."""
 

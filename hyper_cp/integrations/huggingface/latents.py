@@ -104,7 +104,7 @@ def as_latents(module: Any, kv_nope: Tensor) -> tuple[Tensor, Tensor, Tensor | N
 def _say(module: str, layer: str) -> None:
     logger.info(
         "%s: heads travel, not latents: its kv_b_proj (%s) has no weight that could expand them elsewhere "
-        "(it draws dropout, is quantised, has hooks or is not linear)",
+        "(it draws dropout, is quantised, has hooks, or is not linear)",
         module,
         layer,
     )
