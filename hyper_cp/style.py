@@ -180,8 +180,9 @@ class ContextParallel(ParallelStyle):
             )
         if latents_from is not None and (not isinstance(latents_from, str) or qkv_indices is not None):
             raise ValueError(
-                f"latents_from={latents_from!r} with qkv_indices={qkv_indices!r}. It is the name of a layer of a "
-                "module that computes q, k and v itself. Pass a name, and qkv_indices=None"
+                f"latents_from={latents_from!r} with qkv_indices={qkv_indices!r} (the default is (0, 1, 2)). It is the "
+                "name of a layer of a module that computes q, k and v itself. Pass a name, and qkv_indices=None. (A "
+                "style for prepare_model needs neither)"
             )
         self.latents_from = latents_from
         check_bool("use_local_output", use_local_output, "Outputs have the form of q, or are DTensors")

@@ -88,6 +88,7 @@ def _latent(
     """``hyper_cp.ops.latent_attention`` without a mesh."""
     check_local(f"{name}: query", q, 4, "[batch, heads, sequence, head_dim]")
     check_local(f"{name}: latent", latent, 3, "[batch, sequence, rank]")
+    check_local(f"{name}: rope", rope, 4, "[batch, 1 or heads, sequence, rotary width]")
     given = is_causal, scale, attn_mask
     return AttentionRequest(q, latent.unsqueeze(1), rope, *given, dropout_p=dropout_p, weight=weight, bias=bias)
 

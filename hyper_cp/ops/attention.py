@@ -227,7 +227,8 @@ def attention(
             math computes that on the CPU and on NPUs, FlexAttention on CUDA.
         exchange_dtype: ``torch.bfloat16``: fp32 gradients of keys and values (and fp32 keys and values) travel in
             bfloat16 where Ulysses leaves a ring, half of the bytes. Every rank adds in fp32; each hop of a ring rounds
-            the sum once (docs/measured/communication.md has the errors). None: nothing loses a bit.
+            the sum once (docs/measured/communication.md has the errors). (``torch.float32`` does so with fp64.) None:
+            nothing loses a bit.
         slices: the pairs that are visible, as ``(q_range, k_range, kind)`` over global positions, see
             :func:`mask_of_slices`. Every other option hides more. In compiled code they break the graph.
 
@@ -321,7 +322,10 @@ def latent_attention(
         latents: True: latents travel. False: heads travel. None: whichever is fewer numbers of a token. Heads can be
             fewer with Ulysses, which gives a rank ``H / ulysses_degree`` of them. The choice is logged.
 
-    All other arguments, results and errors are those of :func:`attention`. (``head_groups`` > 1 needs heads.)
+    Dn is the width of q without that of rope, and Dv what ``weight`` leaves: check the width of the output where sizes
+    may be wrong. All other arguments (all of :func:`attention` but ``enable_gqa`` and ``slices``), results and errors
+    are those of :func:`attention`. (``head_groups`` > 1 needs heads.) With tensor parallelism done by hand, the
+    gradients of latent and rope are shares of sums over the heads of all tensor-parallel ranks.
 
     Example::
 
@@ -347,7 +351,7 @@ def latent_attention(
                 "how attention runs, and documents come with the batch. Pass mesh=, or give these to the style"
             )
         return _without_mesh(q, latent, rope, weight, bias, is_causal, scale, attn_mask, dropout_p)
-    check_local("latent", latent, 3, "[batch, sequence, rank]")
+    _check_forms(latent, rope)
     options: dict[str, Any] = {"head_groups": head_groups, "exchange_stages": exchange_stages, "window": window}
     mode = Mode(kv_exchange, layout, load_balance, latents=latents, exchange_dtype=exchange_dtype, **options)
     call: dict[str, Any] = {
@@ -359,6 +363,11 @@ def latent_attention(
     }
     call |= {"name": "latent_attention", "weight": weight, "bias": bias}
     return _function(q, latent.unsqueeze(1), rope, mesh, ulysses_degree, mode, call, documents, softcap, return_lse)
+
+
+def _check_forms(latent: Tensor, rope: Tensor) -> None:
+    check_local("latent", latent, 3, "[batch, sequence, rank]")
+    check_local("rope", rope, 4, "[batch, 1 or heads, sequence, rotary width]")
 
 
 def _without_mesh(
@@ -377,7 +386,7 @@ def _without_mesh(
     if has_torch_function(given):
         options: dict[str, Any] = {"bias": bias, "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p}
         return handle_torch_function(latent_attention, given, *given, attn_mask=attn_mask, **options)
-    check_local("latent", latent, 3, "[batch, sequence, rank]")
+    _check_forms(latent, rope)
     of_latents = [weight] if bias is None else [weight, bias]
     q, latent, rope, *of_latents = cast_for_autocast(q, latent.unsqueeze(1), rope, *of_latents)
     check_latents("latent_attention", q, latent, rope, *of_latents)

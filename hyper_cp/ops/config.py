@@ -74,8 +74,11 @@ class Mode:
                 f"Only {' and '.join(map(repr, sorted(arrivals.STAGED)))} send in stages. Leave exchange_stages out, "
                 "or use one of these"
             )
-        if self.latents is not None:
-            check_bool("latents", self.latents, "Latents travel, or heads; None is whichever are fewer numbers")
+        if self.latents not in (None, True, False):
+            raise TypeError(
+                f"latents={self.latents!r} must be True, False or None. Latents travel, or heads, or whichever are "
+                "fewer numbers. Pass one of them"
+            )
         if self.exchange_dtype is not None and self.exchange_dtype not in EXCHANGE_DTYPES:
             raise ValueError(
                 f"exchange_dtype={self.exchange_dtype!r} must be {' or '.join(map(str, EXCHANGE_DTYPES))}, or None. "

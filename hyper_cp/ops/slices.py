@@ -115,7 +115,7 @@ def _checked(slices: Any, length: int, keys: int) -> tuple[Slice, ...]:
             if not all(map(is_int, (q0, q1, k0, k1, kind))):
                 raise TypeError("a start or stop is no int")
         except (TypeError, ValueError) as error:
-            raise TypeError(f"slices[{number}]={given!r} is no slice ({error}). {_REMEDY}") from error
+            raise TypeError(f"slices[{number}]={given!r} is no slice. {_REMEDY}") from error
         if not (0 <= q0 <= q1 <= length and 0 <= k0 <= k1 <= keys):
             raise ValueError(
                 f"slices[{number}]={given!r} does not lie within {length} queries and {keys} keys. Ranges are (start, "

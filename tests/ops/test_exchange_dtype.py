@@ -89,14 +89,19 @@ def test_ranks_that_differ_are_refused(ranks: Any) -> None:
     ranks.raises(2, ValueError, "exchange_dtype", differing)
 
 
+def relative_rms(value: torch.Tensor, expected: torch.Tensor) -> float:
+    """The root mean square of the differences over that of the expected numbers."""
+    return rms_error(value, expected) / rms_error(torch.zeros_like(expected), expected)
+
+
 @on_ranks
 def errors_table(kv_exchange: str, dtype: str, wire: str | None) -> dict[str, float]:
-    """Errors (root mean square, relative) against fp64 of a call of 1,024 tokens, as docs/measured/communication.md
+    """Errors against fp64 of a call of 1,024 tokens, as docs/measured/communication.md
     has them."""
     options: dict[str, Any] = {"kv_exchange": kv_exchange, "layout": "head_tail", "dtype": getattr(torch, dtype)}
     shard = AttentionCase(1024, True, batch=1, kv_heads=2, dim=64, v_dim=64, **options).shard()
     out = shard.attend(cp_mesh(), exchange_dtype=None if wire is None else getattr(torch, wire))
-    return shard.errors(out, torch.autograd.grad(out, shard.qkv, shard.dout), error=rms_error)
+    return shard.errors(out, torch.autograd.grad(out, shard.qkv, shard.dout), error=relative_rms)
 
 
 def test_the_errors_of_the_page(ranks: Any) -> None:
@@ -104,4 +109,5 @@ def test_the_errors_of_the_page(ranks: Any) -> None:
     plain, narrow = (ranks(2, errors_table, "ring", "float32", wire) for wire in (None, "bfloat16"))
     assert max(e for found in plain for e in found.values()) < 2e-6
     for found in narrow:
-        assert 5e-5 < found["dk"] < 1e-3 and 5e-5 < found["out"] < 1e-3
+        assert max(found.values()) < 4e-3
+    assert max(found["out"] for found in narrow) > 1e-3

@@ -208,7 +208,7 @@ def test_ranges_that_do_not_fit(slices: Any, words: str) -> None:
     "wrong", [((0, 4), (0, 4), "band"), ((0, 4), (0, 4), 4), ((0, 4), (0, 4)), ((0.5, 4), (0, 4), 0), (0, 4, 1), None]
 )
 def test_what_is_no_slice(wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"slices\[0\]=.* is no slice .*'inverse_causal'"):
+    with pytest.raises(TypeError, match=r"slices\[0\]=.* is no slice\. .*'inverse_causal'"):
         mask_of_slices([wrong], 8)
 
 
