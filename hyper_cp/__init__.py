@@ -11,7 +11,7 @@ from .handler import ContextParallelHandler
 from .integrations.megatron import get_cp_handler_cls
 from .mesh.family import MeshFamily, split_cp_mesh
 from .mesh_swap import context_parallel_mesh
-from .module.effective_weight import effective_weight
+from .module.latent_weight import latents_and_weight
 from .planner import PlanReport, plan
 from .style import ContextParallel, RecurrentContextParallel, styled_modules
 from .tiled import tiled
@@ -29,8 +29,8 @@ __all__ = [
     "RecurrentContextParallel",
     "context_parallel",
     "context_parallel_mesh",
-    "effective_weight",
     "get_cp_handler_cls",
+    "latents_and_weight",
     "plan",
     "split_cp_mesh",
     "styled_modules",

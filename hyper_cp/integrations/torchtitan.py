@@ -291,7 +291,7 @@ class PackedAttention(nn.Module):
         # is_causal=False: the module's window ends at the query, so it is causal already.
         call = Call(False, scale, None, documents)
         if self.latents is not None:
-            k, v, call = self.latents.in_place_of((q, k, v), call, mode)
+            k, v, call = self.latents.in_place_of(cp, (q, k, v), call, mode)
         out = cp_attention(q, k, v, cp, mode, call)
         out = out.transpose(1, 2)
         return out.squeeze(0) if packed else out

@@ -68,6 +68,20 @@ class ContextParallelTrainer:
     def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return nullcontext, prepare_batch(self.handler, inputs)
 
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of this rank's tokens, whose mean over the ranks that share the sequence is the loss of it."""
+        compute = super().compute_loss  # type: ignore[misc]
+        averages, accepts = self.args.average_tokens_across_devices, self.model_accepts_loss_kwargs  # type: ignore[attr-defined]
+        if averages and accepts and num_items_in_batch is not None:  # Trainer multiplies by the number of ranks
+            return compute(model, inputs, return_outputs, num_items_in_batch)
+        cp = self.handler.cp.size
+        if num_items_in_batch is not None:  # Trainer has divided it by cp, which does not scale a loss of routers
+            num_items_in_batch = num_items_in_batch * cp
+        loss, *outputs = compute(model, inputs, True, num_items_in_batch)
+        return (loss * cp, *outputs) if return_outputs else loss * cp
+
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         length = inputs["input_ids"].shape[1]
         if inputs.get("labels") is None:  # without labels Trainer does not call _prepare_context_parallel_inputs

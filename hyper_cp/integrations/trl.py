@@ -57,11 +57,15 @@ class ContextParallelSFT(ContextParallelTrainer):
             setattr(arguments, name, False)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """TRL's loss of this rank's tokens. In evaluations TRL calls it with whole batches."""
-        if "context_parallel" not in inputs:
+        """TRL's loss of this rank's tokens. In evaluations TRL calls it with whole batches. For models that have
+        ``accepts_loss_kwargs=False`` Trainer counts no labels, and TRL would take the mean of each rank's own."""
+        whole = "context_parallel" not in inputs
+        if whole:
             inputs = prepare_batch(self.handler, inputs)
+        if whole or kwargs.get("num_items_in_batch") is None:
             scaled = getattr(self.args, "average_tokens_across_devices", False)  # type: ignore[attr-defined]
             factor = self.accelerator.num_processes if scaled else 1  # type: ignore[attr-defined]
             # So that the mean over the ranks that share the sequence is the mean over its tokens.
             kwargs["num_items_in_batch"] = inputs["num_items_in_batch"] * factor / self.handler.cp.size
-        return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        # Past the method of ContextParallelTrainer, which is for losses of models.
+        return super(ContextParallelTrainer, self).compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]

@@ -106,7 +106,7 @@ def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
     if request.core is not None:
         core, options = request.core.select_backend(q, cp, mode, options)
     if call.latents is not None and isinstance(core, TileEngine):
-        k, v, options = call.latents.in_place_of((q, k, v), options, mode)
+        k, v, options = call.latents.in_place_of(cp, (q, k, v), options, mode)
     out = attend(q, k, v, cp, mode, options, core, exchanged=exchanged is not None)
     return outputs.wrap(out) if outputs is not None and isinstance(out, Tensor) else out
 

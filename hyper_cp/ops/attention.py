@@ -117,7 +117,7 @@ def _latents_or_heads(
     otherwise these are the heads that this rank makes of its own."""
     check_dimensions(q, latent, rope)
     q, latent, rope, *of_latents = cast_for_autocast(q, latent, rope, *call.of_latents)
-    check_latents(call.name, q, latent, rope, *of_latents)
+    check_latents(call.name, q, latent, rope, *of_latents, all_keys=mode.kv_exchange == "replicated")
     in_groups = mode.groups > 1 and cp.ulysses.size > 1
     if mode.latents and (in_groups or mode.kv_exchange == "replicated"):
         what = f"head_groups={mode.head_groups}" if in_groups else "kv_exchange='replicated'"
@@ -378,8 +378,10 @@ def _without_mesh(
         options: dict[str, Any] = {"bias": bias, "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p}
         return handle_torch_function(latent_attention, given, *given, attn_mask=attn_mask, **options)
     check_local("latent", latent, 3, "[batch, sequence, rank]")
-    check_latents("latent_attention", q, latent.unsqueeze(1), rope, weight, bias)
-    k, v = expand(latent.unsqueeze(1), rope, q.shape[1], q.shape[3], weight, bias)
+    of_latents = [weight] if bias is None else [weight, bias]
+    q, latent, rope, *of_latents = cast_for_autocast(q, latent.unsqueeze(1), rope, *of_latents)
+    check_latents("latent_attention", q, latent, rope, *of_latents)
+    k, v = expand(latent, rope, q.shape[1], q.shape[3], *of_latents)
     return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
 
 

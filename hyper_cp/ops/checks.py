@@ -231,10 +231,18 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_latents(
-    name: str, q: Tensor, latent: Tensor, rope: Tensor, weight: Tensor, bias: Tensor | None = None
+    name: str,
+    q: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    all_keys: bool = False,
 ) -> None:
     """Raise unless queries ``[B, H, S, Dn + Dr]``, latents ``[B, 1, S, R]``, their rotary part ``[B, 1|H, S, Dr]`` and
-    the weight ``[H * (Dn + Dv), R]`` that expands them have one floating dtype, and sizes that fit each other."""
+    the weight ``[H * (Dn + Dv), R]`` that expands them have one floating dtype, and sizes that fit each other. With
+    ``all_keys`` latents are those of all keys."""
     check_dtype("query", q)
     (b, heads, length, width), (rotary, rank) = q.shape, (rope.shape[3], latent.shape[3])
     others = {"latent": latent, "rope": rope, "weight": weight, **({} if bias is None else {"bias": bias})}
@@ -242,21 +250,24 @@ def check_latents(
         if isinstance(x, DTensor):
             raise TypeError(
                 f"{name}: {what} is a DTensor placed {x.placements}. Attention needs the rows of this rank's heads as "
-                "a local tensor. Pass what hyper_cp.effective_weight(layer) returns for the layer that has it"
+                "a local tensor. Pass what hyper_cp.latents_and_weight(layer, latent) returns"
             )
         if x.dtype != q.dtype:
             raise TypeError(
                 f"{name}: {what} has dtype {x.dtype} and query {q.dtype}. They must be equal. Cast them to one dtype, "
                 "or run under torch.autocast"
             )
-    if latent.shape[2] != length or rope.shape[2] != length:
+    if latent.shape[2] != rope.shape[2] or (latent.shape[2] != length and not all_keys):
         raise ValueError(
             f"{name}: query has {length} positions, latent {latent.shape[2]} and rope {rope.shape[2]}. Each rank "
             "passes its own share of the sequence of all three. Split latent and rope as the hidden states are split, "
             "and do not gather them"
         )
     rules = (
-        (latent.shape[:2] == (b, 1), f"latent {tuple(latent.shape)} must be [{b}, {length}, rank]"),
+        (
+            latent.shape[:2] == (b, 1) and latent.shape[2] > 0,
+            f"latent {tuple(latent.shape)} must be [{b}, {length}, rank]",
+        ),
         (rope.shape[0] == b and rope.shape[1] in (1, heads), f"rope {tuple(rope.shape)} must have 1 or {heads} heads"),
         (0 < rotary < width, f"rope {tuple(rope.shape)} must be narrower than the {width} numbers of a query's head"),
         (weight.ndim == 2 and weight.shape[1] == rank, f"weight {tuple(weight.shape)} must be [outputs, {rank}]"),

@@ -29,7 +29,7 @@ from .kernels.dropout import Dropout, draw_seed
 from .kernels.inputs import TileInputs
 from .kernels.partials import Partials, RowSum, accumulation_dtype, add, like_queries, part
 from .kernels.scores import TileScores, find
-from .latents import Expansion, expand, value_width
+from .latents import Expansion, value_width
 from .recompute import check_recompute, fingerprint
 
 
@@ -49,8 +49,6 @@ class TileEngine:
 
     def _plain_sdpa(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Tensor:
         """On one rank exactly the user's own call."""
-        if call.weight is not None:
-            k, v = expand(k, v, q.shape[1], q.shape[3], call.weight, call.bias)
         gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
             q, k, v, call.mask, call.dropout_p, call.is_causal, scale=call.scale, enable_gqa=gqa

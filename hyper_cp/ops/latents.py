@@ -65,12 +65,15 @@ class Expansion:
     def pull_back(self, latent: Tensor, rope: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of a block's latent and rotary part, given those of its keys and values. Adds to
         ``gradients``. Products are those of one device: in the dtype of the weight."""
-        plain = self.width - rope.shape[3]
-        both = torch.cat([dk[..., :plain], dv], 3).transpose(1, 2).flatten(2).to(self.weight.dtype)
-        of_weight = torch.einsum("bsd,bsr->dr", both, latent[:, 0])
-        of_bias = both.sum((0, 1), dtype=accumulation_dtype(both.dtype))
-        for total, x in zip(self.gradients, (of_weight, of_bias), strict=False):
-            total.add_(x)
+        plain, (b, _, rows, dim) = self.width - rope.shape[3], dv.shape
+        both = self.weight.new_empty(b, rows, self.heads, plain + dim)
+        both[..., :plain].copy_(dk[..., :plain].transpose(1, 2))
+        both[..., plain:].copy_(dv.transpose(1, 2))
+        both = both.flatten(2)
+        of_weight, *of_bias = self.gradients
+        of_weight.add_(torch.einsum("bsd,bsr->dr", both, latent[:, 0]))
+        for total in of_bias:
+            total.add_(both.sum((0, 1), dtype=total.dtype))
         of_rope = dk[..., plain:]
         if rope.shape[1] == 1:
             of_rope = of_rope.sum(1, keepdim=True)

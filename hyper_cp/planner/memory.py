@@ -109,8 +109,8 @@ def _attention_work(
     rows = batch * length / ranks.size * model.query_width
     own = share * ACCUMULATED + rows * (ACCUMULATED + 2 * element)  # sums of dk, dv and dq; dout and the dq returned
     message = rows * element if ranks.ulysses > 1 else 0.0
-    if model.latents_travel(ranks.ulysses):  # heads of one share, and the sums of their gradients
-        own += length / ranks.ring * batch * model.numbers_of_heads(ranks.ulysses) * (element + ACCUMULATED)
+    if model.latents_travel(ranks.ulysses):  # heads of one share, the sums of their gradients, and a copy of these
+        own += length / ranks.ring * batch * model.numbers_of_heads(ranks.ulysses) * (2.2 * element + ACCUMULATED)
     if not work.hops:
         return own + message
     if kv_exchange == "ring":  # two blocks; the sum that leaves, the one that arrives, and what is added from hop 2 on

@@ -155,8 +155,9 @@ def run(mode: Mode, ranks: int, rows: int, backward: bool, device: Device, per_h
     return device
 
 
-def run_balanced(mode: Mode, ranks: int, rows: int, backward: bool, one_queue: bool) -> Device:
-    """The device after a call in which all transfers together take a second, and all tiles too."""
-    first = run(mode, ranks, rows, backward, Device())
+def run_balanced(mode: Mode, ranks: int, rows: int, backward: bool, one_queue: bool, per_host: int = 0) -> Device:
+    """The device after a call in which all transfers together take a second, and all tiles too. With hosts those
+    between them do, and those inside take no time."""
+    first = run(mode, ranks, rows, backward, Device(), per_host)
     tiles, transfers = (sum(x.seconds for x in first.of(name)) for name in ("tile", "transfer"))
-    return run(mode, ranks, rows, backward, Device(one_queue, 1 / tiles, 1 / transfers))
+    return run(mode, ranks, rows, backward, Device(one_queue, 1 / tiles, 1 / transfers), per_host)

@@ -228,6 +228,73 @@ def test_trainer(ranks: Any, tmp_path: Any, cp: int, layout: str, world: int, ch
         assert max(found.values()) <= 2e-5, found
 
 
+@on_ranks
+def routed(option: str, directory: str) -> dict[str, float]:
+    """Train three steps of two batches, with a router loss, where Trainer does not multiply losses by the ranks."""
+    from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+
+    from hyper_cp.integrations.accelerate import ParallelismConfig
+    from hyper_cp.integrations.trainer import ContextParallelTrainer
+
+    class Both(ContextParallelTrainer, Trainer):
+        pass
+
+    accelerator_of(cp_size=2).state._reset_state(True)
+    torch.manual_seed(7)
+    moe = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 3.0}
+    model = MixtralForCausalLM(MixtralConfig(**SMALL, **moe, attn_implementation="sdpa"))
+    counted, train = option != "accepts_loss_kwargs", samples(12)
+    model.accepts_loss_kwargs, oracle = counted, copy.deepcopy(model)
+    arguments = TrainingArguments(
+        directory,
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=2,
+        average_tokens_across_devices=option != "average_tokens_across_devices",
+        train_sampling_strategy="sequential",
+        optim="sgd",
+        learning_rate=0.05,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        max_steps=3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        parallelism_config=ParallelismConfig(cp_size=2),
+        prediction_loss_only=True,
+    )
+    style = ContextParallel(ulysses_degree=1, layout="head_tail")
+    trainer = Both(model, arguments, train_dataset=train, eval_dataset=train[:2], style=style)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    found = {"steps": abs(len(losses) - 3.0)}
+    optimizer = torch.optim.SGD(oracle.parameters(), lr=0.05)
+    for step, got in enumerate(losses):
+        batches = [torch.utils.data.default_collate(train[i : i + 2]) for i in (4 * step, 4 * step + 2)]
+        count = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+        number = {"num_items_in_batch": count} if counted else {}
+        loss = sum(oracle(**batch, **number, use_cache=False).loss for batch in batches) / (1 if counted else 2)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found[f"loss {step}"] = abs(got - loss.item()) / loss.item()
+    found["parameters"] = difference(
+        {n: p.detach() for n, p in model.named_parameters()}, dict(oracle.named_parameters())
+    )
+    whole = torch.utils.data.default_collate(train[:2])
+    found["evaluation"] = abs(trainer.evaluate()["eval_loss"] - oracle(**whole, use_cache=False).loss.item())
+    return found
+
+
+@pytest.mark.parametrize("option", ["none", "average_tokens_across_devices", "accepts_loss_kwargs"])
+def test_losses_that_trainer_does_not_scale(ranks: Any, tmp_path: Any, option: str) -> None:
+    """``accepts_loss_kwargs=False`` is what most models of images and text have."""
+    for found in ranks(2, routed, option, str(tmp_path)):
+        assert max(found.values()) <= 2e-5, found
+
+
 # --------------------------------------------------------------------------- errors
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh
 from hyper_cp.mesh import comm
@@ -272,6 +274,72 @@ def test_adapters_with_dropout_let_heads_travel_and_say_so(ranks: Any) -> None:
     for lines, sent in ranks(2, lines_with_dropout):
         assert len(lines) == 1 and "heads travel, not latents" in lines[0]
         assert sent > 2 * 2 * 12 * 4 * (16 + 8) * 8 * 2.9
+
+
+def steered(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return out + 0.5
+
+
+@on_ranks
+def changed_errors(how: str) -> dict[str, dict[str, float]]:
+    """Models whose expansion does more than their weight says: heads travel."""
+    from hyper_cp.integrations.transformers import prepare_model
+
+    model, batch, style = made("deepseek_v3"), batch_of(False), ContextParallel(**MODES["ring"])
+    for layer in model.model.layers:
+        if how == "hook":
+            layer.self_attn.kv_b_proj.register_forward_hook(steered)
+        else:
+            layer.self_attn.__class__ = normed(type(layer.self_attn))
+    want = alone(copy.deepcopy(model), batch)
+    prepare_model(model, cp_mesh(), style=style)
+    return {how: errors_of(shared(model, cp_mesh(), style, batch), want, slice(None))}
+
+
+def normed(kind: Any) -> Any:
+    """A type whose keys are normalised after their expansion."""
+
+    class Normed(kind):  # type: ignore[misc]
+        def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+            keys, values = super().expand_kv(kv_nope, k_rot)
+            return nn.functional.normalize(keys, dim=-1), values
+
+    return Normed
+
+
+@pytest.mark.parametrize("how", ["hook", "subclass"])
+def test_heads_travel_where_an_expansion_does_more(ranks: Any, how: str) -> None:
+    check(ranks(2, changed_errors, how))
+
+
+@on_ranks
+def tensor_parallel_errors() -> dict[str, float]:
+    """Errors of gradients on cp 2 x tp 2, with ``ColwiseParallel`` layers that make queries, keys and values."""
+    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    model, batch, style = made("deepseek_v3"), batch_of(False), ContextParallel(**MODES["ring"])
+    want = dict(zip((n for n, _ in model.named_parameters()), alone(copy.deepcopy(model), batch)[1], strict=True))
+    plan = {"q_b_proj": ColwiseParallel(), "kv_b_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer.self_attn, mesh["tp"], plan)
+    prepare_model(model, mesh["cp"], style=style)
+    with InDouble():
+        model(**prepare_batch(ContextParallelHandler(mesh["cp"], style), batch)).loss.backward()
+    found = {}
+    for name, p in model.named_parameters():
+        if "layers.1.self_attn" in name and ("kv_a" in name or "kv_b" in name):
+            grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone()
+            torch.distributed.all_reduce(grad, group=mesh["cp"].get_group())
+            rows = slice(12) if "kv_a_proj" in name else slice(None)  # of latents; rotary parts have no such layer
+            found[name] = relative_error(grad[rows], want[name][rows])
+    return found
+
+
+@pytest.mark.slow
+def test_gradients_of_latents_are_summed_over_tensor_parallel_ranks(ranks: Any) -> None:
+    for found in ranks(4, tensor_parallel_errors):
+        assert len(found) == 3 and max(found.values()) < 1e-9, found
 
 
 @on_ranks

@@ -18,9 +18,10 @@ from hyper_cp import ContextParallel
 from hyper_cp.mesh import cp_mesh as meshes
 from hyper_cp.ops import attention
 from tests.harness.attention_case import FP32, FP64, AttentionCase, check, cp_mesh, run_case
+from tests.harness.latent_case import LatentCase
 from tests.harness.modules import BNSD
 from tests.harness.ranks import Ranks, on_ranks
-from tests.ops import test_exchange
+from tests.ops import test_exchange, test_exchange_dtype, test_latents
 
 DOUBLE = {"kv_exchange": "double_ring"}
 
@@ -88,6 +89,27 @@ def test_other_hosts_are_exact(ranks: Ranks, world: int, per_host: int) -> None:
     check(ranks(world, run, per_host, cases), FP64)
 
 
+@on_ranks
+def of_latents(cases: list[LatentCase]) -> list[Any]:
+    on_hosts_of(2)
+    return test_latents.run_latents(cases)
+
+
+@on_ranks
+def narrowed(cases: list[AttentionCase]) -> list[tuple[Any, ...]]:
+    on_hosts_of(2)
+    return test_exchange_dtype.compared(cases)
+
+
+def test_what_travels_may_be_latents_or_narrower(ranks: Ranks) -> None:
+    latents = [LatentCase(48, True, kv_heads=n, heads=4, **DOUBLE, layout="head_tail") for n in (1, 4)]
+    check(ranks(4, of_latents, latents), FP64)
+    case = AttentionCase(48, True, kv_heads=2, **DOUBLE, layout="head_tail")
+    for ((_, _, narrow, same, moved, before, after),) in ranks(4, narrowed, [case]):
+        assert same and moved > 0 and max(narrow.values()) <= 4 * test_exchange_dtype.HALF
+        assert after == (before[0] // 4, before[1] // 4)
+
+
 # --------------------------------------------------------------------------- bytes
 
 
@@ -121,7 +143,7 @@ def sent_between(per_host: int, dtype: torch.dtype) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_on_every_link_are_those_of_the_formula(ranks: Ranks, dtype: torch.dtype) -> None:
     """docs/measured/communication.md: each rank sends as much to another host as every other rank."""
-    for world, per_host in ((4, 2), (6, 3)) if dtype == torch.float32 else ((4, 2),):
+    for world, per_host in ((4, 2), (6, 2)) if dtype == torch.float32 else ((6, 3),):
         hosts, rows = world // per_host, test_exchange.B * 12 * test_exchange.HKV
         share, sums = (rows * (test_exchange.D + test_exchange.DV) * size for size in (dtype.itemsize, 4))
         for forward, backward in ranks(world, sent_between, per_host, dtype):
@@ -176,7 +198,6 @@ def held(per_host: int, layout: str) -> dict[str, int]:
 @pytest.mark.parametrize("world, per_host, blocks", [(4, 2, 4), (8, 4, 4), (9, 3, 4)])
 def test_it_holds_two_blocks_more_than_a_flat_ring(ranks: Ranks, world: int, per_host: int, blocks: int) -> None:
     found = ranks(world, held, per_host, "contiguous")
-    print(world, per_host, [x["beyond inputs and output"] / x["block"] for x in found])
     assert max(x["beyond inputs and output"] for x in found) <= blocks * found[0]["block"], found
     assert all(x["saved"] == x["local"] + 16 for x in found)
 
@@ -221,8 +242,7 @@ def test_a_wrong_number_of_hosts_is_an_error(ranks: Ranks) -> None:
 
 
 def test_ranks_that_count_hosts_differently_are_an_error(ranks: Ranks) -> None:
-    for text in ranks.raises(4, ValueError, "attention", mistaken, "double_ring", "differs"):
-        print(text)
+    ranks.raises(4, ValueError, "rank 3 compares its attention call", mistaken, "double_ring", "differs")
 
 
 @on_ranks

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from hyper_cp import ContextParallel, effective_weight
+from hyper_cp import ContextParallel, latents_and_weight
 from hyper_cp.mesh import comm
 from hyper_cp.mesh.cp_mesh import view
 from hyper_cp.ops import SAVE_LIST, attention, latent_attention
@@ -35,7 +35,7 @@ from tests.harness.latent_case import (
     one_device,
     problem_of,
 )
-from tests.harness.oracle import relative_error, rms_error
+from tests.harness.oracle import absolute_error, relative_error, rms_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
 
@@ -114,9 +114,10 @@ class Inner(nn.Module):
             self.up.bias.copy_(bias)
 
     def forward(self, q: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
-        found = effective_weight(self.up)
+        found = latents_and_weight(self.up, latent)
         assert found is not None
-        return latent_attention(q, latent, rope, *found, is_causal=True)  # type: ignore[return-value]
+        latent, weight, bias = found
+        return latent_attention(q, latent, rope, weight, bias, is_causal=True)  # type: ignore[return-value]
 
 
 @on_ranks
@@ -150,6 +151,25 @@ def test_on_one_device_it_is_plain_attention() -> None:
     want, _, expected = one_device(problem_of(case))
     assert relative_error(out.detach(), want) < FP64
     assert max(relative_error(a, b) for a, b in zip(grads, expected, strict=True)) < FP64
+
+
+def test_autocast_casts_on_one_device_too() -> None:
+    *given, _ = LatentCase(24, dtype=torch.float32, bias=False).tensors()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert latent_attention(given[0].bfloat16(), *given[1:4]).dtype == torch.bfloat16
+
+
+@on_ranks
+def with_all_keys() -> float:
+    case = LatentCase(48, bias=False, keys=None)
+    q, latent, rope, weight, _, _ = case.tensors()
+    at = case.positions(48)
+    out = latent_attention(q[:, :, at], latent, rope, weight, mesh=cp_mesh(), kv_exchange="replicated")
+    return relative_error(out, one_device(problem_of(case))[0][:, :, at])
+
+
+def test_ranks_that_have_all_keys_expand_them(ranks: Any) -> None:
+    assert max(ranks(2, with_all_keys)) < FP64
 
 
 @on_ranks
@@ -300,17 +320,44 @@ def test_no_more_than_a_share_is_expanded_at_a_time(ranks: Any, exchange: str) -
 # --------------------------------------------------------------------------- weights
 
 
-def test_effective_weights() -> None:
-    plain = nn.Linear(5, 7)
-    assert effective_weight(plain) == (plain.weight, plain.bias)
+def test_weights_of_layers() -> None:
+    x, plain = torch.randn(1, 3, 5), nn.Linear(5, 7)
+    assert latents_and_weight(plain, x) == (x, plain.weight, plain.bias)
+    assert latents_and_weight(nn.Sequential(nn.Linear(5, 7), nn.ReLU()), x) is None
     hooked = nn.Linear(5, 7, bias=False)
-    hooked.register_forward_pre_hook(lambda module, args: None)
-    found = effective_weight(hooked)
-    assert found is not None and torch.equal(found[0], hooked.weight) and found[1] is None
-    biased = nn.Linear(5, 7)
-    biased.register_forward_pre_hook(lambda module, args: None)
-    assert effective_weight(biased) is None
-    assert effective_weight(nn.Sequential(nn.Linear(5, 7), nn.ReLU())) is None
+    hooked.register_forward_hook(lambda module, args, out: out + 0.5)
+    assert latents_and_weight(hooked, x) is None, "a hook of somebody else may do anything"
+    quantised = nn.Linear(5, 7, bias=False).to(torch.float8_e4m3fn)
+    assert latents_and_weight(quantised, x) is None
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("register", "hook"),
+    [
+        ("register_forward_pre_hook", lambda module, args: (args[0].clamp(max=0.5),)),
+        ("register_forward_hook", lambda module, args, output: output.clamp(max=0.5)),
+        ("register_full_backward_hook", lambda module, of_input, of_output: (of_input[0] / 2,)),
+        ("register_full_backward_pre_hook", lambda module, of_output: (of_output[0] / 2,)),
+    ],
+)
+def test_a_layer_with_hooks_of_its_user_has_no_weight(register: str, hook: Any, inside: bool) -> None:
+    layer: Any = Adapted(0.0) if inside else nn.Linear(5, 7, bias=False)
+    x = torch.randn(1, 3, 5)
+    assert latents_and_weight(layer, x) is not None
+    getattr(layer.lora_A if inside else layer, register)(hook)
+    assert latents_and_weight(layer, x) is None
+
+
+def test_adapters_that_depend_on_the_tokens_have_no_weight() -> None:
+    """PEFT's variants of LoRA: Arrow picks an adapter for each token."""
+    peft = pytest.importorskip("peft")
+    variants = pytest.importorskip("peft.tuners.lora.variants")
+    for variant, wanted in ((variants.ArrowLinearVariant, False), (variants.DoraLinearVariant, True)):
+        model = nn.Sequential(nn.Linear(5, 7, bias=False))
+        peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["0"], use_dora=wanted), model)
+        model[0].lora_variant["default"] = variant()
+        assert (latents_and_weight(model[0], torch.randn(1, 3, 5)) is not None) == wanted
 
 
 class Adapted(nn.Module):
@@ -328,14 +375,14 @@ class Adapted(nn.Module):
 
 
 def test_adapters_are_part_of_the_weight_unless_they_draw_dropout() -> None:
-    layer = Adapted(0.0).double()
-    found = effective_weight(layer)
-    assert found is not None
-    assert torch.allclose(found[0], layer.base_layer.weight + layer.lora_B.weight @ layer.lora_A.weight)
-    found[0].sum().backward()
+    layer, x = Adapted(0.0).double(), torch.randn(1, 3, 5)
+    found = latents_and_weight(layer, x)
+    assert found is not None and found[0] is x and found[2] is None
+    assert torch.allclose(found[1], layer.base_layer.weight + layer.lora_B.weight @ layer.lora_A.weight)
+    found[1].sum().backward()
     assert layer.lora_A.weight.grad is not None and layer.lora_B.weight.grad is not None
-    assert effective_weight(Adapted(0.1)) is None
-    assert effective_weight(Adapted(0.1).eval()) is not None
+    assert latents_and_weight(Adapted(0.1), x) is None
+    assert latents_and_weight(Adapted(0.1).eval(), x) is not None
 
 
 # --------------------------------------------------------------------------- refusals
@@ -394,7 +441,7 @@ def call_with_dtensor() -> None:
 
 
 def test_a_sharded_weight_is_refused(ranks: Any) -> None:
-    ranks.raises(2, TypeError, "effective_weight", call_with_dtensor)
+    ranks.raises(2, TypeError, "latents_and_weight", call_with_dtensor)
 
 
 def test_its_op_is_on_the_save_list() -> None:
@@ -422,9 +469,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q = self.query(x).unflatten(2, (-1, self.case.dim)).transpose(1, 2)
         latent, rope = self.down(x).split([RANK, self.case.dim - PLAIN], 2)
-        found = effective_weight(self.up)
+        found = latents_and_weight(self.up, latent)
         assert found is not None
-        result: Tensor = self.out(self.inner(q, latent, rope.unsqueeze(1), found[0]).transpose(1, 2).flatten(2))
+        result: Tensor = self.out(self.inner(q, found[0], rope.unsqueeze(1), found[1]).transpose(1, 2).flatten(2))
         return result
 
 
@@ -487,6 +534,26 @@ def test_a_style_names_the_layer_that_expands(ranks: Any, per_head: bool, bias: 
 
 
 @on_ranks
+def after_zeros(per_head: bool) -> float:
+    """The error of an output after a first call on zeros, which tell nothing; zero on one rank only in the second."""
+    case, mesh = LatentCase(16, True), cp_mesh()
+    alone = Expands(case, per_head)
+    model = parallelize_module(copy.deepcopy(alone), mesh, ContextParallel(**FROM_LAYER))
+    x = torch.randn(2, 16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    rows, found = slice(8 * mesh.get_rank(), 8 * mesh.get_rank() + 8), []
+    half = torch.cat([torch.zeros_like(x[:, :8]), x[:, 8:]], 1)
+    for whole in (torch.zeros_like(x), half, x):
+        with torch.no_grad():
+            found.append(absolute_error(model(whole[:, rows]), alone(whole)[:, rows]))
+    return max(found)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_a_call_on_zeros_decides_nothing(ranks: Any, per_head: bool) -> None:
+    assert max(ranks(2, after_zeros, per_head)) < 1e-9
+
+
+@on_ranks
 def layer_badly(name: str, wrong: bool) -> None:
     case = LatentCase(16, True)
     style = ContextParallel(**{**FROM_LAYER, "latents_from": name})
@@ -521,9 +588,9 @@ def tensor_parallel_errors() -> float:
         assert grad is not None and want.grad is not None
         if isinstance(grad, DTensor):
             whole = grad.full_tensor()
-        else:  # of a layer that all tp ranks have: each has the share of its heads
+        else:  # of a layer that all tp ranks have: that of latents is whole, that of rotary parts each rank's share
             whole = grad.clone()
-            torch.distributed.all_reduce(whole, group=mesh["tp"].get_group())
+            torch.distributed.all_reduce(whole[RANK:], group=mesh["tp"].get_group())
         torch.distributed.all_reduce(whole, group=mesh["cp"].get_group())
         found.append(relative_error(whole, want.grad))
         assert name != "up.weight" or isinstance(grad, DTensor)

@@ -38,6 +38,7 @@ def test_tiles_run_while_keys_and_gradients_travel(mode: str, backward: bool) ->
         ("ring, head_tail", 8, False),
         ("ring, head_tail", 4, True),  # a share travels in two pieces
         ("ring, load_balance", 8, True),  # tails of queries travel beside keys
+        ("double ring, head_tail", 12, False),  # a share leaves for another host when nothing keeps it waiting
         ("all-gather, head_tail, 1 stage", 8, False),
         ("all-gather, head_tail, 4 stages", 8, True),
         ("needed, head_tail, 1 stage", 4, False),
@@ -51,7 +52,8 @@ def test_with_one_hardware_queue_tiles_wait_behind_a_second_transfer(
 ) -> None:
     """Keys and values are one transfer, and so are their gradients; a ring's keys and sums leave in one batch. So no
     tile waits, but where an exchange posts several transfers in a row, as docs/measured/devices.md says."""
-    one, several = (run_balanced(named_mode(mode), ranks, SHARE, backward, queue) for queue in (True, False))
+    per_host = 4 if "double" in mode else 0
+    one, several = (run_balanced(named_mode(mode), ranks, SHARE, backward, queue, per_host) for queue in (True, False))
     late = [x.start - y.start for x, y in zip(one.of("tile"), several.of("tile"), strict=True)]
     assert min(late) >= 0 and (max(late) > 0) == waits
 

@@ -18,7 +18,7 @@ from ...ops.kernels.scores.mods import Mods
 from ...schedule import layout as layouts
 from ...schedule.documents import documents_table, read
 from .forward import ForwardState, OneDevice, State, offered, running, state_for
-from .latents import NAME, expanded, hands_on_latents, weight_of
+from .latents import NAME, as_latents, expanded, hands_on_latents
 
 UNSUPPORTED = ("dropout", "position_bias", "cache")
 """Options of attention calls that the engine does not have."""
@@ -187,8 +187,8 @@ def attention_forward(
         size = _window(name, request, options.get("sliding_window"))
         mask, window = batch.keys, (None if size is None else size - 1, 0)
     weight, bias = None, None
-    if latent and (found := weight_of(module) if state.style.mode.latents is not False else None) is not None:
-        weight, bias = found
+    if latent and (found := as_latents(module, key) if state.style.mode.latents is not False else None) is not None:
+        key, weight, bias = found
     elif latent:
         key, value = expanded(module, key, value)
     kv_heads = query.shape[1] if weight is not None else key.shape[1]  # latents become heads of all queries

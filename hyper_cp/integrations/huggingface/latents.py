@@ -6,18 +6,32 @@ before they call attention. A prepared module's returns the latents as they are.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import logging
+import textwrap
 from functools import lru_cache, partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from ...module.effective_weight import effective_weight
+from ...module.latent_weight import latents_and_weight
 
 logger = logging.getLogger(__name__)
 NAME = "hyper_cp"
 """The attention implementation of prepared models."""
+_EXPANSION = """
+batch_size, _, seq_length, _ = kv_nope.shape
+key_shape = (batch_size, seq_length, -1, self.qk_nope_head_dim + self.v_head_dim)
+kv_nope = self.kv_b_proj(kv_nope).view(key_shape).transpose(1, 2)
+k_nope, value_states = torch.split(kv_nope, [self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+k_rot = k_rot.expand(-1, k_nope.shape[1], -1, -1)
+key_states = kv_nope.new_empty(*kv_nope.shape[:-1], self.qk_nope_head_dim + self.qk_rope_head_dim)
+key_states[..., : self.qk_nope_head_dim].copy_(k_nope)
+key_states[..., self.qk_nope_head_dim :].copy_(k_rot)
+return key_states, value_states
+"""
+"""The body of ``expand_kv`` in transformers 5.23, whose result an op can make elsewhere."""
 _SEAM = ("self.expand_kv(", "ALL_ATTENTION_FUNCTIONS.get_interface(", "attention_interface(")
 """The steps of the forward of such a module, in this order; nothing between them reads keys or values."""
 
@@ -32,18 +46,27 @@ def prepare_latents(decoder: nn.Module) -> int:
 
 def has_seam(kind: type[nn.Module]) -> bool:
     """True for a type of module whose forward hands what ``expand_kv(kv_nope, k_rot)`` returns to attention, and does
-    nothing else with it."""
+    nothing else with it, if that method is the one of transformers' types."""
     method: Any = getattr(kind, "expand_kv", None)
     if method is None or list(inspect.signature(method).parameters) != ["self", "kv_nope", "k_rot"]:
         return False
     try:
-        source = inspect.getsource(kind.forward)
+        source, body = inspect.getsource(kind.forward), inspect.getsource(method)
     except (OSError, TypeError):
+        return False
+    (function,) = ast.parse(textwrap.dedent(body)).body
+    if _plain(function.body) != _plain(ast.parse(_EXPANSION).body):  # type: ignore[attr-defined]
         return False
     places = [source.find(text) for text in _SEAM]
     after = source[places[0] :]
     # Each name occurs once more, as an argument of attention.
     return -1 not in places and places == sorted(places) and all(after.count(x) == 1 for x in _RESULTS)
+
+
+def _plain(body: list[ast.stmt]) -> str:
+    """Statements without comments and documentation."""
+    code = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
+    return ast.unparse(ast.Module(code, []))
 
 
 _RESULTS = ("key_states", "value_states")
@@ -69,9 +92,9 @@ def expanded(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tenso
     return keys, values
 
 
-def weight_of(module: Any) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias with which latents may travel. None: heads must."""
-    found = effective_weight(module.kv_b_proj)
+def as_latents(module: Any, kv_nope: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Latents, and weight and bias with which they may travel. None: heads must."""
+    found = latents_and_weight(module.kv_b_proj, kv_nope)
     if found is None:
         _say(type(module).__name__, type(module.kv_b_proj).__name__)
     return found
@@ -81,7 +104,7 @@ def weight_of(module: Any) -> tuple[Tensor, Tensor | None] | None:
 def _say(module: str, layer: str) -> None:
     logger.info(
         "%s: heads travel, not latents: its kv_b_proj (%s) has no weight that could expand them elsewhere "
-        "(it draws dropout, is quantised, or is not linear)",
+        "(it draws dropout, is quantised, has hooks, or is not linear)",
         module,
         layer,
     )

@@ -1,9 +1,9 @@
 """Private parts of ``nn.Module`` and ``DeviceMesh``: hooks, calls on the stack, wrappers, compiled modules.
 
-Needs ``_forward_pre_hooks``, ``_forward_hooks``, ``_buffers``, ``_call_impl``, ``_compiled_call_impl``, the child
-names of ``torch.compile`` (``_orig_mod``) and of ``checkpoint_wrapper`` (``_checkpoint_wrapped_module``),
-``DeviceMesh._get_root_mesh`` (torch has no public way from a slice back to its mesh), and the frame of
-``parallelize_module``. The same in torch 2.11 to 2.15. The counter
+Needs ``_forward_pre_hooks``, ``_forward_hooks``, ``_backward_pre_hooks``, ``_backward_hooks``, ``_buffers``,
+``_call_impl``, ``_compiled_call_impl``, the child names of ``torch.compile`` (``_orig_mod``) and of
+``checkpoint_wrapper`` (``_checkpoint_wrapped_module``), ``DeviceMesh._get_root_mesh`` (torch has no public way from a
+slice back to its mesh), and the frame of ``parallelize_module``. The same in torch 2.11 to 2.15. The counter
 ``torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER`` saves searches; without it every object is searched.
 """
 
@@ -33,10 +33,12 @@ def hook_owners(module: nn.Module) -> list[Any]:
     return [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
 
 
-def hooks_of(module: nn.Module) -> list[Any]:
-    """The objects whose methods run when a module is called; a hook that is no method itself."""
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return [getattr(hook, "__self__", hook) for hook in hooks]
+def modules_of_hooks(module: nn.Module) -> list[str]:
+    """The names of the Python modules that the hooks of a module's forward and of its backward come from."""
+    forward = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    hooks = [*forward, *module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+    owners = [getattr(hook, "__self__", hook) for hook in hooks]
+    return [str(getattr(owner, "__module__", type(owner).__module__)) for owner in owners]
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:
