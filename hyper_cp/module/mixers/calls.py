@@ -1,7 +1,7 @@
 """The functions with which mixers run along the sequence, each replaced by a recurrence over all ranks.
 
 Mixers call them as globals of their own file mostly: those of ``fla``, ``mamba_ssm`` and ``causal_conv1d``, or the
-plain torch ones that transformers has in their place. :func:`route_mixer` puts a function in front of each of them, which
+plain torch ones that transformers has in their place. :func:`route_mixer` puts a function in front of each, which
 calls the original one unless a mixer runs under context parallelism in this thread. A new call is a new entry of
 ``ROUTED``. An option that cannot be honoured is refused here with its name, never reinterpreted.
 """
