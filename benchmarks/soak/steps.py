@@ -27,7 +27,7 @@ from hyper_cp import (
     context_parallel,
     context_parallel_mesh,
 )
-from hyper_cp.ops import attention, causal_conv1d, layout_of_mask, linear_recurrence
+from hyper_cp.ops import attention, causal_conv1d, latent_attention, layout_of_mask, linear_recurrence
 from tests.harness.oracle import attention_and_lse, plain_attention, positions, softcap
 from tests.harness.recurrence_oracle import convolve, recur
 
@@ -243,6 +243,42 @@ def call(draw: Draw) -> Results:
     yield "log-sum-exp", lse.where(some, 0), exact_lse.where(some, 0)
     wanted = [x for x in exact if x.requires_grad]
     yield from zip(leaves.names, found, torch.autograd.grad(expected, wanted, grad.double()), strict=True)
+
+
+def latents(draw: Draw) -> Results:
+    """``ops.latent_attention``, whose keys and values one device makes of all latents."""
+    ranks, batch, heads, rank = draw.degree(), draw.rng.randint(1, 2), draw.rng.choice((4, 8)), draw.rng.randint(1, 9)
+    mesh, mode, length = draw.family.cp(ranks), draw.mode(ranks, heads), 2 * ranks * draw.rng.randint(1, 9)
+    sizes, causal, cap = (
+        [draw.rng.choice((3, 4)) for _ in range(3)],
+        draw.maybe(0.7),
+        draw.rng.choice((None, None, 0.7)),
+    )
+    part, rotary, value = sizes
+    which = draw.rng.choice((None, True, False))
+    mode["head_groups"] = mode["head_groups"] if which is False else 1
+    rows, shared = draw.documents(length, batch), draw.rng.choice((1, heads))
+    shapes = [(batch, heads, length, part + rotary), (batch, length, rank), (batch, shared, length, rotary)]
+    shapes += [(heads * (part + value), rank)] + [(heads * (part + value),)] * draw.maybe()
+    whole, grad = [draw.normal(*shape) for shape in shapes], draw.normal(batch, heads, length, value)
+    names = ("dq", "dlatent", "drope", "dweight", "dbias")
+    leaves = Leaves(zip(names, [x.requires_grad_() for x in whole], strict=False))
+    keywords = {name: x for name, x in mode.items() if name not in ("ulysses_degree", "head_groups")}
+    handler = ContextParallelHandler(mesh, ContextParallel(2, 1, mode["ulysses_degree"], **keywords))
+    with handler.documents(rows or ([0, length] if mode["layout"] in BY_DOCUMENTS else None)):
+        q, latent, rope = (handler.dispatch(x, dim) for x, dim in zip(whole, (2, 1, 2), strict=False))
+        options = {"is_causal": causal, "softcap": cap, "latents": which}
+        local = latent_attention(q, latent, rope, *whole[3:], mesh=mesh, **options, **mode)
+        out = handler.combine(local, 2, gradients=None)
+        found = summed(torch.autograd.grad(out, leaves, grad), leaves, mesh.get_group())
+    exact = [x.detach().requires_grad_() for x in whole]
+    made = F.linear(exact[1], *exact[3:]).unflatten(2, (heads, -1)).transpose(1, 2)
+    key = torch.cat([made[..., :part], exact[2].expand(-1, heads, -1, -1)], -1)
+    seen = visible(length, causal, mode["window"], None if rows is None else numbers(rows, length))
+    score = None if cap is None else softcap(cap)
+    expected = plain_attention(exact[0], key, made[..., part:], visible=seen, score_mod=score)
+    yield "output", out, expected
+    yield from zip(leaves.names, found, torch.autograd.grad(expected, exact, grad), strict=True)
 
 
 def flex(draw: Draw) -> Results:
@@ -499,6 +535,7 @@ def batch_side(draw: Draw) -> Results:
 
 KINDS: dict[str, tuple[Callable[[Draw], Results], int]] = {
     "attention": (call, 4),
+    "latents": (latents, 1),
     "flex": (flex, 2),
     "recurrence": (recurrence, 1),
     "convolution": (convolution, 1),

@@ -291,7 +291,7 @@ def magi(world: int) -> Iterator[tuple[str, Callable[[], Found]]]:
         length, pairs = case.length // unit, case.pairs(kinds, unit)
         ranges = ([tuple(x // unit for x in row) for row in rows] for rows in (case.q, case.k))
         given = {"pairs": pairs, "slices": [*zip(*ranges, kinds, strict=True)], "sinks": sinks}
-        layout = "contiguous" if not pairs.any() else layout_of_mask(pairs, chunks_per_rank=4)  # as its dispatcher
+        layout = "contiguous" if not pairs.any() else layout_of_mask(pairs, chunks_per_rank=2)  # as its dispatcher
         mode = {"ulysses_degree": 1, "layout": layout, **MAGI_OVERLAP[overlap]}
         call = Call(length, mode, heads, batch=1, **given)
         yield f"{name} {overlap} {heads} random kinds={drawn}", call.found

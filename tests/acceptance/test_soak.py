@@ -1,7 +1,7 @@
 """The soak: forty steps of it are right, and it finds a wrong result, other bits and every kind of leak.
 
-Its steps are also the differential fuzzers of attention, FlexAttention, recurrences and convolutions: each runs here
-for some seconds with a new seed.
+Its steps are also the differential fuzzers of attention (of latents, too), FlexAttention, recurrences and convolutions:
+each runs here for some seconds with a new seed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ SECONDS = 4.0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["attention", "flex", "recurrence", "convolution"])
+@pytest.mark.parametrize("kind", ["attention", "latents", "flex", "recurrence", "convolution"])
 def test_drawn_calls_are_those_of_one_device(ranks: Any, kind: str) -> None:
     """Failures show the seed and the number of the step: ``python -m benchmarks.soak.run --seed S --only N --kinds K``
     runs it again."""

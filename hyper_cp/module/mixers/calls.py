@@ -1,9 +1,9 @@
 """The functions with which mixers run along the sequence, each replaced by a recurrence over all ranks.
 
-Mixers call them as globals of their own file: those of ``fla``, ``mamba_ssm`` and ``causal_conv1d``, or the plain torch
-ones that transformers has in their place. :func:`route` puts a function in front of each of them, which calls the
-original one unless a mixer runs under context parallelism in this thread. A new call is a new entry of ``ROUTED``. An
-option that cannot be honoured is refused here with its name, never reinterpreted.
+Mixers call them as globals of their own file mostly: those of ``fla``, ``mamba_ssm`` and ``causal_conv1d``, or the
+plain torch ones that transformers has in their place. :func:`route_mixer` puts a function in front of each, which
+calls the original one unless a mixer runs under context parallelism in this thread. A new call is a new entry of
+``ROUTED``. An option that cannot be honoured is refused here with its name, never reinterpreted.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ _known: WeakKeyDictionary[type, list[tuple[dict[str, Any], str]]] = WeakKeyDicti
 
 
 def route(kind: type[nn.Module]) -> None:
-    """Put :data:`ROUTED` in front of the functions that mixers of a type call, once; see the head of this file."""
+    """Put :data:`ROUTED` in front of the functions that mixers of a type call, once."""
     for names, name in _called(kind):
         _put_in_front(names, name)
 
