@@ -45,6 +45,7 @@ from .huggingface.checks import (
     check_inputs,
     check_kind,
     check_model,
+    check_padding,
     decoder_of,
     has_attention,
     masks_by_types,
@@ -236,6 +237,7 @@ class DecoderHook:
         self.passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.long_rotary = prepare_rotary(decoder) > 0
         self.own_positions = own_positions(decoder)
+        self.mixers = mixers_of(decoder)
         self.direct = [] if decoder._can_set_attn_implementation() else direct_attention(decoder)
         """Attention modules that call SDPA themselves."""
         self.compared = False
@@ -267,6 +269,7 @@ class DecoderHook:
             handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
             self._check_positions(batch, kwargs)
+            check_padding(module, self.mixers, handler.layout, batch, tokens)
             state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs))
             self._complete(handler, tokens, batch, kwargs)
             if ready is None and mesh.parallel and not self.compared:
