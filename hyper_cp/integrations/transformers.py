@@ -42,6 +42,7 @@ from .huggingface.checks import (
     check_adapters,
     check_dispatched,
     check_entries,
+    check_ignored,
     check_inputs,
     check_kind,
     check_model,
@@ -403,6 +404,8 @@ class HeadHook:
         of tokens is given those of the whole sequence."""
         ready = kwargs.get("context_parallel")
         forward.offer(ready)
+        if ready is not None or self.decoder.binding.active.parallel:
+            check_ignored(model, kwargs)
         if self.decoder.binding.active.parallel:
             check_inputs(model, kwargs)
             if router_loss.requested(model, kwargs):
