@@ -42,9 +42,11 @@ from .huggingface.checks import (
     check_adapters,
     check_dispatched,
     check_entries,
+    check_ignored,
     check_inputs,
     check_kind,
     check_model,
+    check_padding,
     decoder_of,
     has_attention,
     masks_by_types,
@@ -236,6 +238,7 @@ class DecoderHook:
         self.passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.long_rotary = prepare_rotary(decoder) > 0
         self.own_positions = own_positions(decoder)
+        self.mixers = mixers_of(decoder)
         self.direct = [] if decoder._can_set_attn_implementation() else direct_attention(decoder)
         """Attention modules that call SDPA themselves."""
         self.compared = False
@@ -267,6 +270,7 @@ class DecoderHook:
             handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
             self._check_positions(batch, kwargs)
+            check_padding(module, self.mixers, handler.layout, batch, tokens)
             state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs))
             self._complete(handler, tokens, batch, kwargs)
             if ready is None and mesh.parallel and not self.compared:
@@ -400,6 +404,8 @@ class HeadHook:
         of tokens is given those of the whole sequence."""
         ready = kwargs.get("context_parallel")
         forward.offer(ready)
+        if ready is not None or self.decoder.binding.active.parallel:
+            check_ignored(model, kwargs)
         if self.decoder.binding.active.parallel:
             check_inputs(model, kwargs)
             if router_loss.requested(model, kwargs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -153,3 +154,42 @@ def test_half_precision_checkpointing_and_a_cache(ranks: Ranks) -> None:
         assert found["forward"] == ["all_gather"] * 4, "a convolution and a recurrence in each of two layers"
         assert found["recomputed"] < 1e-12
         assert found["cache"].startswith("NotImplementedError") and "cache" in found["cache"]
+
+
+@on_ranks
+def padding_refused() -> dict[str, str]:
+    """Errors for batches whose padding lies before tokens."""
+    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
+
+    mesh, found = cp_mesh(), {}
+    biased = copy.deepcopy(tiny_causal("mamba2"))
+    for block in biased.backbone.layers:
+        block.mixer.in_proj.bias = torch.nn.Parameter(torch.ones(block.mixer.in_proj.out_features).double())
+    for case, kind, layout, length in (
+        ("bias", biased, "balanced", 12),
+        ("contiguous", biased, "contiguous", 12),
+        ("no bias", tiny_causal("mamba2"), "balanced", 12),
+        ("one token", tiny_causal("qwen3_next"), "contiguous", 2),
+        ("one token behind", tiny_causal("qwen3_next"), "contiguous", 2),
+    ):
+        model, ids = copy.deepcopy(kind), tokens(length)
+        mask = torch.ones_like(ids)
+        mask[0, slice(-1, None) if case == "one token behind" else slice(length // 2)] = 0
+        shown, style = mask.bool(), ContextParallel(ulysses_degree=1, layout=layout)
+        want = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        prepare_model(model, mesh, style=style)
+        handler = ContextParallelHandler(mesh, style)
+        local = prepare_batch(handler, {"input_ids": ids, "attention_mask": mask})
+        found[case] = error_of(lambda model=model, local=local: model(**local))
+        if not found[case]:
+            got = handler.combine(model(**local).logits, 1, documents=local["context_parallel"].documents)
+            assert (got - want)[shown].abs().max() < 1e-5 * want.abs().max()
+    return found
+
+
+def test_padding_that_mixers_would_take_otherwise_is_refused(ranks: Ranks) -> None:
+    """Each outcome is exact or an error."""
+    for found in ranks(2, padding_refused):
+        assert re.match("ValueError: layout='balanced' .* Mamba2Mixer of Mamba2Model makes a bias", found["bias"])
+        assert re.match("ValueError: Qwen3NextModel got one token on each rank", found["one token"])
+        assert not any(found[case] for case in ("contiguous", "no bias", "one token behind")), found

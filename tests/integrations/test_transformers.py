@@ -293,6 +293,11 @@ def refused(case: str) -> None:
         model, handler = prepared(make("llama"))
         with handler.documents([0, 24]):
             model(**prepare_batch(handler, {"input_ids": tokens(24), "documents": [0, 24]}))
+    elif case == "ignore_index":
+        model, handler = prepared(make("llama"))
+        ids = tokens(24)
+        shift = torch.nn.functional.pad(ids, (0, 1))[:, 1:].masked_fill(ids > 30, 0)
+        model(**prepare_batch(handler, {"input_ids": ids, "labels": ids, "shift_labels": shift, "ignore_index": 0}))
     elif case == "custom mask":
         attention_mask(12, 12, local_size=3, config=make("gemma3").config)
     elif case == "mask of another length":
@@ -335,6 +340,7 @@ def refused(case: str) -> None:
             r"padding twice \(a batch of prepare_batch.*, an attention_mask\)",
         ),
         ("block and batch", "ValueError", r"documents or padding twice \(a batch of .*an enclosing handler.documents"),
+        ("ignore_index", "ValueError", "LlamaForCausalLM got labels and ignore_index=0.*write -100 into labels"),
         ("custom mask", "NotImplementedError", r"custom \(size 3\)"),
         ("mask of another length", "ValueError", r"\(2, 13\).*\[B, 12\].*\[B, 24\]"),
         ("numbered documents", "ValueError", "up to 2.*documents="),

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...data.collectives import by_rank
+from ...data.packing import PreparedBatch
 from ...handler import ContextParallelHandler
 from ...mesh.agreement import digest
 from ...module.mixers.calls import is_mixer
 from ...module.mixing import mixing_modules
+from ...schedule.layout import by_documents
 from .modules import direct_attention, is_lightning, source_of
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
@@ -158,6 +160,16 @@ def own_positions(decoder: nn.Module) -> str | None:
     return "attention_mask" if "cumsum(" in source_of(type(decoder).forward) else None
 
 
+def check_ignored(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for another mark of positions without a label than the one of ``prepare_batch``."""
+    given = kwargs.get("ignore_index", -100)
+    if kwargs.get("labels") is not None and given != -100:
+        raise ValueError(
+            f"{type(model).__name__} got labels and ignore_index={given}. prepare_batch marks positions without a "
+            "label with -100, and counts all others. Leave ignore_index out, and write -100 into labels"
+        )
+
+
 def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """Raise for arguments of a model's forward that its head would apply to this rank's share only."""
     name = type(model).__name__
@@ -206,6 +218,25 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         raise NotImplementedError(
             f"{name} got {', '.join(media)}. The model would insert all of it into this rank's share. Compute "
             "inputs_embeds (and position_ids) of the whole sequence first, and pass these to prepare_batch"
+        )
+
+
+def check_padding(decoder: Any, mixers: list[nn.Module], layout: str, batch: PreparedBatch, tokens: Tensor) -> None:
+    """Raise ``ValueError`` for a batch with padding before tokens, of which mixers would make something else than on
+    one device."""
+    name, config = type(decoder).__name__, decoder.config
+    if mixers and tokens.shape[1] == 1 and (batch.tokens is not None or batch.keys is not None):
+        raise ValueError(
+            f"{name} got one token on each rank, of a batch with padding before tokens. transformers takes one token "
+            "for a step of decoding, in which mixers do not set padding to zero. Use fewer ranks, or a longer sequence"
+        )
+    linear = {(type(mixer).__name__, x) for mixer in mixers for x in mixer.modules() if isinstance(x, nn.Linear)}
+    biased = {kind for kind, x in linear if x.bias is not None and x.in_features == config.hidden_size}
+    if biased and batch.tokens is not None and by_documents(layout):
+        raise ValueError(
+            f"layout={layout!r} with padding before tokens: {', '.join(sorted(biased))} of {name} makes a bias of "
+            "padding, and convolves it with the tokens behind it, but in this layout padding is a document of its own. "
+            'Pad rows at their end, or use layout="contiguous" or "head_tail"'
         )
 
 
