@@ -149,6 +149,8 @@ class _Work:
                 compute(tile, self.inputs(step, tile, q_rows, k, v, *of_rows[3:]), of_rows[:3], into)
             into.finish()
             del k, v, taken, into  # before the next block is taken and expanded
+        if next(blocks, None) is not None:  # asking carries out what is left: gradients that come home
+            raise RuntimeError("a block has arrived for which the schedule has no step")
 
     def inputs(
         self, step: Step, tile: Tile, q_rows: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None = None

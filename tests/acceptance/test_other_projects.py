@@ -185,7 +185,7 @@ def te_call(case: dict[str, Any], form: str, comm: str) -> Call:
         case.get("window"),
         documents,
         pairs,
-        sinks.get(case.get("softmax", "")),
+        sinks=sinks.get(case.get("softmax", "")),
         order={"bshd": "bshd", "sbhd": "sbhd", "thd": "bshd"}[form],
     )
 
