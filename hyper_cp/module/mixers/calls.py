@@ -277,7 +277,8 @@ def _function_of(name: str, value: Any) -> str | None:
     """The name in :data:`ROUTED` of a global or an attribute, which may have been imported under another name."""
     if name in ROUTED:
         return name
-    return value.__name__ if isinstance(value, FunctionType) and value.__name__ in ROUTED else None
+    # Not isinstance, which asks objects for their class: some warn, or load a module, when they are asked for anything.
+    return value.__name__ if type(value) is FunctionType and value.__name__ in ROUTED else None
 
 
 def _unrouted(name: str, value: Any) -> str | None:
