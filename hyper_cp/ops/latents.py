@@ -23,7 +23,8 @@ def expand(
     latent: Tensor, rope: Tensor, heads: int, width: int, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Keys ``[B, H, S, Dn + Dr]`` and values ``[B, H, S, Dv]`` of ``heads``; ``width`` is Dn + Dr. Differentiable."""
-    both = F.linear(latent[:, 0], weight, bias).unflatten(2, (heads, -1)).transpose(1, 2)
+    # The function, not the method: a graph that is traced inside a styled module takes no methods of this name.
+    both = torch.unflatten(F.linear(latent[:, 0], weight, bias), 2, (heads, -1)).transpose(1, 2)
     plain = width - rope.shape[3]
     keys, values = both.split([plain, both.shape[3] - plain], 3)
     return torch.cat([keys, rope.expand(-1, heads, -1, -1)], 3), values

@@ -133,7 +133,7 @@ def test_the_commands_for_gpus_run_on_a_double(npus: Ranks, words: list[str]) ->
 
 
 def test_the_lines_that_show_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
-    device = SimpleNamespace(get_device_name=lambda: "a card")
+    device = SimpleNamespace(get_device_name=lambda: "a card", is_available=lambda: False)
     lines = [words[2] for words in COMMANDS if words[:2] == ["python", "-c"]]
     installed = {"torch_npu": SimpleNamespace(__version__="2.12.0")}
     with mock.patch.multiple(torch, cuda=device, npu=device, create=True), mock.patch.dict(sys.modules, installed):
