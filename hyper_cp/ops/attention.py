@@ -318,7 +318,7 @@ def latent_attention(
         bias: ``[H * (Dn + Dv)]``.
         mesh: the cp mesh of n ranks. None: inside a module with a ``ContextParallel`` style, whose settings then hold,
             attention over its mesh; elsewhere attention on one device. Only is_causal, scale, attn_mask and dropout_p
-            may be given then.
+            may be given then. (In compiled code heads travel then.)
         latents: True: latents travel. False: heads travel. None: whichever is fewer numbers of a token. Heads can be
             fewer with Ulysses, which gives a rank ``H / ulysses_degree`` of them. The choice is logged.
 
