@@ -11,11 +11,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..ops.checks import DTYPES
+from ..schedule.choices import log_once
 from ._torch.modules import modules_of_hooks
 from .thread_stack import ThreadStack
 
 KNOWN_HOOKS = ("torch.distributed.", "hyper_cp.")
 """The modules of hooks that leave a layer as linear as it is: those of FSDP2, of tensor parallelism, and our own."""
+NO_WEIGHT = (
+    "has no weight that could expand them elsewhere (it draws dropout, is quantised, has hooks, or is not linear)"
+)
 _read: ThreadStack[nn.Module] = ThreadStack()
 """Layers that are called with the identity matrix."""
 
@@ -55,6 +59,12 @@ def latents_and_weight(layer: nn.Module, latent: Tensor) -> tuple[Tensor, Tensor
     with _reading(layer):
         found = layer(torch.eye(getattr(layer, "in_features"), dtype=first.dtype, device=first.device))  # noqa: B009
     return (latent, found.mT, None) if isinstance(found, Tensor) and not isinstance(found, DTensor) else None
+
+
+@torch.compiler.assume_constant_result  # a graph need not trace what is logged
+def say_heads_travel(owner: str, layer: str, why: str) -> None:
+    """Log, once, that heads travel although a module has latents."""
+    log_once("%s: heads travel, not latents: %s %s", owner, layer, why)
 
 
 def _linear(layer: nn.Module) -> bool:

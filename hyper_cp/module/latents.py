@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,9 +12,7 @@ from ..mesh.comm import gather_ranks
 from ..mesh.cp_mesh import CPMesh
 from ..ops.config import Call, Mode
 from ..ops.latents import expand
-from .latent_weight import is_read, latents_and_weight
-
-logger = logging.getLogger(__name__)
+from .latent_weight import NO_WEIGHT, is_read, latents_and_weight, say_heads_travel
 
 
 class LatentLayer:
@@ -59,10 +55,10 @@ class LatentLayer:
         layer, latent = kept
         found = latents_and_weight(layer, latent)
         if found is None:
-            _say(self.owner, self.name, "has no weight that could expand latents elsewhere")
+            say_heads_travel(self.owner, self.name, NO_WEIGHT)
             return k, v, call
         if torch.compiler.is_compiling() and self.shared is None:
-            _say(self.owner, self.name, "ran in a compiled graph first")
+            say_heads_travel(self.owner, self.name, "ran in a compiled graph first")
             return k, v, call
         latent, weight, bias = found
         plain = len(weight) // q.shape[1] - v.shape[3]
@@ -106,8 +102,3 @@ class LatentLayer:
             )
         self.shared = one if known else None
         return known
-
-
-@lru_cache(maxsize=256)
-def _say(owner: str, name: str, why: str) -> None:
-    logger.info("%s: heads travel, not latents: %s %s", owner, name, why)

@@ -48,9 +48,7 @@ def check(
     refuse_forward_mode(call.name, q, k, v, *call.of_latents)
     q, k, v, *of_latents = cast_for_autocast(q, k, v, *call.of_latents)
     agree(cp, call, mode, q, k, v, *of_latents)
-    if latent:
-        check_latents(call.name, q, k, v, *of_latents)
-    else:
+    if not latent:  # latents were checked where it was decided that they travel
         check_tensors(q, k, v)
     if exchanged:
         check_grouped(q.shape[1], kv_heads)

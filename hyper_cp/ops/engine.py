@@ -29,7 +29,7 @@ from .kernels.dropout import Dropout, draw_seed
 from .kernels.inputs import TileInputs
 from .kernels.partials import Partials, RowSum, accumulation_dtype, add, like_queries, part
 from .kernels.scores import TileScores, find
-from .latents import Expansion, value_width
+from .latents import Expansion
 from .recompute import check_recompute, fingerprint
 
 
@@ -266,7 +266,7 @@ def attention_op(
         masked=work.mask is not None,
         positional=work.scores is not None and work.scores.score.positional,
     )
-    partials = Partials(q, _value_width(q, v, given), given.sinks)
+    partials = Partials(q, _attended(q, k, v, given)[1].shape[3], given.sinks)
 
     def compute(tile: Tile, inputs: TileInputs, of_rows: Sequence[Tensor], into: KeyGradients) -> None:
         # Without a local name for the kernel's results: it would keep them alive beyond their merge.
@@ -274,9 +274,8 @@ def attention_op(
 
     with _no_autocast(q.device.type), operation(work.cp, "attention", "forward"):
         check_nans_if_enabled(work.cp, options, "query, key, value", q, k, v)
-        keys = Travel(
-            ring, plan.transfers, k, v, wire=options.wire
-        )  # its first moves leave before the tails of queries
+        # Its first moves leave before the tails of queries.
+        keys = Travel(ring, plan.transfers, k, v, wire=options.wire)
         queries = SwappedTails(ring, plan.swap, q)
         work.run(plan.forward, keys, queries, compute, partials)
         out, lse = queries.results(partials.result)
@@ -334,11 +333,6 @@ def check_nans_if_enabled(cp: CPMesh, options: OpSettings, names: str, *tensors:
         nans.check(cp, names, *tensors)
 
 
-def _value_width(q: Tensor, v: Tensor, given: Operands) -> int:
-    """The numbers in a value of one head; with latents, ``v`` has their rotary part."""
-    return v.shape[3] if given.weight is None else value_width(q, v, given.weight)
-
-
 def _bshd_in_memory(x: Tensor) -> Tensor:
     """[B, H, S, D] in memory order [B, S, H, D]: one fixed layout, which the fakes can promise."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -347,8 +341,8 @@ def _bshd_in_memory(x: Tensor) -> Tensor:
 @attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    width = _value_width(q, v, Operands.of(tensors, OpSettings.read(others[-1]).tensors))
-    return like_queries(q, width, q.dtype), lse, torch.empty(1, dtype=torch.int64)
+    _, values = _attended(q, k, v, Operands.of(tensors, OpSettings.read(others[-1]).tensors))
+    return like_queries(q, values.shape[3], q.dtype), lse, torch.empty(1, dtype=torch.int64)
 
 
 @attention_backward_op.register_fake

@@ -30,11 +30,6 @@ def expand(
     return torch.cat([keys, rope.expand(-1, heads, -1, -1)], 3), values
 
 
-def value_width(q: Tensor, rope: Tensor, weight: Tensor) -> int:
-    """Dv, the numbers in a value of one head."""
-    return weight.shape[0] // q.shape[1] - (q.shape[3] - rope.shape[3])
-
-
 class Expansion:
     """The expansion of one call's blocks, and its gradients.
 

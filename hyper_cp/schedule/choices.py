@@ -102,6 +102,6 @@ def heads_after_sharing(kv_heads: int, ulysses: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def log_once(message: str, *choice: int) -> None:
+def log_once(message: str, *choice: object) -> None:
     """Log a choice, the first time that it is made."""
     logger.info(message, *choice)

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh
 from hyper_cp.mesh import comm
+from hyper_cp.schedule import choices
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_causal import class_name, tiny_config
 from tests.harness.hf_models import InDouble, gradients, tokens
@@ -155,6 +156,30 @@ def compiled() -> tuple[float, int]:
     return relative_error(*flat), sum(n for name, n in log.entries if name == "send_recv")
 
 
+@on_ranks
+def compiled_with_dropout() -> int:
+    """The bytes that travel where every layer is one graph, and adapters draw dropout."""
+    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
+
+    model, style = made("minicpm3").float(), ContextParallel(**MODES["ring"])
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj = Adapted(layer.self_attn.kv_b_proj, 0.1)
+    prepare_model(model, cp_mesh(), style=style)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    choices.log_once.cache_clear()
+    choices.logger.setLevel(logging.INFO)
+    with comm.record_traffic() as log:
+        model(**prepare_batch(ContextParallelHandler(cp_mesh(), style), batch_of(False)))
+    return sum(n for name, n in log.entries if name == "send_recv")
+
+
+@pytest.mark.slow
+def test_compiled_layers_say_that_heads_travel(ranks: Any) -> None:
+    """What is logged breaks no graph."""
+    assert min(ranks(2, compiled_with_dropout, timeout=300)) > 2 * (2 * 12 * 4 * (16 + 8) * 4) * 0.9
+
+
 @pytest.mark.slow
 def test_compiled_layers_send_latents(ranks: Any) -> None:
     for error, sent in ranks(2, compiled, timeout=300):
@@ -253,7 +278,6 @@ class Caught(logging.Handler):
 @on_ranks
 def lines_with_dropout() -> tuple[list[str], int]:
     """The lines that are logged where adapters draw dropout, and the bytes that travel."""
-    from hyper_cp.integrations.huggingface import latents
     from hyper_cp.integrations.transformers import prepare_model
 
     model, caught = made("deepseek_v3"), Caught()
@@ -261,12 +285,12 @@ def lines_with_dropout() -> tuple[list[str], int]:
         layer.self_attn.kv_b_proj = Adapted(layer.self_attn.kv_b_proj, 0.1).double()
     style = ContextParallel(**MODES["ring"])
     prepare_model(model, cp_mesh(), style=style)
-    latents._say.cache_clear()
-    latents.logger.addHandler(caught)
-    latents.logger.setLevel(logging.INFO)
+    choices.log_once.cache_clear()
+    choices.logger.addHandler(caught)
+    choices.logger.setLevel(logging.INFO)
     with comm.record_traffic() as log:
         shared(model, cp_mesh(), style, batch_of(False))
-    latents.logger.removeHandler(caught)
+    choices.logger.removeHandler(caught)
     return caught.lines, sum(n for name, n in log.entries if name == "send_recv")
 
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import ast
 import inspect
-import logging
 import textwrap
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from ...module.latent_weight import latents_and_weight
+from ...module.latent_weight import NO_WEIGHT, latents_and_weight, say_heads_travel
 
-logger = logging.getLogger(__name__)
 NAME = "hyper_cp"
 """The attention implementation of prepared models."""
 _EXPANSION = """
@@ -96,15 +94,5 @@ def as_latents(module: Any, kv_nope: Tensor) -> tuple[Tensor, Tensor, Tensor | N
     """Latents, and weight and bias with which they may travel. None: heads must."""
     found = latents_and_weight(module.kv_b_proj, kv_nope)
     if found is None:
-        _say(type(module).__name__, type(module.kv_b_proj).__name__)
+        say_heads_travel(type(module).__name__, f"its kv_b_proj ({type(module.kv_b_proj).__name__})", NO_WEIGHT)
     return found
-
-
-@lru_cache(maxsize=256)
-def _say(module: str, layer: str) -> None:
-    logger.info(
-        "%s: heads travel, not latents: its kv_b_proj (%s) has no weight that could expand them elsewhere "
-        "(it draws dropout, is quantised, has hooks, or is not linear)",
-        module,
-        layer,
-    )

@@ -207,9 +207,7 @@ class Travel:
             return _Parcel(move, sent, self._room(sum(move.received), sent.rows.dtype))
         if move.pattern == "all":
             return _Parcel(move, sent, pending=self.axis.all_gather(sent.rows, own=False))
-        if (
-            move.pattern == "sum" and sent.rows.dtype != self.sums
-        ):  # the library of the backend would add in the narrow dtype
+        if move.pattern == "sum" and sent.rows.dtype != self.sums:  # a reduce-scatter would add in the narrow dtype
             by_rank = self.axis.all_to_all(sent.rows.unflatten(0, (self.axis.size, -1)))
             return _Parcel(move, sent, pending=by_rank.then(lambda x: x.sum(0, dtype=self.sums)))
         if move.pattern == "sum":
