@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..ops.attention import AttentionBackend, latent_attention
-from ..ops.checks import check_enable_gqa, check_local
+from ..ops.checks import check_enable_gqa, check_latent_forms, check_local
 from ..ops.flex import Flex
 from ..schedule.documents import documents_table
 from ._torch.flex_patch import plain_flex_attention
@@ -87,8 +87,7 @@ def _latent(
 ) -> AttentionRequest:
     """``hyper_cp.ops.latent_attention`` without a mesh."""
     check_local(f"{name}: query", q, 4, "[batch, heads, sequence, head_dim]")
-    check_local(f"{name}: latent", latent, 3, "[batch, sequence, rank]")
-    check_local(f"{name}: rope", rope, 4, "[batch, 1 or heads, sequence, rotary width]")
+    check_latent_forms(latent, rope, f"{name}: ")
     given = is_causal, scale, attn_mask
     return AttentionRequest(q, latent.unsqueeze(1), rope, *given, dropout_p=dropout_p, weight=weight, bias=bias)
 

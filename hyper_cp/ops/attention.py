@@ -22,7 +22,15 @@ from ..mesh.failures import calling
 from ..schedule import choices
 from ..schedule.documents import documents_table
 from . import head_groups
-from .checks import cast_for_autocast, check, check_degree, check_dimensions, check_latents, check_local, with_hosts
+from .checks import (
+    cast_for_autocast,
+    check,
+    check_degree,
+    check_dimensions,
+    check_latent_forms,
+    check_latents,
+    with_hosts,
+)
 from .config import Call, CheckedCall, Mode
 from .engine import TileEngine
 from .exchange.ulysses import Ulysses
@@ -351,7 +359,7 @@ def latent_attention(
                 "how attention runs, and documents come with the batch. Pass mesh=, or give these to the style"
             )
         return _without_mesh(q, latent, rope, weight, bias, is_causal, scale, attn_mask, dropout_p)
-    _check_forms(latent, rope)
+    check_latent_forms(latent, rope)
     options: dict[str, Any] = {"head_groups": head_groups, "exchange_stages": exchange_stages, "window": window}
     mode = Mode(kv_exchange, layout, load_balance, latents=latents, exchange_dtype=exchange_dtype, **options)
     call: dict[str, Any] = {
@@ -363,11 +371,6 @@ def latent_attention(
     }
     call |= {"name": "latent_attention", "weight": weight, "bias": bias}
     return _function(q, latent.unsqueeze(1), rope, mesh, ulysses_degree, mode, call, documents, softcap, return_lse)
-
-
-def _check_forms(latent: Tensor, rope: Tensor) -> None:
-    check_local("latent", latent, 3, "[batch, sequence, rank]")
-    check_local("rope", rope, 4, "[batch, 1 or heads, sequence, rotary width]")
 
 
 def _without_mesh(
@@ -386,7 +389,7 @@ def _without_mesh(
     if has_torch_function(given):
         options: dict[str, Any] = {"bias": bias, "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p}
         return handle_torch_function(latent_attention, given, *given, attn_mask=attn_mask, **options)
-    _check_forms(latent, rope)
+    check_latent_forms(latent, rope)
     of_latents = [weight] if bias is None else [weight, bias]
     q, latent, rope, *of_latents = cast_for_autocast(q, latent.unsqueeze(1), rope, *of_latents)
     check_latents("latent_attention", q, latent, rope, *of_latents)

@@ -228,6 +228,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
 
 
+def check_latent_forms(latent: Tensor, rope: Tensor, caller: str = "") -> None:
+    """Raise unless latents and their rotary part have the dimensions that users give them. ``caller``: what errors
+    begin with."""
+    check_local(f"{caller}latent", latent, 3, "[batch, sequence, rank]")
+    check_local(f"{caller}rope", rope, 4, "[batch, 1 or heads, sequence, rotary width]")
+
+
 def check_latents(
     name: str,
     q: Tensor,

@@ -176,7 +176,7 @@ def compiled_with_dropout() -> int:
 
 @pytest.mark.slow
 def test_compiled_layers_say_that_heads_travel(ranks: Any) -> None:
-    """What is logged breaks no graph."""
+    """A compiled layer says once that its heads travel, and the log breaks no graph."""
     assert min(ranks(2, compiled_with_dropout, timeout=300)) > 2 * (2 * 12 * 4 * (16 + 8) * 4) * 0.9
 
 
