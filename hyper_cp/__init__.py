@@ -1,6 +1,6 @@
 """hyper_cp: context parallelism for PyTorch models, as one ParallelStyle."""
 
-from .module._torch.version import warn_if_unsupported
+from ._torch.version import warn_if_unsupported
 
 warn_if_unsupported()  # before imports that may fail in such a version
 

@@ -13,12 +13,12 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from ._torch import checkpoint, flex_patch
+from ._torch.modes import past_modes
 from .data.sharding import checked_dim, resolve_layout
 from .handler import ContextParallelHandler
 from .mesh.arguments import check_type
 from .module import attention_calls
-from .module._torch import checkpoint, flex_patch
-from .module._torch.modes import past_modes
 from .module.dispatch_mode import BACKWARD, DispatchMode, current_call, differentiate, dispatching
 from .module.guards import MIXING_CALLS, refuse_mixing_call, refuse_running_mixer
 from .module.mesh_binding import Binding

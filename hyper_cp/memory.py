@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .module._torch.modes import TorchDispatchMode, run_kernel, tree_leaves
+from ._torch.modes import TorchDispatchMode, run_kernel, tree_leaves
 
 
 class MemoryCounter(TorchDispatchMode):

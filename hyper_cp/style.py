@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ._torch.modules import checkpointed, is_compiled, refuse_compiled
 from .mesh.arguments import check_bool, check_int, check_sequence
-from .module._torch.modules import checkpointed, is_compiled, refuse_compiled
 from .module.guards import guard_plan, refuse_uncalled
 from .module.hooks import AttentionHooks
 from .module.mesh_binding import Binding, binding_of, describe

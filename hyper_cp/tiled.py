@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from .module._torch.modes import tree_leaves
+from ._torch.modes import tree_leaves
 from .module.mesh_binding import binding_of
 from .module.mixing import mixing
 from .ops.writes import writes

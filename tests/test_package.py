@@ -55,7 +55,7 @@ def test_only_comm_communicates() -> None:
 
 # --------------------------------------------------------------------------- names that are private elsewhere
 
-HOME = "module/_torch/"
+HOME = "_torch/"
 """The room of everything that is private to PyTorch."""
 
 WRITES = "the counter of writes to a tensor, for which PyTorch has no public name"

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from .._torch.flex_patch import plain_flex_attention
 from ..ops.attention import AttentionBackend, latent_attention
 from ..ops.checks import check_enable_gqa, check_latent_forms, check_local
 from ..ops.flex import Flex
 from ..schedule.documents import documents_table
-from ._torch.flex_patch import plain_flex_attention
 
 
 @dataclass

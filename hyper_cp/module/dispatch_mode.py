@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from .._torch.modes import take_out
 from . import attention_calls
-from ._torch.modes import take_out
 from .running_call import RunningCall, routed_attention
 from .thread_stack import ThreadStack
 

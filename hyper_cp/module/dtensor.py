@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ._torch.modules import root_mesh
+from .._torch.modules import root_mesh
 
 
 @dataclass(frozen=True)

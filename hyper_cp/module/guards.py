@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch.modules import calls_running, hook_owners, is_compiled, plan_being_applied, running_modules
 from ..schedule.layout import by_documents
 from ..schedule.lookup import resolve
 from . import attention_calls
-from ._torch.modules import calls_running, hook_owners, is_compiled, plan_being_applied, running_modules
 from .dispatch_mode import EnteredMode, current_call
 from .mesh_binding import Binding, describe
 from .mixers.calls import captures_function, is_mixer

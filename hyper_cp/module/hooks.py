@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .._torch import checkpoint, flex_patch
+from .._torch.modules import calls_running
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import calling
 from ..ops.checks import agree, check_shards, refuse_forward_mode
 from ..ops.config import Call
 from ..ops.exchange.ulysses import Ulysses
 from . import dtensor
-from ._torch import checkpoint, flex_patch
-from ._torch.modules import calls_running
 from .dispatch_mode import abandon, begin, calls, current_call, dispatching
 from .latents import LatentLayer
 from .mesh_binding import Binding, Style, describe, documents_keyword, takes_documents

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from .._torch.modules import modules_of_hooks
 from ..ops.checks import DTYPES
 from ..schedule.choices import log_once
-from ._torch.modules import modules_of_hooks
 from .thread_stack import ThreadStack
 
 KNOWN_HOOKS = ("torch.distributed.", "hyper_cp.")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .._torch.modules import hook_owners
 from ..mesh import cp_mesh
 from ..mesh.agreement import Agreement, Signature, digest
 from ..mesh.cp_mesh import CPMesh
@@ -22,7 +23,6 @@ from ..ops.config import Mode
 from ..schedule import arrivals, choices
 from ..schedule.documents import documents_table
 from . import dtensor
-from ._torch.modules import hook_owners
 from .dtensor import CPDims, Outputs
 
 

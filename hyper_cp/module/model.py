@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from .._torch import checkpoint
+from .._torch.modules import averaging_ranks, running_modules
 from ..mesh.agreement import digest, fingerprint
-from ._torch import checkpoint
-from ._torch.modules import averaging_ranks, running_modules
 from .dtensor import CPDims, ranks_along
 from .mesh_binding import Binding, Plan, StyledMesh, binding_of
 

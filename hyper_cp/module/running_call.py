@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch.modules import is_running
 from ..mesh.batch_state import FEW
 from ..mesh.cp_mesh import CPMesh
 from ..ops.attention import attend
 from ..ops.config import Call, Mode
 from ..ops.engine import TileEngine
 from ..schedule.layout import by_documents
-from ._torch.modules import is_running
 from .attention_calls import AttentionRequest
 from .dtensor import Outputs
 from .latents import LatentLayer

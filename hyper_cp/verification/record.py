@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from .._torch.modules import hook_owners
 from ..data.collectives import by_rank
 from ..handler import ContextParallelHandler
 from ..module import attention_calls
-from ..module._torch.modules import hook_owners
 from ..module.dtensor import CPDims
 from ..module.hooks import AttentionHooks
 from ..module.mixing import row_of_call

@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
+from .._torch.modules import buffers_of, hook_owners
 from ..data.batch import TOKENS, LocalBatch
 from ..data.collectives import by_rank
 from ..data.sharding import resolve_layout
 from ..handler import ContextParallelHandler
 from ..mesh.comm import record_traffic
 from ..mesh_swap import context_parallel_mesh
-from ..module._torch.modules import buffers_of, hook_owners
 from ..module.dtensor import CPDims
 from ..module.mesh_binding import bindings
 from ..schedule.documents import read

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, ContextParallelHandler
-from hyper_cp.module._torch import checkpoint as checkpoint_seam
+from hyper_cp._torch import checkpoint as checkpoint_seam
 from tests.harness.attention_case import FP64, cp_mesh, inputs
 from tests.harness.oracle import plain_attention, relative_error, visible_pairs
 from tests.harness.ranks import on_ranks

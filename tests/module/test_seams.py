@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from hyper_cp.module._torch import checkpoint as seam
-from hyper_cp.module._torch import flex_patch, modes, modules, version
+from hyper_cp._torch import checkpoint as seam
+from hyper_cp._torch import flex_patch, modes, modules, version
 
 # --------------------------------------------------------------------------- recomputes
 

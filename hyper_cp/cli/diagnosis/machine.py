@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..._torch.version import INSTALLED, NEWEST, OLDEST, supported
 from ...mesh.comm import backend_of
-from ...module._torch.version import INSTALLED, NEWEST, OLDEST, supported
 from .findings import NOTE, OK, WARNING, WRONG, Finding
 from .ranks import Ranks
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..._torch import checkpoint
+from ..._torch.modules import is_running
 from ...data.packing import PreparedBatch
-from ...module._torch import checkpoint
-from ...module._torch.modules import is_running
 from ...module.mesh_binding import Style, StyledMesh
 from ...module.mixers.hooks import Where
 from ...module.thread_stack import ThreadStack

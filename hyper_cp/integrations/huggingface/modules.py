@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from ...module._torch.modules import is_running
+from ..._torch.modules import is_running
 from ...module.mixers.calls import RunningMixer, running_mixer
 from ...module.mixers.hooks import MixerHooks
 from ...module.thread_stack import ThreadStack

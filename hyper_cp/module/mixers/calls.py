@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..._torch.modules import is_running
 from ...mesh.cp_mesh import CPMesh
 from ...ops.kernels.partials import accumulation_dtype
 from ...ops.recurrence.convolution import causal_conv1d
 from ...ops.recurrence.linear import linear_recurrence
-from .._torch.modules import is_running
 from ..thread_stack import ThreadStack
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..._torch.modules import calls_running
 from ...mesh.cp_mesh import CPMesh
-from .._torch.modules import calls_running
 from ..mesh_binding import Binding, Style, describe, documents_keyword, takes_documents
 from ..model import begin_call
 from .calls import RunningMixer, is_mixer, route_mixer, running_mixers

@@ -32,7 +32,7 @@ def _plain() -> Any:
 
 def _instead(*args: Any, **kwargs: Any) -> Any:
     # Absolute: the globals of this body are those of torch's file, into whose function it is put.
-    from hyper_cp.module._torch.flex_patch import dispatch
+    from hyper_cp._torch.flex_patch import dispatch
 
     return dispatch(*args, **kwargs)
 
