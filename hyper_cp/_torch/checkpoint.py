@@ -1,4 +1,4 @@
-"""The batch state of a call, recorded for its recompute by activation checkpointing.
+"""What a recompute by activation checkpointing takes over from its forward: the batch state of a call, and selections.
 
 A recompute runs in backward: perhaps after the block that set the documents or the mesh has ended, perhaps inside
 another one. So the state of a call is recorded with each checkpoint that the call runs in, and a recompute finds it
@@ -57,6 +57,44 @@ def batch_state(owner: object, read: Callable[[], tuple[Any, ...]]) -> Any:
     return state
 
 
+def replayed(make: Callable[[], Tensor]) -> Tensor:
+    """What ``make`` returns; in a recompute what it returned in the forward, kept with each checkpoint that it ran in.
+
+    For results that other bits of the inputs would change altogether. The calls of a recompute come in the order of
+    those of its forward.
+    """
+    if torch.compiler.is_compiling():
+        return make()
+    running = [(_kept(checkpoint), recomputation) for checkpoint, recomputation in _recomputations()]
+    known = [kept.next(recomputation) for kept, recomputation in running if recomputation is not None]
+    found = next((x for x in known if x is not None), None)
+    made = make() if found is None else found
+    for kept, recomputation in running:
+        if recomputation is None:
+            kept.made.append(made)
+    return made
+
+
+class _Kept:
+    """What the calls in a checkpoint made in its forward, in order, and how many of them each recompute has met."""
+
+    def __init__(self) -> None:
+        self.made: list[Tensor] = []
+        self.met: dict[object, int] = {}
+
+    def next(self, recomputation: object) -> Tensor | None:
+        """What the next call of a recompute made in the forward."""
+        at = self.met[recomputation] = self.met.get(recomputation, -1) + 1
+        return self.made[at % len(self.made)] if self.made else None  # a reentrant one runs to its end each time
+
+
+def _kept(checkpoint: Any) -> _Kept:
+    if not hasattr(checkpoint, "hyper_cp_kept"):
+        checkpoint.hyper_cp_kept = _Kept()
+    kept: _Kept = checkpoint.hyper_cp_kept
+    return kept
+
+
 _packed: set[str] = set()
 """Names of modules that were compiled with packed documents."""
 
@@ -67,7 +105,7 @@ def refuse_recompiled(name: str, packed: bool) -> None:
     by a checkpoint around it: the block with the documents has ended, and PyTorch would complain about shapes."""
     if packed:
         _packed.add(name)
-    elif name in _packed and any(recomputes for _, recomputes in _frames()):
+    elif name in _packed and any(recomputation is not None for _, recomputation in _frames()):
         raise RuntimeError(
             f"{name} is compiled, and activation checkpointing recomputes it without the packed documents that its "
             "forward had: a compiled graph cannot look for those of its forward, and their block has ended. Run "
@@ -97,20 +135,27 @@ def _record(checkpoint: Any) -> _Record:
 def _checkpoints() -> Iterator[tuple[Any, bool]]:
     """The checkpoints that run in this thread, innermost first, and True for those that recompute. (A reentrant one
     comes before one with hooks: where both recompute, each knows the calls that it shares with the other.)"""
+    for checkpoint, recomputation in _recomputations():
+        yield checkpoint, recomputation is not None
+
+
+def _recomputations() -> Iterator[tuple[Any, object]]:
+    """The checkpoints that run in this thread, and an object for the recomputation that runs, None in a forward. (All
+    those of one reentrant checkpoint have the same.)"""
     for frame in _reentrant_frames():
         # Before its inputs are there, what recomputes is the checkpoint that holds them.
         if frame.f_code is _FORWARD or "detached_inputs" in frame.f_locals:
-            yield frame.f_locals["ctx"], frame.f_code is _BACKWARD
+            yield frame.f_locals["ctx"], _BACKWARD if frame.f_code is _BACKWARD else None
     yield from _frames()
 
 
-def _frames() -> Iterator[tuple[Any, bool]]:
-    """The non-reentrant checkpoints that run in this thread, and True for those that recompute."""
+def _frames() -> Iterator[tuple[Any, object]]:
+    """:func:`_recomputations` of non-reentrant checkpoints."""
     for pack in _pack_hooks():
         for held in _closure(inspect.unwrap(pack)):
             target = held() if isinstance(held, ref) else held
             if isinstance(target, _CheckpointFrame):
-                yield target, target is not held
+                yield target, None if target is held else pack
 
 
 def _pack_hooks() -> list[Callable[..., Any]]:

@@ -192,6 +192,26 @@ def whole_view(mesh: DeviceMesh | CPMesh) -> CPMesh:
     return mesh if isinstance(mesh, CPMesh) else view(mesh, 1 if mesh.ndim == 1 else None)
 
 
+def as_ring(cp: CPMesh) -> CPMesh:
+    """All ranks of a mesh as one ring, for what has no heads that ranks could share out.
+
+    Raises:
+        NotImplementedError: for a 2-D mesh with two dimensions, whose ranks together have no process group.
+    """
+    if cp.ulysses.size == 1:
+        return cp
+    if len(cp.flat) > 1:
+        raise NotImplementedError(
+            f"this call runs over all ranks of the {cp}, which is a 2-D mesh and has no process group of all of them. "
+            f"Pass the 1-D mesh of these ranks, with ulysses_degree={cp.ulysses.size} where heads are exchanged"
+        )
+    key = f"{cp.flat[0].group.group_name}/{cp.size}x1"
+    cached = _BY_KEY.get(key)
+    if cached is not None and cached.flat[0].group is cp.flat[0].group:
+        return cached
+    return register(replace(cp, key=key, ring=cp.flat[0], ulysses=Axis.alone()))
+
+
 def _view(mesh: DeviceMesh, ulysses_degree: int | None) -> CPMesh:
     check_mesh(mesh)
     if mesh.ndim == 2:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from .._torch.flex_patch import plain_flex_attention
-from ..ops.attention import AttentionBackend, latent_attention
+from ..ops.attention import AttentionBackend, attention, latent_attention
 from ..ops.checks import check_enable_gqa, check_latent_forms, check_local
 from ..ops.flex import Flex
 from ..schedule.documents import documents_table
@@ -45,6 +45,8 @@ class AttentionRequest:
     weight: Tensor | None = None
     """In latent attention, with ``bias``: what makes keys and values of latents, which ``key`` and ``value`` are."""
     bias: Tensor | None = None
+    selected: Tensor | None = None
+    """The keys that each query of this rank has selected, ``[B, 1|Hkv, S/n, k]``."""
 
     @property
     def masked(self) -> bool:
@@ -68,6 +70,21 @@ def _sdpa(
     return AttentionRequest(query, key, value, is_causal, scale, attn_mask, dropout_p=dropout_p)
 
 
+def _own(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    enable_gqa: bool = False,
+    attn_mask: Tensor | None = None,
+    selected: Tensor | None = None,
+    **options: Any,
+) -> AttentionRequest:
+    """``hyper_cp.ops.attention`` without a mesh."""
+    _check_gqa(name, q, k, enable_gqa)
+    return AttentionRequest(q, k, v, mask=attn_mask, selected=selected, **options)
+
+
 def _check_gqa(name: str, query: Tensor, key: Tensor, enable_gqa: bool) -> None:
     if query.ndim == 4 and key.ndim == 4:
         check_enable_gqa(name, query.shape[1], key.shape[1], enable_gqa)
@@ -84,12 +101,15 @@ def _latent(
     scale: float | None = None,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    selected: Tensor | None = None,
 ) -> AttentionRequest:
     """``hyper_cp.ops.latent_attention`` without a mesh."""
     check_local(f"{name}: query", q, 4, "[batch, heads, sequence, head_dim]")
     check_latent_forms(latent, rope, f"{name}: ")
     given = is_causal, scale, attn_mask
-    return AttentionRequest(q, latent.unsqueeze(1), rope, *given, dropout_p=dropout_p, weight=weight, bias=bias)
+    request = AttentionRequest(q, latent.unsqueeze(1), rope, *given, dropout_p=dropout_p)
+    request.weight, request.bias, request.selected = weight, bias, selected
+    return request
 
 
 # --------------------------------------------------------------------------- FlexAttention
@@ -314,13 +334,14 @@ def _npu_outputs(joined: Tensor, out: Tensor) -> tuple[Any, ...]:
 _NPU = ("npu_fusion_attention", "npu_fusion_attention_v2", "npu_fusion_attention_v3")
 ROUTED: dict[Any, Callable[..., AttentionRequest]] = {
     F.scaled_dot_product_attention: _sdpa,
+    attention: _own,
     latent_attention: _latent,
     **{f"aten.scaled_dot_product_attention{overload}": _sdpa for overload in ("", ".default")},
     flex_attention: _flex,
     F.multi_head_attention_forward: _multihead,
     **{f"npu.{op}{overload}": _npu for op in _NPU for overload in ("", ".default")},
 }
-_WHOLE_TOO = {F.scaled_dot_product_attention, flex_attention, latent_attention}
+_WHOLE_TOO = {F.scaled_dot_product_attention, flex_attention, attention, latent_attention}
 
 
 def routed_on_whole_sequences(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -336,6 +357,7 @@ PLAIN: dict[Any, Callable[..., Any]] = {
 """The replacement for a function that is not routed after all, where that is not the function itself."""
 SEQUENCE_DIM: dict[Any, int] = {
     F.scaled_dot_product_attention: -2,
+    attention: -2,
     latent_attention: -2,
     flex_attention: -2,
     F.multi_head_attention_forward: 0,
@@ -343,6 +365,7 @@ SEQUENCE_DIM: dict[Any, int] = {
 """The dimension of queries and keys that is the sequence, in calls as users spell them."""
 _SPELLED = {
     F.scaled_dot_product_attention: "F.scaled_dot_product_attention",
+    attention: "hyper_cp.ops.attention",
     latent_attention: "latent_attention",
     flex_attention: "flex_attention",
     F.multi_head_attention_forward: "nn.MultiheadAttention",

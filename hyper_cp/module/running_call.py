@@ -91,6 +91,7 @@ def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
         request.sinks,
         weight=request.weight,
         bias=request.bias,
+        selected=request.selected,
     )
     mode, (q, k, v), outputs = _mode(call, request), (request.query, request.key, request.value), None
     if exchanged is None:

@@ -8,6 +8,7 @@ from ..schedule.placement import Balance, balance, layout_of_mask
 from .attention import attention, latent_attention
 from .recurrence.convolution import causal_conv1d
 from .recurrence.linear import linear_recurrence
+from .selection import select_keys
 from .slices import mask_of_slices
 
 __all__ = [
@@ -20,11 +21,12 @@ __all__ = [
     "layout_of_mask",
     "linear_recurrence",
     "mask_of_slices",
+    "select_keys",
 ]
 
 SAVE_LIST: list[Any] = [
     getattr(torch.ops.hyper_cp, name).default
-    for name in ("attention", "all_to_all", "ulysses_attention", "linear_recurrence", "causal_conv1d")
+    for name in ("attention", "all_to_all", "ulysses_attention", "linear_recurrence", "causal_conv1d", "select_keys")
 ]
 """The library's forward ops, for a selective activation-checkpointing policy (MUST_SAVE): their outputs are not
 computed or communicated again in a recompute."""

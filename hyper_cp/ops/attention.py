@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import handle_torch_function, has_torch_function
@@ -95,17 +94,19 @@ def _attend(
     if call.weight is not None:
         q, k, v, call = _latents_or_heads(q, k, v, cp, mode, call)
     if mode.head_groups == "auto":
-        possible = isinstance(core, TileEngine) and not exchanged and call.weight is None
+        possible = isinstance(core, TileEngine) and not exchanged and call.weight is None and call.selected is None
         mode = replace(mode, head_groups=head_groups.best_groups(q, k, v, cp) if possible else 1)
     q, k, v, checked = check(q, k, v, call, cp, mode, exchanged=exchanged)
     if not isinstance(core, TileEngine):
         core.check(q, k, checked)
+    ulysses = Ulysses(cp, mode.layout, documents=call.documents)
+    if checked.selected is not None:
+        checked = replace(checked, selected=ulysses.keys_to_heads(checked.selected)[0])
     if exchanged or cp.ulysses.size == 1:
         return core(q, k, v, checked)
     head_groups.check_groups(q.shape[1], k.shape[1], cp, mode.groups)
     if isinstance(core, TileEngine) and mode.groups > 1:
         return head_groups.attend(q, k, v, checked, core.with_lse)
-    ulysses = Ulysses(cp, mode.layout, documents=call.documents)
     q, k, v = ulysses.to_heads(q, k, v)
     result = core(q, k, v, checked)
     if isinstance(core, TileEngine) and core.with_lse:  # apart: the log-sum-exp has no gradient
@@ -137,8 +138,8 @@ def _latents_or_heads(
     travel = mode.latents
     if travel is None:
         sizes = int(latent.shape[3]), rotary, len(of_latents[0]) // heads + rotary[1]
-        travel = not in_groups and _latents_travel(heads, cp.ulysses.size, *sizes)
-    if travel and cp.size > 1 and mode.kv_exchange != "replicated":
+        travel = call.selected is not None or (not in_groups and _latents_travel(heads, cp.ulysses.size, *sizes))
+    if travel and (cp.size > 1 or call.selected is not None) and mode.kv_exchange != "replicated":
         return q, latent, rope, call
     k, v = expand(latent, rope, heads, q.shape[3], *of_latents)
     return q, k, v, replace(call, weight=None, bias=None)
@@ -166,7 +167,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mesh: DeviceMesh | CPMesh,
+    mesh: DeviceMesh | CPMesh | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -185,6 +186,7 @@ def attention(
     softcap: float | None = None,
     exchange_dtype: torch.dtype | None = None,
     slices: Any = None,
+    selected: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Context-parallel scaled dot-product attention of this rank's share of the sequence.
 
@@ -193,7 +195,9 @@ def attention(
         k: local keys ``[B, Hkv, S/n, D]``; in cross-attention (no is_causal, window or documents) they may have
             another length. With ``kv_exchange="replicated"`` all keys, the same on every rank.
         v: local values ``[B, Hkv, S/n, Dv]``.
-        mesh: the cp mesh (1-D, or 2-D ``("ring", "ulysses")``) of n ranks.
+        mesh: the cp mesh (1-D, or 2-D ``("ring", "ulysses")``) of n ranks. None: inside a module with a
+            ``ContextParallel`` style, whose settings then hold, attention over its mesh; elsewhere attention on one
+            device. Only is_causal, scale, enable_gqa, attn_mask, dropout_p and selected may be given then.
         is_causal: causal over *global* positions.
         scale: of the logits; default ``D ** -0.5``.
         enable_gqa: allow H to be a multiple of Hkv, as in ``F.scaled_dot_product_attention``.
@@ -239,6 +243,11 @@ def attention(
             nothing loses a bit.
         slices: the pairs that are visible, as ``(q_range, k_range, kind)`` over global positions, see
             :func:`mask_of_slices`. Every other option hides more. In compiled code they break the graph.
+        selected: the only keys that each query sees, as global positions ``[B, 1, S/n, k]``, or ``[B, Hkv, S/n, k]``
+            for each key head, int32 or int64, as :func:`select_keys` returns them; -1 is no key. A query lists a key
+            once. Every other option hides more, so a listed key of the future or of another document is not seen. With
+            Ulysses all ranks of a block need all their selections: 4 k bytes of a token travel beside its heads. No
+            queries are exchanged with ``load_balance``, since every query sees equally many keys.
 
     Returns:
         This rank's output ``[B, H, S/n, Dv]``; with ``return_lse`` and ``[B, H, S/n]`` in fp32 (fp64 for fp64
@@ -256,7 +265,31 @@ def attention(
 
     Source: DeepSpeed Ulysses (arXiv 2309.14509), Ring Attention (2310.01889), USP (2405.07719).
     """
-    options: dict[str, Any] = {"head_groups": head_groups, "exchange_stages": exchange_stages, "window": window}
+    if mesh is None:
+        _refuse_without_mesh(
+            "attention",
+            ulysses_degree=ulysses_degree,
+            kv_exchange=kv_exchange,
+            layout=layout,
+            load_balance=load_balance,
+            window=window,
+            documents=documents,
+            return_lse=return_lse,
+            head_groups=head_groups,
+            exchange_stages=exchange_stages,
+            sinks=sinks,
+            softcap=softcap,
+            exchange_dtype=exchange_dtype,
+            slices=slices,
+        )
+        options: dict[str, Any] = {
+            "is_causal": is_causal,
+            "scale": scale,
+            "attn_mask": attn_mask,
+            "dropout_p": dropout_p,
+        }
+        return _heads_without_mesh(q, k, v, enable_gqa=enable_gqa, selected=selected, **options)
+    options = {"head_groups": head_groups, "exchange_stages": exchange_stages, "window": window}
     mode = Mode(kv_exchange, layout, load_balance, exchange_dtype=exchange_dtype, **options)
     call: dict[str, Any] = {
         "is_causal": is_causal,
@@ -265,7 +298,7 @@ def attention(
         "dropout_p": dropout_p,
         "sinks": sinks,
     }
-    call["enable_gqa"] = enable_gqa
+    call |= {"enable_gqa": enable_gqa, "selected": selected}
     given = q, k, v, mesh, ulysses_degree, mode, call, documents, softcap, return_lse
     return _function(*given) if slices is None else _under_slices(*given, slices)
 
@@ -303,6 +336,7 @@ def latent_attention(
     softcap: float | None = None,
     exchange_dtype: torch.dtype | None = None,
     latents: bool | None = None,
+    selected: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Multi-head latent attention (DeepSeek V2), in which latents travel and not the heads that are made of them.
 
@@ -325,10 +359,13 @@ def latent_attention(
             rank's share of a sum over the cp ranks, like that of any other parameter.
         bias: ``[H * (Dn + Dv)]``.
         mesh: the cp mesh of n ranks. None: inside a module with a ``ContextParallel`` style, whose settings then hold,
-            attention over its mesh; elsewhere attention on one device. Only is_causal, scale, attn_mask and dropout_p
-            may be given then. (In compiled code heads travel then.)
+            attention over its mesh; elsewhere attention on one device. Only is_causal, scale, attn_mask, dropout_p and
+            selected may be given then. (In compiled code heads travel then.)
         latents: True: latents travel. False: heads travel. None: whichever is fewer numbers of a token. Heads can be
             fewer with Ulysses, which gives a rank ``H / ulysses_degree`` of them. The choice is logged.
+        selected: that of :func:`attention`, ``[B, 1, S/n, k]``. Latents travel then by default, and nothing is
+            expanded: the weight is applied to queries and outputs, with one key head of R + Dr numbers (the absorbed
+            form). Queries and outputs of a layer are kept for backward in that width.
 
     Dn is the width of q without that of rope, and Dv what ``weight`` leaves: check the width of the output where sizes
     may be wrong. All other arguments (all of :func:`attention` but ``enable_gqa`` and ``slices``), results and errors
@@ -345,20 +382,24 @@ def latent_attention(
     Source: DeepSeek-V2 (arXiv 2405.04434); latents round a ring as in pith-train.
     """
     if mesh is None:
-        asked: dict[str, tuple[Any, Any]] = {
-            "ulysses_degree": (ulysses_degree, 1),
-            "kv_exchange": (kv_exchange, "all_gather"),
-        }
-        asked |= {"layout": (layout, "contiguous"), "load_balance": (load_balance, False), "window": (window, None)}
-        asked |= {"documents": (documents, None), "return_lse": (return_lse, False), "head_groups": (head_groups, 1)}
-        asked |= {"exchange_stages": (exchange_stages, "auto"), "sinks": (sinks, None), "softcap": (softcap, None)}
-        asked |= {"exchange_dtype": (exchange_dtype, None), "latents": (latents, None)}
-        if named := [f"{name}={x!r}" for name, (x, default) in asked.items() if x is not default and x != default]:
-            raise ValueError(
-                f"latent_attention: {', '.join(named)} without a mesh. Inside a styled module its ContextParallel says "
-                "how attention runs, and documents come with the batch. Pass mesh=, or give these to the style"
-            )
-        return _without_mesh(q, latent, rope, weight, bias, is_causal, scale, attn_mask, dropout_p)
+        _refuse_without_mesh(
+            "latent_attention",
+            ulysses_degree=ulysses_degree,
+            kv_exchange=kv_exchange,
+            layout=layout,
+            load_balance=load_balance,
+            window=window,
+            documents=documents,
+            return_lse=return_lse,
+            head_groups=head_groups,
+            exchange_stages=exchange_stages,
+            sinks=sinks,
+            softcap=softcap,
+            exchange_dtype=exchange_dtype,
+            latents=latents,
+        )
+        given: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "attn_mask": attn_mask, "dropout_p": dropout_p}
+        return _latents_without_mesh(q, latent, rope, weight, bias, selected=selected, **given)
     check_latent_forms(latent, rope)
     options: dict[str, Any] = {"head_groups": head_groups, "exchange_stages": exchange_stages, "window": window}
     mode = Mode(kv_exchange, layout, load_balance, latents=latents, exchange_dtype=exchange_dtype, **options)
@@ -369,32 +410,52 @@ def latent_attention(
         "dropout_p": dropout_p,
         "sinks": sinks,
     }
-    call |= {"name": "latent_attention", "weight": weight, "bias": bias}
+    call |= {"name": "latent_attention", "weight": weight, "bias": bias, "selected": selected}
     return _function(q, latent.unsqueeze(1), rope, mesh, ulysses_degree, mode, call, documents, softcap, return_lse)
 
 
-def _without_mesh(
-    q: Tensor,
-    latent: Tensor,
-    rope: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    attn_mask: Tensor | None,
-    dropout_p: float,
+_WITHOUT_MESH = {
+    "ulysses_degree": 1,
+    "kv_exchange": "all_gather",
+    "layout": "contiguous",
+    "load_balance": False,
+    "return_lse": False,
+    "head_groups": 1,
+    "exchange_stages": "auto",
+}
+"""Defaults of the arguments that say how ranks work together, where that is not None."""
+
+
+def _refuse_without_mesh(caller: str, **given: Any) -> None:
+    """Raise ``ValueError`` for arguments that need a mesh and are not their defaults."""
+    defaults = ((name, x, _WITHOUT_MESH.get(name)) for name, x in given.items())
+    if named := [f"{name}={x!r}" for name, x, default in defaults if x is not default and x != default]:
+        raise ValueError(
+            f"{caller}: {', '.join(named)} without a mesh. Inside a styled module its ContextParallel says how "
+            "attention runs, and documents come with the batch. Pass mesh=, or give these to the style"
+        )
+
+
+def _heads_without_mesh(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
+    """Attention as a styled module that is running says, or on one device."""
+    tensors = q, k, v
+    if has_torch_function(tensors):
+        return handle_torch_function(attention, tensors, *tensors, **given)
+    given["mask"] = given.pop("attn_mask")
+    return attend(q, k, v, cp_mesh.alone(), Mode(), Call(**given), TileEngine())
+
+
+def _latents_without_mesh(
+    q: Tensor, latent: Tensor, rope: Tensor, weight: Tensor, bias: Tensor | None, **given: Any
 ) -> Any:
     """Latent attention as a styled module that is running says, or on one device."""
-    given = q, latent, rope, weight
-    if has_torch_function(given):
-        options: dict[str, Any] = {"bias": bias, "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p}
-        return handle_torch_function(latent_attention, given, *given, attn_mask=attn_mask, **options)
+    tensors = q, latent, rope, weight
+    if has_torch_function(tensors):
+        return handle_torch_function(latent_attention, tensors, *tensors, bias=bias, **given)
     check_latent_forms(latent, rope)
-    of_latents = [weight] if bias is None else [weight, bias]
-    q, latent, rope, *of_latents = cast_for_autocast(q, latent.unsqueeze(1), rope, *of_latents)
-    check_latents("latent_attention", q, latent, rope, *of_latents)
-    k, v = expand(latent, rope, q.shape[1], q.shape[3], *of_latents)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
+    given["mask"] = given.pop("attn_mask")
+    call = Call(name="latent_attention", weight=weight, bias=bias, **given)
+    return attend(q, latent.unsqueeze(1), rope, cp_mesh.alone(), Mode(), call, TileEngine())
 
 
 def _function(

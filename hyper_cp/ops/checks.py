@@ -61,9 +61,13 @@ def check(
     lengths = q.shape[2] * ranks, mode.key_length(k.shape[2], ranks)
     check_options(call, mode, cp, lengths)
     band = tiles.band_of(call.is_causal, mode.window)
-    check_tails(mode, cp, band, lengths[0], None if call.score is None else call.score.blocks)
+    if call.selected is None:
+        check_tails(mode, cp, band, lengths[0], None if call.score is None else call.score.blocks)
     if call.score is not None:
         call.score.check(call.name, q.shape[0], q.shape[1] * (cp.ulysses.size if exchanged else 1), lengths)
+    if call.selected is not None:
+        kv_heads *= cp.ulysses.size if exchanged else 1
+        call = replace(call, selected=_selected(call, q, (kv_heads, share), cp, mode, lengths))
     scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
     mask = None if call.mask is None else _check_mask(call.mask, call, q, cp, lengths, exchanged)
     return (
@@ -83,7 +87,8 @@ def check(
             lengths,
             None if call.sinks is None else _sinks(call, q, cp, exchanged),
             call.score,
-            *_of_attended_heads(of_latents, cp),
+            *_of_latents(of_latents, cp),
+            call.selected,
         ),
     )
 
@@ -129,6 +134,7 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
         ("is_causal", call.is_causal),
         ("attn_mask", call.mask is not None),
         ("sinks", call.sinks is not None),
+        ("selected", None if call.selected is None else tuple(call.selected.shape)),
         ("dropout", call.dropout_p > 0),
         ("score", "" if call.score is None else call.score.signature),
     )
@@ -292,10 +298,11 @@ def check_latents(
             )
 
 
-def _of_attended_heads(of_latents: list[Tensor], cp: CPMesh) -> list[Tensor]:
+def _of_latents(of_latents: list[Tensor], cp: CPMesh) -> tuple[Tensor | None, Tensor | None]:
     """The rows of weight and bias that make the heads which this rank attends."""
     parts = [len(x) // cp.ulysses.size for x in of_latents]
-    return [x.narrow(0, cp.ulysses.rank * n, n) for x, n in zip(of_latents, parts, strict=True)]
+    found = [x.narrow(0, cp.ulysses.rank * n, n) for x, n in zip(of_latents, parts, strict=True)]
+    return found[0] if found else None, found[1] if len(found) > 1 else None
 
 
 # --------------------------------------------------------------------------- heads
@@ -419,6 +426,44 @@ def _sinks(call: Call, q: Tensor, cp: CPMesh, exchanged: bool) -> Tensor:
     if len(sinks) == attended:
         return sinks
     return sinks.narrow(0, cp.ulysses.rank * attended, attended)
+
+
+def _selected(
+    call: Call, q: Tensor, sizes: tuple[int, int], cp: CPMesh, mode: Mode, lengths: tuple[int, int]
+) -> Tensor:
+    """The selected keys of a call in int32; raises if they do not fit it. ``sizes``: its key heads, and this rank's
+    share of its queries."""
+    selected, name, (kv_heads, share) = call.selected, call.name, sizes
+    form = f"global positions [{q.shape[0]}, 1 or {kv_heads} key heads, {share} queries of this rank, selected keys]"
+    if not isinstance(selected, Tensor) or isinstance(selected, DTensor):
+        raise TypeError(
+            f"{name}: selected is a {type(selected).__name__}. It must be a local tensor of {form}. Pass one"
+        )
+    if selected.dtype not in (torch.int32, torch.int64) or selected.device != q.device:
+        raise TypeError(
+            f"{name}: selected has dtype {selected.dtype} on {selected.device}. It must be int32 or int64 on "
+            f"{q.device}, {form}. Pass what select_keys returns, or convert it"
+        )
+    fits = selected.ndim == 4 and selected.shape[0] == q.shape[0] and selected.shape[1] in (1, kv_heads)
+    if not fits or selected.shape[2] != share or not selected.shape[3]:
+        raise ValueError(f"{name}: selected has shape {tuple(selected.shape)}. It must be {form}. Reshape it")
+    refused = (
+        (call.dropout_p > 0, f"dropout_p={call.dropout_p}", "Set dropout to 0.0"),
+        (call.score is not None and call.score.positional, "a function of pairs (slices or flex_attention)", _MASK),
+        (mode.groups > 1 and cp.ulysses.size > 1, f"head_groups={mode.head_groups}", "Use head_groups=1"),
+        (lengths[0] != lengths[1], f"{lengths[0]} queries and {lengths[1]} keys", "Select keys of the same sequence"),
+        (mode.kv_exchange == "replicated", "kv_exchange='replicated'", 'Use "all_gather" or "ring"'),
+    )
+    for applies, what, todo in refused:
+        if applies:
+            raise NotImplementedError(
+                f"{name}: selected keys with {what} are not supported. Selected keys are gathered for a few queries "
+                f"at a time, out of a sequence that is split as the queries are. {todo}"
+            )
+    return selected.to(torch.int32)
+
+
+_MASK = "Pass an attn_mask, or leave out of the selection what they hide"
 
 
 def _check_mask(mask: Tensor, call: Call, q: Tensor, cp: CPMesh, lengths: tuple[int, int], exchanged: bool) -> Tensor:

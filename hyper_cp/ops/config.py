@@ -117,6 +117,9 @@ class Call:
     their rotary part, see :mod:`hyper_cp.ops.latents`."""
     bias: Tensor | None = None
     """The bias ``[H * (Dn + Dv)]`` of that layer."""
+    selected: Tensor | None = None
+    """The global positions of the keys that each of this rank's queries has selected, ``[B, 1|Hkv, S/n, k]``; -1 is no
+    key."""
 
     @property
     def of_latents(self) -> list[Tensor]:
@@ -150,11 +153,14 @@ class CheckedCall:
     weight: Tensor | None = None
     """In latent attention, of the heads that this rank attends, as ``bias``."""
     bias: Tensor | None = None
+    selected: Tensor | None = None
+    """int32, of the queries and heads that this rank attends."""
 
     def settings(self, kernel: str) -> OpSettings:
         """The settings of the op that computes this call with a kernel, or with one that the op chooses ("")."""
         m, score = self.mode, "" if self.score is None else self.score.key
-        exchange = m.layout, m.kv_exchange, m.load_balance, m.stages
+        # Every query sees equally many selected keys: there are no tails to exchange.
+        exchange = m.layout, m.kv_exchange, m.load_balance and self.selected is None, m.stages
         wire = "" if m.exchange_dtype is None else str(m.exchange_dtype).removeprefix("torch.")
         return OpSettings(self.cp.key, *exchange, self.band, m.groups, kernel=kernel, score=score, exchange_dtype=wire)
 
@@ -182,6 +188,8 @@ class Operands:
     """In latent attention: what makes keys and values of k and v, ``[H * (Dn + Dv), R]``."""
     bias: Tensor | None = None
     """The bias of that layer."""
+    selected: Tensor | None = None
+    """The keys that each query has selected, ``[B, 1|Hkv, Sq, k]`` global positions in int32."""
     captured: Sequence[Tensor] = ()
     """Tensors that the score function uses and gives gradients to."""
 
@@ -230,6 +238,8 @@ class OpSettings(Settings):
     """The key of the function that changes logits, see :func:`hyper_cp.ops.kernels.scores.find`, or ""."""
     tensors: tuple[str, ...] = ()
     """The names of the operands that the op takes."""
+    absorbed: bool = False
+    """Latents and their rotary part are the one key head of all queries, see :func:`hyper_cp.ops.latents.absorb`."""
     exchange_dtype: str = ""
     """The name of a dtype of torch, or "" for that of each tensor."""
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from ..mesh.failures import backward_of, caller, operation
 from ..schedule import choices, lookup
 from ..schedule.build import Step
 from ..schedule.documents import read
+from ..schedule.ranges import Range
 from ..schedule.tiles import CAUSAL, Band, Tile, intersect
 from . import exchange, kernels, masks
 from .config import DIFFERENTIATED, CheckedCall, Operands, OpSettings
@@ -29,7 +31,8 @@ from .kernels.dropout import Dropout, draw_seed
 from .kernels.inputs import TileInputs
 from .kernels.partials import Partials, RowSum, accumulation_dtype, add, like_queries, part
 from .kernels.scores import TileScores, find
-from .latents import Expansion
+from .kernels.selected import Selections
+from .latents import Absorbed, Expansion, absorb
 from .recompute import check_recompute, fingerprint
 
 
@@ -42,10 +45,19 @@ class TileEngine:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Any:
         plain = call.documents is None and call.mode.window is None and call.sinks is None and call.score is None
-        if call.cp.size == 1 and plain and not self.with_lse:
+        if call.selected is not None and call.weight is not None and v.shape[1] == call.selected.shape[1] == 1:
+            return self._absorbed(q, k, v, call)
+        if call.cp.size == 1 and plain and call.selected is None and not self.with_lse:
             return self._plain_sdpa(q, k, v, call)
         found = attention_op(q, k, v, *op_arguments(q, k, v, call))
         return found[:2] if self.with_lse else found[0]
+
+    def _absorbed(self, q: Tensor, latent: Tensor, rope: Tensor, call: CheckedCall) -> Any:
+        """Latent attention to selected keys. Expanding all keys would take longer than attending to few of them."""
+        q, latent, output = absorb(q, latent, rope.shape[3], cast(Tensor, call.weight), call.bias)
+        call = replace(call, weight=None, bias=None)
+        found = attention_op(q, latent, rope, *op_arguments(q, latent, rope, call, absorbed=True))
+        return (output(found[0]), found[1]) if self.with_lse else output(found[0])
 
     def _plain_sdpa(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Tensor:
         """On one rank exactly the user's own call."""
@@ -55,21 +67,34 @@ class TileEngine:
         )
 
 
-def op_arguments(q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> tuple[list[Tensor], float, float, str]:
+def op_arguments(
+    q: Tensor, k: Tensor, v: Tensor, call: CheckedCall, absorbed: bool = False
+) -> tuple[list[Tensor], float, float, str]:
     """The arguments after q, k, v of the op that computes a call."""
     seed, score = draw_seed() if call.dropout_p else None, call.score
     given = Operands(call.sinks, call.documents, call.mask, seed, weight=call.weight, bias=call.bias)
+    given.selected = call.selected
     given.captured = () if score is None else score.captured
-    kernel = kernels.choose(q, *_attended(q, k, v, given), call.is_causal, call.dropout_p, score is not None)
-    return call.settings(kernel).arguments(given, call.scale, call.dropout_p)
+    seen = _attended(q, k, v, given, absorbed)
+    kinds = score is not None, call.selected is not None
+    kernel = kernels.choose(q, *seen, call.is_causal, call.dropout_p, *kinds)
+    return replace(call.settings(kernel), absorbed=absorbed).arguments(given, call.scale, call.dropout_p)
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, given: Operands) -> tuple[Tensor, Tensor]:
+def _latents(q: Tensor, given: Operands, absorbed: bool, sums: bool = False) -> Expansion | Absorbed | None:
+    """What makes keys and values of what travels; None: these travel themselves."""
+    if absorbed:
+        return Absorbed()
+    return None if given.weight is None else Expansion(q, given.weight, given.bias, sums)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, given: Operands, absorbed: bool) -> tuple[Tensor, Tensor]:
     """Keys and values as a kernel gets them, by their shapes."""
-    return (k, v) if given.weight is None else Expansion(q, given.weight, given.bias).like(k, v)
+    latents = _latents(q, given, absorbed)
+    return (k, v) if latents is None else latents.like(k, v)
 
 
-class _Work:
+class Work:
     """The work of one call on this rank: its schedule, its kernel, and what each tile sees."""
 
     def __init__(
@@ -88,7 +113,8 @@ class _Work:
         if not name and given.kernel is not None:  # the forward chose when it ran
             name = kernels.name_of(int(given.kernel.item()), q.device.type)
         elif not name:
-            name = kernels.choose(q, *_attended(q, k, v, given), settings.band == CAUSAL, scores=score is not None)
+            seen, kinds = _attended(q, k, v, given, settings.absorbed), (score is not None, given.selected is not None)
+            name = kernels.choose(q, *seen, settings.band == CAUSAL, 0.0, *kinds)
         self.scale, self.kernel, self.kernel_name = scale, kernels.get(name, q.device.type), name
         length = q.shape[2] * cp.ring.size
         kv_length = k.shape[2] * (1 if settings.kv_exchange == "replicated" else cp.ring.size)
@@ -107,7 +133,7 @@ class _Work:
             band,
             length,
             kv_length,
-            parts=mask is None and given.seed is None,
+            parts=mask is None and given.seed is None and given.selected is None,
             stages=settings.exchange_stages
             or choices.stage_limits(settings.kv_exchange, q.device.type, k.shape[1], given.documents is not None),
             most_keys=None if given.weight is None else k.shape[2],
@@ -121,23 +147,30 @@ class _Work:
         queries = self.schedule.queries
         self.dropout = None if given.seed is None else Dropout(dropout_p, given.seed, q, heads_before, queries)
         self.scores = None if score is None else TileScores(score, q, heads_before, queries, given.captured)
-        self.latents = None if given.weight is None else Expansion(q, given.weight, given.bias, sums=backward)
+        self.selections = None if given.selected is None else Selections(given.selected)
+        self.latents = _latents(q, given, settings.absorbed, backward)
 
     def run(
-        self, steps: Sequence[Step], keys: Travel, queries: SwappedTails, compute: Compute, sums: Partials | RowSum
+        self,
+        steps: Sequence[Step],
+        keys: Travel,
+        queries: SwappedTails,
+        compute: Compute,
+        result: Callable[[Range], Sequence[Tensor]],
     ) -> None:
-        """Attend, or differentiate, tile by tile, as keys and queries arrive: the loop of every mode.
+        """Attend, differentiate or select, tile by tile, as keys and queries arrive: the loop of every mode.
 
         Args:
-            compute: computes one tile and adds the result to ``sums``, given its inputs, what belongs to its queries
-                beside q, and where it adds the gradients of its keys.
+            compute: computes one tile and keeps its result, given its inputs, what belongs to its queries beside q, and
+                where it adds the gradients of its keys.
+            result: what has been computed of a range of queries.
         """
         blocks = iter(keys)
         for step in steps:
             if not step.again:
                 block, gradients = next(blocks)
             if step is steps[-1]:
-                queries.post_results(sums.result)
+                queries.post_results(result)
             if not step.tiles:
                 continue
             taken = k, v = [step.used.take(x, 2) for x in block]
@@ -167,6 +200,7 @@ class _Work:
             None if self.dropout is None else self.dropout.of(step, tile),
             None if self.scores is None else self.scores.of(step, tile),
             dlse,
+            None if self.selections is None else self.selections.of(step, tile),
             self.schedule.recurring,
         )
 
@@ -184,10 +218,10 @@ class KeyGradients:
         k: Tensor,
         v: Tensor,
         totals: Gradients | None,
-        latents: Expansion | None = None,
+        latents: Expansion | Absorbed | None = None,
         taken: Sequence[Tensor] = (),
     ) -> None:
-        self.rows, self.latents, self.taken = step.used, latents, taken
+        self.step, self.rows, self.latents, self.taken = step, step.used, latents, taken
         self.sums = [RowSum(k), RowSum(v)] if totals and (self.rows.many or latents is not None) else []
         # The first addition may wait for the sum of other ranks, and no tile is left that would hide that.
         self._late = len(step.tiles) == 1 or bool(self.sums)
@@ -252,7 +286,7 @@ def attention_op(
     options = OpSettings.read(settings)
     given = Operands.of(tensors, options.tensors)
     q, k, v = _last_dim_contiguous(q, k, v)
-    work = _Work(q, k, v, given, scale, dropout_p, options)
+    work = Work(q, k, v, given, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
     share = q.shape[2] // work.cp.ulysses.size
     placed = work.band != (None, None) or any(x is not None for x in (given.documents, work.mask, work.scores))
@@ -266,7 +300,7 @@ def attention_op(
         masked=work.mask is not None,
         positional=work.scores is not None and work.scores.score.positional,
     )
-    partials = Partials(q, _attended(q, k, v, given)[1].shape[3], given.sinks)
+    partials = Partials(q, _attended(q, k, v, given, options.absorbed)[1].shape[3], given.sinks)
 
     def compute(tile: Tile, inputs: TileInputs, of_rows: Sequence[Tensor], into: KeyGradients) -> None:
         # Without a local name for the kernel's results: it would keep them alive beyond their merge.
@@ -277,7 +311,7 @@ def attention_op(
         # Its first moves leave before the tails of queries.
         keys = Travel(ring, plan.transfers, k, v, wire=options.wire)
         queries = SwappedTails(ring, plan.swap, q)
-        work.run(plan.forward, keys, queries, compute, partials)
+        work.run(plan.forward, keys, queries, compute, partials.result)
         out, lse = queries.results(partials.result)
         check_nans_if_enabled(work.cp, options, "the output", out)
     return _bshd_in_memory(out), lse.contiguous(), torch.tensor([kernels.number_of(work.kernel_name)])
@@ -302,7 +336,7 @@ def attention_backward_op(
     given = Operands.of(tensors, options.tensors)
     check_recompute(given.documents, options.mesh, given.mark)
     dout, q, k, v = _last_dim_contiguous(dout, q, k, v)
-    work = _Work(q, k, v, given, scale, dropout_p, options, backward=True)
+    work = Work(q, k, v, given, scale, dropout_p, options, backward=True)
     if work.scores is not None:
         work.scores.score.check_unchanged()
     plan, ring, dq = work.schedule, work.cp.ring, RowSum(q)
@@ -317,7 +351,7 @@ def attention_backward_op(
         keys = Travel(ring, plan.transfers, k, v, accumulation_dtype(q.dtype), options.wire)
         of_queries = (q, dout, out, lse) if given.dlse is None else (q, dout, out, lse, given.dlse)
         queries = SwappedTails(ring, plan.swap, *of_queries)
-        work.run(plan.backward, keys, queries, compute, dq)
+        work.run(plan.backward, keys, queries, compute, dq.result)
         (dq_local,) = queries.results(dq.result)
         check_nans_if_enabled(work.cp, options, "the gradients of query, key, value", dq_local, *keys.home)
     others = [*([] if work.latents is None else work.latents.gradients)]
@@ -341,7 +375,8 @@ def _bshd_in_memory(x: Tensor) -> Tensor:
 @attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    _, values = _attended(q, k, v, Operands.of(tensors, OpSettings.read(others[-1]).tensors))
+    options = OpSettings.read(others[-1])
+    _, values = _attended(q, k, v, Operands.of(tensors, options.tensors), options.absorbed)
     return like_queries(q, values.shape[3], q.dtype), lse, torch.empty(1, dtype=torch.int64)
 
 

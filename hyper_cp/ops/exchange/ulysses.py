@@ -40,8 +40,14 @@ class Ulysses:
     def to_heads(self, q: Tensor, *kv: Tensor) -> list[Tensor]:
         """Each ``[.. S .. H ..]`` becomes ``[.. S*degree .. H/degree ..]``, ascending in S. Keys and values whose heads
         do not split are sent to every rank that uses them."""
-        degree = self.cp.ulysses.size
-        return self._exchange([q, *(shared_heads(x, degree, self.head_dim) for x in kv)], True)
+        return self._exchange([q, *self._shared(kv)], True)
+
+    def keys_to_heads(self, *kv: Tensor) -> list[Tensor]:
+        """:meth:`to_heads` of keys and values, or of what belongs to their heads."""
+        return self._exchange(self._shared(kv), True)
+
+    def _shared(self, kv: Sequence[Tensor]) -> list[Tensor]:
+        return [shared_heads(x, self.cp.ulysses.size, self.head_dim) for x in kv]
 
     def to_sequence(self, result: Any) -> Any:
         """The way back, for a tensor or a tuple or list of tensors (other entries pass through)."""

@@ -51,6 +51,7 @@ class _Entry:
     accepts: Accepts
     plain_with_dropout: bool
     scores: bool
+    selected: bool
 
 
 _by_device: dict[str, OrderedDict[int, _Entry]] = {}
@@ -63,6 +64,7 @@ def register(
     *,
     plain_with_dropout: bool = False,
     scores: bool = False,
+    selected: bool = False,
 ) -> RemovableHandle:
     """Add a kernel for tensors of a device type. A vendor's package does so when it is imported; a test does so in a
     ``with`` statement.
@@ -81,6 +83,8 @@ def register(
             logits. By default they are refused: only the reference kernel takes a given dropout pattern.
         scores: the kernel is for calls that change their logits by a function (``tile.score``), and runs no others.
             Without such a kernel, they run on plain math.
+        selected: the kernel is for calls whose queries have selected their keys (``tile.selected``), and runs no
+            others. Without such a kernel, they run on plain math. With both, for calls that do both.
 
     Returns:
         A handle: ``handle.remove()``, or the end of ``with register(...):``, removes the kernel again.
@@ -108,7 +112,9 @@ def register(
         )
     entries = _by_device.setdefault(device_type, OrderedDict())
     handle = RemovableHandle(entries)
-    entries[handle.id] = _Entry(kernel, accepts or (lambda q, k, v, is_causal: True), plain_with_dropout, scores)
+    entries[handle.id] = _Entry(
+        kernel, accepts or (lambda q, k, v, is_causal: True), plain_with_dropout, scores, selected
+    )
     return handle
 
 
@@ -122,10 +128,18 @@ def device_types() -> list[str]:
     return list(_by_device)
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout_p: float = 0.0, scores: bool = False) -> str:
+def choose(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    dropout_p: float = 0.0,
+    scores: bool = False,
+    selected: bool = False,
+) -> str:
     """The name of the kernel that runs this call's tiles, in forward and backward. Under torch.compile it is "": the
-    choice is left to the run. ``scores``: the call changes its logits by a function. Raises if the user's settings
-    leave no kernel."""
+    choice is left to the run. ``scores``: the call changes its logits by a function. ``selected``: its queries have
+    selected their keys. Raises if the user's settings leave no kernel."""
     if dropout_p:
         entry = _accepting(q, k, v, is_causal)
         if entry is not None and not entry.plain_with_dropout:
@@ -137,14 +151,17 @@ def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout_p: float = 
         return REFERENCE.name
     if torch.compiler.is_compiling():
         return ""
-    entry = _accepting(q, k, v, is_causal, scores)
+    entry = _accepting(q, k, v, is_causal, scores, selected)
     name = REFERENCE.name if entry is None else entry.kernel.name
     logger.debug("attention of %s on %s: %s", tuple(q.shape), q.device, name)
     return name
 
 
-def _accepting(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scores: bool = False) -> _Entry | None:
-    entries = [entry for entry in _entries(q.device.type)[::-1] if entry.scores == scores]
+def _accepting(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scores: bool = False, selected: bool = False
+) -> _Entry | None:
+    kind = scores, selected
+    entries = [entry for entry in _entries(q.device.type)[::-1] if (entry.scores, entry.selected) == kind]
     return next((entry for entry in entries if entry.accepts(q, k, v, is_causal)), None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -12,6 +12,9 @@ from ...schedule.ranges import Range
 from ...schedule.tiles import CAUSAL, Band, from_bottom_right, shift
 from .partials import accumulation_dtype, empty_partial, like_queries, part
 from .scores import TileScore
+
+if TYPE_CHECKING:
+    from .selected import TileSelection
 
 Parts = tuple[tuple[Range, Range], ...]
 """Rectangles (rows, columns) of a tile, none empty, ascending and disjoint in rows and in columns."""
@@ -45,6 +48,10 @@ class TileInputs:
     ``gradients``."""
     dlse: Tensor | None = None
     """In backward of a tile with a score: the gradient [B, H, Sq] of the merged log-sum-exp. None is zero."""
+    selected: TileSelection | None = None
+    """The keys that each query has selected. All other pairs are hidden; of those that are listed, ``band`` and
+    ``mask`` hide more. Only kernels that are registered for selections are given any, and the reference kernel, with no
+    ``parts``."""
     recurring: bool = True
     """False if the lengths of such tiles change from batch to batch, as with documents: a kernel that builds a plan per
     shape would build one for each."""
@@ -61,7 +68,8 @@ class TileInputs:
         score = None if self.score is None else self.score.rectangle(rows, cols)
         dlse = None if self.dlse is None else part(self.dlse, rows)
         tensors = part(self.q, rows), part(self.k, cols), part(self.v, cols)
-        return TileInputs(*tensors, band, self.scale, mask, None, keep, score, dlse, self.recurring)
+        selected = None if self.selected is None else self.selected.rectangle(rows, cols)
+        return TileInputs(*tensors, band, self.scale, mask, None, keep, score, dlse, selected, self.recurring)
 
     def rectangles(self) -> Iterator[Rectangle]:
         """The parts with their rows and columns, each as a tile of its own."""

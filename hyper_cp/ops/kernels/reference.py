@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...schedule.tiles import FULL, Band
+from . import selected
 from .inputs import Rectangle, TileInputs, backward_each, forward_each, repeat_heads, sum_heads
 from .partials import accumulation_dtype
 
@@ -43,6 +44,8 @@ class ReferenceKernel:
     name = "reference"
 
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        if tile.selected is not None:
+            return selected.forward(tile)
         if (rectangles := _rectangles(tile)) is not None:
             return forward_each(self.forward, tile, rectangles)
         q, k, v = _wide(tile.q.shape[1], tile.q, tile.k, tile.v)
@@ -53,6 +56,8 @@ class ReferenceKernel:
         return (weights if tile.keep is None else weights * tile.keep) @ v, lse
 
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if tile.selected is not None:
+            return selected.backward(tile, dout, out, lse)
         if (rectangles := _rectangles(tile)) is not None:
             return backward_each(self.backward, tile, rectangles, dout, out, lse)
         q, k, v, out, dout = _wide(tile.q.shape[1], tile.q, tile.k, tile.v, out, dout)

@@ -1,0 +1,172 @@
+"""The keys that each query of a split sequence selects: a lightning indexer whose keys travel.
+
+Its keys are narrow, one head of some hundred numbers, and go to all ranks as keys of attention do. Each rank keeps the
+best ones of its own queries while blocks of keys arrive, so that no scores of all keys exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._torch.checkpoint import replayed
+from ..mesh import cp_mesh
+from ..mesh.arguments import check_choice, check_int
+from ..mesh.cp_mesh import CPMesh
+from ..mesh.failures import calling, operation
+from ..schedule.documents import documents_table
+from ..schedule.tiles import Tile
+from .checks import check, check_local, with_hosts
+from .config import Call, Mode, Operands, OpSettings
+from .engine import KeyGradients, Work, check_nans_if_enabled
+from .exchange.tails import SwappedTails
+from .exchange.travel import Travel
+from .kernels import REFERENCE
+from .kernels.indexer import SCORES, BestKeys
+from .kernels.inputs import TileInputs
+from .kernels.partials import part
+from .kernels.scores import Positions
+
+
+def select_keys(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor | None = None,
+    *,
+    topk: int,
+    mesh: DeviceMesh | CPMesh,
+    score: str = "relu_sum",
+    is_causal: bool = True,
+    scale: float | None = None,
+    kv_exchange: str = "all_gather",
+    layout: str = "contiguous",
+    load_balance: bool = False,
+    attn_mask: Tensor | None = None,
+    window: Sequence[int | None] | None = None,
+    documents: Any = None,
+    exchange_stages: int | str = "auto",
+) -> Tensor:
+    """The ``topk`` keys with the highest scores of each query of this rank (the lightning indexer of DeepSeek V3.2).
+
+    The score of query t and key s is ``sum over heads h of weights[t, h] * relu(scale * q[t, h] . k[s])``, in fp32
+    (of fp64 inputs in fp64, and compared in fp32). Of equal scores, the lower position is taken, on any number of
+    ranks.
+
+    Args:
+        q: local queries of the indexer ``[B, H, S/n, D]``.
+        k: its local keys, ``[B, 1, S/n, D]``. They travel; with ``exchange_stages`` and ``kv_exchange`` as those of
+            attention.
+        weights: local weights of heads ``[B, H, S/n]``; None: all 1.
+        topk: the number of keys that a query selects.
+        mesh: the cp mesh (1-D) of n ranks. All of them form one ring, whatever the Ulysses degree of attention: ranks
+            cannot share out heads that are summed.
+        score: ``"relu_sum"``, as above.
+        scale: default ``D ** -0.5``.
+        attn_mask: bool, ``[B|1, 1, S|1, S]`` over global positions, True where a key may be selected (padding: False).
+        is_causal, layout, load_balance, window, documents: those of :func:`attention`. Work is that of dense causal
+            attention, so a causal indexer needs a balanced layout, or ``load_balance``.
+
+    Returns:
+        Global positions ``[B, 1, S/n, topk]``, int32, best first; -1 where fewer keys are visible. They have no
+        gradient. A recompute by activation checkpointing gets those of its forward, since other bits would select
+        other keys. (In a compiled graph it selects again; put the op into ``SAVE_LIST`` there.)
+
+    Raises:
+        ValueError, TypeError: on arguments that do not fit, before any communication.
+
+    Example::
+
+        >>> q, k, weights = torch.randn(1, 4, 8, 16), torch.randn(1, 1, 8, 16), torch.randn(1, 4, 8)
+        >>> selected = select_keys(q, k, weights, topk=5, mesh=mesh)
+        >>> attention(*qkv, selected=selected, mesh=mesh, is_causal=True)
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556).
+    """
+    check_choice("score", score, tuple(SCORES), "It says how a query and a key are scored")
+    cp = mesh if isinstance(mesh, CPMesh) else cp_mesh.view(mesh, 1 if mesh.ndim == 1 else None)
+    mode = Mode(kv_exchange, layout, load_balance, window, exchange_stages=exchange_stages)  # type: ignore[arg-type]
+    table = documents_table(documents)
+    if documents is None and not isinstance(mesh, CPMesh):
+        table = cp.batch.active_documents("select_keys")
+    call = Call(is_causal, scale, attn_mask, table, name="select_keys")
+    return select(q, k, weights, cp, mode, call, topk, score)
+
+
+def select(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor | None,
+    cp: CPMesh,
+    mode: Mode,
+    call: Call,
+    topk: int,
+    score: str = "relu_sum",
+) -> Tensor:
+    """:func:`select_keys` for a mode and a call as attention takes them."""
+    check_int("topk", topk, "A query selects so many keys")
+    check_local(f"{call.name}: query", q, 4, "[batch, heads, sequence, head_dim]")
+    if weights is not None:
+        check_local(f"{call.name}: weights", weights, 3, "[batch, heads, sequence]")
+        if weights.shape != q.shape[:3] or not weights.is_floating_point():
+            raise ValueError(
+                f"{call.name}: weights {weights.dtype} {tuple(weights.shape)} must be floating-point "
+                f"{tuple(q.shape[:3])}, one for each head of a query. Reshape them, or pass None for weights of 1"
+            )
+    mask = call.mask
+    if isinstance(mask, Tensor) and (mask.dtype != torch.bool or (mask.ndim == 4 and mask.shape[1] > 1)):
+        raise ValueError(
+            f"{call.name}: attn_mask is {mask.dtype} {tuple(mask.shape)}. It says which keys may be selected, for all "
+            "heads together: bool [batch or 1, 1, queries or 1, keys]. Pass mask.any(1, keepdim=True), or the like"
+        )
+    mode, cp = with_hosts(mode, cp_mesh.as_ring(cp))
+    with calling(call.name), torch.no_grad():
+        q, k, _, checked = check(q, k, k, call, cp, mode, exchanged=False)
+        cp.agree("call", (("topk", topk), ("score", score), ("weights", weights is not None)), call.name)
+        given = Operands(documents=checked.documents, mask=checked.mask)
+        arguments = checked.settings(REFERENCE.name).arguments(given, checked.scale)
+        return replayed(lambda: select_keys_op(q, k, weights, topk, score, *arguments))
+
+
+@torch.library.custom_op("hyper_cp::select_keys", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def select_keys_op(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor | None,
+    topk: int,
+    score: str,
+    tensors: list[Tensor],
+    scale: float,
+    dropout_p: float,
+    settings: str,
+) -> Tensor:
+    """The selection of this rank's queries, ``[B, 1, S/n, topk]``. The last arguments: see ``attention_op``."""
+    options = OpSettings.read(settings)
+    given = Operands.of(tensors, options.tensors)
+    work, nothing = Work(q, k, k[..., :0], given, scale, dropout_p, options), k[..., :0]
+    plan, ring, best = work.schedule, work.cp.ring, BestKeys(q, topk)
+    positions = Positions(q, 0, plan.queries)
+
+    def compute(tile: Tile, inputs: TileInputs, of_rows: Sequence[Tensor], into: KeyGradients) -> None:
+        weights, columns = of_rows[0] if of_rows else None, positions.of(into.step, tile).cols
+        of_tile = part(best.best, tile.q, tile.batch)
+        whole = [((0, inputs.q.shape[2]), (0, inputs.k.shape[2]), inputs)]
+        for rows, cols, piece in whole if inputs.parts is None else inputs.rectangles():
+            of_heads = None if weights is None else part(weights, rows)
+            best.add(piece, of_heads, part(of_tile, rows), columns[slice(*cols)], score)
+
+    with operation(work.cp, "selection of keys", "forward"):
+        check_nans_if_enabled(work.cp, options, "query, key of an indexer", q, k)
+        keys = Travel(ring, plan.transfers, k, nothing)
+        queries = SwappedTails(ring, plan.swap, q, *(() if weights is None else (weights,)))
+        work.run(plan.forward, keys, queries, compute, best.result)
+        (found,) = queries.results(best.result)
+    return found.contiguous()
+
+
+@select_keys_op.register_fake
+def _(q: Tensor, k: Tensor, weights: Tensor | None, topk: int, *others: Any) -> Tensor:
+    return q.new_empty(q.shape[0], 1, q.shape[2], topk, dtype=torch.int32)
