@@ -89,6 +89,8 @@ class Problem:
     softcap: float | None = None
     sinks: bool = False
     lse_grad: bool = False
+    selected: tuple[int, int] | None = None
+    """The keys that each query selects, and the heads that select for themselves (1: all alike)."""
 
     def tensors(self) -> list[Tensor]:
         """Random q, k, v and gradient of the output, the same on every rank."""
@@ -157,6 +159,23 @@ def explicit_mask(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
     return visible, None
 
 
+def selection(problem: Problem) -> Tensor:
+    """Random global positions ``[B, heads, S, k]``, of the future too, the same on every rank; some are -1."""
+    topk, heads = problem.selected or (0, 1)
+    g, (batch, length) = torch.Generator().manual_seed(problem.length), (problem.batch, problem.length)
+    found = torch.rand(batch, heads, length, length, generator=g).argsort(-1)[..., :topk]
+    found[:, :, length // 3] = -1  # a query that selects nothing
+    return found.masked_fill(torch.rand(found.shape, generator=g) < 0.1, -1)
+
+
+def selected_pairs(problem: Problem) -> Tensor:
+    """The pairs ``[B, H, S, S]`` of queries and keys that they select."""
+    found = selection(problem)
+    pairs = torch.zeros(*found.shape[:3], problem.length + 1, dtype=torch.bool)
+    pairs.scatter_(3, found.masked_fill(found < 0, problem.length), True)
+    return pairs[..., :-1].repeat_interleave(problem.heads // found.shape[1], 1)
+
+
 @lru_cache(maxsize=32)
 def one_device(problem: Problem) -> Answer:
     """The oracle's answer, computed once per problem in a process: modes and ranks share it."""
@@ -166,6 +185,8 @@ def one_device(problem: Problem) -> Answer:
     if problem.keys is None:
         pairs = visible_pairs(problem.length, problem.is_causal, problem.window, problem.documents)
         visible = pairs if visible is None else pairs & visible
+    if problem.selected is not None:
+        visible = selected_pairs(problem) if visible is None else visible & selected_pairs(problem)
     out, lse = attention_and_lse(
         *leaves[:3],
         scale=problem.scale,
@@ -261,6 +282,8 @@ class Shard:
     def attend(self, mesh: DeviceMesh, **more: Any) -> Any:
         """Call ``attention`` as the case says, with more keywords if there are any."""
         more |= {"sinks": self.sinks[0]} if self.sinks else {}
+        if self.case.selected is not None:
+            more["selected"] = selection(self.case)[:, :, self.at].to(self.dout.device)
         return attention(*self.qkv, mesh=mesh, attn_mask=self.mask, **self.case.attention_keywords(), **more)
 
     def step(self, mesh: DeviceMesh, error: Error | None = None) -> Errors:

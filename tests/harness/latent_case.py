@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hyper_cp.ops import latent_attention
-from tests.harness.attention_case import AttentionCase, Errors, explicit_mask
+from tests.harness.attention_case import AttentionCase, Errors, explicit_mask, selected_pairs, selection
 from tests.harness.oracle import attention_and_lse, softcap, visible_pairs
 from tests.harness.ranks import sum_over_ranks
 
@@ -61,6 +61,7 @@ def one_device(case: LatentCase) -> tuple[Tensor, Tensor, list[Tensor]]:
     leaves = [x.double().requires_grad_() for x in (*given, *case.sink_logits())]
     visible, added = explicit_mask(case) if case.mask else (None, None)
     pairs = visible_pairs(case.length, case.is_causal, case.window, case.documents)
+    pairs = pairs if case.selected is None else pairs & selected_pairs(case)
     out, lse = attention_and_lse(
         leaves[0],
         *heads_of(case, *leaves[1:5]),
@@ -102,6 +103,8 @@ def called(case: LatentCase, leaves: list[Tensor], at: Tensor, mesh: Any) -> Any
     if case.sinks:
         options["sinks"] = leaves[5]
     bias = leaves[4] if case.bias else None
+    if case.selected is not None:
+        options["selected"] = selection(case)[:, :, at]
     return latent_attention(*leaves[:4], bias, mesh=mesh, latents=case.latents, **options)
 
 

@@ -53,7 +53,7 @@ class TileSelection:
         known &= (found >= 0) & (found < self.columns_of_tile[1] - self.columns_of_tile[0])
         most = int(known.sum(-1).max()) if known.numel() else 0
         if most < known.shape[3]:  # those of this tile first
-            first = known.to(torch.uint8).sort(-1, descending=True, stable=True).indices[..., :most]
+            first = torch.sort(known.to(torch.uint8), stable=True, descending=True).indices[..., :most]
             found, known = found.gather(-1, first), known.gather(-1, first)
         return found.masked_fill(~known, 0).long(), known
 
