@@ -67,7 +67,7 @@ def check(
         call.score.check(call.name, q.shape[0], q.shape[1] * (cp.ulysses.size if exchanged else 1), lengths)
     if call.selected is not None:
         kv_heads *= cp.ulysses.size if exchanged else 1
-        call = replace(call, selected=_selected(call, q, (kv_heads, share), cp, mode, lengths))
+        call = replace(call, selected=_selected(call.selected, call, q, (kv_heads, share), cp, mode, lengths))
     scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
     mask = None if call.mask is None else _check_mask(call.mask, call, q, cp, lengths, exchanged)
     return (
@@ -382,6 +382,8 @@ def check_kinds(call: Call) -> None:
             f"attn_mask is a {type(call.mask).__name__}, not a tensor. It must be bool (True is visible) or floating, "
             "over global positions. Pass torch.tensor(...)"
         )
+    if call.selected is not None:
+        check_local(f"{call.name}: selected", call.selected, 4, "[batch, 1 or key heads, queries, selected keys]")
 
 
 def check_options(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) -> None:
@@ -429,16 +431,12 @@ def _sinks(call: Call, q: Tensor, cp: CPMesh, exchanged: bool) -> Tensor:
 
 
 def _selected(
-    call: Call, q: Tensor, sizes: tuple[int, int], cp: CPMesh, mode: Mode, lengths: tuple[int, int]
+    selected: Tensor, call: Call, q: Tensor, sizes: tuple[int, int], cp: CPMesh, mode: Mode, lengths: tuple[int, int]
 ) -> Tensor:
     """The selected keys of a call in int32; raises if they do not fit it. ``sizes``: its key heads, and this rank's
     share of its queries."""
-    selected, name, (kv_heads, share) = call.selected, call.name, sizes
+    name, (kv_heads, share) = call.name, sizes
     form = f"global positions [{q.shape[0]}, 1 or {kv_heads} key heads, {share} queries of this rank, selected keys]"
-    if not isinstance(selected, Tensor) or isinstance(selected, DTensor):
-        raise TypeError(
-            f"{name}: selected is a {type(selected).__name__}. It must be a local tensor of {form}. Pass one"
-        )
     if selected.dtype not in (torch.int32, torch.int64) or selected.device != q.device:
         raise TypeError(
             f"{name}: selected has dtype {selected.dtype} on {selected.device}. It must be int32 or int64 on "

@@ -29,15 +29,25 @@ from hyper_cp._torch import flex_patch, modes, modules, version
 
 
 class Owner:
-    """Stands for a styled module: records the states that its calls ran with."""
+    """Stands for a styled module that selects twice: records the states and the selections of its calls."""
 
     def __init__(self) -> None:
         self.now, self.used = "forward", []
+        self.made: list[str] = []
+        self.selections: list[tuple[str, str, Tensor, Tensor]] = []
 
     def __call__(self, x: Tensor) -> Tensor:
         (state,) = seam.batch_state(self, lambda: (self.now,))
         self.used.append(state)
+        self.selections.append((self.now, state, self.select(), self.select()))
         return x.sin().exp()
+
+    def select(self) -> Tensor:
+        def make() -> Tensor:
+            self.made.append(self.now)
+            return torch.tensor(len(self.made))
+
+        return seam.replayed(make)
 
 
 def reentrant(f: Callable[..., Tensor], use_reentrant: bool = True) -> Callable[..., Tensor]:
@@ -114,6 +124,9 @@ def test_a_recompute_gets_the_state_of_its_forward(around: tuple[Any, ...], earl
         out.sum().backward()
     assert len(owner.used) > forwards
     assert set(owner.used) == {"forward"}
+    assert set(owner.made) == {"forward"}
+    pairs = [{(a.item(), b.item()) for now, _, a, b in owner.selections if now == t} for t in ("forward", "backward")]
+    assert pairs[1] <= pairs[0]
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,16 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp import ContextParallel
 from hyper_cp.mesh import comm, cp_mesh
+from hyper_cp.mesh.comm import Axis
 from hyper_cp.ops import SAVE_LIST, attention, latent_attention, select_keys
 from hyper_cp.ops.kernels import indexer, selected
 from tests.harness import attention_case
-from tests.harness.attention_case import FP64, AttentionCase, Errors, Problem, check, drawn, modes, run_case
-from tests.harness.latent_case import LatentCase, called, errors_of, leaves_of
-from tests.harness.oracle import relative_error, token_positions, visible_pairs
+from tests.harness.attention_case import FP64, AttentionCase, Errors, check, drawn, modes, run_case
+from tests.harness.latent_case import PLAIN, RANK, LatentCase, called, errors_of, leaves_of
+from tests.harness.oracle import relative_error, visible_pairs
 from tests.harness.ranks import on_ranks
 
 
@@ -145,3 +149,188 @@ def test_all_scores_equal() -> None:
     q, k = -torch.ones(1, 2, 9, 4), torch.ones(1, 1, 9, 4)
     found = select_keys(q, k, topk=3, mesh=cp_mesh.alone())
     assert found[0, 0].tolist() == [[0, -1, -1], [0, 1, -1], *[[0, 1, 2]] * 7]
+
+
+# --------------------------------------------------------------------------- in modules
+
+
+class Inner(nn.Module):
+    """Attention of a model that is given the keys its queries have selected."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:
+        return attention(q, k, v, is_causal=True, enable_gqa=True, selected=chosen)  # type: ignore[return-value]
+
+
+MODULES: dict[str, dict[str, Any]] = {
+    "ulysses": {"ulysses_degree": None},
+    "heads at the call": {"ulysses_degree": None, "qkv_indices": None},
+    "ring": {"ulysses_degree": 1, "kv_exchange": "ring", "load_balance": True},
+}
+
+
+@on_ranks
+def in_module(style: dict[str, Any]) -> list[tuple[Any, Errors]]:
+    case, mesh, found = AttentionCase(48, True, kv_heads=2, selected=(9, 2)), attention_case.cp_mesh(), []
+    shard = case.shard()
+    made = ContextParallel(seq_dim=2, head_dim=1, **style)
+    module = parallelize_module(Inner(), mesh, made)
+    chosen = attention_case.selection(case)[:, :, shard.at]
+    for run in (module, lambda *x: checkpoint(module, *x, use_reentrant=False)):
+        out = run(*shard.qkv, chosen)
+        found.append((style, shard.errors(out, torch.autograd.grad(out, shard.qkv, shard.dout))))
+    return found
+
+
+@pytest.mark.parametrize("way", MODULES)
+def test_a_styled_module_hands_its_selection_on(ranks: Any, way: str) -> None:
+    check(ranks(2, in_module, MODULES[way]), FP64)
+
+
+@on_ranks
+def compiled_errors() -> Errors:
+    case = LatentCase(48, True, kv_exchange="ring", load_balance=True)
+    mesh, (leaves, dout, at) = cp_mesh.view(attention_case.cp_mesh(), 1), leaves_of(case)
+    index = [x[:, :, at] for x in indexer_inputs(48, True)]
+
+    def run(*given: Tensor) -> Any:
+        chosen = select_keys(*index, topk=9, mesh=mesh, load_balance=True)
+        options: dict[str, Any] = {"is_causal": True, "kv_exchange": "ring", "load_balance": True}
+        return latent_attention(*given, mesh=mesh, selected=chosen, **options)
+
+    outs = [run(*leaves), torch.compile(run, backend="aot_eager", fullgraph=True)(*leaves)]
+    grads = [torch.autograd.grad(out, leaves, dout) for out in outs]
+    pairs = zip(*([out.detach(), *found] for out, found in zip(outs, grads, strict=True)), strict=True)
+    return {str(i): relative_error(b, a) for i, (a, b) in enumerate(pairs)}
+
+
+@pytest.mark.slow
+def test_compiled_as_one_graph(ranks: Any) -> None:
+    check([[("compiled", errors)] for errors in ranks(2, compiled_errors)], FP64)
+
+
+def test_the_selection_is_on_the_save_list() -> None:
+    assert torch.ops.hyper_cp.select_keys.default in SAVE_LIST
+
+
+# --------------------------------------------------------------------------- what travels, and what is alive
+
+TRAVELS = ("send_recv", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_rows")
+
+
+@on_ranks
+def traffic(exchange: str, degree: int) -> tuple[int, int, int]:
+    """Bytes that a rank sends to select, to attend, and in backward."""
+    case = LatentCase(64, True, heads=16, dtype=torch.float32, kv_exchange=exchange, selected=(9, 1), bias=False)
+    mesh, (leaves, dout, at) = attention_case.cp_mesh(), leaves_of(case)
+    index, found = [x[:, :, at] for x in indexer_inputs(64, True, torch.float32)], []
+    with comm.record_traffic() as log:
+        for step in range(3):
+            if step == 0:
+                chosen = select_keys(*index, topk=9, mesh=mesh, kv_exchange=exchange)
+            elif step == 1:
+                options: dict[str, Any] = {"kv_exchange": exchange, "ulysses_degree": degree, "selected": chosen}
+                out = latent_attention(*leaves[:4], mesh=mesh, is_causal=True, **options)
+            else:
+                torch.autograd.grad(out, leaves[:4], dout)
+            found.append(sum(n for name, n in log.entries if name in TRAVELS) - sum(found))
+    return found[0], found[1], found[2]
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all_gather", "needed"])
+def test_narrow_keys_and_latents_travel(ranks: Any, exchange: str) -> None:
+    """One share of each to the other rank; latents in backward again, and their gradients. (``needed`` sends what the
+    other rank's queries may see: its first rank needs nothing.)"""
+    share = 2 * 32 * 4
+    for rank, (select, forward, backward) in enumerate(ranks(2, traffic, exchange, 1)):
+        sends = exchange != "needed" or rank == 0
+        returns = exchange != "needed" or rank == 1
+        width = RANK + LatentCase(64).dim - PLAIN
+        assert select == share * 6 * sends
+        assert forward == share * width * sends
+        assert backward == share * width * (sends + returns)
+
+
+def test_ulysses_sends_selections(ranks: Any) -> None:
+    """Half of the selections of 4 bytes go to the other rank, beside queries, latents and outputs."""
+    case = LatentCase(64, heads=16)
+    rows, per_token = 2 * 32, 16 // 2 * (case.dim + case.v_dim) + (RANK + case.dim - PLAIN) + 9
+    for _, forward, _ in ranks(2, traffic, "all_gather", 2):
+        assert forward == rows * per_token * 4
+
+
+def test_nothing_is_as_large_as_queries_times_keys() -> None:
+    """The largest tensor of a selection, of attention to it and of backward."""
+    length, topk = 1024, 16
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, length, 4, generator=g, requires_grad=True) for _ in range(3))
+    largest = []
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            largest.extend(x.numel() for x in tree_leaves(found) if isinstance(x, Tensor))
+            return found
+
+    with (
+        Largest(),
+        patch.object(selected, "GATHERED_AT_ONCE", 1 << 15),
+        patch.object(indexer, "SCORES_AT_ONCE", 1 << 15),
+    ):
+        chosen = select_keys(q.detach(), k.detach()[:, :1], topk=topk, mesh=cp_mesh.alone())
+        attention(q, k, v, is_causal=True, selected=chosen).sum().backward()  # type: ignore[union-attr]
+    assert max(largest) < length * length / 8
+
+
+# --------------------------------------------------------------------------- refusals
+
+GIVEN: dict[str, tuple[dict[str, Any], str]] = {
+    "a list": ({"selected": [[0]]}, "is a list"),
+    "floats": ({"selected": torch.zeros(2, 1, 24, 3)}, "int32 or int64"),
+    "whole sequence": ({"selected": torch.zeros(2, 1, 48, 3, dtype=torch.int32)}, "24 queries of this rank"),
+    "three heads": ({"selected": torch.zeros(2, 3, 24, 3, dtype=torch.int32)}, "1 or 4 key heads"),
+    "no keys": ({"selected": torch.zeros(2, 1, 24, 0, dtype=torch.int32)}, "selected has shape"),
+    "dropout": ({"dropout_p": 0.1}, "dropout_p=0.1"),
+    "slices": ({"slices": [((0, 48), (0, 48), "full")]}, "a function of pairs"),
+    "groups": ({"head_groups": 2, "ulysses_degree": 2}, "head_groups=2"),
+    "replicated": ({"kv_exchange": "replicated", "keys": 48}, "replicated"),
+}
+SELECT: dict[str, tuple[dict[str, Any], str]] = {
+    "topk": ({"topk": 0}, "topk=0"),
+    "score": ({"score": "dot"}, "score='dot'"),
+    "weights": ({"weights": torch.zeros(2, 3, 23)}, "weights"),
+    "mask": ({"attn_mask": torch.zeros(2, 1, 48, 48)}, "attn_mask is torch.float32"),
+    "keys": ({"k": torch.zeros(2, 1, 24, 5)}, "do not fit"),
+}
+
+
+@on_ranks
+def refusals() -> dict[str, str]:
+    mesh, found = attention_case.cp_mesh(), {}
+    q = torch.zeros(2, 4, 24, 6)
+    index = {"q": q[:, :3], "k": q[:, :1], "weights": torch.zeros(2, 3, 24), "topk": 3}
+    with comm.record_traffic() as log:
+        for name, (options, _) in GIVEN.items():
+            options = {"selected": torch.zeros(2, 1, 24, 3, dtype=torch.int32), **options}
+            k = torch.zeros(2, 4, options.pop("keys", 24), 6)
+            with pytest.raises((ValueError, TypeError, NotImplementedError)) as error:
+                attention(q, k, k, mesh=mesh, **options)
+            found[name] = str(error.value)
+        for name, (options, _) in SELECT.items():
+            given = {**index, **options}
+            with pytest.raises((ValueError, TypeError, NotImplementedError)) as error:
+                select_keys(given.pop("q"), given.pop("k"), given.pop("weights"), mesh=mesh, **given)
+            found[name] = str(error.value)
+    assert not [entry for entry in log.entries if entry[0] in TRAVELS]
+    return found
+
+
+def test_what_does_not_fit_is_refused(ranks: Any) -> None:
+    for messages in ranks(2, refusals):
+        for name, (_, text) in {**GIVEN, **SELECT}.items():
+            assert text in messages[name], (name, messages[name])
+
+
+def test_a_mesh_of_two_dimensions_cannot_select() -> None:
+    cp = replace(cp_mesh.alone(), ulysses=Axis(2, 0, None), flat=(Axis.alone(), Axis.alone()))
+    with pytest.raises(NotImplementedError, match="1-D mesh"):
+        select_keys(torch.zeros(1, 2, 4, 4), torch.zeros(1, 1, 4, 4), topk=1, mesh=cp)
