@@ -19,6 +19,7 @@ from .._torch.flex_patch import plain_flex_attention
 from ..ops.attention import AttentionBackend, attention, latent_attention
 from ..ops.checks import check_enable_gqa, check_latent_forms, check_local
 from ..ops.flex import Flex
+from ..ops.selection import select_keys
 from ..schedule.documents import documents_table
 
 
@@ -47,6 +48,8 @@ class AttentionRequest:
     bias: Tensor | None = None
     selected: Tensor | None = None
     """The keys that each query of this rank has selected, ``[B, 1|Hkv, S/n, k]``."""
+    selects: dict[str, Any] | None = None
+    """The other arguments of :func:`hyper_cp.ops.selection.select`, of a call that selects keys."""
 
     @property
     def masked(self) -> bool:
@@ -83,6 +86,20 @@ def _own(
     """``hyper_cp.ops.attention`` without a mesh."""
     _check_gqa(name, q, k, enable_gqa)
     return AttentionRequest(q, k, v, mask=attn_mask, selected=selected, **options)
+
+
+def _select(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor | None = None,
+    is_causal: bool = True,
+    scale: float | None = None,
+    attn_mask: Tensor | None = None,
+    **selects: Any,
+) -> AttentionRequest:
+    """``hyper_cp.ops.select_keys`` without a mesh."""
+    return AttentionRequest(q, k, k, is_causal, scale, attn_mask, selects={"weights": weights, **selects})
 
 
 def _check_gqa(name: str, query: Tensor, key: Tensor, enable_gqa: bool) -> None:
@@ -336,12 +353,13 @@ ROUTED: dict[Any, Callable[..., AttentionRequest]] = {
     F.scaled_dot_product_attention: _sdpa,
     attention: _own,
     latent_attention: _latent,
+    select_keys: _select,
     **{f"aten.scaled_dot_product_attention{overload}": _sdpa for overload in ("", ".default")},
     flex_attention: _flex,
     F.multi_head_attention_forward: _multihead,
     **{f"npu.{op}{overload}": _npu for op in _NPU for overload in ("", ".default")},
 }
-_WHOLE_TOO = {F.scaled_dot_product_attention, flex_attention, attention, latent_attention}
+_WHOLE_TOO = {F.scaled_dot_product_attention, flex_attention, attention, latent_attention, select_keys}
 
 
 def routed_on_whole_sequences(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -359,6 +377,7 @@ SEQUENCE_DIM: dict[Any, int] = {
     F.scaled_dot_product_attention: -2,
     attention: -2,
     latent_attention: -2,
+    select_keys: -2,
     flex_attention: -2,
     F.multi_head_attention_forward: 0,
 }
@@ -367,6 +386,7 @@ _SPELLED = {
     F.scaled_dot_product_attention: "F.scaled_dot_product_attention",
     attention: "hyper_cp.ops.attention",
     latent_attention: "latent_attention",
+    select_keys: "select_keys",
     flex_attention: "flex_attention",
     F.multi_head_attention_forward: "nn.MultiheadAttention",
 }

@@ -16,6 +16,7 @@ from ..mesh.cp_mesh import CPMesh
 from ..ops.attention import attend
 from ..ops.config import Call, Mode
 from ..ops.engine import TileEngine
+from ..ops.selection import select
 from ..schedule.layout import by_documents
 from .attention_calls import AttentionRequest
 from .dtensor import Outputs
@@ -94,6 +95,8 @@ def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
         selected=request.selected,
     )
     mode, (q, k, v), outputs = _mode(call, request), (request.query, request.key, request.value), None
+    if request.selects is not None:  # all ranks select together, whatever heads attention exchanges
+        return select(q, k, cp=call.mesh.views[0], mode=mode, call=options, **request.selects)
     if exchanged is None:
         _warn_of_windows(call, q)
         _warn_of_own_keys(call, request)
@@ -228,7 +231,7 @@ def _check_request(call: RunningCall, request: AttentionRequest) -> None:
         )
     if request.documents is not None and call.documents is not None:
         raise ValueError(f"{name} passes packed documents, and so does the caller. Drop one of them")
-    if exchanged is None or q.ndim != 4:
+    if exchanged is None or q.ndim != 4 or request.selects is not None:
         return
     if request.weight is not None:
         raise ValueError(

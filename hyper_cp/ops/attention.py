@@ -266,7 +266,7 @@ def attention(
     Source: DeepSpeed Ulysses (arXiv 2309.14509), Ring Attention (2310.01889), USP (2405.07719).
     """
     if mesh is None:
-        _refuse_without_mesh(
+        refuse_without_mesh(
             "attention",
             ulysses_degree=ulysses_degree,
             kv_exchange=kv_exchange,
@@ -382,7 +382,7 @@ def latent_attention(
     Source: DeepSeek-V2 (arXiv 2405.04434); latents round a ring as in pith-train.
     """
     if mesh is None:
-        _refuse_without_mesh(
+        refuse_without_mesh(
             "latent_attention",
             ulysses_degree=ulysses_degree,
             kv_exchange=kv_exchange,
@@ -426,7 +426,7 @@ _WITHOUT_MESH = {
 """Defaults of the arguments that say how ranks work together, where that is not None."""
 
 
-def _refuse_without_mesh(caller: str, **given: Any) -> None:
+def refuse_without_mesh(caller: str, **given: Any) -> None:
     """Raise ``ValueError`` for arguments that need a mesh and are not their defaults."""
     defaults = ((name, x, _WITHOUT_MESH.get(name)) for name, x in given.items())
     if named := [f"{name}={x!r}" for name, x, default in defaults if x is not default and x != default]:

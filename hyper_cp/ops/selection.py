@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import handle_torch_function, has_torch_function
 
 from .._torch.checkpoint import replayed
 from ..mesh import cp_mesh
@@ -20,6 +21,7 @@ from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import calling, operation
 from ..schedule.documents import documents_table
 from ..schedule.tiles import Tile
+from .attention import refuse_without_mesh
 from .checks import check, check_local, with_hosts
 from .config import Call, Mode, Operands, OpSettings
 from .engine import KeyGradients, Work, check_nans_if_enabled
@@ -38,7 +40,7 @@ def select_keys(
     weights: Tensor | None = None,
     *,
     topk: int,
-    mesh: DeviceMesh | CPMesh,
+    mesh: DeviceMesh | CPMesh | None = None,
     score: str = "relu_sum",
     is_causal: bool = True,
     scale: float | None = None,
@@ -63,7 +65,8 @@ def select_keys(
         weights: local weights of heads ``[B, H, S/n]``; None: all 1.
         topk: the number of keys that a query selects.
         mesh: the cp mesh (1-D) of n ranks. All of them form one ring, whatever the Ulysses degree of attention: ranks
-            cannot share out heads that are summed.
+            cannot share out heads that are summed. None: as in :func:`attention`; topk, score, is_causal, scale and
+            attn_mask may be given then.
         score: ``"relu_sum"``, as above.
         scale: default ``D ** -0.5``.
         attn_mask: bool, ``[B|1, 1, S|1, S]`` over global positions, True where a key may be selected (padding: False).
@@ -86,7 +89,17 @@ def select_keys(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556).
     """
-    check_choice("score", score, tuple(SCORES), "It says how a query and a key are scored")
+    if mesh is None:
+        refuse_without_mesh(
+            "select_keys",
+            kv_exchange=kv_exchange,
+            layout=layout,
+            load_balance=load_balance,
+            window=window,
+            documents=documents,
+            exchange_stages=exchange_stages,
+        )
+        return _without_mesh(q, k, weights, topk, score, is_causal=is_causal, scale=scale, attn_mask=attn_mask)
     cp = mesh if isinstance(mesh, CPMesh) else cp_mesh.view(mesh, 1 if mesh.ndim == 1 else None)
     mode = Mode(kv_exchange, layout, load_balance, window, exchange_stages=exchange_stages)  # type: ignore[arg-type]
     table = documents_table(documents)
@@ -94,6 +107,16 @@ def select_keys(
         table = cp.batch.active_documents("select_keys")
     call = Call(is_causal, scale, attn_mask, table, name="select_keys")
     return select(q, k, weights, cp, mode, call, topk, score)
+
+
+def _without_mesh(q: Tensor, k: Tensor, weights: Tensor | None, topk: int, score: str, **given: Any) -> Tensor:
+    """A selection as a styled module that is running says, or on one device."""
+    tensors = (q, k) if weights is None else (q, k, weights)
+    if has_torch_function(tensors):
+        found: Tensor = handle_torch_function(select_keys, tensors, *tensors, topk=topk, score=score, **given)
+        return found
+    given["mask"] = given.pop("attn_mask")
+    return select(q, k, weights, cp_mesh.alone(), Mode(), Call(name="select_keys", **given), topk, score)
 
 
 def select(
@@ -107,6 +130,7 @@ def select(
     score: str = "relu_sum",
 ) -> Tensor:
     """:func:`select_keys` for a mode and a call as attention takes them."""
+    check_choice("score", score, tuple(SCORES), "It says how a query and a key are scored")
     check_int("topk", topk, "A query selects so many keys")
     check_local(f"{call.name}: query", q, 4, "[batch, heads, sequence, head_dim]")
     if weights is not None:

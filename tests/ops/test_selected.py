@@ -186,6 +186,36 @@ def test_a_styled_module_hands_its_selection_on(ranks: Any, way: str) -> None:
     check(ranks(2, in_module, MODULES[way]), FP64)
 
 
+class Selects(nn.Module):
+    """An attention block with an indexer, whose weights are in its inputs."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *index: Tensor) -> tuple[Any, Tensor]:
+        chosen = select_keys(*index, topk=9)
+        return attention(q, k, v, is_causal=True, selected=chosen), chosen
+
+
+@on_ranks
+def in_block(style: dict[str, Any]) -> tuple[float, bool, bool]:
+    """The error of a block's output against the block on one device, and whether its selection is the same there."""
+    case, mesh = AttentionCase(48), attention_case.cp_mesh()
+    inputs = [*case.tensors()[:3], *indexer_inputs(48, True)]
+    want, chosen = Selects()(*inputs)
+    made, at = ContextParallel(seq_dim=2, head_dim=1, **style), case.positions(48)
+    out, found = parallelize_module(Selects(), mesh, made)(*(x[:, :, at] for x in inputs))
+    pairs = torch.ones(48, 48, dtype=torch.bool).tril().expand(1, 1, 48, 48)
+    by_definition = best_keys(*inputs[3:], pairs, 9)  # type: ignore[arg-type]
+    return relative_error(out, want[:, :, at]), torch.equal(chosen, by_definition), torch.equal(found, chosen[:, :, at])
+
+
+@pytest.mark.parametrize("way", MODULES)
+def test_a_styled_block_selects_over_all_ranks(ranks: Any, way: str) -> None:
+    """Whether its heads are exchanged at its entrance, at its call, or not at all."""
+    for error, on_one, same in ranks(2, in_block, MODULES[way]):
+        assert on_one
+        assert same
+        assert error < FP64
+
+
 @on_ranks
 def compiled_errors() -> Errors:
     case = LatentCase(48, True, kv_exchange="ring", load_balance=True)
@@ -334,3 +364,11 @@ def test_a_mesh_of_two_dimensions_cannot_select() -> None:
     cp = replace(cp_mesh.alone(), ulysses=Axis(2, 0, None), flat=(Axis.alone(), Axis.alone()))
     with pytest.raises(NotImplementedError, match="1-D mesh"):
         select_keys(torch.zeros(1, 2, 4, 4), torch.zeros(1, 1, 4, 4), topk=1, mesh=cp)
+
+
+def test_minus_zero_is_zero() -> None:
+    """As numbers, not as bits: the lower position wins."""
+    of_pairs = torch.tensor([0.0, -0.0, 0.0, -0.0]).expand(1, 4, 4)
+    with patch.dict(indexer.SCORES, relu_sum=lambda q, k, weights, scale: of_pairs):
+        found = select_keys(torch.ones(1, 1, 4, 2), torch.ones(1, 1, 4, 2), topk=2, mesh=cp_mesh.alone())
+    assert found[0, 0, 3].tolist() == [0, 1]
