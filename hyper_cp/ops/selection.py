@@ -84,8 +84,8 @@ def select_keys(
     Example::
 
         >>> q, k, weights = torch.randn(1, 4, 8, 16), torch.randn(1, 1, 8, 16), torch.randn(1, 4, 8)
-        >>> selected = select_keys(q, k, weights, topk=5, mesh=mesh)
-        >>> attention(*qkv, selected=selected, mesh=mesh, is_causal=True)
+        >>> select_keys(q, k, weights, topk=5, mesh=mesh).shape
+        torch.Size([1, 1, 8, 5])
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556).
     """
