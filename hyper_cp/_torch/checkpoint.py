@@ -1,4 +1,4 @@
-"""What a recompute by activation checkpointing takes over from its forward: the batch state of a call, and selections.
+"""A recompute by activation checkpointing takes over from its forward: the batch state of a call, and selections.
 
 A recompute runs in backward: perhaps after the block that set the documents or the mesh has ended, perhaps inside
 another one. So the state of a call is recorded with each checkpoint that the call runs in, and a recompute finds it
@@ -58,7 +58,7 @@ def batch_state(owner: object, read: Callable[[], tuple[Any, ...]]) -> Any:
 
 
 def replayed(make: Callable[[], Tensor]) -> Tensor:
-    """What ``make`` returns; in a recompute what it returned in the forward, kept with each checkpoint that it ran in.
+    """Return ``make()``; in a recompute what it returned in the forward, kept with each checkpoint that it ran in.
 
     For results that other bits of the inputs would change altogether. The calls of a recompute come in the order of
     those of its forward.
@@ -76,14 +76,14 @@ def replayed(make: Callable[[], Tensor]) -> Tensor:
 
 
 class _Kept:
-    """What the calls in a checkpoint made in its forward, in order, and how many of them each recompute has met."""
+    """Results of the calls in a checkpoint during its forward, in order, and how many of them a recompute has met."""
 
     def __init__(self) -> None:
         self.made: list[Tensor] = []
         self.met: dict[object, int] = {}
 
     def next(self, recomputation: object) -> Tensor | None:
-        """What the next call of a recompute made in the forward."""
+        """Return what the next call of a recompute made in the forward."""
         at = self.met[recomputation] = self.met.get(recomputation, -1) + 1
         return self.made[at % len(self.made)] if self.made else None  # a reentrant one runs to its end each time
 

@@ -57,6 +57,7 @@ from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
 from .huggingface.latents import NAME, prepare_latents
 from .huggingface.modules import LightningHooks, direct_attention, is_lightning, no_mask, prepare_rotary, route
+from .huggingface.selected import prepare_indexers
 
 __all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
 
@@ -109,6 +110,7 @@ def prepare_model(
     elif has_attention(decoder):
         decoder.set_attn_implementation(NAME)
         prepare_latents(decoder)
+        prepare_indexers(decoder)
     decoder.register_forward_pre_hook(hook.before, with_kwargs=True, prepend=True)
     decoder.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
     if model is not decoder:

@@ -280,7 +280,7 @@ def check_latents(
             f"latent {tuple(latent.shape)} must be [{b}, {length}, rank]",
         ),
         (rope.shape[0] == b and rope.shape[1] in (1, heads), f"rope {tuple(rope.shape)} must have 1 or {heads} heads"),
-        (0 < rotary < width, f"rope {tuple(rope.shape)} must be narrower than the {width} numbers of a query's head"),
+        (rotary < width, f"rope {tuple(rope.shape)} must be narrower than the {width} numbers of a query's head"),
         (weight.ndim == 2 and weight.shape[1] == rank, f"weight {tuple(weight.shape)} must be [outputs, {rank}]"),
         (
             weight.shape[0] % heads == 0 and weight.shape[0] // heads > width - rotary,

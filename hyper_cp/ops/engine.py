@@ -82,7 +82,7 @@ def op_arguments(
 
 
 def _latents(q: Tensor, given: Operands, absorbed: bool, sums: bool = False) -> Expansion | Absorbed | None:
-    """What makes keys and values of what travels; None: these travel themselves."""
+    """Return what makes keys and values of what travels; None: these travel themselves."""
     if absorbed:
         return Absorbed()
     return None if given.weight is None else Expansion(q, given.weight, given.bias, sums)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -138,6 +139,10 @@ def opcheck_all(world: int) -> None:
                 given.kernel, given.mark = kernel, ops.fingerprint(given.documents, cp.key)
                 local = torch.ones_like(out), q.detach(), k.detach(), v.detach(), out, lse
                 torch.library.opcheck(ops.attention_backward.default, (*local, *settings.arguments(given, 0.25)))
+                best = Operands(documents=given.documents)
+                key, weights = k.detach()[:, :1], torch.randn(2, 4, 8)
+                said = replace(settings, kernel="reference").arguments(best, 0.25)
+                torch.library.opcheck(ops.select_keys.default, (q.detach(), key, weights, 5, "relu_sum", *said))
     x = torch.randn(2, 8, 3, requires_grad=True)
     torch.library.opcheck(ops.gather_sequence.default, (x, None, cp.key, "head_tail", 1))
     torch.library.opcheck(ops.scatter_sequence.default, (torch.randn(2, 16, 3), None, cp.key, "head_tail", 1))
@@ -179,6 +184,7 @@ def test_opcheck_of_every_op(ranks: Any) -> None:
         *("gather_rows", "scatter_rows", "query_positions", "local_blocks"),  # checked in test_flex
         "roll_sequence",
         "scatter_sequence",
+        "select_keys",
         *("ulysses_attention", "ulysses_attention_backward"),  # checked in test_head_groups
         *("linear_recurrence", "linear_recurrence_backward", "causal_conv1d", "causal_conv1d_backward"),
     }

@@ -81,7 +81,7 @@ def test_selected_keys_fp64(ranks: Any, world: int) -> None:
     for layout, exchange in itertools.product(("per_document", "balanced"), ("ring", "needed", "all_gather")):
         given = {"is_causal": True, "documents": OF_ROWS[:1], "selected": (9, 1), "layout": layout}
         cases.append(LatentCase(48, kv_exchange=exchange, latents=False, **given))
-    check(ranks(world, run_selected, drawn(cases, world)), FP64)
+    check(ranks(world, run_selected, drawn(cases, world, 3)), FP64)
 
 
 # --------------------------------------------------------------------------- the selection
@@ -209,7 +209,7 @@ def in_block(style: dict[str, Any]) -> tuple[float, bool, bool]:
 
 @pytest.mark.parametrize("way", MODULES)
 def test_a_styled_block_selects_over_all_ranks(ranks: Any, way: str) -> None:
-    """Whether its heads are exchanged at its entrance, at its call, or not at all."""
+    """Its heads are exchanged at its entrance, at its call, or not at all."""
     for error, on_one, same in ranks(2, in_block, MODULES[way]):
         assert on_one
         assert same

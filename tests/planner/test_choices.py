@@ -213,15 +213,17 @@ def test_stages_of_a_causal_sequence_are_near_the_best(device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device,rare,most", [("cuda", 0.02, 1.26), ("npu", 0.025, 1.27), ("cpu", 0.03, 1.26)])
-def test_stages_of_windows_and_documents_are_near_the_best(device: str, rare: float, most: float) -> None:
-    found = []
+def test_stages_of_windows_and_documents_are_near_the_best() -> None:
+    cases = []
     for ring, tokens in product((2, 4, 8), (512, 2048, 8192)):
         for documents, window in masks(ring * tokens, tokens).values():
             layouts = ("head_tail", "balanced") if len(documents.rows[0]) > 2 else ("head_tail", "contiguous")
-            for layout in layouts:
-                found += Case("needed", ring, layout, documents, window).ratios(device)
-    assert len(far_off(found)) <= rare * len(found) and max(found)[0] <= most, (len(far_off(found)), len(found))
+            cases += [Case("needed", ring, layout, documents, window) for layout in layouts]
+    cases = cases[::5]  # each has neighbours that differ from it in one number
+    for device, rare, most in (("cuda", 0.02, 1.26), ("npu", 0.025, 1.27), ("cpu", 0.03, 1.26)):
+        found = [ratio for case in cases for ratio in case.ratios(device)]
+        far = far_off(found)
+        assert len(far) <= rare * len(found) and max(found)[0] <= most, (device, len(far), len(found))
 
 
 def test_on_gloo_stages_are_those_that_were_measured_to_be_fast() -> None:

@@ -7,9 +7,11 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from ..._torch import checkpoint
 from ...ops.attention import cp_attention
 from ...ops.config import Call
 from ...ops.kernels import scores
@@ -19,13 +21,14 @@ from ...schedule import layout as layouts
 from ...schedule.documents import documents_table, read
 from .forward import ForwardState, OneDevice, State, offered, running, state_for
 from .latents import NAME, as_latents, expanded, hands_on_latents
+from .selected import under_selection
 
 UNSUPPORTED = ("dropout", "position_bias", "cache")
 """Options of attention calls that the engine does not have."""
 KNOWN = {
     *UNSUPPORTED,
     *("scaling", "sliding_window", "is_causal", "s_aux", "softcap"),
-    *("position_ids", "cache_position", "position_embeddings", "use_cache", "layer_idx", "target_dtype"),
+    *("indices", "position_ids", "cache_position", "position_embeddings", "use_cache", "layer_idx", "target_dtype"),
 }
 """Options that are honoured, and some that say nothing about attention."""
 
@@ -49,6 +52,8 @@ class MaskRequest:
         self.model, self.window, self.state = model, window, state
         self.documents = documents
         """Boundaries of chunks, which do not see each other; None: those of the batch."""
+        self.selects = False
+        """The mask of layers that select keys: their indexers may take its only head, and ask for its dtype."""
         self.function: MaskMod | None = None
         """The model's own function of global positions that says which pairs are visible, in place of causality and
         the window."""
@@ -56,6 +61,18 @@ class MaskRequest:
     def to(self, *_: Any, **__: Any) -> MaskRequest:
         """The same: there is nothing to move or cast."""
         return self
+
+    def __getitem__(self, index: Any) -> MaskRequest:
+        if not self.selects or index not in _HEAD:
+            self.refuse("getitem")
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of a mask that is added to scores."""
+        if not self.selects:
+            self.refuse("dtype")
+        return torch.float32
 
     def refuse(self, how: str) -> NoReturn:
         """Raise for a model that uses its mask as a tensor."""
@@ -79,7 +96,10 @@ def _refused(name: str) -> Any:
     return lambda self, *args: self.refuse(name)
 
 
-for _operator in ("getitem", "add", "radd", "sub", "rsub", "mul", "rmul", "and", "rand", "or", "ror", "invert", "neg"):
+_HEAD = ((slice(None), 0), (slice(None), 0, slice(None), slice(None)))
+"""The indices with which an indexer takes the mask of its only head."""
+
+for _operator in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "rand", "or", "ror", "invert", "neg"):
     setattr(MaskRequest, f"__{_operator}__", _refused(_operator))
 
 
@@ -115,7 +135,8 @@ def attention_mask(
         request = MaskRequest(f"The model of {type(config).__name__}", None, state)
         request.function = others["mask_function"]
         return request
-    if not allow_is_causal_skip or (local_size not in (None, window) and not chunked):
+    selects = getattr(config, "index_topk", None) is not None and local_size is None
+    if (not allow_is_causal_skip and not selects) or (local_size not in (None, window) and not chunked):
         chunks = allow_is_causal_skip
         kind = f"custom (size {local_size})" if chunks else "custom, bidirectional or explicit"
         raise NotImplementedError(
@@ -125,7 +146,9 @@ def attention_mask(
     model = f"The model of {type(config).__name__}"
     if chunked and isinstance(state, ForwardState):
         return MaskRequest(model, None, state, _chunks(state, q_length, local_size or 0))
-    return MaskRequest(model, local_size, state)
+    request = MaskRequest(model, local_size, state)
+    request.selects = selects
+    return request
 
 
 def _chunks(state: ForwardState, length: int, size: int) -> Tensor | None:
@@ -197,7 +220,13 @@ def attention_forward(
     documents = batch.documents if request is None or request.documents is None else request.documents
     score = _score(options.get("softcap"), function, query)
     call = Call(False, options.get("scaling"), mask, documents, name=name, sinks=options.get("s_aux"), score=score)
-    call = replace(call, weight=weight, bias=bias)
+    if getattr(module, "store_full_length_kv", False) and checkpoint.in_reentrant_forward():
+        raise NotImplementedError(
+            f"{name} hands its latents to later layers inside a reentrant activation checkpoint, through which their "
+            "gradients do not pass (on one device neither, without an error). Checkpoint with use_reentrant=False"
+        )
+    indices = options.get("indices")
+    call = replace(call, weight=weight, bias=bias, selected=None if indices is None else indices.unsqueeze(1))
     out = cp_attention(query, key, value, cp, mode, call)
     if batch.tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention
         out = out.masked_fill(~batch.tokens, 0.0)
@@ -261,5 +290,7 @@ def _one_device(
             f"{type(module).__name__} has no attention function for attn_implementation={state.implementation!r}, "
             'which it had before prepare_model. Call set_attn_implementation("sdpa") before prepare_model'
         )
+    if (indices := options.get("indices")) is not None and state.implementation in ("eager", "sdpa"):
+        mask = under_selection(mask, indices, query)
     found: tuple[Tensor, Any] = attend(module, query, key, value, mask, **options)
     return found

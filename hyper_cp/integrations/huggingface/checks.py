@@ -19,6 +19,7 @@ from ...module.mixers.calls import is_mixer
 from ...module.mixing import mixing_modules
 from ...schedule.layout import by_documents
 from .modules import direct_attention, is_lightning, source_of
+from .selected import LAYER, selects
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 """Types of layers that do not mix positions, or do so by attention only."""
@@ -124,6 +125,7 @@ def unrouted_mixers(decoder: PreTrainedModel) -> list[str]:
         kind
         for kind, layer in zip(types, layers, strict=True)
         if kind not in LAYER_TYPES and not any(id(m) in routed for m in layer.modules())
+        if kind != LAYER or not selects(layer, decoder)
     }
     return [f"layers of type {kind}" for kind in sorted(kinds)] or [
         f"modules {name}" for name in sorted(kinds_of_modules)

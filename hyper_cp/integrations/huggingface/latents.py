@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from functools import partial
 from typing import Any
@@ -55,6 +56,7 @@ def has_seam(kind: type[nn.Module]) -> bool:
     (function,) = ast.parse(textwrap.dedent(body)).body
     if _plain(function.body) != _plain(ast.parse(_EXPANSION).body):  # type: ignore[attr-defined]
         return False
+    source = _SHAPE.sub("", source)
     places = [source.find(text) for text in _SEAM]
     after = source[places[0] :]
     # Each name occurs once more, as an argument of attention.
@@ -67,6 +69,8 @@ def _plain(body: list[ast.stmt]) -> str:
     return ast.unparse(ast.Module(code, []))
 
 
+_SHAPE = re.compile(r"key_states\.shape\[(2|-2)\]")
+"""The number of keys, which that of latents is too."""
 _RESULTS = ("key_states", "value_states")
 
 

@@ -1,0 +1,290 @@
+"""The types of transformers whose attention selects keys by a lightning indexer: results are those of one device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp.integrations.huggingface.selected import _EXPECTED, _Scores, has_indexer_seam
+from hyper_cp.mesh import comm
+from tests.harness.attention_case import cp_mesh
+from tests.harness.hf_models import VOCABULARY, InDouble, gradients, tokens
+from tests.harness.oracle import relative_error
+from tests.harness.ranks import on_ranks, sum_over_ranks
+
+hf = pytest.importorskip("transformers")
+
+LENGTH, TOPK = 24, 5
+SIZES: dict[str, Any] = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 24, "moe_intermediate_size": 16},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 12},
+    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 6, "v_head_dim": 10, "head_dim": 8, "qk_head_dim": 14},
+    **{"n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    **{"index_topk": TOPK, "index_head_dim": 16, "index_n_heads": 3, "num_hidden_layers": 3},
+    **{"mlp_layer_types": ["dense", "sparse", "dense"], "layer_types": ["indexed_attention"] * 3},
+    **{"max_position_embeddings": 64, "pad_token_id": 0, "attention_dropout": 0.0},
+}
+SHARED = {"indexer_types": ["full", "shared", "full"]}
+TYPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v32": ("DeepseekV32ForCausalLM", {}),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", SHARED),
+    "hy_v4": ("HYV4ForCausalLM", {**SHARED, "hc_mult": 2}),
+    "axk2": ("AXK2ForCausalLM", {"n_group": None, "topk_group": None, "gated_norm_rank": 4}),
+    "mistral_large4_text": (
+        "MistralLarge4TextModel",
+        {**SHARED, "no_rope_layers": [1, 0, 1], "kv_source_layers": [0, 1, 0]},
+    ),
+    "dots3_note_text": (
+        "Dots3NoteForCausalLM",
+        {
+            "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+            **{"sliding_window": 7, "head_dim": 16, "shared_experts_intermediate_size": 16},
+            **{
+                "swa_num_attention_heads": 2,
+                "swa_num_key_value_heads": 2,
+                "swa_q_lora_rank": 12,
+                "swa_kv_lora_rank": 10,
+            },
+            **{"swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 10},
+        },
+    ),
+}
+MODES: dict[str, dict[str, Any]] = {
+    "ring": {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
+    "all-gather": {"ulysses_degree": 1, "layout": "head_tail"},
+    "load_balance": {"ulysses_degree": 1, "kv_exchange": "ring", "load_balance": True},
+    "contiguous": {"ulysses_degree": 1, "kv_exchange": "ring"},
+    "needed": {"ulysses_degree": 1, "kv_exchange": "needed", "layout": "head_tail"},
+    "ulysses": {"ulysses_degree": None},
+    "heads": {"ulysses_degree": 1, "kv_exchange": "ring", "latents": False},
+    "hybrid": {"ulysses_degree": 2, "kv_exchange": "ring"},
+}
+
+
+def made(kind: str, **changes: Any) -> Any:
+    """A tiny model in double precision, with the same random weights on every rank."""
+    hf.logging.set_verbosity(50)
+    name, own = TYPES[kind]
+    config = hf.AutoConfig.for_model(kind, **copy.deepcopy({**SIZES, **own, **changes}))
+    config._attn_implementation, config._experts_implementation = "eager", "eager"
+    torch.manual_seed(7)
+    model = getattr(hf, name)(config).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.2)
+    return model.train()
+
+
+class LowestFirst(TorchFunctionMode):
+    """Of equal scores, ``Tensor.topk`` takes the lower position. (PyTorch promises no order.)"""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.topk:
+            found = torch.sort(args[0], stable=True, descending=True, dim=-1)
+            return torch.return_types.topk([x[..., : args[1]] for x in found])
+        return func(*args, **(kwargs or {}))
+
+
+def batch_of(kind: str) -> dict[str, Tensor]:
+    """A batch of two rows: plain, padded (on the right, on the left), or with packed documents."""
+    ids = tokens(LENGTH)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if kind == "padded":
+        mask = torch.ones_like(ids)
+        mask[0, -6:] = mask[1, :3] = 0
+        batch["labels"][mask == 0] = batch["labels"][1, 3] = -100  # padding predicts nothing
+        batch["attention_mask"] = mask
+    if kind == "packed":
+        batch["position_ids"] = torch.cat([torch.arange(n) for n in (9, 3, 12)]).expand(2, -1)
+        batch["labels"][:, [9, 12]] = -100
+    return batch
+
+
+def loss_of(output: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of one device; for models without a head, a sum with random weights."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if "logits" in output:
+        found: Tensor = ForCausalLMLoss(output.logits, batch["labels"], output.logits.shape[-1])
+        return found
+    return (output[0] * weights_of(output[0].shape[-1], batch)).sum()
+
+
+def weights_of(width: int, batch: dict[str, Tensor]) -> Tensor:
+    """Random weights of hidden states; 0 of padding."""
+    found = torch.randn(2, LENGTH, width, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return found * batch["attention_mask"].unsqueeze(2) if "attention_mask" in batch else found
+
+
+def alone(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor | None]]:
+    with InDouble(), LowestFirst():
+        output = model(**{k: x for k, x in batch.items() if k != "labels"}, use_cache=False)
+        loss_of(output, batch).backward()
+    return output[0].detach(), [p.grad for p in model.parameters()]
+
+
+def differentiate(loss: Tensor) -> None:
+    """Backward of an edge, which no function mode handles: the one that is entered holds in a recompute too."""
+    torch.autograd.backward(get_gradient_edge(loss))  # type: ignore[arg-type]
+
+
+def shared(model: Any, style: ContextParallel, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
+    """The output of the whole batch, and this rank's gradients, of a prepared model."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    handler = ContextParallelHandler(cp_mesh(), style)
+    with InDouble():
+        local = prepare_batch(handler, batch)
+        head = hasattr(model, "lm_head")
+        output = model(**{k: x for k, x in local.items() if head or ("labels" not in k and "num_items" not in k)})
+        if head:
+            differentiate(output.loss)
+            return handler.combine(output.logits.detach(), 1), gradients(model)
+        weights = handler.dispatch(weights_of(output[0].shape[-1], batch), seq_dim=1)
+        differentiate((output[0] * weights).sum())
+    return handler.combine(output[0].detach(), 1), gradients(model)
+
+
+@on_ranks
+def errors(
+    kind: str, modes: list[str], batches: list[str], checkpointed: bool, changes: dict[str, Any]
+) -> dict[str, float]:
+    from hyper_cp.integrations.transformers import prepare_model
+
+    model, found = made(kind, **changes), {}
+    for which in batches:
+        batch, one = batch_of(which), copy.deepcopy(model)
+        want, expected = alone(one, batch)
+        seen = batch["attention_mask"].bool() if which == "padded" else slice(None)
+        for mode in modes:
+            style, copied = ContextParallel(**MODES[mode]), copy.deepcopy(model)
+            prepare_model(copied, cp_mesh(), style=style)
+            if checkpointed:
+                copied.gradient_checkpointing_enable({"use_reentrant": False})
+            got, grads = shared(copied, style, batch)
+            name, summed = f"{mode}, {which}: ", sum_over_ranks(*grads)
+            unused = [p.grad is None for p in copied.parameters()]
+            assert unused == [g is None for g in expected], "other parameters have gradients"
+            right = [torch.zeros_like(x) if g is None else g for g, x in zip(expected, summed, strict=True)]
+            found[name + "output"] = relative_error(got[seen], want[seen])
+            found[name + "gradients"] = max(relative_error(a, b) for a, b in zip(summed, right, strict=True) if b.any())
+    return found
+
+
+def check(found: list[dict[str, float]]) -> None:
+    bad = {name: e for of_rank in found for name, e in of_rank.items() if not e < 1e-9}
+    assert not bad, bad
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_exact_on_two_ranks(ranks: Any, kind: str) -> None:
+    """Checkpointed, with padding; DeepSeek V3.2 in every mode."""
+    modes = ["ring", "load_balance", "needed", "ulysses", "heads"] if kind == "deepseek_v32" else ["ring"]
+    check(ranks(2, errors, kind, modes, ["padded"], True, {}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TYPES)
+def test_exact_on_more_ranks(ranks: Any, kind: str) -> None:
+    """Plain and packed batches; selections of more keys than there are."""
+    check(ranks(4, errors, kind, ["all-gather", "hybrid"], ["packed"], False, {}))
+    check(ranks(3, errors, kind, ["contiguous"], ["plain"], False, {"index_topk": 64 if kind == "hy_v4" else TOPK}))
+
+
+@on_ranks
+def on_one_rank(kind: str) -> list[float]:
+    """The error of a prepared model on a mesh of one rank, which computes attention as before."""
+    from hyper_cp.integrations.transformers import prepare_model
+
+    model, batch, found = made(kind), batch_of("packed"), []
+    for implementation in ("eager", "sdpa"):
+        one = copy.deepcopy(model)
+        one.set_attn_implementation(implementation)
+        prepared = copy.deepcopy(one)
+        want, _ = alone(one, batch)
+        style = ContextParallel(**MODES["ring"])
+        prepare_model(prepared, cp_mesh(), style=style)
+        with LowestFirst():
+            got, _ = shared(prepared, style, batch)
+        found.append(relative_error(got, want))
+    return found
+
+
+def test_on_one_rank_attention_is_that_of_the_model(ranks: Any) -> None:
+    assert max(ranks(1, on_one_rank, "glm_moe_dsa")[0]) < 1e-9
+
+
+@on_ranks
+def bytes_sent(kind: str) -> tuple[int, int]:
+    """Bytes that a rank sends in forward, and in all."""
+    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
+
+    model, found = made(kind).float(), []
+    style = ContextParallel(**MODES["ring"])
+    prepare_model(model, cp_mesh(), style=style)
+    local = prepare_batch(ContextParallelHandler(cp_mesh(), style), batch_of("plain"))
+    with comm.record_traffic() as log:
+        output = model(**local)
+        found.append(sum(n for name, n in log.entries if name == "send_recv"))
+        output.loss.backward()
+        found.append(sum(n for name, n in log.entries if name == "send_recv"))
+    return found[0], found[1]
+
+
+def test_latents_and_narrow_keys_travel(ranks: Any) -> None:
+    """In three layers of GLM, of which two have an indexer of 16 numbers: 12 + 8 numbers of a token."""
+    latents, index = 2 * LENGTH // 2 * 20 * 4, 2 * LENGTH // 2 * 16 * 4
+    for forward, both in ranks(2, bytes_sent, "glm_moe_dsa"):
+        assert forward == 3 * latents + 2 * index
+        assert both == forward + 2 * 3 * latents
+
+
+# --------------------------------------------------------------------------- seams and refusals
+
+
+def test_each_family_has_the_known_indexer() -> None:
+    """A canary: transformers' indexers end as those that this version of the library knows."""
+    for kind in TYPES:
+        kinds = {type(x) for x in made(kind).modules() if type(x).__name__.endswith("Indexer")}
+        assert kinds
+        assert all(map(has_indexer_seam, kinds))
+    other = hf.models.qwen4_exp.modeling_qwen4_exp
+    assert not any(has_indexer_seam(x) for x in vars(other).values() if isinstance(x, type))
+
+
+def test_other_scores_are_refused() -> None:
+    q, k = torch.zeros(1, 3, 2, 4), torch.zeros(1, 3, 4)
+    with pytest.raises(NotImplementedError, match="scores keys by transpose, float, unsqueeze, matmul, sigmoid"):
+        torch.matmul(q, _Scores("Other", k).transpose(-1, -2).float().unsqueeze(1)).sigmoid()
+    with pytest.raises(NotImplementedError, match=f"does {', '.join(_EXPECTED)}"):
+        _Scores("Other", k).transpose(-1, -2).float() * 2.0
+    with pytest.raises(NotImplementedError, match="given as a tensor"):
+        scores = torch.matmul(q, _Scores("Other", k).transpose(-1, -2).float().unsqueeze(1))
+        torch.matmul(torch.ones(1, 3, 1, 2), torch.nn.functional.relu(scores)).squeeze(-2) + torch.zeros(1, 3, 3)
+
+
+@on_ranks
+def reentrant(kind: str) -> str:
+    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
+
+    model, style = made(kind), ContextParallel(**MODES["ring"])
+    prepare_model(model, cp_mesh(), style=style)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    batch = prepare_batch(ContextParallelHandler(cp_mesh(), style), batch_of("plain"))
+    model.get_input_embeddings().weight.requires_grad_(True)
+    with pytest.raises(NotImplementedError) as error, InDouble():
+        model(**{k: x for k, x in batch.items() if "labels" not in k and "num_items" not in k})
+    return str(error.value)
+
+
+def test_shared_latents_under_a_reentrant_checkpoint_are_refused(ranks: Any) -> None:
+    """On one device their gradients are lost without an error."""
+    for message in ranks(2, reentrant, "mistral_large4_text"):
+        assert "use_reentrant=False" in message
