@@ -6,6 +6,7 @@ import torch
 
 from ..schedule.placement import Balance, balance, layout_of_mask
 from .attention import attention, latent_attention
+from .indexer_loss import indexer_loss
 from .recurrence.convolution import causal_conv1d
 from .recurrence.linear import linear_recurrence
 from .selection import select_keys
@@ -17,6 +18,7 @@ __all__ = [
     "attention",
     "balance",
     "causal_conv1d",
+    "indexer_loss",
     "latent_attention",
     "layout_of_mask",
     "linear_recurrence",
@@ -26,7 +28,10 @@ __all__ = [
 
 SAVE_LIST: list[Any] = [
     getattr(torch.ops.hyper_cp, name).default
-    for name in ("attention", "all_to_all", "ulysses_attention", "linear_recurrence", "causal_conv1d", "select_keys")
+    for name in (
+        *("attention", "all_to_all", "ulysses_attention", "linear_recurrence", "causal_conv1d"),
+        *("select_keys", "indexer_loss"),
+    )
 ]
 """The library's forward ops, for a selective activation-checkpointing policy (MUST_SAVE): their outputs are not
 computed or communicated again in a recompute."""

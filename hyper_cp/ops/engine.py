@@ -176,18 +176,16 @@ class Work:
             taken = k, v = [step.used.take(x, 2) for x in block]
             if self.latents is not None:
                 k, v = self.latents(k, v)
-            into = KeyGradients(step, k, v, gradients, self.latents, taken)
+            into = KeyGradients(step, k, v[..., :0] if keys.keys_only else v, gradients, self.latents, taken)
             for tile in step.tiles:
                 q_rows, *of_rows = queries.rows(tile.q, tile.batch)
-                compute(tile, self.inputs(step, tile, q_rows, k, v, *of_rows[3:]), of_rows[:3], into)
+                compute(tile, self.inputs(step, tile, q_rows, k, v), of_rows, into)
             into.finish()
             del k, v, taken, into  # before the next block is taken and expanded
         if next(blocks, None) is not None:  # asking carries out what is left: gradients that come home
             raise RuntimeError("a block has arrived for which the schedule has no step")
 
-    def inputs(
-        self, step: Step, tile: Tile, q_rows: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None = None
-    ) -> TileInputs:
+    def inputs(self, step: Step, tile: Tile, q_rows: Tensor, k: Tensor, v: Tensor) -> TileInputs:
         """A tile of queries ``q_rows`` and of the keys that a step uses."""
         return TileInputs(
             q_rows,
@@ -199,9 +197,8 @@ class Work:
             tile.parts,
             None if self.dropout is None else self.dropout.of(step, tile),
             None if self.scores is None else self.scores.of(step, tile),
-            dlse,
-            None if self.selections is None else self.selections.of(step, tile),
-            self.schedule.recurring,
+            selected=None if self.selections is None else self.selections.of(step, tile),
+            recurring=self.schedule.recurring,
         )
 
 
@@ -342,7 +339,9 @@ def attention_backward_op(
     plan, ring, dq = work.schedule, work.cp.ring, RowSum(q)
 
     def compute(tile: Tile, inputs: TileInputs, of_rows: Sequence[Tensor], into: KeyGradients) -> None:
-        dq_tile, *of_keys = work.kernel.backward(inputs, *of_rows)
+        dout, out, lse, *of_lse = of_rows
+        inputs.dlse = of_lse[0] if of_lse else None
+        dq_tile, *of_keys = work.kernel.backward(inputs, dout, out, lse)
         dq.add(tile.q, tile.batch, dq_tile)
         into.add(tile, *of_keys)
 

@@ -65,6 +65,16 @@ class InDouble(TorchFunctionMode):
         return func(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})
 
 
+class LowestFirst(TorchFunctionMode):
+    """``Tensor.topk`` that takes the lower position of equal scores. (PyTorch promises no order.)"""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.topk:
+            found = torch.sort(args[0], stable=True, descending=True, dim=-1)
+            return torch.return_types.topk([x[..., : args[1]] for x in found])
+        return func(*args, **(kwargs or {}))
+
+
 def tokens(length: int, rows: int = 2) -> Tensor:
     return torch.randint(1, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(length))
 

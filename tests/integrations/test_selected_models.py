@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.integrations.huggingface.selected import _EXPECTED, _Scores, has_indexer_seam
 from hyper_cp.mesh import comm
 from tests.harness.attention_case import cp_mesh
-from tests.harness.hf_models import VOCABULARY, InDouble, gradients, tokens
+from tests.harness.hf_models import VOCABULARY, InDouble, LowestFirst, gradients, tokens
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
@@ -80,16 +79,6 @@ def made(kind: str, **changes: Any) -> Any:
         for p in model.parameters():
             p.normal_(0, 0.2)
     return model.train()
-
-
-class LowestFirst(TorchFunctionMode):
-    """Of equal scores, ``Tensor.topk`` takes the lower position. (PyTorch promises no order.)"""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.topk:
-            found = torch.sort(args[0], stable=True, descending=True, dim=-1)
-            return torch.return_types.topk([x[..., : args[1]] for x in found])
-        return func(*args, **(kwargs or {}))
 
 
 def batch_of(kind: str) -> dict[str, Tensor]:

@@ -143,6 +143,13 @@ def opcheck_all(world: int) -> None:
                 key, weights = k.detach()[:, :1], torch.randn(2, 4, 8)
                 said = replace(settings, kernel="reference").arguments(best, 0.25)
                 torch.library.opcheck(ops.select_keys.default, (q.detach(), key, weights, 5, "relu_sum", *said))
+            index = [x.detach().requires_grad_() for x in (q, key, weights)]
+            of_loss = *index, q.detach(), k.detach(), torch.zeros(2, 4, 8), "relu_sum", 0.25, "", *said
+            torch.library.opcheck(ops.indexer_loss.default, of_loss)
+            kept, dloss, best.mark = torch.ones(2, 1, 8, 2), torch.ones(2, 8), given.mark
+            said = replace(settings, kernel="reference").arguments(best, 0.25)
+            of_loss = dloss, kept, *(x.detach() for x in of_loss[:6]), *of_loss[6:9], *said
+            torch.library.opcheck(ops.indexer_loss_backward.default, of_loss)
     x = torch.randn(2, 8, 3, requires_grad=True)
     torch.library.opcheck(ops.gather_sequence.default, (x, None, cp.key, "head_tail", 1))
     torch.library.opcheck(ops.scatter_sequence.default, (torch.randn(2, 16, 3), None, cp.key, "head_tail", 1))
@@ -184,7 +191,7 @@ def test_opcheck_of_every_op(ranks: Any) -> None:
         *("gather_rows", "scatter_rows", "query_positions", "local_blocks"),  # checked in test_flex
         "roll_sequence",
         "scatter_sequence",
-        "select_keys",
+        *("select_keys", "indexer_loss", "indexer_loss_backward"),
         *("ulysses_attention", "ulysses_attention_backward"),  # checked in test_head_groups
         *("linear_recurrence", "linear_recurrence_backward", "causal_conv1d", "causal_conv1d_backward"),
     }

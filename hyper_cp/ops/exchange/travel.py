@@ -70,6 +70,8 @@ class Travel:
     ``home`` are the sums of this rank's own keys.
 
     ``wire``: rows of wider dtypes travel in this one. Sums stay as wide as they are on every rank.
+
+    With ``keys_only`` values have no gradients: theirs are ``[B, H, S, 0]``, and nothing of them travels.
     """
 
     def __init__(
@@ -80,22 +82,25 @@ class Travel:
         v: Tensor,
         sums: torch.dtype | None = None,
         wire: torch.dtype | None = None,
+        keys_only: bool = False,
     ) -> None:
         self.axis, self.transfers, self.own, self.sums, self.wire = axis, transfers, (k, v), sums, wire
-        self.codec = Codec(k, v)
+        self.codec, self.keys_only = Codec(k, v), keys_only
+        self.differentiated = (k, v[..., :0]) if keys_only else self.own
+        self._of_sums = Codec(*self.differentiated)
         self._onward = Counter(move.source for move in transfers.moves)  # moves that a block has still to leave with
         self._blocks: dict[int, _Buffer] = {}
         self._gradients: dict[int, _Buffer] = {}
         self._arriving: dict[int, _Parcel] = {}
         self._returning: dict[int, _Parcel] = {}
         self._lengths: dict[int, int] = {}  # rows of blocks
-        self._free: dict[tuple[int, torch.dtype], list[_Buffer]] = {}
+        self._free: dict[tuple[torch.Size, torch.dtype], list[_Buffer]] = {}
         self.home: Sequence[Tensor] = ()
         if sums is not None and transfers.moves:
             self._gradients[HOME] = self._zeros(k.shape[2], sums)
             self.home = self._gradients[HOME].tensors
         elif sums is not None:
-            self.home = [like_queries(x, x.shape[3], sums).zero_() for x in self.own]
+            self.home = [like_queries(x, x.shape[3], sums).zero_() for x in self.differentiated]
         self._events = iter(transfers.forward if sums is None else transfers.backward)
         self._next = self._run()  # the first moves leave before the caller computes anything
 
@@ -110,8 +115,9 @@ class Travel:
         if self._run() is not None:
             raise RuntimeError("the gradients of keys are asked for before all blocks have been used")
         if not self.transfers.moves:
-            return [total.to(x.dtype) for total, x in zip(self.home, self.own, strict=True)]
-        return [like_queries(x, x.shape[3], x.dtype).copy_(total) for total, x in zip(self.home, self.own, strict=True)]
+            return [total.to(x.dtype) for total, x in zip(self.home, self.differentiated, strict=True)]
+        pairs = zip(self.home, self.differentiated, strict=True)
+        return [like_queries(x, x.shape[3], x.dtype).copy_(total) for total, x in pairs]
 
     def _run(self) -> int | None:
         """Carry out events up to the next use of a block. None: there is no other."""
@@ -163,7 +169,7 @@ class Travel:
         """A buffer of this rank's own, in a dtype."""
         if buffer.rows.dtype == dtype:
             return buffer
-        made = self._room(buffer.rows.shape[0], dtype)
+        made = self._room(buffer.rows.shape[0], dtype, buffer.codec)
         made.rows.copy_(buffer.rows)
         self._release(buffer)
         return made
@@ -204,7 +210,7 @@ class Travel:
     def _parcel(self, move: Move, sent: _Buffer) -> _Parcel:
         """Rows that leave: at once, but those of a pair."""
         if move.pattern == "pair":
-            return _Parcel(move, sent, self._room(sum(move.received), sent.rows.dtype))
+            return _Parcel(move, sent, self._room(sum(move.received), sent.rows.dtype, sent.codec))
         if move.pattern == "all":
             return _Parcel(move, sent, pending=self.axis.all_gather(sent.rows, own=False))
         if move.pattern == "sum" and sent.rows.dtype != self.sums:  # a reduce-scatter would add in the narrow dtype
@@ -248,15 +254,17 @@ class Travel:
     def _on_wire(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if self.wire is None or dtype.itemsize <= self.wire.itemsize else self.wire
 
-    def _room(self, length: int, dtype: torch.dtype) -> _Buffer:
+    def _room(self, length: int, dtype: torch.dtype, codec: Codec) -> _Buffer:
         """Uninitialised rows."""
-        free = self._free.get((length, dtype))
-        return free.pop() if free else _Buffer(self.own[0].new_empty(length, self.codec.width, dtype=dtype), self.codec)
+        size = torch.Size((length, codec.width))
+        free = self._free.get((size, dtype))
+        return free.pop() if free else _Buffer(self.own[0].new_empty(size, dtype=dtype), codec)
 
     def _zeros(self, length: int, dtype: torch.dtype) -> _Buffer:
-        found = self._room(length, dtype)
+        """Room for the sums of gradients."""
+        found = self._room(length, dtype, self._of_sums)
         found.rows.zero_()
         return found
 
     def _release(self, buffer: _Buffer) -> None:
-        self._free.setdefault((buffer.rows.shape[0], buffer.rows.dtype), []).append(buffer)
+        self._free.setdefault((buffer.rows.shape, buffer.rows.dtype), []).append(buffer)

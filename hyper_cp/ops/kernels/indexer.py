@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...schedule.tiles import shift
-from .inputs import TileInputs, repeat_heads
+from .inputs import Rectangle, TileInputs
 from .partials import accumulation_dtype, part
 from .reference import band_mask
 
@@ -16,22 +17,64 @@ SCORES_AT_ONCE = 1 << 24
 """The most products of queries and keys that are computed at once."""
 
 
-def relu_sum(q: Tensor, k: Tensor, weights: Tensor | None, scale: float) -> Tensor:
-    """Scores ``[b, rows, cols]`` in the accumulation dtype: ``sum over h of weights[h] * relu(scale * q[h] . k)``.
+class Score(NamedTuple):
+    """A function that scores a pair by the products of a query's heads with a key.
 
-    Args:
-        q, k: ``[b, H, rows, D]`` and ``[b, 1 or Hkv, cols, D]``.
-        weights: ``[b, H, rows]``; None: all 1.
+    Attributes:
+        of: scores ``[b, rows, cols]``, given scaled products ``[b, rows, H, cols]``, which it may overwrite, and
+            weights ``[b, rows, H]`` or None.
+        pull_back: the gradients of products and weights, given that of scores, products and weights.
     """
-    dtype = accumulation_dtype(q.dtype)
-    products = (q.to(dtype) @ repeat_heads(k.to(dtype), q.shape[1]).mT).mul_(scale).relu_()
-    if weights is None:
-        return products.sum(1)
-    return (weights.to(dtype).transpose(1, 2).unsqueeze(2) @ products.transpose(1, 2)).squeeze(2)
+
+    of: Callable[[Tensor, Tensor | None], Tensor]
+    pull_back: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-SCORES: dict[str, Callable[[Tensor, Tensor, Tensor | None, float], Tensor]] = {"relu_sum": relu_sum}
+def _relu_sum(products: Tensor, weights: Tensor | None) -> Tensor:
+    products = products.relu_()
+    return products.sum(2) if weights is None else (weights.unsqueeze(2) @ products).squeeze(2)
+
+
+def _pull_back_relu_sum(dscores: Tensor, products: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    of_weights = (products.relu() @ dscores.unsqueeze(3)).squeeze(3)
+    return (weights.unsqueeze(3) * dscores.unsqueeze(2)).masked_fill_(products <= 0, 0), of_weights
+
+
+SCORES = {"relu_sum": Score(_relu_sum, _pull_back_relu_sum)}
 """The functions that score a pair, by their names."""
+
+
+def products_by_row(q: Tensor, k: Tensor) -> Tensor:
+    """The products ``[b, rows, H, cols]`` of queries ``[b, H, rows, D]`` and keys ``[b, Hkv, cols, D]``, in the
+    accumulation dtype."""
+    dtype, (b, heads, rows, _), (_, groups, cols, _) = accumulation_dtype(q.dtype), q.shape, k.shape
+    by_group = q.to(dtype).unflatten(1, (groups, -1)).flatten(2, 3)
+    return (by_group @ k.to(dtype).mT).view(b, heads, rows, cols).transpose(1, 2)
+
+
+def blocks(tile: TileInputs, heads: int, wide: int) -> Iterator[Rectangle]:
+    """Rows and columns of a tile, ``wide`` columns at a time, of which the products with ``heads`` heads are not too
+    many to be computed at once. Those that the band hides are left out."""
+    (b, _, rows, _), cols, (lower, upper) = tile.q.shape, tile.k.shape[2], tile.band
+    wide = min(cols, wide)
+    high = max(1, SCORES_AT_ONCE // (b * heads * wide))
+    for first in range(0, rows, high):
+        some = first, min(first + high, rows)
+        for start in range(0, cols, wide):
+            seen = start, min(start + wide, cols)
+            if upper is not None and seen[0] - (some[1] - 1) > upper:  # no query sees these keys
+                break
+            if lower is None or seen[1] - 1 - some[0] >= lower:
+                yield some, seen, tile.rectangle(some, seen, shift(tile.band, first - start))
+
+
+def visible_pairs(tile: TileInputs) -> Tensor | None:
+    """The pairs that band and mask (one for all heads) of a tile show, ``[b or 1, rows, cols]``; None: all."""
+    visible = band_mask(tile.q.shape[2], tile.k.shape[2], tile.band, tile.q.device)
+    if tile.mask is None:
+        return None if visible is None else visible.unsqueeze(0)
+    return tile.mask[:, 0] if visible is None else tile.mask[:, 0] & visible
+
 
 _NOTHING = torch.iinfo(torch.int64).min
 _POSITIONS = (1 << 31) - 1
@@ -50,34 +93,23 @@ class BestKeys:
 
     def add(self, tile: TileInputs, weights: Tensor | None, best: Tensor, positions: Tensor, score: str) -> None:
         """Add the keys of a tile, at global ``positions``. ``best`` is the part of the tile's queries."""
-        (b, heads, rows, _), cols, topk = tile.q.shape, tile.k.shape[2], best.shape[3]
-        lower, upper = tile.band
-        wide = min(cols, max(2 * topk, 512))  # merging costs as much as the keys that are kept
-        high = max(1, SCORES_AT_ONCE // (b * heads * wide))
-        for first in range(0, rows, high):
-            some = first, min(first + high, rows)
-            for start in range(0, cols, wide):
-                seen = start, min(start + wide, cols)
-                if upper is not None and seen[0] - (some[1] - 1) > upper:  # no query sees these keys
-                    break
-                if lower is not None and seen[1] - 1 - some[0] < lower:
-                    continue
-                piece, into = tile.rectangle(some, seen, shift(tile.band, first - start)), part(best, some)
-                of_rows = None if weights is None else part(weights, some)
-                found = self._numbers(piece, of_rows, positions[slice(*seen)], score)
-                into.copy_(torch.cat([into, found.unsqueeze(1)], 3).topk(topk, 3, sorted=False).values)
+        topk = best.shape[3]
+        wide = max(2 * topk, 512)  # merging costs as much as the keys that are kept
+        for some, seen, piece in blocks(tile, tile.q.shape[1], wide):
+            into, of_rows = part(best, some), None if weights is None else part(weights, some)
+            found = self._numbers(piece, of_rows, positions[slice(*seen)], score)
+            into.copy_(torch.cat([into, found.unsqueeze(1)], 3).topk(topk, 3, sorted=False).values)
 
     @staticmethod
     def _numbers(tile: TileInputs, weights: Tensor | None, positions: Tensor, score: str) -> Tensor:
-        scores = SCORES[score](tile.q, tile.k, weights, tile.scale).to(torch.float32) + 0.0  # -0.0 becomes 0.0
+        products = products_by_row(tile.q, tile.k).mul_(tile.scale)
+        of_heads = None if weights is None else weights.to(products.dtype).transpose(1, 2)
+        scores = SCORES[score].of(products, of_heads).to(torch.float32) + 0.0  # -0.0 becomes 0.0
         bits = scores.view(torch.int32)
         ordered = (bits ^ ((bits >> 31) & _POSITIONS)).to(torch.int64)
         numbers = (ordered << 32) + (_POSITIONS - positions)
-        visible = band_mask(numbers.shape[1], numbers.shape[2], tile.band, numbers.device)
-        numbers = numbers if visible is None else numbers.masked_fill_(~visible, _NOTHING)
-        if tile.mask is not None:
-            numbers.masked_fill_(~tile.mask[:, 0], _NOTHING)
-        return numbers
+        visible = visible_pairs(tile)
+        return numbers if visible is None else numbers.masked_fill_(~visible, _NOTHING)
 
     def result(self, rows: tuple[int, int]) -> tuple[Tensor]:
         """The positions ``[B, 1, rows, topk]`` of a range of queries, int32, best first; -1 where there is none."""

@@ -79,7 +79,7 @@ class Selections:
 
 def forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
     """Attention over the selected keys of a tile, as :meth:`Kernel.forward`."""
-    return forward_each(_attend, tile, _pieces(tile))
+    return forward_each(_attend, tile, pieces(tile))
 
 
 def backward(tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,18 +87,19 @@ def backward(tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[
     dtype = accumulation_dtype(tile.q.dtype)
     dq = like_queries(tile.q, tile.q.shape[3], dtype).zero_()
     dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (tile.k, tile.v))
-    for rows, _, piece in _pieces(tile):
+    for rows, _, piece in pieces(tile):
         of_rows = (part(x, rows) for x in (dout, out, lse))
         _differentiate(piece, part(dq, rows), dk, dv, *of_rows)
     return dq, dk, dv
 
 
-def _pieces(tile: TileInputs) -> Iterator[Rectangle]:
+def pieces(tile: TileInputs) -> Iterator[Rectangle]:
     """Rows whose keys are not too many to be gathered at once, with all columns, each as a tile of its own."""
     within = tile.v.data_ptr() == tile.k.data_ptr() and tile.v.stride() == tile.k.stride()
     k = tile.k.contiguous()
     tile = replace(tile, k=k, v=k[..., : tile.v.shape[3]] if within else tile.v.contiguous())
     (b, heads, cols, dim), rows = k.shape, tile.q.shape[2]
+    dim += 0 if within else tile.v.shape[3]
     listed = min(_selection(tile).positions.shape[3], cols)
     size = max(1, GATHERED_AT_ONCE // max(1, b * heads * listed * dim))
     for start in range(0, rows, size):
@@ -112,7 +113,7 @@ def _selection(tile: TileInputs) -> TileSelection:
     return tile.selected
 
 
-class _Gathered:
+class Gathered:
     """A few queries and the keys that they have selected, in the accumulation dtype, ``[b, Hkv, rows, heads of a key
     head, ...]``."""
 
@@ -123,9 +124,9 @@ class _Gathered:
         heads = torch.arange(b * groups, device=tile.q.device).view(b, groups, 1, 1)
         self.index = (self.columns + heads * cols).flatten()
         """The rows of the keys, seen as ``[b * Hkv * cols, ...]``."""
-        self.queries, self.keys = self.by_group(tile.q), self._gather(tile.k)
+        self.queries, self.keys = self.by_group(tile.q), self.gather(tile.k)
         within = tile.v.data_ptr() == tile.k.data_ptr()
-        self.values = self.keys[..., : tile.v.shape[3]] if within else self._gather(tile.v)
+        self.values = self.keys[..., : tile.v.shape[3]] if within else self.gather(tile.v)
         self.scores = self.queries @ self.keys.mT * tile.scale
 
     def by_group(self, x: Tensor) -> Tensor:
@@ -137,7 +138,7 @@ class _Gathered:
         """The inverse of :meth:`by_group`."""
         return x.transpose(2, 3).flatten(1, 2)
 
-    def _gather(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         b, _, rows, most = self.columns.shape
         found = x.flatten(0, 2).index_select(0, self.index).to(self.dtype)
         return found.view(b, self.groups, rows, most, x.shape[3])
@@ -168,7 +169,7 @@ class _Gathered:
 
 
 def _attend(tile: TileInputs) -> tuple[Tensor, Tensor]:
-    some = _Gathered(tile)
+    some = Gathered(tile)
     if not some.columns.shape[3]:
         return empty_partial(tile.q, tile.v.shape[3], some.dtype, some.dtype)
     logits = some.masked(some.scores if tile.score is None else tile.score(some.scores))
@@ -184,7 +185,7 @@ def _differentiate(
     tile: TileInputs, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, out: Tensor, lse: Tensor
 ) -> None:
     """Add the gradients of a piece: dq of its rows, dk and dv ``[b, Hkv, cols, ...]``, contiguous, of all columns."""
-    some = _Gathered(tile)
+    some = Gathered(tile)
     if not some.columns.shape[3]:
         return
     dout, out, lse = (some.by_group(x) for x in (dout, out, lse))
