@@ -186,6 +186,11 @@ def _reentrant_frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def in_recompute() -> bool:
+    """True inside a recompute of any kind of activation checkpointing."""
+    return any(recomputation is not None for _, recomputation in _recomputations())
+
+
 def in_reentrant_forward() -> bool:
     """True inside the forward of a reentrant checkpoint of this thread."""
     return any(frame.f_code is _FORWARD for frame in _reentrant_frames())

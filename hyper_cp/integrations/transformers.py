@@ -55,11 +55,12 @@ from .huggingface.checks import (
 )
 from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
+from .huggingface.indexer_losses import collecting, indexer_losses
 from .huggingface.latents import NAME, prepare_latents
 from .huggingface.modules import LightningHooks, direct_attention, is_lightning, no_mask, prepare_rotary, route
 from .huggingface.selected import prepare_indexers
 
-__all__ = ["NAME", "prepare_batch", "prepare_model", "register"]
+__all__ = ["NAME", "indexer_losses", "prepare_batch", "prepare_model", "register"]
 
 IGNORE = -100
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
@@ -259,8 +260,14 @@ class DecoderHook:
             self.binding, module, lambda: (self.binding.active_documents(), forward.offered())
         )
         ready = kwargs.pop("context_parallel", None) or offered
-        given = take_documents(kwargs)
-        if not mesh.parallel and documents is None and given is None and (ready is None or ready.plain):
+        given, losses = take_documents(kwargs), collecting()
+        if (
+            not mesh.parallel
+            and documents is None
+            and given is None
+            and (ready is None or ready.plain)
+            and losses is None
+        ):
             state: forward.State = OneDevice(self.implementation)
         else:
             self._refuse(args, kwargs)
@@ -273,7 +280,7 @@ class DecoderHook:
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
             self._check_positions(batch, kwargs)
             check_padding(module, self.mixers, handler.layout, batch, tokens)
-            state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs))
+            state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs), losses)
             self._complete(handler, tokens, batch, kwargs)
             if ready is None and mesh.parallel and not self.compared:
                 check_dispatched(handler, tokens, self.binding.name)

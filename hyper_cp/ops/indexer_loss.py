@@ -110,6 +110,21 @@ def indexer_loss(
         table = cp.batch.active_documents(_NAME)
     call = Call(is_causal, index_scale, attn_mask, table, name=_NAME, selected=selected)
     mode = Mode(kv_exchange, layout, load_balance, window, exchange_stages=exchange_stages)  # type: ignore[arg-type]
+    return loss_of((index_q, index_k, weights), (q, k, lse), cp, mode, call, scale, heads_mesh, score)
+
+
+def loss_of(
+    index: tuple[Tensor, Tensor, Tensor | None],
+    attended: tuple[Tensor, Tensor | Sequence[Tensor], Tensor],
+    cp: CPMesh,
+    mode: Mode,
+    call: Call,
+    scale: float | None,
+    heads_mesh: DeviceMesh | None = None,
+    score: str = "relu_sum",
+) -> Tensor:
+    """:func:`indexer_loss` for a mode and a call of the indexer. ``scale``: attention's."""
+    (index_q, index_k, weights), (q, k, lse) = index, attended
     mode, cp = with_hosts(mode, cp_mesh.as_ring(cp))
     scale = q.shape[3] ** -0.5 if scale is None else scale
     q, k = _attention_tensors(q, k)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_map_only
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.integrations.huggingface.selected import _EXPECTED, _Scores, has_indexer_seam
@@ -277,3 +279,88 @@ def test_shared_latents_under_a_reentrant_checkpoint_are_refused(ranks: Any) -> 
     """On one device their gradients are lost without an error."""
     for message in ranks(2, reentrant, "mistral_large4_text"):
         assert "use_reentrant=False" in message
+
+
+# --------------------------------------------------------------------------- training the indexers
+
+
+class Scores(LowestFirst):
+    """Records what indexers score, and what is selected of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        if func is Tensor.topk and args[0].requires_grad and args[0].shape[-1] == LENGTH:
+            self.found.append((args[0], result.indices))
+        return result
+
+
+def losses_alone(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
+    """The losses ``[B, S]`` of all indexers on one device: of the attention weights of eager attention."""
+    model.set_attn_implementation("eager")
+    weights: list[Tensor] = []
+    for module in model.modules():
+        if has_indexer_seam(type(module)):
+            forward = inspect.unwrap(type(module).forward)
+
+            def detached(*args: Any, module: Any = module, forward: Any = forward, **kwargs: Any) -> Any:
+                return forward(module, *tree_map_only(Tensor, Tensor.detach, args), **kwargs)
+
+            module.forward = detached
+        if getattr(module, "indexer", None) is not None:
+            module.register_forward_hook(lambda _, args, output: weights.append(output[1].detach()))
+    with InDouble(), Scores() as scores:
+        model(**{k: x for k, x in batch.items() if k != "labels"}, use_cache=False)
+    found = []
+    for (of_all, chosen), of_heads in zip(scores.found, weights, strict=True):
+        p, of_chosen = of_heads.sum(1).gather(2, chosen), of_all.gather(2, chosen)
+        p = p / p.sum(2, keepdim=True).clamp(min=1e-300)  # Hunyuan's has sinks, which take a part
+        ratio = p.clamp(min=1e-300).log() - of_chosen.log_softmax(2)
+        found.append((p * torch.where(p > 0, ratio, 0.0)).sum(2))
+    return found
+
+
+@on_ranks
+def indexer_errors(kind: str, dense: bool) -> dict[str, float]:
+    from hyper_cp.integrations.transformers import indexer_losses, prepare_batch, prepare_model
+
+    model, batch = made(kind), batch_of("padded")
+    one = copy.deepcopy(model)
+    for module in one.modules():
+        if dense and has_indexer_seam(type(module)):
+            module.index_topk = LENGTH
+    upstream = batch["attention_mask"] * torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(1))
+    want = sum((x * upstream).sum() for x in losses_alone(one, batch))
+    want.backward()  # type: ignore[union-attr]
+    style = ContextParallel(**MODES["ring"])
+    prepare_model(model, cp_mesh(), style=style)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    handler = ContextParallelHandler(cp_mesh(), style)
+    with InDouble():
+        local = prepare_batch(handler, batch)
+        with indexer_losses(dense=dense) as losses:
+            model(**{k: x for k, x in local.items() if "labels" not in k and "num_items" not in k})
+        mine = (torch.stack(losses) * handler.dispatch(upstream, seq_dim=1)).sum()
+        number = len(losses)
+        differentiate(mine)
+    assert len(losses) == number, "a recompute adds its losses again"
+    names = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert names == {name for name, p in one.named_parameters() if p.grad is not None}, "others have gradients"
+    assert names
+    assert all("indexer" in x for x in names)
+    of_ranks, *grads = sum_over_ranks(mine.detach(), *(model.get_parameter(x).grad for x in sorted(names)))
+    errors = [relative_error(g, one.get_parameter(x).grad) for g, x in zip(grads, sorted(names), strict=True)]
+    return {"loss": relative_error(of_ranks, want.detach()), "gradients": max(errors)}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_indexers_are_trained_by_what_attention_attends_to(ranks: Any, kind: str) -> None:
+    check(ranks(2, indexer_errors, kind, False))
+
+
+def test_warm_up_is_dense(ranks: Any) -> None:
+    check(ranks(2, indexer_errors, "deepseek_v32", True))
+    check(ranks(1, indexer_errors, "deepseek_v32", False))

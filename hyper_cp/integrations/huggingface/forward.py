@@ -18,6 +18,7 @@ from ...module.mesh_binding import Style, StyledMesh
 from ...module.mixers.hooks import Where
 from ...module.thread_stack import ThreadStack
 from ...schedule.layout import by_documents
+from .indexer_losses import IndexerLosses
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class ForwardState:
     mesh: StyledMesh
     passed: frozenset[str] = frozenset()
     """Names of the keywords that the decoder was given, some of which it hands on to attention."""
+    losses: IndexerLosses | None = None
+    """Where the losses of indexers go; None: indexers are not trained."""
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ...ops.config import Call
 from ...ops.selection import select
 from .forward import ForwardState, state_for
+from .indexer_losses import Scored
 
 LAYER = "indexed_attention"
 """The type of layers that attend to selected keys."""
@@ -78,9 +80,14 @@ def selects(layer: nn.Module, decoder: nn.Module) -> bool:
 
 def _selected(indexer: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
     """The forward of an indexer of a prepared model."""
-    if isinstance(state_for(indexer), ForwardState) and past_key_values is None:
+    state, forward = state_for(indexer), type(indexer).forward
+    if isinstance(state, ForwardState) and past_key_values is None:
         past_key_values = _Cache(type(indexer).__name__)
-    return type(indexer).forward(indexer, *args, past_key_values=past_key_values, **kwargs)
+        if state.losses is not None:  # without the decorator ``no_grad``, on inputs that have no gradient
+            state.losses.refuse_where_lost(type(indexer).__name__)
+            forward = inspect.unwrap(forward)
+            args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+    return forward(indexer, *args, past_key_values=past_key_values, **kwargs)
 
 
 class _Cache:
@@ -144,7 +151,7 @@ class _Scores:
 
     def float(self) -> _Scores:
         """Keys in fp32."""
-        return self._step("float", k=self.k.float())
+        return self._step("float")  # the selection is in fp32, and keys travel as they are
 
     def unsqueeze(self, dim: int) -> _Scores:
         """Keys of all heads."""
@@ -184,8 +191,11 @@ class _Scores:
         documents = batch.documents if self.request.documents is None else self.request.documents
         mode = replace(state.style.mode, window=(None, 0))
         call = Call(False, self.scale, batch.keys, documents, name=self.owner)
-        q, k = self.q.transpose(1, 2), self.k.unsqueeze(1)
-        return select(q, k, weights, state.mesh.views[0], mode, call, topk)[:, 0]
+        q, k = self.q.to(self.k.dtype).transpose(1, 2), self.k.unsqueeze(1)
+        found: Any = select(q, k, weights, state.mesh.views[0], mode, call, topk)[:, 0]
+        if state.losses is not None:
+            found.scored = Scored((q, k, weights), mode, call)
+        return found
 
 
 class _TopK:
