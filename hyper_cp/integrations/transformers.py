@@ -58,11 +58,13 @@ from .huggingface.forward import ForwardState, OneDevice, mixer_state
 from .huggingface.indexer_losses import collecting, indexer_losses
 from .huggingface.latents import NAME, prepare_latents
 from .huggingface.modules import LightningHooks, direct_attention, is_lightning, no_mask, prepare_rotary, route
-from .huggingface.selected import prepare_indexers
+from .huggingface.selected import has_indexer_seam, prepare_indexers
 
 __all__ = ["NAME", "indexer_losses", "prepare_batch", "prepare_model", "register"]
 
 IGNORE = -100
+CACHES = ("past_key_values", "cache_params")
+"""Names of caches among the keywords of decoders."""
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Names of the types of tokens (text, image ...) in batches."""
 
@@ -247,6 +249,9 @@ class DecoderHook:
         self.compared = False
         """True once the ranks' tokens have been compared."""
         self.adapters_checked = False
+        self.selects = any(has_indexer_seam(type(x)) for x in decoder.modules())
+        """True for a decoder with indexers. Its selections are those of one rank of many on one rank, too: without a
+        cache it does not run as it did before it was prepared."""
 
     @staticmethod
     def share(handler: ContextParallelHandler, batch: dict[str, Any]) -> dict[str, Any]:
@@ -261,13 +266,9 @@ class DecoderHook:
         )
         ready = kwargs.pop("context_parallel", None) or offered
         given, losses = take_documents(kwargs), collecting()
-        if (
-            not mesh.parallel
-            and documents is None
-            and given is None
-            and (ready is None or ready.plain)
-            and losses is None
-        ):
+        plain = documents is None and given is None and (ready is None or ready.plain)
+        selects = self.selects and not any(kwargs.get(name) for name in ("use_cache", *CACHES))
+        if not mesh.parallel and plain and not selects:
             state: forward.State = OneDevice(self.implementation)
         else:
             self._refuse(args, kwargs)
@@ -299,7 +300,7 @@ class DecoderHook:
             raise TypeError(
                 f"{self.binding.name} got {len(args)} positional arguments: pass all but input_ids by keyword"
             )
-        cache = [name for name in ("past_key_values", "cache_params") if kwargs.get(name) is not None]
+        cache = [name for name in CACHES if kwargs.get(name) is not None]
         if cache:
             raise NotImplementedError(
                 f"{self.binding.name} got {cache[0]}. Context parallelism does not run with a key/value cache, "

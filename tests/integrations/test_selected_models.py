@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.utils._pytree import tree_map_only
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.integrations.huggingface.selected import _EXPECTED, _Scores, has_indexer_seam
 from hyper_cp.mesh import comm
+from hyper_cp.ops.kernels.indexer import BestKeys
+from hyper_cp.verify import verify
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_models import VOCABULARY, InDouble, LowestFirst, gradients, tokens
 from tests.harness.oracle import relative_error
@@ -190,26 +193,64 @@ def test_exact_on_more_ranks(ranks: Any, kind: str) -> None:
 
 
 @on_ranks
-def on_one_rank(kind: str) -> list[float]:
-    """The error of a prepared model on a mesh of one rank, which computes attention as before."""
+def on_one_rank(kind: str) -> tuple[float, list[bool]]:
+    """The error on a mesh of one rank, which selects as many ranks do; with a cache it runs the model's own code."""
     from hyper_cp.integrations.transformers import prepare_model
 
-    model, batch, found = made(kind), batch_of("packed"), []
+    model, batch, same = made(kind), batch_of("packed"), []
+    want, _ = alone(copy.deepcopy(model), batch)
+    style = ContextParallel(**MODES["ring"])
     for implementation in ("eager", "sdpa"):
-        one = copy.deepcopy(model)
+        one = copy.deepcopy(model).eval()
         one.set_attn_implementation(implementation)
         prepared = copy.deepcopy(one)
-        want, _ = alone(one, batch)
-        style = ContextParallel(**MODES["ring"])
         prepare_model(prepared, cp_mesh(), style=style)
-        with LowestFirst():
-            got, _ = shared(prepared, style, batch)
-        found.append(relative_error(got, want))
-    return found
+        ids = batch["input_ids"]
+        with InDouble():
+            of_one, of_prepared = (x.generate(ids, max_new_tokens=3, do_sample=False) for x in (one, prepared))
+        same.append(torch.equal(of_one, of_prepared))
+    got, _ = shared(prepared, style, batch)
+    return relative_error(got, want), same
 
 
-def test_on_one_rank_attention_is_that_of_the_model(ranks: Any) -> None:
-    assert max(ranks(1, on_one_rank, "glm_moe_dsa")[0]) < 1e-9
+def test_on_one_rank(ranks: Any) -> None:
+    ((error, same),) = ranks(1, on_one_rank, "glm_moe_dsa")
+    assert error < 1e-9
+    assert all(same)
+
+
+@on_ranks
+def verified(fault: str) -> tuple[bool, str | None]:
+    """What verify says of a model of which all scores are equal, or of one that selects one key less on two ranks."""
+    from hyper_cp.integrations.transformers import prepare_model
+
+    model = made("deepseek_v32").float()
+    if fault == "ties":
+        for name, p in model.named_parameters():
+            if "indexer.wk" in name or "indexer.k_norm" in name:
+                torch.nn.init.constant_(p, 0.0)
+    prepare_model(model, cp_mesh(), style=ContextParallel(**MODES["ring"]))
+
+    def wrong(best: BestKeys, rows: tuple[int, int]) -> tuple[Tensor]:
+        (right,) = result(best, rows)
+        if rows[1] < LENGTH:
+            right[..., 0] = -1
+        return (right,)
+
+    result = BestKeys.result
+    with patch.object(BestKeys, "result", wrong if fault == "a key less" else result):
+        report = verify(model, cp_mesh(), batch_of("plain"))
+    return report.ok, report.module
+
+
+def test_verify_takes_ties_for_right(ranks: Any) -> None:
+    assert ranks(2, verified, "ties") == [(True, None)] * 2
+
+
+def test_verify_names_an_indexer_that_is_wrong(ranks: Any) -> None:
+    for ok, module in ranks(2, verified, "a key less"):
+        assert not ok
+        assert "indexer" in str(module)
 
 
 @on_ranks
