@@ -1,4 +1,5 @@
 """``HYPER_CP_DEBUG=nan``: finds the first NaN, and says on which rank, in which module and in which step it arises.
+(``HYPER_CP_DEBUG=nan,selected`` also checks selected keys, see :mod:`hyper_cp.ops.selected_check`.)
 
 A NaN of one rank reaches the others with the next keys, so a loss shows nothing but that there was one. While this is
 on, every op on a mesh checks its inputs before they travel, and its results, on all ranks, and all raise the same
@@ -17,20 +18,24 @@ from .cp_mesh import CPMesh
 from .failures import running
 
 
-def _switched_on() -> bool:
+def _switched_on() -> set[str]:
     given = os.environ.get("HYPER_CP_DEBUG", "")
-    if given not in ("", "0", "nan"):
+    names = set() if given in ("", "0") else set(given.split(","))
+    if not names <= {"nan", "selected"}:
         raise ValueError(
-            f"HYPER_CP_DEBUG={given!r} is unknown. It switches on checks, and there is one, for NaN. Set "
-            "HYPER_CP_DEBUG=nan, or unset it"
+            f"HYPER_CP_DEBUG={given!r} is unknown. It switches on checks: of NaN, and of selected keys. Set "
+            "HYPER_CP_DEBUG=nan, HYPER_CP_DEBUG=selected or HYPER_CP_DEBUG=nan,selected, or unset it"
         )
-    return given == "nan"
+    return names
 
 
 class _Watch:
     def __init__(self) -> None:
-        self.on = _switched_on()
+        names = _switched_on()
+        self.on = "nan" in names
         """Read once, when the package is imported: ranks must not differ in it."""
+        self.selected = "selected" in names
+        """True if selected keys are checked."""
         self.clean = ""
         """The last check that found none."""
 

@@ -34,6 +34,7 @@ from .kernels.scores import TileScores, find
 from .kernels.selected import Selections
 from .latents import Absorbed, Expansion, absorb
 from .recompute import check_recompute, fingerprint
+from .selected_check import check_selected
 
 
 class TileEngine:
@@ -304,6 +305,8 @@ def attention_op(
         partials.add(tile.q, tile.batch, *work.kernel.forward(inputs))
 
     with _no_autocast(q.device.type), operation(work.cp, "attention", "forward"):
+        if given.selected is not None and nans.watch.selected:
+            check_selected(work.cp, plan, given.selected)
         check_nans_if_enabled(work.cp, options, "query, key, value", q, k, v)
         # Its first moves leave before the tails of queries.
         keys = Travel(ring, plan.transfers, k, v, wire=options.wire)

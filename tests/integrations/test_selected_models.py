@@ -221,7 +221,7 @@ def test_on_one_rank(ranks: Any) -> None:
 
 @on_ranks
 def verified(fault: str) -> tuple[bool, str | None]:
-    """What verify says of a model of which all scores are equal, or of one that selects one key less on two ranks."""
+    """The verdict on a model of which all scores are equal, or of one that selects one key less on two ranks."""
     from hyper_cp.integrations.transformers import prepare_model
 
     model = made("deepseek_v32").float()

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel
-from hyper_cp.mesh import comm, cp_mesh
+from hyper_cp.mesh import comm, cp_mesh, nans
 from hyper_cp.mesh.comm import Axis
 from hyper_cp.ops import SAVE_LIST, attention, latent_attention, select_keys
 from hyper_cp.ops.kernels import indexer, selected
@@ -369,6 +369,37 @@ def test_a_mesh_of_two_dimensions_cannot_select() -> None:
 def test_minus_zero_is_zero() -> None:
     """As numbers, not as bits: the lower position wins."""
     of_pairs = torch.tensor([0.0, -0.0, 0.0, -0.0]).expand(1, 4, 4)
-    with patch.dict(indexer.SCORES, relu_sum=lambda q, k, weights, scale: of_pairs):
+    score = indexer.Score(lambda products, weights: of_pairs, indexer.SCORES["relu_sum"].pull_back)
+    with patch.dict(indexer.SCORES, relu_sum=score):
         found = select_keys(torch.ones(1, 1, 4, 2), torch.ones(1, 1, 4, 2), topk=2, mesh=cp_mesh.alone())
     assert found[0, 0, 3].tolist() == [0, 1]
+
+
+# --------------------------------------------------------------------------- HYPER_CP_DEBUG=selected
+
+
+@on_ranks
+def listed(fault: str) -> str:
+    """The error for a selection that is wrong on the last rank, in a packed batch."""
+    case = AttentionCase(48, True, kv_heads=1, heads=2, documents=OF_ROWS, kv_exchange="needed", layout="head_tail")
+    mesh, at = attention_case.cp_mesh(), case.positions(48)
+    q, k, weights = (x[:, :, at] for x in indexer_inputs(48, True))
+    modes: dict[str, Any] = {"kv_exchange": "needed", "layout": "head_tail", "documents": case.rows, "mesh": mesh}
+    chosen = select_keys(q, k, weights, topk=9, **modes)
+    if mesh.get_local_rank() == mesh.size() - 1 and fault:
+        last = int(at[-1])
+        chosen[0, 0, -1, 0] = {"future": last + 1, "document": 2, "end": 48, "twice": int(chosen[0, 0, -1, 1])}[fault]
+    nans.watch.selected = True
+    try:
+        attention(q, k, k, is_causal=True, enable_gqa=True, selected=chosen, **modes)
+    except ValueError as error:
+        return str(error)
+    finally:
+        nans.watch.selected = False
+    return ""
+
+
+@pytest.mark.parametrize("fault", ["", "future", "document", "end", "twice"])
+def test_debug_finds_listed_keys_that_are_not_seen(ranks: Any, fault: str) -> None:
+    for message in ranks(2, listed, fault):
+        assert message[:51] == ("selected of rank 1 lists keys that 1 of its queries" if fault else "")

@@ -31,7 +31,7 @@ class ForwardState:
     passed: frozenset[str] = frozenset()
     """Names of the keywords that the decoder was given, some of which it hands on to attention."""
     losses: IndexerLosses | None = None
-    """Where the losses of indexers go; None: indexers are not trained."""
+    """Collects the losses of indexers; None: indexers are not trained."""
 
 
 @dataclass(frozen=True)

@@ -100,5 +100,5 @@ def indexer_losses(*, dense: bool = False) -> Iterator[list[Tensor]]:
 
 
 def collecting() -> IndexerLosses | None:
-    """Where a forward that begins now puts the losses of its indexers."""
+    """The place where a forward that begins now puts the losses of its indexers."""
     return _collecting.top

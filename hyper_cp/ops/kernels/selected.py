@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...schedule.build import Step
 from ...schedule.ranges import Range, placed
-from ...schedule.tiles import FULL, Tile, shift
+from ...schedule.tiles import FULL, Band, Tile, shift
 from .inputs import Rectangle, TileInputs, forward_each
 from .partials import accumulation_dtype, empty_partial, like_queries, part
 
@@ -72,6 +72,15 @@ class Selections:
             self.ranges = torch.stack([starts, stops, columns]).to(self.selected.device, self.selected.dtype)
             self.step = step
         return TileSelection(part(self.selected, tile.q, tile.batch), self.ranges, tile.k)
+
+
+def in_band(columns: Tensor, band: Band) -> Tensor | bool:
+    """True where a band shows the columns ``[b, heads, rows, c]`` of a tile to its rows."""
+    if band == FULL:
+        return True
+    distance, (lower, upper) = columns - torch.arange(columns.shape[2], device=columns.device).unsqueeze(1), band
+    visible = True if lower is None else distance >= lower
+    return visible if upper is None else visible & (distance <= upper)
 
 
 # --------------------------------------------------------------------------- plain math
@@ -145,12 +154,7 @@ class Gathered:
 
     def masked(self, scores: Tensor) -> Tensor:
         """Scores, -inf where a query does not see the key."""
-        tile, visible = self.tile, self.known
-        lower, upper = tile.band
-        if tile.band != FULL:
-            distance = self.columns - torch.arange(tile.q.shape[2], device=tile.q.device).unsqueeze(1)
-            visible = visible if lower is None else visible & (distance >= lower)
-            visible = visible if upper is None else visible & (distance <= upper)
+        tile, visible = self.tile, self.known & in_band(self.columns, self.tile.band)
         scores = scores.masked_fill(~visible.unsqueeze(3), -torch.inf)
         if tile.mask is None:
             return scores

@@ -1,0 +1,37 @@
+"""``HYPER_CP_DEBUG=selected``: raises an error for a selection that lists keys which its queries do not see.
+
+Such a key is hidden, so that attention is right, but a selection of local positions, or of another batch, lists many of
+them. To find them costs a wait for the device in every call, and a small gather.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..mesh.comm import gather_ranks
+from ..mesh.cp_mesh import CPMesh
+from ..schedule.build import Schedule
+from .kernels.partials import part
+from .kernels.selected import Selections, in_band
+
+
+def check_selected(cp: CPMesh, plan: Schedule, selected: Tensor) -> None:
+    """Raise ``ValueError`` on all ranks if queries of one list keys in their future, in another document, outside of
+    their window or past the end, or a key twice. ``selected``: ``[B, heads, S, k]`` of the queries that it attends."""
+    selections, seen = Selections(selected), torch.zeros_like(selected[..., 0], dtype=torch.int64)
+    for step in plan.forward:
+        for tile in step.tiles:
+            columns, known = selections.of(step, tile).columns()
+            part(seen, tile.q, tile.batch).add_((known & in_band(columns, tile.band)).sum(-1))
+    ordered = selected.sort(-1).values
+    twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != -1)).any(-1)
+    wrong = ((selected != -1).sum(-1) != seen) | twice
+    found = gather_ranks(cp.flat, wrong.sum().reshape(1)).flatten().tolist()
+    if any(found):
+        rank = next(i for i, number in enumerate(found) if number)
+        raise ValueError(
+            f"selected of rank {rank} lists keys that {found[rank]} of its queries do not see: in their future, in "
+            "another document, outside of the window, past the end, or one key twice. It must list global positions, "
+            "each once, and -1 where a query sees fewer keys than are listed. Pass what select_keys returns"
+        )
