@@ -66,6 +66,14 @@ CHANGES: dict[str, dict[str, Any]] = {
         **_each("indexer_n_heads indexer_kv_heads", 1),
         **_each("indexer_head_dim indexer_budget indexer_compress_ratio", 8),
     },
+    "dots3_note_text": {
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        **_each("num_attention_heads num_key_value_heads", 4),  # which differ between layers
+        **_each("swa_num_attention_heads swa_num_key_value_heads", 2),
+        **_each("kv_lora_rank swa_q_lora_rank swa_kv_lora_rank", 12),
+        **_each("qk_rope_head_dim qk_nope_head_dim v_head_dim swa_qk_nope_head_dim swa_v_head_dim", 8),
+        **_each("head_dim swa_head_dim shared_experts_intermediate_size", 16),
+    },
     "nemotron_h": {"num_hidden_layers": 4},
     "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 8},
     **{kind: {"layer_types": ["linear_attention", "full_attention"]} for kind in HYBRIDS},
