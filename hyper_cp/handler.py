@@ -403,6 +403,7 @@ class ContextParallelHandler(Shares):
         chunk: int | None = None,
         gather: bool = False,
         length: int | None = None,
+        gradients: str | None = "unknown",
     ) -> Tensor:
         """The log-probability of each label, without whole logits: ``[B, S/n]``, fp32 or fp64; 0 where it is ignored.
 
@@ -411,15 +412,22 @@ class ContextParallelHandler(Shares):
         Args:
             gather: return those of the whole sequence on every rank, ``[B, S]`` in global order (see :meth:`combine`).
             length: S before padding. Default: that of the batch whose block this is; elsewhere padding comes along.
+            gradients: with ``gather``, the reduction of parameters' gradients that follows, as for :meth:`combine`:
+                ``"mean"`` under DDP or FSDP.
         """
         loss.check_share(self.cp, labels)
         if length is not None and not gather:
             raise ValueError(f"length={length} without gather=True. A share has no padding to cut off. Leave it out")
+        if gradients != "unknown" and not gather:
+            raise ValueError(
+                f"gradients={gradients!r} without gather=True. Log-probabilities of a share have the gradients of that "
+                "share. Leave it out, and pass it to mean_loss"
+            )
         found = log_probs(hidden, labels, head, Logits(ignore_index, softcap, scale, chunk))
         if gather and length is None:
             known = self.cp.batch.length
             length = known if known and self.padded_length(known) == found.shape[-1] * self.cp.size else None
-        return self.combine(found, -1, length=length) if gather else found
+        return self.combine(found, -1, length=length, gradients=gradients) if gather else found
 
 
 class _Core(nn.Module):

@@ -214,7 +214,12 @@ def gathered() -> tuple[float, float]:
     factor = torch.linspace(1, 2, 13)
     (grad,) = torch.autograd.grad((found * factor).sum(), [model.output.weight])
     (expected,) = torch.autograd.grad((wanted * factor).sum(), [model.output.weight])
-    return relative_error(found, wanted), relative_error(sum_over_ranks(grad)[0], expected)
+    of_whole = handler.log_probs(model(mine["ids"]), mine["shift_labels"], length=13, gradients="mean", **how)
+    (averaged,) = torch.autograd.grad((of_whole * factor).sum(), [model.output.weight])
+    with pytest.raises(ValueError, match="gradients='mean' without gather=True"):
+        handler.log_probs(model(mine["ids"]), mine["shift_labels"], head=model.output, gradients="mean")
+    errors = [relative_error(sum_over_ranks(g)[0], expected) for g in (grad, averaged / 2)]
+    return relative_error(found, wanted), max(errors)
 
 
 def test_log_probs_in_global_order(ranks: Any) -> None:
