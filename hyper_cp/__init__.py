@@ -7,6 +7,7 @@ warn_if_unsupported()  # before imports that may fail in such a version
 # isort: split
 from .context_manager import context_parallel
 from .data.dynamic import CostModel, DynamicContextParallel
+from .dynamic_steps import dynamic_steps
 from .handler import ContextParallelHandler
 from .integrations.megatron import get_cp_handler_cls
 from .mesh.family import MeshFamily, split_cp_mesh
@@ -29,6 +30,7 @@ __all__ = [
     "RecurrentContextParallel",
     "context_parallel",
     "context_parallel_mesh",
+    "dynamic_steps",
     "get_cp_handler_cls",
     "latents_and_weight",
     "plan",

@@ -123,6 +123,16 @@ class Plan:
         return [m for m in self.micro_batches if rank in m.ranks]
 
     @cached_property
+    def rounds(self) -> tuple[int, ...]:
+        """For each micro-batch the round in which it runs, if all ranks begin a round together: as early as its ranks
+        are free."""
+        free, found = [0] * self.size, []
+        for m in self.micro_batches:
+            found.append(max(free[r] for r in m.ranks))
+            free[m.ranks.start : m.ranks.stop] = [found[-1] + 1] * len(m.ranks)
+        return tuple(found)
+
+    @cached_property
     def finish(self) -> tuple[float, ...]:
         """Seconds after which each rank has run its list, waiting for the other ranks of a group included."""
         clock = [0.0] * self.size
@@ -169,7 +179,8 @@ class DynamicContextParallel:
     **Between the ranks.** Ranks have different numbers of micro-batches, perhaps none, so inside one only its own
     group may communicate. Sum the gradients after the last one; a rank without work contributes zeros. DDP outside
     ``no_sync``, and FSDP that gathers parameters per module, communicate over all ranks in every forward or backward:
-    they would wait forever for a rank without that micro-batch.
+    they would wait forever for a rank without that micro-batch. For these, :func:`hyper_cp.dynamic_steps` gives every
+    rank the same number of steps.
 
     Args:
         family: the :class:`~hyper_cp.MeshFamily` to plan for, or a number of ranks.
