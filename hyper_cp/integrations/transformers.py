@@ -243,6 +243,10 @@ class DecoderHook:
         self.passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.long_rotary = prepare_rotary(decoder) > 0
         self.own_positions = own_positions(decoder)
+        """True if the decoder makes position ids that are not 0, 1, 2 ... where there is padding."""
+        makers = (x for x in decoder.modules() if hasattr(x, "create_position_ids_from_input_ids"))
+        self.counts: Any = next(makers, None)
+        """The module that makes them of the ids of tokens, if there is one; else they are made of the mask."""
         self.mixers = mixers_of(decoder)
         self.direct = [] if decoder._can_set_attn_implementation() else direct_attention(decoder)
         """Attention modules that call SDPA themselves."""
@@ -279,7 +283,6 @@ class DecoderHook:
             tokens = kwargs["inputs_embeds"] if tokens is None else tokens
             handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
-            self._check_positions(batch, kwargs)
             check_padding(module, self.mixers, handler.layout, batch, tokens)
             state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs), losses)
             self._complete(handler, tokens, batch, kwargs)
@@ -308,16 +311,6 @@ class DecoderHook:
                 "model without prepare_model, or in context_parallel_mesh(model, a mesh of one rank)"
             )
 
-    def _check_positions(self, batch: PreparedBatch, kwargs: dict[str, Any]) -> None:
-        """Raise unless position ids that count from 0 are those which the decoder would make of the whole batch."""
-        differ = self.own_positions == "input_ids" or batch.tokens is not None or batch.keys is not None
-        if self.own_positions and differ and (batch.numbered or kwargs.get("position_ids") is None):
-            raise ValueError(
-                f"{self.binding.name} makes position ids from {self.own_positions}, and from those of a share they "
-                "would be wrong. Pass position_ids of the whole sequence in the batch for prepare_batch, as the model "
-                "makes them"
-            )
-
     def _complete(
         self, handler: ContextParallelHandler, tokens: Tensor, batch: PreparedBatch, kwargs: dict[str, Any]
     ) -> None:
@@ -329,12 +322,32 @@ class DecoderHook:
             ones = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
             counted = ones if batch.counted is None else batch.counted
             kwargs["attention_mask"] = no_mask(tokens.device) if self.direct else counted
+        differ = self.counts is not None or batch.tokens is not None or batch.keys is not None
+        if self.own_positions and differ and (batch.numbered or kwargs.get("position_ids") is None):
+            kwargs["position_ids"] = self._counted(handler, tokens, batch)
         if kwargs.get("position_ids") is None:
             length = tokens.shape[1] * handler.cp.size
             documents = batch.documents
             kwargs["position_ids"] = handler.position_ids(length, device=tokens.device, documents=documents)[None]
         if kwargs.get("use_cache") is None and "use_cache" in self.keywords:
             kwargs["use_cache"] = False
+
+    def _counted(self, handler: ContextParallelHandler, tokens: Tensor, batch: PreparedBatch) -> Tensor:
+        """Position ids that the decoder makes of the whole batch: RoBERTa counts tokens that are not padding by their
+        ids, OPT by the mask. One small gather."""
+        if self.counts is not None and tokens.ndim == 2:
+            known = tokens
+        elif self.counts is not None:  # embeddings, none of which is known to be padding
+            known = torch.full(tokens.shape[:2], self.counts.padding_idx + 1, device=tokens.device)
+        else:
+            ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+            known = ones if batch.counted is None else batch.counted.to(torch.int64)
+        whole = handler.combine(known, 1, documents=batch.documents)
+        if self.counts is not None:
+            counted = self.counts.create_position_ids_from_input_ids(whole, self.counts.padding_idx)
+        else:
+            counted = whole.cumsum(1) * whole - 1
+        return local_share(handler, counted, 1, batch.documents)
 
     def _batch_state(
         self,

@@ -109,12 +109,14 @@ def test_the_mask_of_a_model_decides_its_window(ranks: Any) -> None:
 
 @on_ranks
 def positions() -> list[float]:
-    """Models that make position ids from the tokens or the mask take those of the batch."""
+    """Models that make position ids from the tokens or the mask take those of the batch, or make them of all of it."""
     batch, found = batch_of(22, padded=True), []
     shown = batch["attention_mask"]
     for kind, first in (("roberta", SMALL["pad_token_id"] + 1), ("opt", 0)):
         model = model_of(kind, is_decoder=True, word_embed_proj_dim=32, ffn_dim=24, num_key_value_heads=4)
         found.append(errors(model, {**batch, "position_ids": (shown.cumsum(1) - 1) * shown + first}))
+        hidden = {**batch, "input_ids": batch["input_ids"].masked_fill(shown == 0, SMALL["pad_token_id"])}
+        found.append(errors(model, hidden))  # made of the whole batch
     return found
 
 
@@ -286,12 +288,6 @@ def wrong_use(case: str) -> None:
     elif case == "question answering":
         ends = torch.tensor([1, 2])
         prepared(hf.LlamaForQuestionAnswering(config))[0](**local, start_positions=ends, end_positions=ends)
-    elif case == "own positions of tokens":
-        model, handler = prepared(model_of("roberta", is_decoder=True, num_key_value_heads=4))
-        model(**prepare_batch(handler, batch_of()))
-    elif case == "own positions of masks":
-        model, handler = prepared(model_of("opt", word_embed_proj_dim=32, ffn_dim=24))
-        model(**prepare_batch(handler, batch_of(24, padded=True)))
     elif case == "own loss":
         prepared(OwnLoss(config))[0](**local, labels=labels, shift_labels=labels, num_items_in_batch=1)
     elif case == "own positions of layers":
@@ -341,8 +337,6 @@ REFUSED = [
     ("sequence classification", "NotImplementedError", "LlamaForSequenceClassification pools over.*handler.combine"),
     ("token classification", "NotImplementedError", r"\(ForTokenClassification\) is a mean over this rank's share"),
     ("question answering", "NotImplementedError", "start_positions.*softmax over the positions of this rank"),
-    ("own positions of tokens", "ValueError", "RobertaModel makes position ids from input_ids.*prepare_batch"),
-    ("own positions of masks", "ValueError", "OPTDecoder makes position ids from attention_mask.*prepare_batch"),
     ("own loss", "NotImplementedError", "OwnLoss got labels, but its forward computes the loss.*handler.mean_loss"),
     ("own positions of layers", "NotImplementedError", "Llama4TextAttention, which counts positions by itself"),
     ("chunks and layout", "NotImplementedError", r"chunked attention \(size 5\).*layout='per_document'"),

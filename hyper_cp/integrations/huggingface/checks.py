@@ -154,12 +154,10 @@ def masks_by_types(model: nn.Module) -> bool:
     return any("block_sequence_ids" in source_of(type(module).forward) for module in (model, *model.children()))
 
 
-def own_positions(decoder: nn.Module) -> str | None:
-    """The input from which a decoder makes position ids that are not 0, 1, 2 ...: "input_ids", "attention_mask" or
-    None."""
-    if any(hasattr(module, "create_position_ids_from_input_ids") for module in decoder.modules()):
-        return "input_ids"
-    return "attention_mask" if "cumsum(" in source_of(type(decoder).forward) else None
+def own_positions(decoder: nn.Module) -> bool:
+    """True if a decoder makes position ids of its input ids or of the mask, which are not 0, 1, 2 ... with padding."""
+    of_ids = any(hasattr(module, "create_position_ids_from_input_ids") for module in decoder.modules())
+    return of_ids or "cumsum(" in source_of(type(decoder).forward)
 
 
 def check_ignored(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
