@@ -8,7 +8,7 @@ that remain after a division only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -80,6 +80,15 @@ class RankWork:
         """The number of steps that arrive."""
         return self.hops * self.pieces
 
+    def of_pairs(self, pairs: float) -> RankWork:
+        """The same steps with so many pairs in all, shared out in proportion."""
+        unlisted = max(0, self.arriving - len(self.forward) + 2)
+        part = pairs / max(1.0, sum(step.pairs for step in self.forward) + unlisted * self.forward[-2].pairs)
+        forward, backward = (
+            tuple(replace(step, pairs=step.pairs * part) for step in steps) for steps in (self.forward, self.backward)
+        )
+        return replace(self, forward=forward, backward=backward)
+
 
 @dataclass(frozen=True)
 class RingWork:
@@ -129,6 +138,26 @@ def ring_work(
         {rank: rank_work(build(held, held, rank, kv_exchange, False, band, rows, stages=stages)) for rank in chosen},
         fullest,
     )
+
+
+def under_selection(work: RingWork, layout: str, documents: PackedDocuments, causal: bool, topk: int) -> RingWork:
+    """The same ring if each query attends to ``topk`` of the keys that it sees, or to all of them if they are fewer.
+    Nobody knows which ones before a run: steps share them in proportion to what their queries see."""
+    ring, row = len(work.pairs), documents.rows[0]
+    ends, lengths = np.asarray(row), np.diff(row)
+    most = np.append(0, np.cumsum(lengths * np.minimum(lengths, topk)))
+
+    def before(positions: npt.NDArray[Any]) -> Any:
+        """The pairs of all queries before each position: under a causal mask as many as in a window."""
+        return visible_before(ends, positions, (1 - topk, 0)) if causal else np.interp(positions, ends, most)
+
+    if layout == "per_document" and ring > REAL:  # all owe the mean
+        pairs = np.full(ring, float(before(ends[-1:])[0]) / ring)
+    else:
+        held = [np.array(ranges).T for ranges in resolve(layout, ring, row[-1], documents).held]
+        pairs = np.array([float((before(stops) - before(starts)).sum()) for starts, stops in held])
+    ranks = {rank: mine.of_pairs(pairs[rank] if ring <= REAL else pairs.max()) for rank, mine in work.ranks.items()}
+    return RingWork(pairs, ranks, max(ranks, key=lambda rank: float(pairs[rank])))
 
 
 def rank_work(plan: Schedule) -> RankWork:
