@@ -185,18 +185,23 @@ class Estimator:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.band = CAUSAL if problem.causal else FULL
-        self._works: dict[tuple[str, int, str, Limits], RingWork] = {}
+        self._works: dict[tuple[str, int, str, Limits, int], RingWork] = {}
+        self._indexers: dict[tuple[str, int, str], Cost] = {}
         self.states = state_bytes(problem.model, problem.shards, problem.per_parameter, problem.element)
 
-    def _work(self, layout: str, ring: int, kv_exchange: str, kv_heads: int) -> RingWork:
+    def _work(self, layout: str, ring: int, kv_exchange: str, kv_heads: int, topk: int = 0) -> RingWork:
         documents = self.problem.documents
         limits: Limits = ()
         if kv_exchange == "needed":
             limits = stage_limits(kv_exchange, self.problem.device, kv_heads, len(documents.rows[0]) > 2)
-        key = (layout, ring, kv_exchange, limits) if ring > 1 else ("contiguous", 1, "all_gather", ())
+        key = (layout, ring, kv_exchange, limits, topk) if ring > 1 else ("contiguous", 1, "all_gather", (), topk)
         found = self._works.get(key)
-        if found is None:
-            found = self._works[key] = ring_work(*key[:3], documents, self.band, limits)
+        if found is None and topk:
+            dense = self._work(layout, ring, kv_exchange, kv_heads)
+            found = under_selection(dense, key[0], documents, self.problem.causal, topk)
+        elif found is None:
+            found = ring_work(*key[:3], documents, self.band, limits)
+        self._works[key] = found
         return found
 
     def cost(self, mode: Strategy) -> Cost:
@@ -205,9 +210,7 @@ class Estimator:
         ranks = Ranks(mode.ring, mode.ulysses_degree, p.cluster.gpus_per_host)
         kv_heads = heads_after_sharing(p.model.kv_heads, mode.ulysses_degree) // mode.ulysses_degree
         travelling = 1 if p.model.latents_travel(mode.ulysses_degree) else kv_heads
-        work = self._work(mode.layout, mode.ring, exchange, travelling)
-        if p.model.topk:
-            work = under_selection(work, mode.layout, p.documents, p.causal, p.model.topk)
+        work = self._work(mode.layout, mode.ring, exchange, travelling, p.model.topk)
         moves = {
             rank: transfers(p.model, p.cluster, ranks, exchange, p.batch, p.length, rank, mine, p.element)
             for rank, mine in work.ranks.items()
@@ -223,6 +226,9 @@ class Estimator:
     def _selection(self, mode: Strategy) -> Cost:
         """The indexer of one layer: all ranks of a group are one ring, and there is no backward."""
         p, exchange, size = self.problem, mode.kv_exchange or "all_gather", mode.cp_size
+        found = self._indexers.get((mode.layout, size, exchange))
+        if found is not None:
+            return found
         work = self._work(mode.layout, size, exchange, 1)
         moves = [
             indexer_transfers(p.model, p.cluster, size, exchange, p.batch, p.length, rank, mine, p.element)
@@ -231,7 +237,9 @@ class Estimator:
         kernels = Kernels.of_indexer(p.model, p.cluster, p.batch, p.length / size)
         time = attention_time(exchange, kernels, list(work.ranks.values()), moves)
         flops = work.pairs * float(p.model.score_flops * p.batch)
-        return Cost(work, _most(moves), replace(time, backward=0.0, kernels_backward=0.0), flops, 1.0)
+        found = Cost(work, _most(moves), replace(time, backward=0.0, kernels_backward=0.0), flops, 1.0)
+        self._indexers[mode.layout, size, exchange] = found
+        return found
 
     def estimates(
         self, mode: Strategy, cost: Cost, checkpointing: Sequence[str], chunked: Sequence[bool]

@@ -7,7 +7,7 @@ of posting, and computes beside them. A ring advances as fast as its slowest ran
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from .cluster import Cluster
 from .model import ModelShape
@@ -61,7 +61,7 @@ class AttentionTime:
     @property
     def exposed(self) -> float:
         """Seconds, forward and backward, in which no kernel runs."""
-        return self.forward + self.backward - self.kernels_forward - self.kernels_backward
+        return max(0.0, self.forward + self.backward - self.kernels_forward - self.kernels_backward)
 
     def recomputed(self, times: int) -> AttentionTime:
         """With ``times`` more forwards."""
@@ -70,7 +70,7 @@ class AttentionTime:
 
 def total(calls: Iterable[tuple[float, AttentionTime]]) -> AttentionTime:
     """The time of calls, each of which is made as often as its number says."""
-    each = [[number * seconds for seconds in astuple(time)] for number, time in calls]
+    each = [[number * seconds for seconds in vars(time).values()] for number, time in calls]
     return AttentionTime(*(sum(column) for column in zip(*each, strict=True)))
 
 

@@ -21,7 +21,7 @@ from ..schedule.choices import Limits, stages_needed
 from ..schedule.documents import PackedDocuments
 from ..schedule.lookup import resolve
 from ..schedule.pairs import cost, document_of, visible_before, visible_between
-from ..schedule.ranges import Numbers, Range
+from ..schedule.ranges import Numbers, Range, before, bounds
 from ..schedule.tiles import BLOCK, Band
 
 FORMULAS = ("contiguous", "head_tail", "per_document")
@@ -147,15 +147,17 @@ def under_selection(work: RingWork, layout: str, documents: PackedDocuments, cau
     ends, lengths = np.asarray(row), np.diff(row)
     most = np.append(0, np.cumsum(lengths * np.minimum(lengths, topk)))
 
-    def before(positions: npt.NDArray[Any]) -> Any:
+    def pairs_before(positions: npt.NDArray[Any]) -> Any:
         """The pairs of all queries before each position: under a causal mask as many as in a window."""
         return visible_before(ends, positions, (1 - topk, 0)) if causal else np.interp(positions, ends, most)
 
     if layout == "per_document" and ring > REAL:  # all owe the mean
-        pairs = np.full(ring, float(before(ends[-1:])[0]) / ring)
+        pairs = np.full(ring, float(pairs_before(ends[-1:])[0]) / ring)
     else:
-        held = [np.array(ranges).T for ranges in resolve(layout, ring, row[-1], documents).held]
-        pairs = np.array([float((before(stops) - before(starts)).sum()) for starts, stops in held])
+        held = [bounds(ranges) for ranges in resolve(layout, ring, row[-1], documents).held]
+        starts, stops = np.concatenate(held).T
+        first = before(np.array([len(ranges) for ranges in held]))
+        pairs = np.add.reduceat((pairs_before(stops) - pairs_before(starts)).astype(np.float64), first)
     ranks = {rank: mine.of_pairs(pairs[rank] if ring <= REAL else pairs.max()) for rank, mine in work.ranks.items()}
     return RingWork(pairs, ranks, max(ranks, key=lambda rank: float(pairs[rank])))
 

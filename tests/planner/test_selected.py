@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -150,6 +151,18 @@ def test_all_keys_are_selected_where_few_are_seen() -> None:
     assert found.flops.tolist() == [PAIR * (3000 * 3000 + 1000 * 4000), PAIR * 4000 * 4000]
 
 
+def test_indexers_on_many_devices_take_seconds() -> None:
+    plan(V32, 2**14, gpus=2)  # imports and caches
+    start = time.process_time()
+    found = plan(V32 | {"num_hidden_layers": 61}, 10 * 2**20, gpus=4096)
+    assert time.process_time() - start < 3.0
+    assert {e.strategy.layout for e in found.strategies if e.strategy.ulysses_degree == 1} == {
+        "contiguous",
+        "head_tail",
+    }
+    assert all(e.exposed_seconds >= 0 for e in found.strategies)
+
+
 @pytest.mark.parametrize("ranks", [4, 64])
 def test_steps_share_the_work_of_their_rank(ranks: int) -> None:
     shape = model_shape(V32)
@@ -296,6 +309,7 @@ def of_a_layer() -> list[tuple[str, float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_layer_on_two_ranks(ranks: Any) -> None:
     found = ranks(2, of_a_layer)[0]
     wrong = {name: (predicted, counted) for name, predicted, counted in found if abs(predicted / counted - 1) > 0.1}
