@@ -196,11 +196,10 @@ class Estimator:
             limits = stage_limits(kv_exchange, self.problem.device, kv_heads, len(documents.rows[0]) > 2)
         key = (layout, ring, kv_exchange, limits, topk) if ring > 1 else ("contiguous", 1, "all_gather", (), topk)
         found = self._works.get(key)
-        if found is None and topk:
-            dense = self._work(layout, ring, kv_exchange, kv_heads)
-            found = under_selection(dense, key[0], documents, self.problem.causal, topk)
-        elif found is None:
-            found = ring_work(*key[:3], documents, self.band, limits)
+        if found is None:
+            found = ring_work(*key[:3], documents, self.band, limits, parts=not topk)
+            if topk:
+                found = under_selection(found, key[0], documents, self.problem.causal, topk)
         self._works[key] = found
         return found
 

@@ -118,11 +118,13 @@ def ring_work(
     documents: PackedDocuments,
     band: Band,
     limits: Limits = (),
+    parts: bool = True,
 ) -> RingWork:
     """The work of a ring of ``ring`` ranks for packed documents that all batch rows share, each causal or full.
 
     Args:
         limits: those that choose the stages of ``"needed"``. An all-gather is whole.
+        parts: False if tiles have no parts, as those of selected keys.
     """
     row = documents.rows[0]
     if ring > REAL:
@@ -133,11 +135,9 @@ def ring_work(
     stages = limits if kv_exchange == "needed" else ()
     fullest = int(owed.argmax())
     chosen = range(ring) if ring <= 4 else sorted({fullest, 0, ring // 2, ring - 1})
-    return RingWork(
-        owed,
-        {rank: rank_work(build(held, held, rank, kv_exchange, False, band, rows, stages=stages)) for rank in chosen},
-        fullest,
-    )
+    options: dict[str, Any] = {"parts": parts, "stages": stages}
+    ranks = {rank: rank_work(build(held, held, rank, kv_exchange, False, band, rows, **options)) for rank in chosen}
+    return RingWork(owed, ranks, fullest)
 
 
 def under_selection(work: RingWork, layout: str, documents: PackedDocuments, causal: bool, topk: int) -> RingWork:

@@ -175,6 +175,18 @@ def test_steps_share_the_work_of_their_rank(ranks: int) -> None:
     assert found.attention.kernels_forward * PROFILES["h100"].flops("forward_share") > PAIR * 2**20 // ranks * 2048
 
 
+def test_tiles_are_whole() -> None:
+    """Four ranks with four documents each: one dense tile with parts, or one tile for each document."""
+    documents = PackedDocuments([[*range(0, S + 1, 1024)]])
+    dense = replace(model_shape(V32), topk=0, indexers=0, indexer_heads=0, indexer_dim=0)
+    tiles = []
+    for shape in (dense, model_shape(V32)):
+        problem = Problem(shape, PROFILES["h100"], 4, documents, True, 1, 2, 16.0, 4, 1e12)
+        found = Estimator(problem).cost(Strategy(4, 1, "ring", "contiguous", "none", False))
+        tiles.append(found.ring.ranks[2].forward[0].tiles)
+    assert tiles == [1, 4]
+
+
 def test_seconds_of_a_step_by_hand() -> None:
     """Latents are not expanded. Outputs that are merged have 512 numbers of a head, and gradients of queries 576."""
     shape, h100, step = model_shape(V32), PROFILES["h100"], StepWork(1e9, 2048, 1, 4096)
