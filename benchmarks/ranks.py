@@ -28,7 +28,9 @@ def results_of(main: Callable[..., None], ranks: int, *args: Any, method: str = 
         try:
             for process in processes:
                 process.start()
-            while any(process.is_alive() for process in processes) or not queue.empty():
+            running = True
+            while running or not queue.empty():
+                running = any(process.is_alive() for process in processes)  # asked before exit codes are
                 failed = [process.exitcode for process in processes if process.exitcode]
                 if failed:
                     raise RuntimeError(

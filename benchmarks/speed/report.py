@@ -126,13 +126,13 @@ def plot(found: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def write_section(path: Path, name: str, text: str) -> None:
+def write_section(path: Path, name: str, text: str, command: str = "python -m benchmarks") -> None:
     """Replace the text between the marks of a section of a document.
 
     Raises:
         ValueError: if the document has no such section.
     """
-    begin, end = f"<!-- {name}: written by python -m benchmarks -->", f"<!-- end of {name} -->"
+    begin, end = f"<!-- {name}: written by {command} -->", f"<!-- end of {name} -->"
     document = path.read_text()
     pattern = re.compile(re.escape(begin) + r".*?" + re.escape(end), re.DOTALL)
     if not pattern.search(document):

@@ -2,14 +2,19 @@
 
 The model is a decoder of Llama's kind in plain PyTorch: RMSNorm, SwiGLU, and this library's attention. Its layers are
 counted tensor by tensor, as autograd saves them. Allocators add fragmentation, which is not counted.
+
+Where keys are selected, queries and outputs are kept as wide as latents, and selections from forward to backward,
+whatever is recomputed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..ops.kernels.indexer import SCORES_AT_ONCE
+from ..ops.kernels.selected import GATHERED_AT_ONCE
 from .model import ModelShape
-from .traffic import ACCUMULATED, Ranks
+from .traffic import ACCUMULATED, POSITION, Ranks
 from .work import RankWork
 
 CHECKPOINTING = ("none", "attention", "layers")
@@ -28,7 +33,7 @@ class Memory:
         saved: everything saved for backward by the layers, when the loss is reached.
         loss: logits and what the loss saves and makes of them.
         work: the largest work space of one layer in backward, its recomputed activations included, less what the
-            backward of the last norm has freed.
+            backward of the last norm has freed; or that of an indexer, if it is larger.
     """
 
     states: float
@@ -61,8 +66,9 @@ def layer_saved(model: ModelShape, ranks: Ranks, tokens: float, element: int) ->
     and as the projection receives it), its log-sum-exp, and four tensors of the MLP's inner size.
     """
     keys = model.numbers_that_travel(ranks.ulysses) * ranks.ulysses
-    outputs = 2 if ranks.ulysses > 1 else 1
-    channels = (1 + outputs) * model.query_width + keys + 4 * model.ffn
+    outputs = 2 if ranks.ulysses > 1 and not model.absorbed else 1
+    absorbed = model.heads * sum(model.head_widths) if model.absorbed else 0
+    channels = (1 + outputs) * model.query_width + absorbed + keys + 4 * model.ffn
     return tokens * (channels * element + model.heads * ACCUMULATED + 2 * norm_saved(model, element))
 
 
@@ -81,11 +87,28 @@ def saved_between(model: ModelShape, ranks: Ranks, tokens: float, element: int, 
         return layer_saved(model, ranks, tokens, element)
     kept = tokens * model.width * element
     if checkpointing == "attention":
-        channels = model.query_width
+        channels = model.heads * model.head_widths[1]
         if ranks.ulysses > 1:
             channels += 2 * model.query_width + model.numbers_that_travel(ranks.ulysses) * ranks.ulysses
         kept += tokens * (channels * element + model.heads * ACCUMULATED)
     return kept
+
+
+def selections_saved(model: ModelShape, ranks: Ranks, tokens: float, checkpointing: str) -> float:
+    """Bytes of the selections of all layers. Those that share one keep it once, but each has what Ulysses ranks have
+    gathered of it. A recompute selects nothing: it takes what the indexer of its forward has selected."""
+    own = tokens * model.topk * POSITION
+    gathered = model.layers * ranks.ulysses * own if ranks.ulysses > 1 and checkpointing != "layers" else 0.0
+    selected = max(1, model.indexers) * own if ranks.ulysses == 1 or checkpointing != "none" else 0.0
+    return selected + gathered
+
+
+def selection_work(model: ModelShape, tokens: float) -> float:
+    """Bytes that an indexer needs: the best keys so far, in 8 bytes each, sorted at the end; before, scores."""
+    if not model.indexers:
+        return 0.0
+    best = 8 * tokens * model.topk
+    return best + max(3 * best, 2 * SCORES_AT_ONCE * ACCUMULATED)
 
 
 def layer_work(
@@ -105,11 +128,20 @@ def _attention_work(
 ) -> float:
     """Bytes of buffers in attention's backward: keys and values that arrive, and fp32 sums of gradients."""
     position = model.numbers_that_travel(ranks.ulysses) * batch  # elements of keys and values
-    share = length / ranks.ring * position
-    rows = batch * length / ranks.size * model.query_width
-    own = share * ACCUMULATED + rows * (ACCUMULATED + 2 * element)  # sums of dk, dv and dq; dout and the dq returned
-    message = rows * element if ranks.ulysses > 1 else 0.0
-    if model.latents_travel(ranks.ulysses):  # heads of one share, the sums of their gradients, and a copy of these
+    share, tokens = length / ranks.ring * position, batch * length / ranks.size
+    of_query, of_output = (model.heads * width for width in model.head_widths)
+    # sums of dk, dv and dq; dout and the dq returned
+    own = share * ACCUMULATED + tokens * (of_query * ACCUMULATED + of_output * element)
+    own += max(tokens * of_query * element, _gathered_work(model, ranks, batch, length))
+    message = tokens * model.query_width * element if ranks.ulysses > 1 else 0.0
+    if model.absorbed:  # keys of a block with their rotary parts, and their gradients apart from those of values
+        share_of_one = length / ranks.ring
+        others = length - share_of_one if kv_exchange == "all_gather" else 0.0
+        most = max(share_of_one, others if work.hops else 0.0, *(float(rows.sum()) for rows in work.received))
+        own += most * batch * (model.latent * element + sum(model.head_widths) * ACCUMULATED)
+        own -= tokens * model.query_width * element  # outputs that are no longer as wide as latents have been freed
+        message = 0.0  # heads are exchanged when these buffers have been freed
+    elif model.latents_travel(ranks.ulysses):  # heads of one share, the sums of their gradients, and a copy of these
         own += length / ranks.ring * batch * model.numbers_of_heads(ranks.ulysses) * (2.2 * element + ACCUMULATED)
     if not work.hops:
         return own + message
@@ -118,6 +150,17 @@ def _attention_work(
     stages = max(1, min(len(work.received), work.ahead + 1))  # that are alive, with their gradients
     arriving = max((float(rows.sum()) for rows in work.received), default=float(length)) * position
     return own + max(message, stages * arriving * (element + ACCUMULATED) + share * element)
+
+
+def _gathered_work(model: ModelShape, ranks: Ranks, batch: int, length: int) -> float:
+    """Bytes of the selected keys and values of a few queries, of their gradients, and of four matrices of scores."""
+    if not model.topk:
+        return 0.0
+    of_key, of_value = model.head_widths
+    kv_heads = 1 if model.absorbed else model.numbers_of_heads(ranks.ulysses) // (2 * model.head_dim)
+    pairs = min(GATHERED_AT_ONCE / of_key, batch * length / ranks.ring * kv_heads * model.topk)
+    numbers = 2 * of_key + (1 if model.absorbed else 2) * of_value  # latents are gathered once
+    return pairs * (numbers + 4 * model.heads / ranks.ulysses / kv_heads) * ACCUMULATED
 
 
 def memory(
@@ -137,14 +180,18 @@ def memory(
     tokens = batch * length / ranks.size
     saved = model.layers * saved_between(model, ranks, tokens, element, checkpointing)
     saved += tokens * norm_saved(model, element)  # the last one; its output is the head's input
+    saved += selections_saved(model, ranks, tokens, checkpointing)
     recomputed = 0.0
+    if checkpointing == "layers" and ranks.ulysses > 1:  # selections are gathered again
+        recomputed = ranks.ulysses * tokens * model.topk * POSITION
     if checkpointing != "none":
-        recomputed = layer_saved(model, ranks, tokens, element) - saved_between(
+        recomputed += layer_saved(model, ranks, tokens, element) - saved_between(
             model, ranks, tokens, element, checkpointing
         )
     work_space = recomputed + layer_work(model, ranks, kv_exchange, batch, length, work, element)
     work_space -= tokens * norm_saved(model, element)  # the last norm's backward has freed its tensors
-    return Memory(states, saved, loss_bytes(model, tokens, chunked_loss, element), max(0.0, work_space))
+    work_space = max(0.0, work_space, selection_work(model, tokens))
+    return Memory(states, saved, loss_bytes(model, tokens, chunked_loss, element), work_space)
 
 
 def loss_bytes(model: ModelShape, tokens: float, chunked: bool, element: int) -> float:

@@ -22,13 +22,23 @@ NAMES: dict[str, tuple[str, ...]] = {
     "active_experts": ("active_experts", "num_experts_per_tok"),
     "expert_ffn": ("expert_ffn", "moe_intermediate_size"),
     "latent": ("latent",),
+    "rotary": ("rotary",),
+    "attention_weights": ("attention_weights",),
+    "topk": ("topk",),
+    "indexer_heads": ("indexer_heads",),
+    "indexer_dim": ("indexer_dim",),
+    "indexers": ("indexers",),
 }
 """For each size, the names under which configurations have it; the first that is there counts."""
 
 NORMS = ("fused", "plain", "transformers")
-OPTIONAL = ("kv_heads", "head_dim", "ffn", "experts", "active_experts", "expert_ffn", "latent")
+NECESSARY = ("layers", "heads", "width", "vocabulary")
 LATENTS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 """The names under which configurations have the sizes of latent attention."""
+INDEXER = {"topk": "index_topk", "indexer_heads": "index_n_heads", "indexer_dim": "index_head_dim"}
+"""Those of a lightning indexer."""
+INDEXED, WINDOWED = "indexed_attention", "sliding_attention"
+"""Types of layers: attention to selected keys, and to a window, which the planner counts like it."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +54,20 @@ class ModelShape:
         vocabulary: number of tokens of the head.
         head_dim: of queries, keys and values (0: width / heads); in latent attention the mean of a key's and a value's.
         latent: in latent attention, numbers of a token's latent and of its rotary part (0: there is none).
+        rotary: of these, the rotary part.
+        attention_weights: of one layer's projections (0: each is one matrix from or to the width).
         stored_ffn: inner size of all experts together, which take memory and no time (0: the same as ``ffn``).
         tied: True if the head and the embedding are one parameter.
         norm: the RMSNorm, which decides how much it saves for backward: ``"fused"`` (one kernel: ``nn.RMSNorm`` on
             accelerators), ``"plain"`` (``nn.RMSNorm`` on the CPU), or ``"transformers"`` (Hugging Face's, in fp32).
+        topk: the keys that each query selects, in all layers (0: attention is dense).
+        indexer_heads, indexer_dim: query heads of the lightning indexer that selects them, and their width (0: a
+            selection comes with the batch).
+        indexers: layers that run one (0: all); the others share their selections.
 
     Raises:
-        ValueError: for a size that is not a positive int, or heads that are not a multiple of the key/value heads.
+        ValueError: for a size that is not a positive int, heads that are not a multiple of the key/value heads, or an
+            indexer without topk.
     """
 
     layers: int
@@ -64,6 +81,12 @@ class ModelShape:
     tied: bool = False
     norm: str = "fused"
     latent: int = 0
+    rotary: int = 0
+    attention_weights: int = 0
+    topk: int = 0
+    indexer_heads: int = 0
+    indexer_dim: int = 0
+    indexers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "width", "vocabulary"):
@@ -84,6 +107,9 @@ class ModelShape:
             "head_dim": self.width // self.heads,
             "stored_ffn": self.ffn or 4 * self.width,
         }
+        selecting = dict.fromkeys(("topk", "indexer_heads", "indexer_dim"), 0) | {"indexers": self.layers}
+        if any(getattr(self, name) for name in selecting):
+            derived |= selecting if self.indexer_heads or self.indexer_dim or self.indexers else {"topk": 0}
         for name, value in derived.items():
             object.__setattr__(self, name, getattr(self, name) or value)
             check_count(name, getattr(self, name), "It is a size of the model")
@@ -92,6 +118,13 @@ class ModelShape:
                 f"heads={self.heads} is no multiple of kv_heads={self.kv_heads}. Each key/value head serves equally "
                 "many query heads. Correct one of the two"
             )
+        if self.indexers > self.layers:
+            raise ValueError(
+                f"indexers={self.indexers} is more than layers={self.layers}. It is the number of layers that select "
+                "keys. Pass at most as many as there are layers"
+            )
+        projections = 2 * self.width * (self.query_width + self.key_width)
+        object.__setattr__(self, "attention_weights", self.attention_weights or projections)
 
     @property
     def query_width(self) -> int:
@@ -108,8 +141,29 @@ class ModelShape:
         return 2 * heads_after_sharing(self.kv_heads, ulysses) // ulysses * self.head_dim
 
     def latents_travel(self, ulysses: int = 1) -> bool:
-        """True if a token's latent is fewer numbers than the heads that one of ``ulysses`` ranks attends."""
-        return 0 < self.latent < self.numbers_of_heads(ulysses)
+        """True if a token's latent is fewer numbers than the heads that one of ``ulysses`` ranks attends, or if it is
+        not expanded."""
+        return self.absorbed or 0 < self.latent < self.numbers_of_heads(ulysses)
+
+    @property
+    def absorbed(self) -> bool:
+        """True if queries attend to latents that are not expanded: those that they have selected."""
+        return bool(self.topk and self.latent)
+
+    @property
+    def head_widths(self) -> tuple[int, int]:
+        """Numbers of a query and of an output of one head, as kernels attend them."""
+        return (self.latent, self.latent - self.rotary) if self.absorbed else (self.head_dim, self.head_dim)
+
+    @property
+    def pair_flops(self) -> int:
+        """FLOPs of a query and a key in all heads, forward: a product for the score, and one with the value."""
+        return 2 * self.heads * sum(self.head_widths)
+
+    @property
+    def score_flops(self) -> int:
+        """FLOPs of a query and a key in all heads of an indexer."""
+        return 2 * self.indexer_heads * self.indexer_dim
 
     def numbers_that_travel(self, ulysses: int = 1) -> int:
         """Numbers of a token's keys and values that are sent to one of ``ulysses`` ranks, or of the latent."""
@@ -118,7 +172,7 @@ class ModelShape:
     @property
     def layer_weights(self) -> int:
         """Weights of one layer that a token is multiplied with."""
-        return self.width * (2 * self.query_width + 2 * self.key_width + 3 * self.ffn)
+        return self.attention_weights + 3 * self.width * self.ffn
 
     @property
     def stored_layer_weights(self) -> int:
@@ -148,11 +202,11 @@ def model_shape(model: Any) -> ModelShape:
     if isinstance(model, ModelShape):
         return model
     config = getattr(model, "config", model)
-    config = _get(config, "text_config") or config
+    config = _layer_of(_get(config, "text_config") or config)
     found: dict[str, Any] = {}
     for size, names in NAMES.items():
         value = next((x for name in names if (x := _get(config, name)) is not None), None)
-        if value is None and size not in OPTIONAL:
+        if value is None and size in NECESSARY:
             raise TypeError(
                 f"the model, a {type(model).__name__}, has no {names[1] if len(names) > 1 else size}. The cost of a "
                 f"step depends on it. Pass a ModelShape, or a dict or configuration with one of {', '.join(names)}"
@@ -164,12 +218,46 @@ def model_shape(model: Any) -> ModelShape:
     if experts and active and inner:
         shared = (_get(config, "n_shared_experts") or 0) * inner
         found["ffn"], found["stored_ffn"] = active * inner + shared, experts * inner + shared
-    rank, rotary, plain, value = (_get(config, name) or 0 for name in LATENTS)
-    if rank and plain:
-        found |= {"latent": rank + rotary, "head_dim": (plain + rotary + value) // 2, "kv_heads": found["heads"]}
+    found |= _latent_attention(config, found["layers"], found["heads"], found["width"])
     found["tied"] = bool(_get(config, "tie_word_embeddings") or _get(config, "tied"))
     found["norm"] = _get(config, "norm") or ("transformers" if _get(config, "model_type") else "fused")
     return ModelShape(**found)
+
+
+def _layer_of(config: Any) -> Any:
+    """The configuration of a layer that selects keys, if layers have configurations of their own."""
+    types, layers = _get(config, "layer_types") or (), _get(config, "per_layer_config")
+    if isinstance(config, Mapping) or not layers or INDEXED not in types:
+        return config
+    return layers[types.index(INDEXED)]
+
+
+def _latent_attention(config: Any, layers: int, heads: int, width: int) -> dict[str, int]:
+    """The sizes of latent attention and of its indexer, of those that a configuration has."""
+    rank, rotary, plain, value = (_get(config, name) or 0 for name in LATENTS)
+    if not rank or not plain:
+        return {}
+    of_queries, narrow = heads * (plain + rotary), _get(config, "q_lora_rank") or 0
+    weights = narrow * (width + of_queries) if narrow else width * of_queries
+    weights += width * (rank + rotary) + heads * (rank * (plain + value) + value * width)
+    found = {"latent": rank + rotary, "rotary": rotary, "head_dim": (plain + rotary + value) // 2, "kv_heads": heads}
+    found["attention_weights"] = weights
+    types = _get(config, "layer_types") or [INDEXED] * layers
+    pooled = (_get(config, "index_kpool") or 1) > 1  # selects groups of keys, which no op of this library does
+    if _get(config, INDEXER["topk"]) and {INDEXED} <= {*types} <= {INDEXED, WINDOWED} and not pooled:
+        found |= {size: _get(config, name) for size, name in INDEXER.items()}
+        found["indexers"] = _indexers(config, [i for i, kind in enumerate(types) if kind == INDEXED])
+    return found
+
+
+def _indexers(config: Any, selecting: list[int]) -> int:
+    """The number of layers that run an indexer, among those that attend to selected keys."""
+    kinds = _get(config, "indexer_types") or _get(config, "index_topk_pattern")  # "full" and "shared", or "F" and "S"
+    if kinds:
+        return sum(kinds[i][0] in "fF" for i in selecting)
+    every, offset = _get(config, "index_topk_freq") or 1, _get(config, "index_skip_topk_offset")
+    first = 2 if offset is None else offset
+    return sum(max(i - first + 1, 0) % every == 0 for i in selecting)
 
 
 def _get(config: Any, name: str) -> Any:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from ..schedule import layout as layouts
 from ..schedule.choices import Limits, heads_after_sharing, stage_limits
@@ -12,9 +15,9 @@ from ..schedule.tiles import CAUSAL, FULL
 from .cluster import Cluster
 from .memory import Memory, memory, state_bytes
 from .model import ModelShape
-from .timeline import AttentionTime, Kernels, attention_time
-from .traffic import Ranks, Transfers, transfers
-from .work import DEALT, FORMULAS, RingWork, ring_work
+from .timeline import BACKWARD, AttentionTime, Kernels, attention_time, total
+from .traffic import Ranks, Transfers, indexer_transfers, transfers
+from .work import DEALT, FORMULAS, RingWork, ring_work, under_selection
 
 KV_EXCHANGES = ("all_gather", "ring", "needed")
 """Exchanges whose order of transfers the model knows."""
@@ -69,10 +72,10 @@ class Estimate:
         flops: of the fullest rank, forward, recompute and backward.
         bytes_inside, bytes_between: that a rank sends in a step inside its host and to other hosts, for attention.
         messages: that it sends in a step.
-        balance: the fullest rank's visible pairs over the mean.
+        balance: the fullest rank's FLOPs of attention, and of indexers, over the mean.
         compute_seconds: kernels of the fullest rank.
         exposed_seconds: that it waits for transfers, or copies for them.
-        attention: of one layer.
+        attention: of one layer, with its part of what indexers take.
         memory: of a rank.
         fits: True if the peak is below the device's memory.
         tokens_per_second: of all GPUs, each group of ``cp_size`` of them with sequences of its own.
@@ -140,10 +143,12 @@ def modes(problem: Problem, cp_size: int, degrees: Sequence[int], names: Sequenc
         ring = cp_size // degree
         if cp_size % degree:
             continue
-        for layout in names if ring > 1 else names[:1]:  # Ulysses is balanced in all
+        # Attention on Ulysses ranks is balanced in all. Those of an indexer are a ring, whatever the degree.
+        longest = cp_size if problem.model.indexers else ring
+        for layout in names if longest > 1 else names[:1]:
             if layout == "auto" or problem.length % layouts.length_multiple(layout, cp_size):
                 continue  # "auto" is one of the others
-            if (layouts.by_documents(layout) and not packed) or (ring > DEALT and layout not in FORMULAS):
+            if (layouts.by_documents(layout) and not packed) or (longest > DEALT and layout not in FORMULAS):
                 continue  # for one document these are "head_tail"
             for exchange in KV_EXCHANGES if ring > 1 else (None,):
                 yield Strategy(cp_size, degree, exchange, layout, "none", False)
@@ -151,11 +156,27 @@ def modes(problem: Problem, cp_size: int, degrees: Sequence[int], names: Sequenc
 
 @dataclass(frozen=True)
 class Cost:
-    """The part of an estimate that is the same for all kinds of checkpointing and loss."""
+    """The part of an estimate that is the same for all kinds of checkpointing and loss: of one call.
+
+    Attributes:
+        ring, move, attention: its work, its transfers on the rank that sends most, and its time.
+        flops: forward, on every rank.
+        passes: FLOPs of forward and backward over those of forward.
+        selection: the cost of the indexer.
+    """
 
     ring: RingWork
     move: Transfers
     attention: AttentionTime
+    flops: npt.NDArray[np.float64]
+    passes: float = 1 + BACKWARD
+    selection: Cost | None = None
+
+    def calls(self, model: ModelShape, again: int) -> Iterator[tuple[int, int, Cost]]:
+        """The calls of a step, how often they run again in a recompute, and the cost of each. Selections are kept."""
+        yield model.layers, again, self
+        if self.selection is not None:
+            yield model.indexers, 0, self.selection
 
 
 class Estimator:
@@ -164,18 +185,22 @@ class Estimator:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.band = CAUSAL if problem.causal else FULL
-        self._works: dict[tuple[str, int, str, Limits], RingWork] = {}
+        self._works: dict[tuple[str, int, str, Limits, int], RingWork] = {}
+        self._indexers: dict[tuple[str, int, str], Cost] = {}
         self.states = state_bytes(problem.model, problem.shards, problem.per_parameter, problem.element)
 
-    def _work(self, layout: str, ring: int, kv_exchange: str, kv_heads: int) -> RingWork:
+    def _work(self, layout: str, ring: int, kv_exchange: str, kv_heads: int, topk: int = 0) -> RingWork:
         documents = self.problem.documents
         limits: Limits = ()
         if kv_exchange == "needed":
             limits = stage_limits(kv_exchange, self.problem.device, kv_heads, len(documents.rows[0]) > 2)
-        key = (layout, ring, kv_exchange, limits) if ring > 1 else ("contiguous", 1, "all_gather", ())
+        key = (layout, ring, kv_exchange, limits, topk) if ring > 1 else ("contiguous", 1, "all_gather", (), topk)
         found = self._works.get(key)
         if found is None:
-            found = self._works[key] = ring_work(*key[:3], documents, self.band, limits)
+            found = ring_work(*key[:3], documents, self.band, limits, parts=not topk)
+            if topk:
+                found = under_selection(found, key[0], documents, self.problem.causal, topk)
+        self._works[key] = found
         return found
 
     def cost(self, mode: Strategy) -> Cost:
@@ -183,7 +208,8 @@ class Estimator:
         p, exchange = self.problem, mode.kv_exchange or "all_gather"
         ranks = Ranks(mode.ring, mode.ulysses_degree, p.cluster.gpus_per_host)
         kv_heads = heads_after_sharing(p.model.kv_heads, mode.ulysses_degree) // mode.ulysses_degree
-        work = self._work(mode.layout, mode.ring, exchange, kv_heads)
+        travelling = 1 if p.model.latents_travel(mode.ulysses_degree) else kv_heads
+        work = self._work(mode.layout, mode.ring, exchange, travelling, p.model.topk)
         moves = {
             rank: transfers(p.model, p.cluster, ranks, exchange, p.batch, p.length, rank, mine, p.element)
             for rank, mine in work.ranks.items()
@@ -192,8 +218,27 @@ class Estimator:
             p.model, p.cluster, p.model.heads / mode.ulysses_degree, kv_heads, p.batch, p.length / mode.ring
         )
         time = attention_time(exchange, kernels, list(work.ranks.values()), list(moves.values()))
-        most = max(moves.values(), key=lambda move: move.bytes_inside + move.bytes_between)
-        return Cost(work, most, time)
+        flops = np.repeat(work.pairs, mode.ulysses_degree) * p.model.pair_flops / mode.ulysses_degree * p.batch
+        selection = self._selection(mode) if p.model.indexers else None
+        return Cost(work, _most(moves.values()), time, flops, selection=selection)
+
+    def _selection(self, mode: Strategy) -> Cost:
+        """The indexer of one layer: all ranks of a group are one ring, and there is no backward."""
+        p, exchange, size = self.problem, mode.kv_exchange or "all_gather", mode.cp_size
+        found = self._indexers.get((mode.layout, size, exchange))
+        if found is not None:
+            return found
+        work = self._work(mode.layout, size, exchange, 1)
+        moves = [
+            indexer_transfers(p.model, p.cluster, size, exchange, p.batch, p.length, rank, mine, p.element)
+            for rank, mine in work.ranks.items()
+        ]
+        kernels = Kernels.of_indexer(p.model, p.cluster, p.batch, p.length / size)
+        time = attention_time(exchange, kernels, list(work.ranks.values()), moves)
+        flops = work.pairs * float(p.model.score_flops * p.batch)
+        found = Cost(work, _most(moves), replace(time, backward=0.0, kernels_backward=0.0), flops, 1.0)
+        self._indexers[mode.layout, size, exchange] = found
+        return found
 
     def estimates(
         self, mode: Strategy, cost: Cost, checkpointing: Sequence[str], chunked: Sequence[bool]
@@ -206,17 +251,16 @@ class Estimator:
                 )
 
     def _estimate(self, strategy: Strategy, cost: Cost) -> Estimate:
-        p, model, attention = self.problem, self.problem.model, cost.attention
+        p, model = self.problem, self.problem.model
         tokens = p.batch * p.length // strategy.cp_size
         recompute = 0 if strategy.checkpointing == "none" else 1
         head = 4 if strategy.chunked_loss else 3  # backward makes each chunk's logits again
         again = 1 if strategy.checkpointing == "layers" else 0  # attention runs again
         linear = 2.0 * tokens * (model.layers * (3 + recompute) * model.layer_weights + head * model.head_weights)
-        per_pair = 4.0 * model.query_width / strategy.ulysses_degree * p.batch
-        flops = linear + model.layers * per_pair * (3.5 + again) * float(cost.ring.pairs.max())
-        kernels = attention.kernels_forward * (1 + again) + attention.kernels_backward
-        exposed = attention.exposed + again * (attention.forward - attention.kernels_forward)
-        compute = linear / p.cluster.flops("matmul_share") + model.layers * kernels
+        calls = [*cost.calls(model, again)]
+        flops = np.sum([n * c.flops * (c.passes + repeat) for n, repeat, c in calls], axis=0)
+        time = total((n, c.attention.recomputed(repeat)) for n, repeat, c in calls)
+        compute = linear / p.cluster.flops("matmul_share") + time.kernels_forward + time.kernels_backward
         ranks = Ranks(strategy.ring, strategy.ulysses_degree, p.cluster.gpus_per_host)
         fullest = cost.ring.ranks[cost.ring.rank]
         needs = memory(
@@ -232,21 +276,25 @@ class Estimator:
             states=self.states,
         )
         # A recompute of attention sends again what forward has sent: about a third of both passes.
-        repeated = model.layers * (1 + again / 3)
-        step = compute + model.layers * exposed
+        sent = [(n * (1 + repeat / 3), c.move) for n, repeat, c in calls]
         groups = p.gpus // strategy.cp_size
         return Estimate(
             strategy,
             tokens,
-            flops,
-            cost.move.bytes_inside * repeated,
-            cost.move.bytes_between * repeated,
-            round(cost.move.messages * repeated),
-            cost.ring.balance,
+            linear + float(flops.max()),
+            sum(n * move.bytes_inside for n, move in sent),
+            sum(n * move.bytes_between for n, move in sent),
+            round(sum(n * move.messages for n, move in sent)),
+            float(flops.max() / max(1.0, flops.mean())),
             compute,
-            model.layers * exposed,
-            attention,
+            time.exposed,
+            total((n / model.layers, c.attention) for n, _, c in calls),
             needs,
             needs.peak <= p.memory_bytes,
-            groups * p.batch * p.length / step,
+            groups * p.batch * p.length / (compute + time.exposed),
         )
+
+
+def _most(moves: Iterable[Transfers]) -> Transfers:
+    """The transfers of the rank that sends most."""
+    return max(moves, key=lambda move: move.bytes_inside + move.bytes_between)

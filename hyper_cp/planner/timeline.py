@@ -6,8 +6,8 @@ of posting, and computes beside them. A ring advances as fast as its slowest ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from .cluster import Cluster
 from .model import ModelShape
@@ -61,7 +61,17 @@ class AttentionTime:
     @property
     def exposed(self) -> float:
         """Seconds, forward and backward, in which no kernel runs."""
-        return self.forward + self.backward - self.kernels_forward - self.kernels_backward
+        return max(0.0, self.forward + self.backward - self.kernels_forward - self.kernels_backward)
+
+    def recomputed(self, times: int) -> AttentionTime:
+        """With ``times`` more forwards."""
+        return replace(self, forward=self.forward * (1 + times), kernels_forward=self.kernels_forward * (1 + times))
+
+
+def total(calls: Iterable[tuple[float, AttentionTime]]) -> AttentionTime:
+    """The time of calls, each of which is made as often as its number says."""
+    each = [[number * seconds for seconds in vars(time).values()] for number, time in calls]
+    return AttentionTime(*(sum(column) for column in zip(*each, strict=True)))
 
 
 class Kernels:
@@ -69,18 +79,31 @@ class Kernels:
 
     def __init__(self, model: ModelShape, cluster: Cluster, heads: float, kv_heads: float, batch: int, rows: float):
         self.cluster, self.own_rows = cluster, rows
-        self.width, self.kv_width = heads * model.head_dim * batch, kv_heads * model.head_dim * batch
-        latents = model.latents_travel(round(model.heads / heads))
+        of_query, of_output = (heads * width * batch for width in model.head_widths)
+        self.of_query, self.of_output = of_query, of_output
+        """Numbers of a row of queries, and of outputs."""
+        self.of_key = (model.latent if model.absorbed else 2 * kv_heads * model.head_dim) * batch
+        """Numbers of a key and its value."""
+        self.of_pair = 2 * (of_query + of_output)
+        """FLOPs of a pair, forward."""
+        expands = not model.absorbed and model.latents_travel(round(model.heads / heads))
         # Of each key that has arrived as a latent; those of the own share are made by the layer in any case.
-        self.expansion = 2 * model.latent * 2 * self.kv_width if latents else 0.0
+        self.expansion = 2 * model.latent * self.of_key if expands else 0.0
+
+    @classmethod
+    def of_indexer(cls, model: ModelShape, cluster: Cluster, batch: int, rows: float) -> Kernels:
+        """Those of an indexer, which has a forward only, and no outputs that are merged."""
+        found = cls(model, cluster, model.heads, 0, batch, rows)
+        found.of_output, found.of_pair, found.expansion = 0, model.score_flops * batch, 0.0
+        return found
 
     def forward(self, step: StepWork, first: bool = False) -> float:
         """Seconds of a step. ``first``: its rows are stored, not merged."""
         merged = max(0.0, step.rows - self.own_rows) if first else step.rows
         return (
-            4 * step.pairs * self.width / self.cluster.flops("forward_share")
+            step.pairs * self.of_pair / self.cluster.flops("forward_share")
             + step.tiles * self.cluster.launch_us * 1e-6
-            + merged * self.width * MERGED_BYTES / self.cluster.memory_bandwidth
+            + merged * self.of_output * MERGED_BYTES / self.cluster.memory_bandwidth
             + self._expanded(step, first)
         )
 
@@ -90,9 +113,9 @@ class Kernels:
 
     def backward(self, step: StepWork, first: bool = False) -> float:
         """Seconds of a step. ``first``: its gradients are stored, not added."""
-        added = 0.0 if first else step.rows * self.width + 2 * step.keys * self.kv_width
+        added = 0.0 if first else step.rows * self.of_query + step.keys * self.of_key
         return (
-            4 * BACKWARD * step.pairs * self.width / self.cluster.flops("backward_share")
+            BACKWARD * step.pairs * self.of_pair / self.cluster.flops("backward_share")
             + 2 * step.tiles * self.cluster.launch_us * 1e-6
             + added * ADDED_BYTES / self.cluster.memory_bandwidth
             + 3 * self._expanded(step, first)  # again, and the gradients of the latents and of the weight

@@ -6,7 +6,7 @@ A transfer takes as long as the slower of its two parts, inside a host and betwe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from .work import RankWork
 
 ACCUMULATED = 4
 """Bytes of an element of sums of gradients (fp32)."""
+
+POSITION = 4
+"""Bytes of a selected position (int32)."""
 
 
 @dataclass(frozen=True)
@@ -91,17 +94,58 @@ def transfers(
     numbers = model.numbers_that_travel(ranks.ulysses)
     if ranks.ulysses > 1:
         tokens = batch * length / ranks.size
-        _add_ulysses(found, cluster, ranks, tokens * (2 * model.query_width + numbers * ranks.ulysses) * element)
-    if work.hops:
-        position = batch * numbers  # elements of keys and values of one position
-        share = length / ranks.ring * position
-        if kv_exchange == "ring":
-            _add_ring(found, cluster, ranks, work.hops, share, element)
-        elif kv_exchange == "all_gather":
-            _add_gather(found, cluster, ranks, work.pieces, share, element)
-        else:
-            _add_needed(found, cluster, ranks, rank, work, position, element)
+        whole = tokens * (2 * model.query_width + numbers * ranks.ulysses) * element
+        _add_ulysses(found, cluster, ranks, whole, tokens * ranks.ulysses * model.topk * POSITION)
+    _add_keys(found, cluster, ranks, kv_exchange, batch * numbers, length, rank, work, element)
     return found
+
+
+def indexer_transfers(
+    model: ModelShape,
+    cluster: Cluster,
+    ranks: int,
+    kv_exchange: str,
+    batch: int,
+    length: int,
+    rank: int,
+    work: RankWork,
+    element: int,
+) -> Transfers:
+    """The transfers of an indexer on one of ``ranks`` ranks, which are one ring: its keys, in forward only."""
+    found, ring = Transfers(), Ranks(ranks, 1, cluster.gpus_per_host)
+    _add_keys(found, cluster, ring, kv_exchange, batch * model.indexer_dim, length, rank, work, element)
+    forward = element / (2 * element + ACCUMULATED)
+    return replace(
+        found,
+        bytes_inside=found.bytes_inside * forward,
+        bytes_between=found.bytes_between * forward,
+        messages=found.messages // 3,
+        gradients=[],
+        home=0.0,
+    )
+
+
+def _add_keys(
+    found: Transfers,
+    cluster: Cluster,
+    ranks: Ranks,
+    kv_exchange: str,
+    position: float,
+    length: int,
+    rank: int,
+    work: RankWork,
+    element: int,
+) -> None:
+    """Add the exchange of keys and values, ``position`` elements of a position, and of their gradients."""
+    share = length / ranks.ring * position
+    if not work.hops:
+        return
+    if kv_exchange == "ring":
+        _add_ring(found, cluster, ranks, work.hops, share, element)
+    elif kv_exchange == "all_gather":
+        _add_gather(found, cluster, ranks, work.pieces, share, element)
+    else:
+        _add_needed(found, cluster, ranks, rank, work, position, element)
 
 
 def _seconds(cluster: Cluster, inside: float, between: float, peers: int, crosses: bool) -> float:
@@ -109,16 +153,20 @@ def _seconds(cluster: Cluster, inside: float, between: float, peers: int, crosse
     return max(inside / cluster.inside, between / cluster.between) + latency
 
 
-def _add_ulysses(found: Transfers, cluster: Cluster, ranks: Ranks, whole: float) -> None:
-    """All-to-all of q, k, v and of the output; backward has the same of their gradients."""
+def _add_ulysses(found: Transfers, cluster: Cluster, ranks: Ranks, whole: float, selections: float) -> None:
+    """All-to-all of q, k, v and of the output; backward has the same of their gradients. Selections travel once."""
     peers, near = ranks.ulysses - 1, ranks.ulysses_inside - 1
-    inside, between = (whole * part / ranks.ulysses for part in (near, peers - near))
-    # Packing and unpacking reads and writes everything twice.
-    seconds = _seconds(cluster, inside, between, ranks.ulysses, peers > near) + 4 * whole / cluster.memory_bandwidth
-    found.ulysses = seconds, seconds
-    found.bytes_inside += 2 * inside
-    found.bytes_between += 2 * between
-    found.messages += 8 * peers
+
+    def travel(nbytes: float) -> float:
+        inside, between = (nbytes * part / ranks.ulysses for part in (near, peers - near))
+        found.bytes_inside += inside
+        found.bytes_between += between
+        # Packing and unpacking reads and writes everything twice.
+        seconds = _seconds(cluster, inside, between, ranks.ulysses, peers > near)
+        return seconds + 4 * nbytes / cluster.memory_bandwidth
+
+    found.ulysses = travel(whole + selections), travel(whole)
+    found.messages += (9 if selections else 8) * peers
 
 
 def _add_ring(found: Transfers, cluster: Cluster, ranks: Ranks, hops: int, share: float, element: int) -> None:

@@ -8,7 +8,7 @@ that remain after a division only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..schedule.choices import Limits, stages_needed
 from ..schedule.documents import PackedDocuments
 from ..schedule.lookup import resolve
 from ..schedule.pairs import cost, document_of, visible_before, visible_between
-from ..schedule.ranges import Numbers, Range
+from ..schedule.ranges import Numbers, Range, before, bounds
 from ..schedule.tiles import BLOCK, Band
 
 FORMULAS = ("contiguous", "head_tail", "per_document")
@@ -80,6 +80,15 @@ class RankWork:
         """The number of steps that arrive."""
         return self.hops * self.pieces
 
+    def of_pairs(self, pairs: float) -> RankWork:
+        """The same steps with so many pairs in all, shared out in proportion."""
+        unlisted = max(0, self.arriving - len(self.forward) + 2)
+        part = pairs / max(1.0, sum(step.pairs for step in self.forward) + unlisted * self.forward[-2].pairs)
+        forward, backward = (
+            tuple(replace(step, pairs=step.pairs * part) for step in steps) for steps in (self.forward, self.backward)
+        )
+        return replace(self, forward=forward, backward=backward)
+
 
 @dataclass(frozen=True)
 class RingWork:
@@ -109,11 +118,13 @@ def ring_work(
     documents: PackedDocuments,
     band: Band,
     limits: Limits = (),
+    parts: bool = True,
 ) -> RingWork:
     """The work of a ring of ``ring`` ranks for packed documents that all batch rows share, each causal or full.
 
     Args:
         limits: those that choose the stages of ``"needed"``. An all-gather is whole.
+        parts: False if tiles have no parts, as those of selected keys.
     """
     row = documents.rows[0]
     if ring > REAL:
@@ -124,11 +135,31 @@ def ring_work(
     stages = limits if kv_exchange == "needed" else ()
     fullest = int(owed.argmax())
     chosen = range(ring) if ring <= 4 else sorted({fullest, 0, ring // 2, ring - 1})
-    return RingWork(
-        owed,
-        {rank: rank_work(build(held, held, rank, kv_exchange, False, band, rows, stages=stages)) for rank in chosen},
-        fullest,
-    )
+    options: dict[str, Any] = {"parts": parts, "stages": stages}
+    ranks = {rank: rank_work(build(held, held, rank, kv_exchange, False, band, rows, **options)) for rank in chosen}
+    return RingWork(owed, ranks, fullest)
+
+
+def under_selection(work: RingWork, layout: str, documents: PackedDocuments, causal: bool, topk: int) -> RingWork:
+    """The same ring if each query attends to ``topk`` of the keys that it sees, or to all of them if they are fewer.
+    Nobody knows which ones before a run: steps share them in proportion to what their queries see."""
+    ring, row = len(work.pairs), documents.rows[0]
+    ends, lengths = np.asarray(row), np.diff(row)
+    most = np.append(0, np.cumsum(lengths * np.minimum(lengths, topk)))
+
+    def pairs_before(positions: npt.NDArray[Any]) -> Any:
+        """The pairs of all queries before each position: under a causal mask as many as in a window."""
+        return visible_before(ends, positions, (1 - topk, 0)) if causal else np.interp(positions, ends, most)
+
+    if layout == "per_document" and ring > REAL:  # all owe the mean
+        pairs = np.full(ring, float(pairs_before(ends[-1:])[0]) / ring)
+    else:
+        held = [bounds(ranges) for ranges in resolve(layout, ring, row[-1], documents).held]
+        starts, stops = np.concatenate(held).T
+        first = before(np.array([len(ranges) for ranges in held]))
+        pairs = np.add.reduceat((pairs_before(stops) - pairs_before(starts)).astype(np.float64), first)
+    ranks = {rank: mine.of_pairs(pairs[rank] if ring <= REAL else pairs.max()) for rank, mine in work.ranks.items()}
+    return RingWork(pairs, ranks, max(ranks, key=lambda rank: float(pairs[rank])))
 
 
 def rank_work(plan: Schedule) -> RankWork:

@@ -22,6 +22,8 @@ from .partials import accumulation_dtype, empty_partial, like_queries, part
 
 GATHERED_AT_ONCE = 1 << 25
 """The most numbers of keys that are gathered at once."""
+GATHERED_ON_CPU = 1 << 20
+"""The same on the CPU. More do not stay in a cache, and their memory is mapped anew for each piece."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +112,8 @@ def pieces(tile: TileInputs) -> Iterator[Rectangle]:
     (b, heads, cols, dim), rows = k.shape, tile.q.shape[2]
     dim += 0 if within else tile.v.shape[3]
     listed = min(_selection(tile).positions.shape[3], cols)
-    size = max(1, GATHERED_AT_ONCE // max(1, b * heads * listed * dim))
+    most = min(GATHERED_AT_ONCE, GATHERED_ON_CPU) if k.device.type == "cpu" else GATHERED_AT_ONCE
+    size = max(1, most // max(1, b * heads * listed * dim))
     for start in range(0, rows, size):
         some = start, min(start + size, rows)
         yield some, (0, cols), tile.rectangle(some, (0, cols), shift(tile.band, start))
