@@ -222,8 +222,8 @@ class _Comparison:
         heads: the key of the mesh of the ranks that share out the heads of attention, or "".
     """
 
-    def __init__(self, score: str, scale: float, heads: str) -> None:
-        self.score, self.scale = SCORES[score], scale
+    def __init__(self, score: str, scale: float, heads: str, backward: bool = False) -> None:
+        self.score, self.scale, self.backward = SCORES[score], scale, backward
         self.axis = cp_mesh.by_key(heads).ring if heads else None
 
     def __call__(self, tile: TileInputs, weights: Tensor, q: Tensor, lse: Tensor) -> Iterator[_Compared]:
@@ -231,7 +231,8 @@ class _Comparison:
         for found in pairs(tile, q, self.scale):
             target, of_heads = self._target(found, part(lse, found.rows)), part(weights, found.rows)
             of_heads = of_heads.to(found.products.dtype).transpose(1, 2)
-            scores = visible = self.score.of(found.products, of_heads)
+            products = found.products.clone() if self.backward else found.products  # it may overwrite them
+            scores = visible = self.score.of(products, of_heads)
             if found.visible is not None:
                 visible = scores.masked_fill(~found.visible, -torch.inf)
             yield _Compared(found, slice(*found.rows), target, scores, visible, of_heads)
@@ -318,7 +319,8 @@ def indexer_loss_backward_op(
     given = Operands.of(tensors, options.tensors)
     check_recompute(given.documents, options.mesh, given.mark)
     work = Work(index_q, index_k, k, given, index_scale, dropout_p, options, backward=True)
-    plan, ring, compare, wide = work.schedule, work.cp.ring, _Comparison(score, scale, heads), kept.dtype
+    plan, ring, wide = work.schedule, work.cp.ring, kept.dtype
+    compare = _Comparison(score, scale, heads, backward=True)
     dq, dweights = RowSum(index_q), RowSum(weights.unsqueeze(3))
 
     def compute(tile: Tile, inputs: TileInputs, of_rows: Sequence[Tensor], into: KeyGradients) -> None:

@@ -15,6 +15,12 @@ from .reference import band_mask
 
 SCORES_AT_ONCE = 1 << 24
 """The most products of queries and keys that are computed at once."""
+SCORES_ON_CPU = 1 << 20
+"""The same on the CPU. More do not stay in a cache."""
+
+
+SORTED_AT_ONCE = 1 << 22
+"""The most selected keys that are sorted at once: sorting takes four times their memory."""
 
 
 class Score(NamedTuple):
@@ -32,7 +38,7 @@ class Score(NamedTuple):
 
 def _relu_sum(products: Tensor, weights: Tensor | None) -> Tensor:
     products = products.relu_()
-    return products.sum(2) if weights is None else (weights.unsqueeze(2) @ products).squeeze(2)
+    return (products if weights is None else products.mul_(weights.unsqueeze(3))).sum(2)
 
 
 def _pull_back_relu_sum(dscores: Tensor, products: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,7 +63,8 @@ def blocks(tile: TileInputs, heads: int, wide: int) -> Iterator[Rectangle]:
     many to be computed at once. Those that the band hides are left out."""
     (b, _, rows, _), cols, (lower, upper) = tile.q.shape, tile.k.shape[2], tile.band
     wide = min(cols, wide)
-    high = max(1, SCORES_AT_ONCE // (b * heads * wide))
+    most = min(SCORES_AT_ONCE, SCORES_ON_CPU) if tile.q.device.type == "cpu" else SCORES_AT_ONCE
+    high = max(1, most // (b * heads * wide))
     for first in range(0, rows, high):
         some = first, min(first + high, rows)
         for start in range(0, cols, wide):
@@ -113,5 +120,10 @@ class BestKeys:
 
     def result(self, rows: tuple[int, int]) -> tuple[Tensor]:
         """The positions ``[B, 1, rows, topk]`` of a range of queries, int32, best first; -1 where there is none."""
-        best = part(self.best, rows).sort(-1, descending=True).values
-        return ((_POSITIONS - (best & _POSITIONS)).masked_fill_(best == _NOTHING, -1).to(torch.int32),)
+        best = part(self.best, rows)
+        found = torch.empty(best.shape, dtype=torch.int32, device=best.device)
+        some = max(1, SORTED_AT_ONCE // (best.shape[0] * best.shape[3]))
+        for piece, into in zip(best.split(some, 2), found.split(some, 2), strict=True):
+            ordered = piece.sort(-1, descending=True).values
+            into.copy_((_POSITIONS - (ordered & _POSITIONS)).masked_fill_(ordered == _NOTHING, -1))
+        return (found,)
