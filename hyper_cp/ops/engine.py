@@ -201,6 +201,7 @@ class Work:
             None if self.scores is None else self.scores.of(step, tile),
             dlse,
             None if self.selections is None else self.selections.of(step, tile),
+            isinstance(self.latents, Absorbed),
             self.schedule.recurring,
         )
 

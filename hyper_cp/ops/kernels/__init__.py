@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ...schedule.tiles import Band
-from . import cpu, cuda, npu
+from . import cpu, cuda, npu, triton_selected
 from .inputs import Kernel, TileInputs
 from .operators import OperatorKernel
 from .reference import KERNEL as REFERENCE
@@ -202,3 +202,5 @@ register(npu.KERNEL, "npu", npu.accepts)
 for _kernel in cuda.KERNELS.values():
     register(_kernel, "cuda", partial(cuda.accepts, _kernel))
 register(flex_kernel.KERNEL, "cuda", flex_kernel.accepts, scores=True)
+for _scores, _kernel_of_selected in triton_selected.KERNELS.items():
+    register(_kernel_of_selected, "cuda", triton_selected.accepts, scores=_scores, selected=True)
