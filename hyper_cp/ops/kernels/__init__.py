@@ -118,9 +118,11 @@ def register(
     return handle
 
 
-def available(device_type: str) -> dict[str, Kernel]:
-    """All kernels for tensors of a device type, and the reference kernel; their names are the keys."""
-    return {REFERENCE.name: REFERENCE, **{entry.kernel.name: entry.kernel for entry in _entries(device_type)}}
+def available(device_type: str, selected: bool | None = None) -> dict[str, Kernel]:
+    """All kernels for tensors of a device type, and the reference kernel; their names are the keys. ``selected``: only
+    those for selected keys, or only the others."""
+    entries = [entry for entry in _entries(device_type) if selected in (None, entry.selected)]
+    return {REFERENCE.name: REFERENCE, **{entry.kernel.name: entry.kernel for entry in entries}}
 
 
 def device_types() -> list[str]:

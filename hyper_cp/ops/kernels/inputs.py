@@ -53,8 +53,8 @@ class TileInputs:
     ``mask`` hide more. Only kernels that are registered for selections are given any, and the reference kernel, with no
     ``parts``."""
     joint: bool = False
-    """True if values are the beginnings of keys, in the same memory, and only the sum of both gradients is used: backward
-    may return it as that of the keys, and zeros as that of the values."""
+    """True if values are the beginnings of keys, in the same memory, and only the sum of both gradients is used:
+    backward may return it as that of the keys, and zeros as that of the values."""
     recurring: bool = True
     """False if the lengths of such tiles change from batch to batch, as with documents: a kernel that builds a plan per
     shape would build one for each."""

@@ -2,12 +2,13 @@
 
 The math is that of :mod:`selected`. One program attends one query in a block of the heads that share a key head: its
 heads are the rows of the products, its keys are gathered by index, some at a time. ``list_kernel`` comes first: it
-writes the columns that each query sees in this tile one behind the other, so that the others make no product for keys of
-other tiles, and the host waits for nothing.
+writes the columns that each query sees in this tile one behind the other, so that no product is made for keys of other
+tiles, and the host waits for nothing.
 
 Backward has a kernel by queries, and one by the keys of a query, which sums over all heads before it adds to the
-gradients of keys and values. Queries that have selected the same key add to it in any order, in fp32, so these gradients
-are not the same bit for bit from run to run: under ``torch.use_deterministic_algorithms`` plain math runs instead.
+gradients of keys and values. Queries that have selected the same key add to it atomically, in fp32 and in no fixed
+order, so these gradients are not the same bit for bit from run to run: under ``torch.use_deterministic_algorithms``
+plain math runs instead.
 
 Not executed on a GPU yet: tests run the kernels in Triton's interpreter, and compile them for GPUs that are not there.
 """
@@ -105,7 +106,7 @@ def list_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """List the columns of a tile that a query has selected, and count them. ``ranges``: global starts and stops, and
     columns, of the keys of the step; the starts are searched in ``STEPS`` halvings."""
-    row, here = (tl.program_id(0) % rows).to(tl.int64), tl.program_id(0) // rows
+    row, here = (tl.program_id(0) % rows).to(tl.int64), (tl.program_id(0) // rows).to(tl.int64)
     of_row = positions + (here // lists) * positions_at[0] + (here % lists) * positions_at[1] + row * positions_at[2]
     into, count = columns + tl.program_id(0).to(tl.int64) * most, 0
     for start in range(0, most, BLOCK):
@@ -159,10 +160,9 @@ def attend_kernel(  # type: ignore[no-untyped-def]
         total, top = total * kept + tl.sum(weights, 1), above
         value = key if WITHIN else block_of(v, v_head + column * v_at[2], n < count, 0, DIM_V, WIDE_V)
         sums = tl.dot(weights.to(value.dtype), value, sums * kept[:, None], input_precision="ieee")
-    blind = total == 0.0
-    found = sums / tl.where(blind, 1.0, total)[:, None]
-    put_block(out, heads_at(out_at, b, h, row), there, 0, found, DIM_V, WIDE_V)
-    tl.store(lse + heads_at(lse_at, b, h, row), tl.where(blind, float("-inf"), top + tl.log(total)), mask=there)
+    total = tl.where(total == 0.0, 1.0, total)  # nothing is visible: `top` is -inf
+    put_block(out, heads_at(out_at, b, h, row), there, 0, sums / total[:, None], DIM_V, WIDE_V)
+    tl.store(lse + heads_at(lse_at, b, h, row), top + tl.log(total), mask=there)
 
 
 def queries_kernel(  # type: ignore[no-untyped-def]
@@ -286,22 +286,19 @@ def compiled(kernel: Callable[..., None]) -> Any:
 
 LISTED_AT_ONCE = 1 << 25
 """The most columns that are listed at once."""
-_NARROW = 256
-"""Up to this head dim, a program holds its keys and sums in the registers of 4 warps."""
 _FAR = 1 << 30  # no key is so far from a query
 
 
 def blocks(kernel: Callable[..., None], given: dict[str, Any], heads: int) -> dict[str, int]:
-    """The heads and keys of a block, warps and stages: the largest for which no kernel spills registers to memory on
-    sm_80, sm_90 and sm_100 (by the compiler's report; no time has been measured)."""
+    """The heads and keys of a block, warps and stages: the largest for which the compiler reports no register that is
+    spilled to memory, on sm_80, sm_90 and sm_100. No time has been measured."""
+    width = max(given["WIDE"] + (given["WIDE_REST"] if given["REST"] else 0), given["WIDE_V"])
+    warps, wide = (4 if width <= 192 else 8), width > 320
+    if kernel is keys_kernel:  # it adds once for all heads, whatever the block
+        return {"HEADS": 16, "KEYS": 16 if wide and not given["JOINT"] else 32, "num_warps": warps, "num_stages": 1}
+    narrow = kernel is queries_kernel or not given["WITHIN"]
     height = min(32, max(16, _power_of_two(heads)))
-    of_keys = kernel is keys_kernel
-    if max(given["WIDE"], given["WIDE_V"]) <= _NARROW:
-        return {"HEADS": 16 if of_keys else height, "KEYS": 32, "num_warps": 4, "num_stages": 2}
-    keys = 32 if given["WITHIN"] or not of_keys else 16
-    if kernel is attend_kernel and given["WITHIN"]:
-        keys = 64
-    return {"HEADS": height, "KEYS": keys, "num_warps": 8, "num_stages": 1 if of_keys else 2}
+    return {"HEADS": height, "KEYS": 32 if wide and narrow else 64, "num_warps": warps, "num_stages": 2}
 
 
 def _power_of_two(number: int) -> int:
@@ -339,8 +336,8 @@ class _Piece:
         number, cols = ranges.shape[1], tile.k.shape[2]
         numbers = number, selected.columns_of_tile[0], cols, *bounds, lists, rows, most
         sizes = {"STEPS": number.bit_length(), "BLOCK": min(1024, _power_of_two(most))}
-        given = self.columns, self.counts, positions, positions.stride(), ranges
-        _launch(list_kernel, (b * lists * rows,), *given, *numbers, **sizes)
+        given = self.counts, positions, positions.stride(), ranges
+        _launch(list_kernel, (b * lists * rows,), self.columns, *given, *numbers, **sizes)
 
     def run(self, kernel: Callable[..., None], *tensors: Tensor, **constants: Any) -> None:
         """Launch a kernel on tensors of these rows and of all keys, with the tile's mask."""
@@ -357,7 +354,9 @@ class _Piece:
         numbers = tile.scale, _cap(tile), heads, groups, lists, rows, most
         of_heads, of_keys = -(-heads // groups // constants["HEADS"]), -(-most // constants["KEYS"])
         grid = (b * rows, groups, of_keys) if kernel is keys_kernel else (b * rows * of_heads, groups)
-        _launch(kernel, grid, *tensors, self.columns, self.counts, *(x.stride() for x in tensors), *numbers, **constants)
+        _launch(
+            kernel, grid, *tensors, self.columns, self.counts, *(x.stride() for x in tensors), *numbers, **constants
+        )
 
 
 def _with_last_contiguous(x: Tensor) -> Tensor:
@@ -436,8 +435,8 @@ KERNELS = {scores: SelectedKernel("triton selected keys" + ", softcap" * scores)
 
 MOST = 512, 64
 """The most numbers of a value, and of a key beyond them."""
-_MEMORY = 142 * 1024
-"""Bytes of shared memory that a block of these needs; the narrow ones need a half."""
+_MEMORY = 160 * 1024
+"""The most bytes of shared memory that a program needs; with keys up to 192 and values up to 128, a half of it."""
 
 
 def accepts(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
@@ -450,8 +449,8 @@ def accepts(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     if os.environ.get("HYPER_CP_TRITON", "1") == "0" or torch.version.hip is not None or not _installed():
         return False
     card = torch.cuda.get_device_properties(q.device)
-    needed = _MEMORY if max(k.shape[3], v.shape[3]) > _NARROW else _MEMORY // 2
-    return card.major >= 8 and card.shared_memory_per_block_optin >= needed
+    needed = _MEMORY if k.shape[3] > 192 or v.shape[3] > 128 else _MEMORY // 2
+    return card.major >= 8 and getattr(card, "shared_memory_per_block_optin", 0) >= needed
 
 
 @cache
