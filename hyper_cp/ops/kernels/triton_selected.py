@@ -47,13 +47,13 @@ def place_of(rows, heads, groups, BLOCK: tl.constexpr):  # type: ignore[no-untyp
 
 
 def list_of(counts, columns, b, row, group, lists, rows, most):  # type: ignore[no-untyped-def]
-    """How many keys a query sees for a key head, and where their list begins."""
+    """The number of keys that a query sees for a key head, and the beginning of their list."""
     at = (b * lists + tl.minimum(group, lists - 1)) * rows + row
     return tl.load(counts + at), columns + at * most
 
 
 def heads_at(at, b, heads, row):  # type: ignore[no-untyped-def]
-    """Where a query begins in a tensor, head by head."""
+    """The beginnings of a query in a tensor, head by head."""
     return b * at[0] + heads.to(tl.int64) * at[1] + row * at[2]
 
 
@@ -217,10 +217,11 @@ def keys_kernel(  # type: ignore[no-untyped-def]
     dk_at, dv_at, q_at, k_at, v_at, dout_at, lse_at, delta_at, mask_at,
     scale, cap, heads, groups, lists, rows, most,
     DIM: tl.constexpr, REST: tl.constexpr, DIM_V: tl.constexpr, WIDE: tl.constexpr, WIDE_REST: tl.constexpr,
-    WIDE_V: tl.constexpr, WITHIN: tl.constexpr, JOINT: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr,
+    WIDE_V: tl.constexpr, WITHIN: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Add what a query gives to the gradients of some of its keys and values, summed over the heads that share them."""
+    """Add what a query gives to the gradients of some of its keys and values, summed over the heads that share them.
+    With ``WITHIN``, both are added to that of the keys."""
     row, group, per_group = tl.program_id(0), tl.program_id(1), heads // groups
     b, row = (row // rows).to(tl.int64), (row % rows).to(tl.int64)
     count, listed = list_of(counts, columns, b, row, group, lists, rows, most)
@@ -251,7 +252,7 @@ def keys_kernel(  # type: ignore[no-untyped-def]
             weights = tl.exp(logits - whole[:, None])
             dweights = tl.dot(down, tl.trans(value), input_precision="ieee")
             dlogits = (weights * (dweights - loss[:, None]) * slope * scale).to(key.dtype)
-            if JOINT:
+            if WITHIN:
                 sums = tl.dot(tl.trans(weights.to(key.dtype)), down, sums, input_precision="ieee")
             else:
                 sums_v = tl.dot(tl.trans(weights.to(key.dtype)), down, sums_v, input_precision="ieee")
@@ -262,7 +263,7 @@ def keys_kernel(  # type: ignore[no-untyped-def]
         add_block(dk, dk_rows, n < count, 0, sums, DIM, WIDE)
         if REST > 0:
             add_block(dk, dk_rows, n < count, DIM, sums_rest, REST, WIDE_REST)
-        if not JOINT:
+        if not WITHIN:
             add_block(dv, b * dv_at[0] + group * dv_at[1] + column * dv_at[2], n < count, 0, sums_v, DIM_V, WIDE_V)
 
 
@@ -295,7 +296,7 @@ def blocks(kernel: Callable[..., None], given: dict[str, Any], heads: int) -> di
     width = max(given["WIDE"] + (given["WIDE_REST"] if given["REST"] else 0), given["WIDE_V"])
     warps, wide = (4 if width <= 192 else 8), width > 320
     if kernel is keys_kernel:  # it adds once for all heads, whatever the block
-        return {"HEADS": 16, "KEYS": 16 if wide and not given["JOINT"] else 32, "num_warps": warps, "num_stages": 1}
+        return {"HEADS": 16, "KEYS": 16 if wide and not given["WITHIN"] else 32, "num_warps": warps, "num_stages": 1}
     narrow = kernel is queries_kernel or not given["WITHIN"]
     height = min(32, max(16, _power_of_two(heads)))
     return {"HEADS": height, "KEYS": 32 if wide and narrow else 64, "num_warps": warps, "num_stages": 2}
@@ -311,8 +312,7 @@ def widths(tile: TileInputs) -> dict[str, Any]:
     not filled up to 1,024: values and the rest, if values are in the memory of keys."""
     (*_, dim), (*_, dim_v) = tile.k.shape, tile.v.shape
     first = dim if dim <= 16 else 1 << (dim.bit_length() - 1)
-    within = tile.v.data_ptr() == tile.k.data_ptr() and tile.v.stride() == tile.k.stride()
-    within = within and dim_v <= dim and sum(map(_power_of_two, (dim_v, dim - dim_v))) <= sum(MOST)
+    within = tile.joint and sum(map(_power_of_two, (dim_v, dim - dim_v))) <= sum(MOST)
     first = dim_v if within else first
     parts = {"DIM": first, "REST": dim - first, "DIM_V": dim_v}
     wide = (max(16, _power_of_two(n)) for n in parts.values())
@@ -425,8 +425,7 @@ class SelectedKernel:
             delta = torch.empty_like(of_rows[2], dtype=torch.float32)
             given = *of_rows, of_rows[2] if dlse is None else dlse
             piece.run(queries_kernel, part(dq, rows), delta, q, k, v, *given, DLSE=dlse is not None)
-            joint = tile.joint and widths(tile)["WITHIN"]
-            piece.run(keys_kernel, dk, dv, q, k, v, of_rows[0], of_rows[2], delta, JOINT=joint)
+            piece.run(keys_kernel, dk, dv, q, k, v, of_rows[0], of_rows[2], delta)
         return dq, dk, dv
 
 

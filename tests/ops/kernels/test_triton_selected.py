@@ -144,8 +144,8 @@ CASES = {
     "softcap": Case(cap=1.5),
     "softcap and log-sum-exp": Case(cap=1.5, dlse=True, mask="bool"),
     "values in keys": Case((18, 1), dims=(24, 16), within=True),
-    "values in keys, odd": Case((4, 1), dims=(13, 9), within=True),
-    "few values in many keys": Case((4, 1), dims=(400, 8), within=True, rows=3),
+    "one sum, odd": Case((4, 1), dims=(13, 9), within=True, joint=True),
+    "few values in many keys": Case((4, 1), dims=(400, 8), within=True, joint=True, rows=3),
     "one sum of both gradients": Case((18, 1), dims=(24, 16), within=True, joint=True),
     "latents of 576": Case((20, 1), dims=(576, 512), within=True, joint=True, rows=3, topk=60, cols=60),
     "576 and 512 apart": Case((4, 1), dims=(576, 512), rows=3),
@@ -157,15 +157,14 @@ CASES = {
 def test_equal_to_attention_written_out(interpreter: Any, name: str) -> None:
     case = CASES[name]
     found, (want, _) = found_by(case), answer(case)
-    if case.joint:
-        assert not found[4].any()
-        want[3][..., : case.dims[1]] += want[4]
-        want[4].zero_()
+    if case.joint:  # the sum of both gradients is what counts
+        for grads in (found, want):
+            grads[3][..., : case.dims[1]] += grads.pop()
     blind = want[1] == -INF
     assert blind.any() and torch.equal(found[1] == -INF, blind)
     assert not found[0][blind].any() and not found[2][blind].any()
     found[1], want[1] = (x.masked_fill(blind, 0) for x in (found[1], want[1]))
-    for what, x, right in zip(NAMES, found, want, strict=True):
+    for what, x, right in zip(NAMES, found, want, strict=False):
         error = relative_error(x, right) if right.any() else float(x.abs().max())
         assert x.dtype == torch.float32 and error <= 5e-6, (what, error)
 
@@ -194,7 +193,7 @@ def test_tensors_of_more_than_two_billion_numbers(interpreter: None) -> None:
 
 HALVES = {
     "grouped heads": Case((8, 2), dims=(64, 64), dtype=torch.bfloat16),
-    "latents of 576": Case((16, 1), dims=(576, 512), within=True, rows=5, cols=60, topk=60, dtype=torch.bfloat16),
+    "latents of 576": Case((16, 1), dims=(576, 512), rows=5, cols=60, topk=60, dtype=torch.bfloat16),
     "float16": Case((8, 2), dims=(64, 64), dtype=torch.float16),
 }
 
@@ -368,10 +367,10 @@ def compiled_for(capability: int, kernel: Any, heads: int, dim: int, dim_v: int,
     from triton.compiler import ASTSource
 
     k = torch.empty(1, 1, 1, dim)
-    tile = TileInputs(k, k, k[..., :dim_v] if joint else torch.empty(1, 1, 1, dim_v), (None, None), 1.0)
+    tile = TileInputs(k, k, k[..., :dim_v] if joint else torch.empty(1, 1, 1, dim_v), (None, None), 1.0, joint=joint)
     fixed: dict[str, Any] = {"STEPS": 2, "BLOCK": 1024}
     if kernel is not triton_selected.list_kernel:
-        fixed = triton_selected.widths(tile) | {"CAPPED": False, "MASK": "", "JOINT": joint, "DLSE": False}
+        fixed = triton_selected.widths(tile) | {"CAPPED": False, "MASK": "", "DLSE": False}
         fixed |= triton_selected.blocks(kernel, fixed, heads)
     options = {name: fixed.pop(name) for name in ("num_warps", "num_stages") if name in fixed}
     made = triton_selected.compiled(kernel)
