@@ -34,9 +34,9 @@ CASES = [
     Case(Tile(256, 256, CAUSAL, dims=(64, 64)), 200, lists=2),
     Case(Tile(100, 256, heads=(4, 4), dims=(192, 128)), 64),
     Case(Tile(70, 40, (-80, -20), heads=(6, 1), dims=(80, 48)), 30),  # rows that see nothing
-    Case(Tile(65, 300, heads=(32, 1), dims=(320, 256)), 150, latents=True),
-    Case(Tile(65, 300, CAUSAL, heads=(128, 1), dims=(576, 512)), 200, latents=True),
-    Case(Tile(65, 300, batch=1, heads=(5, 1), dims=(576, 512)), 200),
+    Case(Tile(65, 200, batch=1, heads=(32, 1), dims=(320, 256)), 150, latents=True),
+    Case(Tile(33, 160, CAUSAL, batch=1, heads=(128, 1), dims=(576, 512)), 100, latents=True),
+    Case(Tile(65, 200, heads=(5, 1), dims=(576, 512)), 150),
 ]
 
 
