@@ -62,6 +62,7 @@ def check(monkeypatch: Any, capsys: Any) -> Any:
     monkeypatch.setattr(tiles, "TILES", SMALL)
     monkeypatch.setattr(tiles, "MIXED", SMALL[:1])
     monkeypatch.setattr(tiles, "IN_EVERY_LAYOUT", SMALL[:1])
+    monkeypatch.setattr(selected, "CASES", [selected.Case(SMALL[0], 5)])
 
     def run(*sections: str) -> tuple[int, str]:
         code = device_check.main([*ARGUMENTS.split(), "--only", *sections])
