@@ -292,8 +292,8 @@ _FAR = 1 << 30  # no key is so far from a query
 
 def blocks(kernel: Callable[..., None], given: dict[str, Any], heads: int) -> dict[str, int]:
     """The heads and keys of a block, warps and stages: the largest for which the compiler reports no register that is
-    spilled to memory, on sm_80, sm_90 and sm_100, for head dims that are powers of two, 192, 320 and 576 (others, such as
-    561, spill few). No time has been measured."""
+    spilled to memory, on sm_80, sm_90 and sm_100, for head dims that are powers of two, 192, 320 and 576. (Others, such
+    as 561, spill a few.) No time has been measured."""
     width = max(given["WIDE"] + (given["WIDE_REST"] if given["REST"] else 0), given["WIDE_V"])
     warps, wide = (4 if width <= 192 else 8), width > 320
     if kernel is keys_kernel:  # it adds once for all heads, whatever the block
