@@ -33,9 +33,9 @@ from hyper_cp.cli.diagnosis.findings import CRASHED, Finding
 from hyper_cp.cli.diagnosis.ranks import default_device
 from hyper_cp.cli.diagnosis.timing import ROUNDS
 
-from . import merges, ranks, replays, tiles, times
+from . import merges, ranks, replays, selected, tiles, times
 
-SECTIONS = "kernels", "layouts", "merges", "replays", "engine", "tiles", "shares"
+SECTIONS = "kernels", "layouts", "merges", "selected", "replays", "engine", "tiles", "shares"
 
 
 def section(name: str, device: str, dtype: torch.dtype, args: argparse.Namespace) -> Iterator[Finding | str]:
@@ -47,6 +47,8 @@ def section(name: str, device: str, dtype: torch.dtype, args: argparse.Namespace
         yield from tiles.check_layouts(device, dtype)
     elif name == "merges":
         yield from merges.check_merges(device, dtype)
+    elif name == "selected":
+        yield from selected.check_selected(device, dtypes)
     elif name == "replays":
         yield from replays.check_graphs(device, dtype)
         yield from replays.check_compiled(device, dtype, args.compile)

@@ -156,7 +156,7 @@ def check_tile(
 
 def check_kernels(device: str, dtypes: Sequence[torch.dtype]) -> Iterator[Finding]:
     """Check every kernel of the device, dtype and tile."""
-    found = kernels.available(torch.device(device).type)
+    found = kernels.available(torch.device(device).type, selected=False)
     for dtype in dtypes:
         for tile in TILES:
             tensors = tile.tensors(device, dtype)
@@ -172,7 +172,7 @@ def check_kernels(device: str, dtypes: Sequence[torch.dtype]) -> Iterator[Findin
 
 def check_layouts(device: str, dtype: torch.dtype) -> Iterator[Finding]:
     """Check every kernel of the device with its tensors in every memory layout."""
-    for kernel in kernels.available(torch.device(device).type).values():
+    for kernel in kernels.available(torch.device(device).type, selected=False).values():
         for tile in IN_EVERY_LAYOUT:
             tensors = tile.tensors(device, dtype)
             for how, layouts in arrangements():

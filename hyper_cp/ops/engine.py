@@ -199,6 +199,7 @@ class Work:
             None if self.dropout is None else self.dropout.of(step, tile),
             None if self.scores is None else self.scores.of(step, tile),
             selected=None if self.selections is None else self.selections.of(step, tile),
+            joint=isinstance(self.latents, Absorbed),
             recurring=self.schedule.recurring,
         )
 

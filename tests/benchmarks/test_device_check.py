@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.device import check as device_check
-from benchmarks.device import merges, ranks, replays, tiles, times
+from benchmarks.device import merges, ranks, replays, selected, tiles, times
 from hyper_cp.cli.diagnosis import findings
 from hyper_cp.cli.diagnosis.tiles import CAUSAL, Tile
 from hyper_cp.ops import kernels
@@ -62,6 +62,7 @@ def check(monkeypatch: Any, capsys: Any) -> Any:
     monkeypatch.setattr(tiles, "TILES", SMALL)
     monkeypatch.setattr(tiles, "MIXED", SMALL[:1])
     monkeypatch.setattr(tiles, "IN_EVERY_LAYOUT", SMALL[:1])
+    monkeypatch.setattr(selected, "CASES", [selected.Case(SMALL[0], 5)])
 
     def run(*sections: str) -> tuple[int, str]:
         code = device_check.main([*ARGUMENTS.split(), "--only", *sections])
@@ -124,7 +125,7 @@ def test_refusals_are_listed_by_kernel_dtype_and_kind_of_tile(check: Any, monkey
 
 def test_refusals_that_are_permitted() -> None:
     half, single = torch.bfloat16, torch.float32
-    for name in kernels.available("cuda").keys() - {"reference"}:
+    for name in kernels.available("cuda", selected=False).keys() - {"reference"}:
         for kind in ("dense", "packed", "banded"):
             without_masks = kind == "banded" and "without" in name and "memory-efficient" in name.split("without")[1]
             assert bool(tiles.refusal(name, half, kind)) == without_masks, (name, kind)
@@ -263,6 +264,21 @@ def test_merges_are_checked_where_triton_runs(monkeypatch: Any) -> None:
     monkeypatch.setattr(fused, "merge", lambda *x: True)  # it does nothing
     assert [result.status for result in merges.check_merges("cpu", torch.bfloat16)] == ["NOT FINITE", "ok"]
     fused.compiled.cache_clear()
+
+
+def test_selected_keys_are_checked(monkeypatch: Any) -> None:
+    """By the kernel that the call gets: plain math here, or what is registered for selections."""
+    small = replace(selected.CASES[1].tile, rows=12, cols=12, dims=(8, 8)), replace(SMALL[0], rows=7, dims=(8, 6))
+    monkeypatch.setattr(
+        selected, "CASES", [selected.Case(small[0], 5, lists=2), selected.Case(small[1], 4, latents=True)]
+    )
+    single = [torch.float32]
+    assert [(x.status, "reference (chosen)" in x.what) for x in selected.check_selected("cpu", single)] == [
+        ("ok", True)
+    ] * 2
+    for spoil, backward, status in ((wrong, True, "WRONG"), (one_nan, False, "NOT FINITE")):
+        with kernels.register(Planted(spoil, backward), "cpu", selected=True):
+            assert [x.status for x in selected.check_selected("cpu", single)] == [status] * 2
 
 
 @pytest.mark.slow

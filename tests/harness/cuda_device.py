@@ -142,7 +142,7 @@ def installed(triton: bool = True, card: Card = H100) -> Iterator[Operators]:
         "get_device_name": lambda: NAME,
         "clock_rate": lambda: 1980,
     }
-    entries = OrderedDict(x for x in kernels._by_device["cuda"].items() if not x[1].scores)
+    entries = OrderedDict(x for x in kernels._by_device["cuda"].items() if not (x[1].scores or x[1].selected))
     operators = Operators(card=card)
     with ExitStack() as stack:
         for name, what in made.items():

@@ -136,7 +136,7 @@ def _of_device(kind: str) -> Iterator[Finding]:
         tensors = _SQUARE.tensors(kind, dtype)
         q, k, v, _ = tensors
         chosen = kernels.choose(q, k, v, False)
-        for name, kernel in kernels.available(kind).items():
+        for name, kernel in kernels.available(kind, selected=False).items():
             if kernel is flex_kernel.KERNEL:
                 yield Finding(SECTION, f"{name} on {kind}", NOTE, "for functions of logits; compiled at the first call")
                 continue

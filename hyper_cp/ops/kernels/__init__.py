@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ...schedule.tiles import Band
-from . import cpu, cuda, npu
+from . import cpu, cuda, npu, triton_selected
 from .inputs import Kernel, TileInputs
 from .operators import OperatorKernel
 from .reference import KERNEL as REFERENCE
@@ -118,9 +118,11 @@ def register(
     return handle
 
 
-def available(device_type: str) -> dict[str, Kernel]:
-    """All kernels for tensors of a device type, and the reference kernel; their names are the keys."""
-    return {REFERENCE.name: REFERENCE, **{entry.kernel.name: entry.kernel for entry in _entries(device_type)}}
+def available(device_type: str, selected: bool | None = None) -> dict[str, Kernel]:
+    """All kernels for tensors of a device type, and the reference kernel; their names are the keys. ``selected``: only
+    those for selected keys, or only the others."""
+    entries = [entry for entry in _entries(device_type) if selected in (None, entry.selected)]
+    return {REFERENCE.name: REFERENCE, **{entry.kernel.name: entry.kernel for entry in entries}}
 
 
 def device_types() -> list[str]:
@@ -202,3 +204,5 @@ register(npu.KERNEL, "npu", npu.accepts)
 for _kernel in cuda.KERNELS.values():
     register(_kernel, "cuda", partial(cuda.accepts, _kernel))
 register(flex_kernel.KERNEL, "cuda", flex_kernel.accepts, scores=True)
+for _scores, _kernel_of_selected in triton_selected.KERNELS.items():
+    register(_kernel_of_selected, "cuda", triton_selected.accepts, scores=_scores, selected=True)

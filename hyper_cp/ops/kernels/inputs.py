@@ -52,6 +52,9 @@ class TileInputs:
     """The keys that each query has selected. All other pairs are hidden; of those that are listed, ``band`` and
     ``mask`` hide more. Only kernels that are registered for selections are given any, and the reference kernel, with no
     ``parts``."""
+    joint: bool = False
+    """True if values are the beginnings of keys, in the same memory, and only the sum of both gradients is used:
+    backward may return it as that of the keys, and zeros as that of the values."""
     recurring: bool = True
     """False if the lengths of such tiles change from batch to batch, as with documents: a kernel that builds a plan per
     shape would build one for each."""
@@ -69,7 +72,8 @@ class TileInputs:
         dlse = None if self.dlse is None else part(self.dlse, rows)
         tensors = part(self.q, rows), part(self.k, cols), part(self.v, cols)
         selected = None if self.selected is None else self.selected.rectangle(rows, cols)
-        return TileInputs(*tensors, band, self.scale, mask, None, keep, score, dlse, selected, self.recurring)
+        joint, recurring = self.joint, self.recurring
+        return TileInputs(*tensors, band, self.scale, mask, None, keep, score, dlse, selected, joint, recurring)
 
     def rectangles(self) -> Iterator[Rectangle]:
         """The parts with their rows and columns, each as a tile of its own."""

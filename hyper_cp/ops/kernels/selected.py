@@ -106,11 +106,10 @@ def backward(tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[
 
 def pieces(tile: TileInputs) -> Iterator[Rectangle]:
     """Rows whose keys are not too many to be gathered at once, with all columns, each as a tile of its own."""
-    within = tile.v.data_ptr() == tile.k.data_ptr() and tile.v.stride() == tile.k.stride()
     k = tile.k.contiguous()
-    tile = replace(tile, k=k, v=k[..., : tile.v.shape[3]] if within else tile.v.contiguous())
+    tile = replace(tile, k=k, v=k[..., : tile.v.shape[3]] if tile.joint else tile.v.contiguous())
     (b, heads, cols, dim), rows = k.shape, tile.q.shape[2]
-    dim += 0 if within else tile.v.shape[3]
+    dim += 0 if tile.joint else tile.v.shape[3]
     listed = min(_selection(tile).positions.shape[3], cols)
     most = min(GATHERED_AT_ONCE, GATHERED_ON_CPU) if k.device.type == "cpu" else GATHERED_AT_ONCE
     size = max(1, most // max(1, b * heads * listed * dim))
@@ -137,8 +136,7 @@ class Gathered:
         self.index = (self.columns + heads * cols).flatten()
         """The rows of the keys, seen as ``[b * Hkv * cols, ...]``."""
         self.queries, self.keys = self.by_group(tile.q), self.gather(tile.k)
-        within = tile.v.data_ptr() == tile.k.data_ptr()
-        self.values = self.keys[..., : tile.v.shape[3]] if within else self.gather(tile.v)
+        self.values = self.keys[..., : tile.v.shape[3]] if tile.joint else self.gather(tile.v)
         self.scores = self.queries @ self.keys.mT * tile.scale
 
     def by_group(self, x: Tensor) -> Tensor:
