@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from hyper_cp import ContextParallel, ContextParallelHandler
@@ -449,6 +451,31 @@ def test_losses_come_from_blocks_that_fsdp_shards(ranks: Any, policy: MixedPreci
     """FSDP2 makes dataclasses in the arguments of a block anew: with a policy all of them, without one those that hold
     tensors with gradients."""
     assert max(ranks(2, sharded, policy)) < 1e-4
+
+
+@on_ranks
+def warm_up(wrapper: str) -> float:
+    """All but the indexers is frozen, and the model's loss is a part of what is differentiated."""
+    mesh, models = cp_mesh(), [prepared(cp_mesh()) for _ in range(2)]
+    for model in models:
+        for name, p in model.named_parameters():
+            p.requires_grad_("indexer" in name)
+    wanted = sum_over_ranks(*trained(models[0], mesh, dense=True))
+    if wrapper == "DDP":
+        run: Any = DistributedDataParallel(models[1], find_unused_parameters=True)
+    else:
+        run = models[1]
+        for unit in (*run.model.layers, run):
+            fully_shard(unit, mesh=mesh)
+    found = [2 * (x.full_tensor() if isinstance(x, DTensor) else x) for x in trained(run, mesh, dense=True)]
+    return max(map(relative_error, found, wanted))
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_indexers_are_warmed_up_under_data_parallelism(ranks: Any, wrapper: str) -> None:
+    """DDP takes parameters that the output does not depend on for unused, and FSDP2 gathers those of blocks whose
+    output has a gradient."""
+    assert max(ranks(2, warm_up, wrapper)) < 1e-4
 
 
 @on_ranks

@@ -230,8 +230,7 @@ def attention_forward(
     if state.losses is None or indices is None:
         out = cp_attention(query, key, value, cp, mode, call)
     else:
-        heads: Any = module.num_heads
-        out = state.losses.attend(state.losses.scored(module, indices), heads, query, key, value, cp, mode, call)
+        out = state.losses.attend(module, indices, query, key, value, cp, mode, call)
     if batch.tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention
         out = out.masked_fill(~batch.tokens, 0.0)
     return out.transpose(1, 2).contiguous(), None

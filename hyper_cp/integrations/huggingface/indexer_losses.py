@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ class IndexerLosses:
             )
 
     def scored(self, module: nn.Module, indices: Tensor) -> Scored | None:
-        """What the indexer of a layer's attention made its selection of; None for one that shares another's."""
+        """The tensors that the indexer of a layer made its selection of; None for a layer that shares another's."""
         name, own = type(module).__name__, getattr(module, "indexer", None) is not None
         self.refuse_where_lost(name)
         found: Scored | None = vars(indices).pop("scored", None)  # not for the layers that share it
@@ -58,10 +58,10 @@ class IndexerLosses:
         return found
 
     def attend(
-        self, scored: Scored | None, heads: int, q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call
+        self, module: nn.Module, indices: Tensor, q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call
     ) -> Tensor:
-        """Attention of a layer with so many heads on all ranks; adds the loss of its indexer, if it has one of its
-        own."""
+        """Attention of a layer; adds the loss of its indexer, if it has one of its own."""
+        scored = self.scored(module, indices)
         if self.dense:
             call = replace(call, selected=None)
         out, lse = attend(q, k, v, cp, mode, call, TileEngine(with_lse=True))
@@ -71,12 +71,14 @@ class IndexerLosses:
                     f"{call.name} changes its logits (softcap), and the loss of its indexer does not know how. Train "
                     "it without indexer_losses"
                 )
-            self._check_heads(call.name, q.shape[1], heads)
+            self._check_heads(call.name, q.shape[1], cast(int, module.num_heads))
             keys = k if call.weight is None else (k[:, 0], v, *call.of_latents)
             of_index = replace(scored.call, selected=call.selected)
             loss = loss_of(scored.of, (q, keys, lse), cp, scored.mode, of_index, call.scale, self.heads_mesh)
             if not checkpoint.in_recompute():
                 self.found.append(loss)
+            beside: Tensor = _Beside.apply(out, *module.indexer.parameters())  # type: ignore[union-attr]
+            return beside
         return out
 
     def _check_heads(self, name: str, local: int, heads: int) -> None:
@@ -88,6 +90,21 @@ class IndexerLosses:
                 "The loss of an indexer is that of the weights of all heads, summed over the tensor-parallel ranks "
                 'that share them out. Pass the mesh of these, indexer_losses(heads_mesh=world["tp"])'
             )
+
+
+class _Beside(torch.autograd.Function):
+    """The output of a layer, with the parameters of its indexer in its graph, which get no gradient through it. DDP
+    (``find_unused_parameters``) looks there for what backward will reach, and FSDP2 for outputs with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.others = [None] * len(parameters)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+        return dout, *ctx.others
 
 
 _collecting: ThreadStack[IndexerLosses] = ThreadStack()
@@ -107,7 +124,8 @@ def indexer_losses(*, dense: bool = False, heads_mesh: DeviceMesh | None = None)
 
     Args:
         dense: attention sees all keys, and so does the loss (the warm-up of DeepSeek V3.2, in which all other
-            parameters are frozen). False: selected keys only.
+            parameters are frozen). False: selected keys only. With FSDP2, which gathers parameters where outputs have
+            gradients, the model's loss must be a part of what is differentiated in the warm-up, too.
         heads_mesh: the 1-D mesh of the tensor-parallel ranks that share out the heads of attention.
 
     Yields:
