@@ -264,7 +264,7 @@ def _last_dim_contiguous(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
-def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
+def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Leave autocast inside an op: its tensors were cast at the entrance, and what it adds up is in wider dtypes."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
@@ -305,7 +305,7 @@ def attention_op(
         # Without a local name for the kernel's results: it would keep them alive beyond their merge.
         partials.add(tile.q, tile.batch, *work.kernel.forward(inputs))
 
-    with _no_autocast(q.device.type), operation(work.cp, "attention", "forward"):
+    with no_autocast(q.device.type), operation(work.cp, "attention", "forward"):
         if given.selected is not None and nans.watch.selected:
             check_selected(work.cp, plan, given.selected)
         check_nans_if_enabled(work.cp, options, "query, key, value", q, k, v)
@@ -349,7 +349,7 @@ def attention_backward_op(
         dq.add(tile.q, tile.batch, dq_tile)
         into.add(tile, *of_keys)
 
-    with _no_autocast(q.device.type), operation(work.cp, "attention", "backward"):
+    with no_autocast(q.device.type), operation(work.cp, "attention", "backward"):
         check_nans_if_enabled(work.cp, options, "the gradient of the output, query, key, value", dout, q, k, v)
         keys = Travel(ring, plan.transfers, k, v, accumulation_dtype(q.dtype), options.wire)
         of_queries = (q, dout, out, lse) if given.dlse is None else (q, dout, out, lse, given.dlse)

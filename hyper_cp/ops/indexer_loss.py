@@ -27,7 +27,7 @@ from ..schedule.ranges import Range
 from ..schedule.tiles import Tile
 from .checks import cast_for_autocast, check, check_grouped, check_latent_forms, check_local, with_hosts
 from .config import Call, Mode, Operands, OpSettings
-from .engine import KeyGradients, Saved, Work, check_nans_if_enabled
+from .engine import KeyGradients, Saved, Work, check_nans_if_enabled, no_autocast
 from .exchange.tails import SwappedTails
 from .exchange.travel import Travel
 from .kernels import REFERENCE
@@ -37,6 +37,7 @@ from .kernels.inputs import TileInputs
 from .kernels.partials import RowSum, accumulation_dtype, part
 from .latents import absorb
 from .recompute import check_recompute
+from .selection import check_key_mask
 
 _NAME = "indexer_loss"
 
@@ -127,13 +128,15 @@ def loss_of(
     (index_q, index_k, weights), (q, k, lse) = index, attended
     mode, cp = with_hosts(mode, cp_mesh.as_ring(cp))
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    check_local(f"{_NAME}: index_k", index_k, 4, "[batch, 1, sequence, head_dim]")
+    index_q, index_k = cast_for_autocast(index_q, index_k)
     q, k = _attention_tensors(q, k)
     weights = index_q.new_ones(index_q.shape[:3]) if weights is None else weights
     _check(index_q, index_k, weights, q, k, lse)
+    check_key_mask(call)
     with calling(_NAME):
         heads = "" if heads_mesh is None else cp_mesh.view(heads_mesh, 1).key
         index_q, index_k, _, checked = check(index_q, index_k, index_k, call, cp, mode, exchanged=False)
-        (weights, q, k) = cast_for_autocast(weights, q, k)
         same = ("score", score), ("query", tuple(q.shape)), ("key", tuple(k.shape)), ("heads_mesh", heads != "")
         cp.agree("call", same, _NAME)
         given = Operands(documents=checked.documents, mask=checked.mask, selected=checked.selected)
@@ -153,7 +156,8 @@ def _attention_tensors(q: Tensor, k: Tensor | Sequence[Tensor]) -> tuple[Tensor,
     """Queries and keys of attention, without a gradient; latents in the absorbed form."""
     if isinstance(k, Tensor):
         check_local(f"{_NAME}: k", k, 4, "[batch, key heads, sequence, head_dim]")
-        return q.detach(), k.detach()
+        q, k = cast_for_autocast(q.detach(), k.detach())
+        return q, k
     if len(k) not in (3, 4):
         raise ValueError(
             f"{_NAME}: k has {len(k)} tensors. It must be the keys, or (latent, rope, weight) or (latent, rope, "
@@ -167,13 +171,14 @@ def _attention_tensors(q: Tensor, k: Tensor | Sequence[Tensor]) -> tuple[Tensor,
             "rotary part must be one head, too. Pass the keys of all heads as k"
         )
     with torch.no_grad():
+        q, latent, rope, weight, *bias = cast_for_autocast(q, latent, rope, weight, *bias)
         absorbed, latents, _ = absorb(q, latent.unsqueeze(1), rope.shape[3], weight, *bias)
         return absorbed, torch.cat([latents, rope], 3)
 
 
 def _check(index_q: Tensor, index_k: Tensor, weights: Tensor, q: Tensor, k: Tensor, lse: Tensor) -> None:
     """Raise for tensors that do not fit together."""
-    check_local(f"{_NAME}: index_k", index_k, 4, "[batch, 1, sequence, head_dim]")
+    check_local(f"{_NAME}: lse", lse, 3, "[batch, heads, sequence]")
     (b, heads, rows, _), share = index_q.shape, index_k.shape[2]
     wanted = (
         ("index_k", index_k, (b, 1, share, index_q.shape[3]), "one key head of the width of index_q"),
@@ -287,7 +292,7 @@ def indexer_loss_op(
         loss = (own - cross) / total - total.log() + of_scores
         return loss.masked_fill(total == 0, 0), torch.stack([of_scores, total], 3)
 
-    with operation(work.cp, "loss of an indexer", "forward"):
+    with no_autocast(q.device.type), operation(work.cp, "loss of an indexer", "forward"):
         check_nans_if_enabled(work.cp, options, "query, key of an indexer", index_q, index_k)
         keys = Travel(ring, plan.transfers, index_k, k)
         queries = SwappedTails(ring, plan.swap, index_q, weights, q, lse)
@@ -342,7 +347,7 @@ def indexer_loss_backward_op(
     def result(rows: Range) -> tuple[Tensor, Tensor]:
         return (*dq.result(rows), *dweights.result(rows))
 
-    with operation(work.cp, "loss of an indexer", "backward"):
+    with no_autocast(q.device.type), operation(work.cp, "loss of an indexer", "backward"):
         keys = Travel(ring, plan.transfers, index_k, k, wide, keys_only=True)
         of_scores, total = kept.unbind(3)
         seen = total > 0  # other queries, which see nothing, have no gradient

@@ -24,7 +24,7 @@ from ..schedule.tiles import Tile
 from .attention import refuse_without_mesh
 from .checks import check, check_local, with_hosts
 from .config import Call, Mode, Operands, OpSettings
-from .engine import KeyGradients, Work, check_nans_if_enabled
+from .engine import KeyGradients, Work, check_nans_if_enabled, no_autocast
 from .exchange.tails import SwappedTails
 from .exchange.travel import Travel
 from .kernels import REFERENCE
@@ -140,12 +140,7 @@ def select(
                 f"{call.name}: weights {weights.dtype} {tuple(weights.shape)} must be floating-point "
                 f"{tuple(q.shape[:3])}, one for each head of a query. Reshape them, or pass None for weights of 1"
             )
-    mask = call.mask
-    if isinstance(mask, Tensor) and (mask.dtype != torch.bool or (mask.ndim == 4 and mask.shape[1] > 1)):
-        raise ValueError(
-            f"{call.name}: attn_mask is {mask.dtype} {tuple(mask.shape)}. It says which keys may be selected, for all "
-            "heads together: bool [batch or 1, 1, queries or 1, keys]. Pass mask.any(1, keepdim=True), or the like"
-        )
+    check_key_mask(call)
     mode, cp = with_hosts(mode, cp_mesh.as_ring(cp))
     with calling(call.name), torch.no_grad():
         q, k, _, checked = check(q, k, k, call, cp, mode, exchanged=False)
@@ -153,6 +148,16 @@ def select(
         given = Operands(documents=checked.documents, mask=checked.mask)
         arguments = checked.settings(REFERENCE.name).arguments(given, checked.scale)
         return replayed(lambda: select_keys_op(q, k, weights, topk, score, *arguments))
+
+
+def check_key_mask(call: Call) -> None:
+    """Raise ``ValueError`` for a mask of a call of an indexer that is not bool, or differs between heads."""
+    mask = call.mask
+    if isinstance(mask, Tensor) and (mask.dtype != torch.bool or (mask.ndim == 4 and mask.shape[1] > 1)):
+        raise ValueError(
+            f"{call.name}: attn_mask is {mask.dtype} {tuple(mask.shape)}. It says which keys may be selected, for all "
+            "heads together: bool [batch or 1, 1, queries or 1, keys]. Pass mask.any(1, keepdim=True), or the like"
+        )
 
 
 @torch.library.custom_op("hyper_cp::select_keys", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -182,7 +187,7 @@ def select_keys_op(
             of_heads = None if weights is None else part(weights, rows)
             best.add(piece, of_heads, part(of_tile, rows), columns[slice(*cols)], score)
 
-    with operation(work.cp, "selection of keys", "forward"):
+    with no_autocast(q.device.type), operation(work.cp, "selection of keys", "forward"):
         check_nans_if_enabled(work.cp, options, "query, key of an indexer", q, k)
         keys = Travel(ring, plan.transfers, k, nothing)
         queries = SwappedTails(ring, plan.swap, q, *(() if weights is None else (weights,)))

@@ -11,6 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from hyper_cp import ContextParallel, ContextParallelHandler
@@ -21,7 +26,7 @@ from hyper_cp.verify import verify
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_models import VOCABULARY, InDouble, LowestFirst, gradients, tokens
 from tests.harness.oracle import relative_error
-from tests.harness.ranks import on_ranks, sum_over_ranks
+from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 
 hf = pytest.importorskip("transformers")
 
@@ -405,3 +410,97 @@ def test_indexers_are_trained_by_what_attention_attends_to(ranks: Any, kind: str
 def test_warm_up_is_dense(ranks: Any) -> None:
     check(ranks(2, indexer_errors, "deepseek_v32", True))
     check(ranks(1, indexer_errors, "deepseek_v32", False))
+
+
+def prepared(mesh: DeviceMesh, heads: DeviceMesh | None = None) -> Any:
+    """A model in fp32 on a mesh; its attention shares out heads over ``heads``."""
+    from hyper_cp.integrations.transformers import prepare_model
+
+    model = made("deepseek_v32").float()
+    plan = {"q_b_proj": ColwiseParallel(), "kv_b_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
+    for layer in model.model.layers if heads is not None else ():
+        parallelize_module(layer.self_attn, heads, plan)
+    return prepare_model(model, mesh, style=ContextParallel(**MODES["ring"]))
+
+
+def trained(model: Any, mesh: DeviceMesh, **options: Any) -> list[Tensor]:
+    """The gradients of a prepared model's indexers."""
+    from hyper_cp.integrations.transformers import indexer_losses, prepare_batch
+
+    handler = ContextParallelHandler(mesh, ContextParallel(**MODES["ring"]))
+    with indexer_losses(**options) as losses:
+        output = model(**prepare_batch(handler, batch_of("plain")))
+    assert len(losses) == 3
+    (output.loss + handler.mean_loss(torch.stack(losses).sum(0), gradients="sum")).backward()
+    return [p.grad for name, p in model.named_parameters() if "indexer" in name]
+
+
+@on_ranks
+def sharded(policy: MixedPrecisionPolicy) -> float:
+    mesh = cp_mesh()
+    model = prepared(mesh)
+    for unit in (*model.model.layers, model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    wanted = sum_over_ranks(*trained(prepared(mesh), mesh))
+    found = [2 * x.full_tensor() for x in trained(model, mesh)]  # type: ignore[attr-defined]
+    return max(map(relative_error, found, wanted))
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.float32)])
+def test_losses_come_from_blocks_that_fsdp_shards(ranks: Any, policy: MixedPrecisionPolicy) -> None:
+    """FSDP2 makes dataclasses in the arguments of a block anew: with a policy all of them, without one those that hold
+    tensors with gradients."""
+    assert max(ranks(2, sharded, policy)) < 1e-4
+
+
+@on_ranks
+def warm_up(wrapper: str) -> float:
+    """All but the indexers is frozen, and the model's loss is a part of what is differentiated."""
+    mesh, models = cp_mesh(), [prepared(cp_mesh()) for _ in range(2)]
+    for model in models:
+        for name, p in model.named_parameters():
+            p.requires_grad_("indexer" in name)
+    wanted = sum_over_ranks(*trained(models[0], mesh, dense=True))
+    if wrapper == "DDP":
+        run: Any = DistributedDataParallel(models[1], find_unused_parameters=True)
+    else:
+        run = models[1]
+        for unit in (*run.model.layers, run):
+            fully_shard(unit, mesh=mesh)
+    found = [2 * (x.full_tensor() if isinstance(x, DTensor) else x) for x in trained(run, mesh, dense=True)]
+    return max(map(relative_error, found, wanted))
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_indexers_are_warmed_up_under_data_parallelism(ranks: Any, wrapper: str) -> None:
+    """DDP takes parameters that the output does not depend on for unused, and FSDP2 gathers those of blocks whose
+    output has a gradient."""
+    assert max(ranks(2, warm_up, wrapper)) < 1e-4
+
+
+@on_ranks
+def with_shared_heads() -> float:
+    """Two ranks of context parallelism, two of tensor parallelism."""
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    mesh, heads = world["cp"], world["tp"]
+    with pytest.raises(ValueError, match=r"has 2 of 4 heads .* indexer_losses\(heads_mesh"):
+        trained(prepared(mesh, heads), mesh)
+    found, wanted = trained(prepared(mesh, heads), mesh, heads_mesh=heads), trained(prepared(mesh), mesh)
+    return max(map(relative_error, found, wanted))
+
+
+def test_heads_that_tensor_parallel_ranks_share(ranks: Any) -> None:
+    assert max(ranks(4, with_shared_heads)) < 1e-4
+
+
+@on_ranks
+def compiled() -> str:
+    model = prepared(cp_mesh())
+    model.model.layers[1].compile(backend="eager")
+    return error_of(lambda: trained(model, cp_mesh()))
+
+
+def test_compiled_layers_are_refused(ranks: Any) -> None:
+    """Compiled code loses what an indexer has scored."""
+    for message in ranks(2, compiled):
+        assert "runs compiled inside indexer_losses" in message

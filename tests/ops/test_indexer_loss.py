@@ -244,6 +244,24 @@ def test_nothing_is_as_large_as_queries_times_keys(topk: int | None) -> None:
     assert k.grad is None
 
 
+def test_autocast_casts_the_arguments_and_nothing_else() -> None:
+    """Sums, scores and weights of attention stay in fp32; keys that autocast left in fp32 are cast, as attention's."""
+    g = torch.Generator().manual_seed(0)
+    made = [torch.randn(1, *shape, generator=g) for shape in ((3, 64, 8), (1, 64, 8), (3, 64), (4, 64, 8), (4, 64, 8))]
+    index_q, index_k, weights, q, k = made
+    low = [x.bfloat16().requires_grad_() for x in (index_q, index_k)]
+    given = q.bfloat16(), k.bfloat16(), (q.bfloat16().float() @ k.bfloat16().float().mT * 8**-0.5).logsumexp(3)
+    want = indexer_loss(*low, weights, *given, is_causal=False)
+    wanted = torch.autograd.grad(want.sum(), low)
+    chosen = select_keys(*low, weights, topk=5)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = indexer_loss(low[0], low[1].float(), weights, q, given[1].float(), given[2], is_causal=False)
+        assert torch.equal(select_keys(low[0], low[1].float(), weights, topk=5), chosen)
+        grads = torch.autograd.grad(got.sum(), low)
+    assert torch.equal(got, want)
+    assert all(map(torch.equal, grads, wanted))
+
+
 # --------------------------------------------------------------------------- arguments that do not fit
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -255,6 +273,17 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "latents": ({"k": (torch.zeros(1, 8, 6), torch.zeros(1, 1, 8, 2))}, ValueError, "k has 2 tensors"),
     "score": ({"score": "softmax"}, ValueError, "score='softmax'"),
     "selected": ({"selected": torch.zeros(1, 1, 9, 2, dtype=torch.int32)}, ValueError, "selected has shape"),
+    "mask of heads": (
+        {"attn_mask": torch.ones(1, 2, 8, 8).bool(), "is_causal": False},
+        ValueError,
+        "all heads together",
+    ),
+    "added mask": (
+        {"attn_mask": torch.zeros(1, 1, 8, 8), "is_causal": False},
+        ValueError,
+        "attn_mask is torch.float32",
+    ),
+    "no lse": ({"lse": None}, TypeError, "lse is a NoneType"),
     "no tensor": ({"q": 1.0}, TypeError, "q is a float"),
     "indexer": ({"index_q": torch.zeros(8, 4)}, ValueError, "index_q has shape"),
 }

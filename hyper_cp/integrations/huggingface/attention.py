@@ -230,8 +230,7 @@ def attention_forward(
     if state.losses is None or indices is None:
         out = cp_attention(query, key, value, cp, mode, call)
     else:
-        scored = vars(indices).pop("scored", None)  # not for the layers that share it
-        out = state.losses.attend(scored, query, key, value, cp, mode, call)
+        out = state.losses.attend(module, indices, query, key, value, cp, mode, call)
     if batch.tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention
         out = out.masked_fill(~batch.tokens, 0.0)
     return out.transpose(1, 2).contiguous(), None
