@@ -19,6 +19,7 @@ from .._torch.flex_patch import plain_flex_attention
 from ..ops.attention import AttentionBackend, attention, latent_attention
 from ..ops.checks import check_enable_gqa, check_latent_forms, check_local
 from ..ops.flex import Flex
+from ..ops.indexer_loss import indexer_loss
 from ..ops.selection import select_keys
 from ..schedule.documents import documents_table
 
@@ -100,6 +101,14 @@ def _select(
 ) -> AttentionRequest:
     """``hyper_cp.ops.select_keys`` without a mesh."""
     return AttentionRequest(q, k, k, is_causal, scale, attn_mask, selects={"weights": weights, **selects})
+
+
+def _loss(name: str, **_: Any) -> AttentionRequest:
+    """``hyper_cp.ops.indexer_loss`` without a mesh."""
+    raise ValueError(
+        f"{name} calls indexer_loss without a mesh. It compares an indexer with the log-sum-exp of attention, which "
+        "attention in a styled module does not return. Pass mesh= to it and to the attention that makes the log-sum-exp"
+    )
 
 
 def _check_gqa(name: str, query: Tensor, key: Tensor, enable_gqa: bool) -> None:
@@ -354,12 +363,13 @@ ROUTED: dict[Any, Callable[..., AttentionRequest]] = {
     attention: _own,
     latent_attention: _latent,
     select_keys: _select,
+    indexer_loss: _loss,
     **{f"aten.scaled_dot_product_attention{overload}": _sdpa for overload in ("", ".default")},
     flex_attention: _flex,
     F.multi_head_attention_forward: _multihead,
     **{f"npu.{op}{overload}": _npu for op in _NPU for overload in ("", ".default")},
 }
-_WHOLE_TOO = {F.scaled_dot_product_attention, flex_attention, attention, latent_attention, select_keys}
+_WHOLE_TOO = {F.scaled_dot_product_attention, flex_attention, attention, latent_attention, select_keys, indexer_loss}
 
 
 def routed_on_whole_sequences(func: Any, kwargs: dict[str, Any]) -> bool:

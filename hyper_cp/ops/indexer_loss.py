@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ..mesh import cp_mesh
 from ..mesh.arguments import check_choice
@@ -78,10 +79,12 @@ def indexer_loss(
         k: its local keys ``[B, Hkv, S/n, D]``; or the ``(latent, rope, weight)``, ``(latent, rope, weight, bias)`` of
             :func:`latent_attention` (then in the absorbed form: as one key head of R + Dr numbers).
         lse: its log-sum-exp ``[B, H, S/n]`` over the same keys: of attention with the same ``selected``.
-        mesh: the cp mesh (1-D) of n ranks, as in :func:`select_keys`. None: one device.
+        mesh: the cp mesh (1-D) of n ranks, as in :func:`select_keys`. None: one device; an error inside a module with a
+            ``ContextParallel`` style, whose attention gives no log-sum-exp.
         selected: global positions ``[B, 1, S/n, k]``, as :func:`select_keys` returns them.
         heads_mesh: the 1-D mesh of the tensor-parallel ranks that share out the heads of attention; P is summed over
-            them (block by block, ``[rows, keys]`` in fp32). Each of them then has the whole loss and all gradients.
+            them (block by block, ``[rows, keys]`` in fp32). They pass the same selection, and each then has the whole
+            loss and all gradients.
         scale: attention's. Default ``D ** -0.5``.
         is_causal, layout, load_balance, attn_mask, window, documents, kv_exchange, exchange_stages: those of
             :func:`select_keys`.
@@ -105,6 +108,13 @@ def indexer_loss(
     check_choice("score", score, tuple(SCORES), "It says how a query and a key are scored")
     check_local(f"{_NAME}: index_q", index_q, 4, "[batch, heads, sequence, head_dim]")
     check_local(f"{_NAME}: q", q, 4, "[batch, heads, sequence, head_dim]")
+    if mesh is None and has_torch_function((index_q, index_k, q)):  # a styled module that is running raises an error
+        given: dict[str, Any] = {"weights": weights, "k": k, "lse": lse, "selected": selected, "heads_mesh": heads_mesh}
+        given |= {"score": score, "is_causal": is_causal, "index_scale": index_scale, "scale": scale}
+        given |= {"attn_mask": attn_mask, "window": window, "documents": documents}
+        given |= {"index_q": index_q, "index_k": index_k, "q": q}
+        found: Tensor = handle_torch_function(indexer_loss, (index_q, index_k, q), **given)
+        return found
     cp = _mesh(mesh)
     table = documents_table(documents)
     if documents is None and isinstance(mesh, DeviceMesh):
@@ -135,10 +145,14 @@ def loss_of(
     _check(index_q, index_k, weights, q, k, lse)
     check_key_mask(call)
     with calling(_NAME):
-        heads = "" if heads_mesh is None else cp_mesh.view(heads_mesh, 1).key
+        shared = None if heads_mesh is None else cp_mesh.view(heads_mesh, 1)
+        heads = "" if shared is None else shared.key
         index_q, index_k, _, checked = check(index_q, index_k, index_k, call, cp, mode, exchanged=False)
         same = ("score", score), ("query", tuple(q.shape)), ("key", tuple(k.shape)), ("heads_mesh", heads != "")
         cp.agree("call", same, _NAME)
+        if shared is not None:  # the sizes of the blocks that travel follow from these
+            chosen = None if checked.selected is None else tuple(checked.selected.shape)
+            shared.agree("call", (*same, ("indexer", tuple(index_q.shape)), ("selected", chosen)), _NAME)
         given = Operands(documents=checked.documents, mask=checked.mask, selected=checked.selected)
         arguments = checked.settings(REFERENCE.name).arguments(given, checked.scale)
         lse = lse.detach().to(accumulation_dtype(q.dtype))

@@ -8,8 +8,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -263,6 +264,39 @@ def test_autocast_casts_the_arguments_and_nothing_else() -> None:
 
 
 # --------------------------------------------------------------------------- arguments that do not fit
+
+
+class Inner(nn.Module):
+    """A module that has forgotten the mesh."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return indexer_loss(q, k[:, :1], None, q, k, q[..., 0])
+
+
+@on_ranks
+def misused(where: str) -> str:
+    mesh = attention_case.cp_mesh()
+    q = torch.zeros(1, 2 + 2 * mesh.get_local_rank() * (where == "heads"), 8, 4)
+    with pytest.raises(ValueError) as error:
+        if where == "heads":
+            options = {"mesh": cp_mesh.alone(), "heads_mesh": mesh}
+            indexer_loss(torch.zeros(1, 2, 8, 4), torch.zeros(1, 1, 8, 4), None, q, q, q[..., 0], **options)
+        else:
+            style = ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=None if where == "ulysses" else 1)
+            parallelize_module(Inner(), mesh, style)(q, q, q)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("where", ["ring", "ulysses"])
+def test_without_a_mesh_in_a_styled_module(ranks: Any, where: str) -> None:
+    for message in ranks(2, misused, where):
+        assert "calls indexer_loss without a mesh" in message
+
+
+def test_ranks_that_share_heads_agree(ranks: Any) -> None:
+    for message in ranks(2, misused, "heads"):
+        assert "query" in message
+
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "key heads": ({"index_k": torch.zeros(1, 2, 8, 4)}, ValueError, "index_k .* one key head"),

@@ -129,7 +129,8 @@ def indexer_losses(*, dense: bool = False, heads_mesh: DeviceMesh | None = None)
         heads_mesh: the 1-D mesh of the tensor-parallel ranks that share out the heads of attention.
 
     Yields:
-        A list, which each indexer adds its losses ``[B, S/n]`` of this rank's tokens to.
+        A list, which each indexer adds its losses ``[B, S/n]`` of this rank's tokens to. Enter one block for each
+        forward; of nested blocks the innermost collects.
 
     Raises:
         ValueError: in a forward with tensor-parallel attention without its ``heads_mesh``.

@@ -64,7 +64,7 @@ def blocks(tile: TileInputs, heads: int, wide: int) -> Iterator[Rectangle]:
     (b, _, rows, _), cols, (lower, upper) = tile.q.shape, tile.k.shape[2], tile.band
     wide = min(cols, wide)
     most = min(SCORES_AT_ONCE, SCORES_ON_CPU) if tile.q.device.type == "cpu" else SCORES_AT_ONCE
-    high = max(1, most // (b * heads * wide))
+    high = max(1, most // max(1, b * heads * wide))
     for first in range(0, rows, high):
         some = first, min(first + high, rows)
         for start in range(0, cols, wide):
@@ -122,7 +122,7 @@ class BestKeys:
         """The positions ``[B, 1, rows, topk]`` of a range of queries, int32, best first; -1 where there is none."""
         best = part(self.best, rows)
         found = torch.empty(best.shape, dtype=torch.int32, device=best.device)
-        some = max(1, SORTED_AT_ONCE // (best.shape[0] * best.shape[3]))
+        some = max(1, SORTED_AT_ONCE // max(1, best.shape[0] * best.shape[3]))
         for piece, into in zip(best.split(some, 2), found.split(some, 2), strict=True):
             ordered = piece.sort(-1, descending=True).values
             into.copy_((_POSITIONS - (ordered & _POSITIONS)).masked_fill_(ordered == _NOTHING, -1))
