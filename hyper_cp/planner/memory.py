@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..ops.kernels.indexer import SCORES_AT_ONCE
+from ..ops.kernels.indexer import SCORES_AT_ONCE, SORTED_AT_ONCE
 from ..ops.kernels.selected import GATHERED_AT_ONCE
 from .model import ModelShape
 from .traffic import ACCUMULATED, POSITION, Ranks
@@ -104,11 +104,13 @@ def selections_saved(model: ModelShape, ranks: Ranks, tokens: float, checkpointi
 
 
 def selection_work(model: ModelShape, tokens: float) -> float:
-    """Bytes that an indexer needs: the best keys so far, in 8 bytes each, sorted at the end; before, scores."""
+    """Bytes that an indexer needs: the best keys so far, in 8 bytes each; at the end their positions, while some are
+    sorted (three tensors of 8 bytes each); before, scores."""
     if not model.indexers:
         return 0.0
-    best = 8 * tokens * model.topk
-    return best + max(3 * best, 2 * SCORES_AT_ONCE * ACCUMULATED)
+    best = tokens * model.topk
+    sorting = POSITION * best + 24 * min(best, SORTED_AT_ONCE)
+    return 8 * best + max(sorting, 2 * SCORES_AT_ONCE * ACCUMULATED)
 
 
 def layer_work(
