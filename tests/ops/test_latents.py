@@ -97,7 +97,7 @@ def test_every_option_fp64(ranks: Any, world: int) -> None:
         for layout in ("per_document", "balanced", "auto")
         for exchange in ("ring", "needed", "all_gather")
     ]
-    check(ranks(world, run_latents, cases if world == 2 else cases[::2]), FP64)  # neighbours differ in one setting
+    check(ranks(world, run_latents, cases if world == 2 else cases[::3]), FP64)  # neighbours differ in one setting
 
 
 # --------------------------------------------------------------------------- in modules

@@ -81,7 +81,7 @@ def test_selected_keys_fp64(ranks: Any, world: int) -> None:
     for layout, exchange in itertools.product(("per_document", "balanced"), ("ring", "needed", "all_gather")):
         given = {"is_causal": True, "documents": OF_ROWS[:1], "selected": (9, 1), "layout": layout}
         cases.append(LatentCase(48, kv_exchange=exchange, latents=False, **given))
-    check(ranks(world, run_selected, drawn(cases, world, 5)), FP64)
+    check(ranks(world, run_selected, drawn(cases, world, 8)), FP64)
 
 
 # --------------------------------------------------------------------------- the selection

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ...ops.config import Call
 from ...ops.selection import select
@@ -86,8 +85,15 @@ def _selected(indexer: Any, *args: Any, past_key_values: Any = None, **kwargs: A
         if state.losses is not None:  # without the decorator ``no_grad``, on inputs that have no gradient
             state.losses.refuse_where_lost(type(indexer).__name__)
             forward = inspect.unwrap(forward)
-            args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+            args, kwargs = tuple(_detached(x) for x in args), {name: _detached(x) for name, x in kwargs.items()}
     return forward(indexer, *args, past_key_values=past_key_values, **kwargs)
+
+
+def _detached(x: Any) -> Any:
+    """A tensor, or a tuple of them, without a gradient."""
+    if isinstance(x, (tuple, list)):
+        return type(x)(map(_detached, x))
+    return x.detach() if isinstance(x, Tensor) else x
 
 
 class _Cache:
