@@ -26,7 +26,7 @@ from hyper_cp.verify import verify
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_models import VOCABULARY, InDouble, LowestFirst, gradients, tokens
 from tests.harness.oracle import relative_error
-from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
+from tests.harness.ranks import on_ranks, sum_over_ranks
 
 hf = pytest.importorskip("transformers")
 
@@ -494,13 +494,18 @@ def test_heads_that_tensor_parallel_ranks_share(ranks: Any) -> None:
 
 
 @on_ranks
-def compiled() -> str:
+def compiled() -> str | float:
+    """The error of a compiled layer: its text, or that of its results."""
     model = prepared(cp_mesh())
     model.model.layers[1].compile(backend="eager")
-    return error_of(lambda: trained(model, cp_mesh()))
+    try:
+        found = trained(model, cp_mesh())
+    except NotImplementedError as error:
+        return str(error)
+    return max(map(relative_error, found, trained(prepared(cp_mesh()), cp_mesh())))
 
 
-def test_compiled_layers_are_refused(ranks: Any) -> None:
-    """Compiled code loses what an indexer has scored."""
-    for message in ranks(2, compiled):
-        assert "runs compiled inside indexer_losses" in message
+def test_compiled_layers_are_refused_or_exact(ranks: Any) -> None:
+    """Compiled code may lose what an indexer has scored. (With torch 2.11 such a layer runs eagerly.)"""
+    for found in ranks(2, compiled):
+        assert "runs compiled inside indexer_losses" in found if isinstance(found, str) else found < 1e-4
