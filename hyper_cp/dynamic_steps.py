@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from .data.dynamic import MicroBatch, Plan
+from .data.loss import check_gradients
 from .handler import ContextParallelHandler
-from .mesh.arguments import check_choice, check_type
+from .mesh.arguments import check_type
 from .mesh.family import MeshFamily
 from .mesh_swap import context_parallel_mesh
 
@@ -83,7 +84,7 @@ class DynamicStep:
             A scalar, whose sum over all steps and ranks is the mean (times the number of ranks, for ``"mean"``).
             Without a micro-batch it is 0, with gradients of 0 for all parameters.
         """
-        check_choice("gradients", gradients, ("mean", "sum"), "It says how gradients are reduced over the ranks")
+        check_gradients(gradients)
         factor = self.family.size if gradients == "mean" else 1
         return total * (0.0 if self.micro_batch is None else factor / tokens)
 

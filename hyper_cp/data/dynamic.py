@@ -126,21 +126,22 @@ class Plan:
     def rounds(self) -> tuple[int, ...]:
         """For each micro-batch the round in which it runs, if all ranks begin a round together: as early as its ranks
         are free."""
-        free, found = [0] * self.size, []
-        for m in self.micro_batches:
-            found.append(max(free[r] for r in m.ranks))
-            free[m.ranks.start : m.ranks.stop] = [found[-1] + 1] * len(m.ranks)
-        return tuple(found)
+        ends, _ = self._run([1] * len(self.micro_batches))
+        return tuple(int(end) - 1 for end in ends)
 
     @cached_property
     def finish(self) -> tuple[float, ...]:
         """Seconds after which each rank has run its list, waiting for the other ranks of a group included."""
-        clock = [0.0] * self.size
-        for m in self.micro_batches:
-            end = max(clock[r] for r in m.ranks) + m.cost
-            for r in m.ranks:
-                clock[r] = end
+        _, clock = self._run([m.cost for m in self.micro_batches])
         return tuple(clock)
+
+    def _run(self, costs: Sequence[float]) -> tuple[list[float], list[float]]:
+        """When each micro-batch ends, and each rank, if one begins as soon as all of its ranks are free."""
+        ends, clock = [], [0.0] * self.size
+        for m, cost in zip(self.micro_batches, costs, strict=True):
+            ends.append(max(clock[r] for r in m.ranks) + cost)
+            clock[m.ranks.start : m.ranks.stop] = [ends[-1]] * len(m.ranks)
+        return ends, clock
 
     @property
     def makespan(self) -> float:

@@ -31,11 +31,7 @@ def mean_loss(
 
     ``per_token`` makes losses of hidden states, and returns others as they are.
     """
-    if gradients not in ("mean", "sum"):
-        raise ValueError(
-            f'gradients={gradients!r} is unknown. Use "mean" under DDP or FSDP, which average gradients, or "sum" if '
-            "you all-reduce them with SUM"
-        )
+    check_gradients(gradients)
     check_ignore_index(ignore_index)
     error = None
     try:
@@ -62,6 +58,15 @@ def mean_loss(
     if count.requires_grad:  # weights that are learned change the number of tokens, too
         share = share - mean * count.to(exact)
     return with_gradient_of(mean, share * (factor / tokens))
+
+
+def check_gradients(gradients: str) -> None:
+    """Raise ``ValueError`` for a reduction of gradients that is unknown."""
+    if gradients not in ("mean", "sum"):
+        raise ValueError(
+            f'gradients={gradients!r} is unknown. Use "mean" under DDP or FSDP, which average gradients, or "sum" if '
+            "you all-reduce them with SUM"
+        )
 
 
 class NoClass(ValueError):

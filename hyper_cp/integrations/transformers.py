@@ -47,11 +47,12 @@ from .huggingface.checks import (
     check_kind,
     check_model,
     check_padding,
+    counts_mask,
     decoder_of,
     has_attention,
     masks_by_types,
     mixers_of,
-    own_positions,
+    position_maker,
 )
 from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
@@ -242,11 +243,7 @@ class DecoderHook:
         self.keywords = set(parameters)
         self.passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.long_rotary = prepare_rotary(decoder) > 0
-        self.own_positions = own_positions(decoder)
-        """True if the decoder makes position ids that are not 0, 1, 2 ... where there is padding."""
-        makers = (x for x in decoder.modules() if hasattr(x, "create_position_ids_from_input_ids"))
-        self.counts: Any = next(makers, None)
-        """The module that makes them of the ids of tokens, if there is one; else they are made of the mask."""
+        self.position_maker, self.counts_mask = position_maker(decoder), counts_mask(decoder)
         self.mixers = mixers_of(decoder)
         self.direct = [] if decoder._can_set_attn_implementation() else direct_attention(decoder)
         """Attention modules that call SDPA themselves."""
@@ -315,16 +312,17 @@ class DecoderHook:
         self, handler: ContextParallelHandler, tokens: Tensor, batch: PreparedBatch, kwargs: dict[str, Any]
     ) -> None:
         """Add the arguments that the decoder would otherwise make for its local tokens only."""
-        mask = kwargs.get("attention_mask")
+        mask, counted = kwargs.get("attention_mask"), batch.counted
+        if counted is None:
+            counted = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
             # Without a mask transformers takes the jumps of local positions for packed sequences.
             # Mixers set padding to zero.
-            ones = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-            counted = ones if batch.counted is None else batch.counted
             kwargs["attention_mask"] = no_mask(tokens.device) if self.direct else counted
-        differ = self.counts is not None or batch.tokens is not None or batch.keys is not None
-        if self.own_positions and differ and (batch.numbered or kwargs.get("position_ids") is None):
-            kwargs["position_ids"] = self._counted(handler, tokens, batch)
+        padded = batch.tokens is not None or batch.keys is not None
+        counts = self.position_maker is not None or (self.counts_mask and padded)
+        if counts and (batch.numbered or kwargs.get("position_ids") is None):
+            kwargs["position_ids"] = self._counted(handler, tokens, counted, batch.documents)
         if kwargs.get("position_ids") is None:
             length = tokens.shape[1] * handler.cp.size
             documents = batch.documents
@@ -332,22 +330,20 @@ class DecoderHook:
         if kwargs.get("use_cache") is None and "use_cache" in self.keywords:
             kwargs["use_cache"] = False
 
-    def _counted(self, handler: ContextParallelHandler, tokens: Tensor, batch: PreparedBatch) -> Tensor:
+    def _counted(
+        self, handler: ContextParallelHandler, tokens: Tensor, counted: Tensor, documents: Tensor | None
+    ) -> Tensor:
         """Position ids that the decoder makes of the whole batch: RoBERTa counts tokens that are not padding by their
         ids, OPT by the mask. One small gather."""
-        if self.counts is not None and tokens.ndim == 2:
-            known = tokens
-        elif self.counts is not None:  # embeddings, none of which is known to be padding
-            known = torch.full(tokens.shape[:2], self.counts.padding_idx + 1, device=tokens.device)
-        else:
-            ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-            known = ones if batch.counted is None else batch.counted.to(torch.int64)
-        whole = handler.combine(known, 1, documents=batch.documents)
-        if self.counts is not None:
-            counted = self.counts.create_position_ids_from_input_ids(whole, self.counts.padding_idx)
-        else:
-            counted = whole.cumsum(1) * whole - 1
-        return local_share(handler, counted, 1, batch.documents)
+        maker = self.position_maker
+        if maker is None:
+            shown = handler.combine(counted.to(torch.int64), 1, documents=documents)
+            whole = shown.cumsum(1) * shown - 1
+        else:  # of embeddings none is known to be padding
+            ids = tokens if tokens.ndim == 2 else torch.full_like(counted, maker.padding_idx + 1, dtype=torch.int64)
+            ids = handler.combine(ids, 1, documents=documents)
+            whole = maker.create_position_ids_from_input_ids(ids, maker.padding_idx)
+        return local_share(handler, whole, 1, documents)
 
     def _batch_state(
         self,

@@ -23,7 +23,6 @@ from ..mesh import cp_mesh
 from ..mesh.arguments import check_choice
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import backward_of, calling, operation
-from ..schedule.documents import documents_table
 from ..schedule.ranges import Range
 from ..schedule.tiles import Tile
 from .checks import cast_for_autocast, check, check_grouped, check_latent_forms, check_local, with_hosts
@@ -38,7 +37,7 @@ from .kernels.inputs import TileInputs
 from .kernels.partials import RowSum, accumulation_dtype, part
 from .latents import absorb
 from .recompute import check_recompute
-from .selection import check_key_mask
+from .selection import check_key_mask, of_indexer
 
 _NAME = "indexer_loss"
 
@@ -115,10 +114,7 @@ def indexer_loss(
         given |= {"index_q": index_q, "index_k": index_k, "q": q}
         found: Tensor = handle_torch_function(indexer_loss, (index_q, index_k, q), **given)
         return found
-    cp = _mesh(mesh)
-    table = documents_table(documents)
-    if documents is None and isinstance(mesh, DeviceMesh):
-        table = cp.batch.active_documents(_NAME)
+    cp, table = of_indexer(cp_mesh.alone() if mesh is None else mesh, documents, _NAME)
     call = Call(is_causal, index_scale, attn_mask, table, name=_NAME, selected=selected)
     mode = Mode(kv_exchange, layout, load_balance, window, exchange_stages=exchange_stages)  # type: ignore[arg-type]
     return loss_of((index_q, index_k, weights), (q, k, lse), cp, mode, call, scale, heads_mesh, score)
@@ -158,12 +154,6 @@ def loss_of(
         lse = lse.detach().to(accumulation_dtype(q.dtype))
         loss: Tensor = indexer_loss_op(index_q, index_k, weights, q, k, lse, score, scale, heads, *arguments)[0]
         return loss
-
-
-def _mesh(mesh: DeviceMesh | CPMesh | None) -> CPMesh:
-    if isinstance(mesh, CPMesh):
-        return mesh
-    return cp_mesh.alone() if mesh is None else cp_mesh.view(mesh, 1 if mesh.ndim == 1 else None)
 
 
 def _attention_tensors(q: Tensor, k: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -100,13 +100,19 @@ def select_keys(
             exchange_stages=exchange_stages,
         )
         return _without_mesh(q, k, weights, topk, score, is_causal=is_causal, scale=scale, attn_mask=attn_mask)
-    cp = mesh if isinstance(mesh, CPMesh) else cp_mesh.view(mesh, 1 if mesh.ndim == 1 else None)
+    cp, table = of_indexer(mesh, documents, "select_keys")
     mode = Mode(kv_exchange, layout, load_balance, window, exchange_stages=exchange_stages)  # type: ignore[arg-type]
-    table = documents_table(documents)
-    if documents is None and not isinstance(mesh, CPMesh):
-        table = cp.batch.active_documents("select_keys")
     call = Call(is_causal, scale, attn_mask, table, name="select_keys")
     return select(q, k, weights, cp, mode, call, topk, score)
+
+
+def of_indexer(mesh: DeviceMesh | CPMesh, documents: Any, caller: str) -> tuple[CPMesh, Tensor | None]:
+    """The mesh of a call of an indexer, and its table of documents: those that it was given, or of the block."""
+    table = documents_table(documents)
+    if isinstance(mesh, CPMesh):
+        return mesh, table
+    cp = cp_mesh.view(mesh, 1 if mesh.ndim == 1 else None)
+    return cp, cp.batch.active_documents(caller) if documents is None else table
 
 
 def _without_mesh(q: Tensor, k: Tensor, weights: Tensor | None, topk: int, score: str, **given: Any) -> Tensor:

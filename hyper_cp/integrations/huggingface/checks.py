@@ -154,10 +154,14 @@ def masks_by_types(model: nn.Module) -> bool:
     return any("block_sequence_ids" in source_of(type(module).forward) for module in (model, *model.children()))
 
 
-def own_positions(decoder: nn.Module) -> bool:
-    """True if a decoder makes position ids of its input ids or of the mask, which are not 0, 1, 2 ... with padding."""
-    of_ids = any(hasattr(module, "create_position_ids_from_input_ids") for module in decoder.modules())
-    return of_ids or "cumsum(" in source_of(type(decoder).forward)
+def position_maker(decoder: nn.Module) -> Any:
+    """The module of a decoder that makes position ids of the ids of tokens, as RoBERTa's does, or None."""
+    return next((x for x in decoder.modules() if hasattr(x, "create_position_ids_from_input_ids")), None)
+
+
+def counts_mask(decoder: nn.Module) -> bool:
+    """True if a decoder makes position ids of the mask, as OPT's does: with padding they are not 0, 1, 2 ..."""
+    return "cumsum(" in source_of(type(decoder).forward)
 
 
 def check_ignored(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:

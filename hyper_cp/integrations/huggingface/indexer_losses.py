@@ -65,21 +65,21 @@ class IndexerLosses:
         if self.dense:
             call = replace(call, selected=None)
         out, lse = attend(q, k, v, cp, mode, call, TileEngine(with_lse=True))
-        if scored is not None:
-            if call.score is not None:
-                raise NotImplementedError(
-                    f"{call.name} changes its logits (softcap), and the loss of its indexer does not know how. Train "
-                    "it without indexer_losses"
-                )
-            self._check_heads(call.name, q.shape[1], cast(int, module.num_heads))
-            keys = k if call.weight is None else (k[:, 0], v, *call.of_latents)
-            of_index = replace(scored.call, selected=call.selected)
-            loss = loss_of(scored.of, (q, keys, lse), cp, scored.mode, of_index, call.scale, self.heads_mesh)
-            if not checkpoint.in_recompute():
-                self.found.append(loss)
-            beside: Tensor = _Beside.apply(out, *module.indexer.parameters())  # type: ignore[union-attr]
-            return beside
-        return out
+        if scored is None:
+            return out
+        if call.score is not None:
+            raise NotImplementedError(
+                f"{call.name} changes its logits (softcap), and the loss of its indexer does not know how. Train it "
+                "without indexer_losses"
+            )
+        self._check_heads(call.name, q.shape[1], cast(int, module.num_heads))
+        keys = k if call.weight is None else (k[:, 0], v, *call.of_latents)
+        of_index = replace(scored.call, selected=call.selected)
+        loss = loss_of(scored.of, (q, keys, lse), cp, scored.mode, of_index, call.scale, self.heads_mesh)
+        if not checkpoint.in_recompute():
+            self.found.append(loss)
+        beside: Tensor = _Beside.apply(out, *module.indexer.parameters())  # type: ignore[union-attr]
+        return beside
 
     def _check_heads(self, name: str, local: int, heads: int) -> None:
         """Raise unless ``heads_mesh`` shares out all heads."""

@@ -13,7 +13,7 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -58,10 +58,13 @@ def prepare_indexers(decoder: nn.Module) -> None:
 
 def has_indexer_seam(kind: type[nn.Module]) -> bool:
     """True for a type of module whose forward scores keys and selects as the lightning indexers of transformers do."""
-    if not kind.__name__.endswith("Indexer"):
-        return False
+    return kind.__name__.endswith("Indexer") and _ends_as_known(kind.forward)
+
+
+@cache  # every layer has an indexer, and is asked for it several times
+def _ends_as_known(forward: Callable[..., Any]) -> bool:
     try:
-        function: Any = ast.parse(textwrap.dedent(inspect.getsource(kind.forward))).body[0]
+        function: Any = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
     except (OSError, TypeError, SyntaxError):
         return False
     known = [ast.unparse(x) for x in ast.parse(_STATEMENTS.replace("return ", "_ = ")).body]

@@ -178,8 +178,13 @@ def _tried(launch: Callable[..., None], total: Tensor, *rest: Tensor) -> bool:
     return True
 
 
+def switched_on() -> bool:
+    """True unless the user has switched kernels in Triton off, or the GPU is AMD's, on which none has been tried."""
+    return os.environ.get("HYPER_CP_TRITON", "1") != "0" and torch.version.hip is None
+
+
 def _possible(total: Tensor) -> bool:
     """True on the current device, in fp32, unless Triton is switched off or has failed. (Triton launches on the current
     device, whatever the tensors' is.)"""
-    on = os.environ.get("HYPER_CP_TRITON", "1") != "0" and torch.version.hip is None and not _failed
+    on = switched_on() and not _failed
     return on and total.dtype == torch.float32 and total.get_device() == torch.cuda.current_device()

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from ...schedule.tiles import shift
-from .inputs import Rectangle, TileInputs
+from .inputs import Rectangle, TileInputs, at_once
 from .partials import accumulation_dtype, part
 from .reference import band_mask
 
 SCORES_AT_ONCE = 1 << 24
 """The most products of queries and keys that are computed at once."""
-SCORES_ON_CPU = 1 << 20
-"""The same on the CPU. More do not stay in a cache."""
 
 
 SORTED_AT_ONCE = 1 << 22
@@ -63,8 +61,7 @@ def blocks(tile: TileInputs, heads: int, wide: int) -> Iterator[Rectangle]:
     many to be computed at once. Those that the band hides are left out."""
     (b, _, rows, _), cols, (lower, upper) = tile.q.shape, tile.k.shape[2], tile.band
     wide = min(cols, wide)
-    most = min(SCORES_AT_ONCE, SCORES_ON_CPU) if tile.q.device.type == "cpu" else SCORES_AT_ONCE
-    high = max(1, most // max(1, b * heads * wide))
+    high = max(1, at_once(SCORES_AT_ONCE, tile.q) // max(1, b * heads * wide))
     for first in range(0, rows, high):
         some = first, min(first + high, rows)
         for start in range(0, cols, wide):

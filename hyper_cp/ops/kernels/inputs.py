@@ -95,6 +95,15 @@ Rectangle = tuple[Range, Range, TileInputs]
 """Some rows and some columns of a tile, and what they are as a tile of their own."""
 
 
+_CACHED = 1 << 20
+"""Numbers that stay in a cache of a CPU. The memory of more is mapped anew for each piece."""
+
+
+def at_once(most: int, x: Tensor) -> int:
+    """The most numbers that are computed at once on the device of ``x``."""
+    return min(most, _CACHED) if x.device.type == "cpu" else most
+
+
 def mask_slice(mask: Tensor, rows: Range, cols: Range) -> Tensor:
     """Rows and columns of a mask ``[..., Sq|1, Sk|1]``."""
     mask = mask if mask.shape[2] == 1 else mask[:, :, slice(*rows)]

@@ -17,13 +17,11 @@ from torch import Tensor
 from ...schedule.build import Step
 from ...schedule.ranges import Range, placed
 from ...schedule.tiles import FULL, Band, Tile, shift
-from .inputs import Rectangle, TileInputs, forward_each
+from .inputs import Rectangle, TileInputs, at_once, forward_each
 from .partials import accumulation_dtype, empty_partial, like_queries, part
 
 GATHERED_AT_ONCE = 1 << 25
 """The most numbers of keys that are gathered at once."""
-GATHERED_ON_CPU = 1 << 20
-"""The same on the CPU. More do not stay in a cache, and their memory is mapped anew for each piece."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,8 +109,7 @@ def pieces(tile: TileInputs) -> Iterator[Rectangle]:
     (b, heads, cols, dim), rows = k.shape, tile.q.shape[2]
     dim += 0 if tile.joint else tile.v.shape[3]
     listed = min(_selection(tile).positions.shape[3], cols)
-    most = min(GATHERED_AT_ONCE, GATHERED_ON_CPU) if k.device.type == "cpu" else GATHERED_AT_ONCE
-    size = max(1, most // max(1, b * heads * listed * dim))
+    size = max(1, at_once(GATHERED_AT_ONCE, k) // max(1, b * heads * listed * dim))
     for start in range(0, rows, size):
         some = start, min(start + size, rows)
         yield some, (0, cols), tile.rectangle(some, (0, cols), shift(tile.band, start))

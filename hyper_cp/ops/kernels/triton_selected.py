@@ -16,7 +16,6 @@ Not executed on a GPU yet: tests run the kernels in Triton's interpreter, and co
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ...schedule.tiles import shift
+from .fused import switched_on
 from .inputs import TileInputs
 from .partials import empty_partial, like_queries, part
 from .scores import Softcap
@@ -446,7 +446,7 @@ def accepts(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     fits = k.shape[3] <= sum(MOST) and v.shape[3] <= MOST[0]
     if not q.is_cuda or not half or not fits or torch.are_deterministic_algorithms_enabled():
         return False
-    if os.environ.get("HYPER_CP_TRITON", "1") == "0" or torch.version.hip is not None or not _installed():
+    if not switched_on() or not _installed():
         return False
     card = torch.cuda.get_device_properties(q.device)
     needed = _MEMORY if k.shape[3] > 192 or v.shape[3] > 128 else _MEMORY // 2
