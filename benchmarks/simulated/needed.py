@@ -126,7 +126,9 @@ def run(ranks: Ranks, direction: str, factor: float) -> None:
         else:
             parts = [] if block is None else [(*traffic([each.moves[block] for each in transfers]), 1.0)]
             if gradient is not None:
-                parts.append((*traffic([each.returns[gradient].transposed for each in transfers]), SUM / ELEMENT))
+                parts.append(
+                    (*traffic([each.gradient_moves[gradient].transposed for each in transfers]), SUM / ELEMENT)
+                )
             pair = transfers[0].moves[0].pattern == "pair"  # which leave in one batch
             if pair and len(parts) == 2:
                 (peers, rows, _), (others, more, of_sums) = parts

@@ -19,7 +19,7 @@ from .agreement import Agreement, Signature
 from .arguments import is_int
 from .batch_state import BatchState
 from .comm import Axis
-from .groups import check_launch_order, make_group, names_of_groups, parts_of
+from .groups import check_launch_order, groups_made, make_group, parts_of
 
 MESH_NAMES = ("ring", "ulysses")
 
@@ -242,7 +242,7 @@ def _view(mesh: DeviceMesh, ulysses_degree: int | None) -> CPMesh:
     else:
         # A rank that makes other groups, or none, would leave the others waiting for it. (The view without groups holds
         # what all views share, also if the ranks disagree.)
-        signature = ("ulysses_degree", degree), ("number of process groups", names_of_groups())
+        signature = ("ulysses_degree", degree), ("number of process groups", groups_made())
         _view(mesh, 1).agree("groups", signature, "ContextParallel")
         blocks = parts_of([ranks[i : i + degree] for i in range(0, size, degree)])
         lanes = parts_of([ranks[i::degree] for i in range(degree)])
@@ -302,7 +302,7 @@ def over_hosts(cp: CPMesh, per_host: int = 0) -> CPMesh:
         return cached
     between = None
     if cp.ring.group is not None:  # simulated ranks have none
-        signature = ("ring ranks of a host", per_host), ("number of process groups", names_of_groups())
+        signature = ("ring ranks of a host", per_host), ("number of process groups", groups_made())
         cp.agree("groups", signature)
         ranks = parts_of([dist.get_process_group_ranks(cp.ring.group)])
         between = Axis.of(make_group(ranks, cp.ring.group, "ring between hosts"))

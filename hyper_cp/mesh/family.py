@@ -12,7 +12,7 @@ from . import cp_mesh
 from .agreement import Agreement
 from .arguments import is_int
 from .comm import Axis
-from .groups import Parts, make_group, names_of_groups, parts_of
+from .groups import Parts, groups_made, make_group, parts_of
 
 Ranks = tuple[int, ...]
 
@@ -105,7 +105,7 @@ def split_cp_mesh(mesh: DeviceMesh, degrees: Sequence[int] | None = None) -> Mes
     _GROUPS.clear()
     agreement = Agreement.between(ranks, mesh.get_all_groups())
     if agreement is not None:  # a rank that makes other groups, or names them otherwise, would leave the others waiting
-        signature = ("degrees", tuple(chosen)), ("number of process groups", names_of_groups())
+        signature = ("degrees", tuple(chosen)), ("number of process groups", groups_made())
         agreement.compare_if_new("groups", signature, f"mesh of {len(ranks)} ranks", "split_cp_mesh")
     built = {}
     for degree in chosen:  # the same order on every rank, which makes the group-wise set-up free of deadlock

@@ -102,7 +102,7 @@ def _backends(group: dist.ProcessGroup) -> str:
     return ",".join(f"{device}:{backend}" for device, backend in backends_of(group).items() if device != "cpu")
 
 
-def names_of_groups() -> int:
+def groups_made() -> int:
     """The number that PyTorch makes the name of the next group from. Ranks with different numbers, because some are in
     more groups than others, give it different names and never meet."""
     return len(dist.distributed_c10d._world.pg_names)  # private: no public function returns it

@@ -199,7 +199,7 @@ def local_blocks(blocks: list[Tensor], mesh: str, layout: str, length: int, rows
         return dense.new_zeros(shape).index_add_(2, local, dense[:, :, touched])
 
     if not full:
-        return ordered_blocks(counted(seen) > 0)
+        return [*ordered_blocks(counted(seen) > 0)]
     whole = counted(full[0]) == needed[:, None]
     return [*ordered_blocks((counted(seen | full[0]) > 0) & ~whole), *ordered_blocks(whole)]
 

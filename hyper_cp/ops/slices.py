@@ -20,7 +20,7 @@ from ..mesh.agreement import digest
 from ..mesh.arguments import is_int
 from ..schedule.ranges import Numbers
 from .kernels.scores import Score
-from .kernels.scores.mods import Mods
+from .kernels.scores.mods import Mods, ordered_blocks
 
 KINDS = ("full", "causal", "inverse_causal", "bicausal")
 """Kinds of slices, in the order of MagiAttention's numbers."""
@@ -129,7 +129,7 @@ def _checked(slices: Any, length: int, keys: int) -> tuple[Slice, ...]:
 def _block_mask(slices: tuple[Slice, ...], length: int, keys: int, size: int, device: torch.device) -> BlockMask:
     starts, stops = _merged(*_ranges(slices, length))
     some, whole = _blocks(starts, stops, keys, size)
-    listed = [_ordered(x, device) for x in (some & ~whole, whole)]
+    listed = [ordered_blocks(torch.from_numpy(x).to(device)[None, None]) for x in (some & ~whole, whole)]
     tables = [torch.from_numpy(x).to(device, torch.int32) for x in (starts, stops)]
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -198,11 +198,3 @@ def _blocks(starts: Numbers, stops: Numbers, keys: int, size: int) -> tuple[Any,
     first, last = -(-starts // size), stops // size
     whole = counted(first, last, first < last) == size  # a block that is not filled is never full
     return some, whole
-
-
-def _ordered(listed: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The number of blocks in each row, and the indices of all, those that are listed first: ``[1, 1, R]`` and
-    ``[1, 1, R, C]``."""
-    order = np.argsort(~listed, 1, kind="stable")
-    number, indices = (torch.from_numpy(x)[None, None].to(device, torch.int32) for x in (listed.sum(1), order))
-    return number, indices

@@ -14,7 +14,7 @@ from .cluster import Cluster, check_amount, check_count, cluster_of, with_measur
 from .memory import CHECKPOINTING
 from .model import ModelShape, configuration, model_shape
 from .report import PlanReport, explain
-from .strategies import KV_EXCHANGES, Estimate, Estimator, Problem, Strategy, modes
+from .strategies import KV_EXCHANGES, Estimate, Estimator, Strategy, Workload, modes
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -94,7 +94,7 @@ def plan(
     names = _chosen("layout", layout, [name for name in layouts.LAYOUTS if name != "auto"])
     kinds = _chosen("checkpointing", checkpointing, CHECKPOINTING)
     losses = (False, True) if chunked_loss is None else (chunked_loss,)
-    problem = Problem(
+    workload = Workload(
         shape,
         devices,
         gpus,
@@ -109,23 +109,23 @@ def plan(
     candidates = [
         mode
         for size in sizes
-        for mode in modes(problem, size, degrees, names)
+        for mode in modes(workload, size, degrees, names)
         if mode.kv_exchange is None or mode.kv_exchange in exchanges
     ]
     if not candidates:
         raise ValueError(_nothing(length, sizes, degrees, names, cp_size))
-    estimator = Estimator(problem)
+    estimator = Estimator(workload)
     found = [e for mode in candidates for e in estimator.estimates(mode, estimator.cost(mode), kinds, losses)]
     found = _sorted(found)
     return PlanReport(
-        tuple(replace(e, why=explain(e, found[0], problem.memory_bytes, shape.layers)) for e in found),
+        tuple(replace(e, why=explain(e, found[0], workload.memory_bytes, shape.layers)) for e in found),
         shape,
         devices,
         gpus,
         length,
         len(documents.rows[0]) - 1,
         batch,
-        problem.memory_bytes,
+        workload.memory_bytes,
     )
 
 

@@ -16,7 +16,7 @@ from .cluster import Cluster
 from .memory import Memory, memory, state_bytes
 from .model import ModelShape
 from .timeline import BACKWARD, AttentionTime, Kernels, attention_time, total
-from .traffic import Ranks, Transfers, indexer_transfers, transfers
+from .traffic import Ranks, TransferTimes, indexer_transfers, transfers
 from .work import DEALT, FORMULAS, RingWork, ring_work, under_selection
 
 KV_EXCHANGES = ("all_gather", "ring", "needed")
@@ -104,7 +104,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Workload:
     """Everything that all strategies share.
 
     Attributes:
@@ -136,17 +136,17 @@ class Problem:
         return self.documents.rows[0][-1]
 
 
-def modes(problem: Problem, cp_size: int, degrees: Sequence[int], names: Sequence[str]) -> Iterator[Strategy]:
+def modes(workload: Workload, cp_size: int, degrees: Sequence[int], names: Sequence[str]) -> Iterator[Strategy]:
     """The modes of one cp size: degree, exchange and layout. Checkpointing and loss are those of the plain step."""
-    packed = len(problem.documents.rows[0]) > 2
+    packed = len(workload.documents.rows[0]) > 2
     for degree in degrees:
         ring = cp_size // degree
         if cp_size % degree:
             continue
         # Attention on Ulysses ranks is balanced in all. Those of an indexer are a ring, whatever the degree.
-        longest = cp_size if problem.model.indexers else ring
+        longest = cp_size if workload.model.indexers else ring
         for layout in names if longest > 1 else names[:1]:
-            if layout == "auto" or problem.length % layouts.length_multiple(layout, cp_size):
+            if layout == "auto" or workload.length % layouts.length_multiple(layout, cp_size):
                 continue  # "auto" is one of the others
             if (layouts.by_documents(layout) and not packed) or (longest > DEALT and layout not in FORMULAS):
                 continue  # for one document these are "head_tail"
@@ -166,7 +166,7 @@ class Cost:
     """
 
     ring: RingWork
-    move: Transfers
+    move: TransferTimes
     attention: AttentionTime
     flops: npt.NDArray[np.float64]
     passes: float = 1 + BACKWARD
@@ -180,32 +180,32 @@ class Cost:
 
 
 class Estimator:
-    """Estimates strategies of one problem. The work of a ring is made once for each layout and exchange."""
+    """Estimates strategies of one workload. The work of a ring is made once for each layout and exchange."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.band = CAUSAL if problem.causal else FULL
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.band = CAUSAL if workload.causal else FULL
         self._works: dict[tuple[str, int, str, Limits, int], RingWork] = {}
         self._indexers: dict[tuple[str, int, str], Cost] = {}
-        self.states = state_bytes(problem.model, problem.shards, problem.per_parameter, problem.element)
+        self.states = state_bytes(workload.model, workload.shards, workload.per_parameter, workload.element)
 
     def _work(self, layout: str, ring: int, kv_exchange: str, kv_heads: int, topk: int = 0) -> RingWork:
-        documents = self.problem.documents
+        documents = self.workload.documents
         limits: Limits = ()
         if kv_exchange == "needed":
-            limits = stage_limits(kv_exchange, self.problem.device, kv_heads, len(documents.rows[0]) > 2)
+            limits = stage_limits(kv_exchange, self.workload.device, kv_heads, len(documents.rows[0]) > 2)
         key = (layout, ring, kv_exchange, limits, topk) if ring > 1 else ("contiguous", 1, "all_gather", (), topk)
         found = self._works.get(key)
         if found is None:
             found = ring_work(*key[:3], documents, self.band, limits, parts=not topk)
             if topk:
-                found = under_selection(found, key[0], documents, self.problem.causal, topk)
+                found = under_selection(found, key[0], documents, self.workload.causal, topk)
         self._works[key] = found
         return found
 
     def cost(self, mode: Strategy) -> Cost:
         """The attention of one layer in this mode."""
-        p, exchange = self.problem, mode.kv_exchange or "all_gather"
+        p, exchange = self.workload, mode.kv_exchange or "all_gather"
         ranks = Ranks(mode.ring, mode.ulysses_degree, p.cluster.gpus_per_host)
         kv_heads = heads_after_sharing(p.model.kv_heads, mode.ulysses_degree) // mode.ulysses_degree
         travelling = 1 if p.model.latents_travel(mode.ulysses_degree) else kv_heads
@@ -224,7 +224,7 @@ class Estimator:
 
     def _selection(self, mode: Strategy) -> Cost:
         """The indexer of one layer: all ranks of a group are one ring, and there is no backward."""
-        p, exchange, size = self.problem, mode.kv_exchange or "all_gather", mode.cp_size
+        p, exchange, size = self.workload, mode.kv_exchange or "all_gather", mode.cp_size
         found = self._indexers.get((mode.layout, size, exchange))
         if found is not None:
             return found
@@ -251,7 +251,7 @@ class Estimator:
                 )
 
     def _estimate(self, strategy: Strategy, cost: Cost) -> Estimate:
-        p, model = self.problem, self.problem.model
+        p, model = self.workload, self.workload.model
         tokens = p.batch * p.length // strategy.cp_size
         recompute = 0 if strategy.checkpointing == "none" else 1
         head = 4 if strategy.chunked_loss else 3  # backward makes each chunk's logits again
@@ -295,6 +295,6 @@ class Estimator:
         )
 
 
-def _most(moves: Iterable[Transfers]) -> Transfers:
+def _most(moves: Iterable[TransferTimes]) -> TransferTimes:
     """The transfers of the rank that sends most."""
     return max(moves, key=lambda move: move.bytes_inside + move.bytes_between)

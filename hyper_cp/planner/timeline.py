@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from .cluster import Cluster
 from .model import ModelShape
-from .traffic import Transfers
+from .traffic import TransferTimes
 from .work import RankWork, StepWork
 
 MERGED_BYTES = 18
@@ -123,7 +123,7 @@ class Kernels:
 
 
 def attention_time(
-    kv_exchange: str, kernels: Kernels, works: Sequence[RankWork], moves: Sequence[Transfers]
+    kv_exchange: str, kernels: Kernels, works: Sequence[RankWork], moves: Sequence[TransferTimes]
 ) -> AttentionTime:
     """Replay one layer on each of some ranks; the slowest counts.
 

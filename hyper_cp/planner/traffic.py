@@ -50,7 +50,7 @@ class Ranks:
 
 
 @dataclass
-class Transfers:
+class TransferTimes:
     """The transfers of one rank in one layer, forward and backward.
 
     Attributes:
@@ -82,7 +82,7 @@ def transfers(
     rank: int,
     work: RankWork,
     element: int,
-) -> Transfers:
+) -> TransferTimes:
     """The transfers of one rank.
 
     Args:
@@ -90,7 +90,7 @@ def transfers(
         rank, work: a ring rank and its work.
         element: bytes of an element of q, k and v.
     """
-    found = Transfers()
+    found = TransferTimes()
     numbers = model.numbers_that_travel(ranks.ulysses)
     if ranks.ulysses > 1:
         tokens = batch * length / ranks.size
@@ -110,9 +110,9 @@ def indexer_transfers(
     rank: int,
     work: RankWork,
     element: int,
-) -> Transfers:
+) -> TransferTimes:
     """The transfers of an indexer on one of ``ranks`` ranks, which are one ring: its keys, in forward only."""
-    found, ring = Transfers(), Ranks(ranks, 1, cluster.gpus_per_host)
+    found, ring = TransferTimes(), Ranks(ranks, 1, cluster.gpus_per_host)
     _add_keys(found, cluster, ring, kv_exchange, batch * model.indexer_dim, length, rank, work, element)
     forward = element / (2 * element + ACCUMULATED)
     return replace(
@@ -126,7 +126,7 @@ def indexer_transfers(
 
 
 def _add_keys(
-    found: Transfers,
+    found: TransferTimes,
     cluster: Cluster,
     ranks: Ranks,
     kv_exchange: str,
@@ -153,7 +153,7 @@ def _seconds(cluster: Cluster, inside: float, between: float, peers: int, crosse
     return max(inside / cluster.inside, between / cluster.between) + latency
 
 
-def _add_ulysses(found: Transfers, cluster: Cluster, ranks: Ranks, whole: float, selections: float) -> None:
+def _add_ulysses(found: TransferTimes, cluster: Cluster, ranks: Ranks, whole: float, selections: float) -> None:
     """All-to-all of q, k, v and of the output; backward has the same of their gradients. Selections travel once."""
     peers, near = ranks.ulysses - 1, ranks.ulysses_inside - 1
 
@@ -169,7 +169,7 @@ def _add_ulysses(found: Transfers, cluster: Cluster, ranks: Ranks, whole: float,
     found.messages += (9 if selections else 8) * peers
 
 
-def _add_ring(found: Transfers, cluster: Cluster, ranks: Ranks, hops: int, share: float, element: int) -> None:
+def _add_ring(found: TransferTimes, cluster: Cluster, ranks: Ranks, hops: int, share: float, element: int) -> None:
     """A hop takes as long as the slowest rank's: of those that send to another host, if there are any."""
 
     def hop(nbytes: float, crosses: bool = ranks.crosses) -> float:
@@ -185,7 +185,7 @@ def _add_ring(found: Transfers, cluster: Cluster, ranks: Ranks, hops: int, share
     found.messages += 3 * hops
 
 
-def _add_gather(found: Transfers, cluster: Cluster, ranks: Ranks, stages: int, share: float, element: int) -> None:
+def _add_gather(found: TransferTimes, cluster: Cluster, ranks: Ranks, stages: int, share: float, element: int) -> None:
     """A gather brings each host's keys to another host once, and spreads them inside: all its links share that. The
     reduce-scatter of gradients is its mirror image, in the accumulation dtype. Each stage has an equal part."""
     others = ranks.ring - 1
@@ -205,7 +205,7 @@ def _add_gather(found: Transfers, cluster: Cluster, ranks: Ranks, stages: int, s
 
 
 def _add_needed(
-    found: Transfers, cluster: Cluster, ranks: Ranks, rank: int, work: RankWork, position: float, element: int
+    found: TransferTimes, cluster: Cluster, ranks: Ranks, rank: int, work: RankWork, position: float, element: int
 ) -> None:
     """Each stage's rows travel directly between the ranks that hold and need them. Bytes are those that this rank
     receives, and returns as gradients."""

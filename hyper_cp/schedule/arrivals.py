@@ -1,6 +1,6 @@
 """The arrival of keys and values at a rank: which of them lie in each block that arrives, and the moves that bring it.
 
-Modes differ here only. A way of obtaining keys and values is one function from a :class:`Problem` to its
+Modes differ here only. A way of obtaining keys and values is one function from a :class:`KeyDemand` to its
 :class:`Arrivals`; :func:`register_exchange` adds one from outside the package.
 """
 
@@ -22,7 +22,7 @@ from .tiles import Band, seen_keys, split, within
 
 
 @dataclass(frozen=True)
-class Problem:
+class KeyDemand:
     """Who holds which keys and who sees them, which decides what travels.
 
     Attributes:
@@ -75,38 +75,38 @@ _IN_PIECES_UP_TO = 4  # ranks
 _LEAST_PIECE = 512  # rows; kernels are slower on fewer
 
 
-def ring(problem: Problem) -> Arrivals:
+def ring(demand: KeyDemand) -> Arrivals:
     """Shares travel on to the next rank, hop by hop, as far as any rank needs them. In backward the gradient of a share
     goes on with it, one hop behind, and from the last rank straight home."""
-    size, rank, own = problem.size, problem.rank, problem.keys[problem.rank]
+    size, rank, own = demand.size, demand.rank, demand.keys[demand.rank]
     share = _length(placed(own))
     hops = 0
-    for receiver, origins in _origins(problem):
+    for receiver, origins in _origins(demand):
         hops = max([hops, *((receiver - origin) % size for origin in origins)])
         if hops == size - 1:
             break
     pieces = _pieces(share, 1 if size > _IN_PIECES_UP_TO or share < 2 * _LEAST_PIECE else 2)
     after, behind = (rank + 1) % size, (rank - 1) % size
-    blocks, moves, returns = [placed(own)], list[Move](), list[Move]()
+    blocks, moves, gradient_moves = [placed(own)], list[Move](), list[Move]()
     # Moves of equal pieces are one object each: their number must not grow with the square of the ranks.
     sizes = [sum(stop - start for start, stop in rows) for rows in pieces]
     first = [pair(size, after, behind, rows) for rows in pieces]
     onward = [replace(move, rows=Rows(((0, length),))) for move, length in zip(first, sizes, strict=True)]
     back = [pair(size, behind, after, ((0, length),)) for length in sizes]
     for hop in range(1, hops + 1):
-        held = placed(problem.keys[(rank - hop) % size])
+        held = placed(demand.keys[(rank - hop) % size])
         for i, rows in enumerate(pieces):
             block = len(moves)
             blocks.append(_piece(held, rows))
             moves.append(first[i] if hop == 1 else replace(onward[i], source=block - len(pieces)))
             if hop < hops:
-                returns.append(replace(back[i], source=block + len(pieces)))
+                gradient_moves.append(replace(back[i], source=block + len(pieces)))
             else:
-                returns.append(pair(size, (rank + hops) % size, (rank - hops) % size, rows))
-    return Arrivals(tuple(blocks), Transfers(tuple(moves), len(pieces), tuple(returns), len(pieces)))
+                gradient_moves.append(pair(size, (rank + hops) % size, (rank - hops) % size, rows))
+    return Arrivals(tuple(blocks), Transfers(tuple(moves), len(pieces), tuple(gradient_moves), len(pieces)))
 
 
-def double_ring(problem: Problem, per_host: int = 0) -> Arrivals:
+def double_ring(demand: KeyDemand, per_host: int = 0) -> Arrivals:
     """A ring of two levels. In each round the shares of one host go round inside each host, from rank to rank, while
     each rank sends the one that it began the round with to the same place on the next host: all links between hosts
     are busy at once, each for a whole round.
@@ -126,9 +126,9 @@ def double_ring(problem: Problem, per_host: int = 0) -> Arrivals:
     Args:
         per_host: adjacent ranks that share a host. With all, one or none of them this is a flat ring.
     """
-    size, rank = problem.size, problem.rank
+    size, rank = demand.size, demand.rank
     if not 1 < per_host < size or size % per_host:
-        return ring(problem)
+        return ring(demand)
     host, place = divmod(rank, per_host)
 
     def rank_at(step: int, hops: int) -> int:
@@ -136,7 +136,7 @@ def double_ring(problem: Problem, per_host: int = 0) -> Arrivals:
         return (host + step) * per_host % size + (place + hops) % per_host
 
     furthest: dict[int, int] = {0: 0}  # the hops of each round, as far as any rank needs them
-    for receiver, origins in _origins(problem):
+    for receiver, origins in _origins(demand):
         for origin in origins:
             step = (receiver // per_host - origin // per_host) % (size // per_host)
             furthest[step] = max(furthest.get(step, 0), (receiver - origin) % per_host)
@@ -145,9 +145,9 @@ def double_ring(problem: Problem, per_host: int = 0) -> Arrivals:
     rounds = [(0, range(1, half + 1))]
     rounds += [(step, range(furthest.get(step, 0) + 1)) for step in range(1, others + 1)]
     rounds += [(0, range(half + 1, own_hops + 1))]
-    own = placed(problem.keys[rank])
+    own = placed(demand.keys[rank])
     whole = ((0, _length(own)),)
-    blocks, moves, returns = [own], list[Move](), list[Move]()
+    blocks, moves, gradient_moves = [own], list[Move](), list[Move]()
     onward, across = (pair(size, rank_at(*x), rank_at(-x[0], -x[1]), whole) for x in ((0, 1), (1, 0)))
     back = pair(size, *onward.peers[::-1], whole)
     begun = HOME  # the block that the last round began with
@@ -160,28 +160,28 @@ def double_ring(problem: Problem, per_host: int = 0) -> Arrivals:
                 moves.append(replace(across, source=before, ahead=begun - before))
             else:
                 moves.append(pair(size, rank_at(0, hop), rank_at(0, -hop), whole))
-            blocks.append(placed(problem.keys[rank_at(-step, -hop)]))
+            blocks.append(placed(demand.keys[rank_at(-step, -hop)]))
             if hop < hops[-1]:
-                returns.append(replace(back, source=len(moves)))
+                gradient_moves.append(replace(back, source=len(moves)))
             else:
                 home = pair(size, rank_at(step, hop), rank_at(-step, -hop), whole)
-                returns.append(replace(home, ahead=len(hops) if step else 0))
-    return Arrivals(tuple(blocks), Transfers(tuple(moves), 1, tuple(returns)))
+                gradient_moves.append(replace(home, ahead=len(hops) if step else 0))
+    return Arrivals(tuple(blocks), Transfers(tuple(moves), 1, tuple(gradient_moves)))
 
 
-def all_gather(problem: Problem) -> Arrivals:
+def all_gather(demand: KeyDemand) -> Arrivals:
     """The shares of all ranks arrive, in as many stages as were asked for: in each, the same piece of every share. All
     of them are under way at once."""
-    size, rank, own = problem.size, problem.rank, placed(problem.keys[problem.rank])
+    size, rank, own = demand.size, demand.rank, placed(demand.keys[demand.rank])
     everyone = range(size)
-    if all(origin == receiver for receiver, origins in _origins(problem) for origin in origins):
+    if all(origin == receiver for receiver, origins in _origins(demand) for origin in origins):
         return Arrivals((own,))
-    share, count = _length(own), problem.stages
+    share, count = _length(own), demand.stages
     if not isinstance(count, int):
         count = doubled((size - 1) * share, count or ())
     blocks, moves = [own], []
     for rows in _pieces(share, min(count, max(1, share // 2))):
-        parts, selected = [_piece(placed(keys), rows) for keys in problem.keys], Rows(rows)
+        parts, selected = [_piece(placed(keys), rows) for keys in demand.keys], Rows(rows)
         offsets = np.arange(size) * selected.length
         arriving = [part + [offset, 0, 0] for part, offset in zip(parts, offsets, strict=True)]
         blocks.append(np.concatenate(arriving[:rank] + arriving[rank + 1 :]))
@@ -190,16 +190,16 @@ def all_gather(problem: Problem) -> Arrivals:
     return Arrivals(tuple(blocks), Transfers(tuple(moves), len(moves), tuple(moves), len(moves)))
 
 
-def local(problem: Problem) -> Arrivals:
+def local(demand: KeyDemand) -> Arrivals:
     """Nothing arrives: every rank has all the keys that its queries see."""
-    return Arrivals((placed(problem.keys[problem.rank]),))
+    return Arrivals((placed(demand.keys[demand.rank]),))
 
 
-def _origins(problem: Problem) -> Iterator[tuple[int, list[int]]]:
+def _origins(demand: KeyDemand) -> Iterator[tuple[int, list[int]]]:
     """For each rank the ranks that hold keys which its queries see."""
-    keys, source = _by_position(problem.keys)
-    for rank, queries in enumerate(problem.queries):
-        yield rank, list(np.unique(source[within(keys, _seen(problem, queries))[1]]).tolist())
+    keys, source = _by_position(demand.keys)
+    for rank, queries in enumerate(demand.queries):
+        yield rank, list(np.unique(source[within(keys, _seen(demand, queries))[1]]).tolist())
 
 
 def _pieces(share: int, count: int) -> tuple[tuple[Range, ...], ...]:
@@ -232,15 +232,15 @@ _AHEAD = 3
 _USUAL = stage_limits("needed")
 
 
-def needed(problem: Problem) -> Arrivals:
+def needed(demand: KeyDemand) -> Arrivals:
     """Blocks are the rows that this rank's queries see, each once, from the ranks that hold them."""
-    flows = _Flows(problem)
+    flows = _Flows(demand)
     if not flows.most:
-        return Arrivals((placed(problem.keys[problem.rank]),))
-    count = problem.stages
+        return Arrivals((placed(demand.keys[demand.rank]),))
+    count = demand.stages
     if not isinstance(count, int):
         count = stages_needed(_USUAL if count is None else count, flows.most, flows.share)
-    return flows.arrivals(problem.rank, min(count, flows.most))
+    return flows.arrivals(demand.rank, min(count, flows.most))
 
 
 def ahead_of(most: int, share: int, stages: int) -> int:
@@ -275,24 +275,24 @@ class _Flows:
         share: the rows that a rank holds.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        keys, source = _by_position(problem.keys)
-        self.lengths = np.zeros((problem.size, problem.size), np.int64)
+    def __init__(self, demand: KeyDemand) -> None:
+        self.demand = demand
+        keys, source = _by_position(demand.keys)
+        self.lengths = np.zeros((demand.size, demand.size), np.int64)
         self._rows: list[tuple[Numbers, Numbers]] = []  # those for each rank, and who holds them
-        for to in range(problem.size):
-            rows, at = within(keys, _seen(problem, problem.queries[to]))
+        for to in range(demand.size):
+            rows, at = within(keys, _seen(demand, demand.queries[to]))
             self._rows.append((rows, source[at]))
-            self.lengths[to] = np.bincount(source[at], rows[:, 2] - rows[:, 1], problem.size)
+            self.lengths[to] = np.bincount(source[at], rows[:, 2] - rows[:, 1], demand.size)
             self.lengths[to, to] = 0
-        self.most, self.share = int(self.lengths.sum(1).max()), _length(placed(problem.keys[problem.rank]))
+        self.most, self.share = int(self.lengths.sum(1).max()), _length(placed(demand.keys[demand.rank]))
 
     def arrivals(self, rank: int, count: int) -> Arrivals:
         """The blocks and moves of one rank in ``count`` stages."""
-        everyone, stages = range(self.problem.size), in_stages(self.lengths, count)
+        everyone, stages = range(self.demand.size), in_stages(self.lengths, count)
         received = [self._stages(rank, of, stages) for of in everyone]
         sent = [self._stages(to, rank, stages) for to in everyone]
-        blocks, moves = [placed(self.problem.keys[rank])], []
+        blocks, moves = [placed(self.demand.keys[rank])], []
         for stage in range(count):
             incoming, outgoing = [rows[stage] for rows in received], [rows[stage] for rows in sent]
             rows = np.concatenate(outgoing)
@@ -329,22 +329,22 @@ def _by_position(keys: Sequence[Sequence[Range]]) -> tuple[Numbers, Numbers]:
     return everything[order], np.repeat(np.arange(len(held)), [len(x) for x in held])[order]
 
 
-def _seen(problem: Problem, queries: Sequence[Range]) -> Numbers:
+def _seen(demand: KeyDemand, queries: Sequence[Range]) -> Numbers:
     """Global positions of the keys that any of the queries sees: ascending ranges that neither overlap nor touch."""
-    found = np.concatenate([seen_keys(placed(queries), problem.band, ends) for ends in problem.boundaries()])
+    found = np.concatenate([seen_keys(placed(queries), demand.band, ends) for ends in demand.boundaries()])
     found = found[np.argsort(found[:, 0], kind="stable")]
     end = np.maximum.accumulate(found[:, 1])
     first = np.concatenate(([True], found[1:, 0] > end[:-1]))[: len(found)]
     last = np.concatenate((first[1:], [True]))[: len(found)]
     seen = np.stack((found[first, 0], end[last]), 1)
-    if problem.blocks is None:
+    if demand.blocks is None:
         return seen
-    return within(np.column_stack((seen[:, 0], seen)), problem.blocks.keys_of(queries))[0][:, 1:]
+    return within(np.column_stack((seen[:, 0], seen)), demand.blocks.keys_of(queries))[0][:, 1:]
 
 
 # --------------------------------------------------------------------------- by name
 
-Exchange = Callable[[Problem], Arrivals]
+Exchange = Callable[[KeyDemand], Arrivals]
 """A way in which keys and values arrive. All ranks make the same sequence of moves, whatever their own queries see."""
 
 DOUBLE_RING = "double_ring"
@@ -365,10 +365,10 @@ STAGED = frozenset({"all_gather", "needed"})
 """Those whose transfers are cut into stages."""
 
 
-def arrivals(kv_exchange: str, problem: Problem) -> Arrivals:
+def arrivals(kv_exchange: str, demand: KeyDemand) -> Arrivals:
     """The arrival of keys and values, by the name that users write as ``kv_exchange=``."""
     name, number = family(kv_exchange)
-    return double_ring(problem, number) if number else _EXCHANGES[name](problem)
+    return double_ring(demand, number) if number else _EXCHANGES[name](demand)
 
 
 def family(kv_exchange: str) -> tuple[str, int]:

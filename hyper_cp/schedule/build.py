@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .arrivals import Arrivals, Problem, arrivals
+from .arrivals import Arrivals, KeyDemand, arrivals
 from .blocks import BlockMap
 from .choices import Limits
 from .moves import NO_TRANSFERS, Transfers
@@ -270,21 +270,21 @@ def build(
     ``band``: the mask in global positions (``CAUSAL``, ``FULL`` or a window). ``documents``: one for
     all batch rows, or one per row. ``load_balance`` exchanges the tail half of queries with rank
     ``size-1-rank`` where :func:`swaps` says that this balances the work. ``parts``: tiles may have parts. ``blocks``:
-    all other pairs are hidden. ``stages``: see :class:`~arrivals.Problem`. ``most_keys``: see :class:`lookup.Key`.
+    all other pairs are hidden. ``stages``: see :class:`~arrivals.KeyDemand`. ``most_keys``: see :class:`lookup.Key`.
     """
     size, length = len(held), sum(map(length_of, held))
     band = _bounded(band, max(length, sum(map(length_of, held_keys))))
     swap = swaps(load_balance, size, band, length, blocks)
     queries = [_swapped(held, r) if swap else held[r] for r in range(size)]
-    problem = Problem(rank, queries, held_keys, band, documents, blocks, stages)
-    return assembled(problem, arrivals(kv_exchange, problem), parts, swap, most_keys)
+    demand = KeyDemand(rank, queries, held_keys, band, documents, blocks, stages)
+    return assembled(demand, arrivals(kv_exchange, demand), parts, swap, most_keys)
 
 
 def assembled(
-    problem: Problem, arriving: Arrivals, parts: bool = True, swap: bool = False, most_keys: int | None = None
+    demand: KeyDemand, arriving: Arrivals, parts: bool = True, swap: bool = False, most_keys: int | None = None
 ) -> Schedule:
-    """The schedule of the rank of a problem, given the keys that arrive there. Other arguments: see :func:`build`."""
-    queries, mask = problem.queries[problem.rank], (problem.band, problem.documents, problem.blocks)
+    """The schedule of the rank of a demand, given the keys that arrive there. Other arguments: see :func:`build`."""
+    queries, mask = demand.queries[demand.rank], (demand.band, demand.documents, demand.blocks)
     own = _step(queries, arriving.blocks[0], *mask)
     others = [
         replace(_step(queries, part, *mask), again=i > 0)

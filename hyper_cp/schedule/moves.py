@@ -90,22 +90,22 @@ class Transfers:
         moves: each brings a block. A block that travels on must have arrived before its next move is posted:
             ``moves[i].source <= i - ahead``.
         ahead: the number of moves that are under way at once, beside those with a number of their own.
-        returns: the way of block i's gradient, written like a move of keys, and posted transposed: the gradient's rows
-            go where ``returns[i]`` would bring the block from, and are added there.
+        gradient_moves: the way of block i's gradient, written like a move of keys, and posted transposed: the
+            gradient's rows go where ``gradient_moves[i]`` would bring the block from, and are added there.
         pieces: the number of moves that make up one hop: more than one if a share travels in pieces, one after the
             other.
     """
 
     moves: tuple[Move, ...] = ()
     ahead: int = 1
-    returns: tuple[Move, ...] = ()
+    gradient_moves: tuple[Move, ...] = ()
     pieces: int = 1
 
     def __post_init__(self) -> None:
-        if len(self.returns) != len(self.moves):
+        if len(self.gradient_moves) != len(self.moves):
             raise ValueError(
-                f"{len(self.moves)} moves and {len(self.returns)} returns. The gradient of every block leaves through "
-                "a move of its own. Give one return for each move"
+                f"{len(self.moves)} moves and {len(self.gradient_moves)} gradient moves. The gradient of every block "
+                "leaves through a move of its own. Give one gradient move for each move"
             )
         for i, move in enumerate(self.moves):
             ahead = move.ahead or self.ahead
@@ -123,7 +123,7 @@ class Transfers:
     @cached_property
     def added_to(self) -> dict[int, int]:
         """For blocks whose gradient another one is added to before it leaves, the (last) one."""
-        return {move.source: block for block, move in enumerate(self.returns) if move.source != HOME}
+        return {move.source: block for block, move in enumerate(self.gradient_moves) if move.source != HOME}
 
     @cached_property
     def forward(self) -> tuple[Event, ...]:
@@ -141,7 +141,7 @@ class Transfers:
     def _events(self, backward: bool) -> Iterator[Event]:
         leaving, home = None, deque[int]()
         added_to: dict[int, list[int]] = {}
-        for block, move in enumerate(self.returns if backward else ()):
+        for block, move in enumerate(self.gradient_moves if backward else ()):
             added_to.setdefault(move.source, []).append(block)
         following: dict[int, list[int]] = {}  # the moves that are posted when a block has arrived
         for block, move in enumerate(self.moves):
@@ -156,7 +156,7 @@ class Transfers:
                 leaving = block
                 for gradient in added_to.get(block, ()):
                     yield Event("add", gradient=gradient)
-                if self.returns[block].source == HOME:
+                if self.gradient_moves[block].source == HOME:
                     if len(home) == self.ahead:
                         yield Event("add", gradient=home.popleft())
                     home.append(block)
@@ -170,7 +170,7 @@ class Transfers:
         long goes first."""
         for apart in (True, False):
             mine = [block for block in blocks if (self.moves[block].ahead > 0) == apart]
-            leaves = gradient is not None and (self.returns[gradient].ahead > 0) == apart
+            leaves = gradient is not None and (self.gradient_moves[gradient].ahead > 0) == apart
             for i, block in enumerate(mine):
                 yield Event("post", block, gradient if leaves and not i else None)
             if leaves and not mine:

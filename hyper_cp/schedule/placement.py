@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..mesh.arguments import is_int
 from . import build as schedule
 from . import layout as layouts
-from .arrivals import Problem, arrivals
+from .arrivals import KeyDemand, arrivals
 from .deal import dealt, fullest_first
 from .documents import PackedDocuments, documents_table, read
 from .layout import ResolvedLayout, window_of
@@ -82,7 +83,7 @@ def layout_of_mask(mask: Any, *, chunks_per_rank: int = 8) -> str:
 
     Source: round robin by processing time, as PyTorch's context parallelism of FlexAttention (``_PTRRLoadBalancer``).
     """
-    if not isinstance(chunks_per_rank, int) or isinstance(chunks_per_rank, bool) or not 0 < chunks_per_rank <= 1024:
+    if not is_int(chunks_per_rank, 1) or chunks_per_rank > 1024:
         raise ValueError(
             f"chunks_per_rank={chunks_per_rank!r} must be an int from 1 to 1024. It is the number of pieces of the "
             "sequence that each rank holds. Pass 8, say"
@@ -181,7 +182,7 @@ def balance(
         (1.75, 1.0)
     """
     for name, value in (("length", length), ("ranks", ranks)):
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**48:
+        if not is_int(value, 1) or value >= 2**48:
             raise ValueError(
                 f"{name}={value!r} must be a positive int. Pass the global length and the ranks of the ring"
             )
@@ -215,6 +216,6 @@ def _measured(layout: str, length: int, ranks: int, documents: PackedDocuments, 
         tuple(sum(tile.blocks for tile in mine) for mine in tiles),
         tuple(map(len, tiles)),
         tuple(map(int, counted.rows)),
-        arrivals("ring", Problem(0, held, held, band, rows)).transfers.hops,
+        arrivals("ring", KeyDemand(0, held, held, band, rows)).transfers.hops,
         length,
     )

@@ -102,11 +102,11 @@ def placed(ranges: Sequence[Range], offset: int = 0) -> Numbers:
 
 
 def merge_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Sort ranges and join those that touch."""
+    """Sort ranges and join those that touch or overlap."""
     merged: list[Range] = []
     for start, stop in sorted(ranges):
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:
             merged.append((start, stop))
     return tuple(merged)

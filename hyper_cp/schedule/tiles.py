@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..mesh.arguments import is_int
 from .pairs import visible
 from .ranges import Documents, Numbers, Range, before
 
@@ -83,7 +84,7 @@ def check_window(window: Sequence[int | None] | None) -> tuple[int | None, int |
     if (
         not isinstance(window, (tuple, list))
         or len(window) != 2
-        or any(w is not None and (not isinstance(w, int) or isinstance(w, bool) or w < -1) for w in window)
+        or any(w is not None and not is_int(w, -1) for w in window)
     ):
         raise ValueError(
             f"window={window!r} must be (left, right). A query sees that many positions before and after its own. Pass "

@@ -76,7 +76,7 @@ def carry_out(
             found = exchange(moves, leaving)
             under_way["keys", block] = [block_of(moves[r], found[r], leaving[r]) for r in ranks]
         if kind == "post" and other is not None:
-            moves = [each.returns[other].transposed for each in transfers]
+            moves = [each.gradient_moves[other].transposed for each in transfers]
             assert used[-1] != HOME or used.count(HOME) == 1, "before this rank's own keys are used again"
             found = exchange(moves, [sums[r].pop(other) for r in ranks])
             under_way["sums", other] = [_returned(moves[r], found[r]) for r in ranks]
@@ -90,7 +90,7 @@ def carry_out(
                 sums[r][block] = sums[r].get(block, 0) + part
         if kind == "add":
             for r, rows in zip(ranks, under_way.pop(("sums", other)), strict=True):
-                move = transfers[r].returns[other]
+                move = transfers[r].gradient_moves[other]
                 index = positions_of(move, np.arange(len(sums[r][move.source])))
                 np.add.at(sums[r][move.source], index, rows)
     assert not under_way and used == [HOME, *range(len(transfers[0].moves)), HOME]
@@ -110,6 +110,8 @@ def neighbours_agree(transfers: dict[int, Transfers]) -> None:
     for rank, each in transfers.items():
         assert each.forward == first.forward and each.backward == first.backward
         for peer, other in transfers.items():
-            for mine, its in zip((*each.moves, *each.returns), (*other.moves, *other.returns), strict=True):
+            for mine, its in zip(
+                (*each.moves, *each.gradient_moves), (*other.moves, *other.gradient_moves), strict=True
+            ):
                 assert mine.pattern == its.pattern and mine.source == its.source
                 assert rank == peer or mine.sent[peer] == its.received[rank]

@@ -10,21 +10,21 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp.ops import attention
-from hyper_cp.schedule.arrivals import Arrivals, Problem, register_exchange
+from hyper_cp.schedule.arrivals import Arrivals, KeyDemand, register_exchange
 from hyper_cp.schedule.moves import Transfers, pair
 from hyper_cp.schedule.ranges import length_of, placed
 from tests.harness.oracle import plain_attention, relative_error, token_positions
 from tests.harness.ranks import on_ranks
 
 
-def backward_ring(problem: Problem) -> Arrivals:
+def backward_ring(demand: KeyDemand) -> Arrivals:
     """Every share comes to every rank, from the rank after it. Its gradient leaves as if its owner had sent it."""
-    size, rank = problem.size, problem.rank
-    share = ((0, length_of(problem.keys[rank])),)
+    size, rank = demand.size, demand.rank
+    share = ((0, length_of(demand.keys[rank])),)
     before, after = (rank - 1) % size, (rank + 1) % size
     moves = tuple(pair(size, before, after, share, source=hop - 1) for hop in range(size - 1))
     returns = tuple(pair(size, (rank - hop) % size, (rank + hop) % size, share) for hop in range(1, size))
-    blocks = tuple(placed(problem.keys[(rank + hop) % size]) for hop in range(size))
+    blocks = tuple(placed(demand.keys[(rank + hop) % size]) for hop in range(size))
     return Arrivals(blocks, Transfers(moves, 1, returns))
 
 

@@ -18,7 +18,7 @@ import pytest
 from benchmarks.simulated.needed import masks
 from hyper_cp.planner.cluster import PROFILES, Cluster
 from hyper_cp.planner.model import ModelShape
-from hyper_cp.planner.strategies import Estimator, Problem, Strategy
+from hyper_cp.planner.strategies import Estimator, Strategy, Workload
 from hyper_cp.planner.timeline import BACKWARD, Kernels, attention_time, grouped_ulysses
 from hyper_cp.planner.traffic import Ranks, transfers
 from hyper_cp.planner.work import RankWork, rank_work
@@ -54,7 +54,7 @@ def far_off(found: list[Ratio]) -> list[Ratio]:
 
 def estimator(heads: tuple[int, int], lengths: list[int], ranks: int, cluster: Cluster) -> Estimator:
     documents = PackedDocuments([list(accumulate(lengths, initial=0))])
-    return Estimator(Problem(shape(heads), cluster, ranks, documents, True, 1, 2, 16.0, ranks, 1e12))
+    return Estimator(Workload(shape(heads), cluster, ranks, documents, True, 1, 2, 16.0, ranks, 1e12))
 
 
 def seconds(plan: Estimator, ranks: int, degree: int, kv_exchange: str, layout: str) -> float:

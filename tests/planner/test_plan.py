@@ -16,7 +16,7 @@ from hyper_cp import PlanReport, plan
 from hyper_cp.ops.config import Mode
 from hyper_cp.planner.cluster import PROFILES, Cluster, cluster_of, with_measurements
 from hyper_cp.planner.model import ModelShape, model_shape
-from hyper_cp.planner.strategies import Estimator, Problem, Strategy
+from hyper_cp.planner.strategies import Estimator, Strategy, Workload
 from hyper_cp.planner.timeline import Kernels
 from hyper_cp.schedule.documents import PackedDocuments
 
@@ -222,7 +222,7 @@ def test_latents_travel_where_they_are_fewer_numbers() -> None:
     cluster, documents = cluster_of("h100"), PackedDocuments([[0, 131072]])
     found = []
     for model in (heads, latents):
-        estimator = Estimator(Problem(model, cluster, 8, documents, True, 1, 2, 16.0, 8, 80e9))
+        estimator = Estimator(Workload(model, cluster, 8, documents, True, 1, 2, 16.0, 8, 80e9))
         found.append(estimator.cost(Strategy(8, 1, "ring", "head_tail", "none", False)))
     sent = [cost.move.bytes_inside + cost.move.bytes_between for cost in found]
     assert sent[0] / sent[1] == pytest.approx(40960 / 576)

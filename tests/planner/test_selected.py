@@ -27,7 +27,7 @@ from hyper_cp.planner import memory as planned
 from hyper_cp.planner.cluster import PROFILES
 from hyper_cp.planner.memory import layer_saved, layer_work, saved_between, selection_work, selections_saved
 from hyper_cp.planner.model import ModelShape, model_shape
-from hyper_cp.planner.strategies import Cost, Estimator, Problem, Strategy
+from hyper_cp.planner.strategies import Cost, Estimator, Strategy, Workload
 from hyper_cp.planner.timeline import Kernels
 from hyper_cp.planner.traffic import Ranks
 from hyper_cp.planner.work import StepWork
@@ -47,8 +47,8 @@ S, SHARE = 16384, 2048
 
 def cost(shape: ModelShape, mode: Strategy, element: int = 2, length: int = S, causal: bool = True) -> Cost:
     documents = PackedDocuments([[0, length]])
-    problem = Problem(shape, PROFILES["h100"], 8, documents, causal, 1, element, 16.0, 8, 1e12)
-    return Estimator(problem).cost(mode)
+    workload = Workload(shape, PROFILES["h100"], 8, documents, causal, 1, element, 16.0, 8, 1e12)
+    return Estimator(workload).cost(mode)
 
 
 # --------------------------------------------------------------------------- sizes
@@ -146,8 +146,8 @@ def test_layouts_are_compared_for_ulysses_too() -> None:
 def test_all_keys_are_selected_where_few_are_seen() -> None:
     """Full attention within documents of 3,000 and 5,000 keys, 4,000 of which are selected."""
     shape, documents = replace(model_shape(V32), topk=4000), PackedDocuments([[0, 3000, 8000]])
-    problem = Problem(shape, PROFILES["h100"], 2, documents, False, 1, 2, 16.0, 2, 1e12)
-    found = Estimator(problem).cost(Strategy(2, 1, "ring", "contiguous", "none", False))
+    workload = Workload(shape, PROFILES["h100"], 2, documents, False, 1, 2, 16.0, 2, 1e12)
+    found = Estimator(workload).cost(Strategy(2, 1, "ring", "contiguous", "none", False))
     assert found.flops.tolist() == [PAIR * (3000 * 3000 + 1000 * 4000), PAIR * 4000 * 4000]
 
 
@@ -181,8 +181,8 @@ def test_tiles_are_whole() -> None:
     dense = replace(model_shape(V32), topk=0, indexers=0, indexer_heads=0, indexer_dim=0)
     tiles = []
     for shape in (dense, model_shape(V32)):
-        problem = Problem(shape, PROFILES["h100"], 4, documents, True, 1, 2, 16.0, 4, 1e12)
-        found = Estimator(problem).cost(Strategy(4, 1, "ring", "contiguous", "none", False))
+        workload = Workload(shape, PROFILES["h100"], 4, documents, True, 1, 2, 16.0, 4, 1e12)
+        found = Estimator(workload).cost(Strategy(4, 1, "ring", "contiguous", "none", False))
         tiles.append(found.ring.ranks[2].forward[0].tiles)
     assert tiles == [1, 4]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from hyper_cp.planner.cluster import Cluster
 from hyper_cp.planner.model import ModelShape
-from hyper_cp.planner.strategies import Estimator, Problem, Strategy
+from hyper_cp.planner.strategies import Estimator, Strategy, Workload
 from hyper_cp.schedule.documents import PackedDocuments
 
 Row = dict[str, Any]
@@ -49,7 +49,9 @@ def predicted(row: Row) -> float:
     documents = PackedDocuments([[0, row["length"]]])
 
     def attention(cluster: Cluster) -> Any:
-        return Estimator(Problem(model, cluster, n, documents, True, 1, FLOAT, 1.0, n, 1.0, "cpu")).cost(mode).attention
+        return (
+            Estimator(Workload(model, cluster, n, documents, True, 1, FLOAT, 1.0, n, 1.0, "cpu")).cost(mode).attention
+        )
 
     one = attention(cluster)
     kernels = one.kernels_forward + one.kernels_backward

@@ -11,7 +11,7 @@ import pytest
 from hyper_cp.planner import work as works
 from hyper_cp.planner.cluster import PROFILES, Cluster
 from hyper_cp.planner.model import ModelShape
-from hyper_cp.planner.strategies import Estimator, Problem, Strategy
+from hyper_cp.planner.strategies import Estimator, Strategy, Workload
 from hyper_cp.planner.timeline import grouped_ulysses
 from hyper_cp.schedule import tiles
 from hyper_cp.schedule.documents import PackedDocuments
@@ -19,7 +19,7 @@ from hyper_cp.schedule.documents import PackedDocuments
 
 def estimator(model: ModelShape, cluster: Cluster, lengths: list[int], ranks: int, element: int = 2) -> Estimator:
     documents = PackedDocuments([list(accumulate(lengths, initial=0))])
-    return Estimator(Problem(model, cluster, ranks, documents, True, 1, element, 16.0, ranks, 1e12))
+    return Estimator(Workload(model, cluster, ranks, documents, True, 1, element, 16.0, ranks, 1e12))
 
 
 # --------------------------------------------------------------------------- the simulated link

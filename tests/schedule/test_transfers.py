@@ -101,7 +101,7 @@ def test_bytes_of_a_double_ring_are_the_same_on_every_link(hosts: int, per_host:
     held = lookup.resolve("contiguous", ring, rows * ring).held
     for rank in range(ring):
         each = schedule.build(held, held, rank, f"double_ring_{per_host}", False, FULL).transfers
-        for moves in (each.moves, [move.transposed for move in each.returns]):
+        for moves in (each.moves, [move.transposed for move in each.gradient_moves]):
             assert between_hosts(moves, rank, per_host) == (hosts - 1) * rows
             assert sum(sum(move.sent) for move in moves) == (ring - 1) * rows
             assert all(
@@ -124,7 +124,7 @@ def test_shares_travel_to_other_hosts_for_a_whole_round() -> None:
     for backward, events in enumerate((each.forward, each.backward)):
         uses, waits, posted = 0, list[tuple[str, int]](), dict[tuple[str, int], int]()
         for kind, block, gradient in events:
-            for way, number, moves in (("keys", block, each.moves), ("sums", gradient, each.returns)):
+            for way, number, moves in (("keys", block, each.moves), ("sums", gradient, each.gradient_moves)):
                 if number is None or not moves[number].ahead or kind == "use":
                     continue
                 if kind == "post":
@@ -149,8 +149,8 @@ def test_a_wrong_list_of_moves_is_found() -> None:
     plans = [schedule.build(held, held, r, "ring", False, FULL).transfers for r in range(3)]
     own = [[*range(4 * r, 4 * r + 4)] for r in range(3)]
     with pytest.raises(ValueError, match="move 0 sends block 0 on, with 1 moves under way"):
-        Transfers(plans[0].moves[::-1], 1, plans[0].returns)
-    with pytest.raises(ValueError, match="2 moves and 0 returns"):
+        Transfers(plans[0].moves[::-1], 1, plans[0].gradient_moves)
+    with pytest.raises(ValueError, match="2 moves and 0 gradient moves"):
         Transfers(plans[0].moves, 1)
     for wrong in ([plans[1], plans[0], plans[2]], [Transfers(), *plans[1:]]):
         with pytest.raises((AssertionError, KeyError)):

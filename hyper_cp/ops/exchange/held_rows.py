@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...mesh.comm import Axis, gather_ranks
 from ...schedule.layout import ResolvedLayout
-from ...schedule.ranges import Range
+from ...schedule.ranges import Range, merge_ranges
 
 Source = tuple[int | None, int, int]
 """``(rank, start, stop)``: local rows of a rank, or that number of zeros if the rank is None."""
@@ -46,7 +46,7 @@ def _planned(layout: ResolvedLayout, rank: int, before: int, after: int) -> Rows
         for owner, start, stop in _sources(layout, receiver, before, after):
             if owner is not None and owner != receiver:
                 needed[owner].append((start, stop))
-    sent = tuple(map(_union, needed))
+    sent = tuple(map(merge_ranges, needed))
     width = max(sum(stop - start for start, stop in rows) for rows in sent)
     parts = (
         (owner, start, stop) if owner is None or owner == rank else (owner, *_among(sent[owner], start, stop))
@@ -95,16 +95,6 @@ def _sources(layout: ResolvedLayout, rank: int, before: int, after: int) -> Iter
             at = upto
         if at < end:
             yield None, 0, end - at
-
-
-def _union(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    joined: list[Range] = []
-    for start, stop in sorted(ranges):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
-        else:
-            joined.append((start, stop))
-    return tuple(joined)
 
 
 def _among(sent: Sequence[Range], start: int, stop: int) -> Range:

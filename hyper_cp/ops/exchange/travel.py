@@ -158,7 +158,7 @@ class Travel:
         parcel = None if gradient is None else self._returning.get(gradient)
         if parcel is None or parcel.into is None:
             return None
-        rows = self.transfers.returns[cast(int, gradient)].rows
+        rows = self.transfers.gradient_moves[cast(int, gradient)].rows
         if len(rows.ranges) > 1 or rows.length != self._lengths[block]:
             return None
         arrived, parcel.taken = parcel.wait(), True
@@ -183,7 +183,7 @@ class Travel:
             parcels.append(self._parcel(move, self._leaving(move)))
             self._arriving[block] = parcels[-1]
         if gradient is not None:
-            move = self.transfers.returns[gradient].transposed
+            move = self.transfers.gradient_moves[gradient].transposed
             total = self._total(gradient, late=True)  # no tile used it, if there is none yet
             parcels.append(self._parcel(move, self._in_dtype(total, self._on_wire(total.rows.dtype))))
             del self._gradients[gradient]
@@ -231,7 +231,7 @@ class Travel:
 
     def _add(self, gradient: int) -> None:
         """Add the gradients that have come back to those of the keys that they are gradients of."""
-        move = self.transfers.returns[gradient]
+        move = self.transfers.gradient_moves[gradient]
         if move.source != HOME:
             self._total(move.source, late=True)  # it becomes the sum itself, if no tile has used these keys
         parcel = self._returning.pop(gradient)

@@ -212,10 +212,10 @@ def dense_blocks(number: Tensor, indices: Tensor, columns: int) -> Tensor:
     return indices.new_zeros(*indices.shape[:-1], columns + 1).scatter_(-1, target, 1)[..., :columns]
 
 
-def ordered_blocks(dense: Tensor) -> list[Tensor]:
+def ordered_blocks(dense: Tensor) -> tuple[Tensor, Tensor]:
     """The number of blocks in each row, and the indices of all blocks: those that are listed come first, ascending."""
     order = dense.int().argsort(dim=-1, descending=True, stable=True)
-    return [dense.sum(-1, dtype=torch.int32), order.int()]
+    return dense.sum(-1, dtype=torch.int32), order.int()
 
 
 def check_block_mask(name: str, mask: BlockMask, batch: int, heads: int, lengths: tuple[int, int]) -> None:
