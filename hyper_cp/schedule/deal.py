@@ -47,6 +47,8 @@ def dealt(length: int, world: int, rows: Sequence[Documents], window: int | None
         rows: boundaries of the documents that all batch rows have, or of each row.
         window: the most positions that a query sees before its own; None: all of its document.
     """
+    if world == 1:
+        return (((0, length),),)
     if window is None and all(len(boundaries) == 2 for boundaries in rows):
         return _ranges(_head_tail(world, 2), length)  # one document: no deal of equal work moves less
     budget, found = _Budget(_BUDGET), []
