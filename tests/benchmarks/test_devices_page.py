@@ -31,7 +31,8 @@ COMMANDS = [shlex.split(line, comments=True) for block in BLOCKS for line in blo
 OURS = [words for words in COMMANDS if "-m" in words]
 SIZES = ["--heads", "8", "--kv-heads", "8", "--dim", "8", "--rounds", "1"]
 SIZES_OF_SPEEDS = speeds.Sizes(2**10, 8, diagnosis.Tile(64, 64, batch=1, heads=(4, 4)), 2**10, torch.bfloat16)
-SMALL_TILES = [*tiles.IN_EVERY_LAYOUT, *(tile for tile in tiles.TILES if tile.rows * tile.cols < 6000)]
+SMALL_TILES = [tile for tile in tiles.TILES if tile.rows * tile.cols < 6000]
+EVERY_KIND = [*tiles.IN_EVERY_LAYOUT, *SMALL_TILES]
 
 
 def started(words: list[str]) -> tuple[str, list[str], int]:
@@ -92,8 +93,9 @@ def walked(of_gpus: bool, module: str, given: list[str]) -> tuple[int, str]:
         mock.patch.object(torch, "tensor", npu_device.tensor),
         mock.patch.multiple(timing, CACHE=1, WARM_UPS=1),
         mock.patch.object(speeds.Sizes, "of", lambda *_: SIZES_OF_SPEEDS),
-        mock.patch.object(tiles, "TILES", SMALL_TILES if of_gpus else tiles.TILES),
-        mock.patch.object(tiles, "IN_EVERY_LAYOUT", tiles.IN_EVERY_LAYOUT[:1] if of_gpus else tiles.IN_EVERY_LAYOUT),
+        mock.patch.object(tiles, "TILES", SMALL_TILES[::3] if of_gpus else EVERY_KIND),
+        mock.patch.object(tiles, "LAYOUTS", dict([*tiles.LAYOUTS.items()][::2])),
+        mock.patch.object(tiles, "IN_EVERY_LAYOUT", SMALL_TILES[-1:] if of_gpus else tiles.IN_EVERY_LAYOUT[:1]),
     ):
         dtype = [] if of_gpus else ["--dtype", "float32"]
         device = ["--device", "npu"]  # the type of the device that is made in Python

@@ -374,13 +374,11 @@ def run_cases(cases: Sequence[AttentionCase], device: str = "cpu") -> list[tuple
     return [(case, run_case(case, mesh)) for case in cases]
 
 
-def drawn(cases: list[Any], world: int, parts: int = 2) -> list[Any]:
-    """All cases on one rank. On more, one of ``parts`` of them, and another one on each number of ranks: a case has
-    many neighbours that differ from it in one setting, and ranks that share two cores take long."""
-    if world < 2:
-        return cases
+def drawn(cases: list[Any], world: int, parts: int = 3) -> list[Any]:
+    """One of ``parts`` of the cases, and another one on each number of ranks: a case has many neighbours that differ
+    from it in one setting, and ranks that share two cores take long."""
     shuffled = random.Random(len(cases)).sample(cases, len(cases))
-    return shuffled[world % parts :: parts]  # what two ranks leave out, three have, and so on
+    return shuffled[world % parts :: parts]  # two, three and four ranks have all of them between them
 
 
 def check(results: Sequence[Sequence[tuple[Any, Errors]]], bar: float) -> None:

@@ -201,20 +201,19 @@ def test_style_compiles_and_recomputes(ranks: Any) -> None:
 @on_ranks
 def opcheck(world: int) -> None:
     cp = cp_mesh.view(init_device_mesh("cpu", (world,), mesh_dim_names=("cp",)), None)
-    for kv_heads in (4, 2):
-        q, k, v = (torch.randn(2, h, 8, 16, requires_grad=True) for h in (HEADS, kv_heads, kv_heads))
-        documents, mask = torch.tensor([[0, 5, 16]]), torch.ones(1, HEADS // 2, 1, 16, dtype=torch.bool)
-        sinks = torch.zeros(HEADS // 2, requires_grad=True)
-        for mask_or_none in (None, mask):
-            settings, ops = OpSettings(cp.key, "head_tail", band=(-9, 0), head_groups=2), torch.ops.hyper_cp
-            given = Operands(sinks, documents, mask_or_none)
-            torch.library.opcheck(ops.ulysses_attention.default, (q, k, v, *settings.arguments(given, 0.25)))
-        with torch.no_grad():
-            given = Operands(sinks.detach(), documents)
-            out, lse, kernel, *saved = ops.ulysses_attention(q, k, v, *settings.arguments(given, 0.25))
-            given = replace(given, kernel=kernel, mark=ops.fingerprint(documents, cp.key))
-            rest = torch.ones_like(out), lse, saved, *settings.arguments(given, 0.25)
-            torch.library.opcheck(ops.ulysses_attention_backward.default, rest)
+    q, k, v = (torch.randn(2, h, 8, 16, requires_grad=True) for h in (HEADS, 2, 2))
+    documents, mask = torch.tensor([[0, 5, 16]]), torch.ones(1, HEADS // 2, 1, 16, dtype=torch.bool)
+    sinks = torch.zeros(HEADS // 2, requires_grad=True)
+    for mask_or_none in (None, mask):
+        settings, ops = OpSettings(cp.key, "head_tail", band=(-9, 0), head_groups=2), torch.ops.hyper_cp
+        given = Operands(sinks, documents, mask_or_none)
+        torch.library.opcheck(ops.ulysses_attention.default, (q, k, v, *settings.arguments(given, 0.25)))
+    with torch.no_grad():
+        given = Operands(sinks.detach(), documents)
+        out, lse, kernel, *saved = ops.ulysses_attention(q, k, v, *settings.arguments(given, 0.25))
+        given = replace(given, kernel=kernel, mark=ops.fingerprint(documents, cp.key))
+        rest = torch.ones_like(out), lse, saved, *settings.arguments(given, 0.25)
+        torch.library.opcheck(ops.ulysses_attention_backward.default, rest)
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def test_losses_and_gradients_are_those_of_plain_math(ranks: Any, world: int) ->
         options = {"heads": 4, "kv_heads": 2, "selected": chosen, **mode, **options}
         latent = options.pop("latent", False)
         cases.append((AttentionCase(48, **options), latent))
-    check(ranks(world, run_losses, drawn(cases, world, 3)), FP64)
+    check(ranks(world, run_losses, drawn(cases, world)), FP64)
 
 
 # --------------------------------------------------------------------------- beside other features

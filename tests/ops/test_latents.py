@@ -83,7 +83,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_every_option_fp64(ranks: Any, world: int) -> None:
     cases = []
     for mode, options in itertools.product(modes(world), OPTIONS.values()):
@@ -91,13 +91,13 @@ def test_every_option_fp64(ranks: Any, world: int) -> None:
             continue
         if options.get("mask") == "local rows" and (mode["load_balance"] or mode["ulysses_degree"] > 1):
             continue  # refused: a rank attends rows of others
-        cases.append(LatentCase(48, heads=8, **{**mode, **options}))
+        cases.append(LatentCase(48, heads=12 if world == 3 else 8, **{**mode, **options}))
     cases += [
         LatentCase(48, True, documents=DOCUMENTS, layout=layout, kv_exchange=exchange)
         for layout in ("per_document", "balanced", "auto")
         for exchange in ("ring", "needed", "all_gather")
     ]
-    check(ranks(world, run_latents, cases if world == 2 else cases[::3]), FP64)  # neighbours differ in one setting
+    check(ranks(world, run_latents, drawn(cases, world)), FP64)
 
 
 # --------------------------------------------------------------------------- in modules
