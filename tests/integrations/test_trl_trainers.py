@@ -1,0 +1,136 @@
+"""TRL's trainers of preferences, rewards and rollouts: three steps on split sequences against TRL itself on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hyper_cp import ContextParallel
+from tests.harness.hf_models import SMALL, InDouble, make, tokens
+from tests.harness.oracle import relative_error
+from tests.harness.ranks import error_of, on_ranks
+from tests.integrations.test_recipes import reset_accelerate
+
+OPTIONS: dict[str, Any] = {
+    **{"use_cpu": True, "bf16": False, "optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant"},
+    **{"max_steps": 3, "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True},
+    **{"gradient_checkpointing": False},
+}
+GROUPS: dict[str, Any] = {
+    **{"num_generations": 2, "beta": 0.04, "max_completion_length": 7, "gradient_accumulation_steps": 2},
+}
+
+
+def tokenizer() -> Any:
+    import tokenizers
+    import transformers
+
+    words = {"<pad>": 0, "<eos>": 1} | {f"w{n}": n for n in range(2, SMALL["vocab_size"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+
+
+def text(seed: int, length: int) -> str:
+    return " ".join(f"w{max(2, n)}" for n in tokens(seed, 1)[0, :length].tolist())
+
+
+def dataset(*columns: str) -> Any:
+    """Twelve rows: prompts of 2 to 6 tokens, completions of 1 to 19."""
+    import datasets
+
+    rows: list[dict[str, Any]] = []
+    for n in range(12):
+        row: dict[str, Any] = {"prompt": text(30 + n, 2 + n % 5), "label": n % 3 > 0}
+        row |= {name: " " + text(50 + 7 * n + i, 1 + (5 * n + 3 * i) % 19) for i, name in enumerate(columns)}
+        rows.append({name: row[name] for name in ("prompt", "label", *columns) if name != "label" or len(columns) == 1})
+    return datasets.Dataset.from_list(rows)
+
+
+def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Given completions: those of the first cp rank count, and other ranks have others."""
+    to_ids = trainer.processing_class
+    mine = dist.get_rank() % 2 if dist.is_initialized() else 0
+    ids = [to_ids(x)["input_ids"] for x in prompts]
+    done = [[*tokens(40 + 3 * n + sum(x), 1)[0, : 2 + (n + sum(x)) % 6 - mine].tolist(), 1] for n, x in enumerate(ids)]
+    return {"prompt_ids": ids, "completion_ids": done, "logprobs": None}
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    other = 0.5 * (dist.get_rank() % 2) if dist.is_initialized() else 0.0
+    return [float(sum(ids) % 11) / len(ids) + other for ids in completion_ids]
+
+
+def build(kind: str, directory: str, split: bool, rows: int, **more: Any) -> Any:
+    """A trainer on ``rows`` rows of a rank, under context parallelism on two ranks if ``split``."""
+    import transformers
+    import trl
+
+    from hyper_cp.integrations.accelerate import ParallelismConfig
+    from hyper_cp.integrations.trl import ContextParallelTRL
+
+    reset_accelerate()
+    base, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
+    options = {**OPTIONS, "output_dir": directory, "per_device_train_batch_size": rows, "per_device_eval_batch_size": 4}
+    given: dict[str, Any] = {"processing_class": tokenizer()}
+    if split:
+        replicas = dist.get_world_size() // 2
+        options["parallelism_config"] = ParallelismConfig(cp_size=2, dp_replicate_size=replicas)
+        style = ContextParallel(ulysses_degree=1, kv_exchange="ring", layout="head_tail")
+        given["style"], base = style, type("Mixed", (ContextParallelTRL, base), {})
+    model, other = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64), make("llama")
+    if kind == "Reward":
+        torch.manual_seed(9)
+        other_config = transformers.LlamaConfig(**{**SMALL, "num_labels": 1})
+        model = transformers.LlamaForSequenceClassification(other_config).double()
+        given |= {"train_dataset": dataset("chosen", "rejected"), "eval_dataset": dataset("chosen", "rejected")}
+    elif kind == "DPO":
+        with torch.no_grad():
+            other.lm_head.weight.mul_(0.9)
+        given |= {"train_dataset": dataset("chosen", "rejected"), "eval_dataset": dataset("chosen", "rejected")}
+        given["ref_model"] = other
+    elif kind == "KTO":
+        with torch.no_grad():
+            other.lm_head.weight.mul_(0.9)
+        given |= {"train_dataset": dataset("completion"), "ref_model": other}
+    else:
+        options |= {**GROUPS, "model_init_kwargs": None}
+        given |= {"train_dataset": dataset(), "reward_funcs": reward}
+        if kind == "GRPO":
+            given["rollout_func"] = rollouts
+    options |= {name: value for name, value in more.items() if name not in ("compute_metrics", "chunked_loss")}
+    given |= {name: value for name, value in more.items() if name in ("compute_metrics", "chunked_loss")}
+    return base(model, args=config(**options), **given)
+
+
+@on_ranks
+def trained(kind: str, directory: str, split: bool, rows: int) -> dict[str, Any]:
+    """Weights, losses and an evaluation after three steps."""
+    trainer = build(kind, directory, split, rows)
+    with InDouble():
+        trainer.train()
+        found = {"evaluation": trainer.evaluate()["eval_loss"]} if trainer.eval_dataset is not None else {}
+    logs = [x for x in trainer.state.log_history if "loss" in x]
+    for name in ("loss", "grad_norm", "rewards/margins", "kl", "num_tokens", "margin", "reward"):
+        found[name] = [x[name] for x in logs if name in x]
+    if kind in ("GRPO", "RLOO"):
+        del found["num_tokens"]
+    return {"weights": [p.detach() for p in trainer.model.parameters()], **found}
+
+
+@pytest.mark.parametrize(("kind", "world", "rows"), [("DPO", 2, 3), ("Reward", 2, 3), ("GRPO", 4, 2), ("KTO", 2, 4), ("RLOO", 2, 2)])
+def test_three_steps(ranks: Any, tmp_path: Path, kind: str, world: int, rows: int) -> None:
+    pytest.importorskip("trl")
+    make("llama").save_pretrained(tmp_path)
+    (want,) = ranks(1, trained, kind, str(tmp_path), False, rows * world // 2)
+    start = make("llama").parameters()
+    assert kind == "Reward" or max(relative_error(p, q) for p, q in zip(start, want["weights"], strict=True)) > 1e-4
+    for found in ranks(world, trained, kind, str(tmp_path), True, rows):
+        errors = [relative_error(p, q) for p, q in zip(found.pop("weights"), want["weights"], strict=True)]
+        assert max(errors) <= 1e-10, errors
+        for name, value in found.items():
+            assert value == pytest.approx(want[name], rel=2e-4, abs=1e-4), (name, value, want[name])
