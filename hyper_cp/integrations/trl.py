@@ -184,11 +184,11 @@ class ContextParallelTRL(ContextParallelTrainer):
         return gather_object([found])[self._first]
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, *args: Any) -> Tensor:
-        """TRL's rewards of the rows of all ranks; for this rank's rows those of the first cp rank."""
+        """TRL's rewards of the rows of all ranks, from the first rank of each cp mesh."""
         rewards: Tensor = super()._calculate_rewards(inputs, prompts, *args)  # type: ignore[misc]
-        by_rank = rewards.unflatten(0, (-1, len(prompts)))
-        by_rank[self.accelerator.process_index] = by_rank[self._first]  # type: ignore[attr-defined]
-        return rewards
+        firsts, states = zip(*gather_object([(self._first, torch.get_rng_state())]), strict=True)
+        torch.set_rng_state(states[self._first])  # TRL shuffles the rows next, by a random order that must be one
+        return rewards.unflatten(0, (-1, len(prompts)))[list(firsts)].flatten(0, 1)
 
     @property
     def _first(self) -> int:

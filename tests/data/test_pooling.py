@@ -51,7 +51,9 @@ def one_device(policy: Policy, documents: list[Tensor]) -> tuple[Tensor, list[Te
     found = []
     for ids in documents:
         hidden = policy.llm.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-        chosen = policy.llm.lm_head(hidden).mul(SCALE).log_softmax(-1)[:-1].gather(1, ids[1:, None]).squeeze(1)[PROMPT - 1 :]
+        chosen = (
+            policy.llm.lm_head(hidden).mul(SCALE).log_softmax(-1)[:-1].gather(1, ids[1:, None]).squeeze(1)[PROMPT - 1 :]
+        )
         found.append((chosen.sum(), distance(chosen, -3.0).mean(), policy.values(hidden)[-1]))
     loss = loss_of(*(torch.stack(x) for x in zip(*found, strict=True)))
     return loss.detach(), list(torch.autograd.grad(loss, list(policy.parameters())))

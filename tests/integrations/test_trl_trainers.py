@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,14 @@ from tests.integrations.test_recipes import reset_accelerate
 
 OPTIONS: dict[str, Any] = {
     **{"use_cpu": True, "bf16": False, "optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant"},
-    **{"max_steps": 3, "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True},
-    **{"gradient_checkpointing": False},
+    **{
+        "activation_checkpointing": False,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    },
 }
 GROUPS: dict[str, Any] = {
     **{"num_generations": 2, "beta": 0.04, "max_completion_length": 7, "gradient_accumulation_steps": 2},
@@ -56,7 +64,8 @@ def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
     to_ids = trainer.processing_class
     mine = dist.get_rank() % 2 if dist.is_initialized() else 0
     ids = [to_ids(x)["input_ids"] for x in prompts]
-    done = [[*tokens(40 + 3 * n + sum(x), 1)[0, : 2 + (n + sum(x)) % 6 - mine].tolist(), 1] for n, x in enumerate(ids)]
+    seeds = [sum(x) + 3 * (n % 2) for n, x in enumerate(ids)]  # groups of two
+    done = [[*tokens(40 + seed, 1)[0, : 2 + seed % 5 - mine].tolist(), 1] for seed in seeds]
     return {"prompt_ids": ids, "completion_ids": done, "logprobs": None}
 
 
@@ -77,9 +86,10 @@ def build(kind: str, directory: str, split: bool, rows: int, **more: Any) -> Any
     base, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
     options = {**OPTIONS, "output_dir": directory, "per_device_train_batch_size": rows, "per_device_eval_batch_size": 4}
     given: dict[str, Any] = {"processing_class": tokenizer()}
+    parallelism = None
     if split:
         replicas = dist.get_world_size() // 2
-        options["parallelism_config"] = ParallelismConfig(cp_size=2, dp_replicate_size=replicas)
+        parallelism = ParallelismConfig(cp_size=2, dp_shard_size=replicas)
         style = ContextParallel(ulysses_degree=1, kv_exchange="ring", layout="head_tail")
         given["style"], base = style, type("Mixed", (ContextParallelTRL, base), {})
     model, other = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64), make("llama")
@@ -104,14 +114,32 @@ def build(kind: str, directory: str, split: bool, rows: int, **more: Any) -> Any
             given["rollout_func"] = rollouts
     options |= {name: value for name, value in more.items() if name not in ("compute_metrics", "chunked_loss")}
     given |= {name: value for name, value in more.items() if name in ("compute_metrics", "chunked_loss")}
-    return base(model, args=config(**options), **given)
+    made = config(**options)
+    made.parallelism_config = parallelism  # afterwards: configs of GRPO and RLOO refuse it
+    return base(model, args=made, **given)
+
+
+@contextmanager
+def backward_in_double() -> Iterator[None]:
+    """Modes end where autograd begins, and TRL's head adds its gradients up in float32."""
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with InDouble():
+            return own(ctx, *grads)
+
+    own, ChunkedLogProbFunction.backward = ChunkedLogProbFunction.backward, staticmethod(backward)
+    try:
+        yield
+    finally:
+        ChunkedLogProbFunction.backward = staticmethod(own)
 
 
 @on_ranks
 def trained(kind: str, directory: str, split: bool, rows: int) -> dict[str, Any]:
     """Weights, losses and an evaluation after three steps."""
     trainer = build(kind, directory, split, rows)
-    with InDouble():
+    with InDouble(), backward_in_double():
         trainer.train()
         found = {"evaluation": trainer.evaluate()["eval_loss"]} if trainer.eval_dataset is not None else {}
     logs = [x for x in trainer.state.log_history if "loss" in x]
@@ -122,7 +150,9 @@ def trained(kind: str, directory: str, split: bool, rows: int) -> dict[str, Any]
     return {"weights": [p.detach() for p in trainer.model.parameters()], **found}
 
 
-@pytest.mark.parametrize(("kind", "world", "rows"), [("DPO", 2, 3), ("Reward", 2, 3), ("GRPO", 4, 2), ("KTO", 2, 4), ("RLOO", 2, 2)])
+@pytest.mark.parametrize(
+    ("kind", "world", "rows"), [("DPO", 2, 3), ("Reward", 2, 3), ("GRPO", 4, 2), ("KTO", 2, 4), ("RLOO", 2, 2)]
+)
 def test_three_steps(ranks: Any, tmp_path: Path, kind: str, world: int, rows: int) -> None:
     pytest.importorskip("trl")
     make("llama").save_pretrained(tmp_path)
