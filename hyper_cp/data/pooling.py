@@ -72,8 +72,8 @@ def _check(x: Any, reduce: Any, mask: Any) -> None:
         )
     if mask is not None and mask.shape != x.shape[:2]:
         raise ValueError(
-            f"mask has shape {tuple(mask.shape)}, and x holds {x.shape[0]} x {x.shape[1]} tokens. It says which of them "
-            "count. Pass this rank's share of it, as of labels: handler.dispatch(mask, 1, pad_value=0)"
+            f"mask has shape {tuple(mask.shape)}, and x holds {x.shape[0]} x {x.shape[1]} tokens. It says which of "
+            "them count. Pass this rank's share of it, as of labels: handler.dispatch(mask, 1, pad_value=0)"
         )
 
 
@@ -87,12 +87,13 @@ def _documents_of_tokens(
     table = documents_for(shares, documents, padded, x, 1)
     if table is None and layouts.by_documents(shares.layout):
         raise ValueError(
-            f"layout={shares.layout!r} places tokens by documents, and pool got none. Call it in the block of the batch, "
-            "`with handler.documents(batch)`, or pass documents="
+            f"layout={shares.layout!r} places tokens by documents, and pool got none. Call it in the block of the "
+            "batch, `with handler.documents(batch)`, or pass documents="
         )
     known: int | None = state.length
     if length is None and documents is not None:
-        length = max(row[-1] for row in read(documents_table(documents)).rows)
+        given: Any = documents_table(documents)
+        length = max(row[-1] for row in read(given).rows)
     elif length is None and known and shares.padded_length(known) == padded:
         length = known
     elif length is None and table is None and mask is None and (found := state.padding_of(tuple(x.shape[:2]))):

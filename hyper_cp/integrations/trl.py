@@ -103,7 +103,8 @@ class ContextParallelTRL(ContextParallelTrainer):
 
     Losses, evaluations and updated weights are those of one device. The ranks of a cp mesh hold the same rows and share
     their tokens. Rollouts (GRPO, RLOO) come from ``rollout_func``, from vLLM, or from the model on a mesh of one rank;
-    those of the first cp rank, and their rewards, count. Metrics that add up tokens of rollouts count each cp rank.
+    those of the first cp rank, and their rewards, count. Numbers and standard deviations in metrics of rollouts count
+    every cp rank.
 
     Raises:
         NotImplementedError: for other trainers, losses of routers, and options whose values would count rows several
@@ -238,7 +239,7 @@ class _WholeBatches:
         return type(output)(**found)
 
     def whole(self, x: Any) -> Any:
-        """Gather values of this rank's tokens ``[B, S/n, ...]`` into ``[B, S, ...]``; others are returned as they are."""
+        """Gather values of this rank's tokens ``[B, S/n, ...]`` into ``[B, S, ...]``; return others as they are."""
         if self.length is None or not isinstance(x, Tensor) or x.ndim < 2:
             return x
         if x.shape[1] * self.handler.cp.size != self.handler.padded_length(self.length):

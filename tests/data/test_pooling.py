@@ -83,12 +83,12 @@ def trained() -> dict[str, float]:
         mine = None if packed else handler.dispatch(attended, 1, pad_value=0)
 
         def split(hidden: Tensor, head: nn.Module, values: Tensor, how: str) -> Tensor:
-            ours = handler.log_probs(hidden, shifted, head=head, scale=SCALE)  # noqa: B023
-            options = {**documents, "gradients": how}  # noqa: B023
-            sums = handler.pool(ours, "sum", **options).flatten()  # noqa: B023
-            counts = shifted != -100  # noqa: B023
-            kl = handler.pool(distance(ours, -3.0), "mean", mask=counts, **options).flatten()  # noqa: B023
-            return loss_of(sums, kl, handler.pool(values, "last", mask=mine, **options).flatten(0, 1))  # noqa: B023
+            ours = handler.log_probs(hidden, shifted, head=head, scale=SCALE)
+            options = {**documents, "gradients": how}
+            sums = handler.pool(ours, "sum", **options).flatten()
+            counts = shifted != -100
+            kl = handler.pool(distance(ours, -3.0), "mean", mask=counts, **options).flatten()
+            return loss_of(sums, kl, handler.pool(values, "last", mask=mine, **options).flatten(0, 1))
 
         for wrapper in ("plain", "ddp", "fsdp"):
             model = policy = Policy()

@@ -160,7 +160,7 @@ def trained(kind: str, directory: str, way: str, rows: int) -> dict[str, Any]:
         measured = trainer.evaluate() if trainer.eval_dataset is not None else {}
     found: dict[str, Any] = {name: measured[name] for name in ("eval_loss", "eval_mean") if name in measured}
     logs = [x for x in trainer.state.log_history if "loss" in x]
-    for name in ("loss", "grad_norm", "rewards/margins", "kl", "num_tokens", "margin", "reward"):
+    for name in ("loss", "grad_norm", "rewards/margins", "entropy", "kl", "num_tokens", "margin", "reward"):
         found[name] = [x[name] for x in logs if name in x]
     if kind in ("GRPO", "RLOO"):
         del found["num_tokens"]
