@@ -443,7 +443,7 @@ class ContextParallelHandler(Shares):
         """One value for each document, the same on every rank: the sum, the mean or the last of its tokens' values,
         ``[B, S/n, ...] -> [B, D, ...]`` in fp32 or fp64, with D documents in a row (1 without documents).
 
-        Only these values travel, not the tokens. Sums of :meth:`log_probs` are the log-probabilities of sequences, and
+        Only these values travel, not the tokens. ``torch.compile`` breaks its graph here. Sums of :meth:`log_probs` are the log-probabilities of sequences, and
         the last of a value head's outputs are rewards::
 
             ratio = handler.pool(handler.log_probs(hidden, labels, head=head) - reference, "sum", gradients="mean")

@@ -18,6 +18,7 @@ from .sharding import Shares, documents_for, gradient_factor, resolve_layout
 REDUCTIONS = ("sum", "mean", "last")
 
 
+@torch.compiler.disable(reason="pool reads documents on the host. Call it outside of the compiled function")
 def pool(
     shares: Shares,
     x: Tensor,

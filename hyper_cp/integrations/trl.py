@@ -103,8 +103,7 @@ class ContextParallelTRL(ContextParallelTrainer):
 
     Losses, evaluations and updated weights are those of one device. The ranks of a cp mesh hold the same rows and share
     their tokens. Rollouts (GRPO, RLOO) come from ``rollout_func``, from vLLM, or from the model on a mesh of one rank;
-    those of the first cp rank, and their rewards, count. Numbers and standard deviations in metrics of rollouts count
-    every cp rank.
+    those of the first cp rank, and their rewards, count. Metrics of rollouts count those of every cp rank.
 
     Raises:
         NotImplementedError: for other trainers, losses of routers, and options whose values would count rows several

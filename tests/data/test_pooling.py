@@ -138,6 +138,8 @@ def values_and_refusals() -> list[str]:
     assert nothing.tolist() == [[0.0], [0.0]]
     wide = handler.pool(share[..., None].expand(-1, -1, 3).bfloat16(), "last", length=11, gradients=None)
     assert wide.dtype == torch.float32 and wide.tolist() == [[[10.0] * 3], [[21.0] * 3]]
+    compiled = torch.compile(lambda y: handler.pool(2 * y, "last", length=11, gradients=None), backend="eager")
+    assert compiled(share).tolist() == [[20.0], [42.0]]
     batch = handler.get_batch_on_this_cp_rank({"x": x, "attention_mask": torch.ones(2, 11).tril(10)})
     with handler.documents(batch):
         assert handler.pool(batch["x"], "last").tolist() == [[10.0], [21.0]]
