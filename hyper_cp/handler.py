@@ -443,8 +443,8 @@ class ContextParallelHandler(Shares):
         """One value for each document, the same on every rank: the sum, the mean or the last of its tokens' values,
         ``[B, S/n, ...] -> [B, D, ...]`` in fp32 or fp64, with D documents in a row (1 without documents).
 
-        Only these values travel, not the tokens. ``torch.compile`` breaks its graph here. Sums of :meth:`log_probs` are the log-probabilities of sequences, and
-        the last of a value head's outputs are rewards::
+        Only these values travel, not the tokens. Sums of :meth:`log_probs` are the log-probabilities of sequences, and
+        the last of a value head's outputs are rewards. ``torch.compile`` breaks its graph here. ::
 
             ratio = handler.pool(handler.log_probs(hidden, labels, head=head) - reference, "sum", gradients="mean")
             rewards = handler.pool(value_head(hidden).squeeze(2), "last", mask=attended, gradients="mean")

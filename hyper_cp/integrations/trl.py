@@ -13,6 +13,7 @@ the few numbers for each token that TRL asks for, gathered. TRL itself is not im
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
 from typing import Any
@@ -88,13 +89,14 @@ class ContextParallelSFT(ContextParallelTrainer):
         return super(ContextParallelTrainer, self).compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
 
-_OVER_ALL_RANKS = {
-    "precompute_ref_log_probs": (True,),
-    "normalize_advantages": (True,),
-    "scale_rewards": ("batch",),
-    "multi_objective_aggregation": ("normalize_then_sum",),
+_BY_ROWS: dict[str, Callable[[Any], bool]] = {
+    "precompute_ref_log_probs": lambda x: not x,
+    "normalize_advantages": lambda x: not x,
+    "scale_rewards": lambda x: x != "batch",
+    "multi_objective_aggregation": lambda x: x == "sum_then_normalize",
+    "top_entropy_quantile": lambda x: x == 1.0,
 }
-"""Options whose values TRL computes from the rows of all ranks as if no two held the same."""
+"""Options, and their values with which TRL computes nothing from the rows of all ranks as if no two held the same."""
 
 
 class ContextParallelTRL(ContextParallelTrainer):
@@ -133,17 +135,13 @@ class ContextParallelTRL(ContextParallelTrainer):
         """Make the accelerator, and prepare the model. TRL's number of rows for a generation counts all ranks."""
         super().create_accelerator_and_postprocess()
         arguments, cp = vars(self)["args"], self.handler.cp.size
-        for name, refused in _OVER_ALL_RANKS.items():
-            if (given := getattr(arguments, name, None)) in refused:
+        for name, works in _BY_ROWS.items():
+            given = getattr(arguments, name, None)
+            if given is not None and not works(given):
                 raise NotImplementedError(
                     f"{name}={given!r} is not supported with ContextParallelTRL. TRL computes it from the rows of all "
                     f"ranks, and {cp} ranks hold the same ones. Leave it out"
                 )
-        if getattr(arguments, "top_entropy_quantile", 1.0) < 1.0:
-            raise NotImplementedError(
-                f"top_entropy_quantile={arguments.top_entropy_quantile} is not supported with ContextParallelTRL. TRL "
-                f"computes it from the tokens of all ranks, and {cp} ranks hold the same rows. Set it to 1.0"
-            )
         if hasattr(arguments, "num_generations"):
             _check_groups("train", arguments.per_device_train_batch_size * arguments.steps_per_generation, arguments)
             self.args = copy(arguments)
