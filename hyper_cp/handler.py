@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from .data import loss, rotary
 from .data.batch import LocalBatch, local_batch
 from .data.head import Logits, log_probs, token_losses
+from .data.pooling import pool
 from .data.sharding import Shares, checked_dim, checked_length, documents_for, padded_table, resolve_layout
 from .mesh.agreement import digest
 from .mesh.arguments import check_type, is_int
@@ -428,6 +429,52 @@ class ContextParallelHandler(Shares):
             known = self.cp.batch.length
             length = known if known and self.padded_length(known) == found.shape[-1] * self.cp.size else None
         return self.combine(found, -1, length=length, gradients=gradients) if gather else found
+
+    def pool(
+        self,
+        x: Tensor,
+        reduce: str = "mean",
+        *,
+        mask: Tensor | None = None,
+        documents: Any = None,
+        length: int | None = None,
+        gradients: str | None = "unknown",
+    ) -> Tensor:
+        """One value for each document, the same on every rank: the sum, the mean or the last of its tokens' values,
+        ``[B, S/n, ...] -> [B, D, ...]`` in fp32 or fp64, with D documents in a row (1 without documents).
+
+        Only these values travel, not the tokens. Sums of :meth:`log_probs` are the log-probabilities of sequences, and
+        the last of a value head's outputs are rewards. ``torch.compile`` breaks its graph here. ::
+
+            ratio = handler.pool(handler.log_probs(hidden, labels, head=head) - reference, "sum", gradients="mean")
+            rewards = handler.pool(value_head(hidden).squeeze(2), "last", mask=attended, gradients="mean")
+
+        Args:
+            x: values of this rank's tokens, ``[B, S/n]`` or ``[B, S/n, width]``. Differentiable.
+            reduce: ``"sum"``, ``"mean"``, or ``"last"``: the token with the highest position.
+            mask: ``[B, S/n]``, this rank's share of a mask of 0 and 1: only tokens with 1 count (labels that are not
+                ignored, say). A document without any has the value 0.
+            documents: as for :meth:`documents`, default those of the enclosing block. They are those that have placed
+                the tokens in layouts ``"per_document"`` and ``"auto"``. Documents without positions are left out, and
+                so is padding at the end.
+            length: S before padding. Default: that of the documents, or of the batch whose block this is.
+            gradients: the reduction of parameters' gradients that follows, for a loss of which all ranks compute the
+                same value, as for :meth:`combine`: ``"mean"`` under DDP or FSDP.
+
+        Raises:
+            ValueError, TypeError: for shapes that do not fit; for padding that would count; in a layout by documents,
+                without documents.
+
+        Example::
+
+            >>> share = handler.dispatch(torch.arange(8.0)[None])
+            >>> handler.pool(share, "sum").tolist(), handler.pool(share, "last", documents=[0, 3, 8]).tolist()
+            ([[28.0]], [[2.0, 7.0]])
+
+        Source: masked means per sequence of TRL, verl (``agg_loss``) and NeMo-RL, over a split sequence.
+        """
+        options: Any = {"mask": mask, "documents": documents, "length": length, "gradients": gradients}
+        return pool(self, x, reduce, **options)
 
 
 class _Core(nn.Module):

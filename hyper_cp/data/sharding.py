@@ -113,14 +113,7 @@ class Shares:
             ValueError: if ``length`` is not that of the dispatched tensor, or ``gradients`` is unknown.
         """
         seq_dim = checked_dim(tensor, seq_dim)
-        if gradients not in (None, "mean", "sum", "shares", "unknown"):
-            raise ValueError(
-                f'gradients={gradients!r} is unknown. Use "mean" under DDP or FSDP, which average gradients, "sum" if '
-                'you all-reduce them with SUM, None if nobody reduces them, "shares" if the whole is dispatched again'
-            )
-        if gradients == "unknown":
-            gradients = None
-            _warn_of_gradients(self.cp, tensor)
+        factor = gradient_factor(self.cp, tensor, gradients, "combine")
         whole = tensor.shape[seq_dim] * self.cp.size
         layouts.check_length(self.layout, self.cp.size, whole)
         if length is not None and self.padded_length(length) != whole:
@@ -132,9 +125,8 @@ class Shares:
         if gradients == "shares":
             gathered = gather_for_shares(tensor, table, self.cp.key, self.layout, seq_dim)
             return gathered if length is None else gathered.narrow(seq_dim, 0, length)
-        if gradients is not None:
-            # The reduction averages the parts of all ranks, or adds up those of a loss that was divided by n.
-            tensor = with_gradient_of(tensor, tensor * self.cp.size)
+        if factor > 1:
+            tensor = with_gradient_of(tensor, tensor * factor)
         gathered = gather_sequence(tensor, table, self.cp.key, self.layout, seq_dim)
         return gathered if length is None else gathered.narrow(seq_dim, 0, length)
 
@@ -264,19 +256,36 @@ def padded_table(shares: Shares, documents: Any) -> Tensor:
     return table if torch.equal(padded, last) else torch.cat([table, padded], dim=1)
 
 
-def _warn_of_gradients(cp: CPMesh, tensor: Tensor) -> None:
-    """Warn, once on a mesh, of gradients through a gathered sequence whose reduction is unknown."""
+def gradient_factor(cp: CPMesh, tensor: Tensor, gradients: str | None, caller: str) -> int:
+    """The factor of the gradient of a share that ``caller`` makes a whole of, for the reduction that follows.
+
+    ``ValueError`` for an unknown reduction. A warning, once on a mesh, of gradients whose reduction is not given.
+    """
+    also = ', "shares" if the whole is dispatched again' if caller == "combine" else ""
+    if gradients not in (None, "mean", "sum", "unknown") and not (also and gradients == "shares"):
+        raise ValueError(
+            f'gradients={gradients!r} is unknown. Use "mean" under DDP or FSDP, which average gradients, "sum" if '
+            f"you all-reduce them with SUM, None if nobody reduces them{also}"
+        )
+    if gradients == "unknown":
+        _warn_of_gradients(cp, tensor, caller)
+    # The reduction averages the parts of all ranks, or adds up those of a loss that was divided by n.
+    return cp.size if gradients in ("mean", "sum") else 1
+
+
+def _warn_of_gradients(cp: CPMesh, tensor: Tensor, caller: str) -> None:
     if torch.compiler.is_compiling() or not (cp.size > 1 and torch.is_grad_enabled() and tensor.requires_grad):
         return
     if cp.batch.warned_of_gradients:
         return
     cp.batch.warned_of_gradients = True
     found = " (DDP or FSDP is around this model, and averages them)" if cp.batch.averaged else ""
+    also = ', or "shares" if you dispatch the whole again' if caller == "combine" else ""
     warnings.warn(
-        f"combine gathers a tensor with gradients, and does not know how gradients are reduced over the ranks{found}. "
+        f"{caller} gathers a tensor with gradients, and does not know how gradients are reduced over the ranks{found}. "
         "A reduction treats parameters before and behind it alike, so some would be wrong for a loss of the whole. "
-        'Pass gradients="mean" (DDP, FSDP), "sum" or None (no reduction), or "shares" if you dispatch the whole again',
-        stacklevel=4,
+        f'Pass gradients="mean" (DDP, FSDP), "sum" or None (no reduction){also}',
+        stacklevel=5,
     )
 
 

@@ -9,6 +9,7 @@ import transformers
 from accelerate.utils.operations import recursively_apply
 from einops import rearrange
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..data.collectives import by_rank
 from ..style import ContextParallel
@@ -53,17 +54,22 @@ class ContextParallelTrainer:
         behind = classes[classes.index(ContextParallelTrainer) + 1 :]
         for trainer in behind[: behind.index(transformers.Trainer)]:
             if "compute_loss" in vars(trainer) and trainer.__name__ not in self.own_losses:
+                known = f"Trainer that leaves the loss to the model, {', '.join(self.own_losses)}".rstrip(", ")
                 raise NotImplementedError(
                     f"{trainer.__name__} computes its loss by itself, from the logits of this rank's tokens as if they "
-                    "were whole sequences. ContextParallelTrainer runs trainers that leave the loss to the model. Use "
-                    "transformers.Trainer, or ContextParallelSFT with TRL's SFTTrainer"
+                    f"were whole sequences. This mixin runs: {known}. Use ContextParallelTrainer with "
+                    "transformers.Trainer, ContextParallelSFT with TRL's SFTTrainer, and ContextParallelTRL with its "
+                    "DPO, KTO, GRPO, RLOO and reward trainers; other losses are loops (docs/guide/preference_losses.md)"
                 )
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.handler = enable(self.accelerator, style=self.style)  # type: ignore[attr-defined]
-        mesh, chunked_loss = cp_mesh(self.accelerator), self.chunked_loss  # type: ignore[attr-defined]
-        prepare_model(self.model, mesh, style=self.style, chunked_loss=chunked_loss)  # type: ignore[attr-defined]
+        self._prepare_own(self.model, cp_mesh(self.accelerator))  # type: ignore[attr-defined]
+
+    def _prepare_own(self, model: Any, mesh: DeviceMesh) -> None:
+        """Prepare a model of this trainer for shares of sequences."""
+        prepare_model(model, mesh, style=self.style, chunked_loss=self.chunked_loss)
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return nullcontext, prepare_batch(self.handler, inputs)

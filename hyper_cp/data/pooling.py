@@ -1,0 +1,114 @@
+"""One value for each document of a split sequence: the sum, the mean or the last of its tokens' values."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mesh.arguments import check_type
+from ..mesh.failures import calling
+from ..schedule import layout as layouts
+from ..schedule.documents import PackedDocuments, documents_table, read
+from .collectives import by_rank, with_gradient_of
+from .sharding import Shares, documents_for, gradient_factor, resolve_layout
+
+REDUCTIONS = ("sum", "mean", "last")
+
+
+@torch.compiler.disable(reason="pool reads documents on the host. Call it outside of the compiled function")
+def pool(
+    shares: Shares,
+    x: Tensor,
+    reduce: str,
+    *,
+    mask: Tensor | None,
+    documents: Any,
+    length: int | None,
+    gradients: str | None,
+) -> Tensor:
+    """See :meth:`hyper_cp.ContextParallelHandler.pool`."""
+    _check(x, reduce, mask)
+    factor = gradient_factor(shares.cp, x, gradients, "pool")
+    at, numbers, count = _documents_of_tokens(shares, x, mask, documents, length)
+    index = torch.arange(len(x))[:, None] * (count + 1) + numbers  # the last column is of no document
+    index = index.flatten().to(x.device)
+    shown = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask != 0
+
+    def per_document(values: Tensor) -> Tensor:
+        """This rank's sum for each document, ``[B, S/n, W] -> [B, D, W]``."""
+        sums = values.new_zeros(len(x) * (count + 1), values.shape[2]).index_add(0, index, values.flatten(0, 1))
+        return sums.unflatten(0, (len(x), -1))[:, :count]
+
+    if reduce == "last":
+        place = at.to(x.device).masked_fill(~shown, -1).flatten()
+        mine = place.new_full((len(x) * (count + 1),), -1).scatter_reduce(0, index, place, "amax")
+        with calling("pool"):
+            last = by_rank(shares.mesh, mine).amax(0)
+        shown = shown & (place == last[index]).view(shown.shape)
+    exact = torch.promote_types(x.dtype, torch.float32)
+    # Values that do not count may be inf or NaN, so they are replaced and not multiplied by 0.
+    kept = x.reshape(*x.shape[:2], -1).to(exact).masked_fill(~shown[..., None], 0)
+    sums, tokens = per_document(kept), per_document(shown[..., None].to(exact))
+    with calling("pool"):
+        whole = by_rank(shares.mesh, torch.cat([sums.detach(), tokens], 2)).sum(0)
+    divisor = whole[..., -1:].clamp(min=1) if reduce == "mean" else 1
+    found = with_gradient_of(whole[..., :-1] / divisor, sums * (factor / divisor))
+    return found.view(len(x), count, *x.shape[2:])
+
+
+def _check(x: Any, reduce: Any, mask: Any) -> None:
+    check_type("x", x, Tensor, "It has one value, or several, for each token of this rank. Pass a tensor [B, S/n, ...]")
+    check_type("mask", mask, (Tensor, type(None)), "It says which tokens count. Pass a tensor [B, S/n], or None")
+    if reduce not in REDUCTIONS:
+        raise ValueError(
+            f"reduce={reduce!r} is unknown. The values of a document become one. Use {', '.join(map(repr, REDUCTIONS))}"
+        )
+    if x.ndim < 2 or not x.is_floating_point():
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and dtype {x.dtype}. It holds values of tokens in floating point. Pass "
+            "[B, S/n], or [B, S/n, width]"
+        )
+    if mask is not None and mask.shape != x.shape[:2]:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)}, and x holds {x.shape[0]} x {x.shape[1]} tokens. It says which of "
+            "them count. Pass this rank's share of it, as of labels: handler.dispatch(mask, 1, pad_value=0)"
+        )
+
+
+def _documents_of_tokens(
+    shares: Shares, x: Tensor, mask: Tensor | None, documents: Any, length: int | None
+) -> tuple[Tensor, Tensor, int]:
+    """The global positions of this rank's tokens ``[S/n]``, the number of the document of each token ``[1 or B, S/n]``
+    and the number of documents. Tokens of padding have the number that follows the last one."""
+    padded, state = x.shape[1] * shares.cp.size, shares.cp.batch
+    layouts.check_length(shares.layout, shares.cp.size, padded)
+    table = documents_for(shares, documents, padded, x, 1)
+    if table is None and layouts.by_documents(shares.layout):
+        raise ValueError(
+            f"layout={shares.layout!r} places tokens by documents, and pool got none. Call it in the block of the "
+            "batch, `with handler.documents(batch)`, or pass documents="
+        )
+    known: int | None = state.length
+    if length is None and documents is not None:
+        given: Any = documents_table(documents)
+        length = max(row[-1] for row in read(given).rows)
+    elif length is None and known and shares.padded_length(known) == padded:
+        length = known
+    elif length is None and table is None and mask is None and (found := state.padding_of(tuple(x.shape[:2]))):
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} comes without length, and this batch of {found[0]} positions was padded to "
+            f"{found[1]}. Padding would count. Pass length={found[0]}, or a mask of the tokens that count"
+        )
+    if length is not None and shares.padded_length(length) != padded:
+        raise ValueError(
+            f"length={length} does not pad to the {padded} positions that the ranks hold, but to "
+            f"{shares.padded_length(length)}. Pass the length of the sequence before it was split"
+        )
+    length = padded if length is None else length
+    at = resolve_layout(shares, padded, table).positions(shares.cp.rank)
+    packed = PackedDocuments([[0, padded]]) if table is None else read(table)
+    count = max(sum(start < length for start, _ in pairwise(row)) for row in packed.rows)
+    return at, torch.where(at < length, packed.numbers(at) - 1, count), count

@@ -1,0 +1,172 @@
+"""pool: sums, means and last tokens of documents, and their gradients, against each document alone on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp.integrations.transformers import prepare_batch, prepare_model
+from tests.harness.hf_models import InDouble, make, tokens
+from tests.harness.oracle import relative_error
+from tests.harness.ranks import error_of, on_ranks
+
+LENGTHS, PROMPT, SCALE = (13, 5, 4, 7), 2, 0.05  # four documents, whose first labels do not count
+
+
+class Policy(nn.Module):
+    """Log-probabilities of labels, and two values for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llm = make("llama")
+        torch.manual_seed(5)
+        self.values = nn.Linear(32, 2).double()
+
+    def forward(self, loss: Any, given: dict[str, Any]) -> Tensor:
+        hidden = self.llm.model(**given, use_cache=False).last_hidden_state
+        return loss(hidden, self.llm.lm_head, self.values(hidden))
+
+
+def loss_of(sums: Tensor, kl: Tensor, last: Tensor) -> Tensor:
+    """A loss of pairs, of groups and of rewards: of ``[4]``, ``[4]`` and ``[4, 2]``."""
+    pairs = -F.logsigmoid(0.1 * (sums[::2] - sums[1::2])).mean()
+    return pairs + kl.view(2, 2).mean(1).square().sum() + last.tanh().sum()
+
+
+def distance(ours: Tensor, theirs: Any) -> Tensor:
+    return (theirs - ours).exp() - (theirs - ours) - 1
+
+
+def one_device(policy: Policy, documents: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The loss and its gradients, each document by itself. The reference has log-probabilities of -3."""
+    found = []
+    for ids in documents:
+        hidden = policy.llm.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        chosen = (
+            policy.llm.lm_head(hidden).mul(SCALE).log_softmax(-1)[:-1].gather(1, ids[1:, None]).squeeze(1)[PROMPT - 1 :]
+        )
+        found.append((chosen.sum(), distance(chosen, -3.0).mean(), policy.values(hidden)[-1]))
+    loss = loss_of(*(torch.stack(x) for x in zip(*found, strict=True)))
+    return loss.detach(), list(torch.autograd.grad(loss, list(policy.parameters())))
+
+
+@on_ranks
+def trained() -> dict[str, float]:
+    """Errors of the loss and of gradients in every way of reducing them, for packed and padded documents."""
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), {}
+    rows, alone = [tokens(60 + n, 1)[0, :n] for n in LENGTHS], Policy()
+    with InDouble():
+        want, expected = one_device(alone, rows)
+    for packed in (True, False):
+        ids = torch.cat(rows)[None] if packed else nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        labels, attended = ids.clone(), torch.arange(13) < torch.tensor(LENGTHS)[:, None]
+        starts = torch.tensor([0, *LENGTHS]).cumsum(0)
+        for start in starts[:-1] if packed else [0]:
+            labels[:, start : start + PROMPT] = -100
+        batch: dict[str, Any] = {"input_ids": ids, "labels": labels if packed else labels.where(attended, -100)}
+        batch |= {"cu_seqlens": starts} if packed else {"attention_mask": attended.long()}
+        style = ContextParallel(ulysses_degree=1, layout="per_document" if packed else "head_tail")
+        handler = ContextParallelHandler(mesh, style)
+        local = prepare_batch(handler, batch, labels_cross_documents=False)
+        shifted = local["shift_labels"]
+        given = {name: local[name] for name in ("input_ids", "position_ids", "context_parallel")}
+        documents: Any = {"documents": starts} if packed else {"length": 13}
+        mine = None if packed else handler.dispatch(attended, 1, pad_value=0)
+
+        def split(hidden: Tensor, head: nn.Module, values: Tensor, how: str) -> Tensor:
+            ours = handler.log_probs(hidden, shifted, head=head, scale=SCALE)
+            options = {**documents, "gradients": how}
+            sums = handler.pool(ours, "sum", **options).flatten()
+            counts = shifted != -100
+            kl = handler.pool(distance(ours, -3.0), "mean", mask=counts, **options).flatten()
+            return loss_of(sums, kl, handler.pool(values, "last", mask=mine, **options).flatten(0, 1))
+
+        for wrapper in ("plain", "ddp", "fsdp"):
+            model = policy = Policy()
+            prepare_model(policy.llm, mesh, style=style)
+            how = "sum" if wrapper == "plain" else "mean"
+            if wrapper == "ddp":
+                model = DistributedDataParallel(policy)  # type: ignore[assignment]
+            elif wrapper == "fsdp":
+                for layer in policy.llm.model.layers:
+                    fully_shard(layer, mesh=mesh)
+                fully_shard(policy, mesh=mesh)
+            with InDouble():
+                loss = model(lambda *x, how=how: split(*x, how), given)
+                (loss / mesh.size() if how == "sum" else loss).backward()
+            name = f"{wrapper}, {'packed' if packed else 'padded'}"
+            found[f"loss: {name}"] = relative_error(loss.detach(), want)
+            grads: Any = [p.grad for p in policy.parameters()]
+            for g in grads if how == "sum" else ():
+                dist.all_reduce(g)
+            grads = [g.full_tensor() if wrapper == "fsdp" else g for g in grads]
+            found[name] = max(map(relative_error, grads, expected))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_are_those_of_each_document_alone(ranks: Any, world: int) -> None:
+    for found in ranks(world, trained):
+        assert max(found.values()) <= 1e-10, found
+
+
+@on_ranks
+def values_and_refusals() -> list[str]:
+    """Reductions of whole numbers, of rows with different documents; and the errors of wrong uses."""
+    mesh = init_device_mesh("cpu", (2,))
+    handler = ContextParallelHandler(mesh, "head_tail")
+    x = torch.arange(22.0).view(2, 11)
+    x[1, 4] = torch.nan  # does not count
+    share, mask = (handler.dispatch(y, 1, pad_value=9) for y in (x, ~x.isnan()))
+    ragged: Any = {"documents": [[0, 4, 11], [0, 1, 5, 11]], "mask": mask, "gradients": None}
+    for reduce, want in (
+        ("sum", [[6.0, 49.0, 0.0], [11.0, 39.0, 111.0]]),
+        ("mean", [[1.5, 7.0, 0.0], [11.0, 13.0, 18.5]]),
+        ("last", [[3.0, 10.0, 0.0], [11.0, 14.0, 21.0]]),
+    ):
+        assert handler.pool(share, reduce, **ragged).tolist() == want
+    nothing = handler.pool(share, "mean", mask=torch.zeros_like(share))
+    assert nothing.tolist() == [[0.0], [0.0]]
+    wide = handler.pool(share[..., None].expand(-1, -1, 3).bfloat16(), "last", length=11, gradients=None)
+    assert wide.dtype == torch.float32 and wide.tolist() == [[[10.0] * 3], [[21.0] * 3]]
+    compiled = torch.compile(lambda y: handler.pool(2 * y, "last", length=11, gradients=None), backend="eager")
+    assert compiled(share).tolist() == [[20.0], [42.0]]
+    batch = handler.get_batch_on_this_cp_rank({"x": x, "attention_mask": torch.ones(2, 11).tril(10)})
+    with handler.documents(batch):
+        assert handler.pool(batch["x"], "last").tolist() == [[10.0], [21.0]]
+    by_documents = ContextParallelHandler(mesh, "per_document")
+    return [
+        error_of(lambda: handler.pool(batch["x"], "sum")),
+        error_of(lambda: handler.pool(share, "max", length=11)),
+        error_of(lambda: handler.pool(share.int(), length=11)),
+        error_of(lambda: handler.pool(share, length=8)),
+        error_of(lambda: handler.pool(share, mask=x > 0)),
+        error_of(lambda: handler.pool(share, length=11, gradients="shares")),
+        error_of(lambda: handler.pool(share, documents=[0, 5, 6])),
+        error_of(lambda: by_documents.pool(share, length=11)),
+    ]
+
+
+def test_values_and_refusals(ranks: Any) -> None:
+    expected = [
+        "ValueError: x of shape (2, 6) comes without length, and this batch of 11 positions was padded to 12",
+        "ValueError: reduce='max' is unknown",
+        "ValueError: x has shape (2, 6) and dtype torch.int32",
+        "ValueError: length=8 does not pad to the 12 positions",
+        "ValueError: mask has shape (2, 11), and x holds 2 x 6 tokens",
+        "ValueError: gradients='shares' is unknown",
+        "ValueError: documents=[0, 5, 6, 8] must be",
+        "ValueError: layout='per_document' places tokens by documents, and pool got none",
+    ]
+    for found in ranks(2, values_and_refusals):
+        for text, start in zip(found, expected, strict=True):
+            assert text.startswith(start), text
