@@ -26,7 +26,7 @@ from hyper_cp import (
     split_cp_mesh,
 )
 from hyper_cp.cli.demo_model import Llama, LlamaConfig
-from hyper_cp.data.dynamic import CostModel
+from hyper_cp.data.dynamic import CostModel, Plan
 from hyper_cp.dynamic_steps import DynamicStep
 from tests.harness.mixer import Mixer
 from tests.harness.oracle import relative_error
@@ -121,8 +121,6 @@ def train(wrapper: str, kind: str = "", budget: int = 240) -> tuple[float, float
     want = one_device(reference, lists, zeros=wrapper != "ddp")  # an expert that is idle everywhere
     options = {"find_unused_parameters": True} if kind == "mixed" and wrapper == "ddp" else {}
     run = parallel(model, family, wrapper, **options)
-    if kind == "compiled":
-        run = torch.compile(run, backend="eager")
     optimizer, norms, done = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4), [], []
     for lengths in lists:
         texts, labels = samples_of(lengths)
@@ -165,36 +163,59 @@ def test_idle_experts_and_recurrent_layers(ranks: Ranks, wrapper: str) -> None:
     assert {degree for *_, done in found for step in done for degree in step} == {0, 1, 2, 4}
 
 
-def test_a_compiled_model(ranks: Ranks) -> None:
-    found = ranks(4, train, "fsdp", "compiled", 24)
-    assert max(max(errors) for *errors, _ in found) <= 1e-10
+SMALL = [5, 90, 33, 7]
+"""On two ranks with a budget of 48 tokens: a step of both ranks together, and one of a rank each."""
 
 
-@on_ranks
-def in_half_precision() -> list[float]:
-    """Errors of gradients, against fp64: of one device in bf16, and of steps under a policy that reduces in fp32."""
+def two_ranks() -> tuple[MeshFamily, Plan]:
     family = split_cp_mesh(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp")))
-    lengths = [5, 90, 33, 41, 15]
-    texts, labels = samples_of(lengths)
-    exact, half, model = model_of(""), model_of("").bfloat16(), model_of("").float()
-    sums = [torch.zeros_like(p, dtype=torch.float64) for p in exact.parameters()]
-    for text, label in zip(texts, labels, strict=True):
-        for each in (exact, half):
-            (loss_sum(each, text[None], torch.arange(len(text)), label[None]) / 100).backward()
-        for total, p in zip(sums, half.parameters(), strict=True):
+    return family, DynamicContextParallel(family, 48, COST).plan(SMALL)
+
+
+def run_steps(run: Any, family: MeshFamily, plan: Plan, fails_in: int | None = None) -> None:
+    """Forward and backward of all steps; one of them ends in a ``KeyError`` before its backward."""
+    texts, labels = samples_of(SMALL)
+    for number, step in enumerate(dynamic_steps(plan, family)):
+        with step.mesh(run) as handler:
+            whole = step.pack(texts), step.positions(), step.pack(labels, -100)
+            tokens, positions, targets = (handler.dispatch(x, 1) for x in whole)
+            loss = step.loss(loss_sum(run, tokens, positions[0], targets), 100)
+            if number == fails_in:
+                raise KeyError
+            loss.backward()
+
+
+def gradients_of_one_device(model: nn.Module) -> Tensor:
+    """In fp64, each sample by itself, added up in fp64."""
+    sums = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+    for text, label in zip(*samples_of(SMALL), strict=True):
+        (loss_sum(model, text[None], torch.arange(len(text)), label[None]) / 100).backward()
+        for total, p in zip(sums, model.parameters(), strict=True):
             assert p.grad is not None
             total += p.grad
             p.grad = None
-    run = parallel(model, family, "fsdp", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    for step in dynamic_steps(DynamicContextParallel(family, 48, COST).plan(lengths), family):
-        with step.mesh(model) as handler:
-            whole = step.pack(texts), step.positions(), step.pack(labels, -100)
-            tokens, positions, targets = (handler.dispatch(x, 1) for x in whole)
-            step.loss(loss_sum(run, tokens, positions[0], targets), 100).backward()
-    want = torch.cat([p.grad.flatten() for p in exact.parameters()])
-    own = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]).double()
-    one = torch.cat([total.flatten() for total in sums])
-    return [((x - want).norm() / want.norm()).item() for x in (one, own)]
+    return torch.cat([total.flatten() for total in sums])
+
+
+def error_of_gradients(model: nn.Module) -> float:
+    """Relative error against one device in fp64."""
+    own: list[Any] = [p.grad for p in model.parameters()]
+    return difference(torch.cat([x.full_tensor().flatten() for x in own]))
+
+
+def difference(gradients: Tensor) -> float:
+    want = gradients_of_one_device(model_of(""))
+    return ((gradients - want).norm() / want.norm()).item()
+
+
+@on_ranks
+def in_half_precision() -> tuple[float, float]:
+    """Errors of gradients: of one device in bf16, and of steps under a policy that reduces in fp32."""
+    family, plan = two_ranks()
+    model = model_of("").float()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    run_steps(parallel(model, family, "fsdp", mp_policy=policy), family, plan)
+    return difference(gradients_of_one_device(model_of("").bfloat16())), error_of_gradients(model)
 
 
 def test_mixed_precision(ranks: Ranks) -> None:
@@ -204,30 +225,32 @@ def test_mixed_precision(ranks: Ranks) -> None:
 
 @on_ranks
 def misuse(how: str) -> None:
-    """One rank, or all of them, use the steps of [5, 90, 33, 7] on two ranks wrongly."""
-    family = split_cp_mesh(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp")))
+    """One rank, or all of them, use steps wrongly."""
+    family, plan = two_ranks()
     scheduler = DynamicContextParallel(family, 48, COST)
-    lengths = [5, 90, 33, 8 if how == "other lengths" and not family.rank else 7]
-    lengths = lengths[-1:] if how == "idle ones left out" else lengths
-    texts, labels = samples_of(lengths)
-    model = model_of("")
-    run, first = parallel(model, family, "fsdp"), None
-    steps = dynamic_steps(scheduler.plan([*lengths, 97] if how == "too long" else lengths), family)
-    for number, step in enumerate(steps):
+    if how == "other lengths" and family.rank:
+        plan = scheduler.plan([5, 90, 33, 8])
+    if how == "too long":
+        plan = scheduler.plan([*SMALL, 97])
+    if how == "idle ones left out":
+        plan = scheduler.plan(SMALL[-1:])
+    if how == "other handler":  # of the same degree: on other ranks it may be another one
+        plan = scheduler.plan([90, 91])
+    model = parallel(model_of(""), family, "fsdp")
+    handlers: list[Any] = []
+    for number, step in enumerate(dynamic_steps(plan, family)):
         if how == "idle ones left out" and step.micro_batch is None:
             continue
         if how == "last left out" and step.last and family.rank:
             break
-        with suppress(KeyError) if how == "interrupted" else nullcontext(), step.mesh(model) as handler:
+        with suppress(KeyError), step.mesh(model) as handler:
+            handlers.append(handler)
             if how == "interrupted" and number == 1:
                 raise KeyError
-            first = first or handler
-            whole = step.pack(texts), step.positions(), step.pack(labels, -100)
-            used = first if how == "other handler" else handler
-            tokens, positions, targets = (used.dispatch(x, 1) for x in whole)
-            step.loss(loss_sum(run, tokens, positions[0], targets), 100).backward()
+            if how == "other handler":
+                handlers[0].dispatch(torch.arange(90), 0, pad_value=0)
     if how == "last left out":
-        dynamic_steps(scheduler.plan(lengths), family)
+        dynamic_steps(plan, family)
 
 
 MISUSE = {
@@ -247,37 +270,36 @@ def test_wrong_use_raises_on_every_rank(ranks: Ranks, how: str) -> None:
 
 @on_ranks
 def interrupted() -> float:
-    """The error of gradients of a batch whose first try ended in an exception in backward on every rank."""
-    family = split_cp_mesh(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp")))
-    plan = DynamicContextParallel(family, 48, COST).plan(lengths := [5, 90, 33, 7])
-    texts, labels = samples_of(lengths)
-    reference, model = model_of(""), model_of("")
+    """The error of gradients of a batch whose first try ended in an exception before backward on every rank."""
+    family, plan = two_ranks()
+    model = model_of("")
     run = parallel(model, family, "fsdp")
-
-    def attempt(fails: bool) -> None:
-        for number, step in enumerate(dynamic_steps(plan, family)):
-            with step.mesh(model) as handler:
-                whole = step.pack(texts), step.positions(), step.pack(labels, -100)
-                tokens, positions, targets = (handler.dispatch(x, 1) for x in whole)
-                loss = step.loss(loss_sum(run, tokens, positions[0], targets), 100)
-                if fails and number == 1:
-                    raise KeyError
-                loss.backward()
-
     with suppress(KeyError):
-        attempt(fails=True)
+        run_steps(run, family, plan, fails_in=1)
     model.zero_grad()
-    if hasattr(model, "reset_iter_state"):  # torch 2.13
-        model.reset_iter_state()
-    attempt(fails=False)
-    for text, label in zip(texts, labels, strict=True):
-        (loss_sum(reference, text[None], torch.arange(len(text)), label[None]) / 100).backward()
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max(relative_error(a.grad.full_tensor(), b.grad) for a, b in pairs)
+    if hasattr(run, "reset_iter_state"):  # torch 2.13
+        run.reset_iter_state()
+    run_steps(run, family, plan)
+    return error_of_gradients(model)
 
 
 def test_a_batch_begins_again_after_an_interrupted_step(ranks: Ranks) -> None:
     assert max(ranks(2, interrupted)) <= 1e-10
+
+
+@on_ranks
+def compiled() -> float:
+    """The error of gradients of a model with a compiled attention block."""
+    family, plan = two_ranks()
+    model = model_of("")
+    run = parallel(model, family, "fsdp")
+    model.layers[0].attention.compile(backend="eager", dynamic=True)
+    run_steps(run, family, plan)
+    return error_of_gradients(model)
+
+
+def test_a_compiled_layer(ranks: Ranks) -> None:
+    assert max(ranks(2, compiled)) <= 1e-10
 
 
 def test_a_pipeline_is_refused() -> None:
