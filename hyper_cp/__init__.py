@@ -7,6 +7,7 @@ warn_if_unsupported()  # before imports that may fail in such a version
 # isort: split
 from .context_manager import context_parallel
 from .data.dynamic import CostModel, DynamicContextParallel
+from .data.dynamic_batches import DynamicBatches
 from .dynamic_steps import dynamic_steps
 from .handler import ContextParallelHandler
 from .integrations.megatron import get_cp_handler_cls
@@ -24,6 +25,7 @@ __all__ = [
     "ContextParallel",
     "ContextParallelHandler",
     "CostModel",
+    "DynamicBatches",
     "DynamicContextParallel",
     "MeshFamily",
     "PlanReport",

@@ -244,7 +244,7 @@ class DynamicContextParallel:
             ValueError: if a sample does not fit into the budget at the widest degree.
         """
         lengths = _listed("lengths", lengths)
-        least = [self._least_degree(lengths, i) for i in range(len(lengths))]
+        least = [self.least_degree(lengths, i) for i in range(len(lengths))]
         if not lengths:
             return Plan(self.size, (), 0.0)
         alone = [
@@ -300,7 +300,8 @@ class DynamicContextParallel:
                 choice[index] = wider
         return choice
 
-    def _least_degree(self, lengths: list[int], index: int) -> int:
+    def least_degree(self, lengths: Sequence[int], index: int) -> int:
+        """The narrowest degree at which sample ``index`` fits; ``ValueError`` if there is none."""
         length = lengths[index]
         _check_count(f"lengths[{index}]", length)
         fits = [d for d in self.degrees if length <= self.capacity(d)]

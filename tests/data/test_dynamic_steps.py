@@ -287,21 +287,6 @@ def test_a_batch_begins_again_after_an_interrupted_step(ranks: Ranks) -> None:
     assert max(ranks(2, interrupted)) <= 1e-10
 
 
-@on_ranks
-def compiled() -> float:
-    """The error of gradients of a model with a compiled attention block."""
-    family, plan = two_ranks()
-    model = model_of("")
-    run = parallel(model, family, "fsdp")
-    model.layers[0].attention.compile(backend="eager", dynamic=True)
-    run_steps(run, family, plan)
-    return error_of_gradients(model)
-
-
-def test_a_compiled_layer(ranks: Ranks) -> None:
-    assert max(ranks(2, compiled)) <= 1e-10
-
-
 def test_a_pipeline_is_refused() -> None:
     step = DynamicStep(None, None, True, "step 1 of 1")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="model is a .*not a pipeline"), step.mesh(object()):  # type: ignore[arg-type]
