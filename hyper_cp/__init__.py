@@ -15,6 +15,7 @@ from .mesh.family import MeshFamily, split_cp_mesh
 from .mesh_swap import context_parallel_mesh
 from .module.latent_weight import latents_and_weight
 from .planner import PlanReport, plan
+from .planner.samples import cost_model
 from .style import ContextParallel, RecurrentContextParallel, styled_modules
 from .tiled import tiled
 from .verify import verify
@@ -32,6 +33,7 @@ __all__ = [
     "RecurrentContextParallel",
     "context_parallel",
     "context_parallel_mesh",
+    "cost_model",
     "dynamic_steps",
     "get_cp_handler_cls",
     "latents_and_weight",

@@ -86,7 +86,7 @@ def in_turn(static: DynamicContextParallel, lengths: list[int]) -> float:
         if sum(packs[-1]) + length > static.capacity(degree):
             packs.append([])
         packs[-1].append(length)
-    seconds = [cost.fixed + cost.shared(sum(p), sum(n * n for n in p) / 2, degree) for p in packs]
+    seconds = [cost.fixed + cost.shared(sum(p), p, degree) for p in packs]
     groups = static.size // degree
     return max(sum(seconds[g::groups]) for g in range(groups))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from numbers import Real
+from typing import Any
 
 from ..mesh.cp_mesh import divisors
 from ..mesh.family import MeshFamily
@@ -24,32 +25,49 @@ class CostModel:
 
     A micro-batch of degree d takes each of its d ranks::
 
-        fixed + (linear * tokens + quadratic * sum(length**2 / 2)) / d + exchange * tokens * (d - 1) / d
+        fixed + (linear * tokens + sum(attention(length))) / d + exchange * tokens * (d - 1) / d
+
+    :func:`hyper_cp.cost_model` computes the numbers of a model from its configuration.
 
     Args:
-        linear: per token, for everything that is not attention.
+        linear: per token, for everything that is not attention: recurrent layers too.
         quadratic: per visible pair of a query and a key: a causal sample of S tokens has S**2 / 2 (for full
             attention pass twice the time of a pair).
         exchange: per token received from another rank of the group and not hidden behind computation. Every rank
             receives the keys and values of all other ranks.
         fixed: per micro-batch, for launching its kernels, whatever its size.
+        windows: pairs of a window and seconds: per visible pair of the layers whose queries see that many keys only
+            (``quadratic`` is then that of the others).
     """
 
     linear: float
     quadratic: float
     exchange: float = 0.0
     fixed: float = 0.0
+    windows: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        values = {name: value for name, value in vars(self).items() if name != "windows"}
+        for number, (window, seconds) in enumerate(self.windows):
+            _check_count(f"CostModel: windows[{number}][0]", window)
+            values[f"windows[{number}][1]"] = seconds
+        for name, value in values.items():
             if not _finite(value) or value < 0:
                 raise ValueError(f"CostModel: {name}={value!r} must be a finite number of seconds, 0 or more")
         if not self.linear + self.quadratic:
             raise ValueError("CostModel: linear and quadratic are both 0, so all plans cost the same. Give one of them")
 
+    def attention(self, length: int) -> float:
+        """Seconds of the attention of one causal sample on one rank."""
+        found = self.quadratic * length**2 / 2
+        for window, seconds in self.windows:
+            seen = min(window, length)
+            found += seconds * (length * seen - seen**2 / 2)
+        return found
+
     @classmethod
     def of_transformer(
-        cls, *, parameters: float, layers: int, hidden: int, flops_per_second: float = 1.0, **more: float
+        cls, *, parameters: float, layers: int, hidden: int, flops_per_second: float = 1.0, **more: Any
     ) -> CostModel:
         """The costs of a transformer, from its size: 6 FLOPs per parameter and token, and per visible pair and layer
         4 * hidden forward and 2.5 times that backward (which computes the logits again).
@@ -67,10 +85,11 @@ class CostModel:
                 raise ValueError(f"{name}={value!r} must be a finite number above 0 (a size may be 0)")
         return cls(6 * parameters / flops_per_second, 14 * hidden * layers / flops_per_second, **more)
 
-    def shared(self, tokens: int, pairs: float, degree: int) -> float:
-        """Seconds on each rank for ``tokens`` with that many visible pairs, shared by ``degree`` ranks; without
+    def shared(self, tokens: int, lengths: Iterable[int], degree: int) -> float:
+        """Seconds on each rank for samples of these lengths in ``tokens``, shared by ``degree`` ranks; without
         ``fixed``."""
-        return (self.linear * tokens + self.quadratic * pairs + self.exchange * tokens * (degree - 1)) / degree
+        attention = sum(map(self.attention, lengths))
+        return (self.linear * tokens + attention + self.exchange * tokens * (degree - 1)) / degree
 
 
 @dataclass(frozen=True)
@@ -248,7 +267,7 @@ class DynamicContextParallel:
         if not lengths:
             return Plan(self.size, (), 0.0)
         alone = [
-            {d: self.cost.shared(length, length**2 / 2, d) for d in self.degrees if d >= low}
+            {d: self.cost.shared(length, [length], d) for d in self.degrees if d >= low}
             for length, low in zip(lengths, least, strict=True)
         ]
         bound = max(
@@ -276,7 +295,7 @@ class DynamicContextParallel:
         narrowest = self.degrees[0]
         table = [
             {
-                d: self.cost.shared(length if d == narrowest else self._padded(length, d), length**2 / 2, d)
+                d: self.cost.shared(length if d == narrowest else self._padded(length, d), [length], d)
                 for d in self.degrees
                 if d >= low
             }
@@ -324,7 +343,7 @@ class DynamicContextParallel:
         samples = sorted(samples, key=lambda s: s.index)
         lengths = tuple(s.length for s in samples)
         padded = self._padded(sum(lengths), degree)
-        cost = self.cost.fixed + self.cost.shared(padded, sum(n**2 for n in lengths) / 2, degree)
+        cost = self.cost.fixed + self.cost.shared(padded, lengths, degree)
         ranks = range(group * degree, (group + 1) * degree)
         return MicroBatch(degree, ranks, tuple(s.index for s in samples), lengths, padded, cost)
 

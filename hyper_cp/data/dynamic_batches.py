@@ -1,4 +1,4 @@
-"""``DynamicBatches``: global batches and their plans, made ahead in the workers of a data loader; they can be resumed."""
+"""``DynamicBatches``: global batches and their plans, made ahead in a data loader's workers, and resumed anywhere."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DynamicBatches(IterableDataset[DynamicBatch]):
                 ...
             optimizer.step()
             save(model, optimizer, batch.state)  # the data loader has read ahead: its batches know their own places
-        batches.load_state_dict(batch.state)  # the next epoch begins; or, after a restart, the batch behind the saved one
+        batches.load_state_dict(batch.state)  # for the next epoch; after a restart: a saved one
 
     An iteration runs from the position up to the end of the epoch, whose last batch may be smaller. The order depends
     on seed and epoch only, and positions count samples of the global batch: a run goes on at the same sample with
@@ -103,8 +103,8 @@ class DynamicBatches(IterableDataset[DynamicBatch]):
         for name, own in (("seed", self.seed), ("of", len(self.lengths))):
             if found[name] != own:
                 raise ValueError(
-                    f"state has {name}={found[name]}, and these batches {name}={own}. Samples would be repeated or left "
-                    "out, since their order depends on seed and number. Pass the seed and the dataset of the saved run"
+                    f"state has {name}={found[name]}, and these batches {name}={own}. Samples would come twice or "
+                    "never, since their order depends on seed and number. Pass the seed and the dataset of the saved run"
                 )
         self._position.copy_(torch.tensor([found["epoch"], found["samples"]]))
 

@@ -254,7 +254,10 @@ def misuse(how: str) -> None:
 
 
 MISUSE = {
-    "other lengths": ("ValueError", "run different steps: rank 0: those of a plan of 4 .*Plan the lengths of the whole"),
+    "other lengths": (
+        "ValueError",
+        "run different steps: rank 0: those of a plan .*Plan the lengths of the whole",
+    ),
     "too long": ("ValueError", r"lengths\[4\]=97 does not fit: .*Cut the sample"),
     "idle ones left out": ("ValueError", r"rank . *: not step \d of \d.*one without a micro-batch too"),
     "last left out": ("ValueError", r"rank 0: step 2 of 2; rank 1: those of a plan.*run every step on every rank"),
@@ -289,7 +292,7 @@ def test_a_batch_begins_again_after_an_interrupted_step(ranks: Ranks) -> None:
 
 def test_a_pipeline_is_refused() -> None:
     step = DynamicStep(None, None, True, "step 1 of 1")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="model is a .*not a pipeline"), step.mesh(object()):  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model is a .*not a pipeline"), step.mesh(object()):  # type: ignore[arg-type]
         pass
 
 
