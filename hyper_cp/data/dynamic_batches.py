@@ -104,7 +104,7 @@ class DynamicBatches(IterableDataset[DynamicBatch]):
             if found[name] != own:
                 raise ValueError(
                     f"state has {name}={found[name]}, and these batches {name}={own}. Samples would come twice or "
-                    "never, since their order depends on seed and number. Pass the seed and the dataset of the saved run"
+                    "never, since their order depends on seed and number. Pass those of the saved run"
                 )
         self._position.copy_(torch.tensor([found["epoch"], found["samples"]]))
 
