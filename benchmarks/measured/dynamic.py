@@ -112,14 +112,6 @@ def not_hidden(lengths: list[int], degree: int, cluster: str) -> float:
     return best.exposed_seconds * degree / (sum(packed) * (degree - 1))
 
 
-def in_steps(found: Plan) -> float:
-    """Return the seconds of a plan if all ranks begin each micro-batch together."""
-    longest: dict[int, float] = {}
-    for at, m in zip(found.rounds, found.micro_batches, strict=True):
-        longest[at] = max(longest.get(at, 0.0), m.cost)
-    return sum(longest.values())
-
-
 def predict(args: argparse.Namespace) -> None:
     """Print the predicted times of Llama 3.1 8B on ranks of a known cluster, in bf16."""
     print(
@@ -129,20 +121,25 @@ def predict(args: argparse.Namespace) -> None:
     print("| lengths | ranks | static cp | static, in turn | static, balanced | dynamic | in steps: static, dynamic |")
     print("|---|---|---|---|---|---|---|")
     for name, (draw, longest, budget) in CLUSTER.items():
+        exchange = None
         for ranks in [args.ranks] if args.ranks else [8, 64, 512]:
             rng, rows = random.Random(0), []
             cost = cost_model(LLAMA, budget, ranks, cluster=args.cluster, fixed=args.fixed)
             dynamic = DynamicContextParallel(ranks, budget, cost)
             degree = least_degree(dynamic, longest)
-            lengths = draw(random.Random(1), 64)
-            while sum(lengths) > dynamic.capacity(degree):
-                lengths.pop(lengths.index(max(lengths)))
-            packed = replace(cost, exchange=not_hidden(lengths, degree, args.cluster))
+            if exchange is None:
+                lengths = draw(random.Random(1), 64)
+                while sum(lengths) > dynamic.capacity(degree):
+                    lengths.pop(lengths.index(max(lengths)))
+                exchange = not_hidden(lengths, degree, args.cluster)
+            packed = replace(cost, exchange=exchange)
             static = DynamicContextParallel(ranks, budget, packed, degrees=[degree])
+            stepped = DynamicContextParallel(ranks, budget, cost, in_steps=True)
             for _ in range(args.steps):
                 lengths = draw(rng, args.samples * ranks)
-                fixed, free = static.plan(lengths), dynamic.plan(lengths)
-                rows.append((in_turn(static, lengths), fixed.makespan, free.makespan, in_steps(fixed), in_steps(free)))
+                fixed, together = static.plan(lengths), stepped.plan(lengths).seconds_in_steps
+                both = fixed.makespan, dynamic.plan(lengths).makespan
+                rows.append((in_turn(static, lengths), *both, fixed.seconds_in_steps, together))
             turn, balanced, best, fixed_steps, best_steps = (statistics.mean(x) for x in zip(*rows, strict=True))
             print(
                 f"| {name} | {ranks} | {degree} | {turn:.2f} s ({turn / best:.2f}x) | {balanced:.2f} s "
@@ -258,11 +255,11 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="run a small model on gloo ranks of this machine")
     parser.add_argument("--ranks", type=int, help="default 8, 64 and 512, or 4 with --measure")
     parser.add_argument("--samples", type=int, help="samples per rank and step; default 8; with --measure in all, 32")
-    parser.add_argument("--steps", type=int, help="default 5")
+    parser.add_argument("--steps", type=int, help="default 3, or 5 with --measure")
     parser.add_argument("--cluster", default="h100", help="a profile of the planner")
     parser.add_argument("--fixed", type=float, default=0.02, help="seconds per micro-batch, independent of its size")
     args = parser.parse_args()
-    defaults = {"ranks": (None, 4), "samples": (8, 32), "steps": (5, 5)}
+    defaults = {"ranks": (None, 4), "samples": (8, 32), "steps": (3, 5)}
     for name, choice in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, choice[args.measure])

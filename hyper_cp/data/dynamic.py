@@ -162,10 +162,18 @@ class Plan:
             clock[m.ranks.start : m.ranks.stop] = [ends[-1]] * len(m.ranks)
         return ends, clock
 
-    @property
+    @cached_property
     def makespan(self) -> float:
         """Seconds of the step: when the last rank is done."""
         return max(self.finish)
+
+    @cached_property
+    def seconds_in_steps(self) -> float:
+        """Seconds of the step if all ranks begin each micro-batch together: the sum over rounds of the longest."""
+        longest: dict[int, float] = {}
+        for at, m in zip(self.rounds, self.micro_batches, strict=True):
+            longest[at] = max(longest.get(at, 0.0), m.cost)
+        return sum(longest.values())
 
 
 @dataclass(frozen=True)
@@ -213,6 +221,9 @@ class DynamicContextParallel:
             ranks of a group have equal work, which under ``"contiguous"`` is true of pure Ulysses only.
         slack: share of the step time by which a plan may be slower than the fastest and still be preferred for being
             narrower: it communicates less, and the cost model may not include all of that.
+        in_steps: True if all ranks begin each micro-batch together, as FSDP2 makes them if it gathers parameters in
+            every step of :func:`hyper_cp.dynamic_steps`. The plan with the least :attr:`Plan.seconds_in_steps` wins
+            then, which takes longer to find (``DynamicBatches`` plans ahead).
 
     Source: Megatron-LM's dynamic context parallelism (hybrid data x context parallelism, PRs #2054 and #2282), where a
     sample's degree is the least power of two that keeps the budget. Here balance may widen it further.
@@ -227,6 +238,7 @@ class DynamicContextParallel:
         degrees: Sequence[int] | None = None,
         layout: str = "head_tail",
         slack: float = 0.02,
+        in_steps: bool = False,
     ) -> None:
         if not isinstance(cost, CostModel):
             raise TypeError(f"cost is a {type(cost).__name__}; pass a CostModel, such as CostModel.of_transformer(...)")
@@ -235,7 +247,7 @@ class DynamicContextParallel:
         else:
             _check_count("family", family)
             self.size, works = family, divisors(family)
-        self.cost, self.layout, self.slack = cost, layouts.check_layout(layout), slack
+        self.cost, self.layout, self.slack, self.in_steps = cost, layouts.check_layout(layout), slack, in_steps
         self.degrees = _checked_degrees(degrees, self.size, works)
         _check_count("tokens_per_rank", tokens_per_rank)
         self._per_rank = layouts.length_multiple(layout, 1)
@@ -280,10 +292,13 @@ class DynamicContextParallel:
                 continue
             samples = [_Sample(i, lengths[i], d, alone[i][d]) for i, d in enumerate(choice)]
             plans[packed, choice] = plan = Plan(self.size, tuple(self._assign(samples, packed)), bound)
-            if plan.makespan <= (1 + self.slack) * bound:
+            if self._seconds(plan) <= (1 + self.slack) * bound:
                 return plan
-        fastest = min(plan.makespan for plan in plans.values())
-        return next(plan for plan in plans.values() if plan.makespan <= (1 + self.slack) * fastest)
+        fastest = min(map(self._seconds, plans.values()))
+        return next(plan for plan in plans.values() if self._seconds(plan) <= (1 + self.slack) * fastest)
+
+    def _seconds(self, plan: Plan) -> float:
+        return plan.seconds_in_steps if self.in_steps else plan.makespan
 
     def _choices(self, lengths: list[int], least: list[int], bound: float) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Candidates from narrow to wide: the degree at which samples are packed, and the degree of every sample.
@@ -361,6 +376,7 @@ class DynamicContextParallel:
             for number, own in enumerate(given):
                 packs = _pack(own, capacity) if degree == packed else [[s] for s in own]
                 batches = [self._micro_batch(degree, number, pack) for pack in packs]
+                batches.sort(key=lambda m: -m.cost)  # those of one round take about as long
                 if batches:
                     clock[groups[number]] = [max(clock[groups[number]]) + sum(m.cost for m in batches)] * degree
                 found += batches
