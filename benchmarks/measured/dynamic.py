@@ -115,8 +115,8 @@ def not_hidden(lengths: list[int], degree: int, cluster: str) -> float:
 def predict(args: argparse.Namespace) -> None:
     """Print the predicted times of Llama 3.1 8B on ranks of a known cluster, in bf16."""
     print(
-        f"Llama 8B on {args.cluster}, {args.samples} samples per rank and step, mean of {args.steps} steps; {args.fixed} s "
-        "per micro-batch"
+        f"Llama 8B on {args.cluster}, {args.samples} samples per rank and step, mean of {args.steps} steps; "
+        f"{args.fixed} s per micro-batch"
     )
     print("| lengths | ranks | static cp | static, in turn | static, balanced | dynamic | in steps: static, dynamic |")
     print("|---|---|---|---|---|---|---|")

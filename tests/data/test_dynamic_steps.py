@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from hyper_cp import (
     ContextParallel,
+    DynamicBatches,
     DynamicContextParallel,
     MeshFamily,
     RecurrentContextParallel,
@@ -288,6 +294,56 @@ def interrupted() -> float:
 
 def test_a_batch_begins_again_after_an_interrupted_step(ranks: Ranks) -> None:
     assert max(ranks(2, interrupted)) <= 1e-10
+
+
+LENGTHS = [5, 90, 33, 7, 61, 12, 40, 25, 3, 70]
+
+
+@on_ranks
+def part_of_an_epoch(path: str, budget: int, first: int, last: int) -> tuple[float, int]:
+    """Train from a checkpoint up to batch ``last`` of an epoch of three, and save: the error of the weights against one
+    device, and the widest degree."""
+    cp = dist.get_world_size()
+    family = split_cp_mesh(init_device_mesh("cpu", (1, cp), mesh_dim_names=("dp", "cp")))
+    data = list(zip(*samples_of(LENGTHS), strict=True))
+    scheduler = DynamicContextParallel(family, budget, COST)
+    batches = DynamicBatches(data, LENGTHS, scheduler, batch_size=4, rank=family.rank, seed=1)
+    model, reference = model_of(""), model_of("")
+    run, widest = parallel(model, family, "fsdp"), 0
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-4) for m in (model, reference)]
+    if first:
+        weights, state = get_state_dict(model, optimizers[0])
+        saved = {"model": weights, "optimizer": state, "data": batches.state_dict()}
+        dcp.load(saved, checkpoint_id=path)
+        set_state_dict(model, optimizers[0], model_state_dict=weights, optim_state_dict=state)
+        batches.load_state_dict(saved["data"])
+    for batch in islice(DataLoader(batches, batch_size=None), last - first):
+        texts, labels = ({i: sample[place] for i, sample in batch.samples.items()} for place in (0, 1))
+        for step in dynamic_steps(batch.plan, family):
+            widest = max(widest, step.degree)
+            with step.mesh(run) as handler:
+                whole = step.pack(texts), step.positions(), step.pack(labels, -100)
+                tokens, positions, targets = (handler.dispatch(x, 1) for x in whole)
+                step.loss(loss_sum(run, tokens, positions[0], targets), 100).backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        weights, state = get_state_dict(model, optimizers[0])
+        dcp.save({"model": weights, "optimizer": state, "data": batch.state}, checkpoint_id=path)
+    order = torch.randperm(len(LENGTHS), generator=torch.Generator().manual_seed(1)).tolist()
+    for begin in range(0, 4 * last, 4):
+        for i in order[begin : begin + 4]:
+            text, label = data[i]
+            (loss_sum(reference, text[None], torch.arange(len(text)), label[None]) / 100).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(relative_error(a.full_tensor().detach(), b.detach()) for a, b in pairs), widest
+
+
+def test_an_epoch_goes_on_at_other_degrees(ranks: Ranks, tmp_path: Any) -> None:
+    for world, budget, first, last in ((4, 24, 0, 1), (2, 48, 1, 2), (1, 96, 2, 3)):
+        for error, widest in ranks(world, part_of_an_epoch, str(tmp_path), budget, first, last):
+            assert error <= 1e-10 and widest == world
 
 
 def test_a_pipeline_is_refused() -> None:

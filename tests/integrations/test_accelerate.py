@@ -229,6 +229,56 @@ def test_trainer(ranks: Any, tmp_path: Any, cp: int, layout: str, world: int, ch
 
 
 @on_ranks
+def saved_and_resumed(cp: int, directory: str, last: int) -> float:
+    """Error of the losses of a run up to step ``last`` that begins where the one before has saved."""
+    from transformers import Trainer, TrainingArguments
+
+    from hyper_cp.integrations.accelerate import ParallelismConfig
+    from hyper_cp.integrations.trainer import ContextParallelTrainer
+
+    class Both(ContextParallelTrainer, Trainer):
+        pass
+
+    cls, own = (Both, {"style": ContextParallel(ulysses_degree=1, layout="head_tail")}) if cp > 1 else (Trainer, {})
+    config = {"parallelism_config": ParallelismConfig(cp_size=cp)} if cp > 1 else {}
+    accelerator_of(**({"cp_size": cp} if cp > 1 else {})).state._reset_state(True)
+    model, oracle = make("llama").float(), make("llama").float()
+    arguments = TrainingArguments(
+        directory,
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        optim="adamw_torch",
+        learning_rate=0.01,
+        lr_scheduler_type="constant",
+        max_steps=last,
+        logging_steps=1,
+        save_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+        **config,
+    )
+    trainer = cls(model, arguments, train_dataset=samples(8), **own)  # in a random order
+    trainer.train(resume_from_checkpoint=last > 2)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    order = list(torch.utils.data.RandomSampler(range(8), generator=torch.Generator().manual_seed(arguments.seed)))
+    optimizer, want = torch.optim.AdamW(oracle.parameters(), lr=0.01, weight_decay=0.0), []
+    for step in range(last):
+        batch = torch.utils.data.default_collate([samples(8)[i] for i in order[2 * step : 2 * step + 2]])
+        loss = oracle(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        want.append(loss.item())
+    return max(abs(a - b) for a, b in zip(losses, want, strict=True))
+
+
+@pytest.mark.slow
+def test_trainer_saves_and_resumes_at_another_degree(ranks: Any, tmp_path: Any) -> None:
+    assert max(ranks(2, saved_and_resumed, 2, str(tmp_path), 2)) <= 2e-5
+    assert max(ranks(1, saved_and_resumed, 1, str(tmp_path), 3)) <= 2e-5
+
+
+@on_ranks
 def routed(option: str, directory: str) -> dict[str, float]:
     """Train three steps of two batches, with a router loss, where Trainer does not multiply losses by the ranks."""
     from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
