@@ -255,11 +255,11 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="run a small model on gloo ranks of this machine")
     parser.add_argument("--ranks", type=int, help="default 8, 64 and 512, or 4 with --measure")
     parser.add_argument("--samples", type=int, help="samples per rank and step; default 8; with --measure in all, 32")
-    parser.add_argument("--steps", type=int, help="default 3, or 5 with --measure")
+    parser.add_argument("--steps", type=int, help="default 2, or 5 with --measure")
     parser.add_argument("--cluster", default="h100", help="a profile of the planner")
     parser.add_argument("--fixed", type=float, default=0.02, help="seconds per micro-batch, independent of its size")
     args = parser.parse_args()
-    defaults = {"ranks": (None, 4), "samples": (8, 32), "steps": (3, 5)}
+    defaults = {"ranks": (None, 4), "samples": (8, 32), "steps": (2, 5)}
     for name, choice in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, choice[args.measure])

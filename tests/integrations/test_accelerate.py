@@ -120,6 +120,43 @@ def test_accelerate(ranks: Any, name: str, layout: str, how: str, world: int) ->
     assert max(ranks(world, accelerated, name, layout, how)) <= 2e-5
 
 
+@on_ranks
+def accelerated_state(directory: str, first: int, last: int) -> float:
+    """Steps ``first`` to ``last`` with accelerate on one cp mesh of all ranks, from a saved state and to one: the error
+    of the weights against one device."""
+    from hyper_cp.integrations.accelerate import enable
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    world = dist.get_world_size()
+    accelerator = accelerator_of(cp_size=world)
+    model, oracle = make("llama").float(), make("llama").float()
+    handler = enable(accelerator, style=ContextParallel(ulysses_degree=1, kv_exchange="ring", layout="head_tail"))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, oracle)]
+    made, optimizer = accelerator.prepare(model, optimizers[0])
+    if first:
+        accelerator.load_state(directory)
+    for step in range(last):
+        (batch,) = rows(1, padded=step == 0)
+        count = int((batch["shift_labels"] != -100).sum())
+        oracle(**batch, num_items_in_batch=count, use_cache=False).loss.backward()
+        if step >= first:
+            local = prepare_batch(handler, {key: x for key, x in batch.items() if key != "shift_labels"})
+            accelerator.backward(made(**local | {"num_items_in_batch": count}).loss * world)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    accelerator.save_state(directory)
+    got = {name: p.detach() for name, p in accelerator.unwrap_model(made).named_parameters()}
+    return difference(got, {name: p.detach() for name, p in oracle.named_parameters()})
+
+
+@pytest.mark.slow
+def test_accelerate_saves_and_resumes_at_another_degree(ranks: Any, tmp_path: Any) -> None:
+    assert max(ranks(4, accelerated_state, str(tmp_path), 0, 1)) <= 2e-5
+    assert max(ranks(2, accelerated_state, str(tmp_path), 1, 2)) <= 2e-5
+
+
 # --------------------------------------------------------------------------- Trainer
 
 
