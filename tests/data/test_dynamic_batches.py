@@ -21,7 +21,7 @@ def batches(rank: int = 0, size: int = 4, batch_size: int = 4, seed: int = 5) ->
 
 
 def read(size: int, workers: int = 0, state: Any = None, **options: Any) -> list[tuple[set[int], dict[str, int]]]:
-    """Of each global batch the samples that all ranks together run, and the position behind it."""
+    """The samples of each global batch that all ranks together run, and the position behind it."""
     found: list[tuple[set[int], dict[str, int]]] = []
     for rank in range(size):
         source = batches(rank, size, **options)
