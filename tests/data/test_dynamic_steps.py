@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -164,6 +164,8 @@ def test_weights_are_those_of_one_device(ranks: Any, wrapper: str) -> None:
 
 @pytest.mark.parametrize("wrapper", ["fsdp", "kept", "ddp"])
 def test_idle_experts_and_recurrent_layers(ranks: Ranks, wrapper: str) -> None:
+    if wrapper != "ddp" and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("FSDP2 of this torch reduces no parameters without gradients")
     found = ranks(4, train, wrapper, "mixed", 24)
     assert max(max(errors) for *errors, _ in found) <= 1e-10
     assert {degree for *_, done in found for step in done for degree in step} == {0, 1, 2, 4}
