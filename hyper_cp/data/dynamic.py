@@ -158,7 +158,7 @@ class Plan:
         """When each micro-batch ends, and each rank, if one begins as soon as all of its ranks are free."""
         ends, clock = [], [0.0] * self.size
         for m, cost in zip(self.micro_batches, costs, strict=True):
-            ends.append(max(clock[r] for r in m.ranks) + cost)
+            ends.append(max(clock[m.ranks.start : m.ranks.stop]) + cost)
             clock[m.ranks.start : m.ranks.stop] = [ends[-1]] * len(m.ranks)
         return ends, clock
 
@@ -249,6 +249,7 @@ class DynamicContextParallel:
             self.size, works = family, divisors(family)
         self.cost, self.layout, self.slack, self.in_steps = cost, layouts.check_layout(layout), slack, in_steps
         self.degrees = _checked_degrees(degrees, self.size, works)
+        self._multiples = {d: layouts.length_multiple(layout, d) for d in self.degrees}
         _check_count("tokens_per_rank", tokens_per_rank)
         self._per_rank = layouts.length_multiple(layout, 1)
         if tokens_per_rank < self._per_rank:
@@ -351,7 +352,7 @@ class DynamicContextParallel:
         )
 
     def _padded(self, length: int, degree: int) -> int:
-        multiple = layouts.length_multiple(self.layout, degree)
+        multiple = self._multiples[degree]
         return -(-length // multiple) * multiple
 
     def _micro_batch(self, degree: int, group: int, samples: Sequence[_Sample]) -> MicroBatch:
