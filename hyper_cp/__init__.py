@@ -7,6 +7,7 @@ warn_if_unsupported()  # before imports that may fail in such a version
 # isort: split
 from .context_manager import context_parallel
 from .data.dynamic import CostModel, DynamicContextParallel
+from .data.dynamic_batches import DynamicBatches
 from .dynamic_steps import dynamic_steps
 from .handler import ContextParallelHandler
 from .integrations.megatron import get_cp_handler_cls
@@ -14,6 +15,7 @@ from .mesh.family import MeshFamily, split_cp_mesh
 from .mesh_swap import context_parallel_mesh
 from .module.latent_weight import latents_and_weight
 from .planner import PlanReport, plan
+from .planner.samples import cost_model
 from .style import ContextParallel, RecurrentContextParallel, styled_modules
 from .tiled import tiled
 from .verify import verify
@@ -24,12 +26,14 @@ __all__ = [
     "ContextParallel",
     "ContextParallelHandler",
     "CostModel",
+    "DynamicBatches",
     "DynamicContextParallel",
     "MeshFamily",
     "PlanReport",
     "RecurrentContextParallel",
     "context_parallel",
     "context_parallel_mesh",
+    "cost_model",
     "dynamic_steps",
     "get_cp_handler_cls",
     "latents_and_weight",

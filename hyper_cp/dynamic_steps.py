@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from .data.dynamic import MicroBatch, Plan
 from .data.loss import check_gradients
 from .handler import ContextParallelHandler
+from .mesh.agreement import digest
 from .mesh.arguments import check_type
 from .mesh.family import MeshFamily
 from .mesh_swap import context_parallel_mesh
@@ -20,7 +22,7 @@ _IDLE_TOKENS = 8
 """Tokens of a step in which a rank has no micro-batch."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DynamicStep:
     """A forward and a backward that all ranks of a family run at the same time, each in a group of its own.
 
@@ -28,11 +30,15 @@ class DynamicStep:
         micro_batch: that of this rank. None: it has none, and runs a few tokens of padding without a loss, since
             FSDP2 and DDP communicate over all ranks in every forward or backward.
         last: True for the last step before the optimizer's.
+        name: "step 1 of 3", for errors.
+        done: True when a block of its :meth:`mesh` has ended without an exception.
     """
 
     family: MeshFamily
     micro_batch: MicroBatch | None
     last: bool
+    name: str
+    done: bool = field(default=False, init=False)
 
     @property
     def degree(self) -> int:
@@ -41,21 +47,43 @@ class DynamicStep:
 
     @contextmanager
     def mesh(self, model: nn.Module) -> Iterator[ContextParallelHandler]:
-        """A block in which the styled modules of ``model`` run on the mesh of this step, with its documents."""
-        documents = None if self.micro_batch is None else self.micro_batch.documents
-        with context_parallel_mesh(model, self.family.cp(self.degree)) as handler, handler.documents(documents):
-            yield handler
+        """A block in which the styled modules of ``model`` run on the mesh of this step, with its documents.
 
-    def pack(self, samples: Sequence[Tensor], pad_value: float = 0) -> Tensor:
+        Under FSDP2, parameters without a gradient in a step (experts that get no token of it) are reduced as zeros from
+        now on, where torch can (``set_reduce_scatter_unused_params``).
+
+        Raises:
+            TypeError: if ``model`` is no module: a pipeline's stage or schedule, say, whose ranks run different
+                micro-batches at the same time.
+            ValueError: on every rank, if ranks enter different steps, the first time that they enter this one of as
+                many.
+        """
+        check_type("model", model, nn.Module, "Its styled modules change their mesh. Pass the model, not a pipeline")
+        _agree(self.family, self.name)
+        for module in model.modules():
+            if isinstance(module, FSDPModule) and hasattr(module, "set_reduce_scatter_unused_params"):
+                module.set_reduce_scatter_unused_params(True, recurse=False)
+        documents = None if self.micro_batch is None else self.micro_batch.documents
+        try:
+            with context_parallel_mesh(model, self.family.cp(self.degree)) as handler, handler.documents(documents):
+                yield handler
+        except BaseException:
+            if self.family.agreement is not None:
+                self.family.agreement.compare_next_call()  # have the others been interrupted, too?
+            raise
+        self.done = True
+
+    def pack(self, samples: Sequence[Tensor] | Mapping[int, Tensor], pad_value: float = 0) -> Tensor:
         """The samples of this step one after the other, ``[1, S, ...]`` with padding, for ``handler.dispatch``.
 
         Args:
-            samples: tensors ``[length, ...]`` of all samples of the plan, in its order; those of other steps are not
-                read.
+            samples: tensors ``[length, ...]`` of all samples of the plan, in its order, or by their place in it; those
+                of other steps are not read, and may be missing. A rank without a micro-batch needs any one.
         """
         m = self.micro_batch
         if m is None:
-            return samples[0].new_full((1, _IDLE_TOKENS, *samples[0].shape[1:]), pad_value)
+            like = next(iter(samples.values() if isinstance(samples, Mapping) else samples))
+            return like.new_full((1, _IDLE_TOKENS, *like.shape[1:]), pad_value)
         own = [samples[i] for i in m.samples]
         if (lengths := tuple(len(x) for x in own)) != m.lengths:
             raise ValueError(
@@ -89,7 +117,7 @@ class DynamicStep:
         return total * (0.0 if self.micro_batch is None else factor / tokens)
 
 
-def dynamic_steps(plan: Plan, family: MeshFamily) -> list[DynamicStep]:
+def dynamic_steps(plan: Plan, family: MeshFamily) -> Iterator[DynamicStep]:
     """The steps of a plan on this rank: the same number on every rank, whatever the number of its micro-batches. ::
 
         plan = scheduler.plan([len(x) for x in ids])  # of the global batch
@@ -107,12 +135,17 @@ def dynamic_steps(plan: Plan, family: MeshFamily) -> list[DynamicStep]:
     so a step takes as long as its slowest micro-batch. (Without FSDP2 and DDP, ranks need no equal numbers: see
     :class:`DynamicContextParallel`.)
 
+    All ranks of the family make this call together: they compare the plan, once for every global batch, and each step
+    when there is one of this number for the first time.
+
     Args:
         plan: what :meth:`DynamicContextParallel.plan` returns, of a scheduler for this family.
         family: all ranks that reduce gradients together: the mesh of FSDP2 or DDP has the ranks of ``family.dp(1)``.
 
     Raises:
-        ValueError: if the plan is one for another number of ranks, or has no samples.
+        ValueError: if the plan is one for another number of ranks, or has no samples. On every rank: if ranks have
+            different plans, or (while iterating) one leaves out a step that others run.
+        RuntimeError: while iterating, if this rank has left out or not finished the step before.
     """
     check_type("plan", plan, Plan, "It has the micro-batches. Pass what DynamicContextParallel.plan returns")
     check_type("family", family, MeshFamily, "It has a mesh for every degree. Pass what split_cp_mesh returns")
@@ -121,7 +154,38 @@ def dynamic_steps(plan: Plan, family: MeshFamily) -> list[DynamicStep]:
             f"plan is one for {plan.size} ranks with {len(plan.micro_batches)} micro-batches, and the family has "
             f"{family.size} ranks. Plan at least one sample with DynamicContextParallel(family, ...)"
         )
+    samples = sum(len(m.samples) for m in plan.micro_batches)
+    _agree(family, f"those of a plan of {samples} samples ({digest(repr(plan.micro_batches).encode())})", True)
     rounds = plan.rounds
     own = {at: m for at, m in zip(rounds, plan.micro_batches, strict=True) if family.rank in m.ranks}
     last = max(rounds)
-    return [DynamicStep(family, own.get(at), at == last) for at in range(last + 1)]
+    steps = [DynamicStep(family, own.get(at), at == last, f"step {at + 1} of {last + 1}") for at in range(last + 1)]
+    return _in_turn(steps)
+
+
+def _in_turn(steps: list[DynamicStep]) -> Iterator[DynamicStep]:
+    """The steps; raise after one that this rank has not run, before it meets other ranks in another one."""
+    for step in steps:
+        yield step
+        if step.done:
+            continue
+        agreement = step.family.agreement
+        if agreement is not None and not agreement.known("steps", _signature(step.name)):
+            _agree(step.family, f"not {step.name}")  # the other ranks compare this step: all of them raise
+        raise RuntimeError(
+            f"{step.name} was left out or interrupted on this rank. Other ranks may wait in it, and the gradients are "
+            "not those of the whole batch. Run every step inside the loop, with `with step.mesh(model) as handler`, "
+            "also one without a micro-batch. After an exception on every rank, set the gradients to zero and begin "
+            "with dynamic_steps(plan, family) again; after one on this rank only, end the job"
+        )
+
+
+def _signature(steps: str) -> tuple[tuple[str, str]]:
+    return (("steps", steps),)
+
+
+def _agree(family: MeshFamily, steps: str, always: bool = False) -> None:
+    """Compare what the ranks of the family are about to run."""
+    if family.agreement is not None:
+        mesh = f"family of {family.size} ranks"
+        family.agreement.compare_if_new("steps", _signature(steps), mesh, "dynamic_steps", always=always)

@@ -57,12 +57,16 @@ class ContextParallelHandler(Shares):
         super().__init__(mesh, *settings)
         self.style_of_model = self.style
         self._cores: dict[Any, nn.Module] = {}
+        self.of_block = False
+        """True if a ``context_parallel_mesh`` block has yielded this handler."""
 
     @property
     def cp(self) -> CPMesh:
         """The mesh seen as ring x ulysses; ``RuntimeError`` while the style's model runs on another mesh."""
         away = swapped.get(self.style) if self.style is not None else None
-        if away and away[-1] != self.mesh:
+        # The handler of a block that has ended is refused in another one also where the two have the same mesh, since
+        # other ranks of the job may have changed theirs: all of them raise.
+        if away and (away[-1].mesh != self.mesh or (self.of_block and self not in away)):
             raise RuntimeError(
                 "the model of this handler's style runs on another cp mesh (context_parallel_mesh). Data would be "
                 "split over other ranks than attention. Use the handler that the block yields, or one that follows "

@@ -77,10 +77,12 @@ def context_parallel_mesh(
             check_heads(*binding.heads, meshes[style].view(*binding.heads))
     for binding in found:
         binding.stack.append(meshes[binding.style])
+    handler = ContextParallelHandler(mesh, style_of(found[0]))
+    handler.of_block = True
     for style in meshes:
-        swapped.setdefault(style, []).append(mesh)
+        swapped.setdefault(style, []).append(handler)
     try:
-        yield ContextParallelHandler(mesh, style_of(found[0]))
+        yield handler
     finally:
         for binding in found:
             binding.stack.remove(meshes[binding.style])

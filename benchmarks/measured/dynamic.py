@@ -1,20 +1,20 @@
 """Compares step times of a degree per micro-batch and of one static degree: predicted for a cluster, measured here.
 
-    python -m benchmarks.measured.dynamic                       # the planner's cost model, 64 ranks
-    python -m benchmarks.measured.dynamic --measure --ranks 2   # a small Llama on gloo ranks of this machine
+    python -m benchmarks.measured.dynamic                       # the planner's numbers, 8, 64 and 512 ranks
+    python -m benchmarks.measured.dynamic --measure --ranks 4   # a small Llama on gloo ranks of this machine
 
 "Static" is training without dynamic degrees. The run has one cp degree, the smallest at which the longest sample of the
-distribution fits into the ranks' memory, and samples are packed up to the capacity of such a group. The sequences are
-dealt to the groups in turn, or balanced by the same cost model ("static, balanced", as Megatron-LM's dp_balanced
-scheduler does). The difference between "static, balanced" and "dynamic" is the degree alone.
+distribution fits into the ranks' memory, and samples are packed up to the capacity of such a group, each split over all
+ranks of the group (``layout="per_document"``). The sequences are dealt to the groups in turn, or balanced by the same
+cost model ("static, balanced", as Megatron-LM's dp_balanced scheduler does). The difference between "static, balanced"
+and "dynamic" is the degree alone. "In steps" is the time if all ranks begin each micro-batch together, as FSDP2 makes
+them (``dynamic_steps``).
 
 The measurement reports wall time and the processor time of the busiest rank. With more ranks than cores, or on a
-machine with other work, only the processor time shows what one core per rank would take.
+machine with other work, only the processor time shows what one core per rank would take. The plans take turns.
 
-The prediction comes from the cost model, not from a machine: backward of attention takes 2.5 times its forward, every
-parameter 6 FLOPs per token, and the K/V exchange its exposed share (forward: K/V once; backward: K/V again, and their
-gradients back). The model leaves out that packed samples are unequal work for the ranks of a static group, which
-favours static.
+The prediction comes from the planner (``hyper_cp.cost_model``), not from a machine. What an exchange of keys and values
+does not hide is that of packed documents for "static", and that of one document for "dynamic".
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyper_cp import ContextParallelHandler
+from hyper_cp import ContextParallelHandler, cost_model, plan
 from hyper_cp.cli.demo_model import Llama, LlamaConfig
 from hyper_cp.data.dynamic import CostModel, DynamicContextParallel, Plan
 from hyper_cp.mesh.family import MeshFamily, split_cp_mesh
@@ -59,13 +60,21 @@ def one_long(longest: int, short: int) -> Draw:
     return lambda rng, n: [longest] + [short] * (n - 1)
 
 
+def bimodal(shortest: int, short: int, long: int, longest: int, share: float) -> Draw:
+    """Draw ``share`` of the samples between two long lengths, the others between two short ones."""
+    return lambda rng, n: [
+        rng.randint(long, longest) if rng.random() < share else rng.randint(shortest, short) for _ in range(n)
+    ]
+
+
 # name: (lengths, the longest length that must fit, tokens that a rank can hold)
 CLUSTER: dict[str, tuple[Draw, int, int]] = {
-    "uniform 1K to 32K": (uniform(K, 32 * K), 32 * K, 8 * K),
     "log-normal, 1K to 16K, mean 8K, sigma 1.1 (Megatron)": (log_normal(K, 16 * K, 8 * K, 1.1), 16 * K, 4 * K),
     "log-normal, 64 to 128K, mean 8K, sigma 1.5": (log_normal(64, 128 * K, 8 * K, 1.5), 128 * K, 16 * K),
+    "bimodal, 95 % 256 to 2K, 5 % 64K to 128K": (bimodal(256, 2 * K, 64 * K, 128 * K, 0.05), 128 * K, 16 * K),
     "one 128K among 4K": (one_long(128 * K, 4 * K), 128 * K, 16 * K),
 }
+LLAMA = {"layers": 32, "heads": 32, "kv_heads": 8, "width": 4096, "ffn": 14336, "vocabulary": 128256}
 HERE: dict[str, tuple[Draw, int]] = {
     "uniform 32 to 1K": (uniform(32, K), K),
     "log-normal, 8 to 4K, mean 256, sigma 1.5": (log_normal(8, 4 * K, 256, 1.5), 4 * K),
@@ -86,7 +95,7 @@ def in_turn(static: DynamicContextParallel, lengths: list[int]) -> float:
         if sum(packs[-1]) + length > static.capacity(degree):
             packs.append([])
         packs[-1].append(length)
-    seconds = [cost.fixed + cost.shared(sum(p), sum(n * n for n in p) / 2, degree) for p in packs]
+    seconds = [cost.fixed + cost.shared(sum(p), p, degree) for p in packs]
     groups = static.size // degree
     return max(sum(seconds[g::groups]) for g in range(groups))
 
@@ -94,39 +103,49 @@ def in_turn(static: DynamicContextParallel, lengths: list[int]) -> float:
 # --------------------------------------------------------------------------- predicted
 
 
+def not_hidden(lengths: list[int], degree: int, cluster: str) -> float:
+    """Return the seconds per token and exchange that a packed sequence of these lengths does not hide."""
+    rest = -sum(lengths) % (2 * degree)
+    packed = [*lengths, rest] if rest else lengths
+    options: dict[str, Any] = {"checkpointing": "none", "memory_gb": 1e6, "cluster": cluster}
+    best = plan(LLAMA, packed, gpus=degree, cp_size=degree, layout="per_document", **options).best
+    return best.exposed_seconds * degree / (sum(packed) * (degree - 1))
+
+
 def predict(args: argparse.Namespace) -> None:
-    """Print the predicted times of a Llama-like model: 7B parameters, 32 layers, 32 heads of 128, 8 K/V heads, bf16."""
-    flops, bandwidth = args.tflops * 1e12, args.bandwidth * 1e9
-    exchanged = 3 * 32 * 2 * 8 * 128 * 2  # bytes per token: three transfers of K and V in every layer
-    cost = CostModel.of_transformer(
-        parameters=7e9,
-        layers=32,
-        hidden=4096,
-        flops_per_second=flops,
-        exchange=args.exposed * exchanged / bandwidth,
-        fixed=args.fixed,
-    )
+    """Print the predicted times of Llama 3.1 8B on ranks of a known cluster, in bf16."""
     print(
-        f"{args.ranks} ranks, {args.samples} samples per step, mean of {args.steps} steps; {args.tflops} TFLOP/s, "
-        f"{args.bandwidth} GB/s of which {args.exposed:.0%} exposed, {args.fixed} s per micro-batch"
+        f"Llama 8B on {args.cluster}, {args.samples} samples per rank and step, mean of {args.steps} steps; "
+        f"{args.fixed} s per micro-batch"
     )
-    print("| lengths | tokens per rank | static cp | static, in turn | static, balanced | dynamic | of the bound |")
+    print("| lengths | ranks | static cp | static, in turn | static, balanced | dynamic | in steps: static, dynamic |")
     print("|---|---|---|---|---|---|---|")
     for name, (draw, longest, budget) in CLUSTER.items():
-        rng = random.Random(0)
-        dynamic = DynamicContextParallel(args.ranks, budget, cost)
-        degree = least_degree(dynamic, longest)
-        static = DynamicContextParallel(args.ranks, budget, cost, degrees=[degree])
-        rows = []
-        for _ in range(args.steps):
-            lengths = draw(rng, args.samples)
-            plan = dynamic.plan(lengths)
-            rows.append((in_turn(static, lengths), static.plan(lengths).makespan, plan.makespan, plan.lower_bound))
-        turn, balanced, free, bound = (statistics.mean(column) for column in zip(*rows, strict=True))
-        print(
-            f"| {name} | {budget} | {degree} | {turn:.2f} s ({turn / free:.2f}x) | {balanced:.2f} s "
-            f"({balanced / free:.2f}x) | {free:.2f} s | {free / bound:.3f} |"
-        )
+        exchange = None
+        for ranks in [args.ranks] if args.ranks else [8, 64, 512]:
+            rng, rows = random.Random(0), []
+            cost = cost_model(LLAMA, budget, ranks, cluster=args.cluster, fixed=args.fixed)
+            dynamic = DynamicContextParallel(ranks, budget, cost)
+            degree = least_degree(dynamic, longest)
+            if exchange is None:
+                lengths = draw(random.Random(1), 64)
+                while sum(lengths) > dynamic.capacity(degree):
+                    lengths.pop(lengths.index(max(lengths)))
+                exchange = not_hidden(lengths, degree, args.cluster)
+            packed = replace(cost, exchange=exchange)
+            static = DynamicContextParallel(ranks, budget, packed, degrees=[degree])
+            stepped = DynamicContextParallel(ranks, budget, cost, in_steps=True)
+            for _ in range(args.steps):
+                lengths = draw(rng, args.samples * ranks)
+                fixed, together = static.plan(lengths), stepped.plan(lengths).seconds_in_steps
+                both = fixed.makespan, dynamic.plan(lengths).makespan
+                rows.append((in_turn(static, lengths), *both, fixed.seconds_in_steps, together))
+            turn, balanced, best, fixed_steps, best_steps = (statistics.mean(x) for x in zip(*rows, strict=True))
+            print(
+                f"| {name} | {ranks} | {degree} | {turn:.2f} s ({turn / best:.2f}x) | {balanced:.2f} s "
+                f"({balanced / best:.2f}x) | {best:.2f} s | {fixed_steps:.2f} s ({fixed_steps / best_steps:.2f}x), "
+                f"{best_steps:.2f} s |"
+            )
 
 
 # --------------------------------------------------------------------------- measured
@@ -211,7 +230,7 @@ def rank_main(rank: int, ranks: int, store: str, put: Callable[[Any], None], arg
             lengths = draw(rng, args.samples)
             plans = (static.plan(lengths), dynamic.plan(lengths))
             samples = [torch.randint(CONFIG.vocab, (n,)) for n in lengths]
-            (wall, busy), (wall_free, busy_free) = (run(model, family, plan, samples) for plan in plans)
+            (wall, busy), (wall_free, busy_free) = (run(model, family, each, samples) for each in plans)
             if step:  # step 0 warms up
                 ratios = (wall / wall_free, busy / busy_free, plans[0].makespan / plans[1].makespan)
                 rows.append((wall, busy, wall_free, busy_free, *ratios))
@@ -234,15 +253,13 @@ def measure(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="run a small model on gloo ranks of this machine")
-    parser.add_argument("--ranks", type=int, help="default 64, or 2 with --measure")
-    parser.add_argument("--samples", type=int, help="samples per step; default 512, or 32 with --measure")
-    parser.add_argument("--steps", type=int, help="default 20, or 5 with --measure")
-    parser.add_argument("--tflops", type=float, default=400.0, help="TFLOP/s that a rank reaches")
-    parser.add_argument("--bandwidth", type=float, default=50.0, help="GB/s per rank between the ranks of a group")
-    parser.add_argument("--exposed", type=float, default=0.5, help="share of the exchange that is not hidden")
+    parser.add_argument("--ranks", type=int, help="default 8, 64 and 512, or 4 with --measure")
+    parser.add_argument("--samples", type=int, help="samples per rank and step; default 8; with --measure in all, 32")
+    parser.add_argument("--steps", type=int, help="default 2, or 5 with --measure")
+    parser.add_argument("--cluster", default="h100", help="a profile of the planner")
     parser.add_argument("--fixed", type=float, default=0.02, help="seconds per micro-batch, independent of its size")
     args = parser.parse_args()
-    defaults = {"ranks": (64, 2), "samples": (512, 32), "steps": (20, 5)}
+    defaults = {"ranks": (None, 4), "samples": (8, 32), "steps": (2, 5)}
     for name, choice in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, choice[args.measure])

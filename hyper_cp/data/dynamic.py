@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from numbers import Real
+from typing import Any
 
 from ..mesh.cp_mesh import divisors
 from ..mesh.family import MeshFamily
@@ -24,32 +25,49 @@ class CostModel:
 
     A micro-batch of degree d takes each of its d ranks::
 
-        fixed + (linear * tokens + quadratic * sum(length**2 / 2)) / d + exchange * tokens * (d - 1) / d
+        fixed + (linear * tokens + sum(attention(length))) / d + exchange * tokens * (d - 1) / d
+
+    :func:`hyper_cp.cost_model` computes the numbers of a model from its configuration.
 
     Args:
-        linear: per token, for everything that is not attention.
+        linear: per token, for everything that is not attention: recurrent layers too.
         quadratic: per visible pair of a query and a key: a causal sample of S tokens has S**2 / 2 (for full
             attention pass twice the time of a pair).
         exchange: per token received from another rank of the group and not hidden behind computation. Every rank
             receives the keys and values of all other ranks.
         fixed: per micro-batch, for launching its kernels, whatever its size.
+        windows: pairs of a window and seconds: per visible pair of the layers whose queries see that many keys only
+            (``quadratic`` is then that of the others).
     """
 
     linear: float
     quadratic: float
     exchange: float = 0.0
     fixed: float = 0.0
+    windows: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        values = {name: value for name, value in vars(self).items() if name != "windows"}
+        for number, (window, seconds) in enumerate(self.windows):
+            _check_count(f"CostModel: windows[{number}][0]", window)
+            values[f"windows[{number}][1]"] = seconds
+        for name, value in values.items():
             if not _finite(value) or value < 0:
                 raise ValueError(f"CostModel: {name}={value!r} must be a finite number of seconds, 0 or more")
         if not self.linear + self.quadratic:
             raise ValueError("CostModel: linear and quadratic are both 0, so all plans cost the same. Give one of them")
 
+    def attention(self, length: int) -> float:
+        """Seconds of the attention of one causal sample on one rank."""
+        found = self.quadratic * length**2 / 2
+        for window, seconds in self.windows:
+            seen = min(window, length)
+            found += seconds * (length * seen - seen**2 / 2)
+        return found
+
     @classmethod
     def of_transformer(
-        cls, *, parameters: float, layers: int, hidden: int, flops_per_second: float = 1.0, **more: float
+        cls, *, parameters: float, layers: int, hidden: int, flops_per_second: float = 1.0, **more: Any
     ) -> CostModel:
         """The costs of a transformer, from its size: 6 FLOPs per parameter and token, and per visible pair and layer
         4 * hidden forward and 2.5 times that backward (which computes the logits again).
@@ -67,10 +85,11 @@ class CostModel:
                 raise ValueError(f"{name}={value!r} must be a finite number above 0 (a size may be 0)")
         return cls(6 * parameters / flops_per_second, 14 * hidden * layers / flops_per_second, **more)
 
-    def shared(self, tokens: int, pairs: float, degree: int) -> float:
-        """Seconds on each rank for ``tokens`` with that many visible pairs, shared by ``degree`` ranks; without
+    def shared(self, tokens: int, lengths: Iterable[int], degree: int) -> float:
+        """Seconds on each rank for samples of these lengths in ``tokens``, shared by ``degree`` ranks; without
         ``fixed``."""
-        return (self.linear * tokens + self.quadratic * pairs + self.exchange * tokens * (degree - 1)) / degree
+        attention = sum(map(self.attention, lengths))
+        return (self.linear * tokens + attention + self.exchange * tokens * (degree - 1)) / degree
 
 
 @dataclass(frozen=True)
@@ -139,14 +158,22 @@ class Plan:
         """When each micro-batch ends, and each rank, if one begins as soon as all of its ranks are free."""
         ends, clock = [], [0.0] * self.size
         for m, cost in zip(self.micro_batches, costs, strict=True):
-            ends.append(max(clock[r] for r in m.ranks) + cost)
+            ends.append(max(clock[m.ranks.start : m.ranks.stop]) + cost)
             clock[m.ranks.start : m.ranks.stop] = [ends[-1]] * len(m.ranks)
         return ends, clock
 
-    @property
+    @cached_property
     def makespan(self) -> float:
         """Seconds of the step: when the last rank is done."""
         return max(self.finish)
+
+    @cached_property
+    def seconds_in_steps(self) -> float:
+        """Seconds of the step if all ranks begin each micro-batch together: the sum over rounds of the longest."""
+        longest: dict[int, float] = {}
+        for at, m in zip(self.rounds, self.micro_batches, strict=True):
+            longest[at] = max(longest.get(at, 0.0), m.cost)
+        return sum(longest.values())
 
 
 @dataclass(frozen=True)
@@ -194,6 +221,9 @@ class DynamicContextParallel:
             ranks of a group have equal work, which under ``"contiguous"`` is true of pure Ulysses only.
         slack: share of the step time by which a plan may be slower than the fastest and still be preferred for being
             narrower: it communicates less, and the cost model may not include all of that.
+        in_steps: True if all ranks begin each micro-batch together, as FSDP2 makes them if it gathers parameters in
+            every step of :func:`hyper_cp.dynamic_steps`. The plan with the least :attr:`Plan.seconds_in_steps` wins
+            then, which takes longer to find (``DynamicBatches`` plans ahead).
 
     Source: Megatron-LM's dynamic context parallelism (hybrid data x context parallelism, PRs #2054 and #2282), where a
     sample's degree is the least power of two that keeps the budget. Here balance may widen it further.
@@ -208,6 +238,7 @@ class DynamicContextParallel:
         degrees: Sequence[int] | None = None,
         layout: str = "head_tail",
         slack: float = 0.02,
+        in_steps: bool = False,
     ) -> None:
         if not isinstance(cost, CostModel):
             raise TypeError(f"cost is a {type(cost).__name__}; pass a CostModel, such as CostModel.of_transformer(...)")
@@ -216,8 +247,9 @@ class DynamicContextParallel:
         else:
             _check_count("family", family)
             self.size, works = family, divisors(family)
-        self.cost, self.layout, self.slack = cost, layouts.check_layout(layout), slack
+        self.cost, self.layout, self.slack, self.in_steps = cost, layouts.check_layout(layout), slack, in_steps
         self.degrees = _checked_degrees(degrees, self.size, works)
+        self._multiples = {d: layouts.length_multiple(layout, d) for d in self.degrees}
         _check_count("tokens_per_rank", tokens_per_rank)
         self._per_rank = layouts.length_multiple(layout, 1)
         if tokens_per_rank < self._per_rank:
@@ -244,11 +276,11 @@ class DynamicContextParallel:
             ValueError: if a sample does not fit into the budget at the widest degree.
         """
         lengths = _listed("lengths", lengths)
-        least = [self._least_degree(lengths, i) for i in range(len(lengths))]
+        least = [self.least_degree(lengths, i) for i in range(len(lengths))]
         if not lengths:
             return Plan(self.size, (), 0.0)
         alone = [
-            {d: self.cost.shared(length, length**2 / 2, d) for d in self.degrees if d >= low}
+            {d: self.cost.shared(length, [length], d) for d in self.degrees if d >= low}
             for length, low in zip(lengths, least, strict=True)
         ]
         bound = max(
@@ -261,10 +293,13 @@ class DynamicContextParallel:
                 continue
             samples = [_Sample(i, lengths[i], d, alone[i][d]) for i, d in enumerate(choice)]
             plans[packed, choice] = plan = Plan(self.size, tuple(self._assign(samples, packed)), bound)
-            if plan.makespan <= (1 + self.slack) * bound:
+            if self._seconds(plan) <= (1 + self.slack) * bound:
                 return plan
-        fastest = min(plan.makespan for plan in plans.values())
-        return next(plan for plan in plans.values() if plan.makespan <= (1 + self.slack) * fastest)
+        fastest = min(map(self._seconds, plans.values()))
+        return next(plan for plan in plans.values() if self._seconds(plan) <= (1 + self.slack) * fastest)
+
+    def _seconds(self, plan: Plan) -> float:
+        return plan.seconds_in_steps if self.in_steps else plan.makespan
 
     def _choices(self, lengths: list[int], least: list[int], bound: float) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Candidates from narrow to wide: the degree at which samples are packed, and the degree of every sample.
@@ -276,7 +311,7 @@ class DynamicContextParallel:
         narrowest = self.degrees[0]
         table = [
             {
-                d: self.cost.shared(length if d == narrowest else self._padded(length, d), length**2 / 2, d)
+                d: self.cost.shared(length if d == narrowest else self._padded(length, d), [length], d)
                 for d in self.degrees
                 if d >= low
             }
@@ -300,7 +335,8 @@ class DynamicContextParallel:
                 choice[index] = wider
         return choice
 
-    def _least_degree(self, lengths: list[int], index: int) -> int:
+    def least_degree(self, lengths: Sequence[int], index: int) -> int:
+        """The narrowest degree at which sample ``index`` fits; ``ValueError`` if there is none."""
         length = lengths[index]
         _check_count(f"lengths[{index}]", length)
         fits = [d for d in self.degrees if length <= self.capacity(d)]
@@ -316,14 +352,14 @@ class DynamicContextParallel:
         )
 
     def _padded(self, length: int, degree: int) -> int:
-        multiple = layouts.length_multiple(self.layout, degree)
+        multiple = self._multiples[degree]
         return -(-length // multiple) * multiple
 
     def _micro_batch(self, degree: int, group: int, samples: Sequence[_Sample]) -> MicroBatch:
         samples = sorted(samples, key=lambda s: s.index)
         lengths = tuple(s.length for s in samples)
         padded = self._padded(sum(lengths), degree)
-        cost = self.cost.fixed + self.cost.shared(padded, sum(n**2 for n in lengths) / 2, degree)
+        cost = self.cost.fixed + self.cost.shared(padded, lengths, degree)
         ranks = range(group * degree, (group + 1) * degree)
         return MicroBatch(degree, ranks, tuple(s.index for s in samples), lengths, padded, cost)
 
@@ -341,6 +377,7 @@ class DynamicContextParallel:
             for number, own in enumerate(given):
                 packs = _pack(own, capacity) if degree == packed else [[s] for s in own]
                 batches = [self._micro_batch(degree, number, pack) for pack in packs]
+                batches.sort(key=lambda m: -m.cost)  # those of one round take about as long
                 if batches:
                     clock[groups[number]] = [max(clock[groups[number]]) + sum(m.cost for m in batches)] * degree
                 found += batches

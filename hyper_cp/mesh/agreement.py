@@ -81,6 +81,8 @@ _REMEDY = {
     "number of process groups": "PyTorch names a new group after the number of groups that its rank is in, and "
     "ranks with other names never meet. Make the same number of groups with each rank of the cp mesh, or apply the "
     "styles before you make the others",
+    "steps": "Plan the lengths of the whole global batch on every rank, and run every step on every rank: "
+    "one without a micro-batch too, whose loss is 0",
     "degrees": "Call split_cp_mesh with the same degrees on every rank",
     "styled modules": "Apply one plan, with equal styles, to the same model on every rank",
 }
@@ -321,7 +323,11 @@ def _disagreement(
     fields = dict.fromkeys(name for entry in entries for name in entry)
     differ = [name for name in fields if len({entry.get(name) for entry in entries}) > 1]
     names, batch = " and ".join(map(_name, differ)), kinds[0] == "batch"
-    does = {"batch": "split batches that differ in", "groups": "make process groups with different"}
+    does = {
+        "batch": "split batches that differ in",
+        "groups": "make process groups with different",
+        "steps": "run different",
+    }
     found = f"{does.get(kinds[0], 'call attention with different')} {names}"
     start = f"{caller}: the ranks of the {mesh} {found}: "
     remedy = _REMEDY["batch" if batch else differ[0]] if batch or differ[0] in _REMEDY else _SAME_CALLS

@@ -32,8 +32,8 @@ class MeshFamily:
         rank: this process's place among them, 0 to ``size - 1``.
     """
 
-    def __init__(self, ranks: Ranks, meshes: dict[int, DeviceMesh]) -> None:
-        self.ranks, self._meshes = ranks, meshes
+    def __init__(self, ranks: Ranks, meshes: dict[int, DeviceMesh], agreement: Agreement | None = None) -> None:
+        self.ranks, self._meshes, self.agreement = ranks, meshes, agreement
         self.degrees = tuple(sorted(meshes))
         self.rank = ranks.index(dist.get_rank())
 
@@ -119,7 +119,7 @@ def split_cp_mesh(mesh: DeviceMesh, degrees: Sequence[int] | None = None) -> Mes
             [groups[parts] for parts in members], mesh.device_type, mesh=table, mesh_dim_names=("dp", "cp")
         )
     _GROUPS.update(groups)
-    return MeshFamily(ranks, built)
+    return MeshFamily(ranks, built, agreement)
 
 
 def _checked_ranks(mesh: DeviceMesh) -> Ranks:

@@ -96,8 +96,8 @@ class StyledMesh:
         return self.views[degrees.index(choices.ulysses_degree(degrees, int(q_heads), int(kv_heads)))]
 
 
-swapped: WeakKeyDictionary[Style, list[DeviceMesh]] = WeakKeyDictionary()
-"""Style -> the meshes of the ``context_parallel_mesh`` blocks that its models are in, innermost last."""
+swapped: WeakKeyDictionary[Style, list[Any]] = WeakKeyDictionary()
+"""Style -> the handlers of the ``context_parallel_mesh`` blocks that its models are in, innermost last."""
 
 
 class Binding:

@@ -91,6 +91,7 @@ def compare_model_across_ranks(binding: Binding, module: nn.Module, mesh: Styled
     Raises:
         ValueError: on every rank, before any communication of tensors: if the ranks have styled other modules, or
             otherwise; if they hold other weights; if they run another module now.
+        NotImplementedError: if DeepSpeed has partitioned the weights.
     """
     cp = mesh.views[0]
     if torch.compiler.is_compiling() or cp.agreement is None or cp.agreement in binding.compared:
@@ -109,7 +110,9 @@ def compare_model_across_ranks(binding: Binding, module: nn.Module, mesh: Styled
     name, plan = binding.place
     cp.agree("plan", plan.signature, binding.name, details=lambda: plan.styles)
     if cp.agreement not in plan.compared:  # the weights of another model with such a plan are others
-        weights = dict(fingerprints(model or _model(binding, module), mesh.cp_dims))
+        model = model or _model(binding, module)
+        _refuse_zero3(model)
+        weights = dict(fingerprints(model, mesh.cp_dims))
         total = digest("".join(f"{name}={value}" for name, value in weights.items()).encode())
         cp.agree("weights", plan.signature, binding.name, (("weights", total),), lambda: weights, always=True)
         plan.compared.add(cp.agreement)
@@ -117,6 +120,18 @@ def compare_model_across_ranks(binding: Binding, module: nn.Module, mesh: Styled
     number = 0 if binding.applied is None else binding.applied[1]
     cp.agree("module", (("module", name), ("style", plan.styles[name]), ("plan number", number)), binding.name)
     binding.compared.add(cp.agreement)
+
+
+def _refuse_zero3(model: Model) -> None:
+    """Raise for parameters of DeepSpeed's ZeRO-3 (``ds_id``), which are empty but while their own module runs."""
+    name = next((name for name, p in model.root.named_parameters() if hasattr(p, "ds_id")), None)
+    if name is not None:
+        raise NotImplementedError(
+            f"parameter {name!r} of {type(model.root).__name__} is partitioned by DeepSpeed ZeRO-3. Its values are "
+            "there only while its module runs, so that weights can be neither compared between ranks nor read by "
+            "losses that take the head, and no test has run this. Shard with fully_shard (FSDP2) over the ranks of "
+            "dp and cp together, which does what ZeRO-3 does, or use ZeRO stage 1 or 2"
+        )
 
 
 def _warn_of_layouts(model: Model) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -258,6 +259,20 @@ def _indexers(config: Any, selecting: list[int]) -> int:
     every, offset = _get(config, "index_topk_freq") or 1, _get(config, "index_skip_topk_offset")
     first = 2 if offset is None else offset
     return sum(max(i - first + 1, 0) % every == 0 for i in selecting)
+
+
+def keys_seen(model: Any, shape: ModelShape) -> Counter[int | None]:
+    """The number of layers by the keys that their queries see at most; None: all of them, 0: none, as recurrent layers.
+    In chunks queries see half of one on average."""
+    if shape.topk:
+        return Counter({shape.topk: shape.layers})
+    config = getattr(model, "config", model)
+    config = _get(config, "text_config") or config
+    window, chunk = _get(config, "sliding_window"), _get(config, "attention_chunk_size")
+    sliding = window and _get(config, "use_sliding_window") is not False
+    kinds = _get(config, "layer_types") or [WINDOWED if sliding else "full_attention"] * shape.layers
+    keys = {"full_attention": None, WINDOWED: window, "chunked_attention": chunk and max(1, chunk // 2)}
+    return Counter(keys.get(kind, 0) for kind in kinds)
 
 
 def _get(config: Any, name: str) -> Any:

@@ -156,10 +156,13 @@ def test_the_plan_may_also_come_after_fsdp(ranks: Any) -> None:
 
 
 @on_ranks
-def distributed_checkpoint(path: str, load: bool) -> float:
+def distributed_checkpoint(path: str, load: bool, title: str = "fsdp, 4 ranks") -> float:
     """Two steps and save, or load and the third: beside one device's three."""
     world, want = dist.get_world_size(), t.one_device()
-    names = t.setup("fsdp, 4 ranks", (r"\(2, 2\)", f"(1, {world})"), (r"    torch\.nn\.utils.*?\n", ""))
+    names = t.setup(
+        title,
+        *(((r"\(2, 2\)", f"(1, {world})"), (r"    torch\.nn\.utils.*?\n", "")) if title == "fsdp, 4 ranks" else ()),
+    )
     exec(t.example("save and load, any ranks"), names)
     if not load:
         found = t.train(names, range(2))
@@ -173,9 +176,9 @@ def distributed_checkpoint(path: str, load: bool) -> float:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_four_cp_ranks_loads_on_two_and_one(ranks: Any, tmp_path: Any) -> None:
-    for world, load in ((4, False), (2, True), (1, True)):
-        assert max(ranks(world, distributed_checkpoint, str(tmp_path), load)) <= FP32, world
+def test_a_checkpoint_of_four_cp_ranks_loads_at_other_degrees(ranks: Any, tmp_path: Any) -> None:
+    for world, load, *title in ((4, False), (2, True), (1, True), (4, True, "tensor parallel, 4 ranks")):
+        assert max(ranks(world, distributed_checkpoint, str(tmp_path), load, *title)) <= FP32, (world, title)
 
 
 # --------------------------------------------------------------------------- torch.compile

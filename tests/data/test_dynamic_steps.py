@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
-from hyper_cp import ContextParallel, DynamicContextParallel, dynamic_steps, split_cp_mesh
+from hyper_cp import (
+    ContextParallel,
+    DynamicBatches,
+    DynamicContextParallel,
+    MeshFamily,
+    RecurrentContextParallel,
+    dynamic_steps,
+    split_cp_mesh,
+)
 from hyper_cp.cli.demo_model import Llama, LlamaConfig
-from hyper_cp.data.dynamic import CostModel
+from hyper_cp.data.dynamic import CostModel, Plan
+from hyper_cp.dynamic_steps import DynamicStep
+from tests.harness.mixer import Mixer
 from tests.harness.oracle import relative_error
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import Ranks, on_ranks
 
 CONFIG = LlamaConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
 COST = CostModel(linear=1.0, quadratic=0.02, exchange=2.0)
@@ -29,10 +44,42 @@ STEPS = [[5, 900, 33, 410, 61, 12, 150], [97, 61, 3, 29, 30], [7]]
 """Lengths of global batches: all degrees; no length that splits evenly; three ranks without a sample."""
 
 
-def samples_of(step: int) -> tuple[list[Tensor], list[Tensor]]:
+SHORT = [[5, 90, 33, 41, 15], [7]]
+"""The same for models and runs that are slow."""
+
+
+class Experts(nn.Module):
+    """Four experts, of which each token runs through one: most steps leave some idle on some ranks, and the last one
+    is idle everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(CONFIG.dim, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(CONFIG.dim, CONFIG.dim) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.router(x)[..., :3].softmax(-1)
+        weight, index = chosen.max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if (mine := index == number).any():  # an expert without tokens does not run
+                out[mine] = expert(x[mine]) * weight[mine][:, None]
+        return out
+
+
+def model_of(kind: str) -> Llama:
+    """A Llama; "mixed": with experts in the first layer, and a recurrent layer in the second one."""
+    torch.manual_seed(0)
+    model = Llama(CONFIG)
+    if kind == "mixed":
+        model.layers[0].ffn, model.layers[1].ffn = Experts(), Mixer(heads=4, size=8)
+    return model.double()
+
+
+def samples_of(lengths: list[int]) -> tuple[list[Tensor], list[Tensor]]:
     """Tokens and labels of every sample; the first third of each has no loss."""
-    g = torch.Generator().manual_seed(step)
-    texts = [torch.randint(CONFIG.vocab, (length + 1,), generator=g) for length in STEPS[step]]
+    g = torch.Generator().manual_seed(len(lengths))
+    texts = [torch.randint(CONFIG.vocab, (length + 1,), generator=g) for length in lengths]
     labels = [torch.where(torch.arange(len(x) - 1) < len(x) // 3, -100, x[1:]) for x in texts]
     return [x[:-1] for x in texts], labels
 
@@ -41,43 +88,52 @@ def loss_sum(model: nn.Module, tokens: Tensor, positions: Tensor, labels: Tensor
     return F.cross_entropy(model(tokens, positions)[0], labels[0], reduction="sum", ignore_index=-100)
 
 
-def one_device(model: nn.Module) -> list[float]:
-    """Train on every sample by itself; the gradient norms."""
+def one_device(model: nn.Module, steps: list[list[int]], zeros: bool) -> list[float]:
+    """Train on every sample by itself; the gradient norms. ``zeros``: parameters without a gradient have those."""
     optimizer, norms = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4), []
-    for step in range(len(STEPS)):
-        texts, labels = samples_of(step)
+    for lengths in steps:
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if zeros else None
+        texts, labels = samples_of(lengths)
         count = sum(int((x != -100).sum()) for x in labels)
         for text, label in zip(texts, labels, strict=True):
             (loss_sum(model, text[None], torch.arange(len(text)), label[None]) / count).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
-        optimizer.zero_grad()
     return norms
 
 
+def parallel(model: Llama, family: MeshFamily, wrapper: str, **options: Any) -> Any:
+    """The model in the style of its layers, under FSDP2 ("kept": gathered parameters stay) or DDP."""
+    style = ContextParallel(seq_dim=2, head_dim=1, layout="head_tail", ulysses_degree=1, kv_exchange="ring")
+    plan: dict[str, Any] = {"layers.*.attention.inner": style}
+    if isinstance(model.layers[1].ffn, Mixer):
+        plan["layers.1.ffn"] = RecurrentContextParallel(1, layout="head_tail")
+    parallelize_module(model, family.cp(family.size), plan)
+    if wrapper == "ddp":
+        return DistributedDataParallel(model, process_group=family.dp(1).get_group(), **options)
+    for layer in [*model.layers, model]:
+        fully_shard(layer, mesh=family.dp(1), reshard_after_forward=wrapper != "kept", **options)
+    return model
+
+
 @on_ranks
-def train(wrapper: str) -> tuple[float, float, list[list[int]]]:
+def train(wrapper: str, kind: str = "", budget: int = 240) -> tuple[float, float, list[list[int]]]:
     """Errors of weights and of gradient norms, and in each step the degree of this rank's forwards, 0 for none."""
     family = split_cp_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")))
-    scheduler = DynamicContextParallel(family, 240, COST)
-    torch.manual_seed(0)
-    model, reference = Llama(CONFIG).double(), Llama(CONFIG).double()
-    reference.load_state_dict(model.state_dict())
-    want = one_device(reference)
-    style = ContextParallel(seq_dim=2, head_dim=1, layout="head_tail", ulysses_degree=1, kv_exchange="ring")
-    parallelize_module(model, family.cp(4), {"layers.*.attention.inner": style})
-    run: Any = model
-    if wrapper == "ddp":
-        run = DistributedDataParallel(model, process_group=family.dp(1).get_group())
-    else:
-        for layer in [*model.layers, model]:
-            fully_shard(layer, mesh=family.dp(1), reshard_after_forward=wrapper != "kept")
+    scheduler = DynamicContextParallel(family, budget, COST)
+    model, reference = model_of(kind), model_of(kind)
+    lists = SHORT if kind else STEPS
+    want = one_device(reference, lists, zeros=wrapper != "ddp")  # an expert that is idle everywhere
+    options = {"find_unused_parameters": True} if kind == "mixed" and wrapper == "ddp" else {}
+    run = parallel(model, family, wrapper, **options)
     optimizer, norms, done = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4), [], []
-    for number in range(len(STEPS)):
-        texts, labels = samples_of(number)
+    for lengths in lists:
+        texts, labels = samples_of(lengths)
         count = sum(int((x != -100).sum()) for x in labels)
-        steps = dynamic_steps(scheduler.plan([len(x) for x in texts]), family)
-        for step in steps:
+        degrees = []
+        for step in dynamic_steps(scheduler.plan([len(x) for x in texts]), family):
+            degrees.append(step.degree if step.micro_batch else 0)
             if wrapper == "kept":
                 run.set_requires_gradient_sync(step.last)
             accumulated = wrapper == "ddp" and not step.last
@@ -85,7 +141,7 @@ def train(wrapper: str) -> tuple[float, float, list[list[int]]]:
                 whole = step.pack(texts), step.positions(), step.pack(labels, -100)
                 tokens, positions, targets = (handler.dispatch(x, 1) for x in whole)
                 step.loss(loss_sum(run, tokens, positions[0], targets), count).backward()
-        done.append([step.degree if step.micro_batch else 0 for step in steps])
+        done.append(degrees)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
         optimizer.step()
@@ -104,6 +160,198 @@ def test_weights_are_those_of_one_device(ranks: Any, wrapper: str) -> None:
         assert len({len(done[step]) for *_, done in found}) == 1, "ranks have different numbers of steps"
     assert {degree for *_, done in found for degree in done[0]} >= {1, 4}
     assert sorted(done[2] for *_, done in found) == [[0], [0], [0], [1]]
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp", "kept", "ddp"])
+def test_idle_experts_and_recurrent_layers(ranks: Ranks, wrapper: str) -> None:
+    if wrapper != "ddp" and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("FSDP2 of this torch reduces no parameters without gradients")
+    found = ranks(4, train, wrapper, "mixed", 24)
+    assert max(max(errors) for *errors, _ in found) <= 1e-10
+    assert {degree for *_, done in found for step in done for degree in step} == {0, 1, 2, 4}
+
+
+SMALL = [5, 90, 33, 7]
+"""On two ranks with a budget of 48 tokens: a step of both ranks together, and one of a rank each."""
+
+
+def two_ranks() -> tuple[MeshFamily, Plan]:
+    family = split_cp_mesh(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp")))
+    return family, DynamicContextParallel(family, 48, COST).plan(SMALL)
+
+
+def run_steps(run: Any, family: MeshFamily, plan: Plan, fails_in: int | None = None) -> None:
+    """Forward and backward of all steps; one of them ends in a ``KeyError`` before its backward."""
+    texts, labels = samples_of(SMALL)
+    for number, step in enumerate(dynamic_steps(plan, family)):
+        with step.mesh(run) as handler:
+            whole = step.pack(texts), step.positions(), step.pack(labels, -100)
+            tokens, positions, targets = (handler.dispatch(x, 1) for x in whole)
+            loss = step.loss(loss_sum(run, tokens, positions[0], targets), 100)
+            if number == fails_in:
+                raise KeyError
+            loss.backward()
+
+
+def gradients_of_one_device(model: nn.Module) -> Tensor:
+    """In fp64, each sample by itself, added up in fp64."""
+    sums = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+    for text, label in zip(*samples_of(SMALL), strict=True):
+        (loss_sum(model, text[None], torch.arange(len(text)), label[None]) / 100).backward()
+        for total, p in zip(sums, model.parameters(), strict=True):
+            assert p.grad is not None
+            total += p.grad
+            p.grad = None
+    return torch.cat([total.flatten() for total in sums])
+
+
+def error_of_gradients(model: nn.Module) -> float:
+    """Relative error against one device in fp64."""
+    own: list[Any] = [p.grad for p in model.parameters()]
+    return difference(torch.cat([x.full_tensor().flatten() for x in own]))
+
+
+def difference(gradients: Tensor) -> float:
+    want = gradients_of_one_device(model_of(""))
+    return ((gradients - want).norm() / want.norm()).item()
+
+
+@on_ranks
+def in_half_precision() -> tuple[float, float]:
+    """Errors of gradients: of one device in bf16, and of steps under a policy that reduces in fp32."""
+    family, plan = two_ranks()
+    model = model_of("").float()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    run_steps(parallel(model, family, "fsdp", mp_policy=policy), family, plan)
+    return difference(gradients_of_one_device(model_of("").bfloat16())), error_of_gradients(model)
+
+
+def test_mixed_precision(ranks: Ranks) -> None:
+    for one, own in ranks(2, in_half_precision):
+        assert 0 < own <= 2 * one
+
+
+@on_ranks
+def misuse(how: str) -> None:
+    """One rank, or all of them, use steps wrongly."""
+    family, plan = two_ranks()
+    scheduler = DynamicContextParallel(family, 48, COST)
+    if how == "other lengths" and family.rank:
+        plan = scheduler.plan([5, 90, 33, 8])
+    if how == "too long":
+        plan = scheduler.plan([*SMALL, 97])
+    if how == "idle ones left out":
+        plan = scheduler.plan(SMALL[-1:])
+    if how == "other handler":  # of the same degree: on other ranks it may be another one
+        plan = scheduler.plan([90, 91])
+    model = parallel(model_of(""), family, "fsdp")
+    handlers: list[Any] = []
+    for number, step in enumerate(dynamic_steps(plan, family)):
+        if how == "idle ones left out" and step.micro_batch is None:
+            continue
+        if how == "last left out" and step.last and family.rank:
+            break
+        with suppress(KeyError), step.mesh(model) as handler:
+            handlers.append(handler)
+            if how == "interrupted" and number == 1:
+                raise KeyError
+            if how == "other handler":
+                handlers[0].dispatch(torch.arange(90), 0, pad_value=0)
+    if how == "last left out":
+        dynamic_steps(plan, family)
+
+
+MISUSE = {
+    "other lengths": (
+        "ValueError",
+        "run different steps: rank 0: those of a plan .*Plan the lengths of the whole",
+    ),
+    "too long": ("ValueError", r"lengths\[4\]=97 does not fit: .*Cut the sample"),
+    "idle ones left out": ("ValueError", r"rank . *: not step \d of \d.*one without a micro-batch too"),
+    "last left out": ("ValueError", r"rank 0: step 2 of 2; rank 1: those of a plan.*run every step on every rank"),
+    "interrupted": ("RuntimeError", r"step 2 of 2 was left out or interrupted.*set the gradients to zero"),
+    "other handler": ("RuntimeError", "Use the handler that the block yields"),
+}
+
+
+@pytest.mark.parametrize("how", MISUSE)
+def test_wrong_use_raises_on_every_rank(ranks: Ranks, how: str) -> None:
+    ranks.raises(2, MISUSE[how][0], MISUSE[how][1], misuse, how)
+
+
+@on_ranks
+def interrupted() -> float:
+    """The error of gradients of a batch whose first try ended in an exception before backward on every rank."""
+    family, plan = two_ranks()
+    model = model_of("")
+    run = parallel(model, family, "fsdp")
+    with suppress(KeyError):
+        run_steps(run, family, plan, fails_in=1)
+    model.zero_grad()
+    if hasattr(run, "reset_iter_state"):  # torch 2.13
+        run.reset_iter_state()
+    run_steps(run, family, plan)
+    return error_of_gradients(model)
+
+
+def test_a_batch_begins_again_after_an_interrupted_step(ranks: Ranks) -> None:
+    assert max(ranks(2, interrupted)) <= 1e-10
+
+
+LENGTHS = [5, 90, 33, 7, 61, 12, 40, 25, 3, 70]
+
+
+@on_ranks
+def part_of_an_epoch(path: str, budget: int, first: int, last: int) -> tuple[float, int]:
+    """Train from a checkpoint up to batch ``last`` of an epoch of three, and save: the error of the weights against one
+    device, and the widest degree."""
+    cp = dist.get_world_size()
+    family = split_cp_mesh(init_device_mesh("cpu", (1, cp), mesh_dim_names=("dp", "cp")))
+    data = list(zip(*samples_of(LENGTHS), strict=True))
+    scheduler = DynamicContextParallel(family, budget, COST)
+    batches = DynamicBatches(data, LENGTHS, scheduler, batch_size=4, rank=family.rank, seed=1)
+    model, reference = model_of(""), model_of("")
+    run, widest = parallel(model, family, "fsdp"), 0
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-4) for m in (model, reference)]
+    if first:
+        weights, state = get_state_dict(model, optimizers[0])
+        saved = {"model": weights, "optimizer": state, "data": batches.state_dict()}
+        dcp.load(saved, checkpoint_id=path)
+        set_state_dict(model, optimizers[0], model_state_dict=weights, optim_state_dict=state)
+        batches.load_state_dict(saved["data"])
+    for batch in islice(DataLoader(batches, batch_size=None), last - first):
+        texts, labels = ({i: sample[place] for i, sample in batch.samples.items()} for place in (0, 1))
+        for step in dynamic_steps(batch.plan, family):
+            widest = max(widest, step.degree)
+            with step.mesh(run) as handler:
+                whole = step.pack(texts), step.positions(), step.pack(labels, -100)
+                tokens, positions, targets = (handler.dispatch(x, 1) for x in whole)
+                step.loss(loss_sum(run, tokens, positions[0], targets), 100).backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        weights, state = get_state_dict(model, optimizers[0])
+        dcp.save({"model": weights, "optimizer": state, "data": batch.state}, checkpoint_id=path)
+    order = torch.randperm(len(LENGTHS), generator=torch.Generator().manual_seed(1)).tolist()
+    for begin in range(0, 4 * last, 4):
+        for i in order[begin : begin + 4]:
+            text, label = data[i]
+            (loss_sum(reference, text[None], torch.arange(len(text)), label[None]) / 100).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(relative_error(a.full_tensor().detach(), b.detach()) for a, b in pairs), widest
+
+
+def test_an_epoch_goes_on_at_other_degrees(ranks: Ranks, tmp_path: Any) -> None:
+    for world, budget, first, last in ((4, 24, 0, 1), (2, 48, 1, 2), (1, 96, 2, 3)):
+        for error, widest in ranks(world, part_of_an_epoch, str(tmp_path), budget, first, last):
+            assert error <= 1e-10 and widest == world
+
+
+def test_a_pipeline_is_refused() -> None:
+    step = DynamicStep(None, None, True, "step 1 of 1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model is a .*not a pipeline"), step.mesh(object()):  # type: ignore[arg-type]
+        pass
 
 
 @given(st.lists(st.integers(1, 280), min_size=1, max_size=30), st.sampled_from([6, 8, 12]))

@@ -120,6 +120,43 @@ def test_accelerate(ranks: Any, name: str, layout: str, how: str, world: int) ->
     assert max(ranks(world, accelerated, name, layout, how)) <= 2e-5
 
 
+@on_ranks
+def accelerated_state(directory: str, first: int, last: int) -> float:
+    """Steps ``first`` to ``last`` with accelerate on one cp mesh of all ranks, from a saved state and to one: the error
+    of the weights against one device."""
+    from hyper_cp.integrations.accelerate import enable
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    world = dist.get_world_size()
+    accelerator = accelerator_of(cp_size=world)
+    model, oracle = make("llama").float(), make("llama").float()
+    handler = enable(accelerator, style=ContextParallel(ulysses_degree=1, kv_exchange="ring", layout="head_tail"))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, oracle)]
+    made, optimizer = accelerator.prepare(model, optimizers[0])
+    if first:
+        accelerator.load_state(directory)
+    for step in range(last):
+        (batch,) = rows(1, padded=step == 0)
+        count = int((batch["shift_labels"] != -100).sum())
+        oracle(**batch, num_items_in_batch=count, use_cache=False).loss.backward()
+        if step >= first:
+            local = prepare_batch(handler, {key: x for key, x in batch.items() if key != "shift_labels"})
+            accelerator.backward(made(**local | {"num_items_in_batch": count}).loss * world)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    accelerator.save_state(directory)
+    got = {name: p.detach() for name, p in accelerator.unwrap_model(made).named_parameters()}
+    return difference(got, {name: p.detach() for name, p in oracle.named_parameters()})
+
+
+@pytest.mark.slow
+def test_accelerate_saves_and_resumes_at_another_degree(ranks: Any, tmp_path: Any) -> None:
+    assert max(ranks(4, accelerated_state, str(tmp_path), 0, 1)) <= 2e-5
+    assert max(ranks(2, accelerated_state, str(tmp_path), 1, 2)) <= 2e-5
+
+
 # --------------------------------------------------------------------------- Trainer
 
 
@@ -226,6 +263,56 @@ def trained(cp: int, layout: str, directory: str, chunked_loss: bool = False) ->
 def test_trainer(ranks: Any, tmp_path: Any, cp: int, layout: str, world: int, chunked_loss: bool) -> None:
     for found in ranks(world, trained, cp, layout, str(tmp_path), chunked_loss):
         assert max(found.values()) <= 2e-5, found
+
+
+@on_ranks
+def saved_and_resumed(cp: int, directory: str, last: int) -> float:
+    """Error of the losses of a run up to step ``last`` that begins where the one before has saved."""
+    from transformers import Trainer, TrainingArguments
+
+    from hyper_cp.integrations.accelerate import ParallelismConfig
+    from hyper_cp.integrations.trainer import ContextParallelTrainer
+
+    class Both(ContextParallelTrainer, Trainer):
+        pass
+
+    cls, own = (Both, {"style": ContextParallel(ulysses_degree=1, layout="head_tail")}) if cp > 1 else (Trainer, {})
+    config = {"parallelism_config": ParallelismConfig(cp_size=cp)} if cp > 1 else {}
+    accelerator_of(**({"cp_size": cp} if cp > 1 else {})).state._reset_state(True)
+    model, oracle = make("llama").float(), make("llama").float()
+    arguments = TrainingArguments(
+        directory,
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        optim="adamw_torch",
+        learning_rate=0.01,
+        lr_scheduler_type="constant",
+        max_steps=last,
+        logging_steps=1,
+        save_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+        **config,
+    )
+    trainer = cls(model, arguments, train_dataset=samples(8), **own)  # in a random order
+    trainer.train(resume_from_checkpoint=last > 2)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    order = list(torch.utils.data.RandomSampler(range(8), generator=torch.Generator().manual_seed(arguments.seed)))
+    optimizer, want = torch.optim.AdamW(oracle.parameters(), lr=0.01, weight_decay=0.0), []
+    for step in range(last):
+        batch = torch.utils.data.default_collate([samples(8)[i] for i in order[2 * step : 2 * step + 2]])
+        loss = oracle(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        want.append(loss.item())
+    return max(abs(a - b) for a, b in zip(losses, want, strict=True))
+
+
+@pytest.mark.slow
+def test_trainer_saves_and_resumes_at_another_degree(ranks: Any, tmp_path: Any) -> None:
+    assert max(ranks(2, saved_and_resumed, 2, str(tmp_path), 2)) <= 2e-5
+    assert max(ranks(1, saved_and_resumed, 1, str(tmp_path), 3)) <= 2e-5
 
 
 @on_ranks

@@ -225,3 +225,16 @@ def test_the_first_batches_are_compared(ranks: Any) -> None:
         for error in (first, of_second_model):
             assert "different batch: ranks [1] have others (or none) than rank 0. The ranks of a cp mesh" in error
         assert (second, again) == ("", "")  # once
+
+
+@on_ranks
+def partitioned() -> tuple[str, int, list[str]]:
+    model = styled(Model())
+    model.layers[1].proj.weight.ds_id = 3  # what DeepSpeed gives a parameter that it has partitioned
+    return outcome(model)
+
+
+def test_zero_3_is_refused_before_anything_travels(ranks: Any) -> None:
+    for error, _, travelled in ranks(2, partitioned):
+        assert "NotImplementedError: parameter 'layers.1.proj.weight' of Model is partitioned by DeepSpeed" in error
+        assert "fully_shard" in error and not travelled

@@ -1,0 +1,64 @@
+"""``cost_model``: the planner's numbers for one model, as the costs of samples by which dynamic degrees are planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..data.dynamic import CostModel
+from . import plan
+from .cluster import Cluster, check_count, cluster_of, with_measurements
+from .model import configuration, keys_seen, model_shape
+from .timeline import BACKWARD
+
+
+def cost_model(
+    model: Any,
+    tokens_per_rank: int,
+    degree: int,
+    *,
+    cluster: Cluster | str = "h100",
+    measured: Any = None,
+    fixed: float = 0.0,
+) -> CostModel:
+    """The costs of samples of this model, in seconds of a cluster's devices, for :class:`DynamicContextParallel`.
+
+    Attention is counted by visible pairs: all of them in full layers, those of the window in sliding ones, of selected
+    keys the selected ones and the indexer's scores. Recurrent layers cost the same for every token: that of their
+    weights, taken to be as many as those of attention. Everything else is counted as :func:`plan` does.
+
+    Args:
+        model: as for :func:`plan`. ``layer_types`` and ``sliding_window`` of a configuration are read.
+        tokens_per_rank, degree: the scheduler's budget and its widest degree. The part of the exchange that is not
+            hidden is the largest that :func:`plan` finds up to this degree, with that many tokens on each rank.
+        cluster, measured: as for :func:`plan`.
+        fixed: seconds of a micro-batch, whatever its size.
+
+    Example::
+
+        >>> llama = dict(layers=32, heads=32, kv_heads=8, width=4096, ffn=14336, vocabulary=128256)
+        >>> cost = cost_model(llama, tokens_per_rank=8192, degree=8)
+        >>> 20_000 < cost.linear / cost.quadratic < 25_000  # a token costs as much as that many pairs, in all layers
+        True
+
+    Source: costs per sample that are quadratic in its length follow FlexSP (arXiv 2412.01523) and ByteScale
+    (2502.21231); the numbers are the planner's.
+    """
+    check_count("tokens_per_rank", tokens_per_rank, "It is the budget of a micro-batch")
+    check_count("degree", degree, "It is a number of ranks")
+    config = configuration(model)
+    shape, devices = model_shape(config), cluster_of(cluster)
+    devices = devices if measured is None else with_measurements(devices, measured)
+    linear = 6.0 * (shape.layers * shape.layer_weights + shape.head_weights) / devices.flops("matmul_share")
+    forward = 1 / devices.flops("forward_share")
+    pair = shape.pair_flops * (forward + BACKWARD / devices.flops("backward_share"))
+    seen = keys_seen(config, shape)
+    quadratic = pair * seen.pop(None, 0) + shape.indexers * shape.score_flops * forward
+    windows = tuple((window, pair * layers) for window, layers in sorted(seen.items()) if window)
+    exposed = 0.0
+    for d in (2**k for k in range(1, degree.bit_length())):
+        length = d * tokens_per_rank // (2 * d) * 2 * d
+        if length:
+            report = plan(shape, length, gpus=d, cp_size=d, cluster=devices, checkpointing="none", memory_gb=1e9)
+            assert report.best is not None, "memory is no limit here"
+            exposed = max(exposed, report.best.exposed_seconds * d / (length * (d - 1)))
+    return CostModel(linear, quadratic, exposed, fixed, windows)

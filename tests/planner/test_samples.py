@@ -1,0 +1,63 @@
+"""``cost_model``: seconds of samples beside the planner's step on one rank, and visible pairs counted one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hyper_cp import CostModel, DynamicContextParallel, cost_model, plan
+
+LLAMA: dict[str, Any] = {"layers": 32, "heads": 32, "kv_heads": 8, "width": 4096, "ffn": 14336, "vocabulary": 128256}
+
+
+@pytest.mark.parametrize("length", [8192, 65536])
+def test_a_sample_costs_what_a_step_of_one_rank_costs(length: int) -> None:
+    options: dict[str, Any] = {"checkpointing": "none", "chunked_loss": False, "memory_gb": 1e6}
+    want = plan(LLAMA, length, gpus=1, **options).best
+    assert want is not None
+    cost = cost_model(LLAMA, 8192, 8)
+    assert cost.shared(length, [length], 1) == pytest.approx(want.compute_seconds, rel=0.02)  # blocks at the diagonal
+
+
+@pytest.mark.parametrize("length", [1, 5, 16, 17, 60])
+def test_windows_are_counted_by_visible_pairs(length: int) -> None:
+    cost = CostModel(1.0, 0.0, windows=((16, 2.0),))
+    seen = sum(min(q + 1, 16) for q in range(length))
+    assert cost.attention(length) == 2.0 * (seen - min(length, 16) / 2)  # pairs of a token with itself count half
+    assert CostModel(1.0, 3.0).attention(length) == 1.5 * length**2
+
+
+def test_layers_of_each_kind_have_their_costs() -> None:
+    full = cost_model(LLAMA, 8192, 2)
+    types = ["sliding_attention"] * 24 + ["full_attention"] * 4 + ["linear_attention"] * 4
+    mixed = cost_model(LLAMA | {"layer_types": types, "sliding_window": 1024}, 8192, 2)
+    assert mixed.linear == full.linear
+    assert mixed.quadratic == pytest.approx(full.quadratic / 8)
+    assert mixed.windows == ((1024, pytest.approx(full.quadratic * 3 / 4)),)
+    assert cost_model(LLAMA | {"sliding_window": 512}, 8192, 2).windows[0][0] == 512
+    unused = LLAMA | {"sliding_window": 512, "use_sliding_window": False}
+    assert cost_model(unused, 8192, 2) == full
+
+
+def test_a_link_that_cannot_be_hidden_costs() -> None:
+    """Short shares on several hosts are done before their keys arrive."""
+    assert cost_model(LLAMA, 512, 32).exchange > cost_model(LLAMA, 8192, 8).exchange
+
+
+def test_windows_keep_long_samples_narrow_and_the_budget() -> None:
+    lengths = [4000, 300, 200, 4000, 100, 3000, 50, 900]
+    dense, local = CostModel(1.0, 0.02, 2.0), CostModel(1.0, 0.0, 2.0, windows=((64, 0.02),))
+    plans = [DynamicContextParallel(8, 4096, cost).plan(lengths) for cost in (dense, local)]
+    widest = [max(m.degree for m in plan.micro_batches) for plan in plans]
+    assert widest[1] < widest[0]
+    assert all(m.length <= 4096 * m.degree for plan in plans for m in plan.micro_batches)
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match=r"windows\[0\]\[0\]=0 must be a positive int"):
+        CostModel(1.0, 0.0, windows=((0, 1.0),))
+    with pytest.raises(ValueError, match=r"windows\[0\]\[1\]=-1.0 must be a finite number"):
+        CostModel(1.0, 0.0, windows=((4, -1.0),))
+    with pytest.raises(ValueError, match="degree=0 is not a positive int"):
+        cost_model(LLAMA, 8192, 0)
