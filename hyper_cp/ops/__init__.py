@@ -6,6 +6,7 @@ import torch
 
 from ..schedule.placement import Balance, balance, layout_of_mask
 from .attention import attention, latent_attention
+from .decoding import SplitCache, decode_attention
 from .indexer_loss import indexer_loss
 from .recurrence.convolution import causal_conv1d
 from .recurrence.linear import linear_recurrence
@@ -15,9 +16,11 @@ from .slices import mask_of_slices
 __all__ = [
     "SAVE_LIST",
     "Balance",
+    "SplitCache",
     "attention",
     "balance",
     "causal_conv1d",
+    "decode_attention",
     "indexer_loss",
     "latent_attention",
     "layout_of_mask",

@@ -1,0 +1,466 @@
+"""Decoding: attention of new tokens to a cache of keys and values of which each rank of a mesh holds a part.
+
+A prompt's keys and values stay where its forward has made them, in the layout of the sequence; those of new tokens are
+dealt out to the ranks in turn. All ranks compute the same new tokens. Each attends to its own part of the cache, the
+partials of all ranks are gathered, and each rank merges them in rank order: all have the same bits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import handle_torch_function, has_torch_function
+
+from ..mesh import cp_mesh
+from ..mesh.comm import gather_ranks
+from ..mesh.cp_mesh import CPMesh
+from ..mesh.failures import calling, operation
+from ..schedule import layout as layouts
+from ..schedule import tiles
+from ..schedule.documents import documents_table, read
+from ..schedule.layout import ResolvedLayout
+from ..schedule.lookup import resolve
+from ..schedule.ranges import Range, Rows, placed
+from ..schedule.tiles import FULL, Tile
+from . import kernels
+from .checks import (
+    cast_for_autocast,
+    check_dtype,
+    check_enable_gqa,
+    check_grouped,
+    check_latents,
+    check_local,
+    check_sinks,
+    refuse_forward_mode,
+)
+from .config import Call
+from .engine import no_autocast
+from .kernels.inputs import TileInputs
+from .kernels import scores
+from .kernels.partials import Partials, accumulation_dtype, part
+from .kernels.scores import TileScore
+from .latents import absorb, expand
+
+SPARE = 128
+"""Rows by which the memory of a cache exceeds what it holds when it grows."""
+
+
+class SplitCache:
+    """The keys and values of one attention layer, of which each rank of a cp mesh holds a part.
+
+    ::
+
+        cache = SplitCache(mesh, layout="head_tail")  # one for each layer
+        cache.fill(k, v, length=S)  # this rank's share of a prompt of S tokens, [B, Hkv, S/n, D]
+        cache.append(k, v)  # of new tokens, the same on every rank, [B, Hkv, new tokens, D]
+        decode_attention(q, cache)  # of these tokens, [B, H, new tokens, D]
+
+    In latent attention k is the latents ``[B, 1, S/n, R]`` and v their rotary part ``[B, 1, S/n, Dr]``.
+
+    Args:
+        mesh: the cp mesh of n ranks.
+        layout: that of the prompt, see :func:`hyper_cp.ops.attention`.
+        window: ``(left, 0)``: every query sees at most ``left`` positions before its own. Keys that no new token will
+            see are not kept. None: every query sees all positions before its own.
+
+    Attributes:
+        length: global positions in the cache, those of padding in the prompt included.
+
+    Source: the split caches of serving engines (decode context parallelism of vLLM, Helix of TensorRT-LLM).
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh | CPMesh, *, layout: str = "contiguous", window: Sequence[int | None] | None = None
+    ) -> None:
+        self.cp, self.layout = cp_mesh.whole_view(mesh), layouts.check_layout(layout)
+        checked = tiles.check_window(window)
+        if checked is not None and checked[1] not in (0, None):
+            raise ValueError(
+                f"window={window!r} of a cache: new tokens are causal, and see no position after their own. Pass "
+                "(left, 0), or None"
+            )
+        self.window = None if checked is None or checked[0] is None else (checked[0], 0)
+        self.length = 0
+        self._turn = 0  # the rank that the next new token goes to
+        self._kv: Tensor | None = None  # [B, Hkv, capacity, D + Dv]: keys, and the values of the same rows behind them
+        self._shown: Tensor | None = None  # [B, 1, capacity, 1] bool, if there is padding
+        self._rows, self._widths = 0, (0, 0)
+        # Ascending global positions of the rows, as ranges: the start of each, and its first row.
+        self._starts: list[int] = []
+        self._firsts: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory on this rank."""
+        return sum(x.nbytes for x in (self._kv, self._shown) if x is not None)
+
+    def fill(
+        self, k: Tensor, v: Tensor, *, length: int | None = None, documents: Any = None, attention_mask: Any = None
+    ) -> None:
+        """Keep this rank's share of a prompt. All ranks call it; nothing travels.
+
+        Args:
+            k, v: ``[B, Hkv, S'/n, D]`` and ``[B, Hkv, S'/n, Dv]`` of a sequence that was padded to S' positions.
+            length: its length S without this padding. Default: S'.
+            documents: the boundaries by which layouts such as ``"per_document"`` have placed the tokens.
+            attention_mask: this rank's share ``[B, S'/n]`` of a mask that is 0 on padding before or behind the tokens
+                of rows, and 1 on tokens. None: there is no padding.
+
+        Raises:
+            ValueError, TypeError: on arguments that do not fit, before any communication.
+            NotImplementedError: for a prompt of several documents, and where gradients are wanted.
+        """
+        k, v = self._checked("fill", k, v)
+        ranks, share = self.cp.size, k.shape[2]
+        length = share * ranks if length is None else length
+        self._check_prompt(length, share)
+        table = documents_table(documents)
+        _refuse_packed(table, length, attention_mask is not None)
+        shown = self._checked_mask(attention_mask, k)
+        signature = ("shapes", (k.shape, v.shape)), ("dtypes", k.dtype), ("length", length), ("layout", self.layout)
+        self.cp.agree("call", (*signature, ("window", self.window), ("padding", shown is not None)), "SplitCache.fill")
+        resolved = resolve(self.layout, ranks, share * ranks, read(table))
+        first = 0 if self.window is None else max(0, length - self.window[0])
+        kept = [(max(a, first), min(b, length), row - a) for row, a, b in placed(resolved.ranges(self.cp.rank)).tolist()]
+        kept = [x for x in kept if x[0] < x[1]]
+        rows = Rows([(start + shift, stop + shift) for start, stop, shift in kept])
+        taken = [x if x is None else rows.take(x, 2) for x in (k, v, shown)]
+        self._write([(start, stop) for start, stop, _ in kept], *taken)
+        self.length = length
+
+    def append(self, k: Tensor, v: Tensor, *, attention_mask: Tensor | None = None) -> None:
+        """Keep this rank's part of the keys and values of new tokens ``[B, Hkv, new tokens, D]``, which all ranks have.
+        The parts are ranges of equal length, as far as possible, and begin with the next rank in turn.
+
+        Args:
+            attention_mask: ``[B, new tokens]``, 0 on padding. None: there is none among them.
+
+        Raises:
+            ValueError, TypeError, NotImplementedError: as :meth:`fill`.
+        """
+        k, v = self._checked("append", k, v)
+        shown = self._checked_mask(attention_mask, k)
+        count, ranks = k.shape[2], self.cp.size
+        size, more = divmod(count, ranks)
+        place = (self.cp.rank - self._turn) % ranks
+        start = place * size + min(place, more)
+        rows = start, start + size + (place < more)
+        self._turn = (self._turn + more) % ranks
+        positions = [(self.length + rows[0], self.length + rows[1])] if rows[0] < rows[1] else []
+        self._write(positions, *(x if x is None else x[:, :, slice(*rows)] for x in (k, v, shown)))
+        self.length += count
+
+    def select_rows(self, index: Tensor) -> None:
+        """Keep these rows of the batch, in this order (beam search). ``index`` is the same on every rank."""
+        self._kv, self._shown = (None if x is None else x.index_select(0, index) for x in (self._kv, self._shown))
+
+    # ------------------------------------------------------------------ rows
+
+    def held(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The rows of this rank: keys, with the values behind them, ``[B, Hkv, capacity, D + Dv]``; the values alone, in
+        the same memory; and True where there are tokens, ``[B, 1, 1, capacity]``, None if all are."""
+        assert self._kv is not None  # for mypy
+        return self._kv, self._kv[..., self._widths[0] :], None if self._shown is None else self._shown.transpose(2, 3)
+
+    def tiles(self, count: int) -> list[Tile]:
+        """The tiles of the last ``count`` tokens as queries, and of this rank's rows as keys."""
+        left = None if self.window is None else self.window[0]
+        if not self._rows:
+            return []
+        if count == 1:
+            rows = 0 if left is None else self._before(self.length - 1 - left), self._rows
+            return [Tile((0, 1), rows)] if rows[0] < rows[1] else []
+        sizes = np.diff(np.array([*self._firsts, self._rows], dtype=np.int64))
+        starts = np.array(self._starts, dtype=np.int64)
+        keys = np.column_stack((np.array(self._firsts, dtype=np.int64), starts, starts + sizes))
+        queries = np.array([(0, self.length - count, self.length)], dtype=np.int64)
+        full, _, cuts = tiles.Seen(queries, keys, (None if left is None else -left, 0), None).rectangles()
+        return [*(tiles.joined(full) if len(full) else ()), *(tile for _, tile in cuts)]
+
+    def _before(self, position: int) -> int:
+        """The number of rows before a global position."""
+        i = bisect_left(self._starts, position) - 1
+        if i < 0:
+            return 0
+        stop = self._firsts[i + 1] if i + 1 < len(self._firsts) else self._rows
+        return min(stop, self._firsts[i] + position - self._starts[i])
+
+    def _write(self, positions: Sequence[Range], k: Tensor, v: Tensor, shown: Tensor | None) -> None:
+        """Write rows behind the others, and record their positions. (What kernels still read lies before them.)"""
+        rows, count = self._rows, k.shape[2]
+        if self._kv is None or rows + count > self._kv.shape[2]:
+            rows = self._grow(k, v, count)
+        assert self._kv is not None  # for mypy
+        if shown is not None and self._shown is None:
+            self._shown = torch.ones_like(self._kv[:, :1, :, :1], dtype=torch.bool)
+        into = self._kv.narrow(2, rows, count)
+        into[..., : k.shape[3]] = k
+        into[..., k.shape[3] :] = v
+        if self._shown is not None:
+            self._shown[:, :, rows : rows + count] = True if shown is None else shown
+        for start, stop in positions:
+            if not self._starts or self._starts[-1] + rows - self._firsts[-1] != start:
+                self._starts.append(start)
+                self._firsts.append(rows)
+            rows += stop - start
+        self._rows = rows
+
+    def _grow(self, k: Tensor, v: Tensor, count: int) -> int:
+        """Make room for ``count`` rows more, and drop those that no new token sees. Returns the number of the rest."""
+        first = 0 if self.window is None else self._before(self.length - self.window[0])
+        rows = self._rows - first
+
+        def moved(x: Tensor | None, like: Tensor, heads: int, width: int) -> Tensor:
+            made = like.new_empty(like.shape[0], heads, rows + count + SPARE, width)
+            if x is not None:
+                made[:, :, :rows] = x[:, :, first : self._rows]
+            return made
+
+        self._widths = k.shape[3], v.shape[3]
+        self._kv = moved(self._kv, k, k.shape[1], sum(self._widths))
+        if self._shown is not None:
+            self._shown = moved(self._shown, self._shown, 1, 1)
+        if first:
+            i = bisect_right(self._firsts, first) - 1
+            self._starts = [self._starts[i] + first - self._firsts[i], *self._starts[i + 1 :]]
+            self._firsts = [0, *(x - first for x in self._firsts[i + 1 :])]
+        self._rows = rows
+        return rows
+
+    # ------------------------------------------------------------------ checks
+
+    def _checked(self, caller: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as autocast has them. Raises unless they fit each other and the cache."""
+        caller = f"SplitCache.{caller}"
+        for name, x in (("key", k), ("value", v)):
+            check_local(f"{caller}: {name}", x, 4, "[batch, key heads, positions, head_dim]")
+        refuse_gradients(caller, k, v)
+        k, v = cast_for_autocast(k, v)
+        check_dtype("key", k)
+        if k.dtype != v.dtype or k.shape[:3] != v.shape[:3] or 0 in (*k.shape, *v.shape):
+            raise ValueError(
+                f"{caller}: key is {k.dtype} {tuple(k.shape)} and value {v.dtype} {tuple(v.shape)}. They are one row of "
+                "the cache, so they have one dtype, batch size, number of heads and of positions, and at least one of "
+                "each. Reshape or cast them"
+            )
+        if caller.endswith("fill") and self.length:
+            raise ValueError(
+                f"{caller}: the cache holds {self.length} positions already. A prompt that is split comes first, and "
+                "all further tokens are appended. Call append with what all ranks have, or make another cache"
+            )
+        held = self._kv
+        if held is not None and (
+            held.dtype != k.dtype or held.shape[:2] != k.shape[:2] or self._widths != (k.shape[3], v.shape[3])
+        ):
+            raise ValueError(
+                f"{caller}: key {k.dtype} {tuple(k.shape)} and value {tuple(v.shape)} do not fit the cache, which holds "
+                f"{held.dtype}, {held.shape[0]} batch rows, {held.shape[1]} heads and head dims {self._widths}. Pass "
+                "those of the same layer and batch, in the same dtype"
+            )
+        return k, v
+
+    def check_queries(self, q: Tensor, enable_gqa: bool, *of_latents: Tensor) -> None:
+        """Raise unless queries ``[B, H, T, D]``, and weight and bias of latent attention, fit what the cache holds."""
+        name, held = "decode_attention", self._kv
+        if held is None or q.shape[2] > self.length:
+            raise ValueError(
+                f"{name}: query has {q.shape[2]} new tokens, and the cache {self.length} positions, which are to include "
+                "them. Append their keys and values before they are attended"
+            )
+        if q.dtype != held.dtype or q.shape[0] != held.shape[0] or 0 in q.shape:
+            raise ValueError(
+                f"{name}: query is {q.dtype} {tuple(q.shape)}, but the cache holds {held.shape[0]} batch rows in "
+                f"{held.dtype}. Pass the queries of the same batch, in the same dtype, and at least one"
+            )
+        if of_latents:
+            latent, rope = held.split(list(self._widths), 3)
+            check_latents(name, q, latent, rope, *of_latents, all_keys=True)
+            return
+        check_enable_gqa(name, q.shape[1], held.shape[1], enable_gqa)
+        check_grouped(q.shape[1], held.shape[1])
+        if q.shape[3] != self._widths[0]:
+            raise ValueError(
+                f"{name}: query {tuple(q.shape)} has another head dim than the keys in the cache ({self._widths[0]}). "
+                "Queries and keys of a layer have one. If the cache holds latents, pass weight="
+            )
+
+    def _checked_mask(self, mask: Tensor | None, k: Tensor) -> Tensor | None:
+        """The rows of a padding mask as ``[B, 1, positions, 1]`` bool."""
+        if mask is None:
+            return None
+        if not isinstance(mask, Tensor) or mask.shape != (k.shape[0], k.shape[2]) or mask.is_floating_point():
+            found = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(
+                f"attention_mask is {found}. It says which of these keys are tokens (1) and padding (0). Pass integers "
+                f"or booleans [{k.shape[0]}, {k.shape[2]}]; dispatch a mask of the whole prompt first"
+            )
+        return mask.to(k.device, torch.bool)[:, None, :, None]
+
+    def _check_prompt(self, length: int, share: int) -> None:
+        whole, ranks = share * self.cp.size, self.cp.size
+        if length < ranks:
+            raise ValueError(
+                f"the prompt has {length} tokens, and the {self.cp} {ranks} ranks. A rank without a token has no part "
+                "of the cache. Use fewer ranks (context_parallel_mesh), or append short prompts on every rank"
+            )
+        if not 0 < length <= whole:
+            raise ValueError(
+                f"length={length} is not that of a prompt of which {ranks} ranks hold {share} positions each. Padding "
+                f"makes it longer, up to {whole}. Pass the length before padding"
+            )
+
+
+def refuse_gradients(caller: str, *tensors: Tensor) -> None:
+    """Raise ``NotImplementedError`` if a tensor wants a gradient, or has a tangent."""
+    refuse_forward_mode(caller, *tensors)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise NotImplementedError(
+            f"{caller}: gradients are wanted, and a split cache gives none: new tokens attend to keys of other ranks "
+            "without a backward. Decode under torch.no_grad(); to train on what was written, run the whole sequence "
+            "as a batch"
+        )
+
+
+def _refuse_packed(table: Tensor | None, length: int, padded: bool) -> None:
+    """Raise for a prompt of several documents. (Padding is a document, too.)"""
+    packed = read(table)
+    if packed is not None and not padded and any(0 < end < length for row in packed.rows for end in row):
+        raise NotImplementedError(
+            f"the prompt has documents that end at {[list(row) for row in packed.rows]}, before its {length} tokens do. "
+            "New tokens go on with one text, and would see all documents. Pass each document as a row of the batch, "
+            "padded on the left"
+        )
+
+
+# --------------------------------------------------------------------------- attention
+
+
+def decode_attention(
+    q: Tensor,
+    cache: SplitCache,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Attention of the last tokens of a split cache, causal among them, to all that the cache holds.
+
+    All ranks pass the same queries and get the same bits. Each sends ``(n - 1) * B * H * T * (Dv + 1)`` numbers for T
+    new tokens, in fp32 (fp64 for fp64 inputs), whatever the length of the cache.
+
+    Args:
+        q: ``[B, H, T, D]``, the queries of the last T positions of the cache, the same on every rank.
+        cache: holds their keys and values already, see :meth:`SplitCache.append`.
+        scale: of the logits; default ``D ** -0.5``.
+        enable_gqa: allow H to be a multiple of Hkv, as in ``F.scaled_dot_product_attention``.
+        sinks, softcap: those of :func:`hyper_cp.ops.attention`; sinks are those of all heads, ``[H]``.
+        weight, bias: those of :func:`hyper_cp.ops.latent_attention`, if the cache holds latents. With a weight alone it
+            is applied to queries and outputs, and nothing is expanded (the absorbed form of DeepSeek V2).
+
+    Returns:
+        ``[B, H, T, Dv]``.
+
+    Raises:
+        ValueError, TypeError: on arguments that do not fit, before any communication.
+        NotImplementedError: where gradients are wanted.
+
+    Example::
+
+        >>> q, k, v = (torch.randn(1, heads, 8, 16) for heads in (4, 2, 2))  # this rank's half of 16 positions
+        >>> cache = SplitCache(mesh)
+        >>> cache.fill(k, v)
+        >>> cache.append(k[:, :, :1], v[:, :, :1])  # one token more, which has the same key on every rank
+        >>> decode_attention(q[:, :, :1], cache, enable_gqa=True).shape
+        torch.Size([1, 4, 1, 16])
+
+    Source: merging of partials as in Ring Attention (arXiv 2310.01889), across ranks as in the decode context
+    parallelism of vLLM.
+    """
+    if has_torch_function((q,)):  # a styled module is running: the call counts as its attention
+        options = {"scale": scale, "enable_gqa": enable_gqa, "sinks": sinks, "softcap": softcap}
+        found: Tensor = handle_torch_function(decode_attention, (q,), q, cache, **options, weight=weight, bias=bias)
+        return found
+    return _decode(q, cache, scale, enable_gqa, sinks, softcap, weight, bias)
+
+
+@torch.compiler.disable(
+    reason="Attention to a split cache reads the positions that it holds on the host, and cannot be part of a compiled "
+    "graph. Compile without fullgraph=True"
+)
+def _decode(
+    q: Tensor,
+    cache: SplitCache,
+    scale: float | None,
+    enable_gqa: bool,
+    sinks: Tensor | None,
+    softcap: float | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    name, cp = "decode_attention", cache.cp
+    check_local(f"{name}: query", q, 4, "[batch, heads, new tokens, head_dim]")
+    refuse_gradients(name, q, *(x for x in (sinks, weight, bias) if x is not None))
+    q, *of_latents = cast_for_autocast(q, *(x for x in (weight, bias) if x is not None))
+    cache.check_queries(q, enable_gqa, *of_latents)
+    score = None if softcap is None else TileScore(scores.softcap(softcap), None)
+    sinks = None if sinks is None else check_sinks(Call(sinks=sinks, name=name), q, cp, exchanged=True)
+    options = ("scale", scale), ("softcap", softcap), ("sinks", sinks is not None), ("window", cache.window)
+    signature = ("shapes", q.shape), ("dtypes", q.dtype), *options, ("latents", weight is not None)
+    cp.agree("call", signature, name, (("positions in the cache", cache.length),))
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    with calling(name), no_autocast(q.device.type), operation(cp, name, "forward"):
+        out, lse = _own_partial(q, cache, scale, score, *of_latents)
+        gathered = gather_ranks(cp.flat, torch.cat([out, lse.unsqueeze(3)], 3))
+        merged, rows = Partials(q, out.shape[3], sinks), (0, q.shape[2])
+        for x in gathered:  # in rank order: the same bits on every rank
+            merged.add(rows, None, x[..., :-1].contiguous(), x[..., -1].contiguous())
+        return merged.result(rows)[0]
+
+
+def _own_partial(
+    q: Tensor, cache: SplitCache, scale: float, score: TileScore | None, *of_latents: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention to this rank's rows: the output and its log-sum-exp, in the accumulation dtype."""
+    keys, values, shown = cache.held()
+    rank, wide = keys.shape[3] - values.shape[3], accumulation_dtype(q.dtype)
+    output = None
+    if not of_latents:
+        k, v = keys[..., :rank], values
+    elif len(of_latents) == 1:
+        q, _, output = absorb(q, keys, values.shape[3], of_latents[0])
+        # Keys are latents with their rotary part. So are values, of which outputs keep the latents: kernels take
+        # equal head dims, and no copy is made.
+        k = v = keys
+    else:
+        k, v = expand(keys[..., :rank], values, q.shape[1], q.shape[3], *of_latents)
+    kernel = kernels.get(kernels.choose(q, k, v, False, scores=score is not None), q.device.type)
+    partials = Partials(q.to(wide), v.shape[3])
+    for tile in cache.tiles(q.shape[2]):
+        kernels.check(kernel, shown is not None, tile.band)
+        mask = None if shown is None else shown[..., slice(*tile.k)]
+        inputs = TileInputs(part(q, tile.q), part(k, tile.k), part(v, tile.k), tile.band, scale, mask, score=score)
+        partials.add(tile.q, None, *_by_key_heads(kernel, inputs))
+    out, lse = partials.result((0, q.shape[2]))
+    return out if output is None else output(out[..., :rank].to(q.dtype)).to(wide), lse
+
+
+def _by_key_heads(kernel: kernels.Kernel, tile: TileInputs) -> tuple[Tensor, Tensor]:
+    """Attention of one tile. Where all queries see the same keys, those of one key head are rows of one head: each key
+    is then read once, and not once for each query head."""
+    heads, kv_heads, rows = tile.q.shape[1], tile.k.shape[1], tile.q.shape[2]
+    if heads == kv_heads or tile.band != FULL:
+        return kernel.forward(tile)
+    joined = tile.q.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    found = kernel.forward(replace(tile, q=joined))
+    out, lse = (x.unflatten(2, (-1, rows)).flatten(1, 2) for x in found)
+    return out, lse

@@ -1,0 +1,119 @@
+"""Decoding over a split cache on real gloo ranks against attention of the whole sequence on one device."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp import ContextParallelHandler
+from hyper_cp.mesh import comm
+from hyper_cp.ops import SplitCache, decode_attention
+from hyper_cp.ops.decoding import SPARE
+from tests.harness.oracle import plain_attention, relative_error, softcap, visible_pairs
+from tests.harness.ranks import error_of, named_error, on_ranks
+
+LAYOUTS = ("contiguous", "head_tail", "per_document", "balanced", "auto")
+PROMPT, STEPS = 21, (1, 1, 3, 1, 7, 1, 1)
+TOTAL = PROMPT + sum(STEPS)
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 6},
+    "longer window": {"window": 17},
+    "sinks, softcap and scale": {"sinks": True, "softcap": 2.0, "scale": 0.7},
+    "padding": {"padding": True},
+    "padding and window": {"padding": True, "window": 9, "sinks": True},
+    "as many heads": {"kv_heads": 4},
+    "other values": {"v_dim": 3},
+    "latents": {"latents": 10},
+    "latents, window and padding": {"latents": 10, "window": 6, "padding": True},
+    "latents with bias": {"latents": 10, "bias": True, "softcap": 3.0},
+}
+
+
+def drawn(kv_heads: int = 2, v_dim: int = 8, latents: int = 0, **_: Any) -> list[Tensor]:
+    """q, and k and v or latents, their rotary part, weight and bias of the whole sequence: the same on every rank."""
+    g = torch.Generator().manual_seed(kv_heads + latents)
+    shapes = [(2, 4, TOTAL, 8), (2, kv_heads, TOTAL, 8), (2, kv_heads, TOTAL, v_dim)]
+    if latents:
+        shapes[1:] = [(2, 1, TOTAL, latents), (2, 1, TOTAL, 3), (4 * (5 + v_dim), latents), (4 * (5 + v_dim),)]
+    return [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
+
+
+def mask_of(case: dict[str, Any]) -> Tensor:
+    """The first row begins with padding, and the prompt of the second ends with some."""
+    mask = torch.ones(2, TOTAL, dtype=torch.int64)
+    if case.get("padding"):
+        mask[0, :5], mask[1, PROMPT - 2 : PROMPT] = 0, 0
+    return mask
+
+
+def one_device(case: dict[str, Any]) -> Tensor:
+    q, *given = drawn(**case)
+    if case.get("latents"):
+        latent, rope, weight, bias = given
+        made = torch.einsum("bsr,or->bso", latent[:, 0], weight) + (bias if case.get("bias") else 0)
+        plain, v = made.unflatten(2, (4, -1)).transpose(1, 2).split([5, case.get("v_dim", 8)], 3)
+        given = [torch.cat([plain, rope.expand(-1, 4, -1, -1)], 3), v]
+    window = case.get("window")
+    seen = visible_pairs(TOTAL, True, None if window is None else (window, 0), None)
+    cap = case.get("softcap")
+    return plain_attention(
+        q,
+        *given,
+        scale=case.get("scale"),
+        visible=seen & mask_of(case).bool()[:, None, None],
+        score_mod=None if cap is None else softcap(cap),
+        sinks=sinks_of(case),
+    )
+
+
+def sinks_of(case: dict[str, Any]) -> Tensor | None:
+    return torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64) if case.get("sinks") else None
+
+
+def filled(case: dict[str, Any], layout: str, kv: list[Tensor]) -> SplitCache:
+    """A cache with this rank's share of the prompt, which is padded to a length that splits."""
+    mesh, window = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), case.get("window")
+    handler = ContextParallelHandler(mesh, layout)
+    padded = handler.padded_length(PROMPT)
+    documents = [0, PROMPT, padded] if layout in LAYOUTS[2:] and padded > PROMPT else [0, padded]
+    with handler.documents(documents):
+        share = [handler.dispatch(x[:, :, :PROMPT], 2, pad_value=0) for x in kv]
+        mask = handler.dispatch(mask_of(case)[:, :PROMPT], 1, pad_value=0) if case.get("padding") else None
+    cache = SplitCache(mesh, layout=layout, window=None if window is None else (window, 0))
+    cache.fill(*share, length=PROMPT, documents=documents, attention_mask=mask)
+    return cache
+
+
+@on_ranks
+def decoded(layout: str) -> dict[str, tuple[float, Tensor]]:
+    """The error of each case, and what it made."""
+    found = {}
+    for name, case in CASES.items():
+        q, *kv = drawn(**case)
+        kv, of_latents = kv[:2], kv[2 : 4 if case.get("bias") else 3]
+        cache, at, outs = filled(case, layout, kv), PROMPT, []
+        for count in STEPS:
+            new = slice(at, at + count)
+            cache.append(*(x[:, :, new] for x in kv))
+            options = {x: case.get(x) for x in ("scale", "softcap")} | {"sinks": sinks_of(case), "enable_gqa": True}
+            outs.append(decode_attention(q[:, :, new], cache, **options, **dict(zip(("weight", "bias"), of_latents))))
+            at += count
+        made = torch.cat(outs, 2)
+        found[name] = relative_error(made, one_device(case)[:, :, PROMPT:]), made
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_new_tokens_attend_as_on_one_device_with_the_same_bits_on_all_ranks(ranks: Any, world: int, layout: str) -> None:
+    first, *others = ranks(world, decoded, layout)
+    assert max(error for error, _ in first.values()) <= 1e-12, {name: error for name, (error, _) in first.items()}
+    for other in others:
+        assert all(torch.equal(made, other[name][1]) for name, (_, made) in first.items())
