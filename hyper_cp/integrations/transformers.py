@@ -316,12 +316,12 @@ class DecoderHook:
         ready = kwargs.pop("context_parallel", None) or offered
         given, losses = take_documents(kwargs), collecting()
         plain = documents is None and given is None and (ready is None or ready.plain)
-        cache = kwargs.get("past_key_values")
-        cache = cache if isinstance(cache, SplitModelCache) and cache.prompt is None else None
+        found = kwargs.get("past_key_values")
+        cache = found if isinstance(found, SplitModelCache) else None
         selects = self.selects and not any(kwargs.get(name) for name in ("use_cache", *CACHES))
         if not mesh.parallel and plain and not selects:
             state: forward.State = OneDevice(self.implementation)
-        elif cache is not None:  # new tokens, which all ranks have
+        elif cache is not None and cache.prompt is None:  # new tokens, which all ranks have
             state = ForwardState(PreparedBatch(), self.binding.style, mesh, frozenset(kwargs), cache=cache)
             if self.direct:
                 kwargs["attention_mask"] = no_mask(module.device)
@@ -335,7 +335,7 @@ class DecoderHook:
             handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
             check_padding(module, self.mixers, handler.layout, batch, tokens)
-            state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs), losses)
+            state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs), losses, cache)
             self._complete(handler, tokens, batch, kwargs)
             if ready is None and mesh.parallel and not self.compared:
                 check_dispatched(handler, tokens, self.binding.name)

@@ -117,3 +117,124 @@ def test_new_tokens_attend_as_on_one_device_with_the_same_bits_on_all_ranks(rank
     assert max(error for error, _ in first.values()) <= 1e-12, {name: error for name, (error, _) in first.items()}
     for other in others:
         assert all(torch.equal(made, other[name][1]) for name, (_, made) in first.items())
+
+
+@on_ranks
+def counted() -> dict[str, Any]:
+    """Bytes of memory and of messages, and a long text after the prompt."""
+    found: dict[str, Any] = {}
+    for name, case in {"plain": {}, "window": {"window": 6}, "latents": {"latents": 10}}.items():
+        q, *kv = drawn(**case)
+        cache, new = filled(case, "head_tail", kv[:2]), slice(PROMPT, PROMPT + 1)
+        weight = dict(zip(("weight",), kv[2:3], strict=False))
+        with comm.record_traffic() as filling:
+            cache.append(*(x[:, :, new] for x in kv[:2]))
+        with comm.record_traffic() as decoding:
+            decode_attention(q[:, :, new], cache, enable_gqa=True, **weight)
+        sent = [[n for kind, n in log.entries if kind != "agreement"] for log in (filling, decoding)]
+        found[name] = cache.nbytes, *sent
+        for _ in range(4 * SPARE):
+            cache.append(*(x[:, :, new] for x in kv[:2]))
+        found[f"long, {name}"] = cache.length, cache.nbytes, len(cache._starts)
+    return found
+
+
+def test_memory_and_messages_are_those_of_the_formulas(ranks: Any) -> None:
+    world = 3
+    for found in ranks(world, counted):
+        share = 24 // world
+        for name, row, heads in (("plain", 2 * 2 * 16, 4), ("latents", 2 * 13, 4)):
+            memory, filling, decoding = found[name]
+            # The last share is shorter: the prompt has 21 positions, and is padded to 24.
+            assert (share - 3 + SPARE) * row * 8 <= memory <= (share + SPARE) * row * 8
+            assert filling == [] and decoding == [(world - 1) * 2 * heads * (8 + 1) * 8]
+            length, memory, _ = found[f"long, {name}"]
+            assert length == PROMPT + 1 + 4 * SPARE and memory <= (length / world + 1 + SPARE) * row * 8
+        memory, *_ = found["window"]
+        assert memory <= (6 + SPARE) * 2 * 2 * 16 * 8
+        _, memory, ranges = found["long, window"]
+        assert memory <= (6 + 1 + SPARE) * 2 * 2 * 16 * 8 and ranges <= 6 + 1 + SPARE
+
+
+# --------------------------------------------------------------------------- wrong use
+
+
+def _wrong(what: str) -> None:
+    q, k, v = (x[:, :, :1] for x in drawn())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    cache = SplitCache(mesh, layout="nowhere" if what == "layout" else "contiguous", window=(4, 2) if what == "window" else None)
+    share = [x[:, :, :4] for x in drawn()[1:]]
+    if what == "documents":
+        cache.fill(*share, documents=[0, 3, 8])
+    if what == "short":
+        cache.fill(*share, length=1)
+    if what == "length":
+        cache.fill(*share, length=9)
+    if what == "mask":
+        cache.fill(*share, attention_mask=torch.ones(2, 8))
+    if what == "values":
+        cache.fill(share[0], share[1][:, :1])
+    if what == "rank":
+        cache.fill(*(x[:, :, : 3 + dist.get_rank()] for x in share))
+    if what == "gradients":
+        cache.fill(share[0].requires_grad_(), share[1])
+    if what == "empty":
+        decode_attention(q, cache)
+    cache.fill(*share)
+    if what == "twice":
+        cache.fill(*share)
+    if what == "dtype":
+        cache.append(k.float(), v.float())
+    cache.append(k, v)
+    if what == "queries":
+        decode_attention(q.float(), cache)
+    if what == "gqa":
+        decode_attention(q, cache)
+    if what == "head dim":
+        decode_attention(q[..., :4], cache, enable_gqa=True)
+    if what == "sinks":
+        decode_attention(q, cache, enable_gqa=True, sinks=torch.ones(2, dtype=torch.float64))
+    if what == "gradients of queries":
+        decode_attention(q.requires_grad_(), cache, enable_gqa=True)
+    decode_attention(q if what != "other tokens" or dist.get_rank() else q[:1], cache, enable_gqa=True)
+
+
+WRONG = {
+    "layout": "layout='nowhere'",
+    "window": "window=(4, 2) of a cache: new tokens are causal",
+    "documents": "NotImplementedError: the prompt has documents that end at [[0, 3, 8]], before its 8 tokens do",
+    "short": "the prompt has 1 tokens, and the cp mesh of 2 ranks",
+    "length": "length=9 is not that of a prompt of which 2 ranks hold 4 positions each",
+    "mask": "attention_mask is torch.float32 (2, 8)",
+    "values": "SplitCache.fill: key is torch.float64 (2, 2, 4, 8) and value torch.float64 (2, 1, 4, 8)",
+    "rank": "SplitCache.fill: the ranks of the cp mesh of 2 ranks (ring 2 x ulysses 1) call attention with different",
+    "gradients": "NotImplementedError: SplitCache.fill: gradients are wanted, and a split cache gives none",
+    "empty": "decode_attention: query has 1 new tokens, and the cache 0 positions",
+    "twice": "SplitCache.fill: the cache holds 8 positions already",
+    "dtype": "SplitCache.append: key torch.float32 (2, 2, 1, 8) and value (2, 2, 1, 8) do not fit the cache",
+    "queries": "decode_attention: query is torch.float32 (2, 4, 1, 8)",
+    "gqa": "query has 4 heads and key 2",
+    "head dim": "decode_attention: query (2, 4, 1, 4) has another head dim than the keys in the cache (8)",
+    "sinks": "sinks=torch.float64 (2,) on cpu must hold",
+    "gradients of queries": "NotImplementedError: decode_attention: gradients are wanted",
+    "other tokens": "decode_attention: query is torch.float64 (1, 4, 1, 8), but the cache holds 2 batch rows",
+}
+
+
+@on_ranks
+def wrong_uses() -> dict[str, str]:
+    return {what: error_of(lambda what=what: _wrong(what)) for what in WRONG if what not in ("rank", "other tokens")}
+
+
+@on_ranks
+def wrong_use(what: str) -> str:
+    return error_of(lambda: _wrong(what))
+
+
+def test_wrong_use_raises_on_every_rank_and_says_why(ranks: Any) -> None:
+    for found in ranks(2, wrong_uses):
+        for what, text in found.items():
+            kind, words = named_error(WRONG[what])
+            assert re.match(rf"{kind}: .*{re.escape(words)}", text), (what, text)
+    kind, words = named_error(WRONG["rank"])
+    assert all(re.match(rf"{kind}: .*{re.escape(words)}", text) for text in ranks(2, wrong_use, "rank"))

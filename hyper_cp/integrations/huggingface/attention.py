@@ -123,7 +123,7 @@ def attention_mask(
         given = {"q_length": q_length, "kv_length": kv_length, "config": config, **options, **others}
         original = AttentionMaskInterface().get(state.implementation)
         return None if original is None else original(**given)
-    cached = isinstance(state, ForwardState) and state.cache is not None
+    cached = isinstance(state, ForwardState) and state.cache is not None and state.cache.prompt is None
     if not cached and (q_length != kv_length or not isinstance(q_offset, int) or q_offset != 0):
         raise NotImplementedError(
             f"{q_length} queries at offset {q_offset} of {kv_length} keys: context parallelism does not run with a "
@@ -203,10 +203,11 @@ def attention_forward(
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
     if mask is None and not causal and request is None:
         raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
-    if state.cache is not None:
+    layer = None if state.cache is None else state.cache.check_given(module, key, value)
+    if layer is not None and state.cache.prompt is None:
         refuse_in_decoding(name, mask, request, options)
         window = _window(name, request, options.get("sliding_window"))
-        return state.cache.attend(module, query, key, window, options), None
+        return state.cache.attend(module, layer, query, window, options), None
     batch, window = state.batch, None
     function = None if request is None else request.function
     if function is not None:

@@ -34,7 +34,7 @@ class ForwardState:
     losses: IndexerLosses | None = None
     """Collects the losses of indexers; None: indexers are not trained."""
     cache: Any = None
-    """In the forward of new tokens: the cache that the ranks share, a :class:`~.decoding.SplitModelCache`."""
+    """The cache that the ranks share, a :class:`~.decoding.SplitModelCache`; None: nothing is generated."""
 
 
 @dataclass(frozen=True)
