@@ -203,11 +203,11 @@ def attention_forward(
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
     if mask is None and not causal and request is None:
         raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
-    layer = None if state.cache is None else state.cache.check_given(module, key, value)
+    layer = None if state.cache is None else state.cache.layer_of(module, key, value)
     if layer is not None and state.cache.prompt is None:
         refuse_in_decoding(name, mask, request, options)
         window = _window(name, request, options.get("sliding_window"))
-        return state.cache.attend(module, layer, query, window, options), None
+        return state.cache.attend(module, layer, query, key, window, options), None
     batch, window = state.batch, None
     function = None if request is None else request.function
     if function is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +45,8 @@ class SplitLayer(CacheLayerMixin):
         handler = self.owner.handler
         bounds = None if self.window is None else (self.window - 1, 0)
         self.split = SplitCache(handler.cp, layout=handler.layout, window=bounds)
-        self.given: tuple[Any, Any] = None, None
-        """What this forward has added."""
+        self.given: tuple[Callable[[], Any], Callable[[], Any]] = tuple, tuple
+        """What was added last, as long as somebody holds it."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare."""
@@ -56,7 +57,7 @@ class SplitLayer(CacheLayerMixin):
             self.split.fill(key_states, value_states, **self.owner.prompt)
         else:
             self.split.append(key_states, value_states, attention_mask=self.owner.new_mask)
-        self.given = key_states, value_states
+        self.given = ref(key_states), ref(value_states)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -125,21 +126,21 @@ class SplitModelCache(Cache):
         own = logits if logits.shape[1] == 1 else logits[:, row : row + 1]
         return by_rank(self.handler.mesh, own.contiguous())[rank]
 
-    def check_given(self, module: Any, key: Tensor, value: Tensor) -> SplitLayer:
-        """The layer of a module. Raises if its attention call has other keys and values than the module has added: new
-        tokens attend to those in the cache."""
-        at = getattr(module, "layer_idx", None)
-        layer: Any = self.layers[at] if isinstance(at, int) and at < len(self.layers) else None
-        if layer is None or layer.given[0] is not key or layer.given[1] is not value:
+    def layer_of(self, module: nn.Module, key: Tensor, value: Tensor) -> SplitLayer:
+        """The layer that was given these keys and values. Raises if there is none: new tokens attend to the cache."""
+        found: Any = (x for x in self.layers if x.given[0]() is key and x.given[1]() is value)  # type: ignore[attr-defined]
+        layer = next(found, None)
+        if layer is None:
             raise NotImplementedError(
-                f"{type(module).__name__} attends to other keys and values than it puts into its cache (it changes "
-                "them in between, or takes those of another layer). A cache that is split over ranks is attended as it "
-                "is. Generate in context_parallel_mesh(model, a mesh of one rank)"
+                f"{type(module).__name__} attends to other keys and values than it puts into its cache: it changes them "
+                "in between. A cache that is split over ranks is attended as it is. Generate in "
+                "context_parallel_mesh(model, a mesh of one rank)"
             )
-        return layer
+        made: SplitLayer = layer
+        return made
 
     def attend(
-        self, module: Any, layer: SplitLayer, query: Tensor, window: int | None, options: dict[str, Any]
+        self, module: Any, layer: SplitLayer, query: Tensor, key: Tensor, window: int | None, options: dict[str, Any]
     ) -> Tensor:
         """Attention ``[B, T, H, D]`` of new tokens to a layer. ``window``: that of the mask of the module."""
         if layer.window != window:
@@ -150,7 +151,7 @@ class SplitModelCache(Cache):
             )
         given: dict[str, Any] = {"scale": options.get("scaling"), "softcap": options.get("softcap")}
         if hands_on_latents(module):
-            found = as_latents(module, layer.given[0])
+            found = as_latents(module, key)
             if found is None:
                 raise NotImplementedError(
                     f"{type(module).__name__} makes keys of latents in a layer whose weight cannot be read (quantized, "
