@@ -92,6 +92,7 @@ class SplitCache:
         self._kv: Tensor | None = None  # [B, Hkv, capacity, D + Dv]: keys, and the values of the same rows behind them
         self._shown: Tensor | None = None  # [B, 1, capacity, 1] bool, if there is padding
         self._rows, self._widths = 0, (0, 0)
+        self._last = 0, 0  # the rank that holds the last token of the prompt, and its row in the share
         # Ascending global positions of the rows, as ranges: the start of each, and its first row.
         self._starts: list[int] = []
         self._firsts: list[int] = []
@@ -133,7 +134,15 @@ class SplitCache:
         rows = Rows([(start + shift, stop + shift) for start, stop, shift in kept])
         taken = [x if x is None else rows.take(x, 2) for x in (k, v, shown)]
         self._write([(start, stop) for start, stop, _ in kept], *taken)
-        self.length = length
+        self.length, self._last = length, place_of(resolved, length - 1)
+
+    def last_token(self, x: Tensor) -> Tensor:
+        """The row ``[B, 1, ...]`` of the last token of the prompt, on every rank, of a tensor of which this rank has its
+        share ``[B, S'/n, ...]`` (hidden states before a head, say). One small gather."""
+        rank, row = self._last
+        own = x[:, row : row + 1] if self.cp.rank == rank else x[:, :1]
+        with operation(self.cp, "last token of a prompt"):
+            return gather_ranks(self.cp.flat, own)[rank]
 
     def append(self, k: Tensor, v: Tensor, *, attention_mask: Tensor | None = None) -> None:
         """Keep this rank's part of the keys and values of new tokens ``[B, Hkv, new tokens, D]``, which all ranks have.
@@ -315,6 +324,12 @@ class SplitCache:
                 f"length={length} is not that of a prompt of which {ranks} ranks hold {share} positions each. Padding "
                 f"makes it longer, up to {whole}. Pass the length before padding"
             )
+
+
+def place_of(resolved: ResolvedLayout, position: int) -> tuple[int, int]:
+    """The rank that holds a position, and its row in that rank's share."""
+    places = ((rank, x) for rank, held in enumerate(resolved.held) for x in placed(held).tolist())
+    return next((rank, row + position - start) for rank, (row, start, stop) in places if start <= position < stop)
 
 
 def refuse_gradients(caller: str, *tensors: Tensor) -> None:

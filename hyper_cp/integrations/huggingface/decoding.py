@@ -16,10 +16,9 @@ from ...data.collectives import by_rank
 from ...data.packing import PreparedBatch
 from ...handler import ContextParallelHandler
 from ...mesh.agreement import fingerprint
-from ...ops.decoding import SplitCache, decode_attention
+from ...ops.decoding import SplitCache, decode_attention, place_of
 from ...schedule.documents import read
 from ...schedule.lookup import resolve
-from ...schedule.ranges import placed
 from .checks import decoder_of, mixers_of
 from .latents import as_latents, hands_on_latents
 from .selected import has_indexer_seam
@@ -117,8 +116,7 @@ class SplitModelCache(Cache):
         counted = None if state.counted is None or not padded else state.counted
         self.prompt = {"length": length, "documents": state.documents, "attention_mask": counted}
         resolved = resolve(self.handler.layout, ranks, share * ranks, read(state.documents))
-        places = ((rank, x) for rank in range(ranks) for x in placed(resolved.ranges(rank)).tolist())
-        self.last = next((rank, row + length - 1 - a) for rank, (row, a, b) in places if a < length <= b)
+        self.last = place_of(resolved, length - 1)
 
     def hand_round(self, logits: Tensor) -> Tensor:
         """The logits ``[B, 1, V]`` of the last token of the prompt, which one rank has."""
