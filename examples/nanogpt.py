@@ -142,7 +142,10 @@ def main(argv: list[str] | None = None) -> Sequence[float]:
     parser.add_argument("--write", type=int, default=0, help="bytes to write after a text")
     losses = train(args := parser.parse_args(argv))
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} ranks: " + (repr(bytes(map(int, losses))) if args.write else " ".join(f"{x:.4f}" for x in losses)))
+        print(
+            f"{dist.get_world_size()} ranks: "
+            + (repr(bytes(map(int, losses))) if args.write else " ".join(f"{x:.4f}" for x in losses))
+        )
     return losses
 
 

@@ -176,14 +176,15 @@ def generate(model: Any, handler: ContextParallelHandler, input_ids: Tensor | No
             ``attention_mask``, as for ``model.generate``.
         kwargs: those of ``model.generate``: ``max_new_tokens``, ``do_sample``, ``num_beams``, ``streamer`` ... They are
             the same on every rank, and a stopping criterion decides alike on all. Ranks sample with the random state of
-            the first one. ``past_key_values`` is the cache of a turn before: ``return_dict_in_generate=True`` returns it.
+            the first one. ``past_key_values`` is the cache of a turn before, which ``return_dict_in_generate=True``
+            returns.
 
     Returns:
         What ``model.generate`` returns, on every rank.
 
     Raises:
-        ValueError: if the ranks pass different prompts or options, a cache of another mesh, or a prompt shorter than the
-            mesh.
+        ValueError: if the ranks pass different prompts or options, a cache of another mesh, or a prompt with fewer
+            tokens than ranks.
         NotImplementedError: for models that keep more than keys and values between tokens, packed prompts,
             speculative decoding and ``max_time``.
         RuntimeError: in training mode.
@@ -324,7 +325,7 @@ class DecoderHook:
         elif cache is not None and cache.prompt is None:  # new tokens, which all ranks have
             state = ForwardState(PreparedBatch(), self.binding.style, mesh, frozenset(kwargs), cache=cache)
             if self.direct:
-                kwargs["attention_mask"] = no_mask(module.device)
+                kwargs["attention_mask"] = no_mask(next(module.parameters()).device)
         else:
             self._refuse(args, kwargs)
             if not self.adapters_checked:
@@ -357,8 +358,8 @@ class DecoderHook:
         cache = [name for name in CACHES if not isinstance(kwargs.get(name), (SplitModelCache, type(None)))]
         if cache:
             raise NotImplementedError(
-                f"{self.binding.name} got {cache[0]}, a {type(kwargs[cache[0]]).__name__}, which knows nothing of other "
-                "ranks. Pass use_cache=False; to generate call hyper_cp.integrations.transformers.generate(model, "
+                f"{self.binding.name} got {cache[0]}, a {type(kwargs[cache[0]]).__name__}, which knows no other ranks. "
+                "Pass use_cache=False; to generate call hyper_cp.integrations.transformers.generate(model, "
                 "handler, input_ids), whose cache is split over the ranks"
             )
 
@@ -516,7 +517,7 @@ class HeadHook:
         cache.begin_prompt(local["context_parallel"], tokens.shape[1], "attention_mask" in whole)
         rank, row = cache.last
         at = torch.tensor([row if cache.handler.cp.rank == rank else 0], device=tokens.device)
-        return {**others, **local}, {name: at for name in kept}
+        return {**others, **local}, dict.fromkeys(kept, at)
 
     def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Make the router loss that of the whole sequence."""

@@ -27,7 +27,7 @@ from ..schedule import tiles
 from ..schedule.documents import documents_table, read
 from ..schedule.layout import ResolvedLayout
 from ..schedule.lookup import resolve
-from ..schedule.ranges import Range, Rows, placed
+from ..schedule.ranges import Numbers, Range, Rows, placed
 from ..schedule.tiles import FULL, Tile
 from . import kernels
 from .checks import (
@@ -42,8 +42,8 @@ from .checks import (
 )
 from .config import Call
 from .engine import no_autocast
-from .kernels.inputs import TileInputs
 from .kernels import scores
+from .kernels.inputs import TileInputs
 from .kernels.partials import Partials, accumulation_dtype, part
 from .kernels.scores import TileScore
 from .latents import absorb, expand
@@ -129,16 +129,18 @@ class SplitCache:
         self.cp.agree("call", (*signature, ("window", self.window), ("padding", shown is not None)), "SplitCache.fill")
         resolved = resolve(self.layout, ranks, share * ranks, read(table))
         first = 0 if self.window is None else max(0, length - self.window[0])
-        kept = [(max(a, first), min(b, length), row - a) for row, a, b in placed(resolved.ranges(self.cp.rank)).tolist()]
+        kept = [
+            (max(a, first), min(b, length), row - a) for row, a, b in placed(resolved.ranges(self.cp.rank)).tolist()
+        ]
         kept = [x for x in kept if x[0] < x[1]]
         rows = Rows([(start + shift, stop + shift) for start, stop, shift in kept])
-        taken = [x if x is None else rows.take(x, 2) for x in (k, v, shown)]
-        self._write([(start, stop) for start, stop, _ in kept], *taken)
+        shown = shown if shown is None else rows.take(shown, 2)
+        self._write([(start, stop) for start, stop, _ in kept], rows.take(k, 2), rows.take(v, 2), shown)
         self.length, self._last = length, place_of(resolved, length - 1)
 
     def last_token(self, x: Tensor) -> Tensor:
-        """The row ``[B, 1, ...]`` of the last token of the prompt, on every rank, of a tensor of which this rank has its
-        share ``[B, S'/n, ...]`` (hidden states before a head, say). One small gather."""
+        """The row ``[B, 1, ...]`` of the last token of the prompt, on every rank, of a tensor whose share
+        ``[B, S'/n, ...]`` this rank has (hidden states before a head, say). One small gather."""
         rank, row = self._last
         own = x[:, row : row + 1] if self.cp.rank == rank else x[:, :1]
         with operation(self.cp, "last token of a prompt"):
@@ -163,7 +165,8 @@ class SplitCache:
         rows = start, start + size + (place < more)
         self._turn = (self._turn + more) % ranks
         positions = [(self.length + rows[0], self.length + rows[1])] if rows[0] < rows[1] else []
-        self._write(positions, *(x if x is None else x[:, :, slice(*rows)] for x in (k, v, shown)))
+        mine = slice(*rows)
+        self._write(positions, k[:, :, mine], v[:, :, mine], shown if shown is None else shown[:, :, mine])
         self.length += count
 
     def select_rows(self, index: Tensor) -> None:
@@ -173,8 +176,8 @@ class SplitCache:
     # ------------------------------------------------------------------ rows
 
     def held(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The rows of this rank: keys, with the values behind them, ``[B, Hkv, capacity, D + Dv]``; the values alone, in
-        the same memory; and True where there are tokens, ``[B, 1, 1, capacity]``, None if all are."""
+        """The rows of this rank: keys, with the values behind them, ``[B, Hkv, capacity, D + Dv]``; the values alone,
+        in the same memory; and True where there are tokens, ``[B, 1, 1, capacity]``, None if all are."""
         assert self._kv is not None  # for mypy
         return self._kv, self._kv[..., self._widths[0] :], None if self._shown is None else self._shown.transpose(2, 3)
 
@@ -186,9 +189,8 @@ class SplitCache:
         if count == 1:
             rows = 0 if left is None else self._before(self.length - 1 - left), self._rows
             return [Tile((0, 1), rows)] if rows[0] < rows[1] else []
-        sizes = np.diff(np.array([*self._firsts, self._rows], dtype=np.int64))
-        starts = np.array(self._starts, dtype=np.int64)
-        keys = np.column_stack((np.array(self._firsts, dtype=np.int64), starts, starts + sizes))
+        first, start = (np.array(x, dtype=np.int64) for x in (self._firsts, self._starts))
+        keys: Numbers = np.stack((first, start, start + np.diff(first, append=self._rows)), 1)
         queries = np.array([(0, self.length - count, self.length)], dtype=np.int64)
         full, _, cuts = tiles.Seen(queries, keys, (None if left is None else -left, 0), None).rectangles()
         return [*(tiles.joined(full) if len(full) else ()), *(tile for _, tile in cuts)]
@@ -255,9 +257,9 @@ class SplitCache:
         check_dtype("key", k)
         if k.dtype != v.dtype or k.shape[:3] != v.shape[:3] or 0 in (*k.shape, *v.shape):
             raise ValueError(
-                f"{caller}: key is {k.dtype} {tuple(k.shape)} and value {v.dtype} {tuple(v.shape)}. They are one row of "
-                "the cache, so they have one dtype, batch size, number of heads and of positions, and at least one of "
-                "each. Reshape or cast them"
+                f"{caller}: key is {k.dtype} {tuple(k.shape)} and value {v.dtype} {tuple(v.shape)}. They are one row "
+                "of the cache, so they have one dtype, batch size and number of heads and positions, and at least one "
+                "of each. Reshape or cast them"
             )
         if caller.endswith("fill") and self.length:
             raise ValueError(
@@ -269,9 +271,9 @@ class SplitCache:
             held.dtype != k.dtype or held.shape[:2] != k.shape[:2] or self._widths != (k.shape[3], v.shape[3])
         ):
             raise ValueError(
-                f"{caller}: key {k.dtype} {tuple(k.shape)} and value {tuple(v.shape)} do not fit the cache, which holds "
-                f"{held.dtype}, {held.shape[0]} batch rows, {held.shape[1]} heads and head dims {self._widths}. Pass "
-                "those of the same layer and batch, in the same dtype"
+                f"{caller}: key {k.dtype} {tuple(k.shape)} and value {tuple(v.shape)} do not fit the cache, which "
+                f"holds {held.dtype}, {held.shape[0]} batch rows, {held.shape[1]} heads and head dims {self._widths}. "
+                "Pass those of the same layer and batch, in the same dtype"
             )
         return k, v
 
@@ -280,8 +282,8 @@ class SplitCache:
         name, held = "decode_attention", self._kv
         if held is None or q.shape[2] > self.length:
             raise ValueError(
-                f"{name}: query has {q.shape[2]} new tokens, and the cache {self.length} positions, which are to include "
-                "them. Append their keys and values before they are attended"
+                f"{name}: query has {q.shape[2]} new tokens, and the cache {self.length} positions, which must "
+                "include them. Append their keys and values before they are attended"
             )
         if q.dtype != held.dtype or q.shape[0] != held.shape[0] or 0 in q.shape:
             raise ValueError(
@@ -348,9 +350,9 @@ def _refuse_packed(table: Tensor | None, length: int, padded: bool) -> None:
     packed = read(table)
     if packed is not None and not padded and any(0 < end < length for row in packed.rows for end in row):
         raise NotImplementedError(
-            f"the prompt has documents that end at {[list(row) for row in packed.rows]}, before its {length} tokens do. "
-            "New tokens go on with one text, and would see all documents. Pass each document as a row of the batch, "
-            "padded on the left"
+            f"the prompt has documents that end at {[list(row) for row in packed.rows]}, before its {length} tokens "
+            "do. New tokens go on with one text, and would see all documents. Pass each as a row of the batch, padded "
+            "on the left"
         )
 
 
@@ -402,7 +404,7 @@ def decode_attention(
     parallelism of vLLM.
     """
     if has_torch_function((q,)):  # a styled module is running: the call counts as its attention
-        options = {"scale": scale, "enable_gqa": enable_gqa, "sinks": sinks, "softcap": softcap}
+        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "sinks": sinks, "softcap": softcap}
         found: Tensor = handle_torch_function(decode_attention, (q,), q, cache, **options, weight=weight, bias=bias)
         return found
     return _decode(q, cache, scale, enable_gqa, sinks, softcap, weight, bias)

@@ -46,7 +46,7 @@ def prepared(name: str, layout: str = "head_tail", **mode: Any) -> tuple[Any, Co
 
 
 def generated(model: Any, handler: ContextParallelHandler | None, ids: Tensor, **options: Any) -> Any:
-    """What the model writes on one device, or with a handler on all ranks."""
+    """The tokens that a model writes on one device, or with a handler on all ranks."""
     from hyper_cp.integrations.transformers import generate
 
     with InDouble():

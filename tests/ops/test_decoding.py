@@ -103,7 +103,8 @@ def decoded(layout: str) -> dict[str, tuple[float, Tensor]]:
             new = slice(at, at + count)
             cache.append(*(x[:, :, new] for x in kv))
             options = {x: case.get(x) for x in ("scale", "softcap")} | {"sinks": sinks_of(case), "enable_gqa": True}
-            outs.append(decode_attention(q[:, :, new], cache, **options, **dict(zip(("weight", "bias"), of_latents))))
+            options |= dict(zip(("weight", "bias"), of_latents, strict=False))
+            outs.append(decode_attention(q[:, :, new], cache, **options))
             at += count
         made = torch.cat(outs, 2)
         found[name] = relative_error(made, one_device(case)[:, :, PROMPT:]), made
@@ -112,7 +113,9 @@ def decoded(layout: str) -> dict[str, tuple[float, Tensor]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world", [2, 3])
-def test_new_tokens_attend_as_on_one_device_with_the_same_bits_on_all_ranks(ranks: Any, world: int, layout: str) -> None:
+def test_new_tokens_attend_as_on_one_device_with_the_same_bits_on_all_ranks(
+    ranks: Any, world: int, layout: str
+) -> None:
     first, *others = ranks(world, decoded, layout)
     assert max(error for error, _ in first.values()) <= 1e-12, {name: error for name, (error, _) in first.items()}
     for other in others:
@@ -162,7 +165,9 @@ def test_memory_and_messages_are_those_of_the_formulas(ranks: Any) -> None:
 def _wrong(what: str) -> None:
     q, k, v = (x[:, :, :1] for x in drawn())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    cache = SplitCache(mesh, layout="nowhere" if what == "layout" else "contiguous", window=(4, 2) if what == "window" else None)
+    cache = SplitCache(
+        mesh, layout="nowhere" if what == "layout" else "contiguous", window=(4, 2) if what == "window" else None
+    )
     share = [x[:, :, :4] for x in drawn()[1:]]
     if what == "documents":
         cache.fill(*share, documents=[0, 3, 8])

@@ -206,8 +206,8 @@ def attention_forward(
     layer = None if state.cache is None else state.cache.layer_of(module, key, value)
     if layer is not None and state.cache.prompt is None:
         refuse_in_decoding(name, mask, request, options)
-        window = _window(name, request, options.get("sliding_window"))
-        return state.cache.attend(module, layer, query, key, window, options), None
+        size = _window(name, request, options.get("sliding_window"))
+        return state.cache.attend(module, layer, query, key, size, options), None
     batch, window = state.batch, None
     function = None if request is None else request.function
     if function is not None:
@@ -253,8 +253,8 @@ def refuse_in_decoding(name: str, mask: Tensor | None, request: MaskRequest | No
     if any(found.values()):
         raise NotImplementedError(
             f"{name} attends with {', '.join(x for x, given in found.items() if given)} to a cache that is split over "
-            "ranks, which knows causality, windows and padding only. Generate in context_parallel_mesh(model, a mesh of "
-            "one rank)"
+            "ranks. It knows causality, windows and padding only. Generate in context_parallel_mesh(model, a mesh of one "
+            "rank)"
         )
 
 

@@ -45,7 +45,7 @@ class SplitLayer(CacheLayerMixin):
         bounds = None if self.window is None else (self.window - 1, 0)
         self.split = SplitCache(handler.cp, layout=handler.layout, window=bounds)
         self.given: tuple[Callable[[], Any], Callable[[], Any]] = tuple, tuple
-        """What was added last, as long as somebody holds it."""
+        """The keys and values that were added last, as long as somebody holds them."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare."""
@@ -77,7 +77,8 @@ class SplitModelCache(Cache):
 
     def __init__(self, handler: ContextParallelHandler, model: Any) -> None:
         self.handler = handler
-        super().__init__(layers=[SplitLayer(self, window) for window in _windows(model)])
+        self._split = [SplitLayer(self, window) for window in _windows(model)]
+        super().__init__(layers=[*self._split])
         self.prompt: dict[str, Any] | None = None
         """In the forward of the prompt: the arguments of ``SplitCache.fill``."""
         self.last: tuple[int, int] = 0, 0
@@ -88,7 +89,7 @@ class SplitModelCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of memory on this rank."""
-        return sum(layer.split.nbytes for layer in self.layers)
+        return sum(layer.split.nbytes for layer in self._split)
 
     def check(self, model: nn.Module, mesh: Any) -> None:
         """Raise unless a forward of the model on this mesh may use the cache."""
@@ -101,8 +102,8 @@ class SplitModelCache(Cache):
             )
         if self.handler.mesh != mesh:
             raise ValueError(
-                f"{name} runs on the mesh {mesh}, but the cache lies on {self.handler.mesh}. Other ranks hold its keys. "
-                "Make a new cache after another mesh has become active"
+                f"{name} runs on the mesh {mesh}, but the cache lies on {self.handler.mesh}. Other ranks hold its "
+                "keys. Make a new cache after another mesh has become active"
             )
 
     def begin_prompt(self, state: PreparedBatch, length: int, padded: bool) -> None:
@@ -126,16 +127,14 @@ class SplitModelCache(Cache):
 
     def layer_of(self, module: nn.Module, key: Tensor, value: Tensor) -> SplitLayer:
         """The layer that was given these keys and values. Raises if there is none: new tokens attend to the cache."""
-        found: Any = (x for x in self.layers if x.given[0]() is key and x.given[1]() is value)  # type: ignore[attr-defined]
-        layer = next(found, None)
+        layer = next((x for x in self._split if x.given[0]() is key and x.given[1]() is value), None)
         if layer is None:
             raise NotImplementedError(
-                f"{type(module).__name__} attends to other keys and values than it puts into its cache: it changes them "
-                "in between. A cache that is split over ranks is attended as it is. Generate in "
+                f"{type(module).__name__} attends to other keys and values than it puts into its cache: it changes "
+                "them in between. A cache that is split over ranks is attended as it is. Generate in "
                 "context_parallel_mesh(model, a mesh of one rank)"
             )
-        made: SplitLayer = layer
-        return made
+        return layer
 
     def attend(
         self, module: Any, layer: SplitLayer, query: Tensor, key: Tensor, window: int | None, options: dict[str, Any]
@@ -172,23 +171,27 @@ def _windows(model: Any) -> list[int | None]:
     others |= {type(x).__name__ for x in decoder.modules() if has_indexer_seam(type(x))}
     if others:
         raise NotImplementedError(
-            f"{type(model).__name__} keeps other things than keys and values between tokens ({', '.join(sorted(others))}"
-            "): states of recurrences, keys of indexers, or chunks. They are not split over ranks yet. Generate in "
-            "context_parallel_mesh(model, a mesh of one rank)"
+            f"{type(model).__name__} keeps other things than keys and values between tokens: "
+            f"{', '.join(sorted(others))}. States of recurrences, keys of indexers and chunks are not split over ranks "
+            "yet. Generate in context_parallel_mesh(model, a mesh of one rank)"
         )
     return [getattr(layer, "sliding_window", None) for layer in layers]
 
 
 def check_arguments(model: Any, kwargs: dict[str, Any]) -> None:
     """Raise for arguments of ``generate`` that do not go with a split cache."""
-    settings = [x for x in (kwargs.get("generation_config"), getattr(model, "generation_config", None)) if x is not None]
+    settings = [
+        x for x in (kwargs.get("generation_config"), getattr(model, "generation_config", None)) if x is not None
+    ]
     for name, reason in REFUSED.items():
         if any(x is not None for x in (kwargs.get(name), *(getattr(x, name, None) for x in settings))):
             raise NotImplementedError(
                 f"generate got {name}, which does not go with a cache that is split over ranks. {reason}. Leave it out"
             )
     if model.training:
-        raise RuntimeError(f"{type(model).__name__} is in training mode. Dropout would differ between ranks. Call model.eval()")
+        raise RuntimeError(
+            f"{type(model).__name__} is in training mode. Dropout would differ between ranks. Call model.eval()"
+        )
     if kwargs.get("use_cache") is False:
         raise ValueError(
             "generate got use_cache=False. Every token would need a forward of the whole sequence. Leave it out"
@@ -205,13 +208,12 @@ def compare(handler: ContextParallelHandler, tokens: Any, kwargs: dict[str, Any]
 
 @contextmanager
 def one_random_state(handler: ContextParallelHandler, device: torch.device) -> Iterator[None]:
-    """Give all ranks the random state of the first, so that they draw the same tokens. The others get their own back."""
-    source = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
-    getter, setter = (source.get_state, source.set_state) if device.type == "cpu" else (source.get_rng_state, source.set_rng_state)
-    before = getter()
-    setter(by_rank(handler.mesh, before.to(device))[0].cpu())
+    """Give all ranks the random state of the first, so that they draw the same tokens. The others get theirs back."""
+    source = torch if device.type == "cpu" else torch.get_device_module(device)
+    before = source.get_rng_state()
+    source.set_rng_state(by_rank(handler.mesh, before.to(device))[0].cpu())
     try:
         yield
     finally:
         if handler.cp.rank:
-            setter(before)
+            source.set_rng_state(before)
