@@ -62,13 +62,13 @@ class SplitCache:
         cache.append(k, v)  # of new tokens, the same on every rank, [B, Hkv, new tokens, D]
         decode_attention(q, cache)  # of these tokens, [B, H, new tokens, D]
 
-    In latent attention k is the latents ``[B, 1, S/n, R]`` and v their rotary part ``[B, 1, S/n, Dr]``.
-
     Args:
         mesh: the cp mesh of n ranks.
         layout: that of the prompt, see :func:`hyper_cp.ops.attention`.
         window: ``(left, 0)``: every query sees at most ``left`` positions before its own. Keys that no new token will
             see are not kept. None: every query sees all positions before its own.
+        latents: the cache holds latents of latent attention: k is ``[B, 1, S/n, R]``, and v their rotary part
+            ``[B, 1, S/n, Dr]``.
 
     Attributes:
         length: global positions in the cache, those of padding in the prompt included.
@@ -77,7 +77,12 @@ class SplitCache:
     """
 
     def __init__(
-        self, mesh: DeviceMesh | CPMesh, *, layout: str = "contiguous", window: Sequence[int | None] | None = None
+        self,
+        mesh: DeviceMesh | CPMesh,
+        *,
+        layout: str = "contiguous",
+        window: Sequence[int | None] | None = None,
+        latents: bool = False,
     ) -> None:
         self.cp, self.layout = cp_mesh.whole_view(mesh), layouts.check_layout(layout)
         checked = tiles.check_window(window)
@@ -87,11 +92,12 @@ class SplitCache:
                 "(left, 0), or None"
             )
         self.window = None if checked is None or checked[0] is None else (checked[0], 0)
-        self.length = 0
+        self.length, self.latents = 0, latents
         self._turn = 0  # the rank that the next new token goes to
-        self._kv: Tensor | None = None  # [B, Hkv, capacity, D + Dv]: keys, and the values of the same rows behind them
+        self._kv: list[Tensor] = []  # keys and values, [B, Hkv, capacity, D]; or latents with their rotary parts
         self._shown: Tensor | None = None  # [B, 1, capacity, 1] bool, if there is padding
-        self._rows, self._widths = 0, (0, 0)
+        self._rows = 0
+        self.widths = 0, 0  # D and Dv, or R and Dr
         self._last = 0, 0  # the rank that holds the last token of the prompt, and its row in the share
         # Ascending global positions of the rows, as ranges: the start of each, and its first row.
         self._starts: list[int] = []
@@ -100,7 +106,7 @@ class SplitCache:
     @property
     def nbytes(self) -> int:
         """Bytes of memory on this rank."""
-        return sum(x.nbytes for x in (self._kv, self._shown) if x is not None)
+        return sum(x.nbytes for x in (*self._kv, self._shown) if x is not None)
 
     def fill(
         self, k: Tensor, v: Tensor, *, length: int | None = None, documents: Any = None, attention_mask: Any = None
@@ -135,7 +141,7 @@ class SplitCache:
         kept = [x for x in kept if x[0] < x[1]]
         rows = Rows([(start + shift, stop + shift) for start, stop, shift in kept])
         shown = shown if shown is None else rows.take(shown, 2)
-        self._write([(start, stop) for start, stop, _ in kept], rows.take(k, 2), rows.take(v, 2), shown)
+        self._write([(start, stop) for start, stop, _ in kept], [rows.take(k, 2), rows.take(v, 2)], shown)
         self.length, self._last = length, place_of(resolved, length - 1)
 
     def last_token(self, x: Tensor) -> Tensor:
@@ -166,20 +172,20 @@ class SplitCache:
         self._turn = (self._turn + more) % ranks
         positions = [(self.length + rows[0], self.length + rows[1])] if rows[0] < rows[1] else []
         mine = slice(*rows)
-        self._write(positions, k[:, :, mine], v[:, :, mine], shown if shown is None else shown[:, :, mine])
+        self._write(positions, [k[:, :, mine], v[:, :, mine]], shown if shown is None else shown[:, :, mine])
         self.length += count
 
     def select_rows(self, index: Tensor) -> None:
         """Keep these rows of the batch, in this order (beam search). ``index`` is the same on every rank."""
-        self._kv, self._shown = (None if x is None else x.index_select(0, index) for x in (self._kv, self._shown))
+        self._kv = [x.index_select(0, index) for x in self._kv]
+        self._shown = None if self._shown is None else self._shown.index_select(0, index)
 
     # ------------------------------------------------------------------ rows
 
-    def held(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The rows of this rank: keys, with the values behind them, ``[B, Hkv, capacity, D + Dv]``; the values alone,
-        in the same memory; and True where there are tokens, ``[B, 1, 1, capacity]``, None if all are."""
-        assert self._kv is not None  # for mypy
-        return self._kv, self._kv[..., self._widths[0] :], None if self._shown is None else self._shown.transpose(2, 3)
+    def held(self) -> tuple[list[Tensor], Tensor | None]:
+        """The memory of this rank: keys and values ``[B, Hkv, capacity, D]``, or latents with their rotary parts as one
+        tensor; and True where there are tokens, ``[B, 1, 1, capacity]``, None if there is no padding."""
+        return self._kv, None if self._shown is None else self._shown.transpose(2, 3)
 
     def tiles(self, count: int) -> list[Tile]:
         """The tiles of the last ``count`` tokens as queries, and of this rank's rows as keys."""
@@ -203,17 +209,17 @@ class SplitCache:
         stop = self._firsts[i + 1] if i + 1 < len(self._firsts) else self._rows
         return min(stop, self._firsts[i] + position - self._starts[i])
 
-    def _write(self, positions: Sequence[Range], k: Tensor, v: Tensor, shown: Tensor | None) -> None:
+    def _write(self, positions: Sequence[Range], kv: list[Tensor], shown: Tensor | None) -> None:
         """Write rows behind the others, and record their positions. (What kernels still read lies before them.)"""
-        rows, count = self._rows, k.shape[2]
-        if self._kv is None or rows + count > self._kv.shape[2]:
-            rows = self._grow(k, v, count)
-        assert self._kv is not None  # for mypy
+        self.widths = kv[0].shape[3], kv[1].shape[3]
+        kv = [torch.cat(kv, 3)] if self.latents else kv
+        rows, count = self._rows, kv[0].shape[2]
+        if not self._kv or rows + count > self._kv[0].shape[2]:
+            rows = self._grow(kv)
         if shown is not None and self._shown is None:
-            self._shown = torch.ones_like(self._kv[:, :1, :, :1], dtype=torch.bool)
-        into = self._kv.narrow(2, rows, count)
-        into[..., : k.shape[3]] = k
-        into[..., k.shape[3] :] = v
+            self._shown = torch.ones_like(self._kv[0][:, :1, :, :1], dtype=torch.bool)
+        for held, x in zip(self._kv, kv, strict=True):
+            held[:, :, rows : rows + count] = x
         if self._shown is not None:
             self._shown[:, :, rows : rows + count] = True if shown is None else shown
         for start, stop in positions:
@@ -223,21 +229,20 @@ class SplitCache:
             rows += stop - start
         self._rows = rows
 
-    def _grow(self, k: Tensor, v: Tensor, count: int) -> int:
-        """Make room for ``count`` rows more, and drop those that no new token sees. Returns the number of the rest."""
+    def _grow(self, kv: list[Tensor]) -> int:
+        """Make room for more rows, and drop those that no new token sees. Returns the number of those that are left."""
         first = 0 if self.window is None else self._before(self.length - self.window[0])
         rows = self._rows - first
 
-        def moved(x: Tensor | None, like: Tensor, heads: int, width: int) -> Tensor:
-            made = like.new_empty(like.shape[0], heads, rows + count + SPARE, width)
-            if x is not None:
-                made[:, :, :rows] = x[:, :, first : self._rows]
+        capacity = rows + kv[0].shape[2] + SPARE
+
+        def moved(x: Tensor) -> Tensor:
+            made = x.new_empty(*x.shape[:2], capacity, x.shape[3])
+            made[:, :, :rows] = x[:, :, first : self._rows]
             return made
 
-        self._widths = k.shape[3], v.shape[3]
-        self._kv = moved(self._kv, k, k.shape[1], sum(self._widths))
-        if self._shown is not None:
-            self._shown = moved(self._shown, self._shown, 1, 1)
+        self._kv = [moved(x) for x in self._kv or [x[:, :, :0] for x in kv]]
+        self._shown = None if self._shown is None else moved(self._shown)
         if first:
             i = bisect_right(self._firsts, first) - 1
             self._starts = [self._starts[i] + first - self._firsts[i], *self._starts[i + 1 :]]
@@ -266,21 +271,21 @@ class SplitCache:
                 f"{caller}: the cache holds {self.length} positions already. A prompt that is split comes first, and "
                 "all further tokens are appended. Call append with what all ranks have, or make another cache"
             )
-        held = self._kv
-        if held is not None and (
-            held.dtype != k.dtype or held.shape[:2] != k.shape[:2] or self._widths != (k.shape[3], v.shape[3])
+        held = self._kv[0] if self._kv else k
+        if self._kv and (
+            held.dtype != k.dtype or held.shape[:2] != k.shape[:2] or self.widths != (k.shape[3], v.shape[3])
         ):
             raise ValueError(
                 f"{caller}: key {k.dtype} {tuple(k.shape)} and value {tuple(v.shape)} do not fit the cache, which "
-                f"holds {held.dtype}, {held.shape[0]} batch rows, {held.shape[1]} heads and head dims {self._widths}. "
+                f"holds {held.dtype}, {held.shape[0]} batch rows, {held.shape[1]} heads and head dims {self.widths}. "
                 "Pass those of the same layer and batch, in the same dtype"
             )
         return k, v
 
     def check_queries(self, q: Tensor, enable_gqa: bool, *of_latents: Tensor) -> None:
         """Raise unless queries ``[B, H, T, D]``, and weight and bias of latent attention, fit what the cache holds."""
-        name, held = "decode_attention", self._kv
-        if held is None or q.shape[2] > self.length:
+        name, held = "decode_attention", self._kv[0] if self._kv else q
+        if not self._kv or q.shape[2] > self.length:
             raise ValueError(
                 f"{name}: query has {q.shape[2]} new tokens, and the cache {self.length} positions, which must "
                 "include them. Append their keys and values before they are attended"
@@ -290,16 +295,22 @@ class SplitCache:
                 f"{name}: query is {q.dtype} {tuple(q.shape)}, but the cache holds {held.shape[0]} batch rows in "
                 f"{held.dtype}. Pass the queries of the same batch, in the same dtype, and at least one"
             )
+        if self.latents != bool(of_latents):
+            raise ValueError(
+                f"{name}: the cache {'holds' if self.latents else 'does not hold'} latents, and weight is "
+                f"{'given' if of_latents else 'not given'}. Latents become keys and values by their weight. Pass weight="
+                " for a cache that was made with latents=True, and for no other"
+            )
         if of_latents:
-            latent, rope = held.split(list(self._widths), 3)
+            latent, rope = held.split(list(self.widths), 3)
             check_latents(name, q, latent, rope, *of_latents, all_keys=True)
             return
         check_enable_gqa(name, q.shape[1], held.shape[1], enable_gqa)
         check_grouped(q.shape[1], held.shape[1])
-        if q.shape[3] != self._widths[0]:
+        if q.shape[3] != self.widths[0]:
             raise ValueError(
-                f"{name}: query {tuple(q.shape)} has another head dim than the keys in the cache ({self._widths[0]}). "
-                "Queries and keys of a layer have one. If the cache holds latents, pass weight="
+                f"{name}: query {tuple(q.shape)} has another head dim than the keys in the cache ({self.widths[0]}). "
+                "Queries and keys of a layer have one. Pass those of one layer"
             )
 
     def _checked_mask(self, mask: Tensor | None, k: Tensor) -> Tensor | None:
@@ -448,18 +459,15 @@ def _own_partial(
     q: Tensor, cache: SplitCache, scale: float, score: TileScore | None, *of_latents: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attention to this rank's rows: the output and its log-sum-exp, in the accumulation dtype."""
-    keys, values, shown = cache.held()
-    rank, wide = keys.shape[3] - values.shape[3], accumulation_dtype(q.dtype)
-    output = None
-    if not of_latents:
-        k, v = keys[..., :rank], values
-    elif len(of_latents) == 1:
-        q, _, output = absorb(q, keys, values.shape[3], of_latents[0])
+    held, shown = cache.held()
+    (rank, rotary), wide = cache.widths, accumulation_dtype(q.dtype)
+    output, k, v = None, held[0], held[-1]
+    if len(of_latents) == 1:
         # Keys are latents with their rotary part. So are values, of which outputs keep the latents: kernels take
         # equal head dims, and no copy is made.
-        k = v = keys
-    else:
-        k, v = expand(keys[..., :rank], values, q.shape[1], q.shape[3], *of_latents)
+        q, _, output = absorb(q, k, rotary, of_latents[0])
+    elif of_latents:
+        k, v = expand(*k.split([rank, rotary], 3), q.shape[1], q.shape[3], *of_latents)
     kernel = kernels.get(kernels.choose(q, k, v, False, scores=score is not None), q.device.type)
     partials = Partials(q.to(wide), v.shape[3])
     for tile in cache.tiles(q.shape[2]):

@@ -86,7 +86,8 @@ def filled(case: dict[str, Any], layout: str, kv: list[Tensor]) -> SplitCache:
     with handler.documents(documents):
         share = [handler.dispatch(x[:, :, :PROMPT], 2, pad_value=0) for x in kv]
         mask = handler.dispatch(mask_of(case)[:, :PROMPT], 1, pad_value=0) if case.get("padding") else None
-    cache = SplitCache(mesh, layout=layout, window=None if window is None else (window, 0))
+    bounds = None if window is None else (window, 0)
+    cache = SplitCache(mesh, layout=layout, window=bounds, latents="latents" in case)
     cache.fill(*share, length=PROMPT, documents=documents, attention_mask=mask)
     return cache
 
@@ -191,6 +192,8 @@ def _wrong(what: str) -> None:
     if what == "dtype":
         cache.append(k.float(), v.float())
     cache.append(k, v)
+    if what == "weight":
+        decode_attention(q, cache, weight=torch.ones(4, 8, dtype=torch.float64))
     if what == "queries":
         decode_attention(q.float(), cache)
     if what == "gqa":
@@ -217,6 +220,7 @@ WRONG = {
     "empty": "decode_attention: query has 1 new tokens, and the cache 0 positions",
     "twice": "SplitCache.fill: the cache holds 8 positions already",
     "dtype": "SplitCache.append: key torch.float32 (2, 2, 1, 8) and value (2, 2, 1, 8) do not fit the cache",
+    "weight": "decode_attention: the cache does not hold latents, and weight is given",
     "queries": "decode_attention: query is torch.float32 (2, 4, 1, 8)",
     "gqa": "query has 4 heads and key 2",
     "head dim": "decode_attention: query (2, 4, 1, 4) has another head dim than the keys in the cache (8)",

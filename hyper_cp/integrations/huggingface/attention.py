@@ -253,8 +253,8 @@ def refuse_in_decoding(name: str, mask: Tensor | None, request: MaskRequest | No
     if any(found.values()):
         raise NotImplementedError(
             f"{name} attends with {', '.join(x for x, given in found.items() if given)} to a cache that is split over "
-            "ranks. It knows causality, windows and padding only. Generate in context_parallel_mesh(model, a mesh of one "
-            "rank)"
+            "ranks. It knows causality, windows and padding only. Generate in context_parallel_mesh(model, a mesh of "
+            "one rank)"
         )
 
 

@@ -43,7 +43,7 @@ class SplitLayer(CacheLayerMixin):
     def reset(self) -> None:
         handler = self.owner.handler
         bounds = None if self.window is None else (self.window - 1, 0)
-        self.split = SplitCache(handler.cp, layout=handler.layout, window=bounds)
+        self.split = SplitCache(handler.cp, layout=handler.layout, window=bounds, latents=self.owner.latents)
         self.given: tuple[Callable[[], Any], Callable[[], Any]] = tuple, tuple
         """The keys and values that were added last, as long as somebody holds them."""
 
@@ -77,6 +77,7 @@ class SplitModelCache(Cache):
 
     def __init__(self, handler: ContextParallelHandler, model: Any) -> None:
         self.handler = handler
+        self.latents = any(hands_on_latents(x) for x in model.modules())
         self._split = [SplitLayer(self, window) for window in _windows(model)]
         super().__init__(layers=[*self._split])
         self.prompt: dict[str, Any] | None = None
