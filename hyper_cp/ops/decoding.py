@@ -298,8 +298,8 @@ class SplitCache:
         if self.latents != bool(of_latents):
             raise ValueError(
                 f"{name}: the cache {'holds' if self.latents else 'does not hold'} latents, and weight is "
-                f"{'given' if of_latents else 'not given'}. Latents become keys and values by their weight. Pass weight="
-                " for a cache that was made with latents=True, and for no other"
+                f"{'given' if of_latents else 'not given'}. Latents become keys and values by their weight. Give it "
+                "with a cache that was made with latents=True, and with no other"
             )
         if of_latents:
             latent, rope = held.split(list(self.widths), 3)
