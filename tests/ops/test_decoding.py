@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
-from hyper_cp import ContextParallelHandler
+from hyper_cp import ContextParallel, ContextParallelHandler, split_cp_mesh
 from hyper_cp.mesh import comm
-from hyper_cp.ops import SplitCache, decode_attention
-from hyper_cp.ops.decoding import SPARE
+from hyper_cp.ops import SplitCache, decode_attention, decoding
 from tests.harness.oracle import plain_attention, relative_error, softcap, visible_pairs
 from tests.harness.ranks import error_of, named_error, on_ranks
 
@@ -94,8 +94,9 @@ def filled(case: dict[str, Any], layout: str, kv: list[Tensor]) -> SplitCache:
 
 @on_ranks
 def decoded(layout: str) -> dict[str, tuple[float, Tensor]]:
-    """The error of each case, and what it made."""
+    """The error of each case, and what it made, in caches that grow (and drop what lies before a window) often."""
     found = {}
+    decoding.SPARE, spare = 1, decoding.SPARE
     for name, case in CASES.items():
         q, *kv = drawn(**case)
         kv, of_latents = kv[:2], kv[2 : 4 if case.get("bias") else 3]
@@ -109,6 +110,7 @@ def decoded(layout: str) -> dict[str, tuple[float, Tensor]]:
             at += count
         made = torch.cat(outs, 2)
         found[name] = relative_error(made, one_device(case)[:, :, PROMPT:]), made
+    decoding.SPARE = spare
     return found
 
 
@@ -137,7 +139,7 @@ def counted() -> dict[str, Any]:
             decode_attention(q[:, :, new], cache, enable_gqa=True, **weight)
         sent = [[n for kind, n in log.entries if kind != "agreement"] for log in (filling, decoding)]
         found[name] = cache.nbytes, *sent
-        for _ in range(4 * SPARE):
+        for _ in range(4 * decoding.SPARE):
             cache.append(*(x[:, :, new] for x in kv[:2]))
         found[f"long, {name}"] = cache.length, cache.nbytes, len(cache._starts)
     return found
@@ -150,14 +152,50 @@ def test_memory_and_messages_are_those_of_the_formulas(ranks: Any) -> None:
         for name, row, heads in (("plain", 2 * 2 * 16, 4), ("latents", 2 * 13, 4)):
             memory, filling, decoding = found[name]
             # The last share is shorter: the prompt has 21 positions, and is padded to 24.
-            assert (share - 3 + SPARE) * row * 8 <= memory <= (share + SPARE) * row * 8
+            assert (share - 3 + decoding.SPARE) * row * 8 <= memory <= (share + decoding.SPARE) * row * 8
             assert filling == [] and decoding == [(world - 1) * 2 * heads * (8 + 1) * 8]
             length, memory, _ = found[f"long, {name}"]
-            assert length == PROMPT + 1 + 4 * SPARE and memory <= (length / world + 1 + SPARE) * row * 8
+            assert (
+                length == PROMPT + 1 + 4 * decoding.SPARE and memory <= (length / world + 1 + decoding.SPARE) * row * 8
+            )
         memory, *_ = found["window"]
-        assert memory <= (6 + SPARE) * 2 * 2 * 16 * 8
+        assert memory <= (6 + decoding.SPARE) * 2 * 2 * 16 * 8
         _, memory, ranges = found["long, window"]
-        assert memory <= (6 + 1 + SPARE) * 2 * 2 * 16 * 8 and ranges <= 6 + 1 + SPARE
+        assert memory <= (6 + 1 + decoding.SPARE) * 2 * 2 * 16 * 8 and ranges <= 6 + 1 + decoding.SPARE
+
+
+# --------------------------------------------------------------------------- in styled modules
+
+
+class Decoder(nn.Module):
+    def __init__(self, cache: SplitCache) -> None:
+        super().__init__()
+        self.cache = cache
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.cache.append(k, v)
+        return decode_attention(q, self.cache)
+
+
+@on_ranks
+def in_a_styled_module() -> list[str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    alone = split_cp_mesh(mesh).cp(1)
+    x, found = torch.randn(2, 4, 4, 8, generator=torch.Generator().manual_seed(0)), []
+    for where, degree in ((mesh, 1), (alone, 1), (mesh, 2)):
+        module = Decoder(SplitCache(where))
+        indices = None if degree == 1 else (0, 1, 2)
+        style = ContextParallel(qkv_indices=indices, ulysses_degree=degree, seq_dim=2, head_dim=1)
+        parallelize_module(module, mesh, style)
+        found.append(error_of(lambda module=module: module(x, x, x)))
+    return found
+
+
+def test_a_styled_module_decodes_on_its_own_mesh_without_exchanged_heads(ranks: Any) -> None:
+    for right, other, exchanged in ranks(2, in_a_styled_module):
+        assert not right, right
+        assert re.match("ValueError: .*but its cache lies on another one", other), other
+        assert re.match("NotImplementedError: .*after its heads were exchanged", exchanged), exchanged
 
 
 # --------------------------------------------------------------------------- wrong use
