@@ -135,9 +135,9 @@ def counted() -> dict[str, Any]:
         weight = dict(zip(("weight",), kv[2:3], strict=False))
         with comm.record_traffic() as filling:
             cache.append(*(x[:, :, new] for x in kv[:2]))
-        with comm.record_traffic() as decoding:
+        with comm.record_traffic() as sending:
             decode_attention(q[:, :, new], cache, enable_gqa=True, **weight)
-        sent = [[n for kind, n in log.entries if kind != "agreement"] for log in (filling, decoding)]
+        sent = [[n for kind, n in log.entries if kind != "agreement"] for log in (filling, sending)]
         found[name] = cache.nbytes, *sent
         for _ in range(4 * decoding.SPARE):
             cache.append(*(x[:, :, new] for x in kv[:2]))
