@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -93,10 +94,10 @@ def filled(case: dict[str, Any], layout: str, kv: list[Tensor]) -> SplitCache:
 
 
 @on_ranks
+@patch.object(decoding, "SPARE", 1)
 def decoded(layout: str) -> dict[str, tuple[float, Tensor]]:
     """The error of each case, and what it made, in caches that grow (and drop what lies before a window) often."""
     found = {}
-    decoding.SPARE, spare = 1, decoding.SPARE
     for name, case in CASES.items():
         q, *kv = drawn(**case)
         kv, of_latents = kv[:2], kv[2 : 4 if case.get("bias") else 3]
@@ -110,7 +111,6 @@ def decoded(layout: str) -> dict[str, tuple[float, Tensor]]:
             at += count
         made = torch.cat(outs, 2)
         found[name] = relative_error(made, one_device(case)[:, :, PROMPT:]), made
-    decoding.SPARE = spare
     return found
 
 
@@ -150,10 +150,10 @@ def test_memory_and_messages_are_those_of_the_formulas(ranks: Any) -> None:
     for found in ranks(world, counted):
         share = 24 // world
         for name, row, heads in (("plain", 2 * 2 * 16, 4), ("latents", 2 * 13, 4)):
-            memory, filling, decoding = found[name]
+            memory, filling, sending = found[name]
             # The last share is shorter: the prompt has 21 positions, and is padded to 24.
             assert (share - 3 + decoding.SPARE) * row * 8 <= memory <= (share + decoding.SPARE) * row * 8
-            assert filling == [] and decoding == [(world - 1) * 2 * heads * (8 + 1) * 8]
+            assert filling == [] and sending == [(world - 1) * 2 * heads * (8 + 1) * 8]
             length, memory, _ = found[f"long, {name}"]
             assert (
                 length == PROMPT + 1 + 4 * decoding.SPARE and memory <= (length / world + 1 + decoding.SPARE) * row * 8
