@@ -6,7 +6,7 @@ import torch
 
 from ..schedule.placement import Balance, balance, layout_of_mask
 from .attention import attention, latent_attention
-from .decoding import SplitCache, decode_attention
+from .decoding import SplitCache, decode_attention, select_cached
 from .indexer_loss import indexer_loss
 from .recurrence.convolution import causal_conv1d
 from .recurrence.linear import linear_recurrence
@@ -26,6 +26,7 @@ __all__ = [
     "layout_of_mask",
     "linear_recurrence",
     "mask_of_slices",
+    "select_cached",
     "select_keys",
 ]
 

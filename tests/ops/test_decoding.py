@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler, split_cp_mesh
 from hyper_cp.mesh import comm
-from hyper_cp.ops import SplitCache, decode_attention, decoding
+from hyper_cp.ops import SplitCache, decode_attention, decoding, select_cached
 from tests.harness.oracle import plain_attention, relative_error, softcap, visible_pairs
 from tests.harness.ranks import error_of, named_error, on_ranks
 
@@ -54,7 +54,7 @@ def mask_of(case: dict[str, Any]) -> Tensor:
     return mask
 
 
-def one_device(case: dict[str, Any]) -> Tensor:
+def one_device(case: dict[str, Any], listed: Tensor | bool = True) -> Tensor:
     q, *given = drawn(**case)
     if case.get("latents"):
         latent, rope, weight, bias = given
@@ -68,7 +68,7 @@ def one_device(case: dict[str, Any]) -> Tensor:
         q,
         *given,
         scale=case.get("scale"),
-        visible=seen & mask_of(case).bool()[:, None, None],
+        visible=seen & mask_of(case).bool()[:, None, None] & listed,
         score_mod=None if cap is None else softcap(cap),
         sinks=sinks_of(case),
     )
@@ -123,6 +123,63 @@ def test_new_tokens_attend_as_on_one_device_with_the_same_bits_on_all_ranks(
     assert max(error for error, _ in first.values()) <= 1e-12, {name: error for name, (error, _) in first.items()}
     for other in others:
         assert all(torch.equal(made, other[name][1]) for name, (_, made) in first.items())
+
+
+# --------------------------------------------------------------------------- selected keys
+
+TOPK, INDEX_HEADS, INDEX_DIM = 7, 3, 6
+
+
+def indexed() -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and weights of an indexer."""
+    g = torch.Generator().manual_seed(5)
+    shapes = (2, INDEX_HEADS, TOTAL, INDEX_DIM), (2, 1, TOTAL, INDEX_DIM), (2, INDEX_HEADS, TOTAL)
+    q, k, weights = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
+    return q, k, weights
+
+
+def best_keys(case: dict[str, Any]) -> Tensor:
+    """The best visible keys of each query ``[B, S, topk]`` by the definition, -1 where there are fewer."""
+    q, k, weights = indexed()
+    scores = torch.einsum("bhij,bhi->bij", torch.relu(torch.einsum("bhid,bgjd->bhij", q, k) * INDEX_DIM**-0.5), weights)
+    seen = visible_pairs(TOTAL, True, None, None)[:, 0] & mask_of(case).bool()[:, None]
+    found = scores.float().masked_fill(~seen, -torch.inf).sort(descending=True, stable=True, dim=-1)
+    return found.indices.masked_fill(found.values == -torch.inf, -1)[..., :TOPK]
+
+
+@on_ranks
+def selected(layout: str) -> dict[str, tuple[int, float]]:
+    """The number of wrong selections, of keys or by their bytes, and the error of attention to them."""
+    found = {}
+    for name, case in {"heads": {}, "padding": {"padding": True}, "latents": {"latents": 10}}.items():
+        q, *kv = drawn(**case)
+        kv, weight = kv[:2], dict(zip(("weight",), kv[2:3] if case.get("latents") else (), strict=False))
+        index_q, index_k, weights = indexed()
+        halves = [*index_k.split([2, 4], 3)]
+        cache, index = filled(case, layout, kv), filled({**case, "latents": 1}, layout, halves)
+        best, wrong, errors, at = best_keys(case), 0, [], PROMPT
+        listed = torch.zeros(2, TOTAL, TOTAL + 1, dtype=torch.bool).scatter_(2, best % (TOTAL + 1), True)[..., :TOTAL]
+        want = one_device(case, listed[:, None])
+        for count in STEPS:
+            new = slice(at, at + count)
+            cache.append(*(x[:, :, new] for x in kv))
+            index.append(*(x[:, :, new] for x in halves))
+            with comm.record_traffic() as log:
+                keys = select_cached(index_q[:, :, new], index, weights[:, :, new], topk=TOPK)
+            sent = [n for kind, n in log.entries if kind != "agreement"]
+            wrong += not torch.equal(keys[:, 0].long(), best[:, new])
+            wrong += sent != [(dist.get_world_size() - 1) * 2 * count * TOPK * 8]
+            out = decode_attention(q[:, :, new], cache, enable_gqa=True, selected=keys, **weight)
+            errors.append(relative_error(out, want[:, :, new]))
+            at += count
+        found[name] = wrong, max(errors)
+    return found
+
+
+@pytest.mark.parametrize(("world", "layout"), [(2, "contiguous"), (3, "head_tail")])
+def test_new_tokens_select_keys_and_attend_to_them_as_on_one_device(ranks: Any, world: int, layout: str) -> None:
+    for found in ranks(world, selected, layout):
+        assert all(not wrong and error <= 1e-12 for wrong, error in found.values()), found
 
 
 @on_ranks

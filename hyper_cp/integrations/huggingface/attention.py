@@ -248,7 +248,6 @@ def refuse_in_decoding(name: str, mask: Tensor | None, request: MaskRequest | No
         "an explicit attention mask": mask is not None,
         "a mask function": request is not None and request.function is not None,
         "chunks": request is not None and request.documents is not None,
-        "selected keys": options.get("indices") is not None,
     }
     if any(found.values()):
         raise NotImplementedError(

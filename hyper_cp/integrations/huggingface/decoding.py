@@ -10,7 +10,13 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 from ...data.collectives import by_rank
 from ...data.packing import PreparedBatch
@@ -44,6 +50,8 @@ class SplitLayer(CacheLayerMixin):
         handler = self.owner.handler
         bounds = None if self.window is None else (self.window - 1, 0)
         self.split = SplitCache(handler.cp, layout=handler.layout, window=bounds, latents=self.owner.latents)
+        self.index = SplitCache(handler.cp, layout=handler.layout, latents=True)
+        """The keys of the layer's indexer, if it has one."""
         self.given: tuple[Callable[[], Any], Callable[[], Any]] = tuple, tuple
         """The keys and values that were added last, as long as somebody holds them."""
 
@@ -59,6 +67,15 @@ class SplitLayer(CacheLayerMixin):
         self.given = ref(key_states), ref(value_states)
         return key_states, value_states
 
+    def update_indexer(self, keys: Tensor) -> SplitCache:
+        """Keep the keys ``[B, S, D]`` of an indexer, and return all that are kept."""
+        parts = keys.unsqueeze(1).chunk(2, 3)
+        if self.owner.prompt is not None:
+            self.index.fill(*parts, **self.owner.prompt)
+        else:
+            self.index.append(*parts, attention_mask=self.owner.new_mask)
+        return self.index
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.split.length + query_length, 0
 
@@ -69,7 +86,8 @@ class SplitLayer(CacheLayerMixin):
         return -1
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.split.select_rows(beam_idx)
+        for cache in (self.split, self.index):
+            cache.select_rows(beam_idx)
 
 
 class SplitModelCache(Cache):
@@ -90,7 +108,7 @@ class SplitModelCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of memory on this rank."""
-        return sum(layer.split.nbytes for layer in self._split)
+        return sum(layer.split.nbytes + layer.index.nbytes for layer in self._split)
 
     def check(self, model: nn.Module, mesh: Any) -> None:
         """Raise unless a forward of the model on this mesh may use the cache."""
@@ -156,6 +174,8 @@ class SplitModelCache(Cache):
                     "say). The cache holds latents. Generate in context_parallel_mesh(model, a mesh of one rank)"
                 )
             given |= {"weight": found[1], "bias": found[2]}
+        if (indices := options.get("indices")) is not None:
+            given["selected"] = indices.unsqueeze(1)
         out = decode_attention(query, layer.split, enable_gqa=True, sinks=options.get("s_aux"), **given)
         return out.transpose(1, 2).contiguous()
 
@@ -166,15 +186,17 @@ def _windows(model: Any) -> list[int | None]:
     config = decoder.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
     kinds = list(getattr(config, "layer_types", None) or ())
-    others = {type(layer).__name__ for layer in layers if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)}
+    known: list[type] = [DynamicLayer, DynamicSlidingWindowLayer]
+    if any(has_indexer_seam(type(x)) for x in decoder.modules()):
+        known.append(DynamicIndexedLayer)
+    others = {type(layer).__name__ for layer in layers if type(layer) not in known}
     others |= {f"layers of type {kind}" for kind in kinds if "chunked" in kind}
     others |= {type(mixer).__name__ for mixer in mixers_of(decoder)}
-    others |= {type(x).__name__ for x in decoder.modules() if has_indexer_seam(type(x))}
     if others:
         raise NotImplementedError(
             f"{type(model).__name__} keeps other things than keys and values between tokens: "
-            f"{', '.join(sorted(others))}. States of recurrences, keys of indexers and chunks are not split over ranks "
-            "yet. Generate in context_parallel_mesh(model, a mesh of one rank)"
+            f"{', '.join(sorted(others))}. States of recurrences, keys of other indexers and chunks are not split over "
+            "ranks yet. Generate in context_parallel_mesh(model, a mesh of one rank)"
         )
     return [getattr(layer, "sliding_window", None) for layer in layers]
 
