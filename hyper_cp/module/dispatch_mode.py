@@ -11,7 +11,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from .._torch.modes import take_out
-from ..ops.decoding import SplitCache, decode_attention
+from ..ops.decoding import decode_attention
+from ..ops.split_cache import SplitCache
 from . import attention_calls
 from .running_call import RunningCall, routed_attention
 from .thread_stack import ThreadStack

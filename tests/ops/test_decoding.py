@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler, split_cp_mesh
 from hyper_cp.mesh import comm
-from hyper_cp.ops import SplitCache, decode_attention, decoding, select_cached
+from hyper_cp.ops import SplitCache, decode_attention, select_cached, split_cache
 from tests.harness.oracle import plain_attention, relative_error, softcap, visible_pairs
 from tests.harness.ranks import error_of, named_error, on_ranks
 
@@ -94,7 +94,7 @@ def filled(case: dict[str, Any], layout: str, kv: list[Tensor]) -> SplitCache:
 
 
 @on_ranks
-@patch.object(decoding, "SPARE", 1)
+@patch.object(split_cache, "SPARE", 1)
 def decoded(layout: str) -> dict[str, tuple[float, Tensor]]:
     """The error of each case, and what it made, in caches that grow (and drop what lies before a window) often."""
     found = {}
@@ -196,7 +196,7 @@ def counted() -> dict[str, Any]:
             decode_attention(q[:, :, new], cache, enable_gqa=True, **weight)
         sent = [[n for kind, n in log.entries if kind != "agreement"] for log in (filling, sending)]
         found[name] = cache.nbytes, *sent
-        for _ in range(4 * decoding.SPARE):
+        for _ in range(4 * split_cache.SPARE):
             cache.append(*(x[:, :, new] for x in kv[:2]))
         found[f"long, {name}"] = cache.length, cache.nbytes, len(cache._starts)
     return found
@@ -209,16 +209,17 @@ def test_memory_and_messages_are_those_of_the_formulas(ranks: Any) -> None:
         for name, row, heads in (("plain", 2 * 2 * 16, 4), ("latents", 2 * 13, 4)):
             memory, filling, sending = found[name]
             # The last share is shorter: the prompt has 21 positions, and is padded to 24.
-            assert (share - 3 + decoding.SPARE) * row * 8 <= memory <= (share + decoding.SPARE) * row * 8
+            assert (share - 3 + split_cache.SPARE) * row * 8 <= memory <= (share + split_cache.SPARE) * row * 8
             assert filling == [] and sending == [(world - 1) * 2 * heads * (8 + 1) * 8]
             length, memory, _ = found[f"long, {name}"]
             assert (
-                length == PROMPT + 1 + 4 * decoding.SPARE and memory <= (length / world + 1 + decoding.SPARE) * row * 8
+                length == PROMPT + 1 + 4 * split_cache.SPARE
+                and memory <= (length / world + 1 + split_cache.SPARE) * row * 8
             )
         memory, *_ = found["window"]
-        assert memory <= (6 + decoding.SPARE) * 2 * 2 * 16 * 8
+        assert memory <= (6 + split_cache.SPARE) * 2 * 2 * 16 * 8
         _, memory, ranges = found["long, window"]
-        assert memory <= (6 + 1 + decoding.SPARE) * 2 * 2 * 16 * 8 and ranges <= 6 + 1 + decoding.SPARE
+        assert memory <= (6 + 1 + split_cache.SPARE) * 2 * 2 * 16 * 8 and ranges <= 6 + 1 + split_cache.SPARE
 
 
 # --------------------------------------------------------------------------- in styled modules

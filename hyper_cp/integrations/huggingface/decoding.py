@@ -22,7 +22,8 @@ from ...data.collectives import by_rank
 from ...data.packing import PreparedBatch
 from ...handler import ContextParallelHandler
 from ...mesh.agreement import fingerprint
-from ...ops.decoding import SplitCache, decode_attention, place_of
+from ...ops.decoding import decode_attention
+from ...ops.split_cache import SplitCache, place_of
 from ...schedule.documents import read
 from ...schedule.lookup import resolve
 from .checks import decoder_of, mixers_of

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops.config import Call
-from ...ops.decoding import SplitCache, select_cached
+from ...ops.decoding import select_cached
 from ...ops.selection import select
+from ...ops.split_cache import SplitCache
 from .forward import ForwardState, state_for
 from .indexer_losses import Scored
 
