@@ -100,7 +100,8 @@ class SplitCache:
         Args:
             k, v: ``[B, Hkv, S'/n, D]`` and ``[B, Hkv, S'/n, Dv]`` of a sequence that was padded to S' positions.
             length: its length S without this padding. Default: S'.
-            documents: the boundaries by which layouts such as ``"per_document"`` have placed the tokens.
+            documents: the boundaries by which layouts such as ``"per_document"`` have placed the tokens. Default:
+                those of the enclosing ``handler.documents`` block.
             attention_mask: this rank's share ``[B, S'/n]`` of a mask that is 0 on padding before or behind the tokens
                 of rows, and 1 on tokens. None: there is no padding.
 
@@ -112,7 +113,7 @@ class SplitCache:
         ranks, share = self.cp.size, k.shape[2]
         length = share * ranks if length is None else length
         self._check_prompt(length, share)
-        table = documents_table(documents)
+        table = self.cp.batch.documents if documents is None else documents_table(documents)
         _refuse_packed(table, length, attention_mask is not None)
         shown = self._checked_mask(attention_mask, k)
         signature = ("shapes", (k.shape, v.shape)), ("dtypes", k.dtype), ("length", length), ("layout", self.layout)

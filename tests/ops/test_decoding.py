@@ -268,6 +268,9 @@ def _wrong(what: str) -> None:
     share = [x[:, :, :4] for x in drawn()[1:]]
     if what == "documents":
         cache.fill(*share, documents=[0, 3, 8])
+    if what == "block":
+        with ContextParallelHandler(mesh, "contiguous").documents([0, 3, 8]):
+            cache.fill(*share)
     if what == "short":
         cache.fill(*share, length=1)
     if what == "length":
@@ -307,6 +310,7 @@ WRONG = {
     "layout": "layout='nowhere'",
     "window": "window=(4, 2) of a cache: new tokens are causal",
     "documents": "NotImplementedError: the prompt has documents that end at [[0, 3, 8]], before its 8 tokens do",
+    "block": "NotImplementedError: the prompt has documents that end at [[0, 3, 8]], before its 8 tokens do",
     "short": "the prompt has 1 tokens, and the cp mesh of 2 ranks",
     "length": "length=9 is not that of a prompt of which 2 ranks hold 4 positions each",
     "mask": "attention_mask is torch.float32 (2, 8)",
