@@ -55,13 +55,14 @@ from .huggingface.checks import (
     position_maker,
 )
 from .huggingface.chunked_loss import ChunkedLoss
+from .huggingface.decoding import SplitModelCache, check_arguments, compare, one_random_state
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
 from .huggingface.indexer_losses import collecting, indexer_losses
 from .huggingface.latents import NAME, prepare_latents
 from .huggingface.modules import LightningHooks, direct_attention, is_lightning, no_mask, prepare_rotary, route
 from .huggingface.selected import has_indexer_seam, prepare_indexers
 
-__all__ = ["NAME", "indexer_losses", "prepare_batch", "prepare_model", "register"]
+__all__ = ["NAME", "generate", "indexer_losses", "prepare_batch", "prepare_model", "register"]
 
 IGNORE = -100
 CACHES = ("past_key_values", "cache_params")
@@ -159,6 +160,54 @@ def prepare_batch(
         entries.setdefault("num_items_in_batch", (entries["shift_labels"] != IGNORE).sum())
     local = whole.split({name: IGNORE for name in whole.dims if "labels" in name})
     return {**local, "context_parallel": whole.prepared()}
+
+
+def generate(model: Any, handler: ContextParallelHandler, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+    """Generate with a prepared model: ``model.generate`` with a cache that is split over the ranks of the mesh.
+
+    The forward of the prompt is that of training, and each rank keeps the keys and values of its share. Then every rank
+    computes each new token, and attends to its part of the cache (:func:`hyper_cp.ops.decode_attention`): a cache has
+    1/n of the memory, and all ranks get the same tokens.
+
+    Args:
+        model: a model that :func:`prepare_model` has prepared, in evaluation mode.
+        handler: that of its style, on the mesh on which it runs.
+        input_ids: the whole prompts ``[B, S]``, the same on every rank, of any S from n on; padded rows with
+            ``attention_mask``, as for ``model.generate``.
+        kwargs: those of ``model.generate``: ``max_new_tokens``, ``do_sample``, ``num_beams``, ``streamer`` ... They are
+            the same on every rank, and a stopping criterion decides alike on all. Ranks sample with the random state of
+            the first one. ``past_key_values`` is the cache of a turn before, which ``return_dict_in_generate=True``
+            returns.
+
+    Returns:
+        What ``model.generate`` returns, on every rank.
+
+    Raises:
+        ValueError: if the ranks pass different prompts or options, a cache of another mesh, or a prompt with fewer
+            tokens than ranks.
+        NotImplementedError: for models that keep more than keys and values between tokens, packed prompts,
+            speculative decoding and ``max_time``.
+        RuntimeError: in training mode.
+
+    Example::
+
+        handler = ContextParallelHandler(mesh, style)
+        text = generate(prepare_model(model, mesh, style=style).eval(), handler, prompt, max_new_tokens=200)
+    """
+    inner = base_of(model)
+    check_arguments(inner, kwargs)
+    if handler.cp.size == 1:
+        return model.generate(input_ids, **kwargs)
+    cache = kwargs.pop("past_key_values", None)
+    compare(handler, input_ids, kwargs)
+    cache = SplitModelCache(handler, inner) if cache is None else cache
+    if not isinstance(cache, SplitModelCache):
+        raise TypeError(
+            f"past_key_values is a {type(cache).__name__}, whose keys are not split over the ranks. Pass the one that "
+            "generate(..., return_dict_in_generate=True) has returned, or leave it out"
+        )
+    with torch.no_grad(), one_random_state(handler, inner.device):
+        return model.generate(input_ids, past_key_values=cache, **kwargs)
 
 
 class _KeywordBatch(WholeBatch):
@@ -268,9 +317,15 @@ class DecoderHook:
         ready = kwargs.pop("context_parallel", None) or offered
         given, losses = take_documents(kwargs), collecting()
         plain = documents is None and given is None and (ready is None or ready.plain)
+        found = kwargs.get("past_key_values")
+        cache = found if isinstance(found, SplitModelCache) else None
         selects = self.selects and not any(kwargs.get(name) for name in ("use_cache", *CACHES))
         if not mesh.parallel and plain and not selects:
             state: forward.State = OneDevice(self.implementation)
+        elif cache is not None and cache.prompt is None:  # new tokens, which all ranks have
+            state = ForwardState(PreparedBatch(), self.binding.style, mesh, frozenset(kwargs), cache=cache)
+            if self.direct:
+                kwargs["attention_mask"] = no_mask(next(module.parameters()).device)
         else:
             self._refuse(args, kwargs)
             if not self.adapters_checked:
@@ -281,7 +336,7 @@ class DecoderHook:
             handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
             check_padding(module, self.mixers, handler.layout, batch, tokens)
-            state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs), losses)
+            state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs), losses, cache)
             self._complete(handler, tokens, batch, kwargs)
             if ready is None and mesh.parallel and not self.compared:
                 check_dispatched(handler, tokens, self.binding.name)
@@ -300,12 +355,12 @@ class DecoderHook:
             raise TypeError(
                 f"{self.binding.name} got {len(args)} positional arguments: pass all but input_ids by keyword"
             )
-        cache = [name for name in CACHES if kwargs.get(name) is not None]
+        cache = [name for name in CACHES if not isinstance(kwargs.get(name), (SplitModelCache, type(None)))]
         if cache:
             raise NotImplementedError(
-                f"{self.binding.name} got {cache[0]}. Context parallelism does not run with a key/value cache, "
-                "and generated tokens are not shares of a sequence. Pass use_cache=False, and generate with a "
-                "model without prepare_model, or in context_parallel_mesh(model, a mesh of one rank)"
+                f"{self.binding.name} got {cache[0]}, a {type(kwargs[cache[0]]).__name__}, which knows no other ranks. "
+                "Pass use_cache=False; to generate call hyper_cp.integrations.transformers.generate(model, "
+                "handler, input_ids), whose cache is split over the ranks"
             )
 
     def _complete(
@@ -421,6 +476,15 @@ class HeadHook:
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Refuse arguments that the head would apply to this rank's share only. A model that makes masks of the types
         of tokens is given those of the whole sequence."""
+        cache, kept = kwargs.get("past_key_values"), {}
+        if isinstance(cache, SplitModelCache):
+            cache.check(model, self.decoder.binding.active.mesh)
+            kwargs = {**kwargs, "input_ids": args[0]} if args else dict(kwargs)
+            args, kept = args[1:], {name: kwargs.pop(name) for name in ("logits_to_keep",) if name in kwargs}
+            if cache.get_seq_length() == 0:
+                kwargs, kept = self._prompt(cache, kwargs, kept)
+            elif isinstance(mask := kwargs.get("attention_mask"), Tensor):
+                cache.new_mask = mask[:, -check_entries({**kwargs, "position_ids": None}).shape[1] :]
         ready = kwargs.get("context_parallel")
         forward.offer(ready)
         if ready is not None or self.decoder.binding.active.parallel:
@@ -431,7 +495,7 @@ class HeadHook:
                 router_loss.check(model, kwargs, args[0] if args else kwargs.get("input_ids"))
         types = {} if ready is None else {name: x for name, x in ready.token_types.items() if name in kwargs}
         if not types or not masks_by_types(model) or not self.decoder.binding.active.parallel:
-            return None
+            return (args, {**kwargs, **kept}) if isinstance(cache, SplitModelCache) else None
         types = {name: x.to(kwargs[name].device) for name, x in types.items()}
         # A mask of ones: without any, transformers takes the jumps of local positions for packed sequences.
         ones = (
@@ -439,12 +503,30 @@ class HeadHook:
             if kwargs.get("attention_mask") is not None
             else {"attention_mask": torch.ones_like(kwargs[next(iter(types))])}
         )
-        return args, {**kwargs, **types, **ones}
+        return args, {**kwargs, **types, **ones, **kept}
+
+    def _prompt(
+        self, cache: SplitModelCache, kwargs: dict[str, Any], kept: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """This rank's share of a prompt, and the row of the logits to compute."""
+        names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", *TOKEN_TYPES)
+        whole = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+        others = {name: x for name, x in kwargs.items() if name not in names}
+        tokens = check_entries(whole)
+        local = prepare_batch(cache.handler, whole)
+        cache.begin_prompt(local["context_parallel"], tokens.shape[1], "attention_mask" in whole)
+        rank, row = cache.last
+        at = torch.tensor([row if cache.handler.cp.rank == rank else 0], device=tokens.device)
+        return {**others, **local}, dict.fromkeys(kept, at)
 
     def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Make the router loss that of the whole sequence."""
         forward.offer(None)
-        mesh = self.decoder.binding.active
+        mesh, cache = self.decoder.binding.active, kwargs.get("past_key_values")
+        if isinstance(cache, SplitModelCache):
+            prompt, cache.prompt, cache.new_mask = cache.prompt, None, None
+            if prompt is not None and output is not None:
+                output.logits = cache.hand_round(output.logits)
         if not mesh.parallel or not isinstance(getattr(output, "aux_loss", None), Tensor):
             return
         ready, mask = kwargs.get("context_parallel"), kwargs.get("attention_mask")

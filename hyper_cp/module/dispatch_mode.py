@@ -11,6 +11,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from .._torch.modes import take_out
+from ..ops.decoding import decode_attention
+from ..ops.split_cache import SplitCache
 from . import attention_calls
 from .running_call import RunningCall, routed_attention
 from .thread_stack import ThreadStack
@@ -52,6 +54,10 @@ class DispatchMode(EnteredMode):
             call.routed += 1
             request = read(call.binding.name, *args, **kwargs)
             return request.to_caller(routed_attention(call, request))
+        if func is decode_attention and call.alive():
+            _check_decoding(call, args[1])
+            call.routed += 1
+            return func(*args, **kwargs)
         unrouted = attention_calls.spelled(func) if read is None and call.must_route else None
         if unrouted is not None and call.alive():
             raise NotImplementedError(
@@ -60,6 +66,21 @@ class DispatchMode(EnteredMode):
                 "ulysses_degree=None with qkv_indices on a module that receives q, k, v, where any kernel works"
             )
         return attention_calls.PLAIN.get(func, func)(*args, **kwargs)
+
+
+def _check_decoding(call: RunningCall, cache: SplitCache) -> None:
+    """Raise if a styled module may not attend to this cache."""
+    name = call.binding.name
+    if cache.cp.batch is not call.mesh.views[0].batch:
+        raise ValueError(
+            f"{name} runs on the {call.mesh.views[0]}, but its cache lies on another one, the {cache.cp}. Other ranks "
+            "hold its keys. Make the cache on the mesh of the model"
+        )
+    if call.exchanged is not None and call.exchanged.cp.ulysses.size > 1:
+        raise NotImplementedError(
+            f"{name} calls decode_attention after its heads were exchanged, but new tokens are the same on every rank. "
+            "Put the style on a module that computes q, k, v itself, with qkv_indices=None"
+        )
 
 
 BACKWARD = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}

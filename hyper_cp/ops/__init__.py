@@ -6,23 +6,28 @@ import torch
 
 from ..schedule.placement import Balance, balance, layout_of_mask
 from .attention import attention, latent_attention
+from .decoding import decode_attention, select_cached
 from .indexer_loss import indexer_loss
 from .recurrence.convolution import causal_conv1d
 from .recurrence.linear import linear_recurrence
 from .selection import select_keys
 from .slices import mask_of_slices
+from .split_cache import SplitCache
 
 __all__ = [
     "SAVE_LIST",
     "Balance",
+    "SplitCache",
     "attention",
     "balance",
     "causal_conv1d",
+    "decode_attention",
     "indexer_loss",
     "latent_attention",
     "layout_of_mask",
     "linear_recurrence",
     "mask_of_slices",
+    "select_cached",
     "select_keys",
 ]
 

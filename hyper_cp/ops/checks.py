@@ -85,7 +85,7 @@ def check(
             call.dropout_p,
             exchanged,
             lengths,
-            None if call.sinks is None else _sinks(call, q, cp, exchanged),
+            None if call.sinks is None else check_sinks(call, q, cp, exchanged),
             call.score,
             *_of_latents(of_latents, cp),
             call.selected,
@@ -415,8 +415,9 @@ def check_options(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) 
 # --------------------------------------------------------------------------- explicit masks
 
 
-def _sinks(call: Call, q: Tensor, cp: CPMesh, exchanged: bool) -> Tensor:
-    """The sinks of the heads that this rank attends. Its gradient is zero for the other heads."""
+def check_sinks(call: Call, q: Tensor, cp: CPMesh, exchanged: bool) -> Tensor:
+    """The sinks of the heads that this rank attends; raises if they do not fit. Its gradient is zero for the other
+    heads."""
     sinks, degree = call.sinks, cp.ulysses.size
     attended = q.shape[1] if exchanged else q.shape[1] // degree
     heads = attended * degree

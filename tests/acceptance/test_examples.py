@@ -72,6 +72,12 @@ def test_losses_are_those_of_one_rank(ranks: Any, script: str) -> None:
             assert losses == pytest.approx(one, abs=1e-4)
 
 
+def test_what_nanogpt_writes_is_what_one_rank_writes(ranks: Any) -> None:
+    options = ["--steps", "2", "--length", "77", "--write", "9"]
+    ((one, _),) = ranks(1, run_main, "nanogpt.py", options)
+    assert len(one) == 9 and all(written == one for written, _ in ranks(3, run_main, "nanogpt.py", options))
+
+
 @pytest.mark.slow
 def test_a_long_sequence_takes_less_memory_and_gives_the_same_losses(ranks: Any) -> None:
     options = ["--length", "1000", "--steps", "1"]

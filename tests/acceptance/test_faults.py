@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp.mesh.agreement import Agreement
 from hyper_cp.mesh.failures import TransferError
+from hyper_cp.ops import SplitCache, decode_attention
 from tests.harness import ranks as pool
 from tests.harness.ranks import RankEnds, RankError, Ranks, error_of, on_ranks
 from tests.harness.small_training import LENGTH, MODES, Fault, Training, close, one_device, tokens
@@ -82,6 +84,30 @@ def test_a_killed_rank_in_every_mode(own_pool: Ranks) -> None:
 def test_a_rank_that_stops(own_pool: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "GRACE", 0.5)
     lose(own_pool, signal.SIGSTOP, ([0, 1], "ring", "forward"), ([2, 3], "head groups", "backward"))
+
+
+@on_ranks
+def lose_while_decoding() -> None:
+    """A rank is killed between two new tokens: in the gather of the next one the others raise."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    q, k, v = torch.randn(3, 1, 2, 4, 8)
+    cache = SplitCache(mesh)
+    cache.fill(k, v)
+    for step in range(3):
+        if (step, dist.get_rank()) == (2, VICTIM):
+            os.kill(os.getpid(), signal.SIGKILL)
+        cache.append(k[:, :, :1], v[:, :, :1])
+        decode_attention(q[:, :, :1], cache)
+
+
+def test_a_rank_that_is_killed_while_decoding(own_pool: Ranks) -> None:
+    with pytest.raises(RankError) as caught:
+        own_pool(2, lose_while_decoding)
+    want = (
+        r"decode_attention in forward on the cp mesh of 2 ranks \(ring 2 x ulysses 1\): all_gather between this rank "
+        r"\(0\) and global rank 1 failed: .*Read the first rank's error.*"
+    )
+    assert caught.value.types[0] == "TransferError" and re.fullmatch(want, caught.value.messages[0], re.S), caught.value
 
 
 # --------------------------------------------------------------------------- ranks that raise, or leave a step out

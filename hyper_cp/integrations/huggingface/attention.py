@@ -123,10 +123,11 @@ def attention_mask(
         given = {"q_length": q_length, "kv_length": kv_length, "config": config, **options, **others}
         original = AttentionMaskInterface().get(state.implementation)
         return None if original is None else original(**given)
-    if q_length != kv_length or not isinstance(q_offset, int) or q_offset != 0:
+    cached = isinstance(state, ForwardState) and state.cache is not None and state.cache.prompt is None
+    if not cached and (q_length != kv_length or not isinstance(q_offset, int) or q_offset != 0):
         raise NotImplementedError(
             f"{q_length} queries at offset {q_offset} of {kv_length} keys: context parallelism does not run with a "
-            "key/value cache. Pass use_cache=False, and generate without prepare_model"
+            "key/value cache of its model. Pass use_cache=False; generate with integrations.transformers.generate"
         )
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     chunked = local_size is not None and local_size == chunk != window
@@ -202,6 +203,11 @@ def attention_forward(
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
     if mask is None and not causal and request is None:
         raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
+    layer = None if state.cache is None else state.cache.layer_of(module, key, value)
+    if layer is not None and state.cache.prompt is None:
+        refuse_in_decoding(name, mask, request, options)
+        size = _window(name, request, options.get("sliding_window"))
+        return state.cache.attend(module, layer, query, key, size, options), None
     batch, window = state.batch, None
     function = None if request is None else request.function
     if function is not None:
@@ -234,6 +240,21 @@ def attention_forward(
     if batch.tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention
         out = out.masked_fill(~batch.tokens, 0.0)
     return out.transpose(1, 2).contiguous(), None
+
+
+def refuse_in_decoding(name: str, mask: Tensor | None, request: MaskRequest | None, options: dict[str, Any]) -> None:
+    """Raise for what hides keys of new tokens otherwise than causality, windows and padding do."""
+    found = {
+        "an explicit attention mask": mask is not None,
+        "a mask function": request is not None and request.function is not None,
+        "chunks": request is not None and request.documents is not None,
+    }
+    if any(found.values()):
+        raise NotImplementedError(
+            f"{name} attends with {', '.join(x for x, given in found.items() if given)} to a cache that is split over "
+            "ranks. It knows causality, windows and padding only. Generate in context_parallel_mesh(model, a mesh of "
+            "one rank)"
+        )
 
 
 def _score(cap: float | None, function: MaskMod | None, query: Tensor) -> Score | None:

@@ -214,8 +214,8 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     if kept is not None and (isinstance(kept, Tensor) or kept != 0):
         raise NotImplementedError(
             f"{name} got logits_to_keep={kept if isinstance(kept, int) else 'a tensor'}, as generate passes it: each "
-            "rank would keep the last positions of its own share. Leave it out; generate with a model without "
-            "prepare_model, or in context_parallel_mesh(model, a mesh of one rank)"
+            "rank would keep the last positions of its own share. Leave it out; to generate call "
+            "hyper_cp.integrations.transformers.generate(model, handler, input_ids)"
         )
     media = [key for key, x in kwargs.items() if x is not None and MEDIA.match(key)]
     if media:
@@ -310,6 +310,6 @@ def check_dispatched(handler: ContextParallelHandler, tokens: Tensor, name: str)
     if bool((rows == rows[0]).all()):
         raise ValueError(
             f"{name} got the same {tuple(tokens.shape)} tokens on all {handler.cp.size} ranks. They must be shares "
-            "of one sequence. Pass the whole batch through prepare_batch (or handler.dispatch); generate with a model "
-            "without prepare_model"
+            "of one sequence. Pass the whole batch through prepare_batch (or handler.dispatch); to generate call "
+            "hyper_cp.integrations.transformers.generate"
         )

@@ -7,6 +7,7 @@ on are called without it: they find the forward that is running.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +33,8 @@ class ForwardState:
     """Names of the keywords that the decoder was given, some of which it hands on to attention."""
     losses: IndexerLosses | None = None
     """Collects the losses of indexers; None: indexers are not trained."""
+    cache: Any = None
+    """The cache that the ranks share, a :class:`~.decoding.SplitModelCache`; None: nothing is generated."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops.config import Call
+from ...ops.decoding import select_cached
 from ...ops.selection import select
+from ...ops.split_cache import SplitCache
 from .forward import ForwardState, state_for
 from .indexer_losses import Scored
 
@@ -83,8 +85,8 @@ def selects(layer: nn.Module, decoder: nn.Module) -> bool:
 def _selected(indexer: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
     """The forward of an indexer of a prepared model."""
     state, forward = state_for(indexer), type(indexer).forward
-    if isinstance(state, ForwardState) and past_key_values is None:
-        past_key_values = _Cache(type(indexer).__name__)
+    if isinstance(state, ForwardState) and (past_key_values is None or state.cache is not None):
+        past_key_values = _Cache(type(indexer).__name__, state.cache)
         if state.losses is not None:  # without the decorator ``no_grad``, on inputs that have no gradient
             state.losses.refuse_where_lost(type(indexer).__name__)
             forward = inspect.unwrap(forward)
@@ -102,12 +104,15 @@ def _detached(x: Any) -> Any:
 class _Cache:
     """Stands for a cache: the keys that an indexer hands to it come back as scores to be."""
 
-    def __init__(self, owner: str) -> None:
-        self.owner = owner
+    def __init__(self, owner: str, cache: Any = None) -> None:
+        self.owner, self.cache = owner, cache
 
     def update_indexer(self, k: Tensor, layer: int) -> _Scores:
-        """Keys ``[B, S, D]``."""
-        return _Scores(self.owner, k)
+        """Keys ``[B, S, D]``. A cache that is split over the ranks keeps them."""
+        made = _Scores(self.owner, k)
+        if self.cache is not None:
+            made.held = self.cache.layers[layer].update_indexer(k)
+        return made
 
 
 _EXPECTED = ("transpose", "float", "unsqueeze", "matmul", "mul", "relu", "matmul", "squeeze", "mask", "topk")
@@ -121,6 +126,7 @@ class _Scores:
         self.owner, self.k, self.steps = owner, k, ["keys"]
         self.q, self.weights, self.scale = k, k, 1.0
         self.request: Any = None
+        self.held: SplitCache | None = None
 
     def _step(self, name: str, **found: Any) -> _Scores:
         """The next step; raises unless the steps so far begin the expected ones."""
@@ -187,7 +193,15 @@ class _Scores:
         """That of scores, over all ranks."""
         state: ForwardState = self.request.state
         b, length, _ = self.k.shape
+        if self._decodes and self.held is not None:
+            return b, length, self.held.length
         return b, length, length * state.mesh.views[0].size
+
+    @property
+    def _decodes(self) -> bool:
+        """True for the scores of new tokens, which all ranks have."""
+        cache = self.request.state.cache
+        return cache is not None and cache.prompt is None
 
     def topk(self, topk: int, dim: int) -> Any:
         """The selection, as ``torch.topk`` returns it."""
@@ -197,6 +211,9 @@ class _Scores:
     def selection(self, topk: int, state: ForwardState) -> Tensor:
         """The best keys of all ranks, ``[B, S, topk]``."""
         batch, weights = state.batch, self.weights.squeeze(2).transpose(1, 2)
+        if self._decodes and self.held is not None:
+            q = self.q.to(self.k.dtype).transpose(1, 2)
+            return select_cached(q, self.held, weights, topk=topk, scale=self.scale)[:, 0]
         documents = batch.documents if self.request.documents is None else self.request.documents
         mode = replace(state.style.mode, window=(None, 0))
         call = Call(False, self.scale, batch.keys, documents, name=self.owner)

@@ -1,0 +1,243 @@
+"""Generation with a prepared model: a cache of transformers whose layers are split over the ranks of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from ...data.collectives import by_rank
+from ...data.packing import PreparedBatch
+from ...handler import ContextParallelHandler
+from ...mesh.agreement import fingerprint
+from ...ops.decoding import decode_attention
+from ...ops.split_cache import SplitCache, place_of
+from ...schedule.documents import read
+from ...schedule.lookup import resolve
+from .checks import decoder_of, mixers_of
+from .latents import as_latents, hands_on_latents
+from .selected import has_indexer_seam
+
+REFUSED = {
+    "assistant_model": "The cache does not forget tokens that were rejected",
+    "prompt_lookup_num_tokens": "The cache does not forget tokens that were rejected",
+    "max_time": "Clocks of ranks differ, and one would stop while the others wait for it",
+    "cache_implementation": "The cache is the one that is split over the ranks",
+}
+"""Arguments of ``generate`` that are refused, and the reasons."""
+
+
+class SplitLayer(CacheLayerMixin):
+    """One layer of the cache. Lengths that models read from it are global."""
+
+    def __init__(self, owner: SplitModelCache, window: int | None) -> None:
+        super().__init__()
+        self.owner, self.window, self.is_sliding = owner, window, window is not None
+        self.reset()
+
+    def reset(self) -> None:
+        handler = self.owner.handler
+        bounds = None if self.window is None else (self.window - 1, 0)
+        self.split = SplitCache(handler.cp, layout=handler.layout, window=bounds, latents=self.owner.latents)
+        self.index = SplitCache(handler.cp, layout=handler.layout, latents=True)
+        """The keys of the layer's indexer, if it has one."""
+        self.given: tuple[Callable[[], Any], Callable[[], Any]] = tuple, tuple
+        """The keys and values that were added last, as long as somebody holds them."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keep them, and return them: attention reads the cache itself."""
+        if self.owner.prompt is not None:
+            self.split.fill(key_states, value_states, **self.owner.prompt)
+        else:
+            self.split.append(key_states, value_states, attention_mask=self.owner.new_mask)
+        self.given = ref(key_states), ref(value_states)
+        return key_states, value_states
+
+    def update_indexer(self, keys: Tensor) -> SplitCache:
+        """Keep the keys ``[B, S, D]`` of an indexer, and return all that are kept."""
+        parts = keys.unsqueeze(1).chunk(2, 3)
+        if self.owner.prompt is not None:
+            self.index.fill(*parts, **self.owner.prompt)
+        else:
+            self.index.append(*parts, attention_mask=self.owner.new_mask)
+        return self.index
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.split.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.split.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for cache in (self.split, self.index):
+            cache.select_rows(beam_idx)
+
+
+class SplitModelCache(Cache):
+    """The cache of a prepared model, see :func:`hyper_cp.integrations.transformers.generate`."""
+
+    def __init__(self, handler: ContextParallelHandler, model: Any) -> None:
+        self.handler = handler
+        self.latents = any(hands_on_latents(x) for x in model.modules())
+        self._split = [SplitLayer(self, window) for window in _windows(model)]
+        super().__init__(layers=[*self._split])
+        self.prompt: dict[str, Any] | None = None
+        """In the forward of the prompt: the arguments of ``SplitCache.fill``."""
+        self.last: tuple[int, int] = 0, 0
+        """The rank that holds the last token of the prompt, and its row there."""
+        self.new_mask: Tensor | None = None
+        """The padding mask ``[B, new tokens]`` of the others."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory on this rank."""
+        return sum(layer.split.nbytes + layer.index.nbytes for layer in self._split)
+
+    def check(self, model: nn.Module, mesh: Any) -> None:
+        """Raise unless a forward of the model on this mesh may use the cache."""
+        name = type(model).__name__
+        if model.training or torch.is_grad_enabled():
+            what = "in training mode" if model.training else "with gradients enabled"
+            raise RuntimeError(
+                f"{name} runs with a split cache {what}. Tokens are generated without dropout and without a backward. "
+                "Call model.eval(), and generate under torch.no_grad()"
+            )
+        if self.handler.mesh != mesh:
+            raise ValueError(
+                f"{name} runs on the mesh {mesh}, but the cache lies on {self.handler.mesh}. Other ranks hold its "
+                "keys. Make a new cache after another mesh has become active"
+            )
+
+    def begin_prompt(self, state: PreparedBatch, length: int, padded: bool) -> None:
+        """Begin the forward of a prompt of ``length`` tokens, which the ranks share."""
+        if self.handler.cp.batch.documents is not None:
+            raise NotImplementedError(
+                "a prompt is read inside a handler.documents block. New tokens go on with one text, and would see all "
+                "documents. Leave the block, and pass each document as a row of the batch, padded on the left"
+            )
+        ranks, share = self.handler.cp.size, state.length or 0
+        counted = None if state.counted is None or not padded else state.counted
+        self.prompt = {"length": length, "documents": state.documents, "attention_mask": counted}
+        resolved = resolve(self.handler.layout, ranks, share * ranks, read(state.documents))
+        self.last = place_of(resolved, length - 1)
+
+    def hand_round(self, logits: Tensor) -> Tensor:
+        """The logits ``[B, 1, V]`` of the last token of the prompt, which one rank has."""
+        rank, row = self.last
+        own = logits if logits.shape[1] == 1 else logits[:, row : row + 1]
+        return by_rank(self.handler.mesh, own.contiguous())[rank]
+
+    def layer_of(self, module: nn.Module, key: Tensor, value: Tensor) -> SplitLayer:
+        """The layer that was given these keys and values. Raises if there is none: new tokens attend to the cache."""
+        layer = next((x for x in self._split if x.given[0]() is key and x.given[1]() is value), None)
+        if layer is None:
+            raise NotImplementedError(
+                f"{type(module).__name__} attends to other keys and values than it puts into its cache: it changes "
+                "them in between. A cache that is split over ranks is attended as it is. Generate in "
+                "context_parallel_mesh(model, a mesh of one rank)"
+            )
+        return layer
+
+    def attend(
+        self, module: Any, layer: SplitLayer, query: Tensor, key: Tensor, window: int | None, options: dict[str, Any]
+    ) -> Tensor:
+        """Attention ``[B, T, H, D]`` of new tokens to a layer. ``window``: that of the mask of the module."""
+        if layer.window != window:
+            raise NotImplementedError(
+                f"{type(module).__name__} attends with a window of {window}, but its layer of the cache has "
+                f"{layer.window}. Only one of them can be meant. Generate without prepare_model, or in "
+                "context_parallel_mesh(model, a mesh of one rank)"
+            )
+        given: dict[str, Any] = {"scale": options.get("scaling"), "softcap": options.get("softcap")}
+        if hands_on_latents(module):
+            found = as_latents(module, key)
+            if found is None:
+                raise NotImplementedError(
+                    f"{type(module).__name__} makes keys of latents in a layer whose weight cannot be read (quantized, "
+                    "say). The cache holds latents. Generate in context_parallel_mesh(model, a mesh of one rank)"
+                )
+            given |= {"weight": found[1], "bias": found[2]}
+        if (indices := options.get("indices")) is not None:
+            given["selected"] = indices.unsqueeze(1)
+        out = decode_attention(query, layer.split, enable_gqa=True, sinks=options.get("s_aux"), **given)
+        return out.transpose(1, 2).contiguous()
+
+
+def _windows(model: Any) -> list[int | None]:
+    """The window of each layer of a model's cache. Raises unless all layers keep keys and values of attention."""
+    decoder = decoder_of(model)
+    config = decoder.config.get_text_config(decoder=True)
+    layers = DynamicCache(config=config).layers
+    kinds = list(getattr(config, "layer_types", None) or ())
+    known: list[type] = [DynamicLayer, DynamicSlidingWindowLayer]
+    if any(has_indexer_seam(type(x)) for x in decoder.modules()):
+        known.append(DynamicIndexedLayer)
+    others = {type(layer).__name__ for layer in layers if type(layer) not in known}
+    others |= {f"layers of type {kind}" for kind in kinds if "chunked" in kind}
+    others |= {type(mixer).__name__ for mixer in mixers_of(decoder)}
+    if others:
+        raise NotImplementedError(
+            f"{type(model).__name__} keeps other things than keys and values between tokens: "
+            f"{', '.join(sorted(others))}. States of recurrences, keys of other indexers and chunks are not split over "
+            "ranks yet. Generate in context_parallel_mesh(model, a mesh of one rank)"
+        )
+    return [getattr(layer, "sliding_window", None) for layer in layers]
+
+
+def check_arguments(model: Any, kwargs: dict[str, Any]) -> None:
+    """Raise for arguments of ``generate`` that do not go with a split cache."""
+    settings = [
+        x for x in (kwargs.get("generation_config"), getattr(model, "generation_config", None)) if x is not None
+    ]
+    for name, reason in REFUSED.items():
+        if any(x is not None for x in (kwargs.get(name), *(getattr(x, name, None) for x in settings))):
+            raise NotImplementedError(
+                f"generate got {name}, which does not go with a cache that is split over ranks. {reason}. Leave it out"
+            )
+    if model.training:
+        raise RuntimeError(
+            f"{type(model).__name__} is in training mode. Dropout would differ between ranks. Call model.eval()"
+        )
+    if kwargs.get("use_cache") is False:
+        raise ValueError(
+            "generate got use_cache=False. Every token would need a forward of the whole sequence. Leave it out"
+        )
+
+
+def compare(handler: ContextParallelHandler, tokens: Any, kwargs: dict[str, Any]) -> None:
+    """Raise on every rank if the ranks do not ask for the same: one entry in the store."""
+    tensors = {"input_ids": tokens, **kwargs}
+    found = sorted((name, fingerprint(x)) for name, x in tensors.items() if isinstance(x, Tensor))
+    plain = sorted((name, str(x)) for name, x in kwargs.items() if isinstance(x, (bool, int, float, str, type(None))))
+    handler.cp.agree("batch", (("batch", str((found, plain))),), "generate", always=True)
+
+
+@contextmanager
+def one_random_state(handler: ContextParallelHandler, device: torch.device) -> Iterator[None]:
+    """Give all ranks the random state of the first, so that they draw the same tokens. The others get theirs back."""
+    source = torch if device.type == "cpu" else torch.get_device_module(device)
+    before = source.get_rng_state()
+    source.set_rng_state(by_rank(handler.mesh, before.to(device))[0].cpu())
+    try:
+        yield
+    finally:
+        if handler.cp.rank:
+            source.set_rng_state(before)

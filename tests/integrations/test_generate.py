@@ -1,0 +1,246 @@
+"""Generation with prepared models over a cache that is split over the ranks: the tokens of one device."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh
+from tests.harness.hf_causal import tiny_causal
+from tests.harness.hf_models import InDouble, LowestFirst, make, tokens
+from tests.harness.oracle import relative_error
+from tests.harness.ranks import error_of, named_error, on_ranks
+
+pytest.importorskip("transformers")
+
+MADE, TINY = ("llama", "qwen3", "gemma3", "deepseek_v3"), ("gemma2", "gpt_oss", "deepseek_v32")
+MODES: dict[str, dict[str, Any]] = {
+    "contiguous": {"ulysses_degree": 1},
+    "head_tail": {"ulysses_degree": 1, "kv_exchange": "ring"},
+    "per_document": {"ulysses_degree": 1, "kv_exchange": "needed"},
+    "balanced": {"ulysses_degree": 1},
+    "auto": {"ulysses_degree": 1},
+}
+LENGTH, NEW = 19, 4
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@cache
+def model_of(name: str) -> Any:
+    return (make(name) if name in MADE else tiny_causal(name)).eval()
+
+
+def prepared(name: str, layout: str = "head_tail", **mode: Any) -> tuple[Any, ContextParallelHandler]:
+    from hyper_cp.integrations.transformers import prepare_model
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    style = ContextParallel(layout=layout, **(mode or MODES[layout]))
+    return prepare_model(copy.deepcopy(model_of(name)), mesh, style=style), ContextParallelHandler(mesh, style)
+
+
+def generated(model: Any, handler: ContextParallelHandler | None, ids: Tensor, **options: Any) -> Any:
+    """The tokens that a model writes on one device, or with a handler on all ranks."""
+    from hyper_cp.integrations.transformers import generate
+
+    # Selections compare scores in single precision, and transformers takes any of equal ones.
+    selects = hasattr(model.config, "index_topk")
+    with LowestFirst() if selects else InDouble():
+        if handler is None:
+            return model.generate(ids, **{**GREEDY, **options})
+        return generate(model, handler, ids, **{**GREEDY, **options})
+
+
+def left_padded() -> dict[str, Tensor]:
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[0, :5] = 0
+    return {"attention_mask": mask}
+
+
+@on_ranks
+def every_model(cases: list[tuple[str, bool]]) -> dict[str, tuple[bool, float]]:
+    """True for the same tokens, and the largest relative error of the logits of a new token."""
+    found, ids, listed = {}, tokens(LENGTH), {"return_dict_in_generate": True, "output_logits": True}
+    for name in (*MADE, *TINY):
+        for layout, padded in cases:
+            more = {**listed, **(left_padded() if padded else {})}
+            want, got = generated(model_of(name), None, ids, **more), generated(*prepared(name, layout), ids, **more)
+            error = max(relative_error(a, b) for a, b in zip(got.logits, want.logits, strict=True))
+            found[f"{name}, {layout}, {padded}"] = torch.equal(got.sequences, want.sequences), error
+    return found
+
+
+CASES = {
+    2: [("contiguous", False), ("per_document", True)],
+    3: [("balanced", False), ("auto", True)],
+    4: [("head_tail", False), ("head_tail", True)],
+}
+"""Layouts, and whether rows are padded, by the number of ranks."""
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_greedy_tokens_are_those_of_one_device(ranks: Any, world: int) -> None:
+    for found in ranks(world, every_model, CASES[world]):
+        assert len(found) == 14 and all(same for same, _ in found.values()), found
+        # Without the mode InDouble, norms compute in single precision.
+        assert all(error <= (1e-5 if "v32" in name else 1e-9) for name, (_, error) in found.items()), found
+
+
+# --------------------------------------------------------------------------- options of generate
+
+
+@on_ranks
+def options_of_generate() -> dict[str, bool]:
+    from transformers import StoppingCriteria, StoppingCriteriaList
+    from transformers.generation.streamers import BaseStreamer
+
+    class Listed(BaseStreamer):
+        def __init__(self) -> None:
+            self.seen: list[Tensor] = []
+
+        def put(self, value: Tensor) -> None:
+            self.seen.append(value.flatten())
+
+        def end(self) -> None:
+            self.seen.append(torch.tensor([-1]))
+
+    class Stops(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            return torch.full((len(input_ids),), input_ids.shape[1] >= LENGTH + 3)
+
+    ids, one, found = tokens(LENGTH), model_of("gemma3"), {}
+    model, handler = prepared("gemma3", ulysses_degree=None)
+
+    def same(name: str, *, rows: Tensor = ids, **options: Any) -> None:
+        want = generated(one, None, rows, **{k: x() if callable(x) else x for k, x in options.items()})
+        got = generated(model, handler, rows, **{k: x() if callable(x) else x for k, x in options.items()})
+        found[name] = torch.equal(got, want)
+
+    same("end of text", eos_token_id=[3, 5, 7, 9, 11, 13, 15, 17, 19])
+    same("stopping criteria", stopping_criteria=lambda: StoppingCriteriaList([Stops()]))
+    same("beams", num_beams=3)
+    same("copies", num_return_sequences=1, repetition_penalty=1.3)
+    same("embeddings", rows=ids, inputs_embeds=one.get_input_embeddings()(ids).detach())
+    same("in chunks", prefill_chunk_size=8)
+    same("a long text", max_new_tokens=60)
+    streams = [Listed(), Listed()]
+    generated(one, None, ids[:1], streamer=streams[0])
+    generated(model, handler, ids[:1], streamer=streams[1])
+    found["streamer"] = torch.equal(*(torch.cat(x.seen) for x in streams))
+
+    # Two turns of a conversation, whose second has several tokens, and padding of its own.
+    for name, more in (("second turn", {}), ("padded second turn", left_padded())):
+        first = generated(model, handler, ids, return_dict_in_generate=True, **more)
+        longer, mask = torch.cat([first.sequences, tokens(5)], 1), {}
+        if more:
+            mask["attention_mask"] = torch.nn.functional.pad(more["attention_mask"], (0, NEW + 5), value=1)
+            mask["attention_mask"][1, LENGTH + NEW] = 0
+        second = generated(model, handler, longer, past_key_values=first.past_key_values, **mask)
+        found[name] = torch.equal(second, generated(one, None, longer, **mask))
+        found[f"{name}, memory"] = first.past_key_values.nbytes > 0
+
+    # Another degree, and the model of one rank.
+    family = split_cp_mesh(handler.mesh)
+    with context_parallel_mesh(model, family.cp(1)) as alone:
+        found["one rank"] = torch.equal(generated(model, alone, ids), generated(one, None, ids))
+    return found
+
+
+def test_options_of_generate_and_further_turns(ranks: Any) -> None:
+    for found in ranks(2, options_of_generate):
+        assert len(found) == 13 and all(found.values()), found
+
+
+@on_ranks
+def sampled() -> tuple[bool, Tensor, Tensor]:
+    """Ranks begin with random states of their own; the tokens are those of one device with that of the first."""
+    ids, sampling = tokens(LENGTH), {"do_sample": True, "temperature": 3.0}
+    one, (model, handler) = model_of("qwen3"), prepared("qwen3")
+    torch.manual_seed(0)
+    want = [generated(one, None, ids, **sampling) for _ in range(2)]
+    torch.manual_seed(dist.get_rank())
+    got = [generated(model, handler, ids, **sampling) for _ in range(2)]
+    return all(map(torch.equal, got, want)), got[0], torch.rand(1)
+
+
+def test_all_ranks_sample_the_same_tokens(ranks: Any) -> None:
+    (same, first, a), (_, second, b) = ranks(2, sampled)
+    torch.manual_seed(1)
+    assert same and torch.equal(first, second) and torch.equal(b, torch.rand(1)) and not torch.equal(a, b)
+
+
+# --------------------------------------------------------------------------- wrong use
+
+
+def _wrong(case: str) -> None:
+    from transformers import DynamicCache
+
+    ids, rank = tokens(8), dist.get_rank()
+    if case == "recurrent":
+        from hyper_cp.integrations.transformers import prepare_model
+
+        mesh, style = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), ContextParallel(ulysses_degree=1)
+        model = prepare_model(copy.deepcopy(tiny_causal("mamba2")), mesh, style=style)
+        generated(model, ContextParallelHandler(mesh, style), ids)
+    model, handler = prepared("llama")
+    if case == "training":
+        generated(model.train(), handler, ids)
+    if case == "max_time":
+        generated(model, handler, ids, max_time=1.0)
+    if case == "prompts":
+        generated(model, handler, ids + rank)
+    if case == "options":
+        generated(model, handler, ids, max_new_tokens=3 + rank)
+    if case == "cache of one device":
+        generated(model, handler, ids, past_key_values=DynamicCache(config=model.config))
+    if case == "generate of the model":
+        model.generate(ids, max_new_tokens=2)
+    if case == "short":
+        generated(model, handler, ids[:, :1])
+    if case == "packed":
+        generated(model, handler, ids, position_ids=torch.arange(8).remainder(5)[None].expand(2, -1))
+    if case == "block":
+        with handler.documents([0, 3, 8]):
+            generated(model, handler, ids)
+    kept = generated(model, handler, ids, return_dict_in_generate=True).past_key_values
+    if case == "other mesh":
+        family = split_cp_mesh(handler.mesh)
+        with torch.no_grad(), context_parallel_mesh(model, family.cp(1)):
+            model(ids[:, :1], past_key_values=kept)
+    if case == "gradients":
+        model(ids[:, :1], past_key_values=kept)
+
+
+WRONG = {
+    "training": "RuntimeError: LlamaForCausalLM is in training mode",
+    "max_time": "NotImplementedError: generate got max_time",
+    "prompts": "generate: the ranks of the cp mesh of 2 ranks",
+    "options": "generate: the ranks of the cp mesh of 2 ranks",
+    "cache of one device": "TypeError: past_key_values is a DynamicCache",
+    "generate of the model": "NotImplementedError: LlamaForCausalLM got logits_to_keep=1, as generate passes it",
+    "short": "the prompt has 1 tokens, and the cp mesh of 2 ranks",
+    "packed": "NotImplementedError: the prompt has documents that end at",
+    "block": "NotImplementedError: a prompt is read inside a handler.documents block",
+    "other mesh": "LlamaForCausalLM runs on the mesh",
+    "gradients": "RuntimeError: LlamaForCausalLM runs with a split cache with gradients enabled",
+    "recurrent": "NotImplementedError: Mamba2ForCausalLM keeps other things than keys and values between tokens",
+}
+
+
+@on_ranks
+def wrong_use(case: str) -> str:
+    return error_of(lambda: _wrong(case))
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_use_raises_on_every_rank_and_says_why(ranks: Any, case: str) -> None:
+    kind, words = named_error(WRONG[case])
+    for text in ranks(2, wrong_use, case):
+        assert re.match(rf"{kind}: .*{re.escape(words)}", text, re.S), text
