@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from ..data.batch import WholeBatch, entries_of
 from ..data.collectives import by_rank
-from ..data.packing import PreparedBatch, attention_state, read_positions, take_documents
+from ..data.packing import Media, PreparedBatch, attention_state, read_positions, take_documents
 from ..data.sharding import Shares, documents_for, local_share, padded_table
 from ..handler import ContextParallelHandler
 from ..module.mesh_binding import Binding, binding_of, describe
@@ -38,6 +38,7 @@ from ..style import ContextParallel, style_of
 from .huggingface import forward, router_loss
 from .huggingface.attention import register
 from .huggingface.checks import (
+    MEDIA,
     base_of,
     check_adapters,
     check_dispatched,
@@ -59,6 +60,7 @@ from .huggingface.decoding import SplitModelCache, check_arguments, compare, one
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
 from .huggingface.indexer_losses import collecting, indexer_losses
 from .huggingface.latents import NAME, prepare_latents
+from .huggingface.media import MediaHook, owner_of
 from .huggingface.modules import LightningHooks, direct_attention, is_lightning, no_mask, prepare_rotary, route
 from .huggingface.selected import has_indexer_seam, prepare_indexers
 
@@ -122,6 +124,8 @@ def prepare_model(
         head = HeadHook(hook)
         model.register_forward_pre_hook(head.before, with_kwargs=True)
         model.register_forward_hook(head.after, with_kwargs=True, always_call=True)
+    if (owner := owner_of(model, decoder)) is not None:  # behind the head's: it may be the same module
+        MediaHook(hook.binding, model, owner).attach(owner)
     if chunked is not None:  # last: the router loss is corrected in an output that still has logits
         chunked.attach(model)
     return given
@@ -215,7 +219,11 @@ class _KeywordBatch(WholeBatch):
     masks are causal. Positions do not restart in documents. The documents of an enclosing block count."""
 
     def __init__(self, handler: Shares, entries: dict[str, Any]) -> None:
-        length, documents = check_entries(entries).shape[1], take_documents(entries)
+        self.media = {name: entries.pop(name) for name in [*entries] if MEDIA.match(name)}
+        self.media = {name: x for name, x in self.media.items() if x is not None}
+        tokens, documents = check_entries(entries), take_documents(entries)
+        self.whole = tokens, entries.get("attention_mask")
+        length = tokens.shape[1]
         dims = {name: -1 if name == "position_ids" else 1 for name, x in entries.items() if _rows(x)}
         dims = {name: dim for name, dim in dims.items() if entries[name].shape[dim] == length}
         dims.pop("attention_mask", None)
@@ -269,7 +277,20 @@ class _KeywordBatch(WholeBatch):
             token_types=types,
             length=self.padded // self.handler.cp.size,
             numbered=self.position_ids is None,
+            media=self._media(),
         )
+
+    def _media(self) -> Media | None:
+        tokens, mask = self.whole
+        if not self.media:
+            return None
+        if tokens.is_floating_point():
+            raise NotImplementedError(
+                f"batch has {', '.join(self.media)} with inputs_embeds. The places of images are found in input_ids. "
+                "Pass input_ids, or insert the images into inputs_embeds and leave them out"
+            )
+        padding = mask.cpu() if _rows(mask) and mask.ndim == 2 else None
+        return Media(self.media, tokens.cpu(), padding)
 
     def _padded(self, x: Tensor, value: int = 0) -> Tensor:
         """``x [B, S]``, padded with the sequence."""
@@ -315,6 +336,8 @@ class DecoderHook:
             self.binding, module, lambda: (self.binding.active_documents(), forward.offered())
         )
         ready = kwargs.pop("context_parallel", None) or offered
+        if ready is not None and ready.media is not None:
+            check_inputs(module, ready.media.entries)
         given, losses = take_documents(kwargs), collecting()
         plain = documents is None and given is None and (ready is None or ready.plain)
         found = kwargs.get("past_key_values")

@@ -31,7 +31,10 @@ COUNTS = re.compile(r"arange\(\s*(hidden_states|query\w*)\.(shape\[|size\()")
 """Code that counts positions of the local hidden states."""
 LOSS_OF_TOKENS = {None, "ForCausalLM", "ForConditionalGeneration"}
 """Types of losses that honour shifted labels and the number of labels of the whole batch."""
-MEDIA = re.compile(r"^(pixel|image|video|audio|input_features|input_values)")
+MEDIA = re.compile(
+    r"^(pixel|image|video|audio|input_features|input_values|high_res|second_per_grid|spatial_shapes|target_sizes|tile_"
+    r"|num_(local|frames)|batch_num|patches_grid|aspect_ratio|feature_attention|cross_attention|mm_encoder|flattened_pa)"
+)
 """Names of inputs other than text."""
 
 

@@ -1,0 +1,197 @@
+"""A tiny random model of types of ``AutoModelForImageTextToText``, made by rule, and a batch of images for it."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.harness.hf_causal import SIZES, NotTiny, _each, _has, _is_fixed
+
+VOCABULARY, IMAGE, VIDEO = 61, 58, 59
+LARGEST = 4_000_000
+VISION: dict[str, Any] = {
+    **_each("hidden_size embed_dim d_model vision_embed_dim", 16),
+    **_each("intermediate_size mlp_dim", 24),
+    **_each("num_hidden_layers depth num_layers encoder_layers", 2),
+    **_each("num_attention_heads num_heads num_key_value_heads attention_heads encoder_attention_heads", 2),
+    **_each("head_dim", 8),
+    **_each("image_size", 16),
+    **_each("patch_size", 4),
+    **_each("out_hidden_size projection_dim output_dim text_hidden_size projector_hidden_size", 32),
+    **_each("num_position_embeddings position_embedding_size", 64),
+    **_each("window_size", 8),
+    **_each("attention_dropout hidden_dropout dropout drop_path_rate projection_dropout", 0.0),
+    **_each("torch_dtype dtype", None),
+}
+"""Sizes of vision towers, for those of these attributes that a configuration has."""
+GRIDS = [(1, 4, 4), (1, 4, 8)]
+"""Patches of the two images of towers that take any size."""
+
+
+def _sizes(config: Any, table: dict[str, Any]) -> dict[str, Any]:
+    fixed = {name for name in table if _is_fixed(type(config), name)}
+    return {name: x for name, x in table.items() if name not in fixed and _has(config, name) and x is not None}
+
+
+TEXT_CHANGES: dict[str, dict[str, Any]] = {
+    "gemma3": {"mm_tokens_per_image": 4},
+    "qwen2_vl": {"vision_config": {"hidden_size": 32}},
+    "qwen3_vl": {"vision_config": {"deepstack_visual_indexes": [0, 1]}},
+    "qwen3_vl_moe": {"vision_config": {"deepstack_visual_indexes": [0, 1]}},
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "gemma3": {"mm_tokens_per_image": 4},
+    "qwen2_vl": {"vision_config": {"hidden_size": 32}},
+    "qwen3_vl": {"vision_config": {"deepstack_visual_indexes": [0, 1]}},
+    "qwen3_vl_moe": {"vision_config": {"deepstack_visual_indexes": [0, 1]}},
+}
+
+
+def image_types() -> list[str]:
+    """The model types that ``AutoModelForImageTextToText`` knows."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def class_name(kind: str) -> str:
+    """The name of the class of a model type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
+
+
+def _text(config: Any, kind: str) -> dict[str, Any]:
+    import transformers as hf
+
+    sizes = _sizes(config, SIZES)
+    if "kv_lora_rank" in sizes:
+        sizes["num_key_value_heads"] = 4
+    rope = getattr(config, "rope_parameters", None) or {}
+    module = inspect.getmodule(getattr(hf, class_name(kind)))
+    if "mrope_section" in rope or "mrope_section" in inspect.getsource(module):
+        rope = rope or {"rope_type": "default", "rope_theta": 1e4}
+        sizes["rope_parameters"] = {**rope, "mrope_section": [1, 1, 2]}
+    if getattr(config, "layer_types", None):
+        names = list(dict.fromkeys(config.layer_types))[:2]
+        sizes["layer_types"] = (names * 2)[:2]
+    return {**sizes, "experts_implementation": "eager"}
+
+
+@cache
+def tiny_config(kind: str) -> Any:
+    """A small configuration of a model type; :class:`NotTiny` if there is none."""
+    import transformers as hf
+
+    try:
+        default = hf.CONFIG_MAPPING[kind]()
+        parts: dict[str, Any] = {}
+        for name in ("text_config", "vision_config"):
+            part = getattr(default, name, None)
+            if part is None:
+                continue
+            made = _text(part, kind) if name == "text_config" else _sizes(part, VISION)
+            parts[name] = {"model_type": part.model_type, **made}
+        more = {**_sizes(default, _each("projection_dim", 32)), **CHANGES.get(kind, {})}
+        for name, change in list(more.items()):
+            if name in parts:
+                parts[name] |= more.pop(name)
+        ids = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": VIDEO}
+        ids = {name: x for name, x in ids.items() if _has(default, name) and name not in type(default).attribute_map}
+        config = type(default)(**{**parts, **ids, **more})
+        with torch.device("meta"):
+            size = sum(p.numel() for p in getattr(hf, class_name(kind))(config).parameters())
+    except Exception as error:
+        raise NotTiny(f"{type(error).__name__}: {str(error)[:200]}") from error
+    if size > LARGEST:
+        raise NotTiny(f"{size / 1e6:.0f} million parameters")
+    return config
+
+
+def tiny(kind: str) -> Any:
+    """A model in double precision, in evaluation mode, with the same random weights on every rank."""
+    import transformers as hf
+
+    torch.manual_seed(7)
+    model = getattr(hf, class_name(kind))(tiny_config(kind)).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.3)
+    return model
+
+
+def owner(model: Any) -> Any:
+    """The innermost module that encodes images."""
+    return [m for m in model.modules() if hasattr(m, "get_image_features")][-1]
+
+
+def images(model: Any, grids: list[tuple[int, int, int]] = GRIDS, seed: int = 3, video: bool = False) -> dict[str, Any]:
+    """Entries of a batch that hold these images (of equal size for towers that take one size only)."""
+    inner = owner(model)
+    names = inspect.signature(type(inner).get_image_features).parameters
+    config, generator = inner.config.vision_config, torch.Generator().manual_seed(seed)
+    channels = getattr(config, "in_channels", getattr(config, "num_channels", 3))
+    patch, side = (x if isinstance(x, int) else x[0] for x in (config.patch_size, getattr(config, "image_size", 16)))
+    if "image_grid_thw" in names:
+        count = sum(t * h * w for t, h, w in grids)
+        width = channels * getattr(config, "temporal_patch_size", 1) * patch**2
+        pixels, end = torch.randn(count, width, generator=generator, dtype=torch.float64), ""
+        end = "_videos" if video else ""
+        return {f"pixel_values{end}": pixels, f"{'video' if video else 'image'}_grid_thw": torch.tensor(grids)}
+    shape = (len(grids), channels, side, side)
+    source = inspect.getsource(inspect.unwrap(type(inner).get_image_features))
+    if "batch_size, num_images," in source:
+        shape = (2, len(grids), *shape[1:])
+    pixels = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    if "batch_size, num_images," in source:
+        pixels[1] = 0.0
+    found: dict[str, Any] = {"pixel_values": pixels}
+    if "image_sizes" in names and names["image_sizes"].default is inspect.Parameter.empty:
+        sizes = [(side, side), (side // 2, side)]
+        found["image_sizes"] = torch.tensor([sizes[i % 2] for i in range(len(grids))])
+        if hasattr(inner.config, "image_grid_pinpoints"):
+            found["pixel_values"] = torch.randn(len(grids), 5, *shape[1:], generator=generator, dtype=torch.float64)
+    return found
+
+
+def rows_of(model: Any, entries: dict[str, Any], name: str = "get_image_features") -> list[int]:
+    """The numbers of rows that the model makes of each image."""
+    with torch.no_grad():
+        output = getattr(owner(model), name)(**entries, return_dict=True)
+    if output.pooler_output is None or "Llama4" in type(model).__name__:
+        found = output.last_hidden_state
+    else:
+        found = output.pooler_output
+    return [x.shape[:-1].numel() for x in found]
+
+
+def batch_of(model: Any, length: int = 40) -> dict[str, Any]:
+    """Two rows of tokens: one with two images, and one without any, with padding at its end."""
+    entries = images(model)
+    generator = torch.Generator().manual_seed(length)
+    counts, at = rows_of(model, entries), 3
+    length = max(length, sum(counts) + 12)
+    ids = torch.randint(3, VOCABULARY - 5, (2, length), generator=generator)
+    for count in counts:
+        ids[0, at : at + count] = IMAGE
+        at += count + 2
+    mask = torch.ones_like(ids)
+    mask[1, -5:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, **entries}
+    names = inspect.signature(type(owner(model)).forward).parameters
+    types = (ids == IMAGE).long()
+    if "mm_token_type_ids" in names:
+        batch["mm_token_type_ids"] = types
+    if "token_type_ids" in names:
+        batch["token_type_ids"] = types
+    return batch
+
+
+def labels_of(batch: dict[str, Any]) -> Tensor:
+    """Labels of the text: placeholder tokens and padding have none."""
+    ids = batch["input_ids"]
+    return ids.masked_fill((batch["attention_mask"] == 0) | (ids == IMAGE) | (ids == VIDEO), -100)
