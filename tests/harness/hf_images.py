@@ -25,7 +25,6 @@ VISION: dict[str, Any] = {
     **_each("num_position_embeddings position_embedding_size", 64),
     **_each("window_size", 8),
     **_each("attention_dropout hidden_dropout dropout drop_path_rate projection_dropout", 0.0),
-    **_each("torch_dtype dtype", None),
 }
 """Sizes of vision towers, for those of these attributes that a configuration has."""
 GRIDS = [(1, 4, 4), (1, 4, 8)]
@@ -34,17 +33,41 @@ GRIDS = [(1, 4, 4), (1, 4, 8)]
 
 def _sizes(config: Any, table: dict[str, Any]) -> dict[str, Any]:
     fixed = {name for name in table if _is_fixed(type(config), name)}
-    return {name: x for name, x in table.items() if name not in fixed and _has(config, name) and x is not None}
+    return {name: x for name, x in table.items() if name not in fixed and _has(config, name)}
 
 
 TEXT_CHANGES: dict[str, dict[str, Any]] = {
     "gemma3": {"mm_tokens_per_image": 4},
+    "llama4": {
+        "text_config": {
+            **_each("intermediate_size_mlp", 24),
+            **_each("attention_chunk_size", 512),
+            **_each("attn_temperature_tuning", False),
+        },
+        "vision_config": {
+            **_each("vision_output_dim projector_input_dim projector_output_dim", 16),
+            **_each("hidden_size", 16),
+            **_each("intermediate_size", 64),
+        },
+    },
     "qwen2_vl": {"vision_config": {"hidden_size": 32}},
     "qwen3_vl": {"vision_config": {"deepstack_visual_indexes": [0, 1]}},
     "qwen3_vl_moe": {"vision_config": {"deepstack_visual_indexes": [0, 1]}},
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "gemma3": {"mm_tokens_per_image": 4},
+    "llama4": {
+        "text_config": {
+            **_each("intermediate_size_mlp", 24),
+            **_each("attention_chunk_size", 512),
+            **_each("attn_temperature_tuning", False),
+        },
+        "vision_config": {
+            **_each("vision_output_dim projector_input_dim projector_output_dim", 16),
+            **_each("hidden_size", 16),
+            **_each("intermediate_size", 64),
+        },
+    },
     "qwen2_vl": {"vision_config": {"hidden_size": 32}},
     "qwen3_vl": {"vision_config": {"deepstack_visual_indexes": [0, 1]}},
     "qwen3_vl_moe": {"vision_config": {"deepstack_visual_indexes": [0, 1]}},

@@ -120,14 +120,14 @@ def _refuse(owner: nn.Module, names: Sequence[str], why: str) -> NoReturn:
 def frames_apart(owner: nn.Module) -> bool:
     """True if the encoder of a model attends within frames, so that the frames of a video may go to several ranks."""
     sources = [source_of(type(module).forward) for module in owner.modules()]
-    text = "".join({*sources, source_of(getattr(type(owner), METHODS["video"]))})
+    text = "".join({*sources, source_of(getattr(type(owner), METHODS["video"], len))})
     apart = "get_vision_cu_seqlens(" in text or "get_vision_attention_seqlens(" in text
     return apart and not re.search("merge_temporal|include_temporal|temporal_merge|resampler", text)
 
 
 def videos_are_images(owner: nn.Module) -> bool:
     """True if a model encodes videos by the very calls that encode images."""
-    video, image = (source_of(getattr(type(owner), name, len)) for name in METHODS.values())
+    image, video = (source_of(getattr(type(owner), name, len)) for name in METHODS.values())
     return "self.get_image_features(" in video or ("self.visual(" in video and "self.visual(" in image)
 
 
