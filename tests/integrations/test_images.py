@@ -16,8 +16,8 @@ from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh.comm import record_traffic
 from hyper_cp.schedule.readers import read_rows, runs_of_equal_cost
 from tests.harness.attention_case import cp_mesh
-from tests.harness.hf_images import IMAGE, VIDEO, batch_of, images, labels_of, owner, rows_of, tiny
-from tests.harness.hf_models import InDouble, gradients
+from tests.harness.hf_images import IMAGE, batch_of, images, labels_of, owner, rows_of, tiny, video_batch
+from tests.harness.hf_models import InDouble, LowestFirst, gradients
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
@@ -73,7 +73,7 @@ def worst(model: Any, alone: Any) -> dict[str, float]:
 
 def on_one_device(model: Any, batch: dict[str, Any], labels: Tensor) -> tuple[Any, Tensor]:
     alone = copy.deepcopy(model)
-    with InDouble():
+    with InDouble(), LowestFirst():
         logits = alone(**batch, use_cache=False).logits
         loss_of(logits, labels).backward()
     return alone, logits.detach()
@@ -121,43 +121,30 @@ def test_images_are_exact_on_three_ranks(ranks: Any, kind: str) -> None:
 
 
 @on_ranks
-def videos(kind: str, both: bool) -> tuple[float, int]:
-    """The error with a video whose frames go to both ranks, maybe beside an image, and the patches of this rank."""
-    model, batch = tiny(kind), {}
-    entries = images(model, [(3, 4, 4)], seed=5, video=True)
-    counts = {VIDEO: rows_of(model, entries, "get_video_features")}
-    if both:
-        batch = images(model, [(1, 4, 8)])
-        counts[IMAGE] = rows_of(model, batch)
-    at, ids = 2, torch.randint(3, 50, (2, 44), generator=torch.Generator().manual_seed(0))
-    types = torch.zeros_like(ids)
-    for i, (token, rows) in enumerate(counts.items()):
-        total = sum(rows)
-        frames = 3 if kind.startswith(("qwen3", "glm")) and token == VIDEO else 1  # with text between frames
-        for _ in range(frames):
-            ids[i if both else 0, at : at + total // frames] = IMAGE if kind == "glm4v" else token
-            types[i if both else 0, at : at + total // frames] = 2 if token == VIDEO else 1
-            at += total // frames + 2
-    mask = torch.ones_like(ids)
-    batch = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": types, **batch, **entries}
-    if both:  # image rows come first on one device
-        batch["input_ids"], batch["mm_token_type_ids"] = ids.flip(0), types.flip(0)
-    seen: list[int] = []
-    tower = owner(model).visual
-    error = errors(model, batch, [RING, ULYSSES])
+def videos(kind: str, apart: bool) -> tuple[float, list[int]]:
+    """The error with a video, whose frames go to both ranks, and the patches that this rank's encoder was given. Beside
+    it there is an image in the other row, if the model takes both."""
+    model = tiny(kind)
+    batch = video_batch(model, apart)
+    if kind == "qwen2_5_vl":
+        image = images(model, [(1, 4, 8)])
+        rows = sum(rows_of(model, image))
+        batch |= image
+        batch["input_ids"][1, 4 : 4 + rows], batch["mm_token_type_ids"][1, 4 : 4 + rows] = IMAGE, 1
+    error, seen = errors(model, batch, [RING, ULYSSES]), []
     made, handler = prepared(model, **RING)
     owner(made).visual.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
     step(made, handler, batch, labels_of(batch))
-    assert len(seen) == 1 and tower is not owner(made).visual
-    return error, seen[0]
+    return error, seen
 
 
-@pytest.mark.parametrize(("kind", "both"), [("qwen2_5_vl", True), ("qwen3_vl", False), ("glm4v", False)])
-def test_frames_of_a_video_are_shared_out(ranks: Any, kind: str, both: bool) -> None:
-    found = ranks(2, videos, kind, both)
+@pytest.mark.parametrize(("kind", "apart"), [("qwen2_5_vl", False), ("qwen3_vl", True), ("glm4v", True)])
+def test_frames_of_a_video_are_shared_out(ranks: Any, kind: str, apart: bool) -> None:
+    found = ranks(2, videos, kind, apart)
     assert max(error for error, _ in found) <= 1e-9
-    patches = [patches for _, patches in found]
-    assert sum(patches) == 48 + 32 * both and max(patches) <= sum(patches) / 2 + 16, patches
+    patches = [count for _, counts in found for count in counts]
+    assert len(patches) == 2, "one call of the encoder on each rank"
+    assert sum(patches) == 48 + 32 * (kind == "qwen2_5_vl") and max(patches) <= sum(patches) / 2 + 16, patches
 
 
 # --------------------------------------------------------------------------- packed documents, no images, frozen towers
