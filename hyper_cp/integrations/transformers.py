@@ -337,7 +337,7 @@ class DecoderHook:
         )
         ready = kwargs.pop("context_parallel", None) or offered
         if ready is not None and ready.media is not None:
-            check_inputs(module, ready.media.entries)
+            check_inputs(module, ready.media.entries)  # type: ignore[arg-type]
         given, losses = take_documents(kwargs), collecting()
         plain = documents is None and given is None and (ready is None or ready.plain)
         found = kwargs.get("past_key_values")

@@ -47,7 +47,9 @@ def read_rows(readers: Sequence[Numbers], made: Sequence[int], rank: int) -> Rea
         made: the number of rows that each rank makes: rank 0 the first ones, and so on.
     """
     starts = np.cumsum([0, *made])
-    leaving, sent, received = [], [], []
+    leaving: list[Numbers] = []
+    sent: list[int] = []
+    received: list[int] = []
     read = np.full(len(readers[rank]), -1, dtype=np.int64)
     for other, wanted in enumerate(readers):
         mine = wanted[(wanted >= starts[rank]) & (wanted < starts[rank + 1])] - starts[rank]

@@ -48,7 +48,11 @@ GEMMA4 = {
         **_each("pooling_kernel_size", 2),
         **_each("position_embedding_size", 64),
     },
-    "text_config": {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision", "num_kv_shared_layers": 0},
+    "text_config": {
+        "hidden_size_per_layer_input": 0,
+        "use_bidirectional_attention": "vision",
+        "num_kv_shared_layers": 0,
+    },
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "gemma3": {"mm_tokens_per_image": 4},

@@ -4,6 +4,7 @@ of one device."""
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -106,7 +107,9 @@ def mixed(kind: str, modes: list[dict[str, Any]]) -> float:
     return errors(model, batch_of(model), modes)
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3", "idefics3", "mistral3", "qwen2_5_vl", "qwen3_vl", "glm4v", "llama4"])
+@pytest.mark.parametrize(
+    "kind", ["llava", "gemma3", "idefics3", "mistral3", "qwen2_5_vl", "qwen3_vl", "glm4v", "llama4"]
+)
 def test_images_are_exact(ranks: Any, kind: str) -> None:
     assert max(ranks(2, mixed, kind, [RING, ULYSSES])) <= 1e-9
 
@@ -344,12 +347,18 @@ def test_methods_are_restored() -> None:
 
 @pytest.mark.parametrize(
     ("costs", "world", "bounds"),
-    [([1, 1], 2, [0, 1, 2]), ([10, 1], 2, [0, 1, 2]), ([5, 1, 1, 1], 4, [0, 0, 1, 2, 4]), ([1], 2, [0, 0, 1]), ([], 2, [0, 0, 0])],
+    [
+        ([1, 1], 2, [0, 1, 2]),
+        ([10, 1], 2, [0, 1, 2]),
+        ([5, 1, 1, 1], 4, [0, 0, 1, 2, 4]),
+        ([1], 2, [0, 0, 1]),
+        ([], 2, [0, 0, 0]),
+    ],
 )
 def test_runs_of_equal_cost(costs: list[float], world: int, bounds: list[int]) -> None:
     found = runs_of_equal_cost(costs, world)
     assert found[0] == 0 and found[-1] == len(costs) and len(found) == world + 1
-    parts = [sum(costs[a:b]) for a, b in zip(found, found[1:], strict=False)]
+    parts = [sum(costs[a:b]) for a, b in itertools.pairwise(found)]
     assert max(parts, default=0) <= sum(costs) / world + max(costs, default=0)
     assert found == sorted(found)
 

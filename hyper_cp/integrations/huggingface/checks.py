@@ -223,9 +223,9 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     media = [key for key, x in kwargs.items() if x is not None and MEDIA.match(key)]
     if media:
         raise NotImplementedError(
-            f"{name} got {', '.join(media)}, all of which would be inserted into this rank's share. Pass the whole batch "
-            "through prepare_batch: images are shared out for models that encode them in get_image_features. For others "
-            "compute inputs_embeds (and position_ids) of the whole sequence first, and pass these to prepare_batch"
+            f"{name} got {', '.join(media)}, all of which would be inserted into this rank's share. Pass the whole "
+            "batch through prepare_batch: images are shared out for models that encode them in get_image_features. For "
+            "others compute inputs_embeds (and position_ids) of the whole sequence first, and pass these to prepare_batch"
         )
 
 

@@ -75,7 +75,7 @@ class Items:
 
 def items_of(owner: nn.Module, kind: str, entries: dict[str, Any]) -> Items:
     """Read the images or videos of a batch; ``NotImplementedError`` for entries that do not hold one part for each."""
-    method = type(owner).__dict__.get(METHODS[kind]) or getattr(type(owner), METHODS[kind])
+    method = getattr(type(owner), METHODS[kind])
     names = [name for name in inspect.signature(method).parameters if name in entries]
     given = {name: entries[name] for name in names}
     ragged = [name for name in names if COUNTS.search(name)]
@@ -105,7 +105,7 @@ def items_of(owner: nn.Module, kind: str, entries: dict[str, Any]) -> Items:
 
 
 def _without_padding(entries: dict[str, Tensor], pixels: str) -> dict[str, Tensor]:
-    """Make images ``[B, images of a row, ...]`` rows of one image each, without the padding, which is zeros (Idefics)."""
+    """Make rows of one image each of ``[B, images of a row, ...]``, without padding, which is zeros (Idefics)."""
     real = entries[pixels].flatten(0, 1).flatten(1).ne(0).any(1)
     return {name: x.flatten(0, 1)[real][:, None] for name, x in entries.items()}
 
@@ -169,9 +169,8 @@ class MediaHook:
             exchange.add("image", {"image": 0}, _blank(owner))
         else:
             self._check(owner, ready.media)
-            ready = self._positions(owner, handler, ready, kwargs, tokens.device)
             exchange.add_all(ready.media.entries)
-            ready = replace(ready, media=None)
+            ready = replace(self._positions(owner, handler, ready, kwargs, tokens.device), media=None)
             forward.offer(ready)
             if "context_parallel" in kwargs:
                 kwargs["context_parallel"] = ready
@@ -227,15 +226,18 @@ def _blank(owner: Any) -> dict[str, Tensor]:
     config, names = owner.config.vision_config, inspect.signature(getattr(type(owner), METHODS["image"])).parameters
     needed = [name for name, p in names.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD][2:]
     channels = getattr(config, "in_channels", getattr(config, "num_channels", 3))
-    size = getattr(config, "patch_size", None)
+    size, dtype = getattr(config, "patch_size", None), next(owner.parameters()).dtype
     if "image_grid_thw" in names and isinstance(size, int):
         side = getattr(config, "spatial_merge_size", 1)
         width = channels * getattr(config, "temporal_patch_size", 1) * size**2
-        return {"pixel_values": torch.ones(side**2, width), "image_grid_thw": torch.tensor([[1, side, side]])}
+        return {
+            "pixel_values": torch.ones(side**2, width, dtype=dtype),
+            "image_grid_thw": torch.tensor([[1, side, side]]),
+        }
     side = getattr(config, "image_size", None)
     if isinstance(side, int) and set(needed) <= {"image_sizes"} and not hasattr(owner.config, "image_grid_pinpoints"):
         rows = (1, 1) if _ROWS_OF_IMAGES in source_of(getattr(type(owner), METHODS["image"])) else (1,)
-        found = {"pixel_values": torch.ones(*rows, channels, side, side)}
+        found = {"pixel_values": torch.ones(*rows, channels, side, side, dtype=dtype)}
         return found | {name: torch.tensor([[side, side]]) for name in needed}
     raise NotImplementedError(
         f"{type(owner).__name__} got a batch without images under FSDP2, where its encoder must run in every step, and "
