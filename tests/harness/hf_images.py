@@ -37,6 +37,7 @@ def _sizes(config: Any, table: dict[str, Any]) -> dict[str, Any]:
 
 
 DEEPSTACK = {"vision_config": {"deepstack_visual_indexes": [0, 1]}}
+MARKS = {"vision_start_token_id": 56, "audio_start_token_id": 57, "position_id_per_seconds": 1}
 TILES = {"image_grid_pinpoints": [[16, 32]], "vision_config": {"image_size": 16}}
 GEMMA4 = {
     "vision_config": {
@@ -77,7 +78,16 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llava_next": TILES,
     "llava_next_video": TILES,
     "llava_onevision": {**TILES, "vision_aspect_ratio": "anyres_max_9"},
-    "granite4_vision": {**TILES, "downsample_rate": "1/2"},
+    "granite4_vision": {
+        **{"image_grid_pinpoints": [[16, 32]], "downsample_rate": "1/2", "deepstack_layer_map": [[-1, 0]]},
+        **{"spatial_target_layers": [1, 2, 3, 4], "projector_dropout": 0.0},
+        "vision_config": {"image_size": 16, "hidden_size": 64},
+        "text_config": {"num_hidden_layers": 5},
+        "qformer_config": {"model_type": "blip_2_qformer", "intermediate_size": 24, "num_hidden_layers": 1},
+    },
+    "kimi_k25": {"projection_hidden_size": 16},
+    "qwen2_5_omni_thinker": MARKS,
+    "qwen3_omni_moe_thinker": {**MARKS, **DEEPSTACK},
     "glm4v_moe": {"text_config": {"head_dim": 16}},
     "paligemma": {"projection_dim": 32},
     "ovis2": {"vision_config": {"vocab_size": 40, "num_visual_indicator_tokens": 5}},
@@ -111,7 +121,10 @@ def _text(config: Any, kind: str) -> dict[str, Any]:
         sizes["num_key_value_heads"] = 4
     rope = getattr(config, "rope_parameters", None) or {}
     module = inspect.getmodule(getattr(hf, class_name(kind)))
-    if "mrope_section" in rope or "mrope_section" in inspect.getsource(module) or kind.startswith("glm"):
+    nested = {name: x for name, x in rope.items() if isinstance(x, dict)}
+    if nested:
+        sizes["rope_parameters"] = {name: {**x, "mrope_section": [1, 1, 2]} for name, x in nested.items()}
+    elif "mrope_section" in rope or "mrope_section" in inspect.getsource(module) or kind.startswith("glm"):
         rope = rope or {"rope_type": "default", "rope_theta": 1e4}
         sizes["rope_parameters"] = {**rope, "mrope_section": [1, 1, 2]}
     if getattr(config, "layer_types", None):
@@ -138,7 +151,7 @@ def tiny_config(kind: str) -> Any:
         more = {**_sizes(default, _each("projection_dim", 32)), **CHANGES.get(kind, {})}
         for name in parts:
             parts[name] |= more.pop(name, {})
-        ids = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": VIDEO}
+        ids = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": VIDEO, "video_token_index": VIDEO}
         ids = {name: x for name, x in ids.items() if _has(default, name) and name not in type(default).attribute_map}
         config = type(default)(**{"experts_implementation": "eager", **parts, **ids, **more})
         with torch.device("meta"):
@@ -185,6 +198,8 @@ def images(model: Any, grids: list[tuple[int, int, int]] = GRIDS, seed: int = 3,
         width = channels * getattr(config, "temporal_patch_size", 1) * patch**2
         pixels, end = torch.randn(count, width, generator=generator, dtype=torch.float64), ""
         end = "_videos" if video else ""
+        if type(inner).__name__.startswith(("Kimi", "PaddleOCR")):
+            pixels = pixels.view(count, channels, patch, patch)
         kind = "video" if video else "image"
         found = {f"pixel_values{end}": pixels, f"{kind}_grid_thw": torch.tensor(grids)}
         return found | ({f"{kind}_merge_sizes": torch.tensor([2] * len(grids))} if "image_merge_sizes" in names else {})
@@ -212,7 +227,10 @@ def rows_of(model: Any, entries: dict[str, Any], name: str = "get_image_features
     """The numbers of rows that the model makes of each image."""
     with torch.no_grad():
         output = getattr(owner(model), name)(**entries, return_dict=True)
-    if output.pooler_output is None or "Llama4" in type(model).__name__:
+    tagged = getattr(output, "deepstack_features", None)
+    if tagged and isinstance(tagged[0], tuple) and isinstance(tagged[0][0], int):
+        found = tagged[0][1]
+    elif output.pooler_output is None or "Llama4" in type(model).__name__:
         found = output.last_hidden_state
     else:
         found = output.pooler_output
@@ -227,6 +245,8 @@ def batch_of(model: Any, length: int = 40) -> dict[str, Any]:
     length = max(length, sum(counts) + 12)
     ids = torch.randint(3, VOCABULARY - 5, (2, length), generator=generator)
     for count in counts:
+        start = getattr(owner(model).config, "vision_start_token_id", VOCABULARY)
+        ids[0, at - 1] = start if start < VOCABULARY else 7
         ids[0, at : at + count] = IMAGE
         at += count + 2
     mask = torch.ones_like(ids)
@@ -249,8 +269,13 @@ def labels_of(batch: dict[str, Any]) -> Tensor:
 
 def video_batch(model: Any, apart: bool) -> dict[str, Any]:
     """A row with a video of three frames, whose tokens stand together or ``apart``, with text between frames; and a row
-    without."""
-    entries = images(model, [(3, 4, 4)], seed=5, video=True)
+    without. (LLaVA: two videos of three frames.)"""
+    if "video_grid_thw" in inspect.signature(type(owner(model)).get_video_features).parameters:
+        entries = images(model, [(3, 4, 4)], seed=5, video=True)
+    else:
+        generator, side = torch.Generator().manual_seed(5), owner(model).config.vision_config.image_size
+        pixels = torch.randn(2, 3, 3, side, side, generator=generator, dtype=torch.float64)
+        entries = {"pixel_values_videos": pixels}
     total, frames = sum(rows_of(model, entries, "get_video_features")), 3 if apart else 1
     token = IMAGE if "glm" in type(model).__name__.lower() else VIDEO
     ids = torch.randint(3, 50, (2, total + 20), generator=torch.Generator().manual_seed(0))

@@ -27,13 +27,13 @@ pytest.importorskip("transformers")
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "image_models.md"
 SAMPLE = ["aya_vision", "blip", "gemma4", "lfm3_vl", "llava_next", "mllama", "paligemma", "qwen3_5_moe"]
 """The types that every run of the tests tries, beside those of test_images.py."""
-INTRODUCTION = """The outcome of `prepare_model` with [images](images.md), for every type that `AutoModelForImageTextToText`
-knows: {counts}.
+INTRODUCTION = """The outcome of `prepare_model` with [images](images.md) for every type of `AutoModelForImageTextToText`:
+{counts}.
 
 `tests/integrations/test_every_image_model.py` builds a tiny random model of each type. Its batch has two rows: one with
 two images (of different size where the encoder takes any size), and one without, which ends in padding. It compares
-logits, the gradients of the encoder and all other gradients with those of one device, in double precision, on two ranks,
-in Ulysses and in a ring (head-tail layout). Where encoders take grids of patches, so do videos of three frames.
+logits, the gradients of the encoder and all others with those of one device, in double precision, on two ranks, in
+Ulysses and in a ring (head-tail layout). Then it does so with videos of three frames, where types take them alone.
 
 - "refused" means an error of this library before any wrong result; the reason is its first sentence.
 - "not tried" means that the test has no tiny configuration or no images for the type, with the reason.
@@ -74,7 +74,7 @@ def verdict(kind: str) -> tuple[str, str, str]:
 def videos(model: Any) -> str:
     """ ", videos" if they are exact; their refusal; or nothing, if there is no video for the model alone."""
     method = getattr(type(owner(model)), "get_video_features", len)
-    if "video_grid_thw" not in inspect.signature(method).parameters:
+    if "pixel_values_videos" not in inspect.signature(method).parameters:
         return ""
     for apart in (False, True):
         try:

@@ -330,10 +330,11 @@ class Exchange:
         media, length = self.ready.media, (self.ready.length or 0) * self.ring.size
         if media is None:
             return torch.zeros(1, length, dtype=torch.bool)
-        config: Any = self.owner.config
-        found = media.tokens == getattr(config, f"{kind}_token_id", config.image_token_id)
-        if kind == "video" and not bool(found.any()):  # GLM-4V inserts videos at tokens of images
-            found = media.tokens == config.image_token_id
+        config, names = self.owner.config, (f"{kind}_token_id", f"{kind}_token_index")
+        ids = [getattr(config, name) for name in names if getattr(config, name, None) is not None]
+        found = torch.isin(media.tokens, torch.tensor(ids))
+        if kind == "video" and "pixel_values" not in media.entries and not bool(found.any()):
+            found = media.tokens == config.image_token_id  # GLM-4V inserts videos at tokens of images
         return F.pad(found, (0, length - found.shape[1]))
 
     def _held(self) -> list[Tensor]:
