@@ -150,8 +150,8 @@ def prepare_batch(
             ``[B, S, ...]`` are split; 4-D attention masks (over global positions) and everything else remain whole.
             Packed documents have any name that :meth:`ContextParallelHandler.get_batch_on_this_cp_rank` knows, or
             position ids that restart. They are kept apart in every model (some models forget that in SDPA masks).
-            Images and videos (``pixel_values``, ``image_grid_thw`` ..., as processors make them) are not split: they stay
-            where they are, in the state of the batch, and the forward shares them out (docs/integrations/images.md).
+            Images and videos (``pixel_values``, ``image_grid_thw`` ..., as processors make them) are not split: they
+            stay where they are, and the forward shares them out over the ranks (docs/integrations/images.md).
         debug: compare the batches of the ranks by hash, as ``get_batch_on_this_cp_rank(debug=True)`` does.
         labels_cross_documents: the last token of a document gets the label of the first of the next one. Default True,
             as in transformers' own loss on one device; with False it gets -100.

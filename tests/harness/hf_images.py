@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from functools import cache
 from typing import Any
@@ -168,7 +169,7 @@ def tiny(kind: str) -> Any:
     import transformers as hf
 
     torch.manual_seed(7)
-    model = getattr(hf, class_name(kind))(tiny_config(kind)).double().eval()
+    model = getattr(hf, class_name(kind))(copy.deepcopy(tiny_config(kind))).double().eval()
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, 0.3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,8 @@ pytest.importorskip("transformers")
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "image_models.md"
 SAMPLE = ["aya_vision", "blip", "gemma4", "lfm3_vl", "llava_next", "mllama", "paligemma", "qwen3_5_moe"]
 """The types that every run of the tests tries, beside those of test_images.py."""
-INTRODUCTION = """The outcome of `prepare_model` with [images](images.md) for every type of `AutoModelForImageTextToText`:
-{counts}.
+INTRODUCTION = """The outcome of `prepare_model` with [images](images.md) for every type of
+`AutoModelForImageTextToText`: {counts}.
 
 `tests/integrations/test_every_image_model.py` builds a tiny random model of each type. Its batch has two rows: one with
 two images (of different size where the encoder takes any size), and one without, which ends in padding. It compares
@@ -136,19 +135,32 @@ def row(kind: str, outcome: str, why: str, tried: str) -> str:
     return f"| `{kind}` | {class_name(kind)} | {outcome} | {tried or why} |"
 
 
-def test_image_models_are_exact_or_refused(ranks: Any) -> None:
-    """Some types. With HYPER_CP_WRITE_README=1 all are tried, and the page is written."""
-    import transformers
-
-    every = bool(os.environ.get("HYPER_CP_WRITE_README"))
-    kinds = image_types() if every else SAMPLE
+def outcomes(ranks: Any, kinds: list[str]) -> dict[str, tuple[str, str, str]]:
+    """The worse outcome of both ranks for each type."""
     both = ranks(2, verdicts, kinds, timeout=900)
     found = {kind: min((of[kind] for of in both), key=lambda v: ORDER.index(v[0])) for kind in kinds}
     bad = {kind: of for kind, of in found.items() if of[0] in ("WRONG", "CRASH")}
     assert not bad, "\n".join(f"{kind}: {of}" for kind, of in bad.items())
-    if every:
-        PAGE.write_text(page(found, transformers.__version__))
-    written = PAGE.read_text()
-    if f"transformers {transformers.__version__}\n" in written:
+    return found
+
+
+def test_image_models_are_exact_or_refused(ranks: Any) -> None:
+    """Some types. ``python -m tests.integrations.test_every_image_model`` tries all, and writes the page."""
+    import transformers
+
+    found, written = outcomes(ranks, SAMPLE), PAGE.read_text()
+    if written.startswith(f"# Models of images and text in transformers {transformers.__version__}\n"):
         for kind, of in found.items():
-            assert row(kind, *of) in written, f"{kind}: the page should be written again, with HYPER_CP_WRITE_README=1"
+            assert row(kind, *of) in written, f"{kind}: the page should be written again"
+
+
+if __name__ == "__main__":
+    import transformers
+
+    from tests.harness.ranks import Ranks
+    from tests.integrations import test_every_image_model as this
+
+    pool = Ranks()
+    every = {kind: this.outcomes(pool, [kind])[kind] for kind in image_types()}
+    PAGE.write_text(page(every, transformers.__version__))
+    pool.close()

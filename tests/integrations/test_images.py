@@ -287,6 +287,57 @@ def test_images_in_one_data_parallel_group_only(ranks: Any, kind: str) -> None:
     assert max(ranks(4, sharded, kind)) <= 1e-9
 
 
+# --------------------------------------------------------------------------- Trainer, with DDP
+
+
+@on_ranks
+def trained(directory: str, chunked_loss: bool) -> tuple[float, float]:
+    """The errors of the loss and of the gradients of a step of Trainer, in single precision."""
+    from transformers import Trainer, TrainingArguments
+
+    from hyper_cp.integrations.accelerate import ParallelismConfig
+    from hyper_cp.integrations.trainer import ContextParallelTrainer
+
+    class Both(ContextParallelTrainer, Trainer):
+        pass
+
+    model = tiny("qwen2_5_vl").float()
+    batch, alone = batch_of(tiny("qwen2_5_vl")), copy.deepcopy(model)
+    batch |= {"labels": labels_of(batch), "pixel_values": batch["pixel_values"].float()}
+    arguments = TrainingArguments(
+        directory,
+        parallelism_config=ParallelismConfig(cp_size=2),
+        per_device_train_batch_size=2,
+        max_steps=1,
+        use_cpu=True,
+        optim="sgd",
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    more: dict[str, Any] = {"style": ContextParallel(**RING), "chunked_loss": chunked_loss}
+    trainer = Both(model, arguments, train_dataset=[0, 1], data_collator=lambda _: dict(batch), **more)
+    before = [p.detach().clone() for p in model.parameters()]
+    trainer.train()
+    loss = alone(**batch, use_cache=False).loss
+    loss.backward()
+    moved = [old - p.detach() for old, p in zip(before, model.parameters(), strict=True)]
+    largest = max(x.abs().max().item() for x in gradients(alone))
+    differences = [(a - b).abs().max().item() for a, b in zip(moved, gradients(alone), strict=True)]
+    return abs(trainer.state.log_history[0]["loss"] - loss.item()), max(differences) / largest
+
+
+@pytest.mark.parametrize("chunked_loss", [False, True])
+def test_a_step_of_trainer_is_that_of_one_device(ranks: Any, tmp_path: Any, chunked_loss: bool) -> None:
+    for loss, gradient in ranks(2, trained, str(tmp_path), chunked_loss):
+        assert loss <= 1e-5 and gradient <= 5e-6
+
+
 # --------------------------------------------------------------------------- errors
 
 

@@ -225,7 +225,7 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         raise NotImplementedError(
             f"{name} got {', '.join(media)}, all of which would be inserted into this rank's share. Pass the whole "
             "batch through prepare_batch: images are shared out for models that encode them in get_image_features. For "
-            "others compute inputs_embeds (and position_ids) of the whole sequence first, and pass these to prepare_batch"
+            "others compute inputs_embeds (and position_ids) of the whole sequence first, and pass these to it"
         )
 
 
