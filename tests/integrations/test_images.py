@@ -374,7 +374,7 @@ def test_what_cannot_be_shared_out_is_refused(ranks: Any, case: str, kind: type[
 
 
 def test_seams_of_models() -> None:
-    """How models are recognised whose frames attend apart, and what is read of an encoder's output."""
+    """Models whose frames attend apart are recognised by their source, and so is the module that encodes images."""
     from hyper_cp.integrations.huggingface.media import frames_apart, owner_of, videos_are_images
 
     model = tiny("qwen2_5_vl")

@@ -34,8 +34,12 @@ from .modules import source_of
 
 METHODS = {"image": "get_image_features", "video": "get_video_features"}
 """The methods of models that encode each kind of media; ``forward`` inserts the first kind before the second."""
+GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
+"""Entries with the numbers of patches of each item, for encoders that take patches of all items one after the other."""
+TOKENS = {"image": ("image_token_id", "image_token_index"), "video": ("video_token_id", "video_token_index")}
+"""Names of placeholder tokens in configurations."""
 FIELDS = ("pooler_output", "last_hidden_state", "deepstack_features")
-"""What models insert of an encoder's output: rows of their tokens."""
+"""The parts of an encoder's output that have a row for each token, which models insert."""
 _ROWS_OF_IMAGES = "batch_size, num_images,"
 """Code of an encoder that takes the images of each row of the batch, with padding among them."""
 COUNTS = re.compile(r"(^|_)num_")
@@ -83,14 +87,14 @@ def items_of(owner: nn.Module, kind: str, entries: dict[str, Any]) -> Items:
         _refuse(owner, ragged, f"and it is not known which parts of the other entries belong to one {kind}")
     if _ROWS_OF_IMAGES in source_of(method) and given[names[0]].ndim == 5:
         given = _without_padding(given, names[0])
-    grid = given.get(f"{kind}_grid_thw")
+    grid = given.get(GRIDS[kind])
     if grid is not None:
         if kind == "video" and frames_apart(owner):
             frames = grid[:, 0]
             grid = torch.cat([torch.ones_like(grid[:, :1]), grid[:, 1:]], 1)
-            rest = {name: x for name, x in {**given, f"{kind}_grid_thw": grid}.items() if name != names[0]}
+            rest = {name: x for name, x in {**given, GRIDS[kind]: grid}.items() if name != names[0]}
             given |= {name: torch.repeat_interleave(x, frames, 0) for name, x in rest.items()}
-            grid = given[f"{kind}_grid_thw"]
+            grid = given[GRIDS[kind]]
         costs = grid.prod(1).tolist()
     else:
         sizes = given.get("image_sizes")
@@ -138,7 +142,7 @@ class MediaHook:
         self.binding, self.model = binding, model
         source = source_of(type(owner).forward)
         self.fields = sorted(set(re.findall(r'mm_encoder_outputs\["\w+"\]\.(\w+)', source)))
-        """What the model's forward reads of an encoder's output."""
+        """The parts of an encoder's output that the model's forward reads."""
         self.parameters = inspect.signature(owner.forward).parameters
         self.known = {x for name in METHODS.values() if hasattr(owner, name) for x in _names(owner, name)}
         self.known = {x for x in self.known if x in self.parameters}
@@ -256,7 +260,7 @@ class Exchange:
         self.inputs: dict[str, Any] = {}
         """Arguments of the model's forward."""
         self.encoders: dict[str, Callable[..., Any]] = {}
-        """What takes the place of the model's methods."""
+        """The functions that take the place of the model's methods."""
         self.later: dict[str, Any] = {}
         """Rows of videos that were encoded together with the images."""
 
@@ -330,8 +334,8 @@ class Exchange:
         media, length = self.ready.media, (self.ready.length or 0) * self.ring.size
         if media is None:
             return torch.zeros(1, length, dtype=torch.bool)
-        config, names = self.owner.config, (f"{kind}_token_id", f"{kind}_token_index")
-        ids = [getattr(config, name) for name in names if getattr(config, name, None) is not None]
+        config: Any = self.owner.config
+        ids = [getattr(config, name) for name in TOKENS[kind] if getattr(config, name, None) is not None]
         found = torch.isin(media.tokens, torch.tensor(ids))
         if kind == "video" and "pixel_values" not in media.entries and not bool(found.any()):
             found = media.tokens == config.image_token_id  # GLM-4V inserts videos at tokens of images
