@@ -263,7 +263,9 @@ def sharded(kind: str) -> float:
     assert len(blocks) >= 4
     for block in (*blocks, made):  # (transformers records no hidden states of a tower that is wrapped as a whole)
         fully_shard(block, mesh=world._flatten("all"))
-    handler, found = ContextParallelHandler(world["cp"], style), []
+    handler, found, calls = ContextParallelHandler(world["cp"], style), [], []
+    (tower,) = (x for name, x in owner(made).named_children() if name in ("visual", "vision_tower", "vision_model"))
+    tower.register_forward_pre_hook(lambda *_: calls.append("forward"))
     for batches in ([with_images, plain], [plain, plain]):
         alone = copy.deepcopy(model)
         for batch in batches:
@@ -272,6 +274,8 @@ def sharded(kind: str) -> float:
         made.zero_grad()
         own = batches[world.get_local_rank("dp")]
         step(made, handler, own, labels_of(own))
+        assert calls[0] == "forward" and calls.count("forward") == 1, calls
+        calls.clear()
         for got, want in zip(made.parameters(), alone.parameters(), strict=True):
             whole = torch.zeros(()) if got.grad is None else got.grad.full_tensor() * 4
             expected = torch.zeros_like(want) if want.grad is None else want.grad

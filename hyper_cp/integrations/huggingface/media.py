@@ -158,8 +158,7 @@ class MediaHook:
         ready: PreparedBatch | None = kwargs.get("context_parallel") or forward.offered()
         if ready is not None and "use_cache" in self.parameters and kwargs.get("use_cache") is None:
             kwargs = {**kwargs, "use_cache": False}  # Idefics makes the cache before its decoder is called
-        sharded = any(isinstance(x, FSDPModule) for x in self.model.modules())
-        if ready is None or (ready.media is None and not sharded):
+        if ready is None or (ready.media is None and not any(isinstance(x, FSDPModule) for x in self.model.modules())):
             return args, kwargs
         if len(args) > 1 or kwargs.get("inputs_embeds") is not None:
             if ready.media is None:
