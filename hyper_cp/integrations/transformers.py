@@ -518,17 +518,17 @@ class HeadHook:
             check_inputs(model, kwargs)
             if router_loss.requested(model, kwargs):
                 router_loss.check(model, kwargs, args[0] if args else kwargs.get("input_ids"))
-        types = {} if ready is None else {name: x for name, x in ready.token_types.items() if name in kwargs}
-        if not types or not masks_by_types(model) or not self.decoder.binding.active.parallel:
-            return (args, {**kwargs, **kept}) if isinstance(cache, SplitModelCache) else None
-        types = {name: x.to(kwargs[name].device) for name, x in types.items()}
-        # A mask of ones: without any, transformers takes the jumps of local positions for packed sequences.
-        ones = (
-            {}
-            if kwargs.get("attention_mask") is not None
-            else {"attention_mask": torch.ones_like(kwargs[next(iter(types))])}
+        tokens = next(
+            (x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None
         )
-        return args, {**kwargs, **types, **ones, **kept}
+        made: dict[str, Any] = dict(kept)
+        if ready is not None and tokens is not None and self.decoder.binding.active.parallel and masks_by_types(model):
+            made |= {name: x.to(tokens.device) for name, x in ready.token_types.items() if name in kwargs}
+            makes = len(made) > len(kept) or owner_of(model, decoder_of(model)) is not None  # masks, not its decoder
+            if makes and kwargs.get("attention_mask") is None:
+                # A mask of ones: without any, transformers takes the jumps of local positions for packed sequences.
+                made["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+        return (args, {**kwargs, **made}) if made or isinstance(cache, SplitModelCache) else None
 
     def _prompt(
         self, cache: SplitModelCache, kwargs: dict[str, Any], kept: dict[str, Any]
