@@ -18,6 +18,7 @@ from ..ops.exchange.held_rows import fetch, rows_plan
 from ..ops.kernels.partials import accumulation_dtype
 from ..schedule.documents import read
 from ..schedule.lookup import ascending, resolve
+from ..schedule.readers import ReadRows
 
 # --------------------------------------------------------------------------- whole sequences
 
@@ -171,6 +172,45 @@ def _differentiate_roll(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 roll_sequence.register_autograd(_differentiate_roll, setup_context=_save)
+
+# --------------------------------------------------------------------------- rows of any ranks
+
+
+@torch.library.custom_op("hyper_cp::move_rows", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def move_rows(x: Tensor, sent: list[int], received: list[int], mesh: str) -> Tensor:
+    """Send rows ``[*, D]`` to the ranks of a mesh with one ring, ``sent[i]`` to rank i, the first ones to rank 0; the
+    result has ``received[i]`` rows from rank i, in the same order. Its gradient travels back the same way."""
+    cp = cp_mesh.by_key(mesh)
+    if cp.size == 1:
+        return x.new_empty(0, x.shape[1])
+    with operation(cp, "exchange of rows"):
+        found: Tensor = cp.ring.all_to_all_rows(x.contiguous(), sent, received).wait()
+    return found
+
+
+@move_rows.register_fake
+def _(x: Tensor, sent: list[int], received: list[int], mesh: str) -> Tensor:
+    return x.new_empty(sum(received), x.shape[1])
+
+
+def _save_move(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *ctx.where = inputs
+
+
+def _differentiate_move(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    sent, received, mesh = ctx.where
+    return move_rows(grad, received, sent, mesh), None, None, None
+
+
+move_rows.register_autograd(_differentiate_move, setup_context=_save_move)
+
+
+def rows_to_readers(x: Tensor, plan: ReadRows, mesh: str) -> Tensor:
+    """The rows that this rank reads, of those that all ranks have made: ``x [rows, D]`` are this rank's."""
+    leaving, read = (torch.from_numpy(i).to(x.device) for i in (plan.leaving, plan.read))
+    arrived = move_rows(x[leaving], list(plan.sent), list(plan.received), mesh)
+    return torch.cat([x, arrived])[read]
+
 
 # --------------------------------------------------------------------------- numbers
 

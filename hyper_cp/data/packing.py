@@ -199,6 +199,18 @@ def padded_mask(mask: Tensor, length: int, padded: int) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Media:
+    """Images and videos of a whole batch, which are not split with its tokens. All of it is on the host, as it was."""
+
+    entries: dict[str, Any]
+    """The entries of the batch that hold them, or say how large they are."""
+    tokens: Tensor
+    """``input_ids [B, S]`` of the whole batch."""
+    mask: Tensor | None
+    """``attention_mask [B, S]``, if the batch has one."""
+
+
+@dataclass(frozen=True)
 class PreparedBatch:
     """The state of a batch that attention, rotary embeddings and the router loss of a model need."""
 
@@ -221,6 +233,8 @@ class PreparedBatch:
     """The number of tokens of this rank, padding included; None if ``prepare_batch`` has not split the batch."""
     numbered: bool = False
     """True if the batch had no position ids, and they count from 0 to the end of the sequence."""
+    media: Media | None = None
+    """Images and videos, until the model has encoded them."""
 
     @property
     def plain(self) -> bool:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from ..data.batch import WholeBatch, entries_of
 from ..data.collectives import by_rank
-from ..data.packing import PreparedBatch, attention_state, read_positions, take_documents
+from ..data.packing import Media, PreparedBatch, attention_state, read_positions, take_documents
 from ..data.sharding import Shares, documents_for, local_share, padded_table
 from ..handler import ContextParallelHandler
 from ..module.mesh_binding import Binding, binding_of, describe
@@ -38,6 +38,7 @@ from ..style import ContextParallel, style_of
 from .huggingface import forward, router_loss
 from .huggingface.attention import register
 from .huggingface.checks import (
+    MEDIA,
     base_of,
     check_adapters,
     check_dispatched,
@@ -59,6 +60,7 @@ from .huggingface.decoding import SplitModelCache, check_arguments, compare, one
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
 from .huggingface.indexer_losses import collecting, indexer_losses
 from .huggingface.latents import NAME, prepare_latents
+from .huggingface.media import MediaHook, owner_of
 from .huggingface.modules import LightningHooks, direct_attention, is_lightning, no_mask, prepare_rotary, route
 from .huggingface.selected import has_indexer_seam, prepare_indexers
 
@@ -91,8 +93,8 @@ def prepare_model(
     Raises:
         ValueError: if the model is prepared already, or if the style does not fit.
         NotImplementedError: with the reason, if the model would be wrong on a share: layers that are not causal
-            attention, positions that it counts itself, a head that pools (docs/integrations/transformers_models.md
-            lists the outcome of every causal type).
+            attention, positions that it counts itself, a head that pools (docs/integrations/transformers_models.md and
+            image_models.md list the outcome of every type).
     """
     register()
     given, model = model, base_of(model)
@@ -122,6 +124,8 @@ def prepare_model(
         head = HeadHook(hook)
         model.register_forward_pre_hook(head.before, with_kwargs=True)
         model.register_forward_hook(head.after, with_kwargs=True, always_call=True)
+    if (owner := owner_of(model, decoder)) is not None:  # behind the head's: it may be the same module
+        MediaHook(hook.binding, model, owner).attach(owner)
     if chunked is not None:  # last: the router loss is corrected in an output that still has logits
         chunked.attach(model)
     return given
@@ -146,6 +150,8 @@ def prepare_batch(
             ``[B, S, ...]`` are split; 4-D attention masks (over global positions) and everything else remain whole.
             Packed documents have any name that :meth:`ContextParallelHandler.get_batch_on_this_cp_rank` knows, or
             position ids that restart. They are kept apart in every model (some models forget that in SDPA masks).
+            Images and videos (``pixel_values``, ``image_grid_thw`` ..., as processors make them) are not split: they
+            stay where they are, and the forward shares them out over the ranks (docs/integrations/images.md).
         debug: compare the batches of the ranks by hash, as ``get_batch_on_this_cp_rank(debug=True)`` does.
         labels_cross_documents: the last token of a document gets the label of the first of the next one. Default True,
             as in transformers' own loss on one device; with False it gets -100.
@@ -215,7 +221,11 @@ class _KeywordBatch(WholeBatch):
     masks are causal. Positions do not restart in documents. The documents of an enclosing block count."""
 
     def __init__(self, handler: Shares, entries: dict[str, Any]) -> None:
-        length, documents = check_entries(entries).shape[1], take_documents(entries)
+        self.media = {name: entries.pop(name) for name in [*entries] if MEDIA.match(name)}
+        self.media = {name: x for name, x in self.media.items() if x is not None}
+        tokens, documents = check_entries(entries), take_documents(entries)
+        self.whole = tokens, entries.get("attention_mask")
+        length = tokens.shape[1]
         dims = {name: -1 if name == "position_ids" else 1 for name, x in entries.items() if _rows(x)}
         dims = {name: dim for name, dim in dims.items() if entries[name].shape[dim] == length}
         dims.pop("attention_mask", None)
@@ -269,7 +279,20 @@ class _KeywordBatch(WholeBatch):
             token_types=types,
             length=self.padded // self.handler.cp.size,
             numbered=self.position_ids is None,
+            media=self._media(),
         )
+
+    def _media(self) -> Media | None:
+        tokens, mask = self.whole
+        if not self.media:
+            return None
+        if tokens.is_floating_point():
+            raise NotImplementedError(
+                f"batch has {', '.join(self.media)} with inputs_embeds. The places of images are found in input_ids. "
+                "Pass input_ids, or insert the images into inputs_embeds and leave them out"
+            )
+        padding = mask.cpu() if _rows(mask) and mask.ndim == 2 else None
+        return Media(self.media, tokens.cpu(), padding)
 
     def _padded(self, x: Tensor, value: int = 0) -> Tensor:
         """``x [B, S]``, padded with the sequence."""
@@ -315,6 +338,8 @@ class DecoderHook:
             self.binding, module, lambda: (self.binding.active_documents(), forward.offered())
         )
         ready = kwargs.pop("context_parallel", None) or offered
+        if ready is not None and ready.media is not None:
+            check_inputs(module, ready.media.entries)  # type: ignore[arg-type]
         given, losses = take_documents(kwargs), collecting()
         plain = documents is None and given is None and (ready is None or ready.plain)
         found = kwargs.get("past_key_values")
@@ -493,17 +518,17 @@ class HeadHook:
             check_inputs(model, kwargs)
             if router_loss.requested(model, kwargs):
                 router_loss.check(model, kwargs, args[0] if args else kwargs.get("input_ids"))
-        types = {} if ready is None else {name: x for name, x in ready.token_types.items() if name in kwargs}
-        if not types or not masks_by_types(model) or not self.decoder.binding.active.parallel:
-            return (args, {**kwargs, **kept}) if isinstance(cache, SplitModelCache) else None
-        types = {name: x.to(kwargs[name].device) for name, x in types.items()}
-        # A mask of ones: without any, transformers takes the jumps of local positions for packed sequences.
-        ones = (
-            {}
-            if kwargs.get("attention_mask") is not None
-            else {"attention_mask": torch.ones_like(kwargs[next(iter(types))])}
+        tokens = next(
+            (x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None
         )
-        return args, {**kwargs, **types, **ones, **kept}
+        made: dict[str, Any] = dict(kept)
+        if ready is not None and tokens is not None and self.decoder.binding.active.parallel and masks_by_types(model):
+            made |= {name: x.to(tokens.device) for name, x in ready.token_types.items() if name in kwargs}
+            makes = len(made) > len(kept) or owner_of(model, decoder_of(model)) is not None  # masks, not its decoder
+            if makes and kwargs.get("attention_mask") is None:
+                # A mask of ones: without any, transformers takes the jumps of local positions for packed sequences.
+                made["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+        return (args, {**kwargs, **made}) if made or isinstance(cache, SplitModelCache) else None
 
     def _prompt(
         self, cache: SplitModelCache, kwargs: dict[str, Any], kept: dict[str, Any]

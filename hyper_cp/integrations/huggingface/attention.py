@@ -58,6 +58,10 @@ class MaskRequest:
         """The model's own function of global positions that says which pairs are visible, in place of causality and
         the window."""
 
+    ndim: int
+    shape: tuple[int, ...]
+    """Those of a mask of pairs, if a model makes it and its decoder asks (PaliGemma)."""
+
     def to(self, *_: Any, **__: Any) -> MaskRequest:
         """The same: there is nothing to move or cast."""
         return self
@@ -129,12 +133,15 @@ def attention_mask(
             f"{q_length} queries at offset {q_offset} of {kv_length} keys: context parallelism does not run with a "
             "key/value cache of its model. Pass use_cache=False; generate with integrations.transformers.generate"
         )
+    if isinstance(given_mask := others.get("attention_mask"), MaskRequest):  # that of the model around the decoder
+        return given_mask
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     chunked = local_size is not None and local_size == chunk != window
     batch = state.batch if isinstance(state, ForwardState) else offered()
     if not allow_is_causal_skip and batch is not None and batch.token_types and "mask_function" in others:
         request = MaskRequest(f"The model of {type(config).__name__}", None, state)
         request.function = others["mask_function"]
+        request.ndim, request.shape = 4, (1, 1, q_length, kv_length)
         return request
     selects = getattr(config, "index_topk", None) is not None and local_size is None
     if (not allow_is_causal_skip and not selects) or (local_size not in (None, window) and not chunked):

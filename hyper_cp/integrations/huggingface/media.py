@@ -1,0 +1,392 @@
+"""Images and videos of prepared models: each rank encodes a run of them, and rows travel to the ranks of their tokens.
+
+While a forward runs, the model's ``get_image_features`` and ``get_video_features`` are replaced: the originals run on
+this rank's run, and what they return here is the rows of this rank's placeholder tokens, in their order. The model
+inserts them as it does on one device. (docs/integrations/images.md)
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ...data.collectives import by_rank, rows_to_readers
+from ...data.packing import Media, PreparedBatch
+from ...data.sharding import documents_for, local_share, resolve_layout
+from ...handler import ContextParallelHandler
+from ...mesh import cp_mesh
+from ...module.mesh_binding import Binding
+from ...schedule.readers import read_rows, runs_of_equal_cost
+from ...style import style_of
+from . import forward
+from .modules import source_of
+
+METHODS = {"image": "get_image_features", "video": "get_video_features"}
+"""The methods of models that encode each kind of media; ``forward`` inserts the first kind before the second."""
+GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
+"""Entries with the numbers of patches of each item, for encoders that take patches of all items one after the other."""
+TOKENS = {"image": ("image_token_id", "image_token_index"), "video": ("video_token_id", "video_token_index")}
+"""Names of placeholder tokens in configurations."""
+FIELDS = ("pooler_output", "last_hidden_state", "deepstack_features")
+"""The parts of an encoder's output that have a row for each token, which models insert."""
+_ROWS_OF_IMAGES = "batch_size, num_images,"
+"""Code of an encoder that takes the images of each row of the batch, with padding among them."""
+COUNTS = re.compile(r"(^|_)num_")
+"""Names of entries with which others have no equal part for each image."""
+
+
+def owner_of(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
+    """The innermost module around the decoder that encodes images and inserts their rows, if there is one."""
+    found = [m for m in model.modules() if hasattr(m, METHODS["image"]) and any(x is decoder for x in m.modules())]
+    return found[-1] if found and "mm_encoder_outputs" in inspect.signature(found[-1].forward).parameters else None
+
+
+@dataclass
+class Items:
+    """The images or videos of a batch, or frames of its videos: every tensor has one part of dimension 0 for each."""
+
+    entries: dict[str, Any]
+    ends: dict[str, list[int]]
+    """The end of each item's part, for each entry."""
+    costs: list[float]
+
+    def run(self, start: int, stop: int) -> dict[str, Any]:
+        """The entries of a run of items."""
+        ends = {name: [0, *x] for name, x in self.ends.items()}
+        return {name: x[ends[name][start] : ends[name][stop]] for name, x in self.entries.items()}
+
+    def joined(self, other: Items) -> Items:
+        """Both kinds of items under the names of the first: the entries of both have the same order."""
+        pairs = {name: (x, y) for (name, x), y in zip(self.entries.items(), other.entries.values(), strict=True)}
+        ends = zip(self.ends.items(), other.ends.values(), strict=True)
+        return Items(
+            {name: torch.cat(both) for name, both in pairs.items()},
+            {name: [*x, *(x[-1] + end for end in y)] for (name, x), y in ends},
+            self.costs + other.costs,
+        )
+
+
+def items_of(owner: nn.Module, kind: str, entries: dict[str, Any]) -> Items:
+    """Read the images or videos of a batch; ``NotImplementedError`` for entries that do not hold one part for each."""
+    method = getattr(type(owner), METHODS[kind])
+    names = [name for name in inspect.signature(method).parameters if name in entries]
+    given = {name: entries[name] for name in names}
+    ragged = [name for name in names if COUNTS.search(name)]
+    if ragged:
+        _refuse(owner, ragged, f"and it is not known which parts of the other entries belong to one {kind}")
+    if _ROWS_OF_IMAGES in source_of(method) and given[names[0]].ndim == 5:
+        given = _without_padding(given, names[0])
+    grid = given.get(GRIDS[kind])
+    if grid is not None:
+        if kind == "video" and frames_apart(owner):
+            frames = grid[:, 0]
+            grid = torch.cat([torch.ones_like(grid[:, :1]), grid[:, 1:]], 1)
+            rest = {name: x for name, x in {**given, GRIDS[kind]: grid}.items() if name != names[0]}
+            given |= {name: torch.repeat_interleave(x, frames, 0) for name, x in rest.items()}
+            grid = given[GRIDS[kind]]
+        costs = grid.prod(1).tolist()
+    else:
+        sizes = given.get("image_sizes")
+        costs = [1.0] * len(given[names[0]]) if sizes is None else torch.as_tensor(sizes).prod(1).tolist()
+    ends = {name: [*range(1, len(costs) + 1)] for name in names}
+    if grid is not None:
+        ends[names[0]] = [*accumulate(costs)]
+    bad = [name for name, x in given.items() if not hasattr(x, "__len__") or len(x) != (ends[name] or [0])[-1]]
+    if bad:
+        _refuse(owner, bad, f"whose dimension 0 does not hold one part for each of {len(costs)} items ({kind})")
+    return Items(given, ends, costs)
+
+
+def _without_padding(entries: dict[str, Tensor], pixels: str) -> dict[str, Tensor]:
+    """Make rows of one image each of ``[B, images of a row, ...]``, without padding, which is zeros (Idefics)."""
+    real = entries[pixels].flatten(0, 1).flatten(1).ne(0).any(1)
+    return {name: x.flatten(0, 1)[real][:, None] for name, x in entries.items()}
+
+
+def _refuse(owner: nn.Module, names: Sequence[str], why: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{type(owner).__name__} got {', '.join(names)}, {why}. So images cannot be shared out over the ranks. Compute "
+        "inputs_embeds (and position_ids) of the whole sequence first, and pass these to prepare_batch"
+    )
+
+
+def frames_apart(owner: nn.Module) -> bool:
+    """True if the encoder of a model attends within frames, so that the frames of a video may go to several ranks."""
+    sources = [source_of(type(module).forward) for module in owner.modules()]
+    text = "".join({*sources, source_of(getattr(type(owner), METHODS["video"], len))})
+    apart = "get_vision_cu_seqlens(" in text or "get_vision_attention_seqlens(" in text
+    return apart and not re.search("merge_temporal|include_temporal|temporal_merge|resampler", text)
+
+
+def videos_are_images(owner: nn.Module) -> bool:
+    """True if a model encodes videos by the very calls that encode images."""
+    image, video = (source_of(getattr(type(owner), name, len)) for name in METHODS.values())
+    return "self.get_image_features(" in video or ("self.visual(" in video and "self.visual(" in image)
+
+
+class MediaHook:
+    """The hooks of a module that encodes images. ``binding`` is that of its decoder."""
+
+    def __init__(self, binding: Binding, model: nn.Module, owner: nn.Module) -> None:
+        self.binding, self.model = binding, model
+        source = source_of(type(owner).forward)
+        self.fields = sorted(set(re.findall(r'mm_encoder_outputs\["\w+"\]\.(\w+)', source)))
+        """The parts of an encoder's output that the model's forward reads."""
+        self.parameters = inspect.signature(owner.forward).parameters
+        self.known = {x for name in METHODS.values() if hasattr(owner, name) for x in _names(owner, name)}
+        self.known = {x for x in self.known if x in self.parameters}
+
+    def attach(self, owner: nn.Module) -> None:
+        """Register the hooks."""
+        owner.register_forward_pre_hook(self.before, with_kwargs=True)
+        owner.register_forward_hook(self.after, always_call=True)
+
+    def before(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give the model this rank's run of images, and positions of the whole batch."""
+        self.after(owner)  # a KeyboardInterrupt ends a forward without its hooks
+        ready: PreparedBatch | None = kwargs.get("context_parallel") or forward.offered()
+        if ready is not None and "use_cache" in self.parameters and kwargs.get("use_cache") is None:
+            kwargs = {**kwargs, "use_cache": False}  # Idefics makes the cache before its decoder is called
+        if ready is None or (ready.media is None and not any(isinstance(x, FSDPModule) for x in self.model.modules())):
+            return args, kwargs
+        if len(args) > 1 or kwargs.get("inputs_embeds") is not None:
+            if ready.media is None:
+                return args, kwargs
+            _refuse(owner, [*ready.media.entries], "beside inputs_embeds or positional arguments")
+        handler = ContextParallelHandler(self.binding.active.mesh, style_of(self.binding))
+        kwargs = dict(kwargs)
+        tokens = args[0] if args else kwargs["input_ids"]
+        exchange = Exchange(handler, ready, owner, self.fields)
+        if ready.media is None:
+            exchange.add("image", {"image": 0}, _blank(owner))
+        else:
+            self._check(owner, ready.media)
+            exchange.add_all(ready.media.entries)
+            ready = replace(self._positions(owner, handler, ready, kwargs, tokens.device), media=None)
+            forward.offer(ready)
+            if "context_parallel" in kwargs:
+                kwargs["context_parallel"] = ready
+        for name, x in exchange.inputs.items():
+            kwargs[name] = x.to(tokens.device) if isinstance(x, Tensor) else x
+        for kind, encode in exchange.encoders.items():
+            setattr(owner, METHODS[kind], encode)
+        return args, kwargs
+
+    def after(self, owner: nn.Module, *_: Any) -> None:
+        """Restore the model's own methods."""
+        for name in METHODS.values():
+            vars(owner).pop(name, None)
+
+    def _check(self, owner: nn.Module, media: Media) -> None:
+        """Raise ``NotImplementedError`` for a model or a batch whose images cannot be shared out."""
+        if not self.fields or set(self.fields) - {*FIELDS}:
+            found = ", ".join(self.fields) or "more than the rows"
+            _refuse(owner, [*media.entries], f"but its forward reads {found} of what its encoder returns")
+        positions = _names(owner, "compute_3d_position_ids") if hasattr(owner, "compute_3d_position_ids") else ()
+        unknown = [name for name in media.entries if name not in self.known and name not in positions]
+        if unknown:
+            _refuse(owner, unknown, "which its methods that encode images and videos do not take")
+
+    def _positions(
+        self, owner: Any, handler: ContextParallelHandler, ready: PreparedBatch, kwargs: dict[str, Any], device: Any
+    ) -> PreparedBatch:
+        """Positions of several axes, made by the model of the whole batch; of this rank's share."""
+        media = ready.media
+        if media is None or not ready.numbered or not hasattr(owner, "compute_3d_position_ids"):
+            return ready
+        names, length = _names(owner, "compute_3d_position_ids"), media.tokens.shape[1]
+        given: dict[str, Any] = dict.fromkeys(names) | {name: x for name, x in media.entries.items() if name in names}
+        given |= {name: x[:, :length].cpu() for name, x in ready.token_types.items() if name in names}
+        given |= {"input_ids": media.tokens, "attention_mask": media.mask}
+        given = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in given.items() if name in names}
+        whole = owner.compute_3d_position_ids(**given)
+        if whole is None:
+            return ready
+        padded = F.pad(whole, (0, handler.cp.size * (ready.length or 0) - length))
+        table = documents_for(handler, ready.documents, padded.shape[-1])
+        kwargs["position_ids"] = local_share(handler, padded, padded.ndim - 1, table).to(device)
+        return replace(ready, last_position=whole.max(), numbered=False)
+
+
+def _names(owner: nn.Module, method: str) -> list[str]:
+    skipped = ("self", "args", "kwargs")
+    return [name for name in inspect.signature(getattr(type(owner), method)).parameters if name not in skipped]
+
+
+def _blank(owner: Any) -> dict[str, Tensor]:
+    """A small image without content, for a batch that has none."""
+    config, names = owner.config.vision_config, inspect.signature(getattr(type(owner), METHODS["image"])).parameters
+    needed = [name for name, p in names.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD][2:]
+    channels = getattr(config, "in_channels", getattr(config, "num_channels", 3))
+    size, dtype = getattr(config, "patch_size", None), next(owner.parameters()).dtype
+    if "image_grid_thw" in names and isinstance(size, int):
+        side = getattr(config, "spatial_merge_size", 1)
+        width = channels * getattr(config, "temporal_patch_size", 1) * size**2
+        return {
+            "pixel_values": torch.ones(side**2, width, dtype=dtype),
+            "image_grid_thw": torch.tensor([[1, side, side]]),
+        }
+    side = getattr(config, "image_size", None)
+    if isinstance(side, int) and set(needed) <= {"image_sizes"} and not hasattr(owner.config, "image_grid_pinpoints"):
+        rows = (1, 1) if _ROWS_OF_IMAGES in source_of(getattr(type(owner), METHODS["image"])) else (1,)
+        found = {"pixel_values": torch.ones(*rows, channels, side, side, dtype=dtype)}
+        return found | {name: torch.tensor([[side, side]]) for name in needed}
+    raise NotImplementedError(
+        f"{type(owner).__name__} got a batch without images under FSDP2, where its encoder must run in every step, and "
+        "no blank image can be made of its configuration. Put an image into every batch"
+    )
+
+
+class Exchange:
+    """The images and videos of one forward: this rank's run of them, and the rows that the ranks exchange."""
+
+    def __init__(
+        self, handler: ContextParallelHandler, ready: PreparedBatch, owner: nn.Module, fields: list[str]
+    ) -> None:
+        self.handler, self.ready, self.owner, self.fields = handler, ready, owner, fields
+        self.ring = cp_mesh.as_ring(cp_mesh.whole_view(handler.mesh))
+        self.inputs: dict[str, Any] = {}
+        """Arguments of the model's forward."""
+        self.encoders: dict[str, Callable[..., Any]] = {}
+        """The functions that take the place of the model's methods."""
+        self.later: dict[str, Any] = {}
+        """Rows of videos that were encoded together with the images."""
+
+    def add_all(self, entries: dict[str, Any]) -> None:
+        """Share out the images and the videos of a batch, together where the model encodes them alike."""
+        names = {kind: _names(self.owner, name) for kind, name in METHODS.items() if hasattr(self.owner, name)}
+        kinds = {kind: items_of(self.owner, kind, entries) for kind, of in names.items() if of[0] in entries}
+        if len(kinds) == 2 and videos_are_images(self.owner):
+            together = kinds["image"].joined(kinds["video"])
+            self._add("image", together, {"image": len(kinds["image"].costs), "video": len(kinds["video"].costs)})
+            self.inputs |= dict.fromkeys(kinds["video"].entries)
+            self.inputs[names["video"][0]] = torch.empty(0)
+            self.encoders["video"] = lambda *args, **kwargs: self.later.pop("video")
+        else:
+            for kind, items in kinds.items():
+                self._add(kind, items, {kind: len(items.costs)})
+
+    def _add(self, kind: str, items: Items, numbers: dict[str, int]) -> None:
+        """Let the method of ``kind`` encode this rank's run. ``numbers``: how many items of each kind there are."""
+        bounds = runs_of_equal_cost(items.costs, self.ring.size)
+        start, stop = bounds[self.ring.rank], bounds[self.ring.rank + 1]
+        own = {name: (max(0, min(stop, b) - max(start, a))) for name, a, b in _places(numbers)}
+        if start == stop:  # the smallest image of the batch, of which no row is used
+            start = int(np.argmin(items.costs))
+            stop = start + 1
+        self.add(kind, own, items.run(start, stop))
+
+    def add(self, kind: str, own: dict[str, int], inputs: dict[str, Any]) -> None:
+        """Let the method of ``kind`` encode ``inputs``. ``own``: the number of this rank's items of each kind."""
+        encode = getattr(self.owner, METHODS[kind])
+        self.inputs |= inputs
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.later = self.share(encode(*args, **kwargs), own)
+            return self.later.pop(kind)
+
+        self.encoders[kind] = run
+
+    def share(self, output: Any, own: dict[str, int]) -> dict[str, Any]:
+        """Exchange the rows of an encoder's output, and return what the model reads of it, for each kind in ``own``."""
+        levels = [(field, *tagged) for field in self.fields for tagged in _levels(field, getattr(output, field))]
+        wide = torch.cat([torch.cat([x.flatten(0, -2) for x in _parts(level)]) for _, _, level in levels], 1)
+        made = _rows_of_kinds(_parts(levels[0][2]), own)
+        counts = by_rank(self.handler.mesh, torch.tensor(made, device=wide.device)).tolist()
+        slots = [self._slots(kind) for kind in own]
+        self._compare(own, slots, counts)
+        readers, sizes, before = [np.zeros(0, dtype=np.int64)] * self.ring.size, [], 0
+        for i, tokens in enumerate(slots):
+            numbers = (tokens.flatten().cumsum(0).view_as(tokens) - 1 + before).masked_fill(~tokens, -1)
+            wanted = [x[x >= 0].numpy() for x in (numbers[:, at].flatten() for at in self._held())]
+            readers = [np.concatenate(both) for both in zip(readers, wanted, strict=True)]
+            sizes.append(len(wanted[self.ring.rank]))
+            before += sum(count[i] for count in counts)
+        plan = read_rows(readers, [sum(count) for count in counts], self.ring.rank)
+        mine = rows_to_readers(wide[: sum(made)], plan, self.ring.key)
+        widths = [_parts(level)[0].shape[-1] for _, _, level in levels]
+        found = {}
+        for kind, rows in zip(own, mine.split(sizes), strict=True):
+            fields: dict[str, Any] = {field: [] for field in self.fields}
+            for (field, tag, level), x in zip(levels, rows.split(widths, 1), strict=True):
+                shown = _shaped_like(level, x)
+                if field == "deepstack_features":
+                    fields[field].append(shown if tag is None else (tag, shown))
+                else:
+                    fields[field] = shown
+            found[kind] = SimpleNamespace(**fields)
+        return found
+
+    def _slots(self, kind: str) -> Tensor:
+        """``[B, S]``, with padding: True on the placeholder tokens of a kind."""
+        media, length = self.ready.media, (self.ready.length or 0) * self.ring.size
+        if media is None:
+            return torch.zeros(1, length, dtype=torch.bool)
+        config: Any = self.owner.config
+        ids = [getattr(config, name) for name in TOKENS[kind] if getattr(config, name, None) is not None]
+        found = torch.isin(media.tokens, torch.tensor(ids))
+        if kind == "video" and "pixel_values" not in media.entries and not bool(found.any()):
+            found = media.tokens == config.image_token_id  # GLM-4V inserts videos at tokens of images
+        return F.pad(found, (0, length - found.shape[1]))
+
+    def _held(self) -> list[Tensor]:
+        """The positions that each rank holds."""
+        length = (self.ready.length or 0) * self.ring.size
+        table = documents_for(self.handler, self.ready.documents, length)
+        layout = resolve_layout(self.handler, length, table)
+        return [layout.positions(rank) for rank in range(self.ring.size)]
+
+    def _compare(self, own: dict[str, int], slots: list[Tensor], counts: list[list[int]]) -> None:
+        """Raise ``ValueError``, on every rank, unless there is one row for each placeholder token."""
+        for i, (kind, tokens) in enumerate(zip(own, slots, strict=True)):
+            rows, expected = [count[i] for count in counts], int(tokens.sum())
+            if min(rows) < 0 or sum(rows) != expected:
+                raise ValueError(
+                    f"input_ids has {expected} placeholder tokens of the kind {kind!r}, but its {kind}s make "
+                    f"{'another number of' if min(rows) < 0 else sum(rows)} rows. Each token takes one row. Pass the "
+                    "batch as the processor made it, and truncate no tokens of images"
+                )
+
+
+def _places(numbers: dict[str, int]) -> list[tuple[str, int, int]]:
+    """Each kind, and the first and last of its items among those of all kinds."""
+    ends = [*accumulate(numbers.values())]
+    return [(kind, end - numbers[kind], end) for kind, end in zip(numbers, ends, strict=True)]
+
+
+def _levels(field: str, value: Any) -> list[tuple[Any, Any]]:
+    """The tensors of a field with a row for each token, and their tags: None, or the number of a layer (Granite)."""
+    levels = value if field == "deepstack_features" else [value]
+    return [x if isinstance(x, tuple) and isinstance(x[0], int) else (None, x) for x in levels]
+
+
+def _parts(level: Any) -> list[Tensor]:
+    return [level] if isinstance(level, Tensor) else [*level]
+
+
+def _shaped_like(level: Any, rows: Tensor) -> Any:
+    """Rows in the form of what an encoder returns: with as many dimensions, in a list if it is one."""
+    rows = rows.reshape(*[1] * (_parts(level)[0].ndim - 2), *rows.shape)
+    return rows if isinstance(level, Tensor) else [rows]
+
+
+def _rows_of_kinds(parts: list[Tensor], own: dict[str, int]) -> list[int]:
+    """The number of rows of each kind among the parts that an encoder returns; -1 if that cannot be told."""
+    sizes = [x.shape[:-1].numel() for x in parts]
+    items = sum(own.values())
+    if not items or len(own) == 1:
+        return [sum(sizes) if items else 0] + [0] * (len(own) - 1)
+    if len(sizes) != items:
+        return [-1] * len(own)
+    return [sum(sizes[start:stop]) for _, start, stop in _places(own)]

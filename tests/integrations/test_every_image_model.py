@@ -1,0 +1,166 @@
+"""Every type of ``AutoModelForImageTextToText``: exact with images, or refused by our own words; its table in docs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp import ContextParallel
+from tests.harness.hf_causal import NotTiny
+from tests.harness.hf_images import batch_of, class_name, image_types, owner, tiny, tiny_config, video_batch
+from tests.harness.hf_models import InDouble
+from tests.harness.ranks import on_ranks
+from tests.integrations.test_every_causal_model import ORDER, outcome_of
+from tests.integrations.test_images import RING, ULYSSES, errors, on_one_device
+
+pytest.importorskip("transformers")
+
+PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "image_models.md"
+SAMPLE = ["aya_vision", "blip", "gemma4", "lfm3_vl", "llava_next", "mllama", "paligemma", "qwen3_5_moe"]
+"""The types that every run of the tests tries, beside those of test_images.py."""
+INTRODUCTION = """The outcome of `prepare_model` with [images](images.md) for every type of
+`AutoModelForImageTextToText`: {counts}.
+
+`tests/integrations/test_every_image_model.py` builds a tiny random model of each type. Its batch has two rows: one with
+two images (of different size where the encoder takes any size), and one without, which ends in padding. It compares
+logits, the gradients of the encoder and all others with those of one device, in double precision, on two ranks, in
+Ulysses and in a ring (head-tail layout). Then it does so with videos of three frames, where types take them alone.
+
+- "refused" means an error of this library before any wrong result; the reason is its first sentence.
+- "not tried" means that the test has no tiny configuration or no images for the type, with the reason.
+"""
+
+
+def verdict(kind: str) -> tuple[str, str, str]:
+    """The outcome for a model type, the reason, and what was tried."""
+    from hyper_cp.integrations.transformers import prepare_model
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    try:
+        refusal = refused(kind, mesh)
+        if refusal is not None:
+            return *refusal, ""
+        model = tiny(kind)
+    except NotTiny:
+        return "not tried", "no tiny configuration", ""
+    try:
+        if not [m for m in model.modules() if hasattr(m, "get_image_features")]:
+            made = prepare_model(model, mesh, style=ContextParallel(**RING))
+            made(pixel_values=torch.zeros(1, 3, 16, 16), input_ids=torch.ones(1, 4, dtype=torch.int64))
+        with InDouble():
+            batch = batch_of(model)
+        on_one_device(model, batch, batch["input_ids"])
+    except Exception as error:
+        outcome = outcome_of(error)
+        return (*outcome, "") if outcome[0] == "refused" else ("not tried", f"no images ({type(error).__name__})", "")
+    try:
+        error = errors(model, batch, [RING, ULYSSES])
+        if error > 1e-9:
+            return "WRONG", f"an error of {error:.1e}", ""
+        return "exact", "", f"images{videos(model)}"
+    except Exception as error:
+        return *outcome_of(error), ""
+
+
+def videos(model: Any) -> str:
+    """ ", videos" if they are exact; their refusal; or nothing, if there is no video for the model alone."""
+    method = getattr(type(owner(model)), "get_video_features", len)
+    if "pixel_values_videos" not in inspect.signature(method).parameters:
+        return ""
+    for apart in (False, True):
+        try:
+            batch = video_batch(model, apart)
+            on_one_device(model, batch, batch["input_ids"])
+        except Exception:
+            continue
+        error = errors(model, batch, [RING, ULYSSES])
+        if error > 1e-9:
+            raise AssertionError(f"videos differ by {error:.1e}")
+        return ", videos"
+    return ""
+
+
+def refused(kind: str, mesh: Any) -> tuple[str, str] | None:
+    """The refusal of ``prepare_model``, also of a type that is too large to be made."""
+    import transformers as hf
+
+    from hyper_cp.integrations.transformers import prepare_model
+
+    try:
+        config = copy.deepcopy(tiny_config(kind))
+    except NotTiny as error:
+        if "million" not in str(error):
+            raise
+        config = hf.CONFIG_MAPPING[kind]()
+    try:
+        with torch.device("meta"):
+            model = getattr(hf, class_name(kind))(config)
+    except Exception as error:
+        raise NotTiny(f"{type(error).__name__}: {error}") from error
+    try:
+        prepare_model(model, mesh, style=ContextParallel(**RING))
+    except Exception as error:
+        return outcome_of(error)
+    return None
+
+
+@on_ranks
+def verdicts(kinds: list[str]) -> dict[str, tuple[str, str, str]]:
+    import transformers
+
+    transformers.logging.set_verbosity(50)
+    return {kind: verdict(kind) for kind in kinds}
+
+
+def page(found: dict[str, tuple[str, str, str]], version: str) -> str:
+    """The document: a row for every type, with the beginning of the error of those that are refused."""
+    names = ("exact", "refused", "not tried")
+    counts = ", ".join(f"{sum(v == name for v, *_ in found.values())} {name}" for name in names)
+    lines = [f"# Models of images and text in transformers {version}", "", INTRODUCTION.format(counts=counts)]
+    lines += ["| model type | class | outcome | tried, or the reason |", "|---|---|---|---|"]
+    lines += [row(kind, *of) for kind, of in found.items()]
+    return "\n".join(lines) + "\n"
+
+
+def row(kind: str, outcome: str, why: str, tried: str) -> str:
+    why = re.split(r"(?<=[^A-Z])[.:] ", why.partition(": ")[2] if outcome == "refused" else why)[0]
+    return f"| `{kind}` | {class_name(kind)} | {outcome} | {tried or why} |"
+
+
+def outcomes(ranks: Any, kinds: list[str]) -> dict[str, tuple[str, str, str]]:
+    """The worse outcome of both ranks for each type."""
+    both = ranks(2, verdicts, kinds, timeout=900)
+    found = {kind: min((of[kind] for of in both), key=lambda v: ORDER.index(v[0])) for kind in kinds}
+    bad = {kind: of for kind, of in found.items() if of[0] in ("WRONG", "CRASH")}
+    assert not bad, "\n".join(f"{kind}: {of}" for kind, of in bad.items())
+    return found
+
+
+def test_image_models_are_exact_or_refused(ranks: Any) -> None:
+    """Some types. ``python -m tests.integrations.test_every_image_model`` tries all, and writes the page."""
+    import transformers
+
+    found, written = outcomes(ranks, SAMPLE), PAGE.read_text()
+    if written.startswith(f"# Models of images and text in transformers {transformers.__version__}\n"):
+        for kind, of in found.items():
+            assert row(kind, *of) in written, f"{kind}: the page should be written again"
+
+
+if __name__ == "__main__":
+    import transformers
+
+    from tests.harness.ranks import Ranks
+    from tests.integrations import test_every_image_model as this
+
+    pool = Ranks()
+    every = {kind: this.outcomes(pool, [kind])[kind] for kind in image_types()}
+    PAGE.write_text(page(every, transformers.__version__))
+    pool.close()

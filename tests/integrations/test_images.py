@@ -1,0 +1,436 @@
+"""Models of images and text, prepared: each image is encoded once, and rows travel. Logits and every gradient are those
+of one device."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp.mesh.comm import record_traffic
+from hyper_cp.schedule.readers import read_rows, runs_of_equal_cost
+from tests.harness.attention_case import cp_mesh
+from tests.harness.hf_images import IMAGE, batch_of, images, labels_of, owner, rows_of, tiny, video_batch
+from tests.harness.hf_models import InDouble, LowestFirst, gradients
+from tests.harness.oracle import relative_error
+from tests.harness.ranks import on_ranks, sum_over_ranks
+
+pytest.importorskip("transformers")
+
+RING: dict[str, Any] = {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"}
+GATHER: dict[str, Any] = {"ulysses_degree": 1, "kv_exchange": "all_gather", "layout": "contiguous"}
+ULYSSES: dict[str, Any] = {"ulysses_degree": None}
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum of the losses of all labels on one device."""
+    flat = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(*flat, ignore_index=-100, reduction="sum")
+
+
+def prepared(model: Any, **mode: Any) -> tuple[Any, ContextParallelHandler]:
+    from hyper_cp.integrations.transformers import prepare_model
+
+    mesh, style = cp_mesh(), ContextParallel(**mode)
+    return prepare_model(copy.deepcopy(model), mesh, style=style), ContextParallelHandler(mesh, style)
+
+
+def step(model: Any, handler: ContextParallelHandler, batch: dict[str, Any], labels: Tensor, **more: Any) -> Tensor:
+    """Run forward and backward of a prepared model, and return the logits of the whole sequence."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    local = prepare_batch(handler, {**batch, **more})
+    share = handler.get_batch_on_this_cp_rank({"labels": labels, **more}, shift_labels=True)["shift_labels"]
+    with InDouble():
+        logits = model(**local).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), share.flatten(), ignore_index=-100, reduction="sum"
+        )
+        loss.backward()
+    documents = local["context_parallel"].documents
+    whole: Tensor = handler.combine(logits.detach(), 1, documents=documents, length=labels.shape[1])
+    return whole
+
+
+def worst(model: Any, alone: Any) -> dict[str, float]:
+    """The largest relative error of a gradient of the encoder, and of any other."""
+    found = {"encoder": 0.0, "others": 0.0}
+    decoder = {id(p) for p in alone.get_decoder().parameters()}
+    summed = sum_over_ranks(*gradients(model))
+    scale = max(x.abs().max().item() for x in gradients(alone))
+    for got, want, p in zip(summed, gradients(alone), alone.parameters(), strict=True):
+        part = "others" if id(p) in decoder else "encoder"
+        if want.abs().max() > 1e-9 * scale:
+            found[part] = max(found[part], relative_error(got, want))
+    return found
+
+
+def on_one_device(model: Any, batch: dict[str, Any], labels: Tensor) -> tuple[Any, Tensor]:
+    alone = copy.deepcopy(model)
+    with InDouble(), LowestFirst():
+        logits = alone(**batch, use_cache=False).logits
+        loss_of(logits, labels).backward()
+    return alone, logits.detach()
+
+
+def errors(model: Any, batch: dict[str, Any], modes: list[dict[str, Any]]) -> float:
+    """The largest error in any of these modes."""
+    labels, found = labels_of(batch), []
+    alone, want = on_one_device(model, batch, labels)
+    encoder = [p for p in owner(alone).parameters() if p.grad is not None]
+    assert not images_in(batch) or sum(p.grad.abs().max() > 0 for p in encoder) > 5
+    for mode in modes:
+        made, handler = prepared(model, **mode)
+        whole, seen = step(made, handler, batch, labels), batch["attention_mask"].bool()
+        found += [relative_error(whole[seen], want[seen]), *worst(made, alone).values()]
+    return max(found)
+
+
+def images_in(batch: dict[str, Any]) -> bool:
+    return any(name.startswith("pixel") for name in batch)
+
+
+# --------------------------------------------------------------------------- every family
+
+
+@on_ranks
+def mixed(kind: str, modes: list[dict[str, Any]]) -> float:
+    """Two images of different size in one row, none in the other, which ends in padding."""
+    model = tiny(kind)
+    return errors(model, batch_of(model), modes)
+
+
+@pytest.mark.parametrize(
+    "kind", ["llava", "gemma3", "idefics3", "mistral3", "qwen2_5_vl", "qwen3_vl", "glm4v", "llama4"]
+)
+def test_images_are_exact(ranks: Any, kind: str) -> None:
+    assert max(ranks(2, mixed, kind, [RING, ULYSSES])) <= 1e-9
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl"])
+def test_images_are_exact_on_three_ranks(ranks: Any, kind: str) -> None:
+    """There are two images, so one rank runs the encoder for nothing."""
+    assert max(ranks(3, mixed, kind, [RING, GATHER])) <= 1e-9
+
+
+# --------------------------------------------------------------------------- videos
+
+
+@on_ranks
+def videos(kind: str, apart: bool) -> tuple[float, list[int]]:
+    """The error with a video, whose frames go to both ranks, and the patches that this rank's encoder was given. Beside
+    it there is an image in the other row, if the model takes both."""
+    model = tiny(kind)
+    batch = video_batch(model, apart)
+    if kind == "qwen2_5_vl":
+        image = images(model, [(1, 4, 8)])
+        rows = sum(rows_of(model, image))
+        batch |= image
+        batch["input_ids"][1, 4 : 4 + rows], batch["mm_token_type_ids"][1, 4 : 4 + rows] = IMAGE, 1
+    error, seen = errors(model, batch, [RING, ULYSSES]), []
+    made, handler = prepared(model, **RING)
+    owner(made).visual.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    step(made, handler, batch, labels_of(batch))
+    return error, seen
+
+
+@pytest.mark.parametrize(("kind", "apart"), [("qwen2_5_vl", False), ("qwen3_vl", True), ("glm4v", True)])
+def test_frames_of_a_video_are_shared_out(ranks: Any, kind: str, apart: bool) -> None:
+    found = ranks(2, videos, kind, apart)
+    assert max(error for error, _ in found) <= 1e-9
+    patches = [count for _, counts in found for count in counts]
+    assert len(patches) == 2, "one call of the encoder on each rank"
+    assert sum(patches) == 48 + 32 * (kind == "qwen2_5_vl") and max(patches) <= sum(patches) / 2 + 16, patches
+
+
+# --------------------------------------------------------------------------- packed documents, no images, frozen towers
+
+
+@on_ranks
+def packed(kind: str) -> float:
+    """Three documents in a row, two with an image each, against each of them alone on one device."""
+    model = tiny(kind)
+    both = images(model)
+    rows = rows_of(model, both)
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randint(3, 50, (1, n), generator=generator) for n in (rows[0] + 5, 9, rows[1] + 4)]
+    parts[0][0, 2 : 2 + rows[0]], parts[2][0, 3 : 3 + rows[1]] = IMAGE, IMAGE
+    alone, logits, labels = copy.deepcopy(model), [], []
+    for i, ids in enumerate(parts):
+        own = {}
+        if i != 1 and "image_grid_thw" in both:
+            ends = [0, *both["image_grid_thw"].prod(1).cumsum(0).tolist()]
+            own = {
+                "pixel_values": both["pixel_values"][ends[i // 2] : ends[i // 2 + 1]],
+                "image_grid_thw": both["image_grid_thw"][i // 2][None],
+            }
+        elif i != 1:
+            own = {name: x[i // 2][None] for name, x in both.items()}
+        types = {"mm_token_type_ids": (ids == IMAGE).long()} if "image_grid_thw" in both else {}
+        labels.append(ids.masked_fill(ids == IMAGE, -100))
+        with InDouble():
+            found = alone(input_ids=ids, **own, **types, use_cache=False).logits
+            loss_of(found, labels[-1]).backward()
+        logits.append(found.detach())
+    ids, bounds = torch.cat(parts, 1), [0, *torch.tensor([x.shape[1] for x in parts]).cumsum(0).tolist()]
+    batch = {"input_ids": ids, **both} | ({"mm_token_type_ids": (ids == IMAGE).long()} if types else {})
+    found_errors = []
+    for mode in (RING, {**RING, "layout": "per_document"}):
+        made, handler = prepared(model, **mode)
+        whole = step(made, handler, batch, torch.cat(labels, 1), cu_seqlens=torch.tensor(bounds))
+        found_errors += [relative_error(whole, torch.cat(logits, 1)), *worst(made, alone).values()]
+    return max(found_errors)
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "gemma3"])
+def test_a_packed_row_is_exact(ranks: Any, kind: str) -> None:
+    assert max(ranks(2, packed, kind)) <= 1e-9
+
+
+@on_ranks
+def without_images() -> tuple[float, bool]:
+    model = tiny("qwen2_5_vl")
+    batch = {name: x for name, x in batch_of(model).items() if name not in ("pixel_values", "image_grid_thw")}
+    batch["input_ids"] = batch["input_ids"].masked_fill(batch["input_ids"] == IMAGE, 7)
+    batch["mm_token_type_ids"] = torch.zeros_like(batch["input_ids"])
+    error = errors(model, batch, [RING])
+    made, handler = prepared(model, **RING)
+    step(made, handler, batch, labels_of(batch))
+    return error, any(p.grad is not None for p in owner(made).visual.parameters())
+
+
+def test_a_batch_without_images_does_not_run_the_encoder(ranks: Any) -> None:
+    assert all(error <= 1e-9 and not ran for error, ran in ranks(2, without_images))
+
+
+@on_ranks
+def traffic(frozen: bool) -> tuple[list[int], int, int]:
+    """Bytes of the transfers of rows, those that this rank must send by their number, and their gradients'."""
+    model = tiny("llava")
+    for p in owner(model).parameters() if frozen else ():
+        p.requires_grad_(False)
+    for p in model.get_decoder().parameters():
+        p.requires_grad_(True)
+    batch = batch_of(model)
+    made, handler = prepared(model, **GATHER)
+    with record_traffic() as log:
+        step(made, handler, batch, labels_of(batch))
+    sent = [n for name, n in log.entries if name == "all_to_all_rows"]
+    rank, (first, second) = dist.get_rank(), rows_of(model, images(model))
+    held = batch["input_ids"].shape[1] // 2  # contiguous: rank 0 encodes the first image, and holds the first half
+    of_second = (batch["input_ids"][0] == IMAGE).nonzero().flatten()[first:]
+    crossing = int((of_second < held).sum())
+    width = 32 * 8
+    assert 0 < crossing < second
+    return sent, crossing * width * (rank == 1), crossing * width * (rank == 0)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_ranks_receive_their_own_rows_only(ranks: Any, frozen: bool) -> None:
+    """A frozen encoder sends no gradients back."""
+    for sent, forward, backward in ranks(2, traffic, frozen):
+        assert sent == ([forward] if frozen else [forward, backward])
+
+
+# --------------------------------------------------------------------------- FSDP2
+
+
+@on_ranks
+def sharded(kind: str) -> float:
+    """Two data-parallel groups of two ranks each. One has images, the other one has none; then neither has any."""
+    from torch.distributed.fsdp import fully_shard
+
+    from hyper_cp.integrations.transformers import prepare_model
+
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    style, model = ContextParallel(**RING), tiny(kind)
+    with_images = batch_of(model)
+    plain = {name: x for name, x in with_images.items() if not name.startswith(("pixel", "image"))}
+    plain["input_ids"] = plain["input_ids"].masked_fill(plain["input_ids"] == IMAGE, 7).flip(1)
+    plain["attention_mask"] = torch.ones_like(plain["input_ids"])
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in plain:
+            plain[name] = torch.zeros_like(plain[name])
+    made = prepare_model(copy.deepcopy(model), world["cp"], style=style)
+    blocks = [m for m in made.modules() if type(m).__name__.endswith(("DecoderLayer", "VisionBlock", "EncoderLayer"))]
+    assert len(blocks) >= 4
+    for block in (*blocks, made):  # (transformers records no hidden states of a tower that is wrapped as a whole)
+        fully_shard(block, mesh=world._flatten("all"))
+    handler, found, calls = ContextParallelHandler(world["cp"], style), [], []
+    (tower,) = (x for name, x in owner(made).named_children() if name in ("visual", "vision_tower", "vision_model"))
+    tower.register_forward_pre_hook(lambda *_: calls.append("forward"))
+    for batches in ([with_images, plain], [plain, plain]):
+        alone = copy.deepcopy(model)
+        for batch in batches:
+            with InDouble():
+                loss_of(alone(**batch, use_cache=False).logits, labels_of(batch)).backward()
+        made.zero_grad()
+        own = batches[world.get_local_rank("dp")]
+        step(made, handler, own, labels_of(own))
+        assert calls[0] == "forward" and calls.count("forward") == 1, calls
+        calls.clear()
+        for got, want in zip(made.parameters(), alone.parameters(), strict=True):
+            whole = torch.zeros(()) if got.grad is None else got.grad.full_tensor() * 4
+            expected = torch.zeros_like(want) if want.grad is None else want.grad
+            if expected.abs().max() > 1e-9:
+                found.append(relative_error(whole, expected))
+            elif got.grad is not None:
+                found.append(whole.abs().max().item())
+    return max(found)
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
+def test_images_in_one_data_parallel_group_only(ranks: Any, kind: str) -> None:
+    assert max(ranks(4, sharded, kind)) <= 1e-9
+
+
+# --------------------------------------------------------------------------- Trainer, with DDP
+
+
+@on_ranks
+def trained(directory: str, chunked_loss: bool) -> tuple[float, float]:
+    """The errors of the loss and of the gradients of a step of Trainer, in single precision."""
+    from transformers import Trainer, TrainingArguments
+
+    from hyper_cp.integrations.accelerate import ParallelismConfig
+    from hyper_cp.integrations.trainer import ContextParallelTrainer
+
+    class Both(ContextParallelTrainer, Trainer):
+        pass
+
+    model = tiny("qwen2_5_vl").float()
+    batch, alone = batch_of(tiny("qwen2_5_vl")), copy.deepcopy(model)
+    batch |= {"labels": labels_of(batch), "pixel_values": batch["pixel_values"].float()}
+    arguments = TrainingArguments(
+        directory,
+        parallelism_config=ParallelismConfig(cp_size=2),
+        per_device_train_batch_size=2,
+        max_steps=1,
+        use_cpu=True,
+        optim="sgd",
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    more: dict[str, Any] = {"style": ContextParallel(**RING), "chunked_loss": chunked_loss}
+    trainer = Both(model, arguments, train_dataset=[0, 1], data_collator=lambda _: dict(batch), **more)
+    before = [p.detach().clone() for p in model.parameters()]
+    trainer.train()
+    loss = alone(**batch, use_cache=False).loss
+    loss.backward()
+    moved = [old - p.detach() for old, p in zip(before, model.parameters(), strict=True)]
+    largest = max(x.abs().max().item() for x in gradients(alone))
+    differences = [(a - b).abs().max().item() for a, b in zip(moved, gradients(alone), strict=True)]
+    return abs(trainer.state.log_history[0]["loss"] - loss.item()), max(differences) / largest
+
+
+@pytest.mark.parametrize("chunked_loss", [False, True])
+def test_a_step_of_trainer_is_that_of_one_device(ranks: Any, tmp_path: Any, chunked_loss: bool) -> None:
+    for loss, gradient in ranks(2, trained, str(tmp_path), chunked_loss):
+        assert loss <= 1e-5 and gradient <= 5e-6
+
+
+# --------------------------------------------------------------------------- errors
+
+
+@on_ranks
+def wrong(case: str) -> None:
+    model = tiny("llava" if case == "truncated" else "qwen2_5_vl")
+    batch = batch_of(model)
+    if case == "truncated":
+        batch = {name: x[:, :12] if x.shape == batch["input_ids"].shape else x for name, x in batch.items()}
+    elif case == "audio":
+        batch["input_features"] = torch.zeros(1, 80, 20)
+    elif case == "patches":
+        batch["pixel_values"] = batch["pixel_values"][:-1]
+    elif case == "embeddings":
+        batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    made, handler = prepared(model, **RING)
+    step(made, handler, batch, torch.zeros(batch["attention_mask"].shape, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        ("truncated", ValueError, "placeholder tokens of the kind 'image', but its images make 32 rows"),
+        ("audio", NotImplementedError, "got input_features, which its methods that encode"),
+        ("patches", NotImplementedError, "got pixel_values, whose dimension 0 does not hold one part"),
+        ("embeddings", NotImplementedError, "pixel_values, image_grid_thw with inputs_embeds"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(ranks: Any, case: str, kind: type[Exception], words: str) -> None:
+    ranks.raises(2, kind, words, wrong, case)
+
+
+# --------------------------------------------------------------------------- seams
+
+
+def test_seams_of_models() -> None:
+    """Models whose frames attend apart are recognised by their source, and so is the module that encodes images."""
+    from hyper_cp.integrations.huggingface.media import frames_apart, owner_of, videos_are_images
+
+    model = tiny("qwen2_5_vl")
+    assert owner_of(model, model.get_decoder()) is model.model
+    for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"):
+        assert frames_apart(owner(tiny(kind))) and videos_are_images(owner(tiny(kind))), kind
+    assert not frames_apart(owner(tiny("llava"))) and not videos_are_images(owner(tiny("llava")))
+
+
+def test_methods_are_restored() -> None:
+    from hyper_cp.integrations.huggingface.media import MediaHook
+
+    inner: Any = nn.Module()
+    inner.get_image_features = len
+    MediaHook.after(None, inner)  # type: ignore[arg-type]
+    assert "get_image_features" not in vars(inner)
+
+
+# --------------------------------------------------------------------------- who encodes what, and who reads it
+
+
+@pytest.mark.parametrize(
+    ("costs", "world", "bounds"),
+    [
+        ([1, 1], 2, [0, 1, 2]),
+        ([10, 1], 2, [0, 1, 2]),
+        ([5, 1, 1, 1], 4, [0, 0, 1, 2, 4]),
+        ([1], 2, [0, 0, 1]),
+        ([], 2, [0, 0, 0]),
+    ],
+)
+def test_runs_of_equal_cost(costs: list[float], world: int, bounds: list[int]) -> None:
+    found = runs_of_equal_cost(costs, world)
+    assert found[0] == 0 and found[-1] == len(costs) and len(found) == world + 1
+    parts = [sum(costs[a:b]) for a, b in itertools.pairwise(found)]
+    assert max(parts, default=0) <= sum(costs) / world + max(costs, default=0)
+    assert found == sorted(found)
+
+
+def test_every_row_reaches_its_reader() -> None:
+    import numpy as np
+
+    made, order = [3, 0, 4], np.random.default_rng(0).permutation(7)
+    readers = [order[:2], order[2:6], order[6:]]
+    rows, starts = np.arange(7), [0, 3, 3, 7]
+    plans = [read_rows(readers, made, rank) for rank in range(3)]
+    for rank, plan in enumerate(plans):
+        arrived: list[int] = []
+        for other, sender in enumerate(plans):
+            begin = sum(sender.sent[:rank])
+            own = rows[starts[other] : starts[other + 1]]
+            arrived += own[sender.leaving][begin : begin + sender.sent[rank]].tolist()
+            assert sender.sent[rank] == plan.received[other]
+        known = np.concatenate([rows[starts[rank] : starts[rank + 1]], np.array(arrived, dtype=np.int64)])
+        assert known[plan.read].tolist() == readers[rank].tolist()
