@@ -187,6 +187,7 @@ def attention(
     exchange_dtype: torch.dtype | None = None,
     slices: Any = None,
     selected: Tensor | None = None,
+    block: int = 1,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Context-parallel scaled dot-product attention of this rank's share of the sequence.
 
@@ -197,7 +198,7 @@ def attention(
         v: local values ``[B, Hkv, S/n, Dv]``.
         mesh: the cp mesh (1-D, or 2-D ``("ring", "ulysses")``) of n ranks. None: inside a module with a
             ``ContextParallel`` style, whose settings then hold, attention over its mesh; elsewhere attention on one
-            device. Only is_causal, scale, enable_gqa, attn_mask, dropout_p and selected may be given then.
+            device. Only is_causal, scale, enable_gqa, attn_mask, dropout_p, selected and block may be given then.
         is_causal: causal over *global* positions.
         scale: of the logits; default ``D ** -0.5``.
         enable_gqa: allow H to be a multiple of Hkv, as in ``F.scaled_dot_product_attention``.
@@ -248,6 +249,7 @@ def attention(
             once. Every other option hides more, so a listed key of the future or of another document is not seen. With
             Ulysses all ranks of a block need all their selections: 4 k bytes of a token travel beside its heads. No
             queries are exchanged with ``load_balance``, since every query sees equally many keys.
+        block: ``selected`` lists blocks of this many adjacent keys: number i are those from ``block * i`` on.
 
     Returns:
         This rank's output ``[B, H, S/n, Dv]``; with ``return_lse`` and ``[B, H, S/n]`` in fp32 (fp64 for fp64
@@ -288,7 +290,7 @@ def attention(
             "attn_mask": attn_mask,
             "dropout_p": dropout_p,
         }
-        return _heads_without_mesh(q, k, v, enable_gqa=enable_gqa, selected=selected, **options)
+        return _heads_without_mesh(q, k, v, enable_gqa=enable_gqa, selected=selected, block=block, **options)
     options = {"head_groups": head_groups, "exchange_stages": exchange_stages, "window": window}
     mode = Mode(kv_exchange, layout, load_balance, exchange_dtype=exchange_dtype, **options)
     call: dict[str, Any] = {
@@ -298,7 +300,7 @@ def attention(
         "dropout_p": dropout_p,
         "sinks": sinks,
     }
-    call |= {"enable_gqa": enable_gqa, "selected": selected}
+    call |= {"enable_gqa": enable_gqa, "selected": selected, "block": block}
     given = q, k, v, mesh, ulysses_degree, mode, call, documents, softcap, return_lse
     return _function(*given) if slices is None else _under_slices(*given, slices)
 
