@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
@@ -165,8 +165,8 @@ class CheckedCall:
         # Every query sees equally many selected keys: there are no tails to exchange.
         exchange = m.layout, m.kv_exchange, m.load_balance and self.selected is None, m.stages
         wire = "" if m.exchange_dtype is None else str(m.exchange_dtype).removeprefix("torch.")
-        others = {"kernel": kernel, "score": score, "exchange_dtype": wire}
-        return OpSettings(self.cp.key, *exchange, self.band, m.groups, block=self.block, **others)
+        made = OpSettings(self.cp.key, *exchange, self.band, m.groups, kernel=kernel, score=score, block=self.block)
+        return replace(made, exchange_dtype=wire)
 
 
 @dataclass

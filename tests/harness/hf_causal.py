@@ -74,6 +74,11 @@ CHANGES: dict[str, dict[str, Any]] = {
         **_each("qk_rope_head_dim qk_nope_head_dim v_head_dim swa_qk_nope_head_dim swa_v_head_dim", 8),
         **_each("head_dim swa_head_dim shared_experts_intermediate_size", 16),
     },
+    "minimax_m3_vl_text": {
+        "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
+        **_each("num_hidden_layers index_topk_blocks", 3),
+        **{"mlp_layer_types": ["dense", "sparse", "sparse"], "index_block_size": 4, "index_n_heads": 2},
+    },
     "nemotron_h": {"num_hidden_layers": 4},
     "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 8},
     **{kind: {"layer_types": ["linear_attention", "full_attention"]} for kind in HYBRIDS},

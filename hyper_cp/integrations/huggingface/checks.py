@@ -18,6 +18,7 @@ from ...mesh.agreement import digest
 from ...module.mixers.calls import is_mixer
 from ...module.mixing import mixing_modules
 from ...schedule.layout import by_documents
+from . import selected_blocks
 from .modules import direct_attention, is_lightning, source_of
 from .selected import LAYER, selects
 
@@ -126,6 +127,7 @@ def unrouted_mixers(decoder: PreTrainedModel) -> list[str]:
         for kind, layer in zip(types, layers, strict=True)
         if kind not in LAYER_TYPES and not any(id(m) in routed for m in layer.modules())
         if kind != LAYER or not selects(layer, decoder)
+        if kind != selected_blocks.LAYER or not any(selected_blocks.selects_blocks(type(m)) for m in layer.modules())
     }
     return [f"layers of type {kind}" for kind in sorted(kinds)] or [
         f"modules {name}" for name in sorted(kinds_of_modules)
