@@ -10,6 +10,7 @@ from .decoding import decode_attention, select_cached
 from .indexer_loss import indexer_loss
 from .recurrence.convolution import causal_conv1d
 from .recurrence.linear import linear_recurrence
+from .recurrence.windows import windows
 from .selection import select_keys
 from .slices import mask_of_slices
 from .split_cache import SplitCache
@@ -29,13 +30,14 @@ __all__ = [
     "mask_of_slices",
     "select_cached",
     "select_keys",
+    "windows",
 ]
 
 SAVE_LIST: list[Any] = [
     getattr(torch.ops.hyper_cp, name).default
     for name in (
         *("attention", "all_to_all", "ulysses_attention", "linear_recurrence", "causal_conv1d"),
-        *("select_keys", "indexer_loss"),
+        *("select_keys", "indexer_loss", "windows"),
     )
 ]
 """The library's forward ops, for a selective activation-checkpointing policy (MUST_SAVE): their outputs are not

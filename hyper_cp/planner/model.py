@@ -210,8 +210,8 @@ def model_shape(model: Any) -> ModelShape:
     if unknown := sorted({*UNCOUNTED} & {*(_get(config, "layer_types") or ())}):
         raise NotImplementedError(
             f"the model, a {type(model).__name__}, has layers of type {', '.join(unknown)}. Their queries attend to "
-            "blocks of keys or to entries, whose cost the planner does not know. Pass a ModelShape: with topk, the keys "
-            "that a query attends to, it is an estimate"
+            "blocks of keys or to entries, whose cost the planner does not know. Pass a ModelShape: with topk, the "
+            "keys that a query attends to, it is an estimate"
         )
     found: dict[str, Any] = {}
     for size, names in NAMES.items():
