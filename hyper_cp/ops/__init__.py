@@ -7,10 +7,11 @@ import torch
 from ..schedule.placement import Balance, balance, layout_of_mask
 from .attention import attention, latent_attention
 from .decoding import decode_attention, select_cached
+from .entries import Entries
 from .indexer_loss import indexer_loss
 from .recurrence.convolution import causal_conv1d
 from .recurrence.linear import linear_recurrence
-from .recurrence.windows import windows
+from .recurrence.windows import gather_windows, windows
 from .selection import select_keys
 from .slices import mask_of_slices
 from .split_cache import SplitCache
@@ -18,11 +19,13 @@ from .split_cache import SplitCache
 __all__ = [
     "SAVE_LIST",
     "Balance",
+    "Entries",
     "SplitCache",
     "attention",
     "balance",
     "causal_conv1d",
     "decode_attention",
+    "gather_windows",
     "indexer_loss",
     "latent_attention",
     "layout_of_mask",

@@ -32,6 +32,7 @@ from .checks import (
 )
 from .config import Call, CheckedCall, Mode
 from .engine import TileEngine
+from .entries import Entries, attend_with_entries
 from .exchange.ulysses import Ulysses
 from .kernels import scores
 from .latents import expand
@@ -188,6 +189,7 @@ def attention(
     slices: Any = None,
     selected: Tensor | None = None,
     block: int = 1,
+    entries: Entries | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Context-parallel scaled dot-product attention of this rank's share of the sequence.
 
@@ -250,6 +252,10 @@ def attention(
             Ulysses all ranks of a block need all their selections: 4 k bytes of a token travel beside its heads. No
             queries are exchanged with ``load_balance``, since every query sees equally many keys.
         block: ``selected`` lists blocks of this many adjacent keys: number i are those from ``block * i`` on.
+        entries: pooled keys and values of the whole sequence (:class:`Entries`), to which queries attend under the same
+            softmax as to tokens, with sinks once. All other options are about tokens. On a mesh without Ulysses, and
+            with no documents, softcap, slices, dropout, selected tokens or return_lse. They break the graph of compiled
+            code.
 
     Returns:
         This rank's output ``[B, H, S/n, Dv]``; with ``return_lse`` and ``[B, H, S/n]`` in fp32 (fp64 for fp64
@@ -283,6 +289,7 @@ def attention(
             softcap=softcap,
             exchange_dtype=exchange_dtype,
             slices=slices,
+            entries=entries,
         )
         options: dict[str, Any] = {
             "is_causal": is_causal,
@@ -302,14 +309,14 @@ def attention(
     }
     call |= {"enable_gqa": enable_gqa, "selected": selected, "block": block}
     given = q, k, v, mesh, ulysses_degree, mode, call, documents, softcap, return_lse
-    return _function(*given) if slices is None else _under_slices(*given, slices)
+    return _function(*given) if slices is None and entries is None else _outside_a_graph(*given, slices, entries)
 
 
 @torch.compiler.disable(
-    reason="Attention under slices runs in tiles with a function of pairs, which cannot be part of a compiled graph. "
-    "Compile without fullgraph=True"
+    reason="Attention under slices runs in tiles with a function of pairs, and attention to entries in two calls. "
+    "Neither can be part of a compiled graph. Compile without fullgraph=True"
 )
-def _under_slices(*given: Any) -> Any:
+def _outside_a_graph(*given: Any) -> Any:
     return _function(*given)
 
 
@@ -472,6 +479,7 @@ def _function(
     softcap: float | None,
     with_lse: bool,
     slices: Any = None,
+    entries: Entries | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention as the functions of this module call it, with documents, softcap and slices as users give them.
     ``call`` has the other arguments of a :class:`Call`."""
@@ -487,5 +495,7 @@ def _function(
     if own and not isinstance(mesh, CPMesh):  # attention of a sequence to itself, of which a block says the documents
         table = cp.batch.active_documents("attention")
     made = Call(documents=table, score=score, **call)
+    if entries is not None:
+        return attend_with_entries(q, k, v, entries, cp, mode, made, with_lse)
     found: Tensor | tuple[Tensor, Tensor] = attend(q, k, v, cp, mode, made, TileEngine(with_lse))
     return found

@@ -459,7 +459,11 @@ def _selected(
         (call.dropout_p > 0, f"dropout_p={call.dropout_p}", "Set dropout to 0.0"),
         (call.score is not None and call.score.positional, "a function of pairs (slices or flex_attention)", _MASK),
         (mode.groups > 1 and cp.ulysses.size > 1, f"head_groups={mode.head_groups}", "Use head_groups=1"),
-        (lengths[0] != lengths[1], f"{lengths[0]} queries and {lengths[1]} keys", "Select keys of the same sequence"),
+        (
+            lengths[0] != lengths[1] and cp.size > 1,
+            f"{lengths[0]} queries and {lengths[1]} keys",
+            "Select keys of the same sequence",
+        ),
         (mode.kv_exchange == "replicated", "kv_exchange='replicated'", 'Use "all_gather" or "ring"'),
     )
     for applies, what, todo in refused:

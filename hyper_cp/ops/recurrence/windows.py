@@ -11,13 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...mesh import cp_mesh, nans
 from ...mesh.arguments import check_int, check_sequence
+from ...mesh.comm import gather_ranks, sum_to_ranks
 from ...mesh.cp_mesh import CPMesh
 from ...mesh.failures import backward_of, caller, calling, operation
-from ..checks import check_local
+from ...schedule.documents import read
+from ...schedule.lookup import resolve
+from ..checks import check_dtype, check_local
 from ..kernels.partials import accumulation_dtype
 from ..recompute import check_recompute, fingerprint
 from .checks import agree, check_layout_of, documents_of
@@ -92,6 +96,100 @@ def windows(
     with calling(name):
         out: Tensor = windows_op(x, shifts, every, fill, table, cp.key, layout)
     return out
+
+
+def gather_windows(
+    x: Tensor,
+    *,
+    every: int,
+    length: int,
+    mesh: DeviceMesh | CPMesh,
+    layout: str = "contiguous",
+    documents: Any = None,
+) -> Tensor:
+    """What all ranks have made of their windows, in the order of the sequence, on every rank.
+
+    Args:
+        x: ``[B, m, ...]``, floating-point, of the windows that this rank has by ``windows(..., every=every)``.
+        every: that of :func:`windows`.
+        length: S, the tokens of the whole sequence.
+        mesh, layout, documents: those of :func:`windows`.
+
+    Returns:
+        ``[B, S // every, ...]``. A rank's gradients are its share of a sum: all are added up where x was made.
+
+    Raises:
+        ValueError, TypeError: on arguments that do not fit, before any communication.
+
+    Example::
+
+        >>> pools = windows(torch.randn(2, 8, 6), range(4), every=4, mesh=mesh).mean(2)
+        >>> gather_windows(pools, every=4, length=16, mesh=mesh).shape
+        torch.Size([2, 4, 6])
+
+    Source: the compressed keys of DeepSeek V4.
+    """
+    name = "gather_windows"
+    check_local(f"{name}: x", x, max(2, getattr(x, "ndim", 2)), "[batch, windows, ...]")
+    check_dtype(f"{name}: x", x)
+    check_int("every", every, "Windows end at so many positions after each other")
+    check_int("length", length, "It is the number of tokens of the whole sequence")
+    cp = cp_mesh.whole_view(mesh)
+    table = documents_of(mesh, cp, documents, name)
+    shape = x.shape[0], *x.shape[2:]  # ranks may have different numbers of windows
+    agree(f"{name} {shape} every {every} of {length}", cp, layout, table, x[:, :0])
+    check_layout_of(name, cp, layout, table, x.shape[0], length // cp.size)
+    counts, _ = _places(every, length, table, cp.key, layout)
+    if x.shape[1] != counts[cp.rank]:
+        raise ValueError(
+            f"{name}: x has {x.shape[1]} windows, and {counts[cp.rank]} end in the positions of rank {cp.rank} "
+            f"(every={every}, length={length}, layout={layout!r}). Pass what was made of windows(..., every={every})"
+        )
+    with calling(name):
+        out: Tensor = _Gathered.apply(x, every, length, table, cp.key, layout)
+    return out
+
+
+def _places(every: int, length: int, documents: Tensor | None, mesh: str, layout: str) -> tuple[list[int], Tensor]:
+    """The number of windows of each rank, and the places of all, in the order of the sequence, among those of the
+    ranks side by side, each filled up to the most."""
+    cp = cp_mesh.by_key(mesh)
+    resolved = resolve(layout, cp.size, length, read(documents))
+    found: tuple[list[int], Tensor] | None = resolved.plans.get((every,))
+    if found is None:
+        ends = [at[(at + 1) % every == 0] for at in map(resolved.positions, range(cp.size))]
+        counts = [len(x) for x in ends]
+        places = torch.cat([rank * max(counts) + torch.arange(n) for rank, n in enumerate(counts)])
+        found = resolved.plans[(every,)] = counts, places[torch.cat(ends).argsort()]
+    return found
+
+
+class _Gathered(torch.autograd.Function):
+    """See :func:`gather_windows`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, every: int, length: int, documents: Tensor | None, mesh: str, layout: str
+    ) -> Tensor:
+        cp = cp_mesh.by_key(mesh)
+        (counts, places), ctx.caller = _places(every, length, documents, mesh, layout), caller()
+        ctx.mesh, ctx.counts, ctx.places = mesh, counts, places.to(x.device)
+        send = x.new_zeros(max(counts), x.shape[0], *x.shape[2:])
+        send[: x.shape[1]] = x.movedim(1, 0)
+        with operation(cp, "windows", "forward"):
+            every_rank = gather_ranks(cp.flat, send) if max(counts) else send.unsqueeze(0)
+        return every_rank.flatten(0, 1)[ctx.places].movedim(0, 1).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        cp, most = cp_mesh.by_key(ctx.mesh), max(ctx.counts)
+        own = dout.movedim(1, 0).to(accumulation_dtype(dout.dtype))
+        total = own.new_zeros(cp.size * most, *own.shape[1:])
+        total[ctx.places] = own
+        with backward_of(ctx.caller), operation(cp, "windows", "backward"):
+            home = sum_to_ranks(cp.flat, total.unflatten(0, (cp.size, most))) if most else total
+        return home[: ctx.counts[cp.rank]].movedim(0, 1).to(dout.dtype), *(None,) * 5
 
 
 def _rows(halo: Halo, shifts: list[int], every: int) -> tuple[Tensor, Tensor]:
