@@ -55,6 +55,7 @@ from .huggingface.checks import (
     position_maker,
 )
 from .huggingface.chunked_loss import ChunkedLoss
+from .huggingface.compressed import compresses, prepare_compressors
 from .huggingface.decoding import SplitModelCache, check_arguments, compare, one_random_state
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
 from .huggingface.indexer_losses import collecting, indexer_losses
@@ -118,6 +119,7 @@ def prepare_model(
         prepare_latents(decoder)
         prepare_indexers(decoder)
         prepare_block_indexers(decoder)
+        prepare_compressors(decoder)
     decoder.register_forward_pre_hook(hook.before, with_kwargs=True, prepend=True)
     decoder.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
     if model is not decoder:
@@ -301,7 +303,8 @@ class DecoderHook:
         self.compared = False
         """True once the ranks' tokens have been compared."""
         self.adapters_checked = False
-        self.selects = any(has_indexer_seam(type(x)) or selects_blocks(type(x)) for x in decoder.modules())
+        seams = has_indexer_seam, selects_blocks, compresses
+        self.selects = any(seam(type(x)) for x in decoder.modules() for seam in seams)
         """True for a decoder with indexers. Its selections are those of one rank of many on one rank, too: without a
         cache it does not run as it did before it was prepared."""
 

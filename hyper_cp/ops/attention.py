@@ -496,6 +496,11 @@ def _function(
         table = cp.batch.active_documents("attention")
     made = Call(documents=table, score=score, **call)
     if entries is not None:
+        if table is not None:
+            raise NotImplementedError(
+                "attention: entries with documents are not supported. Entries of one document would be seen by the "
+                "next one. Pack no documents"
+            )
         return attend_with_entries(q, k, v, entries, cp, mode, made, with_lse)
     found: Tensor | tuple[Tensor, Tensor] = attend(q, k, v, cp, mode, made, TileEngine(with_lse))
     return found

@@ -45,9 +45,10 @@ class Entries:
 
 
 def attend_with_entries(
-    q: Tensor, k: Tensor, v: Tensor, entries: Entries, cp: CPMesh, mode: Mode, call: Call, with_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, entries: Entries, cp: CPMesh, mode: Mode, call: Call, with_lse: bool = False
 ) -> Tensor:
-    """Attention of local shards ``[B, H, S/n, D]`` to tokens and to entries, under one softmax."""
+    """Attention of local shards ``[B, H, S/n, D]`` to tokens and to entries, under one softmax. Documents of the call
+    keep tokens apart (padding), but not entries, and do not place tokens."""
     _check(q, entries, cp, mode, call, with_lse)
     with calling(call.name):
         mode, cp = with_hosts(mode, cp)
@@ -56,16 +57,26 @@ def attend_with_entries(
         q, k, v, tokens = check(q, k, v, call, cp, mode, exchanged=False)
         if not number:
             return cast(Tensor, attention_op(q, k, v, *op_arguments(q, k, v, tokens))[0])
-        ends = (torch.arange(number) + 1) * entries.every - 1
-        at = resolve(mode.layout, cp.size, q.shape[2] * cp.size, None).positions(cp.rank)
-        seen, selected = (ends <= at[:, None]).to(q.device), entries.selected
-        if selected is not None:
-            selected = selected.masked_fill(selected >= ((at + 1) // entries.every).to(q.device)[:, None], -1)
-        mask = seen.view(1, 1, *seen.shape) if selected is None else None
+        mask, selected = None, entries.selected
+        if selected is None:
+            mask = seen_by(cp, mode.layout, q.shape[2], number, entries.every).to(q.device)
+        else:
+            past = _complete(cp, mode.layout, q.shape[2], entries.every).to(q.device)
+            selected = selected.masked_fill(selected >= past[:, None], -1)
         own = Call(False, tokens.scale, mask, name=call.name, enable_gqa=call.enable_gqa, selected=selected)
         q, of_keys, of_values, pooled = check(q, entries.k, entries.v, own, cp_mesh.alone(), Mode(), exchanged=False)
         found: Tensor = _TwoSources.apply(q, k, v, of_keys, of_values, tokens.sinks, tokens, pooled)
         return found
+
+
+def _complete(cp: CPMesh, layout: str, share: int, every: int) -> Tensor:
+    """The number of entries that end before each of this rank's queries, or at it, ``[S/n]``, on the CPU."""
+    return (resolve(layout, cp.size, share * cp.size, None).positions(cp.rank) + 1) // every
+
+
+def seen_by(cp: CPMesh, layout: str, share: int, number: int, every: int) -> Tensor:
+    """True where an entry ends before one of this rank's queries, or at it, ``[1, 1, S/n, E]``, on the CPU."""
+    return (torch.arange(number) < _complete(cp, layout, share, every)[:, None]).view(1, 1, share, number)
 
 
 class _TwoSources(torch.autograd.Function):
@@ -133,7 +144,6 @@ def _check(q: Tensor, entries: Entries, cp: CPMesh, mode: Mode, call: Call, with
         )
     refused = (
         (cp.ulysses.size > 1, f"ulysses_degree={cp.ulysses.size}", "Use ulysses_degree=1: entries have few key heads"),
-        (call.documents is not None, "documents", "Pack no documents: entries do not keep them apart"),
         (call.score is not None, "softcap or slices", "Leave them out"),
         (call.dropout_p > 0, f"dropout_p={call.dropout_p}", "Set dropout to 0.0"),
         (call.selected is not None, "selected", "Put the selected entries into Entries(selected=)"),

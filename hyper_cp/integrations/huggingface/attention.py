@@ -14,11 +14,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..._torch import checkpoint
 from ...ops.attention import cp_attention
 from ...ops.config import Call
+from ...ops.entries import attend_with_entries
 from ...ops.kernels import scores
 from ...ops.kernels.scores import MaskMod, Score
 from ...ops.kernels.scores.mods import Mods
 from ...schedule import layout as layouts
 from ...schedule.documents import documents_table, read
+from .compressed import entries_of
 from .forward import ForwardState, OneDevice, State, offered, running, state_for
 from .latents import NAME, as_latents, expanded, hands_on_latents
 from .selected import under_selection
@@ -226,6 +228,8 @@ def attention_forward(
         size = _window(name, request, options.get("sliding_window"))
         mask, window = batch.keys, (None if size is None else size - 1, 0)
     weight, bias = None, None
+    key, entries = entries_of(module, key, query.shape[2])
+    value = value if entries is None else key
     if latent and (found := as_latents(module, key) if state.style.mode.latents is not False else None) is not None:
         key, weight, bias = found
     elif latent:
@@ -245,6 +249,11 @@ def attention_forward(
     call = replace(call, weight=weight, bias=bias, selected=None if indices is None else indices.unsqueeze(1))
     if (blocks := options.get("block_indices")) is not None:
         call = replace(call, selected=blocks, block=cast(Any, module).indexer.block_size)
+    if entries is not None:
+        # Padding sees no tokens, but entries, which are those of slots.
+        call = replace(call, mask=mask if batch.tokens is None else batch.tokens)
+        out = attend_with_entries(query, key, value, entries, cp, mode, call)
+        return out.transpose(1, 2).contiguous(), None
     if state.losses is None or indices is None:
         out = cp_attention(query, key, value, cp, mode, call)
     else:
