@@ -253,9 +253,9 @@ def attention(
             queries are exchanged with ``load_balance``, since every query sees equally many keys.
         block: ``selected`` lists blocks of this many adjacent keys: number i are those from ``block * i`` on.
         entries: pooled keys and values of the whole sequence (:class:`Entries`), to which queries attend under the same
-            softmax as to tokens, with sinks once. All other options are about tokens. On a mesh without Ulysses, and
-            with no documents, softcap, slices, dropout, selected tokens or return_lse. They break the graph of compiled
-            code.
+            softmax as to tokens, with sinks once. All other options are about tokens. All ranks form one ring then,
+            whatever ulysses_degree is. Not with documents, softcap, slices, dropout, selected tokens or return_lse. In
+            compiled code they break the graph.
 
     Returns:
         This rank's output ``[B, H, S/n, Dv]``; with ``return_lse`` and ``[B, H, S/n]`` in fp32 (fp64 for fp64

@@ -48,10 +48,10 @@ def attend_with_entries(
     q: Tensor, k: Tensor, v: Tensor, entries: Entries, cp: CPMesh, mode: Mode, call: Call, with_lse: bool = False
 ) -> Tensor:
     """Attention of local shards ``[B, H, S/n, D]`` to tokens and to entries, under one softmax. Documents of the call
-    keep tokens apart (padding), but not entries, and do not place tokens."""
+    keep tokens apart (padding), but not entries, and do not place tokens. All ranks form one ring."""
     _check(q, entries, cp, mode, call, with_lse)
     with calling(call.name):
-        mode, cp = with_hosts(mode, cp)
+        mode, cp = with_hosts(mode, cp_mesh.as_ring(cp))
         number = entries.k.shape[2]
         cp.agree("call", (("entries", (number, entries.every, entries.selected is not None)),), call.name)
         q, k, v, tokens = check(q, k, v, call, cp, mode, exchanged=False)
@@ -143,7 +143,6 @@ def _check(q: Tensor, entries: Entries, cp: CPMesh, mode: Mode, call: Call, with
             "of the whole sequence, as gather_windows returns them"
         )
     refused = (
-        (cp.ulysses.size > 1, f"ulysses_degree={cp.ulysses.size}", "Use ulysses_degree=1: entries have few key heads"),
         (call.score is not None, "softcap or slices", "Leave them out"),
         (call.dropout_p > 0, f"dropout_p={call.dropout_p}", "Set dropout to 0.0"),
         (call.selected is not None, "selected", "Put the selected entries into Entries(selected=)"),

@@ -26,6 +26,7 @@ MODES: list[dict[str, Any]] = [
     {"kv_exchange": exchange, "layout": layout}
     for exchange, layout in itertools.product(("ring", "all_gather", "needed"), ("contiguous", "head_tail"))
 ]
+MODES[2] |= {"ulysses_degree": None}  # one ring all the same
 
 
 def inputs(problem: Problem) -> list[Tensor]:
@@ -136,7 +137,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "every": ({"every": 0}, "every=0 must be a positive int"),
     "too many": ({"number": 5}, "at most 4"),
     "documents": ({"documents": [0, 3, 16]}, "entries with documents"),
-    "ulysses": ({"ulysses_degree": 2}, "entries with ulysses_degree=2"),
     "log-sum-exp": ({"return_lse": True}, "entries with return_lse=True"),
     "softcap": ({"softcap": 2.0}, "entries with softcap"),
     "dropout": ({"dropout_p": 0.1}, "entries with dropout_p=0.1"),
