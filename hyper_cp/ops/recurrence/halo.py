@@ -61,7 +61,7 @@ class Halo:
         return outside | found.movedim(0, 2)
 
     def shifted(self, rows: Tensor, shift: int) -> Tensor:
-        """Of fetched rows ``[*, B, C]``, those at p - shift for every held position p; zero in another document."""
+        """The rows at p - shift for every held position p, of fetched ones ``[*, B, C]``; zero in another document."""
         found = Rows([(a - shift, b - shift) for a, b in self.ranges]).take(rows, 0)
         if self.packed is None or shift == 0:
             return found

@@ -107,7 +107,7 @@ def gather_windows(
     layout: str = "contiguous",
     documents: Any = None,
 ) -> Tensor:
-    """What all ranks have made of their windows, in the order of the sequence, on every rank.
+    """Gather what all ranks have made of their windows, in the order of the sequence, on every rank.
 
     Args:
         x: ``[B, m, ...]``, floating-point, of the windows that this rank has by ``windows(..., every=every)``.
