@@ -309,14 +309,14 @@ def attention(
     }
     call |= {"enable_gqa": enable_gqa, "selected": selected, "block": block}
     given = q, k, v, mesh, ulysses_degree, mode, call, documents, softcap, return_lse
-    return _function(*given) if slices is None and entries is None else _outside_a_graph(*given, slices, entries)
+    return _function(*given, entries=entries) if slices is None else _under_slices(*given, slices, entries)
 
 
 @torch.compiler.disable(
-    reason="Attention under slices runs in tiles with a function of pairs, and attention to entries in two calls. "
-    "Neither can be part of a compiled graph. Compile without fullgraph=True"
+    reason="Attention under slices runs in tiles with a function of pairs, which cannot be part of a compiled graph. "
+    "Compile without fullgraph=True"
 )
-def _outside_a_graph(*given: Any) -> Any:
+def _under_slices(*given: Any) -> Any:
     return _function(*given)
 
 

@@ -44,6 +44,10 @@ class Entries:
     selected: Tensor | None = None
 
 
+@torch.compiler.disable(
+    reason="Attention to entries runs in two calls whose results are merged, which cannot be part of a compiled graph. "
+    "Compile without fullgraph=True"
+)
 def attend_with_entries(
     q: Tensor, k: Tensor, v: Tensor, entries: Entries, cp: CPMesh, mode: Mode, call: Call, with_lse: bool = False
 ) -> Tensor:

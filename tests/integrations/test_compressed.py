@@ -12,10 +12,12 @@ from torch import Tensor
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh import comm
+from hyper_cp.verify import verify
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_models import InDouble, LowestFirst, gradients, tokens
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
+from tests.integrations import test_selected_blocks
 from tests.integrations.test_selected_models import MODES, check, differentiate, loss_of
 
 hf = pytest.importorskip("transformers")
@@ -180,3 +182,19 @@ def generated() -> bool:
 
 def test_generates_on_one_rank(ranks: Any) -> None:
     assert ranks(1, generated) == [True]
+
+
+@on_ranks
+def verified(kind: str) -> tuple[bool, str]:
+    from hyper_cp.integrations.transformers import prepare_model
+
+    model = made().float() if kind == "deepseek_v4" else test_selected_blocks.made().float()
+    prepare_model(model, cp_mesh(), style=ContextParallel(**MODES["ring"]))
+    report = verify(model, cp_mesh(), batch_of("plain"))
+    return report.ok, str(report)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v4", "minimax_m3_vl_text"])
+def test_verify(ranks: Any, kind: str) -> None:
+    for ok, report in ranks(2, verified, kind):
+        assert ok, report

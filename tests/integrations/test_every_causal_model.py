@@ -217,8 +217,8 @@ def page(found: dict[str, tuple[str, str]], version: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-LAYERS = """transformers allows these types of layers. A type that no exact row has is refused by name when a model is
-prepared ("has layers of type ..."); `sparse`, `dense` and `moe` are types of MLPs. A type without exact and refused
+LAYERS = """transformers allows these types of layers. For a type that no exact row has, `prepare_model` raises an
+error ("has layers of type ..."); `sparse`, `dense` and `moe` are types of MLPs. A type without exact and refused
 rows is in no tiny configuration of a causal type.
 """
 

@@ -52,6 +52,10 @@ def prepare_compressors(decoder: nn.Module) -> None:
             module.forward = partial(_compressed, module)
 
 
+@torch.compiler.disable(
+    reason="The number of windows of a rank depends on its positions, which a compiled graph does not know. Compile "
+    "without fullgraph=True"
+)
 def _compressed(
     compressor: Any, hidden: Tensor, q_residual: Tensor, position_ids: Tensor, past_key_values: Any, layer_idx: int
 ) -> tuple[Tensor, Tensor | None]:
