@@ -101,7 +101,7 @@ def errors(modes: list[str], batches: list[str], checkpointed: bool) -> dict[str
 def test_exact(ranks: Any, world: int) -> None:
     """Checkpointed on two ranks; in short shares a window of 11 tokens spans several ranks."""
     modes = ["ring", "all-gather"] if world % 2 else ["contiguous", "ring"]
-    modes += ["ulysses"] if world == 2 else []
+    modes += ["ulysses"] if world == 2 else ["load_balance"] if world == 4 else []
     batches = {1: ["plain", "padded", "between"], 2: ["plain", "padded"], 3: ["padded"], 4: ["between"]}[world]
     check(ranks(world, errors, modes, batches, world == 2))
 

@@ -21,7 +21,7 @@ from ...ops.recurrence.windows import gather_windows, windows
 from ...ops.selection import select
 from ...schedule.lookup import resolve
 from .forward import ForwardState, state_for
-from .seams import digest_of, refuse_batch
+from .seams import are_known, refuse_batch
 
 LAYERS = {
     "compressed_sparse_attention": "DeepseekV4CSACompressor",
@@ -33,16 +33,14 @@ KNOWN = {
     "DeepseekV4CSACompressor": "8ed43a526c1fb362",
     "DeepseekV4Indexer": "08aa12982b691dec",
     "DeepseekV4IndexerScorer": "407cbbd669170be4",
+    "DeepseekV4Attention": "abc26108fe3ca0b6",
 }
-"""Digests of their forwards in transformers 5.23."""
+"""Digests of their forwards in transformers 5.23, and of the attention that they serve."""
 
 
 def compresses(kind: type[nn.Module]) -> bool:
-    """True for a compressor of DeepSeek V4 whose forward, and that of its indexer, are the known ones."""
-    file = sys.modules[kind.__module__]
-    return kind.__name__ in LAYERS.values() and all(
-        digest_of(getattr(file, name).forward) == known for name, known in KNOWN.items()
-    )
+    """True for a compressor of DeepSeek V4, if its forward and those around it are the known ones."""
+    return kind.__name__ in LAYERS.values() and are_known(sys.modules[kind.__module__], KNOWN)
 
 
 def prepare_compressors(decoder: nn.Module) -> None:

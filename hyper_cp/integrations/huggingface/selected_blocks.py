@@ -15,17 +15,17 @@ from ...ops.config import Call
 from ...ops.kernels.indexer import PER_HEAD
 from ...ops.selection import select
 from .forward import ForwardState, state_for
-from .seams import digest_of, refuse_batch
+from .seams import are_known, refuse_batch
 
 LAYER = "minimax_m3_sparse"
 """The type of layers that attend to selected blocks."""
-KNOWN = "1dc79edb4d9c462f"
-"""The digest of the indexer's forward in transformers 5.23."""
+KNOWN = {"MiniMaxM3VLIndexer": "1dc79edb4d9c462f", "MiniMaxM3VLAttention": "97e9706a2aee7e2f"}
+"""Digests of the forwards of its indexer and its attention in transformers 5.23."""
 
 
 def selects_blocks(kind: type[nn.Module]) -> bool:
-    """True for the indexer of MiniMax M3, if its forward is the known one."""
-    return kind.__name__ == "MiniMaxM3VLIndexer" and digest_of(kind.forward) == KNOWN
+    """True for the indexer of MiniMax M3, if its forward and that of its attention are the known ones."""
+    return kind.__name__ == "MiniMaxM3VLIndexer" and are_known(sys.modules[kind.__module__], KNOWN)
 
 
 def prepare_block_indexers(decoder: nn.Module) -> None:
