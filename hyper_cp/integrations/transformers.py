@@ -56,6 +56,7 @@ from .huggingface.checks import (
     position_maker,
 )
 from .huggingface.chunked_loss import ChunkedLoss
+from .huggingface.compressed import compresses, prepare_compressors
 from .huggingface.decoding import SplitModelCache, check_arguments, compare, one_random_state
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
 from .huggingface.indexer_losses import collecting, indexer_losses
@@ -63,6 +64,7 @@ from .huggingface.latents import NAME, prepare_latents
 from .huggingface.media import MediaHook, owner_of
 from .huggingface.modules import LightningHooks, direct_attention, is_lightning, no_mask, prepare_rotary, route
 from .huggingface.selected import has_indexer_seam, prepare_indexers
+from .huggingface.selected_blocks import prepare_block_indexers, selects_blocks
 
 __all__ = ["NAME", "generate", "indexer_losses", "prepare_batch", "prepare_model", "register"]
 
@@ -118,6 +120,8 @@ def prepare_model(
         decoder.set_attn_implementation(NAME)
         prepare_latents(decoder)
         prepare_indexers(decoder)
+        prepare_block_indexers(decoder)
+        prepare_compressors(decoder)
     decoder.register_forward_pre_hook(hook.before, with_kwargs=True, prepend=True)
     decoder.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
     if model is not decoder:
@@ -322,7 +326,8 @@ class DecoderHook:
         self.compared = False
         """True once the ranks' tokens have been compared."""
         self.adapters_checked = False
-        self.selects = any(has_indexer_seam(type(x)) for x in decoder.modules())
+        seams = has_indexer_seam, selects_blocks, compresses
+        self.selects = any(seam(type(x)) for x in decoder.modules() for seam in seams)
         """True for a decoder with indexers. Its selections are those of one rank of many on one rank, too: without a
         cache it does not run as it did before it was prepared."""
 
@@ -552,9 +557,10 @@ class HeadHook:
             prompt, cache.prompt, cache.new_mask = cache.prompt, None, None
             if prompt is not None and output is not None:
                 output.logits = cache.hand_round(output.logits)
-        if not mesh.parallel or not isinstance(getattr(output, "aux_loss", None), Tensor):
-            return
         ready, mask = kwargs.get("context_parallel"), kwargs.get("attention_mask")
+        padded = ready is not None and ready.counted is not None  # on one rank, too, the model has not seen the mask
+        if not (mesh.parallel or padded) or not isinstance(getattr(output, "aux_loss", None), Tensor):
+            return
         if not self.formula_checked:
             router_loss.check_formula(model, output, mask)
             self.formula_checked = True

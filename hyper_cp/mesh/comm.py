@@ -321,3 +321,14 @@ def gather_ranks(axes: Sequence[Axis], x: Tensor) -> Tensor:
         if axis.size > 1:
             wire = axis.all_gather(wire).wait()
     return wire.view(x.dtype).view(-1, *x.shape)
+
+
+def sum_to_ranks(axes: Sequence[Axis], x: Tensor) -> Tensor:
+    """The transpose of :func:`gather_ranks`: the sum over all ranks of ``x[i]``, on rank i. It overwrites ``x``."""
+    for axis in reversed(axes):
+        if axis.size > 1:
+            own = x.view(axis.size, -1, *x.shape[1:])[axis.rank]
+            kept = own.clone()
+            own.zero_()
+            x = axis.reduce_scatter(x).wait() + kept
+    return x[0]

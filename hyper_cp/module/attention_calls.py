@@ -48,7 +48,8 @@ class AttentionRequest:
     """In latent attention, with ``bias``: what makes keys and values of latents, which ``key`` and ``value`` are."""
     bias: Tensor | None = None
     selected: Tensor | None = None
-    """The keys that each query of this rank has selected, ``[B, 1|Hkv, S/n, k]``."""
+    """The keys that each query of this rank has selected, ``[B, 1|Hkv, S/n, k]``, in blocks of ``block`` keys."""
+    block: int = 1
     selects: dict[str, Any] | None = None
     """The other arguments of :func:`hyper_cp.ops.selection.select`, of a call that selects keys."""
 
@@ -81,12 +82,11 @@ def _own(
     v: Tensor,
     enable_gqa: bool = False,
     attn_mask: Tensor | None = None,
-    selected: Tensor | None = None,
     **options: Any,
 ) -> AttentionRequest:
     """``hyper_cp.ops.attention`` without a mesh."""
     _check_gqa(name, q, k, enable_gqa)
-    return AttentionRequest(q, k, v, mask=attn_mask, selected=selected, **options)
+    return AttentionRequest(q, k, v, mask=attn_mask, **options)
 
 
 def _select(

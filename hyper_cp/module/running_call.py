@@ -93,6 +93,7 @@ def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
         weight=request.weight,
         bias=request.bias,
         selected=request.selected,
+        block=request.block,
     )
     mode, (q, k, v), outputs = _mode(call, request), (request.query, request.key, request.value), None
     if request.selects is not None:  # all ranks select together, whatever heads attention exchanges

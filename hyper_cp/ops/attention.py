@@ -32,6 +32,7 @@ from .checks import (
 )
 from .config import Call, CheckedCall, Mode
 from .engine import TileEngine
+from .entries import Entries, attend_with_entries
 from .exchange.ulysses import Ulysses
 from .kernels import scores
 from .latents import expand
@@ -187,6 +188,8 @@ def attention(
     exchange_dtype: torch.dtype | None = None,
     slices: Any = None,
     selected: Tensor | None = None,
+    block: int = 1,
+    entries: Entries | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Context-parallel scaled dot-product attention of this rank's share of the sequence.
 
@@ -197,7 +200,7 @@ def attention(
         v: local values ``[B, Hkv, S/n, Dv]``.
         mesh: the cp mesh (1-D, or 2-D ``("ring", "ulysses")``) of n ranks. None: inside a module with a
             ``ContextParallel`` style, whose settings then hold, attention over its mesh; elsewhere attention on one
-            device. Only is_causal, scale, enable_gqa, attn_mask, dropout_p and selected may be given then.
+            device. Only is_causal, scale, enable_gqa, attn_mask, dropout_p, selected and block may be given then.
         is_causal: causal over *global* positions.
         scale: of the logits; default ``D ** -0.5``.
         enable_gqa: allow H to be a multiple of Hkv, as in ``F.scaled_dot_product_attention``.
@@ -248,6 +251,11 @@ def attention(
             once. Every other option hides more, so a listed key of the future or of another document is not seen. With
             Ulysses all ranks of a block need all their selections: 4 k bytes of a token travel beside its heads. No
             queries are exchanged with ``load_balance``, since every query sees equally many keys.
+        block: ``selected`` lists blocks of this many adjacent keys: number i are those from ``block * i`` on.
+        entries: pooled keys and values of the whole sequence (:class:`Entries`), to which queries attend under the same
+            softmax as to tokens, with sinks once. All other options are about tokens. All ranks form one ring then,
+            whatever ulysses_degree is. Not with documents, softcap, slices, dropout, selected tokens or return_lse. In
+            compiled code they break the graph.
 
     Returns:
         This rank's output ``[B, H, S/n, Dv]``; with ``return_lse`` and ``[B, H, S/n]`` in fp32 (fp64 for fp64
@@ -281,6 +289,7 @@ def attention(
             softcap=softcap,
             exchange_dtype=exchange_dtype,
             slices=slices,
+            entries=entries,
         )
         options: dict[str, Any] = {
             "is_causal": is_causal,
@@ -288,7 +297,7 @@ def attention(
             "attn_mask": attn_mask,
             "dropout_p": dropout_p,
         }
-        return _heads_without_mesh(q, k, v, enable_gqa=enable_gqa, selected=selected, **options)
+        return _heads_without_mesh(q, k, v, enable_gqa=enable_gqa, selected=selected, block=block, **options)
     options = {"head_groups": head_groups, "exchange_stages": exchange_stages, "window": window}
     mode = Mode(kv_exchange, layout, load_balance, exchange_dtype=exchange_dtype, **options)
     call: dict[str, Any] = {
@@ -298,9 +307,9 @@ def attention(
         "dropout_p": dropout_p,
         "sinks": sinks,
     }
-    call |= {"enable_gqa": enable_gqa, "selected": selected}
+    call |= {"enable_gqa": enable_gqa, "selected": selected, "block": block}
     given = q, k, v, mesh, ulysses_degree, mode, call, documents, softcap, return_lse
-    return _function(*given) if slices is None else _under_slices(*given, slices)
+    return _function(*given, entries=entries) if slices is None else _under_slices(*given, slices, entries)
 
 
 @torch.compiler.disable(
@@ -470,6 +479,7 @@ def _function(
     softcap: float | None,
     with_lse: bool,
     slices: Any = None,
+    entries: Entries | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention as the functions of this module call it, with documents, softcap and slices as users give them.
     ``call`` has the other arguments of a :class:`Call`."""
@@ -485,5 +495,12 @@ def _function(
     if own and not isinstance(mesh, CPMesh):  # attention of a sequence to itself, of which a block says the documents
         table = cp.batch.active_documents("attention")
     made = Call(documents=table, score=score, **call)
+    if entries is not None:
+        if table is not None:
+            raise NotImplementedError(
+                "attention: entries with documents are not supported. Entries of one document would be seen by the "
+                "next one. Pack no documents"
+            )
+        return attend_with_entries(q, k, v, entries, cp, mode, made, with_lse)
     found: Tensor | tuple[Tensor, Tensor] = attend(q, k, v, cp, mode, made, TileEngine(with_lse))
     return found

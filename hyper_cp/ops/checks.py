@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from ..mesh import cp_mesh
-from ..mesh.arguments import check_number
+from ..mesh.arguments import check_int, check_number
 from ..mesh.cp_mesh import CPMesh
 from ..schedule import arrivals, build, documents, tiles
 from ..schedule import layout as layouts
@@ -89,6 +89,7 @@ def check(
             call.score,
             *_of_latents(of_latents, cp),
             call.selected,
+            call.block,
         ),
     )
 
@@ -134,7 +135,7 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
         ("is_causal", call.is_causal),
         ("attn_mask", call.mask is not None),
         ("sinks", call.sinks is not None),
-        ("selected", None if call.selected is None else tuple(call.selected.shape)),
+        ("selected", None if call.selected is None else (*call.selected.shape, call.block)),
         ("dropout", call.dropout_p > 0),
         ("score", "" if call.score is None else call.score.signature),
     )
@@ -384,8 +385,14 @@ def check_kinds(call: Call) -> None:
             f"attn_mask is a {type(call.mask).__name__}, not a tensor. It must be bool (True is visible) or floating, "
             "over global positions. Pass torch.tensor(...)"
         )
+    check_int("block", call.block, "Keys are selected in blocks of so many")
     if call.selected is not None:
         check_local(f"{call.name}: selected", call.selected, 4, "[batch, 1 or key heads, queries, selected keys]")
+    elif call.block != 1:
+        raise ValueError(
+            f"{call.name}: block={call.block} without selected. It says how many keys a number in selected stands for. "
+            "Pass selected, as select_keys(..., block=) returns it, or leave block out"
+        )
 
 
 def check_options(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) -> None:
@@ -452,7 +459,11 @@ def _selected(
         (call.dropout_p > 0, f"dropout_p={call.dropout_p}", "Set dropout to 0.0"),
         (call.score is not None and call.score.positional, "a function of pairs (slices or flex_attention)", _MASK),
         (mode.groups > 1 and cp.ulysses.size > 1, f"head_groups={mode.head_groups}", "Use head_groups=1"),
-        (lengths[0] != lengths[1], f"{lengths[0]} queries and {lengths[1]} keys", "Select keys of the same sequence"),
+        (
+            lengths[0] != lengths[1] and cp.size > 1,
+            f"{lengths[0]} queries and {lengths[1]} keys",
+            "Select keys of the same sequence",
+        ),
         (mode.kv_exchange == "replicated", "kv_exchange='replicated'", 'Use "all_gather" or "ring"'),
     )
     for applies, what, todo in refused:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
@@ -120,6 +120,8 @@ class Call:
     selected: Tensor | None = None
     """The global positions of the keys that each of this rank's queries has selected, ``[B, 1|Hkv, S/n, k]``; -1 is no
     key."""
+    block: int = 1
+    """The number of adjacent keys in a block, if ``selected`` lists blocks."""
 
     @property
     def of_latents(self) -> list[Tensor]:
@@ -155,6 +157,7 @@ class CheckedCall:
     bias: Tensor | None = None
     selected: Tensor | None = None
     """int32, of the queries and heads that this rank attends."""
+    block: int = 1
 
     def settings(self, kernel: str) -> OpSettings:
         """The settings of the op that computes this call with a kernel, or with one that the op chooses ("")."""
@@ -162,7 +165,8 @@ class CheckedCall:
         # Every query sees equally many selected keys: there are no tails to exchange.
         exchange = m.layout, m.kv_exchange, m.load_balance and self.selected is None, m.stages
         wire = "" if m.exchange_dtype is None else str(m.exchange_dtype).removeprefix("torch.")
-        return OpSettings(self.cp.key, *exchange, self.band, m.groups, kernel=kernel, score=score, exchange_dtype=wire)
+        made = OpSettings(self.cp.key, *exchange, self.band, m.groups, kernel=kernel, score=score, block=self.block)
+        return replace(made, exchange_dtype=wire)
 
 
 @dataclass
@@ -242,6 +246,8 @@ class OpSettings(Settings):
     """Latents and their rotary part are the one key head of all queries, see :func:`hyper_cp.ops.latents.absorb`."""
     exchange_dtype: str = ""
     """The name of a dtype of torch, or "" for that of each tensor."""
+    block: int = 1
+    """The number of adjacent keys in a block, if queries have selected blocks."""
 
     @property
     def wire(self) -> torch.dtype | None:

@@ -217,7 +217,7 @@ def select_cached(
             mask = None if shown is None else shown[..., slice(*tile.k)]
             inputs = TileInputs(part(q, tile.q), part(k, tile.k), part(k, tile.k), tile.band, scale, mask)
             of_heads = None if weights is None else part(weights, tile.q)
-            best.add(inputs, of_heads, part(best.best, tile.q), starts[at] + rows - first[at], "relu_sum")
+            best.add(inputs, of_heads, part(best.best, tile.q), starts[at] + rows - first[at])
         gathered = gather_ranks(cp.flat, best.best)
         best.best = torch.cat([*gathered], 3).topk(topk, 3, sorted=False).values
         return best.result((0, q.shape[2]))[0]

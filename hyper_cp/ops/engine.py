@@ -148,7 +148,7 @@ class Work:
         queries = self.schedule.queries
         self.dropout = None if given.seed is None else Dropout(dropout_p, given.seed, q, heads_before, queries)
         self.scores = None if score is None else TileScores(score, q, heads_before, queries, given.captured)
-        self.selections = None if given.selected is None else Selections(given.selected)
+        self.selections = None if given.selected is None else Selections(given.selected, settings.block)
         self.latents = _latents(q, given, settings.absorbed, backward)
 
     def run(
@@ -307,7 +307,7 @@ def attention_op(
 
     with no_autocast(q.device.type), operation(work.cp, "attention", "forward"):
         if given.selected is not None and nans.watch.selected:
-            check_selected(work.cp, plan, given.selected)
+            check_selected(work.cp, plan, given.selected, options.block)
         check_nans_if_enabled(work.cp, options, "query, key, value", q, k, v)
         # Its first moves leave before the tails of queries.
         keys = Travel(ring, plan.transfers, k, v, wire=options.wire)

@@ -16,17 +16,19 @@ from .kernels.partials import part
 from .kernels.selected import Selections, in_band
 
 
-def check_selected(cp: CPMesh, plan: Schedule, selected: Tensor) -> None:
+def check_selected(cp: CPMesh, plan: Schedule, selected: Tensor, block: int = 1) -> None:
     """Raise ``ValueError`` on all ranks if queries of one list keys in their future, in another document, outside of
     their window or past the end, or a key twice. ``selected``: ``[B, heads, S, k]`` of the queries that it attends."""
-    selections, seen = Selections(selected), torch.zeros_like(selected[..., 0], dtype=torch.int64)
+    selections, seen = Selections(selected, block), torch.zeros_like(selected[..., 0], dtype=torch.int64)
     for step in plan.forward:
         for tile in step.tiles:
             columns, known = selections.of(step, tile).columns()
             part(seen, tile.q, tile.batch).add_((known & in_band(columns, tile.band)).sum(-1))
     ordered = selected.sort(-1).values
     twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != -1)).any(-1)
-    wrong = ((selected != -1).sum(-1) != seen) | twice
+    listed = (selected != -1).sum(-1)
+    # Of blocks, too few keys are found, not every block that is not seen.
+    wrong = twice | ((listed != seen) if block == 1 else (listed > seen))
     found = gather_ranks(cp.flat, wrong.sum().reshape(1)).flatten().tolist()
     if any(found):
         rank = next(i for i, number in enumerate(found) if number)

@@ -28,7 +28,7 @@ from .engine import KeyGradients, Work, check_nans_if_enabled, no_autocast
 from .exchange.tails import SwappedTails
 from .exchange.travel import Travel
 from .kernels import REFERENCE
-from .kernels.indexer import SCORES, BestKeys
+from .kernels.indexer import PER_HEAD, SCORES, BestKeys
 from .kernels.inputs import TileInputs
 from .kernels.partials import part
 from .kernels.scores import Positions
@@ -42,6 +42,8 @@ def select_keys(
     topk: int,
     mesh: DeviceMesh | CPMesh | None = None,
     score: str = "relu_sum",
+    block: int = 1,
+    local_blocks: int = 0,
     is_causal: bool = True,
     scale: float | None = None,
     kv_exchange: str = "all_gather",
@@ -65,18 +67,23 @@ def select_keys(
         weights: local weights of heads ``[B, H, S/n]``; None: all 1.
         topk: the number of keys that a query selects.
         mesh: the cp mesh (1-D) of n ranks. All of them form one ring, whatever the Ulysses degree of attention: ranks
-            cannot share out heads that are summed. None: as in :func:`attention`; topk, score, is_causal, scale and
-            attn_mask may be given then.
-        score: ``"relu_sum"``, as above.
+            ranks cannot share out heads that are summed. None: as in :func:`attention`; topk, score, block,
+            local_blocks, is_causal, scale and attn_mask may be given then.
+        score: ``"relu_sum"``, as above; or ``"per_head"``: every head selects for itself, by ``weights[t, h] * scale *
+            q[t, h] . k[s]``.
+        block: select blocks of this many adjacent keys: those from ``block * i`` on have number i, whatever documents
+            there are. The score of a block is the largest of its visible keys.
+        local_blocks: the block of a query and those before it, this many in all, come first, whatever their scores.
         scale: default ``D ** -0.5``.
         attn_mask: bool, ``[B|1, 1, S|1, S]`` over global positions, True where a key may be selected (padding: False).
         is_causal, layout, load_balance, window, documents: those of :func:`attention`. Work is that of dense causal
             attention, so a causal indexer needs a balanced layout, or ``load_balance``.
 
     Returns:
-        Global positions ``[B, 1, S/n, topk]``, int32, best first; -1 where fewer keys are visible. They have no
-        gradient. A recompute by activation checkpointing gets those of its forward, since other bits would select
-        other keys. (In a compiled graph it selects again; put the op into ``SAVE_LIST`` there.)
+        Global positions ``[B, 1, S/n, topk]``, int32, best first; -1 where fewer keys are visible. Numbers of blocks
+        with ``block`` > 1, and ``[B, H, S/n, topk]`` with ``"per_head"``. They have no gradient. A recompute by
+        activation checkpointing gets those of its forward, since other bits would select other keys. (In a compiled
+        graph it selects again; put the op into ``SAVE_LIST`` there.)
 
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.
@@ -87,7 +94,7 @@ def select_keys(
         >>> select_keys(q, k, weights, topk=5, mesh=mesh).shape
         torch.Size([1, 1, 8, 5])
 
-    Source: DeepSeek-V3.2 (arXiv 2512.02556).
+    Source: DeepSeek-V3.2 (arXiv 2512.02556); blocks and ``"per_head"``: MiniMax-M3 in transformers.
     """
     if mesh is None:
         refuse_without_mesh(
@@ -99,11 +106,13 @@ def select_keys(
             documents=documents,
             exchange_stages=exchange_stages,
         )
-        return _without_mesh(q, k, weights, topk, score, is_causal=is_causal, scale=scale, attn_mask=attn_mask)
+        given: dict[str, Any] = {"score": score, "block": block, "local_blocks": local_blocks}
+        given |= {"is_causal": is_causal, "scale": scale, "attn_mask": attn_mask}
+        return _without_mesh(q, k, weights, topk=topk, **given)
     cp, table = of_indexer(mesh, documents, "select_keys")
     mode = Mode(kv_exchange, layout, load_balance, window, exchange_stages=exchange_stages)  # type: ignore[arg-type]
     call = Call(is_causal, scale, attn_mask, table, name="select_keys")
-    return select(q, k, weights, cp, mode, call, topk, score)
+    return select(q, k, weights, cp, mode, call, topk, score, block, local_blocks)
 
 
 def of_indexer(mesh: DeviceMesh | CPMesh, documents: Any, caller: str) -> tuple[CPMesh, Tensor | None]:
@@ -115,14 +124,14 @@ def of_indexer(mesh: DeviceMesh | CPMesh, documents: Any, caller: str) -> tuple[
     return cp, cp.batch.active_documents(caller) if documents is None else table
 
 
-def _without_mesh(q: Tensor, k: Tensor, weights: Tensor | None, topk: int, score: str, **given: Any) -> Tensor:
+def _without_mesh(q: Tensor, k: Tensor, weights: Tensor | None, **given: Any) -> Tensor:
     """A selection as a styled module that is running says, or on one device."""
     tensors = (q, k) if weights is None else (q, k, weights)
     if has_torch_function(tensors):
-        found: Tensor = handle_torch_function(select_keys, tensors, *tensors, topk=topk, score=score, **given)
+        found: Tensor = handle_torch_function(select_keys, tensors, *tensors, **given)
         return found
-    given["mask"] = given.pop("attn_mask")
-    return select(q, k, weights, cp_mesh.alone(), Mode(), Call(name="select_keys", **given), topk, score)
+    call = Call(given.pop("is_causal"), given.pop("scale"), given.pop("attn_mask"), name="select_keys")
+    return select(q, k, weights, cp_mesh.alone(), Mode(), call, **given)
 
 
 def select(
@@ -134,10 +143,19 @@ def select(
     call: Call,
     topk: int,
     score: str = "relu_sum",
+    block: int = 1,
+    local_blocks: int = 0,
 ) -> Tensor:
     """:func:`select_keys` for a mode and a call as attention takes them."""
-    check_choice("score", score, tuple(SCORES), "It says how a query and a key are scored")
+    check_choice("score", score, (*SCORES, PER_HEAD), "It says how a query and a key are scored")
     check_int("topk", topk, "A query selects so many keys")
+    check_int("block", block, "Keys are selected in blocks of so many")
+    check_int("local_blocks", local_blocks, "So many blocks before a query are always selected", least=0)
+    if local_blocks > topk:
+        raise ValueError(
+            f"{call.name}: local_blocks={local_blocks} is more than topk={topk}. Local blocks are among those that a "
+            "query selects. Pass at most as many"
+        )
     check_local(f"{call.name}: query", q, 4, "[batch, heads, sequence, head_dim]")
     if weights is not None:
         check_local(f"{call.name}: weights", weights, 3, "[batch, heads, sequence]")
@@ -150,10 +168,11 @@ def select(
     mode, cp = with_hosts(mode, cp_mesh.as_ring(cp))
     with calling(call.name), torch.no_grad():
         q, k, _, checked = check(q, k, k, call, cp, mode, exchanged=False)
-        cp.agree("call", (("topk", topk), ("score", score), ("weights", weights is not None)), call.name)
+        same = ("topk", topk), ("score", score), ("weights", weights is not None), ("blocks", (block, local_blocks))
+        cp.agree("call", same, call.name)
         given = Operands(documents=checked.documents, mask=checked.mask)
         arguments = checked.settings(REFERENCE.name).arguments(given, checked.scale)
-        return replayed(lambda: select_keys_op(q, k, weights, topk, score, *arguments))
+        return replayed(lambda: select_keys_op(q, k, weights, topk, score, block, local_blocks, *arguments))
 
 
 def check_key_mask(call: Call) -> None:
@@ -173,17 +192,20 @@ def select_keys_op(
     weights: Tensor | None,
     topk: int,
     score: str,
+    block: int,
+    local_blocks: int,
     tensors: list[Tensor],
     scale: float,
     dropout_p: float,
     settings: str,
 ) -> Tensor:
-    """The selection of this rank's queries, ``[B, 1, S/n, topk]``. The last arguments: see ``attention_op``."""
+    """The selection of this rank's queries, ``[B, 1 or H, S/n, topk]``. The last arguments: see ``attention_op``."""
     options = OpSettings.read(settings)
     given = Operands.of(tensors, options.tensors)
     work, nothing = Work(q, k, k[..., :0], given, scale, dropout_p, options), k[..., :0]
-    plan, ring, best = work.schedule, work.cp.ring, BestKeys(q, topk)
+    plan, ring = work.schedule, work.cp.ring
     positions = Positions(q, 0, plan.queries)
+    best = BestKeys(q, topk, score, block, local_blocks, positions.rows)
 
     def compute(tile: Tile, inputs: TileInputs, of_rows: Sequence[Tensor], into: KeyGradients) -> None:
         weights, columns = of_rows[0] if of_rows else None, positions.of(into.step, tile).cols
@@ -191,7 +213,7 @@ def select_keys_op(
         whole = [((0, inputs.q.shape[2]), (0, inputs.k.shape[2]), inputs)]
         for rows, cols, piece in whole if inputs.parts is None else inputs.rectangles():
             of_heads = None if weights is None else part(weights, rows)
-            best.add(piece, of_heads, part(of_tile, rows), columns[slice(*cols)], score)
+            best.add(piece, of_heads, part(of_tile, rows), columns[slice(*cols)])
 
     with no_autocast(q.device.type), operation(work.cp, "selection of keys", "forward"):
         check_nans_if_enabled(work.cp, options, "query, key of an indexer", q, k)
@@ -203,5 +225,6 @@ def select_keys_op(
 
 
 @select_keys_op.register_fake
-def _(q: Tensor, k: Tensor, weights: Tensor | None, topk: int, *others: Any) -> Tensor:
-    return q.new_empty(q.shape[0], 1, q.shape[2], topk, dtype=torch.int32)
+def _(q: Tensor, k: Tensor, weights: Tensor | None, topk: int, score: str, *others: Any) -> Tensor:
+    heads = q.shape[1] if score == PER_HEAD else 1
+    return q.new_empty(q.shape[0], heads, q.shape[2], topk, dtype=torch.int32)

@@ -38,6 +38,8 @@ LATENTS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 """The names under which configurations have the sizes of latent attention."""
 INDEXER = {"topk": "index_topk", "indexer_heads": "index_n_heads", "indexer_dim": "index_head_dim"}
 """Those of a lightning indexer."""
+UNCOUNTED = ("minimax_m3_sparse", "compressed_sparse_attention", "heavily_compressed_attention")
+"""Types of layers whose queries attend to blocks of keys, or to entries, which the planner does not count."""
 INDEXED, WINDOWED = "indexed_attention", "sliding_attention"
 """Types of layers: attention to selected keys, and to a window, which the planner counts like it."""
 
@@ -199,11 +201,18 @@ def model_shape(model: Any) -> ModelShape:
 
     Raises:
         TypeError: if a size is missing that cannot be derived.
+        NotImplementedError: for types of layers whose cost is not known.
     """
     if isinstance(model, ModelShape):
         return model
     config = getattr(model, "config", model)
     config = _layer_of(_get(config, "text_config") or config)
+    if unknown := sorted({*UNCOUNTED} & {*(_get(config, "layer_types") or ())}):
+        raise NotImplementedError(
+            f"the model, a {type(model).__name__}, has layers of type {', '.join(unknown)}. Their queries attend to "
+            "blocks of keys or to entries, whose cost the planner does not know. Pass a ModelShape: with topk, the "
+            "keys that a query attends to, it is an estimate"
+        )
     found: dict[str, Any] = {}
     for size, names in NAMES.items():
         value = next((x for name in names if (x := _get(config, name)) is not None), None)

@@ -91,6 +91,8 @@ class Problem:
     lse_grad: bool = False
     selected: tuple[int, int] | None = None
     """The keys that each query selects, and the heads that select for themselves (1: all alike)."""
+    block: int = 1
+    """Queries select blocks of so many keys."""
 
     def tensors(self) -> list[Tensor]:
         """Random q, k, v and gradient of the output, the same on every rank."""
@@ -160,10 +162,11 @@ def explicit_mask(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
 
 
 def selection(problem: Problem) -> Tensor:
-    """Random global positions ``[B, heads, S, k]``, of the future too, the same on every rank; some are -1."""
+    """Random global positions (or blocks) ``[B, heads, S, k]``, of the future too, the same on every rank; some are
+    -1."""
     topk, heads = problem.selected or (0, 1)
     g, (batch, length) = torch.Generator().manual_seed(problem.length), (problem.batch, problem.length)
-    found = torch.rand(batch, heads, length, length, generator=g).argsort(-1)[..., :topk]
+    found = torch.rand(batch, heads, length, -(-length // problem.block), generator=g).argsort(-1)[..., :topk]
     found[:, :, length // 3] = -1  # a query that selects nothing
     return found.masked_fill(torch.rand(found.shape, generator=g) < 0.1, -1)
 
@@ -171,9 +174,11 @@ def selection(problem: Problem) -> Tensor:
 def selected_pairs(problem: Problem) -> Tensor:
     """The pairs ``[B, H, S, S]`` of queries and keys that they select."""
     found = selection(problem)
-    pairs = torch.zeros(*found.shape[:3], problem.length + 1, dtype=torch.bool)
-    pairs.scatter_(3, found.masked_fill(found < 0, problem.length), True)
-    return pairs[..., :-1].repeat_interleave(problem.heads // found.shape[1], 1)
+    number = -(-problem.length // problem.block)
+    pairs = torch.zeros(*found.shape[:3], number + 1, dtype=torch.bool)
+    pairs.scatter_(3, found.masked_fill(found < 0, number), True)
+    pairs = pairs[..., :-1].repeat_interleave(problem.block, 3)[..., : problem.length]
+    return pairs.repeat_interleave(problem.heads // found.shape[1], 1)
 
 
 @lru_cache(maxsize=32)
@@ -284,6 +289,7 @@ class Shard:
         more |= {"sinks": self.sinks[0]} if self.sinks else {}
         if self.case.selected is not None:
             more["selected"] = selection(self.case)[:, :, self.at].to(self.dout.device)
+            more |= {"block": self.case.block} if self.case.block > 1 else {}
         return attention(*self.qkv, mesh=mesh, attn_mask=self.mask, **self.case.attention_keywords(), **more)
 
     def step(self, mesh: DeviceMesh, error: Error | None = None) -> Errors:

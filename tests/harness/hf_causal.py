@@ -4,6 +4,7 @@ changing the sizes that most configurations share."""
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,6 +67,14 @@ CHANGES: dict[str, dict[str, Any]] = {
         **_each("indexer_n_heads indexer_kv_heads", 1),
         **_each("indexer_head_dim indexer_budget indexer_compress_ratio", 8),
     },
+    "deepseek_v4": {
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 7},
+        **_each("num_hidden_layers index_topk", 3),
+        **_each("o_groups num_key_value_heads hc_mult", 2),
+        **{"num_key_value_heads": 1, "head_dim": 16, "o_lora_rank": 8, "partial_rotary_factor": 0.5},
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    },
     "dots3_note_text": {
         "layer_types": ["indexed_attention", "sliding_attention"],
         **_each("num_attention_heads num_key_value_heads", 4),  # which differ between layers
@@ -73,6 +82,11 @@ CHANGES: dict[str, dict[str, Any]] = {
         **_each("kv_lora_rank swa_q_lora_rank swa_kv_lora_rank", 12),
         **_each("qk_rope_head_dim qk_nope_head_dim v_head_dim swa_qk_nope_head_dim swa_v_head_dim", 8),
         **_each("head_dim swa_head_dim shared_experts_intermediate_size", 16),
+    },
+    "minimax_m3_vl_text": {
+        "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
+        **_each("num_hidden_layers index_topk_blocks", 3),
+        **{"mlp_layer_types": ["dense", "sparse", "sparse"], "index_block_size": 4, "index_n_heads": 2},
     },
     "nemotron_h": {"num_hidden_layers": 4},
     "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 8},
@@ -147,13 +161,39 @@ def tiny_config(kind: str) -> Any:
 
 
 def changed_behaviour(kind: str) -> str:
-    """The options, other than sizes, in which a tiny configuration differs from the default: "with `x=y`", or ""."""
+    """The types of layers of a tiny configuration, but for full attention alone, and the options, other than sizes, in
+    which it differs from the default: "with `x=y`", or ""."""
     import transformers as hf
 
     default, config = hf.CONFIG_MAPPING[kind](), tiny_config(kind)
+    layers = [f"`{x}`" for x in layer_types(kind) if x in _MIXING]
     names = [name for name in ("is_decoder", "attn_temperature_tuning") if _has(default, name)]
     found = [f"`{name}={getattr(config, name)}`" for name in names if getattr(config, name) != getattr(default, name)]
-    return f"with {' and '.join(found)}" if found else ""
+    options = [f"with {' and '.join(found)}"] if found else []
+    return "; ".join([", ".join(layers) if layers != ["`full_attention`"] else "", *options]).removeprefix("; ")
+
+
+_MIXING = {"conv", "hybrid", "hybrid_sliding", "indexed_attention", "linear_attention", "minimax_m3_sparse"}
+_MIXING |= {f"{kind}_attention" for kind in ("full", "sliding", "chunked", "window", "reference_sliding")}
+_MIXING |= {f"{kind}_attention" for kind in ("compressed_sparse", "heavily_compressed")}
+"""Types of layers that mix positions."""
+
+
+def layer_types(kind: str) -> list[str]:
+    """The types of layers of a tiny configuration, of attention and of MLPs, each once."""
+    config = tiny_config(kind)
+    found = [x for name in ("layer_types", "mlp_layer_types") for x in getattr(config, name, None) or ()]
+    return list(dict.fromkeys(map(str, found)))
+
+
+def left_out_by_transformers(kind: str) -> bool:
+    """True if transformers' own context parallelism refuses the tiny model (5.23 or later)."""
+    import transformers as hf
+
+    made = getattr(hf, class_name(kind))
+    own = getattr(hf.PreTrainedModel, "supports_context_parallel", None)
+    given = SimpleNamespace(config=tiny_config(kind), _supports_context_parallel=made._supports_context_parallel)
+    return own is not None and not own.fget(given)
 
 
 def _is_fixed(owner: type, name: str) -> bool:

@@ -39,16 +39,19 @@ def recur(
     return torch.cat(rows, 1).view_as(v)
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Sequence[Sequence[int]] | None) -> Tensor:
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, documents: Sequence[Sequence[int]] | None, dilation: int = 1
+) -> Tensor:
     """Causal depthwise convolution of ``[B, C, S]``."""
     rows = []
     for row in range(len(x)):
         parts = [
             torch.nn.functional.conv1d(
-                torch.nn.functional.pad(x[row : row + 1, :, a:b], (weight.shape[1] - 1, 0)),
+                torch.nn.functional.pad(x[row : row + 1, :, a:b], ((weight.shape[1] - 1) * dilation, 0)),
                 weight[:, None],
                 bias,
                 groups=len(weight),
+                dilation=dilation,
             )
             for a, b in pairwise(boundaries(documents, row, x.shape[2]))
         ]

@@ -22,7 +22,16 @@ import hyper_cp
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.cli.modes import named_mode
 from hyper_cp.data import head
-from tests.harness.hf_causal import VOCABULARY, NotTiny, causal_types, changed_behaviour, class_name, tiny_causal
+from tests.harness.hf_causal import (
+    VOCABULARY,
+    NotTiny,
+    causal_types,
+    changed_behaviour,
+    class_name,
+    layer_types,
+    left_out_by_transformers,
+    tiny_causal,
+)
 from tests.harness.hf_models import InDouble, LowestFirst, tokens
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
@@ -40,6 +49,9 @@ on two ranks in two modes, Ulysses with a plain batch and a ring (head-tail layo
 logits and the gradients of all parameters with those of one device, in double precision.
 
 - "refused" means an error of this library before any wrong result; the reason is its first sentence.
+- The reason of an exact row names the types of its layers, unless they are all `full_attention`.
+- transformers' own `supports_context_parallel` refuses every other type of layer, and a sliding window:
+  {left_out} of the exact types, as they are built here.
 - "not tried" means that the test has no tiny configuration. (Models of images, audio and text have a text model, which
   is a type of its own.)
 - `mistral_large4_text` is no type of `AutoModelForCausalLM`. Its hidden states are exact (`test_selected_models.py`).
@@ -191,13 +203,32 @@ def page(found: dict[str, tuple[str, str]], version: str) -> str:
     counts = ", ".join(
         f"{sum(v == name for v, _ in found.values())} {name}" for name in ("exact", "refused", "not tried")
     )
-    lines = [f"# Causal language models of transformers {version}", "", INTRODUCTION.format(counts=counts)]
+    left_out = sum(v == "exact" and left_out_by_transformers(kind) for kind, (v, _) in found.items())
+    introduction = INTRODUCTION.format(counts=counts, left_out=left_out)
+    lines = [f"# Causal language models of transformers {version}", "", introduction]
     lines += ["| model type | class | outcome | reason |", "|---|---|---|---|"]
     for kind, (outcome, why) in found.items():
         why = re.split(r"(?<=[^A-Z])[.:] ", why.partition(": ")[2] if outcome == "refused" else why)[0]
         why = changed_behaviour(kind) if outcome == "exact" else why
         lines.append(f"| `{kind}` | {class_name(kind)} | {outcome} | {why} |")
+    lines += ["", "## Types of layers", "", LAYERS]
+    lines += ["| type of layer | exact types with it | refused types with it |", "|---|---|---|"]
+    lines += [f"| `{kind}` | {exact} | {refused} |" for kind, (exact, refused) in by_layers(found).items()]
     return "\n".join(lines) + "\n"
+
+
+LAYERS = """transformers allows these types of layers. For a type that no exact row has, `prepare_model` raises an
+error ("has layers of type ..."); `sparse`, `dense` and `moe` are types of MLPs. A type without exact and refused
+rows is in no tiny configuration of a causal type.
+"""
+
+
+def by_layers(found: dict[str, tuple[str, str]]) -> dict[str, tuple[int, ...]]:
+    """For each type of layer that transformers allows, how many exact and how many refused types have one."""
+    from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+
+    rows = [[layer_types(kind) for kind, (v, _) in found.items() if v == name] for name in ("exact", "refused")]
+    return {x: tuple(sum(x in row for row in of_outcome) for of_outcome in rows) for x in ALLOWED_LAYER_TYPES}
 
 
 def exact_in(text: str) -> set[str]:
@@ -218,11 +249,15 @@ def test_every_causal_model_is_exact_or_refused(ranks: Any) -> None:
     """With HYPER_CP_WRITE_README=1 the page is written instead of compared."""
     import transformers
 
+    from hyper_cp.integrations.huggingface.checks import LAYER, LAYER_TYPES, WITH_SEAMS
+
     both, chunked = zip(*ranks(2, verdicts, causal_types(), timeout=900), strict=True)
     check_chunked(chunked[0] | chunked[1])
     found = {kind: min((of[kind] for of in both), key=lambda v: ORDER.index(v[0])) for kind in causal_types()}
     bad = {kind: outcome for kind, outcome in found.items() if outcome[0] in ("WRONG", "CRASH")}
     assert not bad, "\n".join(f"{kind}: {outcome} ({why})" for kind, (outcome, why) in bad.items())
+    untried = {layers for layers, (exact, _) in by_layers(found).items() if not exact}
+    assert not untried & {*LAYER_TYPES, *WITH_SEAMS, LAYER}, "types of layers that are neither tried nor refused"
     made = page(found, transformers.__version__)
     if os.environ.get("HYPER_CP_WRITE_README"):
         PAGE.write_text(made)

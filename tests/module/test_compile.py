@@ -142,7 +142,9 @@ def opcheck_all(world: int) -> None:
                 best = Operands(documents=given.documents)
                 key, weights = k.detach()[:, :1], torch.randn(2, 4, 8)
                 said = replace(settings, kernel="reference").arguments(best, 0.25)
-                torch.library.opcheck(ops.select_keys.default, (q.detach(), key, weights, 5, "relu_sum", *said))
+                torch.library.opcheck(ops.select_keys.default, (q.detach(), key, weights, 5, "relu_sum", 1, 0, *said))
+                blocks = q.detach(), key, weights, 2, "per_head", 3, 1
+                torch.library.opcheck(ops.select_keys.default, (*blocks, *said))
             index = [x.detach().requires_grad_() for x in (q, key, weights)]
             of_loss = *index, q.detach(), k.detach(), torch.zeros(2, 4, 8), "relu_sum", 0.25, "", *said
             torch.library.opcheck(ops.indexer_loss.default, of_loss)
@@ -170,8 +172,12 @@ def opcheck_recurrences(mesh: str) -> None:
     torch.library.opcheck(ops.linear_recurrence_backward.default, (*given, None, mark, documents, said))
     x, weight, bias = torch.randn(2, 3, 8), torch.randn(3, 4), torch.randn(3)
     leaves = [t.requires_grad_() for t in (x.clone(), weight.clone(), bias.clone())]
-    torch.library.opcheck(ops.causal_conv1d.default, (*leaves, documents, mesh, "head_tail"))
-    torch.library.opcheck(ops.causal_conv1d_backward.default, (x, x, weight, mark, documents, mesh, "head_tail"))
+    torch.library.opcheck(ops.causal_conv1d.default, (*leaves, documents, mesh, "head_tail", 2))
+    torch.library.opcheck(ops.causal_conv1d_backward.default, (x, x, weight, mark, documents, mesh, "head_tail", 2))
+    rows = torch.randn(2, 8, 3, requires_grad=True)
+    torch.library.opcheck(ops.windows.default, (rows, [2, 0], 1, 0.5, documents, mesh, "head_tail"))
+    given = torch.randn(2, 8, 2, 3), mark, [2, 0], 1, 8, documents, mesh, "head_tail"
+    torch.library.opcheck(ops.windows_backward.default, given)
 
 
 @pytest.mark.slow
@@ -194,6 +200,7 @@ def test_opcheck_of_every_op(ranks: Any) -> None:
         *("select_keys", "indexer_loss", "indexer_loss_backward"),
         *("ulysses_attention", "ulysses_attention_backward"),  # checked in test_head_groups
         *("linear_recurrence", "linear_recurrence_backward", "causal_conv1d", "causal_conv1d_backward"),
+        *("windows", "windows_backward"),
     }
     ranks(2, opcheck_all, 2, timeout=300)
 

@@ -51,6 +51,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
     "not causal": {},
     "of key heads": {"is_causal": True, "selected": (9, 2)},
+    "blocks": {"is_causal": True, "selected": (3, 2), "block": 7},
+    "blocks and documents": {"is_causal": True, "selected": (3, 1), "block": 7, "documents": OF_ROWS},
+    "blocks and padding": {"mask": "padding", "selected": (2, 1), "block": 16},
     "all keys": {"is_causal": True, "selected": (48, 1)},
     "window": {"window": (11, 0)},
     "documents": {"is_causal": True, "documents": OF_ROWS[:1]},
@@ -75,7 +78,7 @@ def test_selected_keys_fp64(ranks: Any, world: int) -> None:
             continue
         given = {"selected": (9, 1), "length": 48, **mode, **options}
         cases.append(AttentionCase(heads=4, kv_heads=2, **given))
-        if "lse_grad" not in options and given["selected"][1] == 1:
+        if "lse_grad" not in options and given["selected"][1] == 1 and "block" not in given:
             cases.append(LatentCase(heads=4, latents=True, bias="scale" in options, **given))
             cases.append(LatentCase(heads=4, kv_heads=4, latents=True, **given))
     for layout, exchange in itertools.product(("per_document", "balanced"), ("ring", "needed", "all_gather")):
@@ -99,6 +102,20 @@ def best_keys(q: Tensor, k: Tensor, weights: Tensor | None, pairs: Tensor, topk:
     return found.unsqueeze(1)
 
 
+def best_blocks(q: Tensor, k: Tensor, weights: Tensor | None, pairs: Tensor, topk: int, block: int) -> Tensor:
+    """The blocks ``[B, H, S, topk]`` that each head selects, the last one of a query first."""
+    scores = torch.einsum("bhtd,bsd->bhts", q, k[:, 0]) * q.shape[3] ** -0.5
+    scores = (scores if weights is None else scores * weights.unsqueeze(3)).float()
+    found = torch.full((*scores.shape[:3], topk), -1)
+    for b, h, t in itertools.product(*map(range, scores.shape[:3])):
+        best = {t // block: float("inf")}
+        for s in pairs.expand(len(q), 1, *pairs.shape[2:])[b, 0, t].nonzero()[:, 0].tolist():
+            best[s // block] = max(best.get(s // block, float("-inf")), scores[b, h, t, s].item())
+        row = sorted(best, key=lambda i: (-best[i], i))[:topk]
+        found[b, h, t, : len(row)] = torch.tensor(row, dtype=torch.int64)
+    return found
+
+
 def indexer_inputs(length: int, weighted: bool, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     g = torch.Generator().manual_seed(length)
     made = [torch.randn(2, *shape, generator=g, dtype=dtype) for shape in ((3, length, 6), (1, length, 6), (3, length))]
@@ -116,11 +133,14 @@ def run_selection(cases: list[AttentionCase]) -> list[tuple[AttentionCase, Error
             mask, _ = attention_case.explicit_mask(case)
             visible = visible & mask  # type: ignore[operator]
         topk, _ = case.selected or (7, 1)
-        want = best_keys(*inputs[:2], inputs[2] if len(inputs) > 2 else None, visible, topk)
+        blocks = case.block > 1
+        given = *inputs[:2], inputs[2] if len(inputs) > 2 else None, visible, topk
+        want = best_blocks(*given, case.block) if blocks else best_keys(*given)
         names = ("is_causal", "window", "layout", "load_balance", "kv_exchange")
         options: dict[str, Any] = {name: getattr(case, name) for name in names}
         cp = cp_mesh.view(mesh, case.ulysses_degree)  # attention's, of which all ranks select together
         options |= {"topk": topk, "attn_mask": mask, "documents": case.rows}
+        options |= {"block": case.block, "local_blocks": 1, "score": "per_head"} if blocks else {}
         with patch.object(indexer, "SCORES_AT_ONCE", 1 << 10):
             got = select_keys(*(x[:, :, at] for x in inputs), mesh=cp, **options)
         found.append((case, {"wrong": float((got != want[:, :, at]).sum()), "dtype": float(got.dtype != torch.int32)}))
@@ -134,6 +154,9 @@ SELECTIONS: dict[str, dict[str, Any]] = {
     "window": {"window": (11, 2)},
     "documents of rows": {"is_causal": True, "documents": OF_ROWS},
     "padding": {"mask": "padding"},
+    "blocks of heads": {"is_causal": True, "selected": (2, 3), "block": 5},
+    "blocks, documents": {"is_causal": True, "selected": (3, 3), "block": 4, "documents": OF_ROWS, "sinks": True},
+    "wide blocks, not causal": {"selected": (2, 3), "block": 20, "sinks": True},
 }
 
 
@@ -323,6 +346,7 @@ GIVEN: dict[str, tuple[dict[str, Any], str]] = {
     "slices": ({"slices": [((0, 48), (0, 48), "full")]}, "a function of pairs"),
     "groups": ({"head_groups": 2, "ulysses_degree": 2}, "head_groups=2"),
     "replicated": ({"kv_exchange": "replicated", "keys": 48}, "replicated"),
+    "blocks of what": ({"selected": None, "block": 4}, "block=4 without selected"),
 }
 SELECT: dict[str, tuple[dict[str, Any], str]] = {
     "topk": ({"topk": 0}, "topk=0"),
@@ -330,6 +354,8 @@ SELECT: dict[str, tuple[dict[str, Any], str]] = {
     "weights": ({"weights": torch.zeros(2, 3, 23)}, "weights"),
     "mask": ({"attn_mask": torch.zeros(2, 1, 48, 48)}, "attn_mask is torch.float32"),
     "keys": ({"k": torch.zeros(2, 1, 24, 5)}, "do not fit"),
+    "a block of none": ({"block": 0}, "block=0 must be a positive int"),
+    "too many local blocks": ({"local_blocks": 4}, "local_blocks=4 is more than topk=3"),
 }
 
 

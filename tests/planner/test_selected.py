@@ -87,6 +87,12 @@ def test_other_kinds_of_selections_are_dense(more: dict[str, Any]) -> None:
     assert (found.topk, found.indexers, found.absorbed) == (0, 0, False)
 
 
+@pytest.mark.parametrize("kind", ["minimax_m3_sparse", "compressed_sparse_attention", "heavily_compressed_attention"])
+def test_layers_of_unknown_cost_are_refused(kind: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"layers of type {kind}"):
+        model_shape(V32 | {"num_hidden_layers": 2, "layer_types": ["full_attention", kind]})
+
+
 BAD: dict[str, dict[str, Any]] = {
     "topk=0 is not a positive int": {"indexer_heads": 4, "indexer_dim": 8},
     "indexer_dim=0 is not a positive int": {"topk": 4, "indexer_heads": 4},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,21 +14,33 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..._torch import checkpoint
 from ...ops.attention import cp_attention
 from ...ops.config import Call
+from ...ops.entries import attend_with_entries
 from ...ops.kernels import scores
 from ...ops.kernels.scores import MaskMod, Score
 from ...ops.kernels.scores.mods import Mods
 from ...schedule import layout as layouts
 from ...schedule.documents import documents_table, read
+from .compressed import entries_of
 from .forward import ForwardState, OneDevice, State, offered, running, state_for
 from .latents import NAME, as_latents, expanded, hands_on_latents
 from .selected import under_selection
+from .selected_blocks import of_padding
 
 UNSUPPORTED = ("dropout", "position_bias", "cache")
 """Options of attention calls that the engine does not have."""
 KNOWN = {
     *UNSUPPORTED,
     *("scaling", "sliding_window", "is_causal", "s_aux", "softcap"),
-    *("indices", "position_ids", "cache_position", "position_embeddings", "use_cache", "layer_idx", "target_dtype"),
+    *(
+        "indices",
+        "block_indices",
+        "position_ids",
+        "cache_position",
+        "position_embeddings",
+        "use_cache",
+        "layer_idx",
+        "target_dtype",
+    ),
 }
 """Options that are honoured, and some that say nothing about attention."""
 
@@ -223,6 +235,8 @@ def attention_forward(
         size = _window(name, request, options.get("sliding_window"))
         mask, window = batch.keys, (None if size is None else size - 1, 0)
     weight, bias = None, None
+    key, entries = entries_of(module, key, query.shape[2])
+    value = value if entries is None else key
     if latent and (found := as_latents(module, key) if state.style.mode.latents is not False else None) is not None:
         key, weight, bias = found
     elif latent:
@@ -240,12 +254,19 @@ def attention_forward(
         )
     indices = options.get("indices")
     call = replace(call, weight=weight, bias=bias, selected=None if indices is None else indices.unsqueeze(1))
+    if (blocks := options.get("block_indices")) is not None:
+        call = replace(call, selected=blocks, block=cast(Any, module).indexer.block_size)
+    if entries is not None:
+        # Padding sees no tokens, but entries, which are those of slots.
+        call = replace(call, mask=mask if batch.tokens is None else batch.tokens)
+        out = attend_with_entries(query, key, value, entries, cp, mode, call)
+        return out.transpose(1, 2).contiguous(), None
     if state.losses is None or indices is None:
         out = cp_attention(query, key, value, cp, mode, call)
     else:
         out = state.losses.attend(module, indices, query, key, value, cp, mode, call)
     if batch.tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention
-        out = out.masked_fill(~batch.tokens, 0.0)
+        out = torch.where(batch.tokens, out, 0.0 if blocks is None else of_padding(state, value, out.shape[1]))
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -323,5 +344,8 @@ def _one_device(
         )
     if (indices := options.get("indices")) is not None and state.implementation in ("eager", "sdpa"):
         mask = under_selection(mask, indices, query)
+    if (blocks := options.get("block_indices")) is not None and state.implementation in ("eager", "sdpa"):
+        given = key.shape[2], query.dtype, query.device, options["position_ids"].expand(len(query), -1)
+        mask = cast(Any, module).indexer.build_block_mask(blocks, mask, *given)
     found: tuple[Tensor, Any] = attend(module, query, key, value, mask, **options)
     return found

@@ -18,11 +18,16 @@ from ...mesh.agreement import digest
 from ...module.mixers.calls import is_mixer
 from ...module.mixing import mixing_modules
 from ...schedule.layout import by_documents
+from . import compressed, selected_blocks
 from .modules import direct_attention, is_lightning, source_of
 from .selected import LAYER, selects
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 """Types of layers that do not mix positions, or do so by attention only."""
+WITH_SEAMS = {selected_blocks.LAYER: selected_blocks.selects_blocks} | dict.fromkeys(
+    compressed.LAYERS, compressed.compresses
+)
+"""Types of layers that have a module which is known and replaced."""
 POOLED = re.compile(
     r"For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForReward|DoubleHeads"
 )
@@ -129,6 +134,7 @@ def unrouted_mixers(decoder: PreTrainedModel) -> list[str]:
         for kind, layer in zip(types, layers, strict=True)
         if kind not in LAYER_TYPES and not any(id(m) in routed for m in layer.modules())
         if kind != LAYER or not selects(layer, decoder)
+        if kind not in WITH_SEAMS or not any(WITH_SEAMS[kind](type(m)) for m in layer.modules())
     }
     return [f"layers of type {kind}" for kind in sorted(kinds)] or [
         f"modules {name}" for name in sorted(kinds_of_modules)

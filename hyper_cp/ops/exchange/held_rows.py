@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ...mesh.comm import Axis, gather_ranks
+from ...mesh.comm import Axis, gather_ranks, sum_to_ranks
 from ...schedule.layout import ResolvedLayout
 from ...schedule.ranges import Range, merge_ranges
 
@@ -76,6 +76,28 @@ def fetch(rows: Tensor, plan: RowsPlan, axes: Sequence[Axis], rank: int) -> Tens
             for owner, start, stop in plan.parts
         ]
     )
+
+
+def give_back(gradients: Tensor, plan: RowsPlan, axes: Sequence[Axis], rank: int, share: int) -> Tensor:
+    """The transpose of :func:`fetch`: the sum ``[S/n, ...]`` of all ranks' gradients of this rank's rows.
+
+    Args:
+        gradients: those of the rows that this rank has fetched.
+        share: S/n.
+    """
+    home = gradients.new_zeros(share, *gradients.shape[1:])
+    away = gradients.new_zeros(len(plan.sent), plan.width, *gradients.shape[1:])
+    at = 0
+    for owner, start, stop in plan.parts:
+        if owner is not None:
+            (home if owner == rank else away[owner])[start:stop] += gradients[at : at + stop - start]
+        at += stop - start
+    if plan.width:
+        arrived, at = sum_to_ranks(axes, away), 0
+        for start, stop in plan.sent[rank]:
+            home[start:stop] += arrived[at : at + stop - start]
+            at += stop - start
+    return home
 
 
 def _sources(layout: ResolvedLayout, rank: int, before: int, after: int) -> Iterator[Source]:

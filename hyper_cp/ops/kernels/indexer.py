@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ def _pull_back_relu_sum(dscores: Tensor, products: Tensor, weights: Tensor) -> t
 
 SCORES = {"relu_sum": Score(_relu_sum, _pull_back_relu_sum)}
 """The functions that score a pair, by their names."""
+PER_HEAD = "per_head"
+"""The name of the score with which every head selects for itself: its product, times its weight."""
 
 
 def products_by_row(q: Tensor, k: Tensor) -> Tensor:
@@ -82,6 +84,8 @@ def visible_pairs(tile: TileInputs) -> Tensor | None:
 
 _NOTHING = torch.iinfo(torch.int64).min
 _POSITIONS = (1 << 31) - 1
+_INFINITY = 0x7F800000
+"""The bits of an infinite score."""
 
 
 class BestKeys:
@@ -90,36 +94,71 @@ class BestKeys:
     A key and its score are one number of 64 bits: the bits of the fp32 score, ordered as numbers are, above those of
     the position, which count down. So no two are equal, equal scores go to the lower position, and the result does not
     depend on the order in which keys come.
+
+    Blocks of keys are selected in the same way: a block's number has the largest score of its keys. A part of a block
+    that comes later raises it, or brings back a block that was dropped: what dropped it are other blocks, whose scores
+    do not fall.
+
+    Args:
+        q: queries ``[B, H, S, D]``, of which every head selects with the score ``"per_head"``.
+        block: the number of adjacent keys that are selected together. What is listed are numbers of blocks then.
+        local: blocks before and of each query, which it selects whatever their scores are.
+        positions: the global ones of the queries ``[S]``.
     """
 
-    def __init__(self, q: Tensor, topk: int) -> None:
-        self.best = torch.full((q.shape[0], 1, q.shape[2], topk), _NOTHING, dtype=torch.int64, device=q.device)
+    def __init__(
+        self, q: Tensor, topk: int, score: str = "relu_sum", block: int = 1, local: int = 0, positions: Any = None
+    ) -> None:
+        heads = q.shape[1] if score == PER_HEAD else 1
+        self.best = torch.full((q.shape[0], heads, q.shape[2], topk), _NOTHING, dtype=torch.int64, device=q.device)
+        self.score, self.block = score, block
+        for i in range(local):
+            number = positions // block - i
+            first = (_INFINITY << 32) + (_POSITIONS - number)
+            self.best[..., i] = first.masked_fill(number < 0, _NOTHING)
 
-    def add(self, tile: TileInputs, weights: Tensor | None, best: Tensor, positions: Tensor, score: str) -> None:
+    def add(self, tile: TileInputs, weights: Tensor | None, best: Tensor, positions: Tensor) -> None:
         """Add the keys of a tile, at global ``positions``. ``best`` is the part of the tile's queries."""
-        topk = best.shape[3]
-        wide = max(2 * topk, 512)  # merging costs as much as the keys that are kept
+        topk, positions = best.shape[3], positions // self.block
+        wide = max(2 * topk * self.block, 512)  # merging costs as much as the keys that are kept
         for some, seen, piece in blocks(tile, tile.q.shape[1], wide):
             into, of_rows = part(best, some), None if weights is None else part(weights, some)
-            found = self._numbers(piece, of_rows, positions[slice(*seen)], score)
-            into.copy_(torch.cat([into, found.unsqueeze(1)], 3).topk(topk, 3, sorted=False).values)
+            found = self._numbers(piece, of_rows, positions[slice(*seen)])
+            if self.block > 1:
+                found = self._of_blocks(found, positions[slice(*seen)], into)
+            into.copy_(torch.cat([into, found], 3).topk(topk, 3, sorted=False).values)
 
-    @staticmethod
-    def _numbers(tile: TileInputs, weights: Tensor | None, positions: Tensor, score: str) -> Tensor:
+    def _numbers(self, tile: TileInputs, weights: Tensor | None, positions: Tensor) -> Tensor:
         products = products_by_row(tile.q, tile.k).mul_(tile.scale)
         of_heads = None if weights is None else weights.to(products.dtype).transpose(1, 2)
-        scores = SCORES[score].of(products, of_heads).to(torch.float32) + 0.0  # -0.0 becomes 0.0
-        bits = scores.view(torch.int32)
+        if self.score == PER_HEAD:
+            scores = (products if of_heads is None else products.mul_(of_heads.unsqueeze(3))).transpose(1, 2)
+        else:
+            scores = SCORES[self.score].of(products, of_heads).unsqueeze(1)
+        bits = (scores.to(torch.float32) + 0.0).view(torch.int32)  # -0.0 becomes 0.0
         ordered = (bits ^ ((bits >> 31) & _POSITIONS)).to(torch.int64)
         numbers = (ordered << 32) + (_POSITIONS - positions)
         visible = visible_pairs(tile)
-        return numbers if visible is None else numbers.masked_fill_(~visible, _NOTHING)
+        return numbers if visible is None else numbers.masked_fill_(~visible.unsqueeze(1), _NOTHING)
+
+    @staticmethod
+    def _of_blocks(found: Tensor, numbers: Tensor, best: Tensor) -> Tensor:
+        """The best key of each block, and nothing for a block that is among the best: it may raise that one."""
+        here, index = numbers.unique_consecutive(return_inverse=True)
+        of_blocks = found.new_full((*found.shape[:3], len(here) + 1), _NOTHING)  # and a column for none of them
+        of_blocks.scatter_reduce_(3, index.expand(found.shape), found, "amax")
+        kept = _POSITIONS - (best & _POSITIONS)
+        at = torch.searchsorted(here, kept).clamp_(max=len(here) - 1)
+        at.masked_fill_(here[at] != kept, len(here))
+        best.copy_(torch.maximum(best, of_blocks.gather(3, at)))
+        return of_blocks.scatter_(3, at, _NOTHING)
 
     def result(self, rows: tuple[int, int]) -> tuple[Tensor]:
-        """The positions ``[B, 1, rows, topk]`` of a range of queries, int32, best first; -1 where there is none."""
+        """The positions (or blocks) of a range of queries, ``[B, 1 or H, rows, topk]``, int32, best first; -1 where
+        there is none."""
         best = part(self.best, rows)
         found = torch.empty(best.shape, dtype=torch.int32, device=best.device)
-        some = max(1, SORTED_AT_ONCE // max(1, best.shape[0] * best.shape[3]))
+        some = max(1, SORTED_AT_ONCE // max(1, best[:, :, :1].numel()))
         for piece, into in zip(best.split(some, 2), found.split(some, 2), strict=True):
             ordered = piece.sort(-1, descending=True).values
             into.copy_((_POSITIONS - (ordered & _POSITIONS)).masked_fill_(ordered == _NOTHING, -1))

@@ -29,27 +29,41 @@ class TileSelection:
     """The selected keys of a tile's queries.
 
     Attributes:
-        positions: ``[b, 1 or Hkv, rows, k]``, global; anywhere else than in the tile's keys: no key of this tile.
+        listed: what the queries list, ``[b, 1 or Hkv, rows, k]``: global positions, or blocks of ``block`` keys.
         ranges: the keys of the step, ascending: where they begin and end globally, and their columns, ``[3, n]``.
         columns_of_tile: those of the tile among the columns of the step.
+        block: the number of adjacent keys in a block; 1: positions are listed.
     """
 
-    positions: Tensor
+    listed: Tensor
     ranges: Tensor
     columns_of_tile: Range
+    block: int = 1
+
+    @property
+    def most(self) -> int:
+        """The most keys that a query has selected."""
+        return self.listed.shape[3] * self.block
+
+    def positions(self) -> Tensor:
+        """``[b, 1 or Hkv, rows, most]``, global; anywhere else than in the tile's keys: no key of this tile."""
+        if self.block == 1:
+            return self.listed
+        within = torch.arange(self.block, dtype=self.listed.dtype, device=self.listed.device)
+        return (self.listed.unsqueeze(4) * self.block + within).flatten(3)  # no block (-1): below 0
 
     def rectangle(self, rows: Range, cols: Range) -> TileSelection:
         """The selection of some rows, of which it keeps some columns."""
         first = self.columns_of_tile[0]
-        return replace(self, positions=part(self.positions, rows), columns_of_tile=(first + cols[0], first + cols[1]))
+        return replace(self, listed=part(self.listed, rows), columns_of_tile=(first + cols[0], first + cols[1]))
 
     def columns(self) -> tuple[Tensor, Tensor]:
         """The selected columns of the tile, ``[b, 1 or Hkv, rows, c]``, and True where there is one: c is the most that
         a query has here. (The host waits for the device to know it.)"""
-        starts, stops, columns = self.ranges
-        at = torch.searchsorted(starts, self.positions.contiguous(), right=True, out_int32=True) - 1
-        known = (at >= 0) & (self.positions < stops[at.clamp_(min=0)])
-        found = self.positions - starts[at] + columns[at] - self.columns_of_tile[0]
+        (starts, stops, columns), positions = self.ranges, self.positions()
+        at = torch.searchsorted(starts, positions.contiguous(), right=True, out_int32=True) - 1
+        known = (at >= 0) & (positions < stops[at.clamp_(min=0)])
+        found = positions - starts[at] + columns[at] - self.columns_of_tile[0]
         known &= (found >= 0) & (found < self.columns_of_tile[1] - self.columns_of_tile[0])
         most = int(known.sum(-1).max()) if known.numel() else 0
         if most < known.shape[3]:  # those of this tile first
@@ -61,8 +75,8 @@ class TileSelection:
 class Selections:
     """The selection of a call at each of its tiles. ``selected``: of the rows that this rank attends."""
 
-    def __init__(self, selected: Tensor) -> None:
-        self.selected = selected
+    def __init__(self, selected: Tensor, block: int = 1) -> None:
+        self.selected, self.block = selected, block
         self.step: Step | None = None
 
     def of(self, step: Step, tile: Tile) -> TileSelection:
@@ -71,7 +85,7 @@ class Selections:
             columns, starts, stops = torch.from_numpy(placed(step.keys)).T
             self.ranges = torch.stack([starts, stops, columns]).to(self.selected.device, self.selected.dtype)
             self.step = step
-        return TileSelection(part(self.selected, tile.q, tile.batch), self.ranges, tile.k)
+        return TileSelection(part(self.selected, tile.q, tile.batch), self.ranges, tile.k, self.block)
 
 
 def in_band(columns: Tensor, band: Band) -> Tensor | bool:
@@ -108,7 +122,7 @@ def pieces(tile: TileInputs) -> Iterator[Rectangle]:
     tile = replace(tile, k=k, v=k[..., : tile.v.shape[3]] if tile.joint else tile.v.contiguous())
     (b, heads, cols, dim), rows = k.shape, tile.q.shape[2]
     dim += 0 if tile.joint else tile.v.shape[3]
-    listed = min(_selection(tile).positions.shape[3], cols)
+    listed = min(_selection(tile).most, cols)
     size = max(1, at_once(GATHERED_AT_ONCE, k) // max(1, b * heads * listed * dim))
     for start in range(0, rows, size):
         some = start, min(start + size, rows)

@@ -327,7 +327,7 @@ class _Piece:
         selected = tile.selected
         if selected is None:
             raise ValueError("a tile without a selection has come to the kernel of selected keys")
-        positions = _with_last_contiguous(selected.positions)
+        positions = _with_last_contiguous(selected.positions())
         self.tile, self.lists = tile, positions.shape
         b, lists, rows, most = positions.shape
         self.columns = torch.empty(positions.shape, dtype=torch.int32, device=positions.device)
@@ -391,7 +391,7 @@ def _launch(kernel: Callable[..., None], grid: tuple[int, ...], first: Tensor, *
 def _pieces(tile: TileInputs) -> Iterator[tuple[tuple[int, int], _Piece]]:
     """Rows whose lists are not too long together."""
     rows, cols = tile.q.shape[2], tile.k.shape[2]
-    per_row = 1 if tile.selected is None else tile.selected.positions[:, :, :1].numel()
+    per_row = 1 if tile.selected is None else tile.selected.listed[:, :, :1].numel() * tile.selected.block
     if not tile.q.numel() or not tile.k.numel():
         return
     size = max(1, LISTED_AT_ONCE // max(1, per_row))

@@ -1,7 +1,7 @@
 """Causal depthwise convolution along a split sequence: the rows before each held range travel, and nothing else.
 
-Forward fetches the ``w - 1`` rows before each held range; backward fetches them again, with the rows of the output's
-gradient behind each range, in one message.
+Forward fetches the ``(w - 1) * dilation`` rows before each held range; backward fetches them again, with the rows of
+the output's gradient behind each range, in one message.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...mesh import cp_mesh, nans
-from ...mesh.arguments import check_choice
+from ...mesh.arguments import check_choice, check_int
 from ...mesh.cp_mesh import CPMesh
 from ...mesh.failures import backward_of, caller, calling, operation
-from ...schedule.documents import read
-from ...schedule.lookup import resolve
-from ...schedule.ranges import Rows, placed
-from ..exchange.held_rows import fetch, rows_plan
 from ..kernels.partials import accumulation_dtype
 from ..recompute import check_recompute, fingerprint
 from .checks import agree, check_layout_of, check_tensor, documents_of
+from .halo import Halo
 
 ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "swish": F.silu}
 """The activations that convolutions of this kind are fused with."""
@@ -36,14 +33,15 @@ def causal_conv1d(
     *,
     mesh: DeviceMesh | CPMesh,
     activation: str | None = None,
+    dilation: int = 1,
     layout: str = "contiguous",
     documents: Any = None,
     name: str = "causal_conv1d",
 ) -> Tensor:
     """Causal depthwise convolution of this rank's share of the sequence, as in ``causal_conv1d`` and Mamba.
 
-    Output t is ``sum_i weight[:, i] * x[:, :, t - w + 1 + i] + bias`` over *global* positions. Rows before the
-    sequence, and those of other documents, count as zero.
+    Output t is ``sum_i weight[:, i] * x[:, :, t - (w - 1 - i) * dilation] + bias`` over *global* positions.
+    Rows before the sequence, and those of other documents, count as zero.
 
     Args:
         x: this rank's share, ``[B, C, S/n]``.
@@ -51,6 +49,7 @@ def causal_conv1d(
         bias: ``[C]``, if there is one.
         mesh: the cp mesh of n ranks.
         activation: ``"silu"`` (or ``"swish"``), applied to the result, or None.
+        dilation: positions from one weight to the next.
         layout: the positions that the ranks hold, as in :func:`hyper_cp.ops.attention`.
         documents: cumulative lengths ``[0, ..., S]`` of packed documents (a list or tensor, or one per batch row).
             None: those of the enclosing ``handler.documents`` block, if there is one.
@@ -80,50 +79,35 @@ def causal_conv1d(
         )
     why = "It is applied to the result"
     check_choice(f"{name}: activation", activation, ACTIVATIONS, why, ", or apply another one yourself")
+    check_int(f"{name}: dilation", dilation, "It is the distance between the rows of two weights")
     cp = cp_mesh.whole_view(mesh)
     table = documents_of(mesh, cp, documents, name)
-    agree(name, cp, layout, table, x, weight)
+    agree(name if dilation == 1 else f"{name}, dilation={dilation}", cp, layout, table, x, weight)
     check_layout_of(name, cp, layout, table, x.shape[0], x.shape[2])
     with calling(name):
-        out: Tensor = conv_op(x, weight, bias, table, cp.key, layout)
+        out: Tensor = conv_op(x, weight, bias, table, cp.key, layout, dilation)
     return ACTIVATIONS[activation](out)
 
 
-class _Shifted:
-    """A share ``[S, B, C]``, shifted over global positions within documents."""
-
-    def __init__(self, x: Tensor, documents: Tensor | None, mesh: str, layout: str, before: int, after: int) -> None:
-        cp = cp_mesh.by_key(mesh)
-        packed = read(documents)
-        resolved = resolve(layout, cp.size, len(x) * cp.size, packed)
-        held = resolved.ranges(cp.rank)
-        self.rows = fetch(x, rows_plan(resolved, cp.rank, before, after), cp.flat, cp.rank)
-        self.ranges = [
-            (at + i * (before + after) + before, at + i * (before + after) + before + stop - start)
-            for i, (at, start, stop) in enumerate(placed(held).tolist())
-        ]
-        self.packed, self.at = packed, resolved.positions(cp.rank) if packed is not None else torch.empty(0)
-        cp.batch.record_call(len(x), layout, cp.size)
-
-    def by(self, shift: int) -> Tensor:
-        """The rows at p - shift for every held position p; zero if these are in another document."""
-        found = Rows([(a - shift, b - shift) for a, b in self.ranges]).take(self.rows, 0)
-        if self.packed is None or shift == 0:
-            return found
-        crosses = self.packed.numbers(self.at) != self.packed.numbers(self.at - shift)
-        return found.masked_fill(crosses.to(found.device).mT[..., None], 0)
-
-
 @torch.library.custom_op("hyper_cp::causal_conv1d", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def conv_op(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None, mesh: str, layout: str) -> Tensor:
+def conv_op(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    documents: Tensor | None,
+    mesh: str,
+    layout: str,
+    dilation: int,
+) -> Tensor:
     """See :func:`causal_conv1d`, without activation."""
-    width, dtype = weight.shape[1], accumulation_dtype(x.dtype)
+    shifts, dtype = shifts_of(weight, dilation), accumulation_dtype(x.dtype)
     with operation(cp := cp_mesh.by_key(mesh), "convolution", "forward"):
         nans.check(cp, "x", x)
-        rows = _Shifted(x.movedim(2, 0), documents, mesh, layout, width - 1, 0)
+        halo = Halo(x.shape[2], documents, mesh, layout, shifts[0], 0)
+        rows = halo.fetch(x.movedim(2, 0))
     out = x.new_zeros(x.shape[2], *x.shape[:2], dtype=dtype)
-    for i, taps in enumerate(weight.to(dtype).unbind(1)):
-        out.addcmul_(rows.by(width - 1 - i).to(dtype), taps)
+    for shift, taps in zip(shifts, weight.to(dtype).unbind(1), strict=True):
+        out.addcmul_(halo.shifted(rows, shift).to(dtype), taps)
     if bias is not None:
         out += bias.to(dtype)
     return out.to(x.dtype).movedim(0, 2).contiguous()
@@ -131,22 +115,34 @@ def conv_op(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | 
 
 @torch.library.custom_op("hyper_cp::causal_conv1d_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def conv_backward_op(
-    dout: Tensor, x: Tensor, weight: Tensor, mark: Tensor, documents: Tensor | None, mesh: str, layout: str
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mark: Tensor,
+    documents: Tensor | None,
+    mesh: str,
+    layout: str,
+    dilation: int,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight. ``mark``: the fingerprint of the documents that the inputs were made with."""
     check_recompute(documents, mesh, mark)
-    width, dtype = weight.shape[1], accumulation_dtype(x.dtype)
+    shifts, dtype = shifts_of(weight, dilation), accumulation_dtype(x.dtype)
     channels, own = x.shape[1], dout.movedim(2, 0).to(dtype)
     with operation(cp := cp_mesh.by_key(mesh), "convolution", "backward"):
         nans.check(cp, "the gradient of the output, x", dout, x)
         both = torch.cat((x, dout.to(x.dtype)), 1).movedim(2, 0)
-        rows = _Shifted(both, documents, mesh, layout, width - 1, width - 1)
+        halo = Halo(len(both), documents, mesh, layout, shifts[0], shifts[0])
+        rows = halo.fetch(both)
     dx, dweight = torch.zeros_like(own), []
-    for i, taps in enumerate(weight.to(dtype).unbind(1)):
-        shift = width - 1 - i
-        dweight.append((own * rows.by(shift)[..., :channels].to(dtype)).sum((0, 1)))
-        dx.addcmul_(rows.by(-shift)[..., channels:].to(dtype), taps)
+    for shift, taps in zip(shifts, weight.to(dtype).unbind(1), strict=True):
+        dweight.append((own * halo.shifted(rows, shift)[..., :channels].to(dtype)).sum((0, 1)))
+        dx.addcmul_(halo.shifted(rows, -shift)[..., channels:].to(dtype), taps)
     return dx.to(x.dtype).movedim(0, 2).contiguous(), torch.stack(dweight, 1).to(weight.dtype)
+
+
+def shifts_of(weight: Tensor, dilation: int) -> list[int]:
+    """The distances to the rows of the weights ``[C, w]``."""
+    return [*range((weight.shape[1] - 1) * dilation, -1, -dilation)]
 
 
 @conv_op.register_fake
@@ -160,7 +156,7 @@ def _(dout: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, ctx.documents, ctx.mesh, ctx.layout = inputs
+    x, weight, bias, ctx.documents, ctx.mesh, ctx.layout, ctx.dilation = inputs
     ctx.caller = caller()
     ctx.bias = None if bias is None else bias.dtype
     ctx.save_for_backward(x, weight, fingerprint(ctx.documents, ctx.mesh))
@@ -168,9 +164,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     with backward_of(ctx.caller):
-        grads = conv_backward_op(dout, *ctx.saved_tensors, ctx.documents, ctx.mesh, ctx.layout)
+        grads = conv_backward_op(dout, *ctx.saved_tensors, ctx.documents, ctx.mesh, ctx.layout, ctx.dilation)
     dbias = None if ctx.bias is None else dout.sum((0, 2), dtype=accumulation_dtype(dout.dtype)).to(ctx.bias)
-    return *grads, dbias, None, None, None
+    return *grads, dbias, None, None, None, None
 
 
 conv_op.register_autograd(_differentiate, setup_context=_save)

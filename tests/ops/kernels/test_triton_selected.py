@@ -185,7 +185,7 @@ def test_tensors_of_more_than_two_billion_numbers(interpreter: None) -> None:
     far = memory.as_strided((1, 1, 40, 16), (16, 16, 2**27, 1)).copy_(k[:1])
     near = far.contiguous()
     selected, _ = case.selection()
-    selected.positions = selected.positions[:1]
+    selected.listed = selected.listed[:1]
     tiles = [TileInputs(q[:1].bfloat16(), x, x, (None, None), 1.0, selected=selected) for x in (far, near)]
     for a, b in zip(*(KERNEL.forward(tile) for tile in tiles), strict=True):
         assert torch.equal(a, b) and a.any()
@@ -280,6 +280,7 @@ def test_in_the_engine_on_two_ranks(ranks: Any) -> None:
     ways = {"kv_exchange": "ring"}, {"kv_exchange": "all_gather", "layout": "head_tail", "softcap": 2.0, "sinks": True}
     cases = [AttentionCase(16, selected=(7, 1), **given, **way) for way in ways]
     cases.append(replace(cases[0], kv_heads=2, selected=(7, 2), documents=((0, 5, 16),), layout="per_document"))
+    cases.append(replace(cases[0], kv_heads=2, selected=(3, 2), block=3))
     check(ranks(2, run_on_ranks, cases), FP32)
 
 

@@ -160,22 +160,23 @@ def test_a_recompute_with_other_documents_raises(ranks: Ranks) -> None:
 
 # --------------------------------------------------------------------------- convolutions
 
-CONVOLUTIONS: list[tuple[str, Any, int, int]] = [
-    ("contiguous", None, 24, 4),
-    ("head_tail", None, 48, 4),
-    ("head_tail", [[0, 1, 30, 48], [0, 24, 25, 48]], 48, 3),
-    ("per_document", [[0, 1, 30, 37, 48]], 48, 4),
-    ("contiguous", [[0, 11, 12, 24]], 24, 5),
-    ("contiguous", None, 24, 1),
+CONVOLUTIONS: list[tuple[str, Any, int, int, int]] = [
+    ("contiguous", None, 24, 4, 1),
+    ("head_tail", None, 48, 4, 1),
+    ("head_tail", [[0, 1, 30, 48], [0, 24, 25, 48]], 48, 3, 1),
+    ("per_document", [[0, 1, 30, 37, 48]], 48, 4, 3),
+    ("contiguous", [[0, 11, 12, 24]], 24, 5, 1),
+    ("contiguous", None, 24, 1, 1),
+    ("head_tail", None, 24, 4, 3),
 ]
-"""Layout, documents, length and width."""
+"""Layout, documents, length, width and dilation."""
 
 
 @on_ranks
 def errors_of_convolutions() -> dict[str, float]:
     world, mesh, found = dist.get_world_size(), cp_mesh(), {}
     # One token a rank: the rows before it come from several ranks.
-    for layout, documents, length, width in [*CONVOLUTIONS, ("contiguous", None, world, 4)]:
+    for layout, documents, length, width, dilation in [*CONVOLUTIONS, ("contiguous", None, world, 4, 1)]:
         handler = ContextParallelHandler(mesh, layout)
         with handler.documents(documents):
             at = handler.position_ids(length)
@@ -183,17 +184,18 @@ def errors_of_convolutions() -> dict[str, float]:
         shapes = [(2, 3, length), (3, width), (3,), (2, 3, length)]
         x, weight, bias, dout = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
         leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-        out = torch.nn.functional.silu(convolve(*leaves, documents))
+        out = torch.nn.functional.silu(convolve(*leaves, documents, dilation))
         want = [out.detach()[:, :, at], *torch.autograd.grad(out, leaves, dout)]
         want[1] = want[1][:, :, at]
         local = [t.clone().requires_grad_() for t in (x[:, :, at], weight, bias)]
         with record_traffic() as traffic:
-            got = causal_conv1d(*local, mesh=mesh, activation="silu", layout=layout, documents=documents)
+            options: dict[str, Any] = {"layout": layout, "documents": documents, "dilation": dilation}
+            got = causal_conv1d(*local, mesh=mesh, activation="silu", **options)
             grads = torch.autograd.grad(got, local, dout[:, :, at])
         assert len([name for name, _ in traffic.entries if name == "all_gather"]) == 2 * (width > 1 and world > 1)
         everything = [got, grads[0], *sum_over_ranks(*grads[1:])]
         worst = max((a - b).abs().max().item() for a, b in zip(everything, want, strict=True))
-        found[f"{layout} {documents} {length} {width}"] = worst
+        found[f"{layout} {documents} {length} {width} {dilation}"] = worst
     return found
 
 

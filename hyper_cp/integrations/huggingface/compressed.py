@@ -1,0 +1,124 @@
+"""DeepSeek V4 of transformers: compressors pool the keys of a split sequence, and queries attend to tokens and entries.
+
+A compressor makes an entry of every window of tokens, and its attention appends all entries to the keys. In a prepared
+model each rank makes the entries of the windows that end in its rows, all ranks gather them, and attention merges the
+two parts under one softmax.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...mesh import cp_mesh
+from ...ops.config import Call, Mode
+from ...ops.entries import Entries, seen_by
+from ...ops.recurrence.windows import gather_windows, windows
+from ...ops.selection import select
+from ...schedule.lookup import resolve
+from .forward import ForwardState, state_for
+from .seams import are_known, refuse_batch
+
+LAYERS = {
+    "compressed_sparse_attention": "DeepseekV4CSACompressor",
+    "heavily_compressed_attention": "DeepseekV4HCACompressor",
+}
+"""The types of layers that attend to entries, and the classes of their compressors."""
+KNOWN = {
+    "DeepseekV4HCACompressor": "753d1eb37b8ee4aa",
+    "DeepseekV4CSACompressor": "8ed43a526c1fb362",
+    "DeepseekV4Indexer": "08aa12982b691dec",
+    "DeepseekV4IndexerScorer": "407cbbd669170be4",
+    "DeepseekV4Attention": "abc26108fe3ca0b6",
+}
+"""Digests of their forwards in transformers 5.23, and of the attention that they serve."""
+
+
+def compresses(kind: type[nn.Module]) -> bool:
+    """True for a compressor of DeepSeek V4, if its forward and those around it are the known ones."""
+    return kind.__name__ in LAYERS.values() and are_known(sys.modules[kind.__module__], KNOWN)
+
+
+def prepare_compressors(decoder: nn.Module) -> None:
+    """Let the compressors of a decoder pool over all ranks."""
+    for module in decoder.modules():
+        if compresses(type(module)):
+            module.forward = partial(_compressed, module)
+
+
+@torch.compiler.disable(
+    reason="The number of windows of a rank depends on its positions, which a compiled graph does not know. Compile "
+    "without fullgraph=True"
+)
+def _compressed(
+    compressor: Any, hidden: Tensor, q_residual: Tensor, position_ids: Tensor, past_key_values: Any, layer_idx: int
+) -> tuple[Tensor, Tensor | None]:
+    """The forward of a compressor of a prepared model: all entries ``[B, 1, E, D]``. The bias that one device adds to
+    logits is what :func:`entries_of` returns to attention."""
+    state, kind = state_for(compressor), type(compressor)
+    if not isinstance(state, ForwardState) or past_key_values is not None:
+        found: tuple[Tensor, Tensor | None] = kind.forward(
+            compressor, hidden, q_residual, position_ids, past_key_values, layer_idx
+        )
+        return found
+    refuse_batch(kind.__name__, state, between=False)
+    entries, indexer = _pooled(compressor, hidden, position_ids, state), getattr(compressor, "indexer", None)
+    selected = None
+    if indexer is not None and entries.shape[1]:
+        with torch.no_grad():
+            selected = _selected(indexer, hidden, q_residual, position_ids, state)
+    compressor.selected = selected
+    return entries.unsqueeze(1), None
+
+
+def entries_of(module: nn.Module, keys: Tensor, queries: int) -> tuple[Tensor, Entries | None]:
+    """The tokens' part of an attention module's keys, and its entries; None: the module has no compressor."""
+    compressor: Any = getattr(module, "compressor", None)
+    if compressor is None or not compresses(type(compressor)):
+        return keys, None
+    pooled, selected = keys[:, :, queries:], compressor.__dict__.pop("selected")
+    return keys[:, :, :queries], Entries(pooled, pooled, compressor.compress_rate, selected)
+
+
+def _pooled(owner: Any, hidden: Tensor, position_ids: Tensor, state: ForwardState) -> Tensor:
+    """The entries ``[B, E, D]`` of a compressor, or of an indexer. Where a token has two series (CSA), an entry has the
+    first one of the window before and the second one of its own."""
+    ratio, dim = owner.compress_rate, owner.head_dim
+    keys, gates = owner.kv_proj(hidden), owner.gate_proj(hidden)
+    overlap = keys.shape[2] // dim
+    cp, layout = state.mesh.views[0], state.style.mode.layout
+    options: dict[str, Any] = {"mesh": cp, "every": ratio, "layout": layout}
+    shifts = range(overlap * ratio - 1, -1, -1)
+    keys, gates = windows(keys, shifts, **options), windows(gates, shifts, fill=-torch.inf, **options)
+    gates = gates + owner.position_bias.repeat(overlap, 1)
+    if overlap == 2:
+        keys, gates = (torch.cat([x[:, :, :ratio, :dim], x[:, :, ratio:, dim:]], 2) for x in (keys, gates))
+    pooled = owner.kv_norm((keys * gates.softmax(dim=2, dtype=torch.float32).to(keys.dtype)).sum(dim=2))
+    at = resolve(layout, cp.size, hidden.shape[1] * cp.size, None).positions(cp.rank)
+    first = at[(at + 1) % ratio == 0] + 1 - ratio
+    pooled = _rotated(owner, pooled.unsqueeze(1), first.to(hidden.device).expand(len(hidden), -1)).squeeze(1)
+    return gather_windows(pooled, length=hidden.shape[1] * cp.size, **options)
+
+
+def _rotated(owner: Any, x: Tensor, position_ids: Tensor) -> Tensor:
+    """``[B, H, S, D]`` at positions ``[B, S]``."""
+    cos, sin = owner.rotary_emb(x, position_ids=position_ids, layer_type=owner.rope_layer_type)
+    rotated: Tensor = sys.modules[type(owner).__module__].apply_rotary_pos_emb(x, cos, sin)
+    return rotated
+
+
+def _selected(indexer: Any, hidden: Tensor, q_residual: Tensor, position_ids: Tensor, state: ForwardState) -> Tensor:
+    """The best entries of this rank's queries, ``[B, 1, S/n, k]``."""
+    keys, scorer = _pooled(indexer, hidden, position_ids, state), indexer.scorer
+    q = indexer.q_b_proj(q_residual).view(*hidden.shape[:2], -1, indexer.head_dim).transpose(1, 2)
+    q = _rotated(indexer, q, position_ids)
+    weights = (scorer.weights_proj(hidden) * scorer.weights_scaling).transpose(1, 2)
+    cp, ratio = state.mesh.views[0], indexer.compress_rate
+    seen = seen_by(cp, state.style.mode.layout, hidden.shape[1], keys.shape[1], ratio).to(hidden.device)
+    call = Call(False, scorer.softmax_scale, seen, name=type(indexer).__name__)
+    topk = min(indexer.index_topk, keys.shape[1])
+    return select(q, keys.unsqueeze(1), weights, cp_mesh.alone(), Mode(), call, topk)

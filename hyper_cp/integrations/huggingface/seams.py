@@ -1,0 +1,56 @@
+"""Forwards of transformers that are replaced, as far as they are the known ones, and the batches that they refuse."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import io
+import textwrap
+import tokenize
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NoReturn
+
+from ...schedule.layout import by_documents
+from .forward import ForwardState
+
+_SPACE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+
+
+@cache
+def digest_of(function: Callable[..., Any]) -> str:
+    """A digest of the source of a function without space and comments; "" if there is none."""
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        return ""
+    words = [x.string for x in tokenize.generate_tokens(io.StringIO(source).readline) if x.type not in _SPACE]
+    return hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
+
+
+def are_known(file: Any, known: Mapping[str, str]) -> bool:
+    """True if the forwards of classes of a file have these digests."""
+    return all(digest_of(getattr(file, name).forward) == digest for name, digest in known.items())
+
+
+def refuse_batch(name: str, state: ForwardState, between: bool = True) -> None:
+    """Raise ``NotImplementedError`` for batches of which a module of one device that counts slots makes something else
+    than its queries should see. ``between``: padding between tokens is one of them."""
+    batch, layout = state.batch, state.style.mode.layout
+    if batch.documents is not None and batch.tokens is None and not (by_documents(layout) and batch.numbered):
+        _refuse(name, "packed documents", "compares positions, which restart, with slots of keys, which do not")
+    if by_documents(layout):
+        _refuse(name, f"a batch in layout={layout!r}", "has no documents, by which that places tokens")
+    if between and batch.keys is not None:
+        _refuse(name, "padding between tokens", "scores blocks with the states of padding")
+    if not batch.numbered and "position_ids" in state.passed:
+        _refuse(name, "position_ids", "compares them with slots of keys, so they must be 0, 1, 2 ...")
+    if state.losses is not None:
+        _refuse(name, "indexer_losses", "selects blocks or entries, for which no loss is known")
+
+
+def _refuse(name: str, what: str, why: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{name} got {what}. On one device it {why}. Pass one document in each row, padded at its ends, without "
+        'position_ids and indexer_losses, and use layout="contiguous" or "head_tail"'
+    )

@@ -1,0 +1,264 @@
+"""Windows over a split sequence: the rows before each position, for token shifts, n-grams and pools of keys.
+
+Forward fetches the rows before each held range, as a short convolution does; backward sends their gradients back to the
+ranks that hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...mesh import cp_mesh, nans
+from ...mesh.arguments import check_int, check_sequence
+from ...mesh.comm import gather_ranks, sum_to_ranks
+from ...mesh.cp_mesh import CPMesh
+from ...mesh.failures import backward_of, caller, calling, operation
+from ...schedule.documents import read
+from ...schedule.lookup import resolve
+from ..checks import check_dtype, check_local
+from ..kernels.partials import accumulation_dtype
+from ..recompute import check_recompute, fingerprint
+from .checks import agree, check_layout_of, documents_of
+from .halo import Halo
+
+
+def windows(
+    x: Tensor,
+    shifts: Sequence[int],
+    *,
+    mesh: DeviceMesh | CPMesh,
+    every: int = 1,
+    fill: float = 0.0,
+    layout: str = "contiguous",
+    documents: Any = None,
+) -> Tensor:
+    """The rows of a split sequence that lie before the positions of this rank, with their gradients.
+
+    Window i of position p has the rows ``x[p - shift]`` for each shift, over *global* positions. ``shifts=[1]`` is a
+    token shift (RWKV), ``[1, 2]`` on token ids makes trigrams, ``range(7, -1, -1)`` with ``every=4`` are windows of 8
+    tokens with a stride of 4, of which pooled keys are made. Only rows that another rank holds travel, at most the
+    largest shift before each range that a rank holds; gradients return the same way.
+
+    Args:
+        x: this rank's share ``[B, S/n, ...]``, of any dtype; floating-point ones have gradients.
+        shifts: distances, from 0 on.
+        mesh: the cp mesh of n ranks.
+        every: only windows that end a block of so many positions: those of p where ``(p + 1) % every`` is 0. Their
+            number may differ between ranks, and be 0.
+        fill: in place of rows before the sequence, and of rows in another document than p.
+        layout: the positions that the ranks hold, as in :func:`hyper_cp.ops.attention`.
+        documents: cumulative lengths ``[0, ..., S]`` of packed documents (a list or tensor, or one per batch row).
+            None: those of the enclosing ``handler.documents`` block, if there is one.
+
+    Returns:
+        ``[B, m, len(shifts), ...]``, with m windows in the order of this rank's positions.
+
+    Raises:
+        ValueError, TypeError: on arguments that do not fit, before any communication.
+        NotImplementedError: with ``every`` > 1 in compiled code, in which m is not known.
+
+    Example::
+
+        >>> windows(torch.randn(2, 8, 6), [1], mesh=mesh).shape
+        torch.Size([2, 8, 1, 6])
+        >>> windows(torch.randn(2, 8, 6), range(8), every=4, mesh=mesh).shape
+        torch.Size([2, 2, 8, 6])
+
+    Source: the halo exchange of stencil codes; pooled keys as in DeepSeek V4.
+    """
+    name, shifts = "windows", list(shifts) if isinstance(shifts, range) else shifts
+    form = "[batch, positions, ...]"
+    check_local(f"{name}: x", x, max(2, getattr(x, "ndim", 2)), form)
+    check_sequence("shifts", shifts, int)
+    if 0 in x.shape or not shifts:
+        raise ValueError(
+            f"{name}: x has shape {tuple(x.shape)}, and shifts={shifts}. There is nothing to fetch. Pass {form} with "
+            "values, and at least one shift"
+        )
+    for shift in shifts:
+        check_int("shifts", shift, "Each is a distance to an earlier row", least=0)
+    check_int("every", every, "Windows end at so many positions after each other")
+    if every > 1 and torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"{name}: every={every} in compiled code. How many windows a rank has depends on its positions. Call it "
+            "outside of the compiled function"
+        )
+    cp = cp_mesh.whole_view(mesh)
+    table = documents_of(mesh, cp, documents, name)
+    agree(f"{name} {[*shifts]} every {every}", cp, layout, table, x)
+    check_layout_of(name, cp, layout, table, x.shape[0], x.shape[1])
+    with calling(name):
+        out: Tensor = windows_op(x, shifts, every, fill, table, cp.key, layout)
+    return out
+
+
+def gather_windows(
+    x: Tensor,
+    *,
+    every: int,
+    length: int,
+    mesh: DeviceMesh | CPMesh,
+    layout: str = "contiguous",
+    documents: Any = None,
+) -> Tensor:
+    """Gather what all ranks have made of their windows, in the order of the sequence, on every rank.
+
+    Args:
+        x: ``[B, m, ...]``, floating-point, of the windows that this rank has by ``windows(..., every=every)``.
+        every: that of :func:`windows`.
+        length: S, the tokens of the whole sequence.
+        mesh, layout, documents: those of :func:`windows`.
+
+    Returns:
+        ``[B, S // every, ...]``. A rank's gradients are its share of a sum: all are added up where x was made.
+
+    Raises:
+        ValueError, TypeError: on arguments that do not fit, before any communication.
+
+    Example::
+
+        >>> pools = windows(torch.randn(2, 8, 6), range(4), every=4, mesh=mesh).mean(2)
+        >>> gather_windows(pools, every=4, length=16, mesh=mesh).shape
+        torch.Size([2, 4, 6])
+
+    Source: the compressed keys of DeepSeek V4.
+    """
+    name = "gather_windows"
+    check_local(f"{name}: x", x, max(2, getattr(x, "ndim", 2)), "[batch, windows, ...]")
+    check_dtype(f"{name}: x", x)
+    check_int("every", every, "Windows end at so many positions after each other")
+    check_int("length", length, "It is the number of tokens of the whole sequence")
+    cp = cp_mesh.whole_view(mesh)
+    table = documents_of(mesh, cp, documents, name)
+    shape = x.shape[0], *x.shape[2:]  # ranks may have different numbers of windows
+    agree(f"{name} {shape} every {every} of {length}", cp, layout, table, x[:, :0])
+    check_layout_of(name, cp, layout, table, x.shape[0], length // cp.size)
+    counts, _ = _places(every, length, table, cp.key, layout)
+    if x.shape[1] != counts[cp.rank]:
+        raise ValueError(
+            f"{name}: x has {x.shape[1]} windows, and {counts[cp.rank]} end in the positions of rank {cp.rank} "
+            f"(every={every}, length={length}, layout={layout!r}). Pass what was made of windows(..., every={every})"
+        )
+    with calling(name):
+        out: Tensor = _Gathered.apply(x, every, length, table, cp.key, layout)
+    return out
+
+
+def _places(every: int, length: int, documents: Tensor | None, mesh: str, layout: str) -> tuple[list[int], Tensor]:
+    """The number of windows of each rank, and the places of all, in the order of the sequence, among those of the
+    ranks side by side, each filled up to the most."""
+    cp = cp_mesh.by_key(mesh)
+    resolved = resolve(layout, cp.size, length, read(documents))
+    found: tuple[list[int], Tensor] | None = resolved.plans.get((every,))
+    if found is None:
+        ends = [at[(at + 1) % every == 0] for at in map(resolved.positions, range(cp.size))]
+        counts = [len(x) for x in ends]
+        places = torch.cat([rank * max(counts) + torch.arange(n) for rank, n in enumerate(counts)])
+        found = resolved.plans[(every,)] = counts, places[torch.cat(ends).argsort()]
+    return found
+
+
+class _Gathered(torch.autograd.Function):
+    """See :func:`gather_windows`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, every: int, length: int, documents: Tensor | None, mesh: str, layout: str
+    ) -> Tensor:
+        cp = cp_mesh.by_key(mesh)
+        (counts, places), ctx.caller = _places(every, length, documents, mesh, layout), caller()
+        ctx.mesh, ctx.counts, ctx.places = mesh, counts, places.to(x.device)
+        send = x.new_zeros(max(counts), x.shape[0], *x.shape[2:])
+        send[: x.shape[1]] = x.movedim(1, 0)
+        with operation(cp, "windows", "forward"):
+            every_rank = gather_ranks(cp.flat, send) if max(counts) else send.unsqueeze(0)
+        return every_rank.flatten(0, 1)[ctx.places].movedim(0, 1).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        cp, most = cp_mesh.by_key(ctx.mesh), max(ctx.counts)
+        own = dout.movedim(1, 0).to(accumulation_dtype(dout.dtype))
+        total = own.new_zeros(cp.size * most, *own.shape[1:])
+        total[ctx.places] = own
+        with backward_of(ctx.caller), operation(cp, "windows", "backward"):
+            home = sum_to_ranks(cp.flat, total.unflatten(0, (cp.size, most))) if most else total
+        return home[: ctx.counts[cp.rank]].movedim(0, 1).to(dout.dtype), *(None,) * 5
+
+
+def _rows(halo: Halo, shifts: list[int], every: int) -> tuple[Tensor, Tensor]:
+    """The fetched rows ``[m, W]`` of windows, and True where one is outside of the sequence or of the document of the
+    window, ``[m, W, B or 1]``; on the CPU."""
+    ends, back = (halo.positions + 1) % every == 0, torch.tensor(shifts)
+    return halo.index[ends][:, None] - back, halo.hidden(halo.positions[ends], back)
+
+
+@torch.library.custom_op("hyper_cp::windows", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def windows_op(
+    x: Tensor, shifts: list[int], every: int, fill: float, documents: Tensor | None, mesh: str, layout: str
+) -> Tensor:
+    """See :func:`windows`."""
+    with operation(cp := cp_mesh.by_key(mesh), "windows", "forward"):
+        if x.is_floating_point():
+            nans.check(cp, "x", x)
+        halo = Halo(len(x[0]), documents, mesh, layout, max(shifts), 0)
+        fetched = halo.fetch(x.movedim(1, 0))
+    rows, hidden = (found.to(x.device) for found in _rows(halo, shifts, every))
+    out = fetched[rows].masked_fill_(hidden.view(*hidden.shape, *(1,) * (x.ndim - 2)), fill)
+    return out.movedim(2, 0).contiguous()
+
+
+@torch.library.custom_op("hyper_cp::windows_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def windows_backward_op(
+    dout: Tensor,
+    mark: Tensor,
+    shifts: list[int],
+    every: int,
+    length: int,
+    documents: Tensor | None,
+    mesh: str,
+    layout: str,
+) -> Tensor:
+    """The gradient of x, of which this rank holds ``length`` positions."""
+    check_recompute(documents, mesh, mark)
+    halo = Halo(length, documents, mesh, layout, max(shifts), 0)
+    rows, hidden = (found.to(dout.device) for found in _rows(halo, shifts, every))
+    own = dout.movedim(0, 2).masked_fill(hidden.view(*hidden.shape, *(1,) * (dout.ndim - 3)), 0)
+    total = own.new_zeros(halo.fetched, *own.shape[2:], dtype=accumulation_dtype(own.dtype))
+    total.index_add_(0, rows.flatten(), own.flatten(0, 1).to(total.dtype))
+    with operation(cp := cp_mesh.by_key(mesh), "windows", "backward"):
+        nans.check(cp, "the gradient of the output", dout)
+        home = halo.give_back(total)
+    return home.to(dout.dtype).movedim(1, 0).contiguous()
+
+
+@windows_op.register_fake
+def _(x: Tensor, shifts: list[int], *_: Any) -> Tensor:
+    return x.new_empty(*x.shape[:2], len(shifts), *x.shape[2:])
+
+
+@windows_backward_op.register_fake
+def _(dout: Tensor, mark: Tensor, shifts: list[int], every: int, length: int, *_: Any) -> Tensor:
+    return dout.new_empty(dout.shape[0], length, *dout.shape[3:])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.shifts, ctx.every, _, ctx.documents, ctx.mesh, ctx.layout = inputs
+    ctx.caller, ctx.length = caller(), x.shape[1]
+    ctx.save_for_backward(fingerprint(ctx.documents, ctx.mesh))
+
+
+def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    (mark,) = ctx.saved_tensors
+    with backward_of(ctx.caller):
+        of_x = windows_backward_op(dout, mark, ctx.shifts, ctx.every, ctx.length, ctx.documents, ctx.mesh, ctx.layout)
+    return of_x, None, None, None, None, None, None
+
+
+windows_op.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,166 @@
+"""Attention to tokens and to pooled keys under one softmax, against plain math on the whole sequence."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hyper_cp import ContextParallelHandler
+from hyper_cp.mesh.comm import record_traffic
+from hyper_cp.ops import Entries, attention, gather_windows, windows
+from tests.harness.attention_case import cp_mesh
+from tests.harness.oracle import attention_and_lse, relative_error
+from tests.harness.ranks import Ranks, on_ranks, sum_over_ranks
+
+HEADS, DIM = 4, 8
+Problem = tuple[int, int, int, bool, bool]
+"""Tokens, tokens to an entry and to a window, True for selected entries and for sinks."""
+PROBLEMS: list[Problem] = [(48, 4, 8, True, True), (48, 5, 5, False, True), (24, 11, 11, False, False)]
+MODES: list[dict[str, Any]] = [
+    {"kv_exchange": exchange, "layout": layout}
+    for exchange, layout in itertools.product(("ring", "all_gather", "needed"), ("contiguous", "head_tail"))
+]
+MODES[2] |= {"ulysses_degree": None}  # one ring all the same
+
+
+def inputs(problem: Problem) -> list[Tensor]:
+    """q, k = v, what is pooled, gates, sinks and the gradient of the output."""
+    length, *_ = problem
+    g = torch.Generator().manual_seed(length)
+    shapes = [(2, HEADS, length, DIM), (2, 1, length, DIM), (2, length, DIM), (2, length, DIM), (HEADS,)]
+    return [torch.randn(shape, generator=g, dtype=torch.float64) for shape in (*shapes, shapes[0])]
+
+
+def selection(problem: Problem) -> Tensor:
+    """Random entries ``[B, 1, S, 3]``, of the future too, each once; some are -1."""
+    length, every, *_ = problem
+    g = torch.Generator().manual_seed(every)
+    found = torch.rand(2, 1, length, length // every, generator=g).argsort(-1)[..., :3]
+    return found.masked_fill(torch.rand(found.shape, generator=g) < 0.2, -1)
+
+
+def whole(problem: Problem, leaves: list[Tensor]) -> Tensor:
+    length, every, width, selects, with_sinks = problem
+    q, k, raw, gate, sinks = leaves
+    entries = []
+    for end in range(every - 1, length, every):
+        rows = slice(max(0, end + 1 - width), end + 1)
+        entries.append((raw[:, rows] * gate[:, rows].softmax(1)).sum(1))
+    keys = torch.cat([k, torch.stack(entries, 1).unsqueeze(1)], 2)
+    at = torch.arange(length)
+    seen = ((torch.arange(len(entries)) + 1) * every - 1 <= at[:, None]).expand(2, 1, length, len(entries))
+    if selects:
+        chosen = selection(problem)
+        listed = torch.zeros(2, 1, length, len(entries) + 1, dtype=torch.bool)
+        seen = seen & listed.scatter_(3, chosen.masked_fill(chosen < 0, len(entries)), True)[..., :-1]
+    near = (at <= at[:, None]) & (at > at[:, None] - 6)
+    visible = torch.cat([near.expand(2, 1, -1, -1), seen], 3)
+    return attention_and_lse(q, keys, keys, visible=visible, sinks=sinks if with_sinks else None)[0]
+
+
+def split(problem: Problem, leaves: list[Tensor], at: Tensor, mode: dict[str, Any]) -> Tensor:
+    length, every, width, selects, with_sinks = problem
+    q, k, raw, gate, sinks = leaves
+    options = {"mesh": cp_mesh(), "layout": mode["layout"], "every": every}
+    shifts = range(width - 1, -1, -1)
+    gates = windows(gate, shifts, fill=-torch.inf, **options).softmax(2)
+    pooled = (windows(raw, shifts, **options) * gates).sum(2)
+    pooled = gather_windows(pooled, length=length, **options).unsqueeze(1)
+    chosen = selection(problem)[:, :, at] if selects else None
+    entries = Entries(pooled, pooled, every, chosen)
+    given: dict[str, Any] = {"sinks": sinks if with_sinks else None, "window": (5, 0), "enable_gqa": True, **mode}
+    return attention(q, k, k, mesh=cp_mesh(), entries=entries, **given)  # type: ignore[return-value]
+
+
+@on_ranks
+def errors(modes: list[dict[str, Any]]) -> dict[str, float]:
+    found = {}
+    for problem, (i, mode) in itertools.product(PROBLEMS, enumerate(modes)):
+        *given, dout = inputs(problem)
+        leaves = [x.clone().requires_grad_() for x in given]
+        want = whole(problem, leaves)
+        expected = torch.autograd.grad(want, leaves, dout, allow_unused=True)
+        at = ContextParallelHandler(cp_mesh(), mode["layout"]).position_ids(problem[0])
+        local = [x[:, :, at] for x in given[:2]] + [x[:, at] for x in given[2:4]] + given[4:]
+        local = [x.clone().requires_grad_() for x in local]
+        run = split if i % 2 else lambda *x: checkpoint(split, *x, use_reentrant=False)
+        got = run(problem, local, at, mode)
+        grads = torch.autograd.grad(got, local, dout[:, :, at], allow_unused=True)
+        name = f"{problem} {mode} "
+        found[name + "out"] = relative_error(got, want[:, :, at])
+        right = [x[:, :, at] for x in expected[:2]] + [x[:, at] for x in expected[2:4]]
+        for what, a, b in zip(("q", "k", "raw", "gates"), grads, right, strict=False):
+            found[name + what] = relative_error(a, b)
+        if problem[4]:
+            found[name + "sinks"] = relative_error(sum_over_ranks(grads[4])[0], expected[4])
+        else:
+            assert grads[4] is None
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_one_softmax_fp64(world: int, ranks: Ranks) -> None:
+    for of_rank in ranks(world, errors, MODES if world == 2 else MODES[world % 2 :: 3]):
+        assert not {name: e for name, e in of_rank.items() if not e < 1e-10}
+
+
+@on_ranks
+def traffic() -> list[tuple[str, int]]:
+    *given, dout = inputs((48, 4, 8, False, True))
+    at = ContextParallelHandler(cp_mesh(), "contiguous").position_ids(48)
+    local = [x[:, :, at] for x in given[:2]] + [x[:, at] for x in given[2:4]] + given[4:]
+    local = [x.clone().requires_grad_() for x in local]
+    mode = {"kv_exchange": "needed", "layout": "contiguous"}
+    split((48, 4, 8, False, True), local, at, mode)
+    with record_traffic() as log:
+        out = split((48, 4, 8, False, True), local, at, mode)
+        out.backward(dout[:, :, at])
+    return [(name, n) for name, n in log.entries if name in ("all_gather", "reduce_scatter")]
+
+
+def test_entries_travel_and_not_tokens(ranks: Ranks) -> None:
+    """Two halos of 7 rows, 6 of the 12 entries; and the same back."""
+    halo, entries = 2 * 7 * DIM * 8, 2 * 6 * DIM * 8
+    for sent in ranks(2, traffic):
+        assert sent[:3] == [("all_gather", halo), ("all_gather", halo), ("all_gather", entries)]
+        assert sorted(sent[3:]) == [("reduce_scatter", n) for n in sorted((entries, halo, halo))]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a tuple": ({"entries": (1, 2)}, "entries is a tuple"),
+    "every": ({"every": 0}, "every=0 must be a positive int"),
+    "too many": ({"number": 5}, "at most 4"),
+    "documents": ({"documents": [0, 3, 16]}, "entries with documents"),
+    "log-sum-exp": ({"return_lse": True}, "entries with return_lse=True"),
+    "softcap": ({"softcap": 2.0}, "entries with softcap"),
+    "dropout": ({"dropout_p": 0.1}, "entries with dropout_p=0.1"),
+}
+
+
+@on_ranks
+def refusals() -> dict[str, str]:
+    found = {}
+    for name, (options, _) in BAD.items():
+        options = {"number": 4, "every": 4, **options}
+        q = torch.zeros(1, 2, 8, 4)
+        pooled = torch.zeros(1, 2, options.pop("number"), 4)
+        given = {"entries": Entries(pooled, pooled, options.pop("every")), "window": (3, 0), **options}
+        with pytest.raises((ValueError, TypeError, NotImplementedError)) as error:
+            attention(q, q, q, mesh=cp_mesh(), **given)
+        found[name] = str(error.value)
+    with pytest.raises(ValueError, match=r"x has 3 windows, and 2 end in the positions of rank"):
+        gather_windows(torch.zeros(1, 3, 4), every=4, length=16, mesh=cp_mesh())
+    assert dist.is_initialized()
+    return found
+
+
+def test_what_does_not_fit_is_refused(ranks: Ranks) -> None:
+    for messages in ranks(2, refusals):
+        for name, (_, text) in BAD.items():
+            assert text in messages[name], messages[name]
