@@ -66,7 +66,7 @@ def select_keys(
             attention.
         weights: local weights of heads ``[B, H, S/n]``; None: all 1.
         topk: the number of keys that a query selects.
-        mesh: the cp mesh (1-D) of n ranks. All of them form one ring, whatever the Ulysses degree of attention: ranks
+        mesh: the cp mesh (1-D) of n ranks. All of them form one ring, whatever the Ulysses degree of attention:
             ranks cannot share out heads that are summed. None: as in :func:`attention`; topk, score, block,
             local_blocks, is_causal, scale and attn_mask may be given then.
         score: ``"relu_sum"``, as above; or ``"per_head"``: every head selects for itself, by ``weights[t, h] * scale *
