@@ -49,7 +49,8 @@ class DynamicStep:
 
     @contextmanager
     def mesh(self, model: nn.Module) -> Iterator[ContextParallelHandler]:
-        """A block in which the styled modules of ``model`` run on the mesh of this step, with its documents.
+        """A block in which the styled modules of ``model`` run on the mesh of this step, with its documents
+        (``handler.pool`` returns one value for each sample of the micro-batch).
 
         Under FSDP2, parameters without a gradient in a step (experts that get no token of it) are reduced as zeros from
         now on, where torch can (``set_reduce_scatter_unused_params``).
@@ -161,7 +162,8 @@ def dynamic_steps(plan: Plan, family: MeshFamily) -> Iterator[DynamicStep]:
             f"{family.size} ranks. Plan at least one sample with DynamicContextParallel(family, ...)"
         )
     samples = sum(len(m.samples) for m in plan.micro_batches)
-    _agree(family, f"those of a plan of {samples} samples ({digest(repr((plan.micro_batches, plan.of)).encode())})", True)
+    found = digest(repr((plan.micro_batches, plan.of)).encode())
+    _agree(family, f"those of a plan of {samples} samples ({found})", True)
     rounds = plan.rounds
     own = {at: m for at, m in zip(rounds, plan.micro_batches, strict=True) if family.rank in m.ranks}
     last = max(rounds)

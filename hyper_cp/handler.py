@@ -291,8 +291,8 @@ class ContextParallelHandler(Shares):
                 ends = () if torch.compiler.is_compiling() else tuple(table[:, -1].tolist())
                 table = padded_table(self, table)
         state = self.cp.batch
-        sizes = (cu_seqlens.length, cu_seqlens.padded_length) if isinstance(cu_seqlens, LocalBatch) else (None, None)
-        block = state.enter(table, Split(self.layout, self.cp.size, *sizes, ends))
+        sizes = (cu_seqlens.length, cu_seqlens.padded_length) if isinstance(cu_seqlens, LocalBatch) else ()
+        block = state.enter(table, Split(self.layout, self.cp.size, *sizes, ends=ends))
         try:
             yield table
         finally:
