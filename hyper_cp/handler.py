@@ -291,8 +291,9 @@ class ContextParallelHandler(Shares):
                 ends = () if torch.compiler.is_compiling() else tuple(table[:, -1].tolist())
                 table = padded_table(self, table)
         state = self.cp.batch
-        sizes = (cu_seqlens.length, cu_seqlens.padded_length) if isinstance(cu_seqlens, LocalBatch) else ()
-        block = state.enter(table, Split(self.layout, self.cp.size, *sizes, ends=ends))
+        batch = cu_seqlens if isinstance(cu_seqlens, LocalBatch) else None
+        length, padded = (batch.length, batch.padded_length) if batch is not None else (None, None)
+        block = state.enter(table, Split(self.layout, self.cp.size, length, padded, ends))
         try:
             yield table
         finally:
