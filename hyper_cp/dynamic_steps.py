@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from .data.batch import LocalBatch
 from .data.dynamic import MicroBatch, Plan
 from .data.loss import check_gradients
 from .handler import ContextParallelHandler
@@ -17,6 +18,7 @@ from .mesh.agreement import digest
 from .mesh.arguments import check_type
 from .mesh.family import MeshFamily
 from .mesh_swap import context_parallel_mesh
+from .schedule.documents import documents_table
 
 _IDLE_TOKENS = 8
 """Tokens of a step in which a rank has no micro-batch."""
@@ -47,7 +49,8 @@ class DynamicStep:
 
     @contextmanager
     def mesh(self, model: nn.Module) -> Iterator[ContextParallelHandler]:
-        """A block in which the styled modules of ``model`` run on the mesh of this step, with its documents.
+        """A block in which the styled modules of ``model`` run on the mesh of this step, with its documents
+        (``handler.pool`` returns one value for each sample of the micro-batch).
 
         Under FSDP2, parameters without a gradient in a step (experts that get no token of it) are reduced as zeros from
         now on, where torch can (``set_reduce_scatter_unused_params``).
@@ -63,9 +66,13 @@ class DynamicStep:
         for module in model.modules():
             if isinstance(module, FSDPModule) and hasattr(module, "set_reduce_scatter_unused_params"):
                 module.set_reduce_scatter_unused_params(True, recurse=False)
-        documents = None if self.micro_batch is None else self.micro_batch.documents
+        batch, m = LocalBatch(), self.micro_batch  # knows which of its positions are padding, and no document
+        batch.length = batch.padded_length = _IDLE_TOKENS
+        if m is not None:
+            batch.length, batch.padded_length = sum(m.lengths), m.length
+            batch.documents = documents_table(m.documents)
         try:
-            with context_parallel_mesh(model, self.family.cp(self.degree)) as handler, handler.documents(documents):
+            with context_parallel_mesh(model, self.family.cp(self.degree)) as handler, handler.documents(batch):
                 yield handler
         except BaseException:
             if self.family.agreement is not None:
@@ -155,7 +162,8 @@ def dynamic_steps(plan: Plan, family: MeshFamily) -> Iterator[DynamicStep]:
             f"{family.size} ranks. Plan at least one sample with DynamicContextParallel(family, ...)"
         )
     samples = sum(len(m.samples) for m in plan.micro_batches)
-    _agree(family, f"those of a plan of {samples} samples ({digest(repr(plan.micro_batches).encode())})", True)
+    found = digest(repr((plan.micro_batches, plan.of)).encode())
+    _agree(family, f"those of a plan of {samples} samples ({found})", True)
     rounds = plan.rounds
     own = {at: m for at, m in zip(rounds, plan.micro_batches, strict=True) if family.rank in m.ranks}
     last = max(rounds)

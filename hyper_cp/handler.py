@@ -276,7 +276,7 @@ class ContextParallelHandler(Shares):
             if the block cannot be around the forward (a pipeline), or if activation checkpointing is not torch's own,
             which records the documents of its forward.
         """
-        copied = isinstance(cu_seqlens, LocalBatch) and not cu_seqlens.padded_length
+        copied, ends = isinstance(cu_seqlens, LocalBatch) and not cu_seqlens.padded_length, ()
         if isinstance(cu_seqlens, LocalBatch) and not copied:
             table = cu_seqlens.documents
         elif copied or isinstance(cu_seqlens, Mapping):  # type(batch)({...}) has the entries only
@@ -287,10 +287,13 @@ class ContextParallelHandler(Shares):
             )
         else:
             table = documents_table(cu_seqlens, document_ids)  # None: a sequence without documents
-            table = None if table is None else padded_table(self, table)
+            if table is not None:
+                ends = () if torch.compiler.is_compiling() else tuple(table[:, -1].tolist())
+                table = padded_table(self, table)
         state = self.cp.batch
-        sizes = (cu_seqlens.length, cu_seqlens.padded_length) if isinstance(cu_seqlens, LocalBatch) else ()
-        block = state.enter(table, Split(self.layout, self.cp.size, *sizes))
+        batch = cu_seqlens if isinstance(cu_seqlens, LocalBatch) else None
+        length, padded = (batch.length, batch.padded_length) if batch is not None else (None, None)
+        block = state.enter(table, Split(self.layout, self.cp.size, length, padded, ends))
         try:
             yield table
         finally:

@@ -129,11 +129,13 @@ class Plan:
         micro_batches: widest first. Two micro-batches that share ranks come in this order on all of them, so no rank
             waits for one that waits for it.
         lower_bound: seconds that no plan can beat: the mean work per rank, or the longest sample at its best degree.
+        of: the samples in the data set, if the plan is one of :class:`~hyper_cp.DynamicBatches`. Ranks compare them.
     """
 
     size: int
     micro_batches: tuple[MicroBatch, ...]
     lower_bound: float
+    of: tuple[int, ...] = ()
 
     def of_rank(self, rank: int) -> list[MicroBatch]:
         """The micro-batches of a rank, given by its place in the family, in order. There may be none."""

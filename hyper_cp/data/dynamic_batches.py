@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -123,7 +123,7 @@ class DynamicBatches(IterableDataset[DynamicBatch]):
 
     def _batch(self, chosen: list[int], epoch: int, begin: int) -> DynamicBatch:
         lengths = [self.lengths[i] for i in chosen]
-        plan = self.scheduler.plan(lengths)
+        plan = replace(self.scheduler.plan(lengths), of=tuple(chosen))  # other samples may have the same lengths
         own = sorted(i for m in plan.of_rank(self.rank) for i in m.samples) or [lengths.index(min(lengths))]
         samples = {i: self.dataset[chosen[i]] for i in own}
         return DynamicBatch(plan, samples, self._state(epoch, begin + len(chosen)))

@@ -91,13 +91,13 @@ def _documents_of_tokens(
             f"layout={shares.layout!r} places tokens by documents, and pool got none. Call it in the block of the "
             "batch, `with handler.documents(batch)`, or pass documents="
         )
-    known: int | None = state.length
+    ends: tuple[int, ...] = () if length is None else (length,)  # of each row, or of all rows
     if length is None and documents is not None:
         given: Any = documents_table(documents)
-        length = max(row[-1] for row in read(given).rows)
-    elif length is None and known and shares.padded_length(known) == padded:
-        length = known
-    elif length is None and table is None and mask is None and (found := state.padding_of(tuple(x.shape[:2]))):
+        ends = tuple(row[-1] for row in read(given).rows)
+    elif length is None and all(shares.padded_length(end) == padded for end in state.ends):
+        ends = state.ends
+    if not ends and table is None and mask is None and (found := state.padding_of(tuple(x.shape[:2]))):
         raise ValueError(
             f"x of shape {tuple(x.shape)} comes without length, and this batch of {found[0]} positions was padded to "
             f"{found[1]}. Padding would count. Pass length={found[0]}, or a mask of the tokens that count"
@@ -107,8 +107,10 @@ def _documents_of_tokens(
             f"length={length} does not pad to the {padded} positions that the ranks hold, but to "
             f"{shares.padded_length(length)}. Pass the length of the sequence before it was split"
         )
-    length = padded if length is None else length
+    limits = torch.tensor(ends or (padded,))[:, None]
     at = resolve_layout(shares, padded, table).positions(shares.cp.rank)
     packed = PackedDocuments([[0, padded]]) if table is None else read(table)
-    count = max(sum(start < length for start, _ in pairwise(row)) for row in packed.rows)
-    return at, torch.where(at < length, packed.numbers(at) - 1, count), count
+    starts = ([start for start, _ in pairwise(row)] for row in packed.rows)
+    of_rows = zip(starts, limits.expand(len(packed.rows), 1).flatten().tolist(), strict=True)
+    count = max(sum(start < end for start in row) for row, end in of_rows)
+    return at, torch.where(at < limits, packed.numbers(at) - 1, count), count

@@ -25,6 +25,8 @@ class Split:
     length: int | None = None
     """Positions of the sequence before padding; None: the block was entered without a batch."""
     padded: int | None = None
+    ends: tuple[int, ...] = ()
+    """The positions before padding of each row of documents that the block was entered with instead."""
 
     @property
     def share(self) -> int | None:
@@ -147,6 +149,13 @@ class BatchState:
         """The positions of the sequence of this thread's innermost block, before padding, if the block knows them."""
         entered = self._this_thread.blocks.entered
         return entered[-1].split.length if entered and entered[-1].split else None
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The same for each row of its documents, or for all rows in one number; (): the block does not know them."""
+        entered = self._this_thread.blocks.entered
+        split = entered[-1].split if entered else None
+        return () if split is None else split.ends or ((split.length,) if split.length else ())
 
     def padding_of(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """The lengths, before and after padding, of the batch to which losses of this shape belong: that of this

@@ -238,6 +238,9 @@ def misuse(how: str) -> None:
     scheduler = DynamicContextParallel(family, 48, COST)
     if how == "other lengths" and family.rank:
         plan = scheduler.plan([5, 90, 33, 8])
+    if how == "other samples":  # of the same lengths
+        texts = [torch.arange(9)] * 8
+        plan = next(iter(DynamicBatches(texts, [9] * 8, scheduler, batch_size=4, rank=0, seed=family.rank))).plan
     if how == "too long":
         plan = scheduler.plan([*SMALL, 97])
     if how == "idle ones left out":
@@ -266,6 +269,7 @@ MISUSE = {
         "ValueError",
         "run different steps: rank 0: those of a plan .*Plan the lengths of the whole",
     ),
+    "other samples": ("ValueError", "run different steps: rank 0: those of a plan of 4 samples"),
     "too long": ("ValueError", r"lengths\[4\]=97 does not fit: .*Cut the sample"),
     "idle ones left out": ("ValueError", r"rank . *: not step \d of \d.*one without a micro-batch too"),
     "last left out": ("ValueError", r"rank 0: step 2 of 2; rank 1: those of a plan.*run every step on every rank"),
@@ -277,6 +281,25 @@ MISUSE = {
 @pytest.mark.parametrize("how", MISUSE)
 def test_wrong_use_raises_on_every_rank(ranks: Ranks, how: str) -> None:
     ranks.raises(2, MISUSE[how][0], MISUSE[how][1], misuse, how)
+
+
+@on_ranks
+def pooled() -> dict[int, float]:
+    """The number of tokens of each sample that this rank runs, counted by ``handler.pool``."""
+    family, plan = two_ranks()
+    model, found = parallel(model_of(""), family, "ddp"), {}
+    for step in dynamic_steps(plan, family):
+        with step.mesh(model) as handler:
+            ones = handler.dispatch(step.pack([torch.ones(n) for n in SMALL]), 1)
+            sums = handler.pool(ones, "sum").flatten().tolist()
+            if step.micro_batch is not None:
+                found |= dict(zip(step.micro_batch.samples, sums, strict=True))
+    return found
+
+
+def test_padding_of_a_step_is_no_document(ranks: Ranks) -> None:
+    first, second = ranks(2, pooled)
+    assert first | second == dict(enumerate(SMALL))
 
 
 @on_ranks

@@ -134,6 +134,11 @@ def values_and_refusals() -> list[str]:
         ("last", [[3.0, 10.0, 0.0], [11.0, 14.0, 21.0]]),
     ):
         assert handler.pool(share, reduce, **ragged).tolist() == want
+    documents: Any = [[0, 4, 11], [0, 1, 10]]  # padding begins at another place in each row
+    for given in (documents, None):
+        with handler.documents(documents if given is None else None):
+            sums = handler.pool(share, "sum", mask=mask, documents=given, gradients=None)
+        assert sums.tolist() == [[6.0, 49.0], [11.0, 129.0]]
     nothing = handler.pool(share, "mean", mask=torch.zeros_like(share))
     assert nothing.tolist() == [[0.0], [0.0]]
     wide = handler.pool(share[..., None].expand(-1, -1, 3).bfloat16(), "last", length=11, gradients=None)
