@@ -180,7 +180,7 @@ def test_all_ranks_sample_the_same_tokens(ranks: Any) -> None:
 
 
 def _wrong(case: str) -> None:
-    from transformers import DynamicCache
+    from transformers import DynamicCache, GenerationConfig
 
     ids, rank = tokens(8), dist.get_rank()
     if case == "recurrent":
@@ -198,6 +198,17 @@ def _wrong(case: str) -> None:
         generated(model, handler, ids + rank)
     if case == "options":
         generated(model, handler, ids, max_new_tokens=3 + rank)
+    if case == "options in a config":
+        generated(model, handler, ids, generation_config=GenerationConfig(repetition_penalty=1.5 + rank))
+    if case == "no cache":
+        generated(model, handler, ids, generation_config=GenerationConfig(use_cache=False))
+    if case == "no cache by the model":
+        model.generation_config.use_cache = False
+        generated(model, handler, ids)
+    if case == "hidden states":
+        generated(model, handler, ids, output_hidden_states=True, return_dict_in_generate=True)
+    if case == "guidance":
+        generated(model, handler, ids, guidance_scale=1.5, negative_prompt_ids=ids)
     if case == "cache of one device":
         generated(model, handler, ids, past_key_values=DynamicCache(config=model.config))
     if case == "generate of the model":
@@ -223,6 +234,11 @@ WRONG = {
     "max_time": "NotImplementedError: generate got max_time",
     "prompts": "generate: the ranks of the cp mesh of 2 ranks",
     "options": "generate: the ranks of the cp mesh of 2 ranks",
+    "options in a config": "generate: the ranks of the cp mesh of 2 ranks",
+    "no cache": "ValueError: generate got use_cache=False",
+    "no cache by the model": "ValueError: generate got use_cache=False",
+    "hidden states": "NotImplementedError: generate got output_hidden_states",
+    "guidance": "NotImplementedError: generate got guidance_scale",
     "cache of one device": "TypeError: past_key_values is a DynamicCache",
     "generate of the model": "NotImplementedError: LlamaForCausalLM got logits_to_keep=1, as generate passes it",
     "short": "the prompt has 1 tokens, and the cp mesh of 2 ranks",

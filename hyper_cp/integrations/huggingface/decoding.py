@@ -35,6 +35,9 @@ REFUSED = {
     "prompt_lookup_num_tokens": "The cache does not forget tokens that were rejected",
     "max_time": "Clocks of ranks differ, and one would stop while the others wait for it",
     "cache_implementation": "The cache is the one that is split over the ranks",
+    "guidance_scale": "It runs the model on a second prompt, without this cache",
+    "output_hidden_states": "Those of the prompt are shares of ranks, with padding",
+    "output_attentions": "No rank has the weights of all keys",
 }
 """Arguments of ``generate`` that are refused, and the reasons."""
 
@@ -208,7 +211,8 @@ def check_arguments(model: Any, kwargs: dict[str, Any]) -> None:
         x for x in (kwargs.get("generation_config"), getattr(model, "generation_config", None)) if x is not None
     ]
     for name, reason in REFUSED.items():
-        if any(x is not None for x in (kwargs.get(name), *(getattr(x, name, None) for x in settings))):
+        given = kwargs.get(name), *(getattr(x, name, None) for x in settings)
+        if any(x is not None and x is not False for x in given):
             raise NotImplementedError(
                 f"generate got {name}, which does not go with a cache that is split over ranks. {reason}. Leave it out"
             )
@@ -216,9 +220,11 @@ def check_arguments(model: Any, kwargs: dict[str, Any]) -> None:
         raise RuntimeError(
             f"{type(model).__name__} is in training mode. Dropout would differ between ranks. Call model.eval()"
         )
-    if kwargs.get("use_cache") is False:
+    cached = (kwargs.get("use_cache"), *(getattr(x, "use_cache", None) for x in settings))
+    if next((x for x in cached if x is not None), True) is False:
         raise ValueError(
-            "generate got use_cache=False. Every token would need a forward of the whole sequence. Leave it out"
+            "generate got use_cache=False, as an argument or in a generation config. Every token would need a forward "
+            "of the whole sequence. Pass use_cache=True"
         )
 
 
@@ -227,6 +233,8 @@ def compare(handler: ContextParallelHandler, tokens: Any, kwargs: dict[str, Any]
     tensors = {"input_ids": tokens, **kwargs}
     found = sorted((name, fingerprint(x)) for name, x in tensors.items() if isinstance(x, Tensor))
     plain = sorted((name, str(x)) for name, x in kwargs.items() if isinstance(x, (bool, int, float, str, type(None))))
+    if (config := kwargs.get("generation_config")) is not None:
+        plain.append(("generation_config", config.to_json_string()))
     handler.cp.agree("batch", (("batch", str((found, plain))),), "generate", always=True)
 
 
