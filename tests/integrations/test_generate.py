@@ -158,6 +158,32 @@ def test_options_of_generate_and_further_turns(ranks: Any) -> None:
         assert len(found) == 13 and all(found.values()), found
 
 
+RECURRENT = ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid")
+
+
+@on_ranks
+def every_recurrent_model(names: tuple[str, ...], layout: str) -> dict[str, bool | float]:
+    """True for the same tokens, and the largest relative error of logits. Prompts split evenly, or leave some rest."""
+    found: dict[str, bool | float] = {}
+    listed = {"return_dict_in_generate": True, "output_logits": True}
+    for name in names:
+        one, (model, handler) = model_of(name), prepared(name, layout)
+        for length, padded in ((24, False), (LENGTH, False), (LENGTH, True)):
+            more = {**listed, **(left_padded() if padded else {})}
+            want, got = generated(one, None, ids := tokens(length), **more), generated(model, handler, ids, **more)
+            case = f"{name}, {length}, {padded}"
+            found[case] = torch.equal(got.sequences, want.sequences)
+            found[f"{case}, error"] = max(relative_error(a, b) for a, b in zip(got.logits, want.logits, strict=True))
+    return found
+
+
+@pytest.mark.parametrize(("world", "layout"), [(2, "contiguous"), (3, "head_tail"), (4, "balanced")])
+def test_recurrent_layers_go_on_from_the_states_of_the_prompt(ranks: Any, world: int, layout: str) -> None:
+    for found in ranks(world, every_recurrent_model, RECURRENT if world == 2 else RECURRENT[:1], layout):
+        bad = {case: x for case, x in found.items() if (x is False if isinstance(x, bool) else not x <= 1e-9)}
+        assert not bad, bad
+
+
 @on_ranks
 def sampled() -> tuple[bool, Tensor, Tensor]:
     """Ranks begin with random states of their own; the tokens are those of one device with that of the first."""
