@@ -196,9 +196,9 @@ def generate(model: Any, handler: ContextParallelHandler, input_ids: Tensor | No
 
     Raises:
         ValueError: if the ranks pass different prompts or options, a cache of another mesh, or a prompt with fewer
-            tokens than ranks.
-        NotImplementedError: for models that keep more than keys and values between tokens, packed prompts,
-            speculative decoding and ``max_time``.
+            tokens than ranks (with recurrent layers, than split evenly in the layout).
+        NotImplementedError: for models that keep more between tokens than keys, values and the states of delta rules,
+            packed prompts, speculative decoding and ``max_time``.
         RuntimeError: in training mode.
 
     Example::
@@ -540,9 +540,7 @@ class HeadHook:
         return (args, {**kwargs, **made}) if made or isinstance(cache, SplitModelCache) else None
 
     @staticmethod
-    def _begin(
-        model: Any, cache: SplitModelCache, kwargs: dict[str, Any], kept: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _begin(model: Any, cache: SplitModelCache, kwargs: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
         """The arguments for what is still to compute of a prompt. If the ranks share a part of its tokens only, the
         model has run over this part, and all ranks compute the others as new tokens."""
         length = check_entries({**kwargs, "position_ids": None}).shape[1]

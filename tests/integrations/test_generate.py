@@ -168,12 +168,24 @@ def every_recurrent_model(names: tuple[str, ...], layout: str) -> dict[str, bool
     listed = {"return_dict_in_generate": True, "output_logits": True}
     for name in names:
         one, (model, handler) = model_of(name), prepared(name, layout)
-        for length, padded in ((24, False), (LENGTH, False), (LENGTH, True)):
+        first = name == names[0]
+        for length, padded in ((24, False), (LENGTH, LENGTH - 1), (LENGTH, True)) if first else ((LENGTH, True),):
             more = {**listed, **(left_padded() if padded else {})}
+            if padded > 1:  # a row begins among the tokens that are not shared
+                more["attention_mask"][0, :padded] = 0
             want, got = generated(one, None, ids := tokens(length), **more), generated(model, handler, ids, **more)
             case = f"{name}, {length}, {padded}"
             found[case] = torch.equal(got.sequences, want.sequences)
             found[f"{case}, error"] = max(relative_error(a, b) for a, b in zip(got.logits, want.logits, strict=True))
+        if not first:
+            continue
+        found[f"{name}, beams"] = torch.equal(
+            *(generated(*x, ids, num_beams=3) for x in ((model, handler), (one, None)))
+        )
+        longer, cache = torch.cat([got.sequences, tokens(5)], 1), got.past_key_values
+        more = {"attention_mask": torch.nn.functional.pad(more["attention_mask"], (0, NEW + 5), value=1)}
+        second = generated(model, handler, longer, past_key_values=cache, **more)
+        found[f"{name}, second turn"] = torch.equal(second, generated(one, None, longer, **more))
     return found
 
 

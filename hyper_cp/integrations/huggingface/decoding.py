@@ -130,7 +130,7 @@ class SplitModelCache(Cache):
     def __init__(self, handler: ContextParallelHandler, model: Any) -> None:
         self.handler = handler
         self.latents = any(hands_on_latents(x) for x in model.modules())
-        layers = [
+        layers: list[Any] = [
             StateLayer(self, layer.number_of_states)
             if isinstance(layer, LinearAttentionLayer)
             else SplitLayer(self, getattr(layer, "sliding_window", None))
@@ -183,7 +183,8 @@ class SplitModelCache(Cache):
 
     def last_rows(self, x: Tensor, width: int, length: int) -> Tensor:
         """The last rows ``[B, C, width]`` of a prompt of this length, zero before its first token, on every rank, of a
-        tensor whose share ``[B, C, S/n]`` this rank has. One small gather; each row comes from one rank, and others add zeros."""
+        tensor whose share ``[B, C, S/n]`` this rank has. One small gather;
+        each row comes from one rank, and others add zeros."""
         first, rows = length - width, x.new_zeros(*x.shape[:2], width)
         for row, start, stop in self.places:
             if (begin := max(start, first)) < stop:

@@ -75,7 +75,9 @@ def recurrence_op(
     return _forward(q, k, v, g, beta, documents, settings)[0]
 
 
-@torch.compiler.disable(reason="A final state is kept for decoding, which is not compiled. Compile without fullgraph=True")
+@torch.compiler.disable(
+    reason="A final state is kept for decoding, which is not compiled. Compile without fullgraph=True"
+)
 def with_final_state(*arguments: Any) -> tuple[Tensor, Tensor]:
     """The same, without a backward, and the state ``[B, H, dk, dv]`` after the last position of the sequence."""
     return _forward(*arguments)

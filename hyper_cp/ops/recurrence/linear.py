@@ -105,8 +105,8 @@ def linear_recurrence(
     if final_state is not None and (exchanged or torch.is_grad_enabled()):
         found = f"ulysses_degree={ulysses_degree}" if exchanged else "gradients enabled"
         raise NotImplementedError(
-            f"{name}: final_state with {found}. It is a state to decode with: all heads on every rank, and no backward. "
-            "Pass ulysses_degree=1, and call it under torch.no_grad()"
+            f"{name}: final_state with {found}. It is a state to decode with: all heads on every rank, and no backward"
+            ". Pass ulysses_degree=1, and call it under torch.no_grad()"
         )
     cp = (mesh if isinstance(mesh, CPMesh) else cp_mesh.view(mesh, ulysses_degree)) if exchanged else None
     cp = cp_mesh.whole_view(mesh) if cp is None else cp
