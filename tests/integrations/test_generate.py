@@ -227,6 +227,8 @@ def _wrong(case: str) -> None:
         mesh, style = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), ContextParallel(ulysses_degree=1)
         model = prepare_model(copy.deepcopy(tiny_causal("mamba2")), mesh, style=style)
         generated(model, ContextParallelHandler(mesh, style), ids)
+    if case == "short states":
+        generated(*prepared("qwen3_next"), ids[:, :3])
     model, handler = prepared("llama")
     if case == "training":
         generated(model.train(), handler, ids)
@@ -264,6 +266,7 @@ WRONG = {
     "cache of one device": "TypeError: past_key_values is a DynamicCache",
     "generate of the model": "NotImplementedError: LlamaForCausalLM got logits_to_keep=1, as generate passes it",
     "short": "the prompt has 1 tokens, and the cp mesh of 2 ranks",
+    "short states": "ValueError: the prompt has 3 tokens. With recurrent layers, layout='head_tail' and 2 ranks it needs 4",
     "packed": "NotImplementedError: the prompt has documents that end at",
     "block": "NotImplementedError: a prompt is read inside a handler.documents block",
     "other mesh": "LlamaForCausalLM runs on the mesh",
