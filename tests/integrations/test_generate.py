@@ -266,7 +266,7 @@ WRONG = {
     "cache of one device": "TypeError: past_key_values is a DynamicCache",
     "generate of the model": "NotImplementedError: LlamaForCausalLM got logits_to_keep=1, as generate passes it",
     "short": "the prompt has 1 tokens, and the cp mesh of 2 ranks",
-    "short states": "ValueError: the prompt has 3 tokens. With recurrent layers, layout='head_tail' and 2 ranks it needs 4",
+    "short states": "ValueError: the prompt has 3 tokens. With recurrent layers, layout='head_tail' and 2 ranks",
     "packed": "NotImplementedError: the prompt has documents that end at",
     "block": "NotImplementedError: a prompt is read inside a handler.documents block",
     "other mesh": "LlamaForCausalLM runs on the mesh",
