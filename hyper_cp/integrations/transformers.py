@@ -73,6 +73,8 @@ CACHES = ("past_key_values", "cache_params")
 """Names of caches among the keywords of decoders."""
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Names of the types of tokens (text, image ...) in batches."""
+PROMPT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", *TOKEN_TYPES)
+"""Names of the arguments with rows of positions in the forward of a prompt."""
 
 
 def prepare_model(
@@ -194,9 +196,9 @@ def generate(model: Any, handler: ContextParallelHandler, input_ids: Tensor | No
 
     Raises:
         ValueError: if the ranks pass different prompts or options, a cache of another mesh, or a prompt with fewer
-            tokens than ranks.
-        NotImplementedError: for models that keep more than keys and values between tokens, packed prompts,
-            speculative decoding and ``max_time``.
+            tokens than ranks (with recurrent layers, than split evenly in the layout).
+        NotImplementedError: for models that keep more between tokens than keys, values and the states of delta rules,
+            packed prompts, speculative decoding and ``max_time``.
         RuntimeError: in training mode.
 
     Example::
@@ -512,6 +514,8 @@ class HeadHook:
             kwargs = {**kwargs, "input_ids": args[0]} if args else dict(kwargs)
             args, kept = args[1:], {name: kwargs.pop(name) for name in ("logits_to_keep",) if name in kwargs}
             if cache.get_seq_length() == 0:
+                kwargs = self._begin(model, cache, kwargs, kept)
+            if cache.get_seq_length() == 0:
                 kwargs, kept = self._prompt(cache, kwargs, kept)
             elif isinstance(mask := kwargs.get("attention_mask"), Tensor):
                 cache.new_mask = mask[:, -check_entries({**kwargs, "position_ids": None}).shape[1] :]
@@ -535,13 +539,26 @@ class HeadHook:
                 made["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
         return (args, {**kwargs, **made}) if made or isinstance(cache, SplitModelCache) else None
 
+    @staticmethod
+    def _begin(model: Any, cache: SplitModelCache, kwargs: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+        """The arguments for what is still to compute of a prompt. If the ranks share a part of its tokens only, the
+        model has run over this part, and all ranks compute the others as new tokens."""
+        length = check_entries({**kwargs, "position_ids": None}).shape[1]
+        if (shared := cache.shared(length)) == length:
+            return kwargs
+        rows = {name: x for name in PROMPT if (x := kwargs.get(name)) is not None}
+        dims = {name: -1 if name == "position_ids" else 1 for name in rows}
+        model(**{**kwargs, **kept, **{name: x.narrow(dims[name], 0, shared) for name, x in rows.items()}})
+        whole = rows.pop("attention_mask", None)  # which tells new tokens about those before them, too
+        rest = {name: x.narrow(dims[name], shared, length - shared) for name, x in rows.items()}
+        return {**kwargs, **rest, **({} if whole is None else {"attention_mask": whole})}
+
     def _prompt(
         self, cache: SplitModelCache, kwargs: dict[str, Any], kept: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """This rank's share of a prompt, and the row of the logits to compute."""
-        names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", *TOKEN_TYPES)
-        whole = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
-        others = {name: x for name, x in kwargs.items() if name not in names}
+        whole = {name: kwargs[name] for name in PROMPT if kwargs.get(name) is not None}
+        others = {name: x for name, x in kwargs.items() if name not in PROMPT}
         tokens = check_entries(whole)
         local = prepare_batch(cache.handler, whole)
         cache.begin_prompt(local["context_parallel"], tokens.shape[1], "attention_mask" in whole)

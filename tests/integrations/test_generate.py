@@ -158,6 +158,44 @@ def test_options_of_generate_and_further_turns(ranks: Any) -> None:
         assert len(found) == 13 and all(found.values()), found
 
 
+RECURRENT = ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid")
+
+
+@on_ranks
+def every_recurrent_model(names: tuple[str, ...], layout: str) -> dict[str, bool | float]:
+    """True for the same tokens, and the largest relative error of logits. Prompts split evenly, or leave some rest."""
+    found: dict[str, bool | float] = {}
+    listed = {"return_dict_in_generate": True, "output_logits": True}
+    for name in names:
+        one, (model, handler) = model_of(name), prepared(name, layout)
+        first = name == names[0]
+        for length, padded in ((24, False), (LENGTH, LENGTH - 1), (LENGTH, True)) if first else ((LENGTH, True),):
+            more = {**listed, **(left_padded() if padded else {})}
+            if padded > 1:  # a row begins among the tokens that are not shared
+                more["attention_mask"][0, :padded] = 0
+            want, got = generated(one, None, ids := tokens(length), **more), generated(model, handler, ids, **more)
+            case = f"{name}, {length}, {padded}"
+            found[case] = torch.equal(got.sequences, want.sequences)
+            found[f"{case}, error"] = max(relative_error(a, b) for a, b in zip(got.logits, want.logits, strict=True))
+        if not first:
+            continue
+        found[f"{name}, beams"] = torch.equal(
+            *(generated(*x, ids, num_beams=3) for x in ((model, handler), (one, None)))
+        )
+        longer, cache = torch.cat([got.sequences, tokens(5)], 1), got.past_key_values
+        more = {"attention_mask": torch.nn.functional.pad(more["attention_mask"], (0, NEW + 5), value=1)}
+        second = generated(model, handler, longer, past_key_values=cache, **more)
+        found[f"{name}, second turn"] = torch.equal(second, generated(one, None, longer, **more))
+    return found
+
+
+@pytest.mark.parametrize(("world", "layout"), [(2, "contiguous"), (3, "head_tail"), (4, "balanced")])
+def test_recurrent_layers_go_on_from_the_states_of_the_prompt(ranks: Any, world: int, layout: str) -> None:
+    for found in ranks(world, every_recurrent_model, RECURRENT if world == 2 else RECURRENT[:1], layout):
+        bad = {case: x for case, x in found.items() if (x is False if isinstance(x, bool) else not x <= 1e-9)}
+        assert not bad, bad
+
+
 @on_ranks
 def sampled() -> tuple[bool, Tensor, Tensor]:
     """Ranks begin with random states of their own; the tokens are those of one device with that of the first."""
@@ -189,6 +227,8 @@ def _wrong(case: str) -> None:
         mesh, style = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), ContextParallel(ulysses_degree=1)
         model = prepare_model(copy.deepcopy(tiny_causal("mamba2")), mesh, style=style)
         generated(model, ContextParallelHandler(mesh, style), ids)
+    if case == "short states":
+        generated(*prepared("qwen3_next"), ids[:, :3])
     model, handler = prepared("llama")
     if case == "training":
         generated(model.train(), handler, ids)
@@ -242,6 +282,7 @@ WRONG = {
     "cache of one device": "TypeError: past_key_values is a DynamicCache",
     "generate of the model": "NotImplementedError: LlamaForCausalLM got logits_to_keep=1, as generate passes it",
     "short": "the prompt has 1 tokens, and the cp mesh of 2 ranks",
+    "short states": "ValueError: the prompt has 3 tokens. With recurrent layers, layout='head_tail' and 2 ranks",
     "packed": "NotImplementedError: the prompt has documents that end at",
     "block": "NotImplementedError: a prompt is read inside a handler.documents block",
     "other mesh": "LlamaForCausalLM runs on the mesh",

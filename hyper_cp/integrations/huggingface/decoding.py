@@ -16,16 +16,19 @@ from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
 )
 
 from ...data.collectives import by_rank
 from ...data.packing import PreparedBatch
 from ...handler import ContextParallelHandler
 from ...mesh.agreement import fingerprint
+from ...module.mixers.calls import gives_state
 from ...ops.decoding import decode_attention
 from ...ops.split_cache import SplitCache, place_of
 from ...schedule.documents import read
 from ...schedule.lookup import resolve
+from ...schedule.ranges import placed
 from .checks import decoder_of, mixers_of
 from .latents import as_latents, hands_on_latents
 from .selected import has_indexer_seam
@@ -94,25 +97,65 @@ class SplitLayer(CacheLayerMixin):
             cache.select_rows(beam_idx)
 
 
+class StateLayer(LinearAttentionLayer):
+    """The states of one recurrent layer, which every rank has: only the prompt's are made by all ranks together."""
+
+    def __init__(self, owner: SplitModelCache, number_of_states: int) -> None:
+        super().__init__(number_of_states)
+        self.owner = owner
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Keep the last rows ``[B, C, width]`` of the sequence, of which the prompt's share ``[B, C, S/n]`` may have
+        some. (The recurrent state of a prompt is that of all ranks already.)"""
+        if self.owner.prompt is None:
+            found: Tensor = super().update_conv_state(conv_states, state_idx, conv_kernel_size, **kwargs)
+            return found
+        if conv_kernel_size is None:
+            raise NotImplementedError(
+                "a recurrent layer does not tell its cache the width of its convolution, so the rows to keep of a "
+                "prompt are unknown. Generate in context_parallel_mesh(model, a mesh of one rank)"
+            )
+        last = self.owner.last_rows(conv_states, conv_kernel_size, self.owner.prompt["length"])
+        super().update_conv_state(last, state_idx, conv_kernel_size, **kwargs)
+        return conv_states
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory on this rank."""
+        return sum(x.nbytes for x in (*self.conv_states.values(), *self.recurrent_states.values()) if x is not None)
+
+
 class SplitModelCache(Cache):
     """The cache of a prepared model, see :func:`hyper_cp.integrations.transformers.generate`."""
 
     def __init__(self, handler: ContextParallelHandler, model: Any) -> None:
         self.handler = handler
         self.latents = any(hands_on_latents(x) for x in model.modules())
-        self._split = [SplitLayer(self, window) for window in _windows(model)]
-        super().__init__(layers=[*self._split])
+        layers: list[Any] = [
+            StateLayer(self, layer.number_of_states)
+            if isinstance(layer, LinearAttentionLayer)
+            else SplitLayer(self, getattr(layer, "sliding_window", None))
+            for layer in _layers(model)
+        ]
+        self._split = [x for x in layers if isinstance(x, SplitLayer)]
+        self._states = [x for x in layers if isinstance(x, StateLayer)]
+        super().__init__(layers=layers)
         self.prompt: dict[str, Any] | None = None
         """In the forward of the prompt: the arguments of ``SplitCache.fill``."""
         self.last: tuple[int, int] = 0, 0
         """The rank that holds the last token of the prompt, and its row there."""
+        self.places: list[list[int]] = []
+        """The first row, start and stop of each range of the prompt on this rank."""
         self.new_mask: Tensor | None = None
         """The padding mask ``[B, new tokens]`` of the others."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory on this rank."""
-        return sum(layer.split.nbytes + layer.index.nbytes for layer in self._split)
+        split = sum(layer.split.nbytes + layer.index.nbytes for layer in self._split)
+        return split + sum(layer.nbytes for layer in self._states)
 
     def check(self, model: nn.Module, mesh: Any) -> None:
         """Raise unless a forward of the model on this mesh may use the cache."""
@@ -129,6 +172,28 @@ class SplitModelCache(Cache):
                 "keys. Make a new cache after another mesh has become active"
             )
 
+    def shared(self, length: int) -> int:
+        """The tokens of a prompt that the ranks share; all compute the others, as new tokens. States must not run
+        through padding at the end, so with recurrent layers they are as many as split evenly."""
+        multiple = self.handler.padded_length(1)
+        if self._states and length < multiple:
+            raise ValueError(
+                f"the prompt has {length} tokens. With recurrent layers, layout={self.handler.layout!r} and "
+                f"{self.handler.cp.size} ranks it needs {multiple} at least, so that each rank has an equal part. Use "
+                "fewer ranks (context_parallel_mesh)"
+            )
+        return length - length % multiple if self._states else length
+
+    def last_rows(self, x: Tensor, width: int, length: int) -> Tensor:
+        """The last rows ``[B, C, width]`` of a prompt of this length, zero before its first token, on every rank, of a
+        tensor whose share ``[B, C, S/n]`` this rank has. One small gather;
+        each row comes from one rank, and others add zeros."""
+        first, rows = length - width, x.new_zeros(*x.shape[:2], width)
+        for row, start, stop in self.places:
+            if (begin := max(start, first)) < stop:
+                rows[..., begin - first : stop - first] = x[..., row + begin - start : row + stop - start]
+        return by_rank(self.handler.mesh, rows).sum(0)
+
     def begin_prompt(self, state: PreparedBatch, length: int, padded: bool) -> None:
         """Begin the forward of a prompt of ``length`` tokens, which the ranks share."""
         if self.handler.cp.batch.documents is not None:
@@ -140,7 +205,7 @@ class SplitModelCache(Cache):
         counted = None if state.counted is None or not padded else state.counted
         self.prompt = {"length": length, "documents": state.documents, "attention_mask": counted}
         resolved = resolve(self.handler.layout, ranks, share * ranks, read(state.documents))
-        self.last = place_of(resolved, length - 1)
+        self.last, self.places = place_of(resolved, length - 1), placed(resolved.ranges(self.handler.cp.rank)).tolist()
 
     def hand_round(self, logits: Tensor) -> Tensor:
         """The logits ``[B, 1, V]`` of the last token of the prompt, which one rank has."""
@@ -184,25 +249,26 @@ class SplitModelCache(Cache):
         return out.transpose(1, 2).contiguous()
 
 
-def _windows(model: Any) -> list[int | None]:
-    """The window of each layer of a model's cache. Raises unless all layers keep keys and values of attention."""
+def _layers(model: Any) -> list[Any]:
+    """The layers of a model's cache on one device. Raises unless all keep keys and values of attention, or states that
+    the routed functions return."""
     decoder = decoder_of(model)
     config = decoder.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
     kinds = list(getattr(config, "layer_types", None) or ())
-    known: list[type] = [DynamicLayer, DynamicSlidingWindowLayer]
+    known: list[type] = [DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer]
     if any(has_indexer_seam(type(x)) for x in decoder.modules()):
         known.append(DynamicIndexedLayer)
     others = {type(layer).__name__ for layer in layers if type(layer) not in known}
     others |= {f"layers of type {kind}" for kind in kinds if "chunked" in kind}
-    others |= {type(mixer).__name__ for mixer in mixers_of(decoder)}
+    others |= {type(mixer).__name__ for mixer in mixers_of(decoder) if not gives_state(type(mixer))}
     if others:
         raise NotImplementedError(
             f"{type(model).__name__} keeps other things than keys and values between tokens: "
-            f"{', '.join(sorted(others))}. States of recurrences, keys of other indexers and chunks are not split over "
-            "ranks yet. Generate in context_parallel_mesh(model, a mesh of one rank)"
+            f"{', '.join(sorted(others))}. States of other recurrences than delta rules, keys of other indexers and "
+            "chunks are not kept by ranks yet. Generate in context_parallel_mesh(model, a mesh of one rank)"
         )
-    return [getattr(layer, "sliding_window", None) for layer in layers]
+    return layers
 
 
 def check_arguments(model: Any, kwargs: dict[str, Any]) -> None:

@@ -51,10 +51,19 @@ class RunningMixer:
         """The mixer itself; a block may leave a call to another one."""
         return self
 
-    def recur(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None = None) -> Tensor:
+    def recur(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        beta: Tensor | None = None,
+        final_state: list[Tensor] | None = None,
+    ) -> Tensor:
         """A linear recurrence over the sequence of all ranks."""
         where = {"mesh": self.cp, "layout": self.layout, "documents": self.documents, "name": self.name}
-        return linear_recurrence(q, k, v, decay, beta, **where, ulysses_degree=self.ulysses_degree)  # type: ignore[arg-type]
+        options = {**where, "final_state": final_state, "ulysses_degree": self.ulysses_degree}
+        return linear_recurrence(q, k, v, decay, beta, **options)  # type: ignore[arg-type]
 
 
 def _changing(options: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +111,7 @@ def _convolution(
     return causal_conv1d(x, weight, bias, activation=activation, **where)  # type: ignore[arg-type]
 
 
-def _delta_rule(mixer: RunningMixer, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def _delta_rule(mixer: RunningMixer, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """``chunk_gated_delta_rule`` and ``chunk_kda``, which fla and transformers call the same way."""
     return _delta(mixer, *args, **{_FLA.get(name, name): x for name, x in kwargs.items()})
 
@@ -127,14 +136,17 @@ def _delta(
     head_first: bool = False,
     reverse: bool = False,
     **unknown: Any,
-) -> tuple[Tensor, None]:
-    states = {"initial_state": initial_state, "output_final_state": output_final_state}
+) -> tuple[Tensor, Tensor | None]:
+    # A prompt leaves a state to decode with; in training nothing reads one.
+    final: list[Tensor] | None = [] if output_final_state and not torch.is_grad_enabled() else None
+    states = {"initial_state": initial_state, "output_final_state": output_final_state and final is None}
     others = {"use_gate_in_kernel": use_gate_in_kernel, "head_first": head_first, "reverse": reverse}
     _refuse(mixer, "a recurrent kernel", {**states, **others, "cu_seqlens": cu_seqlens, **_changing(unknown)})
     if use_qk_l2norm_in_kernel:
         query, key = _normalised(query), _normalised(key)
     query = query * (key.shape[-1] ** -0.5 if scale is None else scale)
-    return mixer.recur(query, key, value, g, beta), None
+    out = mixer.recur(query, key, value, g, beta, final)
+    return out, final[0] if final else None
 
 
 def _normalised(x: Tensor) -> Tensor:
@@ -261,6 +273,11 @@ def running_mixer() -> RunningMixer | None:
 def is_mixer(kind: type[nn.Module]) -> bool:
     """True if a method of a type of module calls one of the functions."""
     return bool(_called(kind))
+
+
+def gives_state(kind: type[nn.Module]) -> bool:
+    """True if a mixer of this type calls a recurrence that can return its final state."""
+    return any(ROUTED[known] is _delta_rule for names, x in _called(kind) if (known := _function_of(x, names[x])))
 
 
 def keeps_function(module: nn.Module) -> bool:

@@ -72,12 +72,26 @@ def recurrence_op(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, documents: Tensor | None, settings: str
 ) -> Tensor:
     """Outputs ``[B, S, H, dv]`` of this rank's share."""
+    return _forward(q, k, v, g, beta, documents, settings)[0]
+
+
+@torch.compiler.disable(
+    reason="A final state is kept for decoding, which is not compiled. Compile without fullgraph=True"
+)
+def with_final_state(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The same, without a backward, and the state ``[B, H, dk, dv]`` after the last position of the sequence."""
+    return _forward(*arguments)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, documents: Tensor | None, settings: str
+) -> tuple[Tensor, Tensor]:
     work = _Work(v, g, documents, RecurrenceSettings.read(settings))
     with torch.autocast(v.device.type, enabled=False), operation(work.cp, "recurrence", "forward"):
         nans.check(work.cp, "q, k, v, g, beta", q, k, v, g, beta)
         maps = work.entered(work.kernel.forward(work.inputs(q, k, v, g, beta)))
-        states = work.passing(maps).forward(maps.P)
-        return work.segments.join(maps.O + maps.Q @ states).to(v.dtype).contiguous()
+        states, last = work.passing(maps).forward(maps.P)
+        return work.segments.join(maps.O + maps.Q @ states).to(v.dtype).contiguous(), last
 
 
 @torch.library.custom_op("hyper_cp::linear_recurrence_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,7 +16,7 @@ from ..checks import check_split
 from ..exchange.ulysses import Ulysses
 from . import kernels
 from .checks import agree, check_layout_of, check_tensor, documents_of
-from .engine import RecurrenceSettings, recurrence_op
+from .engine import RecurrenceSettings, recurrence_op, with_final_state
 
 FORM = "[batch, positions, heads, numbers of a head]"
 
@@ -33,6 +34,7 @@ def linear_recurrence(
     documents: Any = None,
     ulysses_degree: int | None = 1,
     kernel: str | None = None,
+    final_state: list[Tensor] | None = None,
     name: str = "linear_recurrence",
 ) -> Tensor:
     """Outputs of a layer whose state runs along the sequence, for this rank's share of it.
@@ -72,6 +74,9 @@ def linear_recurrence(
         ulysses_degree: 1 passes states between ranks, for any number of heads, with the least communication. With a
             larger number (None: all ranks) that many adjacent ranks first exchange sequence for heads, if these split.
         kernel: ``"torch"`` (chunked, any device), ``"fla"`` (flash-linear-attention), or None to choose by device.
+        final_state: a list to which the state after the last position of the sequence is appended, ``[B, H, dk, dv]``,
+            the same on every rank. It needs no communication of its own; without gradients and with
+            ``ulysses_degree=1`` only.
         name: names the caller in errors.
 
     Returns:
@@ -79,6 +84,7 @@ def linear_recurrence(
 
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.
+        NotImplementedError: for a final state with gradients, or with heads that are exchanged.
 
     Example::
 
@@ -96,6 +102,12 @@ def linear_recurrence(
     decay, beta = _decays(name, v, decay), None if beta is None else _beta(name, v, beta)
     _check(name, q, k, v, decay)
     exchanged = ulysses_degree != 1
+    if final_state is not None and (exchanged or torch.is_grad_enabled()):
+        found = f"ulysses_degree={ulysses_degree}" if exchanged else "gradients enabled"
+        raise NotImplementedError(
+            f"{name}: final_state with {found}. It is a state to decode with: all heads on every rank, and no backward"
+            ". Pass ulysses_degree=1, and call it under torch.no_grad()"
+        )
     cp = (mesh if isinstance(mesh, CPMesh) else cp_mesh.view(mesh, ulysses_degree)) if exchanged else None
     cp = cp_mesh.whole_view(mesh) if cp is None else cp
     table = documents_of(mesh, cp, documents, name)
@@ -107,6 +119,10 @@ def linear_recurrence(
         todo = "(1 passes states instead, for any number of heads)"
         check_split(v.shape[2], "heads of states", cp, todo, f"{name}: ")
     with calling(name):
+        if final_state is not None:
+            out, last = with_final_state(q, k, v, decay, beta, table, settings)
+            final_state.append(last)
+            return out
         if not exchanged or cp.ulysses.size == 1:
             return _op(q, k, v, decay, beta, table, settings)
         ulysses = Ulysses(cp, layout, 1, 2, table)

@@ -59,8 +59,8 @@ class Passing:
         self.maps, self.back = maps.unbind(0), transposed(maps).unbind(0)
         self.ranges = [range(a, b) for a, b in zip(segments.first, segments.first[1:], strict=False)]
 
-    def forward(self, adds: Tensor) -> Tensor:
-        """The state that enters each piece, ``[pieces, B, H, dk, dv]``."""
+    def forward(self, adds: Tensor) -> tuple[Tensor, Tensor]:
+        """The state that enters each piece, ``[pieces, B, H, dk, dv]``, and the one behind the last piece of all."""
         totals, ends = self._gathered([self._totals(), self._ends(adds)])
         return self._entering(adds, totals, ends)
 
@@ -71,7 +71,7 @@ class Passing:
             reads: the gradient of the state that enters each piece, through the outputs of this piece.
         """
         totals, ends, starts = self._gathered([self._totals(), self._ends(adds), self._ends(reads, back=True)])
-        return self._entering(adds, totals, ends), self._entering(reads, totals, starts, back=True)
+        return self._entering(adds, totals, ends)[0], self._entering(reads, totals, starts, back=True)[0]
 
     def _totals(self) -> list[Tensor]:
         """The matrix of each range."""
@@ -86,12 +86,15 @@ class Passing:
         maps = self.back if back else self.maps
         return [(maps[i], adds[i]) for i in (pieces[::-1] if back else pieces)]
 
-    def _entering(self, adds: Tensor, totals: list[Tensor], ends: list[Tensor], back: bool = False) -> Tensor:
-        """The state that enters each piece of this rank, from those before it in global order (or behind it)."""
+    def _entering(
+        self, adds: Tensor, totals: list[Tensor], ends: list[Tensor], back: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The state that enters each piece of this rank, from those before it in global order (or behind it), and the
+        one that leaves the sequence."""
         order = self.segments.order
         if back:
             order, totals, ends = order[::-1], [transposed(m) for m in reversed(totals)], ends[::-1]
-        before, _ = fold(list(zip(totals, ends, strict=True)), torch.zeros_like(ends[0]))
+        before, last = fold(list(zip(totals, ends, strict=True)), torch.zeros_like(ends[0]))
         states = [adds[0]] * len(self.maps)
         for (rank, number), state in zip(order, before, strict=True):
             if rank == self.rank:
@@ -99,7 +102,7 @@ class Passing:
                 steps = self._steps(pieces, adds, back)
                 for i, entering in zip(pieces[::-1] if back else pieces, fold(steps, state)[0], strict=True):
                     states[i] = entering
-        return torch.stack(states)
+        return torch.stack(states), last
 
     def _gathered(self, of_ranges: list[list[Tensor]]) -> list[list[Tensor]]:
         """Each of the lists, which have a tensor for every range of this rank, of the ranges of all ranks in global
