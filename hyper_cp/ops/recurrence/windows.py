@@ -158,7 +158,7 @@ def _check_fill(x: Tensor, fill: float) -> None:
     low, high = (0, 1) if x.dtype == torch.bool else (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
     if not low <= fill <= high or float(fill) != int(fill):
         raise ValueError(
-            f"windows: fill={fill} for x of {x.dtype}, which does not hold it exactly (integers up to 2**53 are exact). "
+            f"windows: fill={fill} for x of {x.dtype}, which does not hold it exactly (up to 2**53 all are exact). "
             f"Pass a whole number from {low} to {high}, or convert x to a floating-point dtype"
         )
 

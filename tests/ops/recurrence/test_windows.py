@@ -70,7 +70,7 @@ def errors() -> dict[str, float]:
         sent = [name for name, _ in traffic.entries if name in ("all_gather", "reduce_scatter")]
         assert sent == ["all_gather"] * axes + ["reduce_scatter"] * axes
         ids = (x[..., 0, 0] * 1000).long()
-        of_ids = windows(ids[:, at], shifts, fill=fill, **options)
+        of_ids = windows(ids[:, at], shifts, fill=int(fill), **options)
         right = expected(ids, shifts, every, int(fill), documents)[:, mine]
         name = f"{layout} {documents} {length} {shifts} {every}"
         found[name] = max((got - want[:, mine]).abs().sum().item(), (grad - of_whole[:, at]).abs().max().item())
