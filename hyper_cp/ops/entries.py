@@ -34,8 +34,8 @@ class Entries:
         k, v: ``[B, Hkv, E, D]`` and ``[B, Hkv, E, Dv]``, as :func:`hyper_cp.ops.gather_windows` returns them, with the
             rotary positions that they have.
         every: tokens from one entry to the next.
-        selected: the only entries that each of this rank's queries sees, ``[B, 1 or Hkv, S/n, k]``, int32 or int64; -1
-            is none. None: all that end before the query or at it.
+        selected: the only entries that each of this rank's queries sees, ``[B, 1 or Hkv, S/n, k]``, int32 or int64,
+            each once; -1 is none. None: all that end before the query or at it.
     """
 
     k: Tensor

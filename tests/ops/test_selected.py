@@ -174,6 +174,17 @@ def test_all_scores_equal() -> None:
     assert found[0, 0].tolist() == [[0, -1, -1], [0, 1, -1], *[[0, 1, 2]] * 7]
 
 
+@pytest.mark.parametrize("score", ["relu_sum", "per_head"])
+def test_local_keys_are_listed_once(score: str) -> None:
+    """Blocks of one key, too: attention would count a key twice."""
+    q, k, _ = indexer_inputs(20, True)
+    found = select_keys(q, k, topk=4, local_blocks=2, score=score, mesh=cp_mesh.alone())
+    for t, rows in enumerate(found.movedim(2, 0).flatten(1, 2).tolist()):
+        for row in rows:
+            assert len({*row} - {-1}) == min(4, t + 1)
+            assert {t, max(0, t - 1)} <= {*row}
+
+
 # --------------------------------------------------------------------------- in modules
 
 

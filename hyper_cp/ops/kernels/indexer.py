@@ -111,7 +111,7 @@ class BestKeys:
     ) -> None:
         heads = q.shape[1] if score == PER_HEAD else 1
         self.best = torch.full((q.shape[0], heads, q.shape[2], topk), _NOTHING, dtype=torch.int64, device=q.device)
-        self.score, self.block = score, block
+        self.score, self.block, self.listed = score, block, local > 0
         for i in range(local):
             number = positions // block - i
             first = (_INFINITY << 32) + (_POSITIONS - number)
@@ -124,7 +124,7 @@ class BestKeys:
         for some, seen, piece in blocks(tile, tile.q.shape[1], wide):
             into, of_rows = part(best, some), None if weights is None else part(weights, some)
             found = self._numbers(piece, of_rows, positions[slice(*seen)])
-            if self.block > 1:
+            if self.block > 1 or self.listed:  # a key of a local block is listed before it comes
                 found = self._of_blocks(found, positions[slice(*seen)], into)
             into.copy_(torch.cat([into, found], 3).topk(topk, 3, sorted=False).values)
 

@@ -51,7 +51,7 @@ def windows(
         mesh: the cp mesh of n ranks.
         every: only windows that end a block of so many positions: those of p where ``(p + 1) % every`` is 0. Their
             number may differ between ranks, and be 0.
-        fill: in place of rows before the sequence, and of rows in another document than p.
+        fill: in place of rows before the sequence, and of rows in another document than p. The dtype of x must hold it.
         layout: the positions that the ranks hold, as in :func:`hyper_cp.ops.attention`.
         documents: cumulative lengths ``[0, ..., S]`` of packed documents (a list or tensor, or one per batch row).
             None: those of the enclosing ``handler.documents`` block, if there is one.
@@ -84,6 +84,7 @@ def windows(
     for shift in shifts:
         check_int("shifts", shift, "Each is a distance to an earlier row", least=0)
     check_int("every", every, "Windows end at so many positions after each other")
+    _check_fill(x, fill)
     if every > 1 and torch.compiler.is_compiling():
         raise NotImplementedError(
             f"{name}: every={every} in compiled code. How many windows a rank has depends on its positions. Call it "
@@ -148,6 +149,18 @@ def gather_windows(
     with calling(name):
         out: Tensor = _Gathered.apply(x, every, length, table, cp.key, layout)
     return out
+
+
+def _check_fill(x: Tensor, fill: float) -> None:
+    """Raise ``ValueError`` if integers would hold another value than ``fill``, which travels to the op as a float."""
+    if x.is_floating_point() or x.is_complex():
+        return
+    low, high = (0, 1) if x.dtype == torch.bool else (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
+    if not low <= fill <= high or float(fill) != int(fill):
+        raise ValueError(
+            f"windows: fill={fill} for x of {x.dtype}, which does not hold it exactly (up to 2**53 all are exact). "
+            f"Pass a whole number from {low} to {high}, or convert x to a floating-point dtype"
+        )
 
 
 def _places(every: int, length: int, documents: Tensor | None, mesh: str, layout: str) -> tuple[list[int], Tensor]:

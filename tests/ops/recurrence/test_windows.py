@@ -70,7 +70,7 @@ def errors() -> dict[str, float]:
         sent = [name for name, _ in traffic.entries if name in ("all_gather", "reduce_scatter")]
         assert sent == ["all_gather"] * axes + ["reduce_scatter"] * axes
         ids = (x[..., 0, 0] * 1000).long()
-        of_ids = windows(ids[:, at], shifts, fill=fill, **options)
+        of_ids = windows(ids[:, at], shifts, fill=int(fill), **options)
         right = expected(ids, shifts, every, int(fill), documents)[:, mine]
         name = f"{layout} {documents} {length} {shifts} {every}"
         found[name] = max((got - want[:, mine]).abs().sum().item(), (grad - of_whole[:, at]).abs().max().item())
@@ -104,6 +104,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "every": ({"every": 0}, "every=0 must be a positive int"),
     "dimensions": ({"x": torch.zeros(4)}, r"\[batch, positions, ...\]"),
     "documents": ({"documents": [0, 5]}, "windows: "),
+    "half an id": ({"x": torch.zeros(1, 4, dtype=torch.long), "fill": 0.5}, "fill=0.5 for x of torch.int64"),
+    "too long for a float": ({"x": torch.zeros(1, 4, dtype=torch.long), "fill": 2**53 + 1}, "does not hold it exactly"),
+    "too large": ({"x": torch.zeros(1, 4, dtype=torch.uint8), "fill": -1}, "a whole number from 0 to 255"),
 }
 
 
