@@ -385,7 +385,7 @@ def generated() -> bool:
     batch = {
         name: x[:1] if len(x) == 2 and x.ndim == 2 and "grid" not in name else x for name, x in batch_of(model).items()
     }
-    options = {"max_new_tokens": 2, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
     for prompt in (batch, {"input_ids": torch.full((1, 8), 7)}):
         with pytest.raises(NotImplementedError, match="a model of images and text"):
             generate(made, handler, **prompt, **options)
