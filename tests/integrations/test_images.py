@@ -374,6 +374,32 @@ def test_what_cannot_be_shared_out_is_refused(ranks: Any, case: str, kind: type[
     ranks.raises(2, kind, words, wrong, case)
 
 
+@on_ranks
+def generated() -> bool:
+    """True if a mesh of one rank generates what one device does, as the error of ``generate`` says."""
+    from hyper_cp import context_parallel_mesh
+    from hyper_cp.integrations.transformers import generate
+
+    model = tiny("qwen2_5_vl")
+    made, handler = prepared(model, **RING)
+    batch = {
+        name: x[:1] if len(x) == 2 and x.ndim == 2 and "grid" not in name else x for name, x in batch_of(model).items()
+    }
+    options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
+    for prompt in (batch, {"input_ids": torch.full((1, 8), 7)}):
+        with pytest.raises(NotImplementedError, match="a model of images and text"):
+            generate(made, handler, **prompt, **options)
+    one = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))["cp"]
+    with InDouble(), context_parallel_mesh(made, one):
+        found = made.generate(**batch, **options)
+    with InDouble():
+        return bool(torch.equal(found, model.generate(**batch, **options)))
+
+
+def test_generate_refuses_models_of_images(ranks: Any) -> None:
+    assert all(ranks(2, generated))
+
+
 # --------------------------------------------------------------------------- seams
 
 

@@ -31,6 +31,7 @@ from ...schedule.lookup import resolve
 from ...schedule.ranges import placed
 from .checks import decoder_of, mixers_of
 from .latents import as_latents, hands_on_latents
+from .media import owner_of
 from .selected import has_indexer_seam
 
 REFUSED = {
@@ -253,6 +254,12 @@ def _layers(model: Any) -> list[Any]:
     """The layers of a model's cache on one device. Raises unless all keep keys and values of attention, or states that
     the routed functions return."""
     decoder = decoder_of(model)
+    if owner_of(model, decoder) is not None:
+        raise NotImplementedError(
+            f"generate got a {type(model).__name__}, a model of images and text. model.generate encodes images before "
+            "the forward that would share them out, and counts positions after them. Generate in "
+            "context_parallel_mesh(model, a mesh of one rank)"
+        )
     config = decoder.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
     kinds = list(getattr(config, "layer_types", None) or ())
