@@ -227,7 +227,7 @@ class _KeywordBatch(WholeBatch):
     masks are causal. Positions do not restart in documents. The documents of an enclosing block count."""
 
     def __init__(self, handler: Shares, entries: dict[str, Any]) -> None:
-        self.media = {name: entries.pop(name) for name in [*entries] if MEDIA.match(name)}
+        self.media = {name: entries.pop(name) for name in [*entries] if MEDIA.match(str(name))}
         self.media = {name: x for name, x in self.media.items() if x is not None}
         tokens, documents = check_entries(entries), take_documents(entries)
         self.whole = tokens, entries.get("attention_mask")

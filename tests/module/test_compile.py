@@ -158,6 +158,9 @@ def opcheck_all(world: int) -> None:
     torch.library.opcheck(ops.roll_sequence.default, (x, torch.tensor([[0, 5, 16]]), cp.key, "head_tail", 1, -3))
     torch.library.opcheck(ops.fingerprint.default, (torch.tensor([[0, 5, 16]]), cp.key))
     torch.library.opcheck(ops.own_slice.default, (x.detach(), None, cp.key, "head_tail", 1))
+    counts = [0, 3] if cp_mesh.view(mesh, 1).rank == 0 else [3, 0]  # to each rank, and from each
+    rows = torch.randn(3, 4, requires_grad=True)
+    torch.library.opcheck(ops.move_rows.default, (rows, counts, counts, cp_mesh.view(mesh, 1).key))
     opcheck_recurrences(cp_mesh.view(mesh, 1).key)
 
 
@@ -193,6 +196,7 @@ def test_opcheck_of_every_op(ranks: Any) -> None:
         "all_to_all",
         "fingerprint",
         "gather_sequence",
+        "move_rows",
         "own_slice",
         *("gather_rows", "scatter_rows", "query_positions", "local_blocks"),  # checked in test_flex
         "roll_sequence",
