@@ -178,7 +178,7 @@ roll_sequence.register_autograd(_differentiate_roll, setup_context=_save)
 
 @torch.library.custom_op("hyper_cp::move_rows", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def move_rows(x: Tensor, sent: list[int], received: list[int], mesh: str) -> Tensor:
-    """Send rows ``[*, D]`` to the other ranks of a mesh with one ring, ``sent[i]`` to rank i, first those to rank 0; the
+    """Send rows ``[*, D]`` to other ranks of a mesh with one ring, ``sent[i]`` to rank i, the first ones to rank 0; the
     result has ``received[i]`` rows from rank i, in the same order. Its gradient travels back the same way."""
     cp = cp_mesh.by_key(mesh)
     if cp.size == 1:
