@@ -14,11 +14,11 @@ from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh import comm
 from hyper_cp.verify import verify
 from tests.harness.attention_case import cp_mesh
-from tests.harness.hf_models import InDouble, LowestFirst, gradients, tokens
+from tests.harness.hf_models import InDouble
 from tests.harness.oracle import relative_error
-from tests.harness.ranks import on_ranks, sum_over_ranks
+from tests.harness.ranks import on_ranks
 from tests.integrations import test_selected_blocks
-from tests.integrations.test_selected_models import MODES, check, differentiate, loss_of
+from tests.integrations.test_selected_models import MODES, check
 
 hf = pytest.importorskip("transformers")
 
@@ -54,46 +54,23 @@ def made() -> Any:
 
 def batch_of(kind: str) -> dict[str, Tensor]:
     """Two rows: plain, padded on the right and on the left, or padded between tokens."""
-    ids = tokens(LENGTH)
-    batch = {"input_ids": ids, "labels": ids.clone()}
+    batch = test_selected_blocks.batch_of("plain" if kind == "plain" else "padded")
+    if kind == "between":
+        batch["attention_mask"][0, 20:25] = 0
+        batch["labels"][0, 20:25] = -100
     if kind != "plain":
-        mask = torch.ones_like(ids)
-        mask[0, -6:] = mask[1, :7] = 0
-        if kind == "between":
-            mask[0, 20:25] = 0
-        batch["labels"][mask == 0] = batch["labels"][1, 7] = batch["labels"][0, 25] = -100
-        batch["attention_mask"] = mask
+        batch["labels"][0, 25] = -100
     return batch
 
 
 @on_ranks
 def errors(modes: list[str], batches: list[str], checkpointed: bool) -> dict[str, float]:
-    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
-
-    model, found = made(), {}
-    for which in batches:
-        batch, one = batch_of(which), copy.deepcopy(model)
-        with InDouble(), LowestFirst():
-            output = one(**{k: x for k, x in batch.items() if k != "labels"}, use_cache=False)
-            (loss_of(output, batch) + one.router_aux_loss_coef * output.aux_loss).backward()
-        expected = [p.grad for p in one.parameters()]
-        seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-        for mode in modes:
-            style, copied = ContextParallel(**MODES[mode]), copy.deepcopy(model)
-            prepare_model(copied, cp_mesh(), style=style)
-            if checkpointed:
-                copied.gradient_checkpointing_enable({"use_reentrant": False})
-            handler = ContextParallelHandler(cp_mesh(), style)
-            with InDouble():
-                got = copied(**prepare_batch(handler, batch))
-                differentiate(got.loss)
-            logits = handler.combine(got.logits.detach(), 1)
-            name, summed = f"{mode}, {which}: ", sum_over_ranks(*gradients(copied))
-            assert [p.grad is None for p in copied.parameters()] == [g is None for g in expected]
-            found[name + "logits"] = relative_error(logits[:, :LENGTH][seen], output.logits[seen])
-            pairs = [(a, b) for a, b in zip(summed, expected, strict=True) if b is not None and b.abs().max() > 1e-12]
-            assert len(pairs) > 80
-            found[name + "gradients"] = max(relative_error(a, b) for a, b in pairs)
+    found = {}
+    given = {which: batch_of(which) for which in batches}
+    for name, error, pairs in test_selected_blocks.compared(made(), given, modes, checkpointed, least=1e-12):
+        assert len(pairs) > 80
+        found[name + "logits"] = error
+        found[name + "gradients"] = max(relative_error(a, b) for a, b in pairs)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.integrations.huggingface.selected_blocks import selects_blocks
 from hyper_cp.mesh import comm
 from tests.harness.attention_case import cp_mesh
-from tests.harness.hf_models import InDouble, gradients, tokens
+from tests.harness.hf_models import InDouble, LowestFirst, gradients, tokens
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 from tests.integrations.test_selected_models import MODES, SIZES, check, differentiate, loss_of
@@ -54,17 +55,18 @@ def batch_of(kind: str) -> dict[str, Tensor]:
     return batch
 
 
-@on_ranks
-def errors(modes: list[str], batches: list[str], checkpointed: bool) -> dict[str, float]:
+def compared(
+    model: Any, batches: dict[str, dict[str, Tensor]], modes: list[str], checkpointed: bool, least: float = 0.0
+) -> Iterator[tuple[str, float, list[tuple[Tensor, Tensor]]]]:
+    """The error of logits of each batch in each mode, and the pairs of gradients that are larger than ``least`` on one
+    device. The losses are those of the model with its routers."""
     from hyper_cp.integrations.transformers import prepare_batch, prepare_model
 
-    model, found = made(output_router_logits=True), {}
-    for which in batches:
-        batch, one = batch_of(which), copy.deepcopy(model)
-        with InDouble():
+    for which, batch in batches.items():
+        one = copy.deepcopy(model)
+        with InDouble(), LowestFirst():
             output = one(**{k: x for k, x in batch.items() if k != "labels"}, use_cache=False)
-            loss = loss_of(output, batch)
-            (loss + one.router_aux_loss_coef * output.aux_loss).backward()
+            (loss_of(output, batch) + one.router_aux_loss_coef * output.aux_loss).backward()
         expected = [p.grad for p in one.parameters()]
         seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
         for mode in modes:
@@ -78,11 +80,19 @@ def errors(modes: list[str], batches: list[str], checkpointed: bool) -> dict[str
                 got = copied(**local)
                 differentiate(got.loss)
             logits = handler.combine(got.logits.detach(), 1, documents=local["context_parallel"].documents)
-            name, summed = f"{mode}, {which}: ", sum_over_ranks(*gradients(copied))
+            summed = sum_over_ranks(*gradients(copied))
             assert [p.grad is None for p in copied.parameters()] == [g is None for g in expected]
-            found[name + "logits"] = relative_error(logits[:, :LENGTH][seen], output.logits[seen])
-            pairs = [(a, b) for a, b in zip(summed, expected, strict=True) if b is not None and b.any()]
-            found[name + "gradients"] = max(relative_error(a, b) for a, b in pairs)
+            error = relative_error(logits[:, :LENGTH][seen], output.logits[seen])
+            pairs = [(a, b) for a, b in zip(summed, expected, strict=True) if b is not None and b.abs().max() > least]
+            yield f"{mode}, {which}: ", error, pairs
+
+
+@on_ranks
+def errors(modes: list[str], batches: list[str], checkpointed: bool) -> dict[str, float]:
+    model, found = made(output_router_logits=True), {}
+    for name, error, pairs in compared(model, {which: batch_of(which) for which in batches}, modes, checkpointed):
+        found[name + "logits"] = error
+        found[name + "gradients"] = max(relative_error(a, b) for a, b in pairs)
     return found
 
 
