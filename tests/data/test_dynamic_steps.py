@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext, suppress
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -36,7 +38,7 @@ from hyper_cp.data.dynamic import CostModel, Plan
 from hyper_cp.dynamic_steps import DynamicStep
 from tests.harness.mixer import Mixer
 from tests.harness.oracle import relative_error
-from tests.harness.ranks import Ranks, on_ranks
+from tests.harness.ranks import RankEnds, RankError, Ranks, on_ranks
 
 CONFIG = LlamaConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
 COST = CostModel(linear=1.0, quadratic=0.02, exchange=2.0)
@@ -105,7 +107,8 @@ def one_device(model: nn.Module, steps: list[list[int]], zeros: bool) -> list[fl
 
 def parallel(model: Llama, family: MeshFamily, wrapper: str, **options: Any) -> Any:
     """The model in the style of its layers, under FSDP2 ("kept": gathered parameters stay) or DDP."""
-    style = ContextParallel(seq_dim=2, head_dim=1, layout="head_tail", ulysses_degree=1, kv_exchange="ring")
+    ring: dict[str, Any] = {"layout": "head_tail", "ulysses_degree": 1, "kv_exchange": "ring"}
+    style = ContextParallel(seq_dim=2, head_dim=1, allow=["layers.*.ffn.expert"], **ring)
     plan: dict[str, Any] = {"layers.*.attention.inner": style}
     if isinstance(model.layers[1].ffn, Mixer):
         plan["layers.1.ffn"] = RecurrentContextParallel(1, layout="head_tail")
@@ -169,6 +172,59 @@ def test_idle_experts_and_recurrent_layers(ranks: Ranks, wrapper: str) -> None:
     found = ranks(4, train, wrapper, "mixed", 24)
     assert max(max(errors) for *errors, _ in found) <= 1e-10
     assert {degree for *_, done in found for step in done for degree in step} == {0, 1, 2, 4}
+
+
+class SharedOut(nn.Module):
+    """:class:`Experts` of which each rank holds one: tokens travel to their expert, and what it makes returns."""
+
+    def __init__(self, whole: Experts, family: MeshFamily) -> None:
+        super().__init__()
+        self.router, self.expert = whole.router, whole.experts[family.rank]
+        self.group: Any = family.dp(1).get_group()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, index = self.router(x)[..., :3].softmax(-1).flatten(0, -2).max(-1)
+        order, leaves = index.argsort(stable=True), index.bincount(minlength=4)
+        dist.all_to_all_single(arrives := torch.empty_like(leaves), leaves, group=self.group)
+        there, here = arrives.tolist(), leaves.tolist()
+        rows = x.flatten(0, -2)[order]
+        made = self.expert(all_to_all_single_autograd(rows, there, here, self.group))
+        back = all_to_all_single_autograd(made, here, there, self.group)
+        return (torch.zeros_like(rows).index_copy(0, order, back) * weight[:, None]).view_as(x)
+
+
+@on_ranks
+def expert_parallel() -> float:
+    """The error of gradients, of experts too, under FSDP2 beside an expert-parallel group over all ranks."""
+    family = split_cp_mesh(init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "cp")))
+    model, reference = model_of("mixed"), model_of("mixed")
+    shared: Any = SharedOut(model.layers[0].ffn, family)
+    model.layers[0].ffn = shared
+    run = parallel(model, family, "fsdp", ignored_params=set(shared.expert.parameters()))
+    texts, labels = samples_of(SHORT[0])
+    for step in dynamic_steps(DynamicContextParallel(family, 24, COST).plan(SHORT[0]), family):
+        with step.mesh(model) as handler:
+            whole = step.pack(texts), step.positions(), step.pack(labels, -100)
+            tokens, positions, targets = (handler.dispatch(x, 1) for x in whole)
+            step.loss(loss_sum(run, tokens, positions[0], targets), 100).backward()
+    for text, label in zip(texts, labels, strict=True):
+        (loss_sum(reference, text[None], torch.arange(len(text)), label[None]) / 100).backward()
+    want = dict(reference.named_parameters())
+    errors = []
+    for name, p in model.named_parameters():
+        if ".expert." in name:  # not averaged over the ranks, all of whose tokens it has seen
+            expert, grad = want[name.replace(".expert.", f".experts.{family.rank}.")].grad, cast(Tensor, p.grad)
+            idle = expert is None  # the last one is idle on all ranks
+            errors.append(grad.norm().item() if idle else relative_error(grad / family.size, expert))
+        else:
+            errors.append(relative_error(cast(DTensor, p.grad).full_tensor(), want[name].grad))
+    return max(errors)
+
+
+def test_expert_parallel_groups(ranks: Ranks) -> None:
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("FSDP2 of this torch reduces no parameters without gradients")
+    assert max(ranks(4, expert_parallel)) <= 1e-10
 
 
 SMALL = [5, 90, 33, 7]
@@ -281,6 +337,29 @@ MISUSE = {
 @pytest.mark.parametrize("how", MISUSE)
 def test_wrong_use_raises_on_every_rank(ranks: Ranks, how: str) -> None:
     ranks.raises(2, MISUSE[how][0], MISUSE[how][1], misuse, how)
+
+
+@on_ranks
+def leave_out_a_known_step() -> None:
+    """One rank leaves out a step that all have compared before, and ends."""
+    family, plan = two_ranks()
+    run = parallel(model_of(""), family, "fsdp")
+    run_steps(run, family, plan)
+    try:
+        for step in dynamic_steps(plan, family):
+            if not family.rank:
+                with step.mesh(run) as handler:
+                    run(handler.dispatch(step.pack(samples_of(SMALL)[0]), 1), handler.dispatch(step.positions(), 1)[0])
+    except RuntimeError as error:
+        raise RankEnds(str(error)) from error
+
+
+def test_the_end_of_a_rank_that_leaves_a_step_out_ends_the_others(own_pool: Ranks) -> None:
+    with pytest.raises(RankError) as caught:
+        own_pool(2, leave_out_a_known_step)
+    first, second = caught.value.messages[0], caught.value.messages[1]
+    assert "step 1 of 2 was left out or interrupted on this rank" in second
+    assert re.search("closed by peer|reset by peer", first), first
 
 
 @on_ranks
