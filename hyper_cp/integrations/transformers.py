@@ -13,6 +13,7 @@ call as the keyword ``context_parallel``: activation checkpointing recomputes wi
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeGuard
@@ -206,20 +207,26 @@ def generate(model: Any, handler: ContextParallelHandler, input_ids: Tensor | No
         handler = ContextParallelHandler(mesh, style)
         text = generate(prepare_model(model, mesh, style=style).eval(), handler, prompt, max_new_tokens=200)
     """
-    inner = base_of(model)
-    check_arguments(inner, kwargs)
+    return generate_with(model.generate, base_of(model), handler, input_ids, **kwargs)
+
+
+def generate_with(
+    method: Callable[..., Any], model: Any, handler: ContextParallelHandler, input_ids: Tensor | None, **kwargs: Any
+) -> Any:
+    """:func:`generate` by the method ``generate`` of a model, or of what wraps it."""
+    check_arguments(model, kwargs)
     if handler.cp.size == 1:
-        return model.generate(input_ids, **kwargs)
+        return method(input_ids, **kwargs)
     cache = kwargs.pop("past_key_values", None)
     compare(handler, input_ids, kwargs)
-    cache = SplitModelCache(handler, inner) if cache is None else cache
+    cache = SplitModelCache(handler, model) if cache is None else cache
     if not isinstance(cache, SplitModelCache):
         raise TypeError(
             f"past_key_values is a {type(cache).__name__}, whose keys are not split over the ranks. Pass the one that "
             "generate(..., return_dict_in_generate=True) has returned, or leave it out"
         )
-    with torch.no_grad(), one_random_state(handler, inner.device):
-        return model.generate(input_ids, past_key_values=cache, **kwargs)
+    with torch.no_grad(), one_random_state(handler, model.device):
+        return method(input_ids, past_key_values=cache, **kwargs)
 
 
 class _KeywordBatch(WholeBatch):

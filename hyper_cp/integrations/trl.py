@@ -13,8 +13,8 @@ the few numbers for each token that TRL asks for, gathered. TRL itself is not im
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -28,8 +28,9 @@ from ..handler import ContextParallelHandler
 from ..mesh.family import split_cp_mesh
 from ..mesh_swap import context_parallel_mesh
 from .huggingface.checks import base_of, check_entries
+from .huggingface.decoding import SplitModelCache
 from .trainer import ContextParallelTrainer
-from .transformers import prepare_batch, prepare_model
+from .transformers import generate_with, prepare_batch, prepare_model
 
 _PACKING = ("packing", "eval_packing")
 
@@ -104,19 +105,23 @@ class ContextParallelTRL(ContextParallelTrainer):
     constructed with ``style=`` as :class:`~hyper_cp.integrations.trainer.ContextParallelTrainer` is.
 
     Losses, evaluations and updated weights are those of one device. The ranks of a cp mesh hold the same rows and share
-    their tokens. Rollouts (GRPO, RLOO) come from ``rollout_func``, from vLLM, or from the model on a mesh of one rank;
-    those of the first cp rank, and their rewards, count. Metrics of rollouts count those of every cp rank.
+    their tokens. Rollouts (GRPO, RLOO) come from ``rollout_func``, from vLLM, or from the model without dropout, by
+    :func:`~hyper_cp.integrations.transformers.generate`; with ``split_cache=False`` on a mesh of one rank, where each
+    rank has a whole cache. Those of the first cp rank, and their rewards, count. Metrics of rollouts count those of
+    every cp rank.
 
     Raises:
         NotImplementedError: for other trainers, losses of routers, and options whose values would count rows several
-            times; for reward models whose head is not that of transformers' generic sequence classification.
+            times; for reward models whose head is not that of transformers' generic sequence classification; for
+            rollouts of models that do not generate with a split cache.
         ValueError: for groups of generations that are split over data-parallel ranks.
     """
 
     own_losses = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer")
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, split_cache: bool = True, **kwargs: Any) -> None:
         _refuse_chunked_loss("a trainer of TRL", kwargs)
+        self._split_cache = split_cache
         super().__init__(*args, **kwargs)
         if getattr(self, "aux_loss_enabled", False):
             raise NotImplementedError(
@@ -175,11 +180,33 @@ class ContextParallelTRL(ContextParallelTrainer):
         return super(ContextParallelTrainer, self).prediction_step(*args, **kwargs)  # type: ignore[misc]
 
     def _generate(self, prompts: Any, *args: Any) -> Any:
-        """TRL's rollouts, made by a whole model on each rank; those of the first cp rank."""
-        _check_groups("train" if self.model.training else "eval", len(prompts), self)  # type: ignore[attr-defined]
-        with context_parallel_mesh(self.model, self._alone):  # type: ignore[attr-defined]
+        """TRL's rollouts, those of the first cp rank. Other ranks may have made others."""
+        model, other = self.model, ("use_vllm", "use_transformers_continuous_batching", "rollout_func")  # type: ignore[attr-defined]
+        _check_groups("train" if model.training else "eval", len(prompts), self)
+        split = self._split_cache and not any(getattr(self, name, None) for name in other)
+        with self._generating_together(base_of(model)) if split else context_parallel_mesh(model, self._alone):
             found = super()._generate(prompts, *args)  # type: ignore[misc]
         return gather_object([found])[self._first]
+
+    @contextmanager
+    def _generating_together(self, model: Any) -> Iterator[None]:
+        """A block in which the ``generate`` of a model is that of all cp ranks, with a split cache."""
+        method = model.generate
+
+        def generate(input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+            training = [module for module in model.modules() if module.training]
+            model.eval()  # TRL leaves dropout on, which would differ between ranks
+            try:
+                return generate_with(method, model, self.handler, input_ids, **kwargs)
+            finally:
+                for module in training:
+                    module.training = True
+
+        model.generate = generate
+        try:
+            yield
+        finally:
+            del model.generate
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, *args: Any) -> Tensor:
         """TRL's rewards of the rows of all ranks, from the first rank of each cp mesh."""
@@ -213,13 +240,13 @@ class _WholeBatches:
     def __init__(self, model: nn.Module) -> None:
         self.handler = ContextParallelHandler.of(model)
         self.length: int | None = None
-        """Tokens of each row of the batch that runs; None on a mesh of one rank, where nothing is split."""
+        """Tokens of each row of the batch that runs; None if nothing is split: on one rank, and in generation."""
         self.documents: Tensor | None = None
 
     def split(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace a whole batch by this rank's share."""
         self.length = None
-        if self.handler.cp.size == 1:
+        if self.handler.cp.size == 1 or isinstance(kwargs.get("past_key_values"), SplitModelCache):
             return None
         batch = {"input_ids": args[0], **kwargs} if args else kwargs
         local = prepare_batch(self.handler, batch)

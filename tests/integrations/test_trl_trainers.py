@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hyper_cp import ContextParallel
+from hyper_cp.ops import decode_attention
 from tests.harness.hf_models import SMALL, InDouble, make, tokens
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import error_of, on_ranks
@@ -107,6 +109,7 @@ def build(kind: str, directory: str, way: str, rows: int, changes: Any = None, *
         style = ContextParallel(ulysses_degree=1, kv_exchange="ring", layout="head_tail")
         behind = (AsFSDP, base) if way == "fsdp" else (base,)
         given["style"], base = style, type("Mixed", (ContextParallelTRL, *behind), {})
+        given |= {"split_cache": False} if way == "whole cache" else {}
     model, other = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64), make("llama")
     if kind == "Reward":
         torch.manual_seed(9)
@@ -151,11 +154,13 @@ def backward_in_double() -> Iterator[None]:
 @on_ranks
 def trained(kind: str, directory: str, way: str, rows: int) -> dict[str, Any]:
     """Weights, losses and an evaluation after three steps."""
+    from hyper_cp.integrations.huggingface import decoding
+
     more = {"compute_metrics": lambda x: {"mean": float(x.predictions.mean())}} if kind == "Reward" else {}
     trainer = build(kind, directory, way, rows, **more)
     if way == "fsdp":
         as_fsdp(trainer.accelerator)
-    with InDouble(), backward_in_double():
+    with InDouble(), backward_in_double(), patch.object(decoding, "decode_attention", wraps=decode_attention) as split:
         trainer.train()
         measured = trainer.evaluate() if trainer.eval_dataset is not None else {}
     found: dict[str, Any] = {name: measured[name] for name in ("eval_loss", "eval_mean") if name in measured}
@@ -164,6 +169,7 @@ def trained(kind: str, directory: str, way: str, rows: int) -> dict[str, Any]:
         found[name] = [x[name] for x in logs if name in x]
     if kind in ("GRPO", "RLOO"):
         del found["num_tokens"]
+    assert split.called == (kind == "RLOO" and way == "ddp")
     weights = list(trainer.model.parameters())
     assert all(isinstance(p, DTensor) == (way == "fsdp") for p in weights)
     return {"weights": [(p.full_tensor() if way == "fsdp" else p).detach() for p in weights], **found}
@@ -177,6 +183,7 @@ def trained(kind: str, directory: str, way: str, rows: int) -> dict[str, Any]:
         ("GRPO", "ddp", 4, 2),
         ("KTO", "fsdp", 2, 4),
         ("RLOO", "ddp", 2, 2),
+        ("RLOO", "whole cache", 2, 2),
     ],
 )
 def test_three_steps(ranks: Any, tmp_path: Path, kind: str, way: str, world: int, rows: int) -> None:
