@@ -526,6 +526,7 @@ class HeadHook:
                 kwargs, kept = self._prompt(cache, kwargs, kept)
             elif isinstance(mask := kwargs.get("attention_mask"), Tensor):
                 cache.new_mask = mask[:, -check_entries({**kwargs, "position_ids": None}).shape[1] :]
+            cache.running = True
         ready = kwargs.get("context_parallel")
         forward.offer(ready)
         if ready is not None or self.decoder.binding.active.parallel:
@@ -579,8 +580,10 @@ class HeadHook:
         mesh, cache = self.decoder.binding.active, kwargs.get("past_key_values")
         if isinstance(cache, SplitModelCache):
             prompt, cache.prompt, cache.new_mask = cache.prompt, None, None
-            if prompt is not None and output is not None:
-                output.logits = cache.hand_round(output.logits)
+            if output is not None:
+                cache.running = False
+                if prompt is not None:
+                    output.logits = cache.hand_round(output.logits)
         ready, mask = kwargs.get("context_parallel"), kwargs.get("attention_mask")
         padded = ready is not None and ready.counted is not None  # on one rank, too, the model has not seen the mask
         if not (mesh.parallel or padded) or not isinstance(getattr(output, "aux_loss", None), Tensor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -238,6 +239,8 @@ def _wrong(case: str) -> None:
         generated(model, handler, ids + rank)
     if case == "options":
         generated(model, handler, ids, max_new_tokens=3 + rank)
+    if case == "lists":
+        generated(model, handler, ids, suppress_tokens=[3, 4 + rank])
     if case == "options in a config":
         generated(model, handler, ids, generation_config=GenerationConfig(repetition_penalty=1.5 + rank))
     if case == "no cache":
@@ -260,11 +263,18 @@ def _wrong(case: str) -> None:
     if case == "block":
         with handler.documents([0, 3, 8]):
             generated(model, handler, ids)
-    kept = generated(model, handler, ids, return_dict_in_generate=True).past_key_values
+    found = generated(model, handler, ids, return_dict_in_generate=True)
+    kept = found.past_key_values
     if case == "other mesh":
         family = split_cp_mesh(handler.mesh)
         with torch.no_grad(), context_parallel_mesh(model, family.cp(1)):
             model(ids[:, :1], past_key_values=kept)
+    if case == "interrupted":
+        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        with torch.no_grad(), suppress(ZeroDivisionError):
+            model(ids[:, :1], past_key_values=kept)
+        hook.remove()
+        generated(model, handler, torch.cat([found.sequences, ids[:, :1]], 1), past_key_values=kept)
     if case == "gradients":
         model(ids[:, :1], past_key_values=kept)
 
@@ -274,6 +284,7 @@ WRONG = {
     "max_time": "NotImplementedError: generate got max_time",
     "prompts": "generate: the ranks of the cp mesh of 2 ranks",
     "options": "generate: the ranks of the cp mesh of 2 ranks",
+    "lists": "generate: the ranks of the cp mesh of 2 ranks",
     "options in a config": "generate: the ranks of the cp mesh of 2 ranks",
     "no cache": "ValueError: generate got use_cache=False",
     "no cache by the model": "ValueError: generate got use_cache=False",
@@ -287,6 +298,7 @@ WRONG = {
     "block": "NotImplementedError: a prompt is read inside a handler.documents block",
     "other mesh": "LlamaForCausalLM runs on the mesh",
     "gradients": "RuntimeError: LlamaForCausalLM runs with a split cache with gradients enabled",
+    "interrupted": "RuntimeError: LlamaForCausalLM got a split cache in whose last forward an exception was raised",
     "recurrent": "NotImplementedError: Mamba2ForCausalLM keeps other things than keys and values between tokens",
 }
 

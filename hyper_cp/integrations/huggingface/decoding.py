@@ -151,6 +151,8 @@ class SplitModelCache(Cache):
         """The first row, start and stop of each range of the prompt on this rank."""
         self.new_mask: Tensor | None = None
         """The padding mask ``[B, new tokens]`` of the others."""
+        self.running = False
+        """True from the beginning of a forward to its end: after an exception, layers hold different tokens."""
 
     @property
     def nbytes(self) -> int:
@@ -171,6 +173,11 @@ class SplitModelCache(Cache):
             raise ValueError(
                 f"{name} runs on the mesh {mesh}, but the cache lies on {self.handler.mesh}. Other ranks hold its "
                 "keys. Make a new cache after another mesh has become active"
+            )
+        if self.running:
+            raise RuntimeError(
+                f"{name} got a split cache in whose last forward an exception was raised. Its layers hold different "
+                "tokens. Begin with a new cache: leave past_key_values out"
             )
 
     def shared(self, length: int) -> int:
@@ -305,10 +312,17 @@ def compare(handler: ContextParallelHandler, tokens: Any, kwargs: dict[str, Any]
     """Raise on every rank if the ranks do not ask for the same: one entry in the store."""
     tensors = {"input_ids": tokens, **kwargs}
     found = sorted((name, fingerprint(x)) for name, x in tensors.items() if isinstance(x, Tensor))
-    plain = sorted((name, str(x)) for name, x in kwargs.items() if isinstance(x, (bool, int, float, str, type(None))))
+    plain = sorted((name, str(x)) for name, x in kwargs.items() if _is_plain(x))
     if (config := kwargs.get("generation_config")) is not None:
         plain.append(("generation_config", config.to_json_string()))
     handler.cp.agree("batch", (("batch", str((found, plain))),), "generate", always=True)
+
+
+def _is_plain(x: Any) -> bool:
+    """True for a value that has the same text on every rank, or a list of such."""
+    if isinstance(x, (list, tuple)):
+        return all(_is_plain(part) for part in x)
+    return isinstance(x, (bool, int, float, str, type(None)))
 
 
 @contextmanager
