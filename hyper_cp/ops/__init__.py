@@ -12,6 +12,7 @@ from .indexer_loss import indexer_loss
 from .recurrence.convolution import causal_conv1d
 from .recurrence.linear import linear_recurrence
 from .recurrence.windows import gather_windows, windows
+from .selected_entries import select_entries, tokens_of_entries
 from .selection import select_keys
 from .slices import mask_of_slices
 from .split_cache import SplitCache
@@ -32,7 +33,9 @@ __all__ = [
     "linear_recurrence",
     "mask_of_slices",
     "select_cached",
+    "select_entries",
     "select_keys",
+    "tokens_of_entries",
     "windows",
 ]
 
@@ -40,7 +43,7 @@ SAVE_LIST: list[Any] = [
     getattr(torch.ops.hyper_cp, name).default
     for name in (
         *("attention", "all_to_all", "ulysses_attention", "linear_recurrence", "causal_conv1d"),
-        *("select_keys", "indexer_loss", "windows"),
+        *("select_keys", "select_entries", "indexer_loss", "windows"),
     )
 ]
 """The library's forward ops, for a selective activation-checkpointing policy (MUST_SAVE): their outputs are not

@@ -18,6 +18,7 @@ from ..mesh.arguments import check_int
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import calling
 from ..schedule.lookup import resolve
+from ..schedule.windows import seen_entries
 from .checks import check, check_local, with_hosts
 from .config import Call, CheckedCall, Mode
 from .engine import Saved, attention_backward_op, attention_op, gradient_of_sinks, op_arguments
@@ -62,11 +63,11 @@ def attend_with_entries(
         if not number:
             return cast(Tensor, attention_op(q, k, v, *op_arguments(q, k, v, tokens))[0])
         mask, selected = None, entries.selected
+        complete = _complete(cp, mode.layout, q.shape[2], entries.every).to(q.device)
         if selected is None:
-            mask = seen_by(cp, mode.layout, q.shape[2], number, entries.every).to(q.device)
+            mask = (torch.arange(number, device=q.device) < complete).expand(1, 1, -1, -1)
         else:
-            past = _complete(cp, mode.layout, q.shape[2], entries.every).to(q.device)
-            selected = selected.masked_fill(selected >= past[:, None], -1)
+            selected = selected.masked_fill(selected >= complete, -1)
         own = Call(False, tokens.scale, mask, name=call.name, enable_gqa=call.enable_gqa, selected=selected)
         q, of_keys, of_values, pooled = check(q, entries.k, entries.v, own, cp_mesh.alone(), Mode(), exchanged=False)
         found: Tensor = _TwoSources.apply(q, k, v, of_keys, of_values, tokens.sinks, tokens, pooled)
@@ -74,13 +75,9 @@ def attend_with_entries(
 
 
 def _complete(cp: CPMesh, layout: str, share: int, every: int) -> Tensor:
-    """The number of entries that end before each of this rank's queries, or at it, ``[S/n]``, on the CPU."""
-    return (resolve(layout, cp.size, share * cp.size, None).positions(cp.rank) + 1) // every
-
-
-def seen_by(cp: CPMesh, layout: str, share: int, number: int, every: int) -> Tensor:
-    """True where an entry ends before one of this rank's queries, or at it, ``[1, 1, S/n, E]``, on the CPU."""
-    return (torch.arange(number) < _complete(cp, layout, share, every)[:, None]).view(1, 1, share, number)
+    """The number of entries that end before each of this rank's queries, or at it, ``[S/n, 1]``, on the CPU."""
+    positions = resolve(layout, cp.size, share * cp.size, None).positions(cp.rank)
+    return seen_entries(positions, None, every).complete.T
 
 
 class _TwoSources(torch.autograd.Function):

@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...mesh import cp_mesh
-from ...ops.config import Call, Mode
-from ...ops.entries import Entries, seen_by
+from ...ops.entries import Entries
 from ...ops.recurrence.windows import gather_windows, windows
-from ...ops.selection import select
+from ...ops.selected_entries import select_entries
 from ...schedule.lookup import resolve
 from .forward import ForwardState, state_for
 from .seams import are_known, refuse_batch
@@ -117,8 +115,6 @@ def _selected(indexer: Any, hidden: Tensor, q_residual: Tensor, position_ids: Te
     q = indexer.q_b_proj(q_residual).view(*hidden.shape[:2], -1, indexer.head_dim).transpose(1, 2)
     q = _rotated(indexer, q, position_ids)
     weights = (scorer.weights_proj(hidden) * scorer.weights_scaling).transpose(1, 2)
-    cp, ratio = state.mesh.views[0], indexer.compress_rate
-    seen = seen_by(cp, state.style.mode.layout, hidden.shape[1], keys.shape[1], ratio).to(hidden.device)
-    call = Call(False, scorer.softmax_scale, seen, name=type(indexer).__name__)
-    topk = min(indexer.index_topk, keys.shape[1])
-    return select(q, keys.unsqueeze(1), weights, cp_mesh.alone(), Mode(), call, topk)
+    topk, layout = min(indexer.index_topk, keys.shape[1]), state.style.mode.layout
+    where: dict[str, Any] = {"mesh": state.mesh.views[0], "layout": layout, "every": indexer.compress_rate}
+    return select_entries(q, keys.unsqueeze(1), weights, topk=topk, scale=scorer.softmax_scale, **where)

@@ -21,6 +21,7 @@ from ...mesh.cp_mesh import CPMesh
 from ...mesh.failures import backward_of, caller, calling, operation
 from ...schedule.documents import read
 from ...schedule.lookup import resolve
+from ...schedule.windows import Gathering, counted, gathering, window_ends
 from ..checks import check_dtype, check_local
 from ..kernels.partials import accumulation_dtype
 from ..recompute import check_recompute, fingerprint
@@ -49,8 +50,9 @@ def windows(
         x: this rank's share ``[B, S/n, ...]``, of any dtype; floating-point ones have gradients.
         shifts: distances, from 0 on.
         mesh: the cp mesh of n ranks.
-        every: only windows that end a block of so many positions: those of p where ``(p + 1) % every`` is 0. Their
-            number may differ between ranks, and be 0.
+        every: only windows that end a block of so many positions: those of p where ``(p + 1) % every`` is 0, with p
+            counted from the first token of its document. Their number may differ between ranks, and be 0. Rows of the
+            batch that have fewer than others on this rank are filled up with windows of ``fill``.
         fill: in place of rows before the sequence, and of rows in another document than p. The dtype of x must hold it.
         layout: the positions that the ranks hold, as in :func:`hyper_cp.ops.attention`.
         documents: cumulative lengths ``[0, ..., S]`` of packed documents (a list or tensor, or one per batch row).
@@ -117,7 +119,8 @@ def gather_windows(
         mesh, layout, documents: those of :func:`windows`.
 
     Returns:
-        ``[B, S // every, ...]``. A rank's gradients are its share of a sum: all are added up where x was made.
+        ``[B, S // every, ...]``; with documents, the windows of one after the other, and zeros behind those of rows
+        that have fewer than others. A rank's gradients are its share of a sum: all are added up where x was made.
 
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.
@@ -140,7 +143,7 @@ def gather_windows(
     shape = x.shape[0], *x.shape[2:]  # ranks may have different numbers of windows
     agree(f"{name} {shape} every {every} of {length}", cp, layout, table, x[:, :0])
     check_layout_of(name, cp, layout, table, x.shape[0], length // cp.size)
-    counts, _ = _places(every, length, table, cp.key, layout)
+    counts = _gathering(every, length, table, cp.key, layout).counts
     if x.shape[1] != counts[cp.rank]:
         raise ValueError(
             f"{name}: x has {x.shape[1]} windows, and {counts[cp.rank]} end in the positions of rank {cp.rank} "
@@ -163,18 +166,26 @@ def _check_fill(x: Tensor, fill: float) -> None:
         )
 
 
-def _places(every: int, length: int, documents: Tensor | None, mesh: str, layout: str) -> tuple[list[int], Tensor]:
-    """The number of windows of each rank, and the places of all, in the order of the sequence, among those of the
-    ranks side by side, each filled up to the most."""
-    cp = cp_mesh.by_key(mesh)
-    resolved = resolve(layout, cp.size, length, read(documents))
-    found: tuple[list[int], Tensor] | None = resolved.plans.get((every,))
-    if found is None:
-        ends = [at[(at + 1) % every == 0] for at in map(resolved.positions, range(cp.size))]
-        counts = [len(x) for x in ends]
-        places = torch.cat([rank * max(counts) + torch.arange(n) for rank, n in enumerate(counts)])
-        found = resolved.plans[(every,)] = counts, places[torch.cat(ends).argsort()]
-    return found
+def _gathering(every: int, length: int, documents: Tensor | None, mesh: str, layout: str) -> Gathering:
+    cp, packed = cp_mesh.by_key(mesh), read(documents)
+    return gathering(resolve(layout, cp.size, length, packed), packed, every)
+
+
+def _taken(rows: Tensor, index: Tensor, hidden: Tensor, fill: float) -> Tensor:
+    """The rows ``index`` ``[B or 1, m, ...]`` of ``[n, B, ...]``, with the batch first; ``fill`` where hidden."""
+    batch = torch.arange(rows.shape[1], device=rows.device).view(-1, *(1,) * (index.ndim - 1))
+    hidden = hidden.view(*hidden.shape, *(1,) * (rows.ndim - 2))
+    return rows[index.to(rows.device), batch].masked_fill_(hidden.to(rows.device), fill)
+
+
+def _put(dout: Tensor, index: Tensor, hidden: Tensor, number: int) -> Tensor:
+    """The transpose of :func:`_taken`: sums ``[number, B, ...]`` in the accumulation dtype."""
+    index, hidden = index.to(dout.device), hidden.to(dout.device)
+    batch, rest = len(dout), dout.shape[index.ndim :]
+    own = dout.masked_fill(hidden.view(*hidden.shape, *(1,) * len(rest)), 0).to(accumulation_dtype(dout.dtype))
+    index = index * batch + torch.arange(batch, device=index.device).view(-1, *(1,) * (index.ndim - 1))
+    total = own.new_zeros(number * batch, *rest)
+    return total.index_add_(0, index.flatten(), own.flatten(0, index.ndim - 1)).view(number, batch, *rest)
 
 
 class _Gathered(torch.autograd.Function):
@@ -185,31 +196,32 @@ class _Gathered(torch.autograd.Function):
         ctx: Any, x: Tensor, every: int, length: int, documents: Tensor | None, mesh: str, layout: str
     ) -> Tensor:
         cp = cp_mesh.by_key(mesh)
-        (counts, places), ctx.caller = _places(every, length, documents, mesh, layout), caller()
-        ctx.mesh, ctx.counts, ctx.places = mesh, counts, places.to(x.device)
+        (counts, places), ctx.caller = _gathering(every, length, documents, mesh, layout), caller()
+        ctx.mesh, ctx.counts, ctx.places = mesh, counts, places
         send = x.new_zeros(max(counts), x.shape[0], *x.shape[2:])
         send[: x.shape[1]] = x.movedim(1, 0)
+        if not max(counts):
+            return x.new_zeros(x.shape[0], 0, *x.shape[2:])
         with operation(cp, "windows", "forward"):
-            every_rank = gather_ranks(cp.flat, send) if max(counts) else send.unsqueeze(0)
-        return every_rank.flatten(0, 1)[ctx.places].movedim(0, 1).contiguous()
+            every_rank = gather_ranks(cp.flat, send)
+        return _taken(every_rank.flatten(0, 1), places.clamp(min=0), places < 0, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         cp, most = cp_mesh.by_key(ctx.mesh), max(ctx.counts)
-        own = dout.movedim(1, 0).to(accumulation_dtype(dout.dtype))
-        total = own.new_zeros(cp.size * most, *own.shape[1:])
-        total[ctx.places] = own
+        total = _put(dout, ctx.places.clamp(min=0), ctx.places < 0, cp.size * most)
         with backward_of(ctx.caller), operation(cp, "windows", "backward"):
             home = sum_to_ranks(cp.flat, total.unflatten(0, (cp.size, most))) if most else total
         return home[: ctx.counts[cp.rank]].movedim(0, 1).to(dout.dtype), *(None,) * 5
 
 
 def _rows(halo: Halo, shifts: list[int], every: int) -> tuple[Tensor, Tensor]:
-    """The fetched rows ``[m, W]`` of windows, and True where one is outside of the sequence or of the document of the
-    window, ``[m, W, B or 1]``; on the CPU."""
-    ends, back = (halo.positions + 1) % every == 0, torch.tensor(shifts)
-    return halo.index[ends][:, None] - back, halo.hidden(halo.positions[ends], back)
+    """The fetched rows of windows, ``[B or 1, m, W]``, and True where one is outside of the sequence or of the document
+    of the window; on the CPU."""
+    count, back = counted(halo.positions, halo.packed), torch.tensor(shifts)
+    ends, there = window_ends(count, every)
+    return halo.index[ends][..., None] - back, ~there[..., None] | (count.gather(1, ends)[..., None] < back)
 
 
 @torch.library.custom_op("hyper_cp::windows", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -222,9 +234,7 @@ def windows_op(
             nans.check(cp, "x", x)
         halo = Halo(len(x[0]), documents, mesh, layout, max(shifts), 0)
         fetched = halo.fetch(x.movedim(1, 0))
-    rows, hidden = (found.to(x.device) for found in _rows(halo, shifts, every))
-    out = fetched[rows].masked_fill_(hidden.view(*hidden.shape, *(1,) * (x.ndim - 2)), fill)
-    return out.movedim(2, 0).contiguous()
+    return _taken(fetched, *_rows(halo, shifts, every), fill)
 
 
 @torch.library.custom_op("hyper_cp::windows_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -241,10 +251,7 @@ def windows_backward_op(
     """The gradient of x, of which this rank holds ``length`` positions."""
     check_recompute(documents, mesh, mark)
     halo = Halo(length, documents, mesh, layout, max(shifts), 0)
-    rows, hidden = (found.to(dout.device) for found in _rows(halo, shifts, every))
-    own = dout.movedim(0, 2).masked_fill(hidden.view(*hidden.shape, *(1,) * (dout.ndim - 3)), 0)
-    total = own.new_zeros(halo.fetched, *own.shape[2:], dtype=accumulation_dtype(own.dtype))
-    total.index_add_(0, rows.flatten(), own.flatten(0, 1).to(total.dtype))
+    total = _put(dout, *_rows(halo, shifts, every), halo.fetched)
     with operation(cp := cp_mesh.by_key(mesh), "windows", "backward"):
         nans.check(cp, "the gradient of the output", dout)
         home = halo.give_back(total)

@@ -1,0 +1,82 @@
+"""Windows with a stride, counted from the first token of each document: where they end, and which a query sees."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .documents import PackedDocuments
+from .layout import ResolvedLayout
+
+
+def counted(positions: Tensor, documents: PackedDocuments | None) -> Tensor:
+    """Positions ``[n]`` counted from the first of their document, ``[rows of documents or 1, n]``."""
+    return positions.unsqueeze(0) if documents is None else documents.restarted(positions)
+
+
+def window_ends(counted: Tensor, every: int) -> tuple[Tensor, Tensor]:
+    """The index of each position that ends a window, in order, ``[rows, m]``; and False where a row has fewer than the
+    m of the row with the most."""
+    ends = (counted + 1) % every == 0
+    slots = ends.cumsum(1) - 1
+    most = int(slots[:, -1].max()) + 1
+    row, column = ends.nonzero(as_tuple=True)
+    found, there = torch.zeros(len(ends), most, dtype=torch.int64), torch.zeros(len(ends), most, dtype=torch.bool)
+    found[row, slots[row, column]], there[row, slots[row, column]] = column, True
+    return found, there
+
+
+class Gathering(NamedTuple):
+    """The windows of all ranks side by side, each rank's filled up to the most of any."""
+
+    counts: list[int]
+    """The number of windows of each rank, of its row with the most."""
+    places: Tensor
+    """The places of a row's windows in the order of the sequence, ``[rows, E]``; -1 where a row has fewer than E."""
+
+
+def gathering(layout: ResolvedLayout, documents: PackedDocuments | None, every: int) -> Gathering:
+    """The places of windows among those that the ranks gather. Made once for each layout and documents."""
+    found: Gathering | None = layout.plans.get((every,)) if documents is None else None
+    if documents is not None:
+        return documents.derived((layout, every), lambda: _gathering(layout, documents, every))
+    if found is None:
+        found = layout.plans[(every,)] = _gathering(layout, None, every)
+    return found
+
+
+def _gathering(layout: ResolvedLayout, documents: PackedDocuments | None, every: int) -> Gathering:
+    positions = [layout.positions(rank) for rank in range(layout.world)]
+    found = [window_ends(counted(at, documents), every) for at in positions]
+    counts = [ends.shape[1] for ends, _ in found]
+    rows = []
+    for row in range(len(found[0][0])):
+        ends = [at[ends[row][there[row]]] for at, (ends, there) in zip(positions, found, strict=True)]
+        places = torch.cat([rank * max(counts) + torch.arange(len(x)) for rank, x in enumerate(ends)])
+        rows.append(places[torch.cat(ends).argsort()])
+    return Gathering(counts, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1))
+
+
+class SeenEntries(NamedTuple):
+    """The entries that queries see, of which each window makes one, ``[rows, n]`` each: those of a query's document
+    that are complete at the query or before it."""
+
+    start: Tensor
+    """The position of the first token of the query's document."""
+    first: Tensor
+    """The number of entries before that document."""
+    complete: Tensor
+    """The number of entries of that document that the query sees."""
+
+
+def seen_entries(positions: Tensor, documents: PackedDocuments | None, every: int) -> SeenEntries:
+    """The entries that queries at global positions ``[n]`` see."""
+    count = counted(positions, documents)
+    first = torch.zeros_like(count)
+    if documents is not None:
+        for row, boundaries in enumerate(documents.rows):
+            before = torch.tensor([0, *(torch.tensor(boundaries).diff() // every).cumsum(0)])
+            first[row] = before[torch.searchsorted(torch.tensor(boundaries), positions, right=True) - 1]
+    return SeenEntries(positions - count, first, (count + 1) // every)
