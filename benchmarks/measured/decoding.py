@@ -2,6 +2,7 @@
 
     python -m benchmarks.measured.decoding                      # a prompt of 32,768 tokens, 4 ranks; about a minute
     python -m benchmarks.measured.decoding --length 4096 --ranks 2 --tokens 20
+    python -m benchmarks.measured.decoding --rate 100           # each rank behind a link of 100 Mbit/s (see links.py)
 
 Each rank runs on one thread, on the CPU in fp32. One rank with the whole cache calls ``F.scaled_dot_product_attention``
 on a buffer that has room for the new tokens. It takes turns with all ranks, whose time is that of the slowest. Printed
@@ -14,6 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from hyper_cp.ops import SplitCache, decode_attention
 from hyper_cp.ops.latents import absorb
 
 from ..ranks import join, leave, results_of
+from .links import Link, switch, why_not
 
 HEADS, DIM, RANK, ROTARY = 8, 64, 128, 32
 LAYERS = {"8 key heads": 8, "2 key heads": 2, "latents": 0}
@@ -54,8 +57,12 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 @torch.no_grad()
-def work(rank: int, ranks: int, store: str, put: Callable[[Any], None], length: int, tokens: int) -> None:
-    mesh = join(rank, ranks, store)
+def work(
+    rank: int, ranks: int, store: str, put: Callable[[Any], None], args: argparse.Namespace, at: int | None
+) -> None:
+    if at is not None:
+        Link(at, rank).limit(args.rate)
+    mesh, length, tokens = join(rank, ranks, store), args.length, args.tokens
     for name, kv_heads in LAYERS.items():
         torch.manual_seed(0)
         share, options = tensors(kv_heads, length // ranks)
@@ -85,11 +92,15 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32768, help="tokens of the prompt")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=100, help="new tokens that are timed")
+    parser.add_argument("--rate", type=float, help="Mbit/s of each rank's link; default: this machine's own")
     args = parser.parse_args()
-    for name, alone, together in results_of(work, args.ranks, args.length, args.tokens):
-        print(
-            f"{name}: {alone:.2f} ms a token on one rank, {together:.2f} ms on {args.ranks} ({alone / together:.2f} x)"
-        )
+    if args.rate and (reason := why_not()):
+        parser.error(reason)
+    with switch() if args.rate else nullcontext() as at:
+        # Ranks with links are forked: nothing of torch has run here yet.
+        for name, alone, together in results_of(work, args.ranks, args, at, method="fork" if args.rate else "spawn"):
+            ratio = f"{alone / together:.2f} x"
+            print(f"{name}: {alone:.2f} ms a token on one rank, {together:.2f} ms on {args.ranks} ({ratio})")
 
 
 if __name__ == "__main__":
