@@ -14,6 +14,7 @@ from .integrations.megatron import get_cp_handler_cls
 from .mesh.family import MeshFamily, split_cp_mesh
 from .mesh_swap import context_parallel_mesh
 from .module.latent_weight import latents_and_weight
+from .parallelize import parallelize
 from .planner import PlanReport, plan
 from .planner.samples import cost_model
 from .style import ContextParallel, RecurrentContextParallel, styled_modules
@@ -37,6 +38,7 @@ __all__ = [
     "dynamic_steps",
     "get_cp_handler_cls",
     "latents_and_weight",
+    "parallelize",
     "plan",
     "split_cp_mesh",
     "styled_modules",

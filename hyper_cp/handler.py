@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from .data import loss, rotary
-from .data.batch import LocalBatch, local_batch
+from .data.batch import LocalBatch, read_batch
 from .data.head import Logits, log_probs, token_losses
+from .data.loader import local_batches
 from .data.pooling import pool
 from .data.sharding import Shares, checked_dim, checked_length, documents_for, padded_table, resolve_layout
 from .mesh.agreement import digest
@@ -136,7 +138,7 @@ class ContextParallelHandler(Shares):
         Raises:
             ValueError, TypeError: if the batch is a share already, or an entry (it is named) does not fit.
         """
-        return local_batch(
+        return read_batch(
             self,
             batch,
             seq_dims,
@@ -145,7 +147,40 @@ class ContextParallelHandler(Shares):
             pad_values=pad_values,
             debug=debug,
             labels_cross_documents=labels_cross_documents,
-        )
+        ).split()
+
+    def loader(
+        self, batches: Iterable[Any], *, accumulate: int = 1, mesh: DeviceMesh | None = None, **options: Any
+    ) -> Iterator[Any]:
+        """This rank's shares of the whole batches of a data loader, on the device of the mesh::
+
+            for batch in handler.loader(loader, shift_labels=True, accumulate=4):
+                with handler.documents(batch):
+                    logits = model(batch["tokens"], batch["position_ids"])
+                (handler.mean_loss(logits, batch["shift_labels"]) * batch.weight).backward()
+                if batch.last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        Args:
+            batches: yields the same whole batches on every rank of the cp mesh: give a ``DistributedSampler`` the
+                data-parallel rank and size.
+            accumulate: micro-batches before a step of the optimizer. The gradients are then those of the mean over the
+                labels of all of them, however many each has. (The last ones of an epoch may be fewer.)
+            mesh: that of ``mean_loss(mesh=)``, over whose ranks labels are then counted: one small communication for
+                every ``accumulate`` micro-batches. Needed with accumulation over data-parallel ranks.
+            options: those of :meth:`get_batch_on_this_cp_rank`.
+
+        Yields:
+            What :meth:`get_batch_on_this_cp_rank` returns, with attributes ``weight`` (the micro-batch's share of the
+            labels; 1.0 without accumulation) and ``last`` (True before a step of the optimizer).
+
+        Raises:
+            ValueError: with ``accumulate`` for batches without labels; and what :meth:`get_batch_on_this_cp_rank`
+                raises.
+        """
+        read = partial(read_batch, self, **options)
+        return local_batches(batches, read, torch.device(self.mesh.device_type), accumulate, mesh)
 
     # ------------------------------------------------------------------ rotary embedding
 

@@ -1,15 +1,15 @@
 """One pipeline for batches: read documents and padding, shift labels, pad, split over the ranks, make positions.
 
-:func:`local_batch` returns the container that it was given; ``integrations.transformers.prepare_batch`` returns the
+:func:`read_batch` returns the container that it was given; ``integrations.transformers.prepare_batch`` returns the
 keywords of a model's forward.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,10 @@ class LocalBatch:
     """Positions of the whole sequence before padding, for ``handler.combine(..., length=batch.length)``."""
     padded_length: int = 0
     """Positions of all ranks together."""
+    weight: Any = 1.0
+    """In ``handler.loader(..., accumulate=)`` the share of its labels in those of all micro-batches."""
+    last: bool = True
+    """In ``handler.loader``, True for the last micro-batch before a step of the optimizer."""
 
 
 class _Dict(dict[Any, Any], LocalBatch):
@@ -52,17 +56,26 @@ class _Tuple(tuple[Any, ...], LocalBatch):
     pass
 
 
-def local_batch(
+class Unsplit(NamedTuple):
+    """A batch that has been read, and not split yet."""
+
+    labels: Tensor | None
+    """The number of labels that count, 0-D; None: there are none."""
+    split: Callable[[], Any]
+    """Returns this rank's share."""
+
+
+def read_batch(
     handler: Shares,
     batch: Any,
-    seq_dims: Any,
-    shift_labels: bool,
+    seq_dims: Any = 1,
+    shift_labels: bool = False,
     *,
-    ignore_index: int,
-    pad_values: Mapping[Any, float] | None,
-    debug: bool,
-    labels_cross_documents: bool,
-) -> Any:
+    ignore_index: int = -100,
+    pad_values: Mapping[Any, float] | None = None,
+    debug: bool = False,
+    labels_cross_documents: bool = False,
+) -> Unsplit:
     """See :meth:`hyper_cp.ContextParallelHandler.get_batch_on_this_cp_rank`."""
     check_type("batch", batch, (Mapping, list, tuple), "It holds several tensors. Pass a dict, a list or a tuple")
     named, entries = isinstance(batch, Mapping), entries_of(handler, batch, debug)
@@ -83,15 +96,20 @@ def local_batch(
     if shift_labels:
         whole.shift_labels(ignore_index, labels_cross_documents)
         del entries["labels"], whole.dims["labels"]
+    counted = whole.entries.get("shift_labels", whole.entries.get("labels")) if named else None
     _check_pad_values({} if pad_values is None else pad_values, whole.dims)
     fill = {"labels": ignore_index, "shift_labels": ignore_index, **(pad_values or {}), "attention_mask": 1}
-    shares = whole.split(fill, positions=named)
-    found: Any = _Dict(shares) if named else (_List if isinstance(batch, list) else _Tuple)(shares.values())
-    found.documents, found.length, found.padded_length = whole.table, whole.length, whole.padded
-    labels = found.get("shift_labels", found.get("labels")) if named else None
-    if isinstance(labels, Tensor) and whole.documents and any(len(row) > 2 for row in whole.documents.rows):
-        handler.cp.batch.record_packed(labels)
-    return found
+
+    def split() -> Any:
+        shares = whole.split(fill, positions=named)
+        found: Any = _Dict(shares) if named else (_List if isinstance(batch, list) else _Tuple)(shares.values())
+        found.documents, found.length, found.padded_length = whole.table, whole.length, whole.padded
+        labels = found.get("shift_labels", found.get("labels")) if named else None
+        if isinstance(labels, Tensor) and whole.documents and any(len(row) > 2 for row in whole.documents.rows):
+            handler.cp.batch.record_packed(labels)
+        return found
+
+    return Unsplit((counted != ignore_index).sum() if isinstance(counted, Tensor) else None, split)
 
 
 def _check_pad_values(pad_values: Any, dims: Mapping[Any, int]) -> None:

@@ -1,0 +1,59 @@
+"""Whole batches of a data loader, one after the other as this rank's shares, with their weights in an accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..mesh.arguments import check_int, check_type
+from .batch import Unsplit
+from .collectives import by_rank
+
+
+def local_batches(
+    batches: Iterable[Any],
+    read: Callable[[Any], Unsplit],
+    device: torch.device,
+    accumulate: int,
+    mesh: DeviceMesh | None,
+) -> Iterator[Any]:
+    """See :meth:`hyper_cp.ContextParallelHandler.loader`; ``read`` reads a whole batch."""
+    check_int("accumulate", accumulate, "It is the number of micro-batches before a step of the optimizer")
+    check_type("batches", batches, Iterable, "Whole batches are read from it. Pass a DataLoader, or a list of batches")
+    source = iter(batches)
+    while group := [read(whole) for whole in islice(source, accumulate)]:
+        weights = _weights([batch.labels for batch in group], device, mesh) if accumulate > 1 else [1.0]
+        for number, (batch, weight) in enumerate(zip(group, weights, strict=True), 1):
+            local = _moved(batch.split(), device)  # only now: what is split is the batch that runs next
+            local.weight, local.last = weight, number == len(group)
+            yield local
+
+
+def _weights(labels: list[Tensor | None], device: torch.device, mesh: DeviceMesh | None) -> list[Any]:
+    """The share of each micro-batch in the labels of all, over the ranks of ``mesh``."""
+    found = [x for x in labels if x is not None]
+    if len(found) < len(labels):
+        raise ValueError(
+            "accumulate > 1 with a batch that has neither labels nor shift_labels. A micro-batch weighs as much as it "
+            "has labels. Pass them in a dict batch, or accumulate=1 and multiply by weights of your own"
+        )
+    counts = torch.stack([x.to(device) for x in found]).to(torch.float64 if device.type == "cpu" else torch.float32)
+    if mesh is not None:
+        counts = by_rank(mesh, counts).sum(0)
+    return [*(counts / counts.sum().clamp(min=1)).unbind()]
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """The same kind of container with its tensors on a device."""
+
+    def at(x: Any) -> Any:
+        return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
+
+    made = type(batch)({name: at(x) for name, x in batch.items()} if isinstance(batch, dict) else map(at, batch))
+    made.__dict__.update(vars(batch))
+    return made

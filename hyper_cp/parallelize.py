@@ -1,0 +1,295 @@
+"""``parallelize``: context parallelism in one call, which finds a model's attention modules and chooses a mode."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from ._torch.modules import running_modules
+from .handler import ContextParallelHandler
+from .mesh import cp_mesh
+from .mesh.arguments import check_type
+from .mesh.cp_mesh import CPMesh
+from .module import attention_calls
+from .module.dispatch_mode import EnteredMode
+from .module.mixers.calls import is_mixer
+from .planner.cluster import cluster_of
+from .planner.model import ModelShape, model_shape
+from .planner.traffic import Ranks, transfers
+from .planner.work import ring_work
+from .schedule import choices
+from .schedule.documents import PackedDocuments
+from .schedule.layout import by_documents
+from .schedule.tiles import CAUSAL
+from .style import ContextParallel, RecurrentContextParallel, styled_modules
+from .verification.runs import restore_model_state
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    example: Sequence[Any] | Mapping[str, Any] | None = None,
+    *,
+    quiet: bool = False,
+    **settings: Any,
+) -> tuple[nn.Module, ContextParallelHandler]:
+    """Apply context parallelism to a model, in place: find its attention modules, choose a mode, make the handler. ::
+
+        model, handler = parallelize(model, mesh, (tokens[:1, :64], positions[:64]))
+        for batch in handler.loader(batches, shift_labels=True):
+            with handler.documents(batch):
+                logits = model(batch["tokens"], batch["position_ids"][0])
+            handler.mean_loss(logits, batch["shift_labels"]).backward()
+
+    It prints, on the first rank, what it has done as a plan: the same as a ``parallelize_module`` call and a handler,
+    which you can write down in its place.
+
+    Args:
+        model: any module whose attention calls :class:`ContextParallel` can route. Models of transformers are
+            prepared by :func:`hyper_cp.integrations.transformers.prepare_model`.
+        mesh: the cp mesh (1-D, or 2-D ``("ring", "ulysses")``).
+        example: the arguments of the model for a small whole batch, the same on every rank: a tuple, or a dict of
+            keywords. The model runs once on it, without gradients, and is restored. Not needed with transformers.
+        quiet: print nothing.
+        settings: those of :class:`ContextParallel` that you choose yourself. The others follow rules: the largest
+            Ulysses degree that splits the heads of all modules and stays on one host; if ranks are left, a ring over
+            them, in the head-tail layout. Layouts by documents (``"balanced"``) go with ``kv_exchange="needed"``.
+
+    Returns:
+        The model, and a handler of its style.
+
+    Raises:
+        ValueError: if no attention call is found, or the example is missing; for whatever the style refuses.
+        NotImplementedError: for attention that cannot be routed, and for cross-attention, which needs a plan of yours.
+
+    Source: the rules are those of docs/start/choosing.md.
+    """
+    check_type("model", model, nn.Module, "Its attention modules are found. Pass the model")
+    transformers = sys.modules.get("transformers")
+    prepared = transformers is not None and isinstance(model, transformers.PreTrainedModel)
+    layers = _layers_of_config(model) if prepared else _found(model, example, mesh.device_type)
+    heads, kv_heads = (gcd(*(number for number in numbers)) for numbers in zip(*(x.heads for x in layers), strict=True))
+    chosen, view = _choose(mesh, heads, kv_heads, settings)
+    style = ContextParallel(qkv_indices=None, **chosen)
+    plan: dict[str, ParallelStyle] = {layer.name: style for layer in layers}
+    if prepared:
+        from .integrations.transformers import prepare_model
+
+        prepare_model(model, mesh, style=style)  # type: ignore[arg-type]
+    else:
+        recurrent = RecurrentContextParallel(layout=style.layout, allow=style.allow)
+        plan |= dict.fromkeys(_mixers(model, [*plan]), recurrent)
+        parallelize_module(model, mesh, plan if [*plan] != [""] else style)
+        styled_modules(model, at_least=len(plan))
+    if not quiet and not view.rank:
+        print(_summary(model, plan, layers, chosen, view, prepared))
+    return model, ContextParallelHandler(mesh, style)
+
+
+class _Layer(NamedTuple):
+    """The attention of one module, of which each rank of a mesh will compute its part."""
+
+    name: str
+    heads: tuple[int, int]
+    """Heads of queries, and of keys."""
+    shape: ModelShape | None
+    """The sizes of what travels; None: not known."""
+
+
+# --------------------------------------------------------------------------- what the model has
+
+
+class _Calls(EnteredMode):
+    """Records the attention calls of a model, while it is entered, with the modules that make them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.layers: dict[str, _Layer] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        read = attention_calls.ROUTED.get(attention_calls.key_of(func))
+        unrouted = attention_calls.spelled(func) if read is None else None
+        if read is not None or unrouted is not None:
+            module = next((x for x in running_modules() if id(x) in self.names), None)
+            if module is None:
+                raise ValueError(f"{func} is called outside of the model. Its modules call attention")
+            if read is None:
+                raise NotImplementedError(
+                    f"{self._of(module)} calls {unrouted}, which cannot be routed to context-parallel attention. Call "
+                    "F.scaled_dot_product_attention or flex_attention, or write a plan with ContextParallel on modules "
+                    "that receive q, k, v, where pure Ulysses runs any kernel"
+                )
+            self._add(module, read(self._of(module), *args, **kwargs))
+        return attention_calls.PLAIN.get(func, func)(*args, **kwargs)
+
+    def _of(self, module: nn.Module) -> str:
+        return f"module {self.names[id(module)]!r} ({type(module).__name__})"
+
+    def _add(self, module: nn.Module, request: attention_calls.AttentionRequest) -> None:
+        q, k, v, name = request.query, request.key, request.value, self.names[id(module)]
+        if q.shape[-2] != k.shape[-2]:
+            raise NotImplementedError(
+                f"{self._of(module)} attends from {q.shape[-2]} queries to {k.shape[-2]} keys. Cross-attention has two "
+                "sequences, and which ranks hold the second one is for you to say. Write a plan with "
+                "ContextParallel(cross_attention=True), see docs/guide/encoders.md"
+            )
+        heads = (q.shape[1], k.shape[1]) if request.weight is None else (q.shape[1], q.shape[1])
+        width = (k.shape[-1] + v.shape[-1]) // 2
+        sizes: dict[str, Any] = {"layers": 1, "width": heads[0] * width, "vocabulary": 1, "head_dim": width}
+        if request.weight is not None:
+            sizes |= {"latent": k.shape[-1] + v.shape[-1], "rotary": v.shape[-1], "head_dim": q.shape[-1]}
+        self.layers[name] = _Layer(name, heads, ModelShape(heads=heads[0], kv_heads=heads[1], **sizes))
+
+
+def _found(model: nn.Module, example: Any, device_type: str) -> list[_Layer]:
+    """The attention of a model, as a forward shows it."""
+    if not isinstance(example, (tuple, list, Mapping)):
+        raise ValueError(
+            f"example is {example if example is None else type(example).__name__}. The attention modules of a "
+            f"{type(model).__name__} are found in one forward. Pass the arguments of the model for a small whole "
+            "batch, as a tuple or a dict: parallelize(model, mesh, (tokens[:1, :64],))"
+        )
+    calls = _Calls(model)
+    with restore_model_state(model, device_type), torch.no_grad(), calls:
+        _ = model(**example) if isinstance(example, Mapping) else model(*example)
+    if not calls.layers:
+        raise ValueError(
+            f"no attention call was found in the forward of {type(model).__name__}. It calls none of "
+            "F.scaled_dot_product_attention, flex_attention, nn.MultiheadAttention and hyper_cp.ops.attention, so it "
+            "writes attention out by hand or has none. Call one of them; for recurrent layers alone use "
+            "RecurrentContextParallel in a plan"
+        )
+    return [*calls.layers.values()]
+
+
+def _layers_of_config(model: Any) -> list[_Layer]:
+    """The attention of a model of transformers, as its configuration has it; all layers are alike."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", None) or 1
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    try:
+        shape = model_shape(config)
+    except (NotImplementedError, TypeError, ValueError):
+        shape = None  # layers whose traffic nothing knows: the summary leaves it out
+    return [_Layer("", (heads, kv_heads), shape)]
+
+
+def _mixers(model: nn.Module, styled: Sequence[str]) -> list[str]:
+    """The outermost modules that call functions of recurrences, and hold no styled module."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(not outer or name.startswith(f"{outer}.") or name == outer for outer in (*found, *styled))
+        holds = any(not name or other.startswith(f"{name}.") for other in styled)
+        if is_mixer(type(module)) and not inside and not holds:
+            found.append(name)
+    return found
+
+
+# --------------------------------------------------------------------------- what is chosen
+
+
+def _choose(mesh: DeviceMesh, heads: int, kv_heads: int, settings: Mapping[str, Any]) -> tuple[dict[str, Any], CPMesh]:
+    """The settings of the style, and the mesh as it sees it."""
+    chosen = dict(settings)
+    if chosen.get("ulysses_degree", "auto") == "auto":
+        alone = mesh.ndim == 1 and mesh.size() > 1
+        degrees = cp_mesh.degrees_within_host(mesh) if alone else [1]
+        if chosen.get("kv_exchange", "replicated") != "replicated":
+            degrees = [degree for degree in degrees if degree < mesh.size()] or [1]  # it asks for a ring
+        chosen["ulysses_degree"] = choices.ulysses_degree(degrees, heads, kv_heads) if mesh.ndim == 1 else None
+    view = cp_mesh.view(mesh, chosen["ulysses_degree"])
+    if view.size == 1 or view.ring.size > 1:
+        placed = by_documents(chosen.get("layout", "contiguous"))
+        chosen = {"kv_exchange": "needed" if placed else "ring", "layout": "head_tail", **chosen}
+    return chosen, view
+
+
+def _summary(
+    model: nn.Module,
+    plan: Mapping[str, ParallelStyle],
+    layers: Sequence[_Layer],
+    chosen: Mapping[str, Any],
+    cp: CPMesh,
+    prepared: bool,
+) -> str:
+    """What was applied, why, and what travels."""
+    ring, degree = cp.ring.size, cp.ulysses.size
+    heads = " and ".join(sorted({f"{q} query and {k} key/value heads" for q, k in (x.heads for x in layers)}))
+    ways = [f"Ulysses over {degree} adjacent ranks"] if degree > 1 else []
+    ways += [f"{chosen['kv_exchange']} over {ring}"] if ring > 1 else []
+    settings = ", ".join(f"{name}={value!r}" for name, value in chosen.items())
+    lines = [f"context parallelism: {cp.size} ranks share each sequence of a {type(model).__name__}"]
+    lines += [f"  mode      {', '.join(ways) or 'one rank'}; layout {chosen.get('layout', 'contiguous')!r} ({heads})"]
+    if prepared:
+        lines += [f"  the same  prepare_model(model, mesh, style=ContextParallel({settings}))"]
+    else:
+        lines += _as_plan(model, plan, settings)
+    shapes = [x.shape for x in layers if x.shape is not None]
+    if cp.size > 1 and len(shapes) == len(layers):
+        sent = sum(x.layers * _bytes_sent(x, cp, chosen, _element(model)) for x in shapes)
+        lines += [f"  traffic   a rank sends {sent / 1024:,.1f} KiB for each of its tokens, forward and backward"]
+    return "\n".join(lines)
+
+
+def _as_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], settings: str) -> list[str]:
+    """The plan as code, and the types of modules in it and beside it."""
+    names, lines = dict(model.named_modules()), []
+    for style in dict.fromkeys(plan.values()):
+        own = [name for name in plan if plan[name] is style]
+        text = f"ContextParallel(qkv_indices=None, {settings})"
+        if isinstance(style, RecurrentContextParallel):
+            text = f"RecurrentContextParallel(layout={style.layout!r})"
+        lines += [f"  styled    {_counted(names[name] for name in own)}", f"  the same  style = {text}"]
+        keys = "style" if own == [""] else f"{{{', '.join(f'{key!r}: style' for key in _patterns(own, [*names]))}}}"
+        lines += [f"            parallelize_module(model, mesh, {keys})"]
+    left = [x for name, x in names.items() if not any(x.children()) and name not in plan]
+    return [*lines, f"  as it is  {_counted(left)}: each works on this rank's positions"]
+
+
+def _counted(modules: Iterable[nn.Module]) -> str:
+    kinds = Counter(type(module).__name__ for module in modules)
+    return ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+
+
+def _patterns(names: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Keys of a plan that match these names and no others: numbers that vary become stars, where they can."""
+    alike: dict[tuple[str, ...], list[list[str]]] = {}
+    for name in names:
+        parts = name.split(".")
+        alike.setdefault(tuple("*" if part.isdigit() else part for part in parts), []).append(parts)
+    columns = [[set(column) for column in zip(*found, strict=True)] for found in alike.values()]
+    keys = [".".join("*" if len(column) > 1 else next(iter(column)) for column in found) for found in columns]
+    matched = {other for other in others for key in keys if _matches(other, key)}
+    return keys if matched == {*names} else list(names)
+
+
+def _matches(name: str, key: str) -> bool:
+    parts, keys = name.split("."), key.split(".")
+    return len(parts) == len(keys) and all(fnmatchcase(part, of) for part, of in zip(parts, keys, strict=True))
+
+
+def _element(model: nn.Module) -> int:
+    return next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
+
+
+def _bytes_sent(shape: ModelShape, cp: CPMesh, chosen: Mapping[str, Any], element: int) -> float:
+    """The bytes that a rank sends in one layer for one of its tokens, if every query sees all keys before it."""
+    ring, length, layout = cp.ring.size, 1024 * cp.size, chosen.get("layout", "contiguous")
+    exchange, documents = chosen.get("kv_exchange", "all_gather"), PackedDocuments([[0, length]])
+    work = ring_work(layout, ring, exchange, documents, CAUSAL)
+    ranks, cluster = Ranks(ring, cp.ulysses.size, cp_mesh.ranks_per_host()), cluster_of("h100")
+    sent = transfers(shape, cluster, ranks, exchange, 1, length, work.rank, work.ranks[work.rank], element)
+    return (sent.bytes_inside + sent.bytes_between) / 1024
