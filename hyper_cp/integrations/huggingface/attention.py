@@ -67,7 +67,7 @@ class MaskRequest:
         self.selects = False
         """The mask of layers that select keys: their indexers may take its only head, and ask for its dtype."""
         self.indices: Tensor | None = None
-        """The only keys that queries see, ``[B, S/n, k]`` (GLM 5 next); None: the call says, or all that are visible."""
+        """The only keys that queries see, ``[B, S/n, k]`` (GLM 5 next); None: those that the call names, or all."""
         self.function: MaskMod | None = None
         """The model's own function of global positions that says which pairs are visible, in place of causality and
         the window."""

@@ -1,4 +1,4 @@
-"""GLM 5 next of transformers: its indexers select pools of keys, whose tokens queries attend to, here over all ranks."""
+"""GLM 5 next of transformers: its indexers select pools of keys over all ranks, and queries attend to their tokens."""
 
 from __future__ import annotations
 
