@@ -253,7 +253,7 @@ def _latent_attention(config: Any, layers: int, heads: int, width: int) -> dict[
     found = {"latent": rank + rotary, "rotary": rotary, "head_dim": (plain + rotary + value) // 2, "kv_heads": heads}
     found["attention_weights"] = weights
     types = _get(config, "layer_types") or [INDEXED] * layers
-    pooled = (_get(config, "index_kpool") or 1) > 1  # selects groups of keys, which no op of this library does
+    pooled = (_get(config, "index_kpool") or 1) > 1  # selects pools of keys, whose cost is not counted yet
     if _get(config, INDEXER["topk"]) and {INDEXED} <= {*types} <= {INDEXED, WINDOWED} and not pooled:
         found |= {size: _get(config, name) for size, name in INDEXER.items()}
         found["indexers"] = _indexers(config, [i for i, kind in enumerate(types) if kind == INDEXED])

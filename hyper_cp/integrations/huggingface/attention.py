@@ -66,6 +66,8 @@ class MaskRequest:
         """Boundaries of chunks, which do not see each other; None: those of the batch."""
         self.selects = False
         """The mask of layers that select keys: their indexers may take its only head, and ask for its dtype."""
+        self.indices: Tensor | None = None
+        """The only keys that queries see, ``[B, S/n, k]`` (GLM 5 next); None: those that the call names, or all."""
         self.function: MaskMod | None = None
         """The model's own function of global positions that says which pairs are visible, in place of causality and
         the window."""
@@ -252,7 +254,7 @@ def attention_forward(
             f"{name} hands its latents to later layers inside a reentrant activation checkpoint, through which their "
             "gradients do not pass (on one device neither, without an error). Checkpoint with use_reentrant=False"
         )
-    indices = options.get("indices")
+    indices = options.get("indices") if request is None or request.indices is None else request.indices
     call = replace(call, weight=weight, bias=bias, selected=None if indices is None else indices.unsqueeze(1))
     if (blocks := options.get("block_indices")) is not None:
         call = replace(call, selected=blocks, block=cast(Any, module).indexer.block_size)

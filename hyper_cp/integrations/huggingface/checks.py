@@ -18,15 +18,17 @@ from ...mesh.agreement import digest
 from ...module.mixers.calls import is_mixer
 from ...module.mixing import mixing_modules
 from ...schedule.layout import by_documents
-from . import compressed, selected_blocks
+from . import compressed, selected_blocks, selected_pools
 from .modules import direct_attention, is_lightning, source_of
 from .selected import LAYER, selects
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 """Types of layers that do not mix positions, or do so by attention only."""
-WITH_SEAMS = {selected_blocks.LAYER: selected_blocks.selects_blocks} | dict.fromkeys(
-    compressed.LAYERS, compressed.compresses
-)
+WITH_SEAMS = {
+    LAYER: selected_pools.selects_pools,
+    selected_blocks.LAYER: selected_blocks.selects_blocks,
+    **dict.fromkeys(compressed.LAYERS, compressed.compresses),
+}
 """Types of layers that have a module which is known and replaced."""
 POOLED = re.compile(
     r"For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForReward|DoubleHeads"

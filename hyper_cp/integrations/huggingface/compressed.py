@@ -63,7 +63,7 @@ def _compressed(
             compressor, hidden, q_residual, position_ids, past_key_values, layer_idx
         )
         return found
-    refuse_batch(kind.__name__, state, between=False)
+    refuse_batch(kind.__name__, state)
     entries, indexer = _pooled(compressor, hidden, position_ids, state), getattr(compressor, "indexer", None)
     selected = None
     if indexer is not None and entries.shape[1]:

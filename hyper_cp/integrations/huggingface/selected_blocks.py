@@ -44,7 +44,7 @@ def _selected(
     if not isinstance(state, ForwardState) or past_key_values is not None:
         found: Tensor = type(indexer).forward(indexer, *given)
         return found
-    refuse_batch(name, state)
+    refuse_batch(name, state, between="scores blocks with the states of padding")
     apply_rotary = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
     heads, dim = (*hidden_states.shape[:2], -1, indexer.head_dim), indexer.head_dim
     with torch.no_grad():
