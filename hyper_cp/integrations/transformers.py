@@ -64,6 +64,7 @@ from .huggingface.indexer_losses import collecting, indexer_losses
 from .huggingface.latents import NAME, prepare_latents
 from .huggingface.media import MediaHook, owner_of
 from .huggingface.modules import LightningHooks, direct_attention, is_lightning, no_mask, prepare_rotary, route
+from .huggingface.qwen4 import prepare_pools, selects_pools
 from .huggingface.selected import has_indexer_seam, prepare_indexers
 from .huggingface.selected_blocks import prepare_block_indexers, selects_blocks
 
@@ -125,6 +126,7 @@ def prepare_model(
         prepare_indexers(decoder)
         prepare_block_indexers(decoder)
         prepare_compressors(decoder)
+        prepare_pools(decoder)
     decoder.register_forward_pre_hook(hook.before, with_kwargs=True, prepend=True)
     decoder.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
     if model is not decoder:
@@ -335,7 +337,7 @@ class DecoderHook:
         self.compared = False
         """True once the ranks' tokens have been compared."""
         self.adapters_checked = False
-        seams = has_indexer_seam, selects_blocks, compresses
+        seams = has_indexer_seam, selects_blocks, selects_pools, compresses
         self.selects = any(seam(type(x)) for x in decoder.modules() for seam in seams)
         """True for a decoder with indexers. Its selections are those of one rank of many on one rank, too: without a
         cache it does not run as it did before it was prepared."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.harness.hf_causal import CHANGES as HYBRID
 from tests.harness.hf_causal import SIZES, NotTiny, _each, _has, _is_fixed
 
 VOCABULARY, IMAGE, VIDEO = 61, 58, 59
@@ -96,6 +97,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [16, 16], "head_dim": 8}},
     "glm5_next": {"text_config": {"index_kpool": 3}},
+    "qwen4_exp": {"text_config": HYBRID["qwen4_exp_text"]},
 }
 """Changes that a type needs in addition."""
 
