@@ -36,7 +36,7 @@ from ..module.model import begin_call
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, documents_table, read
 from ..style import ContextParallel, style_of
-from .huggingface import forward, router_loss
+from .huggingface import forward, router_loss, sparse
 from .huggingface.attention import register
 from .huggingface.checks import (
     MEDIA,
@@ -57,16 +57,12 @@ from .huggingface.checks import (
     position_maker,
 )
 from .huggingface.chunked_loss import ChunkedLoss
-from .huggingface.compressed import compresses, prepare_compressors
 from .huggingface.decoding import SplitModelCache, check_arguments, compare, one_random_state
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
 from .huggingface.indexer_losses import collecting, indexer_losses
 from .huggingface.latents import NAME, prepare_latents
 from .huggingface.media import MediaHook, owner_of
 from .huggingface.modules import LightningHooks, direct_attention, is_lightning, no_mask, prepare_rotary, route
-from .huggingface.selected import has_indexer_seam, prepare_indexers
-from .huggingface.selected_blocks import prepare_block_indexers, selects_blocks
-from .huggingface.selected_pools import prepare_pooled_indexers, selects_pools
 
 __all__ = ["NAME", "generate", "indexer_losses", "prepare_batch", "prepare_model", "register"]
 
@@ -123,10 +119,7 @@ def prepare_model(
     elif has_attention(decoder):
         decoder.set_attn_implementation(NAME)
         prepare_latents(decoder)
-        prepare_indexers(decoder)
-        prepare_block_indexers(decoder)
-        prepare_pooled_indexers(decoder)
-        prepare_compressors(decoder)
+        sparse.prepare(decoder)
     decoder.register_forward_pre_hook(hook.before, with_kwargs=True, prepend=True)
     decoder.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
     if model is not decoder:
@@ -337,8 +330,7 @@ class DecoderHook:
         self.compared = False
         """True once the ranks' tokens have been compared."""
         self.adapters_checked = False
-        seams = has_indexer_seam, selects_blocks, selects_pools, compresses
-        self.selects = any(seam(type(x)) for x in decoder.modules() for seam in seams)
+        self.selects = sparse.selects(decoder)
         """True for a decoder with indexers. Its selections are those of one rank of many on one rank, too: without a
         cache it does not run as it did before it was prepared."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.harness.hf_causal import CHANGES as HYBRID
 from tests.harness.hf_causal import SIZES, NotTiny, _each, _has, _is_fixed
 
 VOCABULARY, IMAGE, VIDEO = 61, 58, 59
@@ -101,6 +102,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             "layer_types": ["linear_attention", "indexed_attention"],
         },
     },
+    "qwen4_exp": {"text_config": HYBRID["qwen4_exp_text"]},
 }
 """Changes that a type needs in addition."""
 

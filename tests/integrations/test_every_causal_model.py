@@ -59,6 +59,7 @@ logits and the gradients of all parameters with those of one device, in double p
 - Packed documents (position ids that restart, or cumulative lengths) are kept apart in every type, as transformers'
   flash attention does. In SDPA on one device some types let documents see each other, because their masks are made
   without position ids: `afmoe`, `bert`, `bert-generation`, `biogpt`, `electra`, `ernie`, `falcon` and `gpt_oss`.
+  (The n-grams of `qwen4_exp_text`, and their convolution, read on from one document to the next, as on one device.)
 """
 MODES = {"ulysses": named_mode("Ulysses"), "ring": named_mode("ring, head_tail")}
 

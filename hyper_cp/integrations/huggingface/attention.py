@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NoReturn, cast
@@ -10,6 +11,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
 
 from ..._torch import checkpoint
 from ...ops.attention import cp_attention
@@ -23,6 +25,7 @@ from ...schedule.documents import documents_table, read
 from .compressed import entries_of
 from .forward import ForwardState, OneDevice, State, offered, running, state_for
 from .latents import NAME, as_latents, expanded, hands_on_latents
+from .qwen4 import Selection
 from .selected import under_selection
 from .selected_blocks import of_padding
 
@@ -64,10 +67,10 @@ class MaskRequest:
         self.model, self.window, self.state = model, window, state
         self.documents = documents
         """Boundaries of chunks, which do not see each other; None: those of the batch."""
-        self.selects = False
-        """The mask of layers that select keys: their indexers may take its only head, and ask for its dtype."""
-        self.indices: Tensor | None = None
-        """The only keys that queries see, ``[B, S/n, k]`` (GLM 5 next); None: those that the call names, or all."""
+        self.selects: torch.dtype | None = None
+        """The mask of layers that select keys: their indexers may take its only head, and ask for this dtype."""
+        self.selection: Tensor | None = None
+        """The keys that a layer has selected, as ``Call.selected``."""
         self.function: MaskMod | None = None
         """The model's own function of global positions that says which pairs are visible, in place of causality and
         the window."""
@@ -87,10 +90,16 @@ class MaskRequest:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of a mask that is added to scores."""
-        if not self.selects:
-            self.refuse("dtype")
-        return torch.float32
+        """That of a mask that is added to scores, or of one that says what is visible."""
+        return self.selects or self.refuse("dtype")
+
+    def __and__(self, other: Any) -> MaskRequest:
+        """The same with the selection of a layer."""
+        if not isinstance(other, Selection):
+            self.refuse("and")
+        made = copy(self)
+        made.selection = other.tokens
+        return made
 
     def refuse(self, how: str) -> NoReturn:
         """Raise for a model that uses its mask as a tensor."""
@@ -117,7 +126,7 @@ def _refused(name: str) -> Any:
 _HEAD = ((slice(None), 0), (slice(None), 0, slice(None), slice(None)))
 """The indices with which an indexer takes the mask of its only head."""
 
-for _operator in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "rand", "or", "ror", "invert", "neg"):
+for _operator in ("add", "radd", "sub", "rsub", "mul", "rmul", "rand", "or", "ror", "invert", "neg"):
     setattr(MaskRequest, f"__{_operator}__", _refused(_operator))
 
 
@@ -152,12 +161,16 @@ def attention_mask(
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     chunked = local_size is not None and local_size == chunk != window
     batch = state.batch if isinstance(state, ForwardState) else offered()
-    if not allow_is_causal_skip and batch is not None and batch.token_types and "mask_function" in others:
+    selects = torch.float32 if getattr(config, "index_topk", None) is not None else None
+    selects = torch.bool if getattr(config, "indexer_budget", None) is not None else selects
+    selects = selects if local_size is None else None
+    function = others.get("mask_function")
+    function = None if selects is not None and function is causal_mask_function else function
+    if not allow_is_causal_skip and batch is not None and batch.token_types and function is not None:
         request = MaskRequest(f"The model of {type(config).__name__}", None, state)
-        request.function = others["mask_function"]
+        request.function = function
         request.ndim, request.shape = 4, (1, 1, q_length, kv_length)
         return request
-    selects = getattr(config, "index_topk", None) is not None and local_size is None
     if (not allow_is_causal_skip and not selects) or (local_size not in (None, window) and not chunked):
         chunks = allow_is_causal_skip
         kind = f"custom (size {local_size})" if chunks else "custom, bidirectional or explicit"
@@ -254,8 +267,10 @@ def attention_forward(
             f"{name} hands its latents to later layers inside a reentrant activation checkpoint, through which their "
             "gradients do not pass (on one device neither, without an error). Checkpoint with use_reentrant=False"
         )
-    indices = options.get("indices") if request is None or request.indices is None else request.indices
-    call = replace(call, weight=weight, bias=bias, selected=None if indices is None else indices.unsqueeze(1))
+    indices = options.get("indices")
+    selected = None if indices is None else indices.unsqueeze(1)
+    selected = selected if request is None or request.selection is None else request.selection
+    call = replace(call, weight=weight, bias=bias, selected=selected)
     if (blocks := options.get("block_indices")) is not None:
         call = replace(call, selected=blocks, block=cast(Any, module).indexer.block_size)
     if entries is not None:

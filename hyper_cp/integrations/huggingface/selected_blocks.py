@@ -28,11 +28,9 @@ def selects_blocks(kind: type[nn.Module]) -> bool:
     return kind.__name__ == "MiniMaxM3VLIndexer" and are_known(sys.modules[kind.__module__], KNOWN)
 
 
-def prepare_block_indexers(decoder: nn.Module) -> None:
-    """Let the indexers of a decoder select blocks over all ranks."""
-    for module in decoder.modules():
-        if selects_blocks(type(module)):
-            module.forward = partial(_selected, module)
+def prepare(indexer: Any) -> None:
+    """Let an indexer select blocks over all ranks."""
+    indexer.forward = partial(_selected, indexer)
 
 
 def _selected(

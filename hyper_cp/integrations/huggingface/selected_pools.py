@@ -33,13 +33,12 @@ def selects_pools(kind: type[nn.Module]) -> bool:
     return kind.__name__ in (INDEXER, ATTENTION) and are_known(sys.modules[kind.__module__], KNOWN)
 
 
-def prepare_pooled_indexers(decoder: nn.Module) -> None:
-    """Let the indexers of a decoder select pools over all ranks, and their attention hand on what they select."""
-    for module in decoder.modules():
-        if selects_pools(type(module)) and type(module).__name__ == INDEXER:
-            module.forward = partial(_selected, module)
-        elif selects_pools(type(module)):
-            module.build_attention_mask_from_topk = partial(_handed_on, module)  # type: ignore[assignment]
+def prepare(module: Any) -> None:
+    """Let an indexer select pools over all ranks, and attention hand on what it selects."""
+    if type(module).__name__ == INDEXER:
+        module.forward = partial(_selected, module)
+    else:
+        module.build_attention_mask_from_topk = partial(_handed_on, module)
 
 
 @torch.compiler.disable(
@@ -79,7 +78,7 @@ def _handed_on(attention: Any, topk_indices: Tensor, query_states: Tensor, kv_le
     state, make = state_for(attention), type(attention).build_attention_mask_from_topk
     if isinstance(state, ForwardState):
         request = MaskRequest(type(attention).__name__, None, state)
-        request.indices = topk_indices
+        request.selection = topk_indices.unsqueeze(1)
         return request
     mask = make(attention, topk_indices, query_states, kv_length)
     return mask == 0 if isinstance(state, OneDevice) and state.implementation == "sdpa" else mask
