@@ -225,7 +225,7 @@ def _summary(
     cp: CPMesh,
     prepared: bool,
 ) -> str:
-    """What was applied, why, and what travels."""
+    """The text that is printed: what was applied, why, and what travels."""
     ring, degree = cp.ring.size, cp.ulysses.size
     heads = " and ".join(sorted({f"{q} query and {k} key/value heads" for q, k in (x.heads for x in layers)}))
     ways = [f"Ulysses over {degree} adjacent ranks"] if degree > 1 else []
