@@ -53,8 +53,8 @@ def _selected(
     if not isinstance(state, ForwardState) or past_key_values is not None:
         found: Tensor = type(indexer).forward(indexer, hidden_states, q_resid, attention_mask, past_key_values)
         return found
-    mixed = "lets them see each other", "leaves out pools that have some, and not the incomplete pool at the end"
-    refuse_batch(name, state, *mixed)
+    between = "leaves out pools that have some, but not the incomplete pool at the end"
+    refuse_batch(name, state, packed="lets them see each other", between=between)
     batch, share, pool = *hidden_states.shape[:2], indexer.index_kpool
     where: dict[str, Any] = {"mesh": state.mesh.views[0], "layout": state.style.mode.layout, "every": pool}
     where["documents"] = state.batch.documents  # padding before the tokens is one: pools begin behind it
