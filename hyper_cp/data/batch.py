@@ -18,7 +18,7 @@ from torch import Tensor
 from ..mesh.agreement import digest
 from ..mesh.arguments import check_type, is_int
 from ..schedule import layout as layouts
-from ..schedule.documents import PackedDocuments, read
+from ..schedule.documents import PackedDocuments, documents_table, mark_tokens, read, tokens_of
 from .loss import check_ignore_index
 from .packing import PreparedBatch, padded_mask, runs, take_documents
 from .sharding import Shares, checked_dim, local_share, padded_table, resolve_layout
@@ -131,8 +131,8 @@ class WholeBatch:
         self.padded = handler.padded_length(self.length)
         self.source, self.first, self.dim = first, entries[first], dims[first]
         self.rows = self.first.shape[0] if self.dim else self.first.shape[1] if self.first.ndim > 1 else 1
-        self.documents = read(documents)
-        """Packed documents, in which positions restart."""
+        self.documents, self.tokens = read(documents), tokens_of(documents)
+        """Packed documents, in which positions restart; and False where there is padding ``[1 or B, S]``, if any."""
         if self.documents is not None:
             self.documents.check(self.rows, self.length)
         self.padding: Sequence[Sequence[int]] = ()
@@ -156,7 +156,7 @@ class WholeBatch:
         if "attention_mask" not in self.dims:
             self.pad_mask(mask)
             return
-        _, padding = runs(mask.movedim(self.dims["attention_mask"], -1))
+        host, padding = runs(mask.movedim(self.dims["attention_mask"], -1))
         for row, found in enumerate(padding):
             if len(found) > 3:
                 raise ValueError(
@@ -166,7 +166,7 @@ class WholeBatch:
                 )
         self.entries["attention_mask"] = torch.ones_like(mask)
         if any(len(found) > 2 for found in padding):
-            self.padding = padding
+            self.padding, self.tokens = padding, host if self.tokens is None else host & self.tokens
 
     def pad_mask(self, mask: Tensor) -> None:
         """Pad an explicit mask with the sequence. ``ValueError`` if it has another length."""
@@ -208,7 +208,12 @@ class WholeBatch:
             rows = [sorted({*row, *found}) for row, found in zip(packed, self.padding, strict=True)]
         if not rows and (self.padded > self.length or layouts.by_documents(self.handler.layout)):
             rows = [[0, self.length]]  # the whole sequence is a document too
-        return padded_table(self.handler, rows) if rows else None
+        return self.table_of(rows) if rows else None
+
+    def table_of(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """The table of these boundaries for the padded sequence, which says what is padding."""
+        table: Any = documents_table(rows)
+        return padded_table(self.handler, table if self.tokens is None else mark_tokens(table, self.tokens))
 
     def split(self, fill: Mapping[Any, float], *, positions: bool = True) -> dict[Any, Any]:
         """This rank's share of every entry, and its ``position_ids``.
