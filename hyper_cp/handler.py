@@ -421,10 +421,10 @@ class ContextParallelHandler(Shares):
 
         Example::
 
-            >>> style = ContextParallel(qkv_indices=None, ulysses_degree=1, kv_exchange="ring", max_logits=True)
-            >>> # ... forward, backward, optimizer.step() ...
-            >>> for name, largest in handler.max_logits(model).items():
-            ...     scale = (100 / largest).clamp(max=1).sqrt()  # [H], for the rows of W_q and W_k of each head
+            style = ContextParallel(qkv_indices=None, ulysses_degree=1, kv_exchange="ring", max_logits=True)
+            ...  # forward, backward, optimizer.step()
+            for name, largest in handler.max_logits(model).items():
+                shrink = (100 / largest).clamp(0, 1).sqrt()  # [H], for the rows of W_q and W_k of each head
 
         Source: QK-clip, Kimi K2 (arXiv 2507.20534); ``max_logit`` of TransformerEngine and MagiAttention.
         """

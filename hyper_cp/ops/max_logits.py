@@ -52,6 +52,6 @@ def keep(
 
 
 def take(model: nn.Module) -> dict[str, Tensor]:
-    """What the modules of a model have kept, by their names. They forget it."""
+    """Take what the modules of a model have kept, by their names: they forget it."""
     modules = [(name, module) for name, module in model.named_modules() if _KEPT in module.__dict__]
     return {name: module.__dict__.pop(_KEPT) for name, module in modules}

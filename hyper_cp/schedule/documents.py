@@ -268,7 +268,7 @@ def mark_tokens(table: Tensor, tokens: Tensor) -> Tensor:
 
 
 def tokens_of(table: Tensor | None) -> Tensor | None:
-    """What :func:`mark_tokens` has recorded of this very table; None: no padding is known."""
+    """The record of :func:`mark_tokens` for this very table; None: no padding is known."""
     found: Tensor | None = None if table is None else _tokens.get(table)
     return found
 
