@@ -94,6 +94,7 @@ class ContextParallelHandler(Shares):
         pad_values: Mapping[Any, float] | None = None,
         debug: bool = False,
         labels_cross_documents: bool = False,
+        mtp_depth: int = 0,
     ) -> Any:
         """This rank's share of a whole batch, after all that must happen before it is sharded::
 
@@ -115,6 +116,11 @@ class ContextParallelHandler(Shares):
                 host) and raise on all ranks, with the names of the entries that differ.
             labels_cross_documents: with ``shift_labels``, the last token of a document gets the label of the first of
                 the next one, as in transformers' own loss. Default False: it gets ``ignore_index``.
+            mtp_depth: with ``shift_labels``, for multi-token prediction also the entries ``shift_labels_1``,
+                ``shift_labels_2``, ... up to this depth, and the tokens that go with them (``input_ids_1``, ..., as the
+                entry of the tokens is called). A position has in ``shift_labels_k`` the label k + 1 positions on, and
+                in ``input_ids_k`` the token k on, over the whole sequence. Behind the end of the sequence or the
+                document (see ``labels_cross_documents``), and for padding, labels are ``ignore_index``.
 
         A dict may also contain:
 
@@ -147,6 +153,7 @@ class ContextParallelHandler(Shares):
             pad_values=pad_values,
             debug=debug,
             labels_cross_documents=labels_cross_documents,
+            mtp_depth=mtp_depth,
         )
 
     # ------------------------------------------------------------------ rotary embedding

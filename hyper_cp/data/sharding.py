@@ -138,6 +138,7 @@ class Shares:
 
         The value from global position p - shifts moves to p; values from outside the sequence or from another document
         are zero. One all-gather of the rows that cross between ranks (shifts=-1: one row per chunk). Differentiable.
+        Zero is a class: for labels of further tokens see ``mtp_depth`` of ``get_batch_on_this_cp_rank``.
 
         Args:
             shifts: any number of positions; negative brings later tokens forward, as for multi-token prediction.
