@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from ..data.batch import WholeBatch, entries_of
 from ..data.collectives import by_rank
 from ..data.packing import Media, PreparedBatch, attention_state, read_positions, take_documents
-from ..data.sharding import Shares, documents_for, local_share, padded_table
+from ..data.sharding import Shares, documents_for, local_share
 from ..handler import ContextParallelHandler
 from ..module.mesh_binding import Binding, binding_of, describe
 from ..module.mixers.hooks import MixerHooks
@@ -254,7 +254,7 @@ class _KeywordBatch(WholeBatch):
         if mask is not None or in_block or self.documents is not None:
             positions = None
         positions = read_positions(positions)
-        documents = None if self.documents is None else padded_table(self.handler, self.documents.rows)
+        documents = None if self.documents is None else self.table_of(self.documents.rows)
         self.state = attention_state(self.handler, documents, self.mask, positions)
         if self.documents is None and positions is not None and self.state.documents is not None:
             rows = read(self.state.documents).rows

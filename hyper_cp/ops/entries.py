@@ -99,7 +99,7 @@ class _TwoSources(torch.autograd.Function):
         ctx.saved, ctx.sinks = [], sinks is not None
         for keys, values, call in ((k, v, replace(tokens, sinks=None)), (of_keys, of_values, pooled)):
             arguments = op_arguments(q, keys, values, call)
-            out, lse, kernel = attention_op(q, keys, values, *arguments)
+            out, lse, kernel, _ = attention_op(q, keys, values, *arguments)
             merged.add(rows, None, out, lse)
             saved = Saved(*arguments[1:])
             tensors = saved.kept(arguments[0])
@@ -149,6 +149,7 @@ def _check(q: Tensor, entries: Entries, cp: CPMesh, mode: Mode, call: Call, with
         (call.selected is not None, "selected", "Put the selected entries into Entries(selected=)"),
         (mode.kv_exchange == "replicated", "kv_exchange='replicated'", 'Use "all_gather" or "ring"'),
         (with_lse, "return_lse=True", "Leave it out"),
+        (call.max_logits or mode.max_logits, "max_logits", "Leave it out"),
     )
     for applies, what, todo in refused:
         if applies:

@@ -279,7 +279,12 @@ def attention_forward(
         out = attend_with_entries(query, key, value, entries, cp, mode, call)
         return out.transpose(1, 2).contiguous(), None
     if state.losses is None or indices is None:
-        out = cp_attention(query, key, value, cp, mode, call)
+        out = cp_attention(query, key, value, cp, mode, call, module, batch.counted)
+    elif mode.max_logits:
+        raise NotImplementedError(
+            f"{name} has an indexer loss and a style with max_logits=True. The loss computes attention in another way, "
+            "which returns no largest logits. Leave out one of them"
+        )
     else:
         out = state.losses.attend(module, indices, query, key, value, cp, mode, call)
     if batch.tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention
