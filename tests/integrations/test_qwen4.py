@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.integrations.huggingface import qwen4
+from hyper_cp.mesh import comm
 from hyper_cp.verify import verify
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_models import InDouble, LowestFirst
@@ -111,6 +112,35 @@ def test_short_documents(ranks: Any) -> None:
 
 def test_embeddings_with_ids(ranks: Any) -> None:
     check(ranks(2, errors, ["contiguous"], ["inputs_embeds"], False, {}))
+
+
+@on_ranks
+def sent() -> list[int]:
+    """The bytes of each gather of an indexer, and of a layer of n-grams."""
+    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
+
+    model, style, found = made().float(), ContextParallel(**MODES["contiguous"]), []
+    prepare_model(model, cp_mesh(), style=style)
+    local = prepare_batch(ContextParallelHandler(cp_mesh(), style), batch_of("plain"))
+
+    def logged(run: Any, *args: Any, **kwargs: Any) -> Any:
+        with comm.record_traffic() as log:
+            output = run(*args, **kwargs)
+        found.extend(n for name, n in log.entries if name != "agreement")
+        return output
+
+    first, second = model.model.layers[:2]
+    for module in first.ple, second.self_attn.indexer:
+        module.forward = partial(logged, module.forward)
+    model(**local)
+    return found
+
+
+def test_entries_and_a_few_rows_travel(ranks: Any) -> None:
+    """46 positions on 2 ranks, 2 rows: two ids and 9 rows of 2 streams of 24 numbers before a share; then 3 rows of a
+    key of 16 numbers with 8 of each rotary table, and 6 entries, the most of a rank."""
+    for found in ranks(2, sent):
+        assert found == [2 * 2 * 8, 2 * 9 * 48 * 4, 2 * 3 * (16 + 2 * 8) * 4, 2 * 6 * 16 * 4]
 
 
 BATCHES: dict[str, tuple[str, dict[str, Any]]] = {

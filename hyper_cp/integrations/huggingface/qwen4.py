@@ -83,9 +83,10 @@ def _selected(
         q, raw = indexer.index_qk_proj(hidden).split([indexer.index_n_heads * dim, dim], -1)
         cos, sin = (x.expand(b, -1, -1) for x in position_embeddings)
         q = rotate(indexer.q_layernorm(q.view(b, length, -1, dim)), cos=cos, sin=sin, unsqueeze_dim=2)
-        pooled = windows(raw, range(ratio - 1, -1, -1), **where).float().mean(2).to(raw.dtype)
-        first = windows(torch.cat([cos, sin], -1), [ratio - 1], **where)[:, :, 0].chunk(2, -1)
-        pooled = rotate(indexer.k_layernorm(pooled).unsqueeze(2), cos=first[0], sin=first[1], unsqueeze_dim=2)
+        both = windows(torch.cat([raw, cos, sin], -1), range(ratio - 1, -1, -1), **where)
+        pooled = indexer.k_layernorm(both[..., :dim].float().mean(2).to(raw.dtype)).unsqueeze(2)
+        cos, sin = both[:, :, 0, dim:].to(cos.dtype).chunk(2, -1)  # of the first token of each window
+        pooled = rotate(pooled, cos=cos, sin=sin, unsqueeze_dim=2)
         keys = gather_windows(pooled.squeeze(2), length=length * cp.size, **where).unsqueeze(1)
         topk = min(indexer.block_topk, max(1, keys.shape[2]))
         return Selection(tokens_of_entries(select_entries(q.transpose(1, 2), keys, topk=topk, **where), **where))
