@@ -103,7 +103,8 @@ class ContextParallelHandler(Shares):
             batch = handler.get_batch_on_this_cp_rank(batch, shift_labels=True)
             with handler.documents(batch):
                 logits = model(batch["input_ids"], batch["position_ids"])
-            loss = handler.mean_loss(logits, batch["shift_labels"])
+                loss = handler.mean_loss(logits, batch["shift_labels"])
+                loss.backward()
 
         Args:
             batch: a dict, list or tuple; the same on all ranks of the mesh. Tensors that do not have the sequence
@@ -166,7 +167,7 @@ class ContextParallelHandler(Shares):
             for batch in handler.loader(loader, shift_labels=True, accumulate=4):
                 with handler.documents(batch):
                     logits = model(batch["tokens"], batch["position_ids"])
-                (handler.mean_loss(logits, batch["shift_labels"]) * batch.weight).backward()
+                    (handler.mean_loss(logits, batch["shift_labels"]) * batch.weight).backward()
                 if batch.last:
                     optimizer.step()
                     optimizer.zero_grad()

@@ -47,8 +47,8 @@ def parallelize(
         model, handler = parallelize(model, mesh, (tokens[:1, :64], positions[:64]))
         for batch in handler.loader(batches, shift_labels=True):
             with handler.documents(batch):
-                logits = model(batch["tokens"], batch["position_ids"][0])
-            handler.mean_loss(logits, batch["shift_labels"]).backward()
+                logits = model(batch["tokens"], batch["position_ids"])
+                handler.mean_loss(logits, batch["shift_labels"]).backward()
 
     It prints, on the first rank, what it has done as a plan: the same as a ``parallelize_module`` call and a handler,
     which you can write down in its place.

@@ -36,7 +36,7 @@ class ContextParallel(ParallelStyle):
         head_dim: their head dimension. ``[B, S, H, D]``: 2 (default); for ``[B, H, S, D]`` pass
             ``seq_dim=2, head_dim=1``.
         ulysses_degree: how many adjacent ranks trade sequence for heads. ``None``: the whole mesh
-            (pure Ulysses); 1: none (Colossal or ring); in between: a hybrid; ``"auto"``: the largest
+            (pure Ulysses); 1: none (all-gather or ring); in between: a hybrid; ``"auto"``: the largest
             degree that the head counts allow and that stays on one host (docs/measured/planner.md).
         qkv_indices: positions of q, k, v among the module's arguments (they may be passed by
             keyword; names come from its signature), or ``None`` if the module computes them itself

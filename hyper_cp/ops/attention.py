@@ -220,7 +220,7 @@ def attention(
         scale: of the logits; default ``D ** -0.5``.
         enable_gqa: allow H to be a multiple of Hkv, as in ``F.scaled_dot_product_attention``.
         ulysses_degree: ranks that trade sequence for heads; ``None`` = all of the mesh.
-        kv_exchange: ``"all_gather"`` (Colossal), ``"ring"``, ``"double_ring"`` (a ring inside each host and one between
+        kv_exchange: ``"all_gather"``, ``"ring"``, ``"double_ring"`` (a ring inside each host and one between
             hosts, which are those of ``LOCAL_WORLD_SIZE``; ``"double_ring_4"``: 4 adjacent ring ranks to a host) or
             ``"needed"`` (only the rows that queries see, for documents and windows), over the remaining ranks; or
             ``"replicated"``: every rank has all keys and values (cross-attention to a text), nothing travels, and each
