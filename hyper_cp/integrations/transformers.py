@@ -191,8 +191,9 @@ def generate(model: Any, handler: ContextParallelHandler, input_ids: Tensor | No
         What ``model.generate`` returns, on every rank.
 
     Raises:
-        ValueError: if the ranks pass different prompts or options, a cache of another mesh, or a prompt with fewer
-            tokens than ranks (with recurrent layers, than split evenly in the layout).
+        ValueError: if the ranks pass different prompts or options, a cache of another mesh, a prompt with fewer
+            tokens than ranks (with recurrent layers, than split evenly in the layout) or with padding at its end, or in
+            a further turn a mask that shows what was padding before.
         NotImplementedError: for models that keep more between tokens than keys, values and the states of delta rules,
             packed prompts, speculative decoding and ``max_time``.
         RuntimeError: in training mode.
@@ -220,6 +221,14 @@ def generate_with(
             f"past_key_values is a {type(cache).__name__}, whose keys are not split over the ranks. Pass the one that "
             "generate(..., return_dict_in_generate=True) has returned, or leave it out"
         )
+    held, given = cache.get_seq_length(), 0 if input_ids is None else input_ids.shape[1]
+    if held >= given > 0:
+        raise ValueError(
+            f"input_ids has {given} tokens, and the cache {held}. The text of a further turn is the whole one, longer "
+            "than what the cache holds. Pass the sequences of the turn before with new tokens behind them, or leave "
+            "past_key_values out"
+        )
+    cache.begins = True
     with torch.no_grad(), one_random_state(handler, model.device):
         return method(input_ids, past_key_values=cache, **kwargs)
 
@@ -513,6 +522,9 @@ class HeadHook:
         if isinstance(cache, SplitModelCache):
             cache.check(model, self.decoder.binding.active.mesh)
             kwargs = {**kwargs, "input_ids": args[0]} if args else dict(kwargs)
+            cache.read_mask(kwargs.get("attention_mask"), len(check_entries({**kwargs, "position_ids": None})))
+            if router_loss.requested(model, kwargs):
+                kwargs["output_router_logits"] = False  # nobody trains on new tokens
             args, kept = args[1:], {name: kwargs.pop(name) for name in ("logits_to_keep",) if name in kwargs}
             if cache.get_seq_length() == 0:
                 kwargs = self._begin(model, cache, kwargs, kept)
