@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 """For each size, the names under which configurations have it; the first that is there counts."""
 
+DENSE, SPARSE_BLOCKS = "full_attention", "minimax_m3_sparse"
+ENTRIES, COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
+"""Types of layers of configurations, beside those of other names."""
 NORMS = ("fused", "plain", "transformers")
 NECESSARY = ("layers", "heads", "width", "vocabulary")
 LATENTS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -43,7 +46,8 @@ POOLED = (
     ("index_topk", "index_kpool", "index_n_heads", "index_head_dim"),
 )
 """Those of an indexer over pooled keys: tokens that a query selects, tokens of a pool, query heads and their width."""
-UNCOUNTED = ("minimax_m3_sparse", "compressed_sparse_attention", "heavily_compressed_attention")
+BLOCKS = ("index_topk_blocks", "index_block_size", "index_n_heads", "index_head_dim")
+"""Those of an indexer over blocks of keys: blocks that a query selects, keys of a block, heads and their width."""
 """Types of layers whose queries attend to blocks of keys, or to entries, which the planner does not count."""
 INDEXED, WINDOWED = "indexed_attention", "sliding_attention"
 """Types of layers: attention to selected keys, and to a window, which the planner counts like it."""
@@ -72,6 +76,11 @@ class ModelShape:
         indexer_heads, indexer_dim: query heads of the lightning indexer that selects them, and their width (0: a
             selection comes with the batch).
         indexers: layers that run one (0: all); the others share their selections.
+        sparse: pairs ``(keys, layers)`` for layers whose queries see at most so many keys, in a window or selected; 0
+            keys: recurrent layers. All others are dense.
+        entries: of all layers together, pooled keys that a query sees for each visible key: 1/128 in one layer with
+            pools of 128 tokens.
+        scores: FLOPs of a query and a visible key in the indexers of sparse layers, all layers together.
 
     Raises:
         ValueError: for a size that is not a positive int, heads that are not a multiple of the key/value heads, or an
@@ -95,6 +104,9 @@ class ModelShape:
     indexer_heads: int = 0
     indexer_dim: int = 0
     indexers: int = 0
+    sparse: tuple[tuple[int, int], ...] = ()
+    entries: float = 0.0
+    scores: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "width", "vocabulary"):
@@ -131,8 +143,19 @@ class ModelShape:
                 f"indexers={self.indexers} is more than layers={self.layers}. It is the number of layers that select "
                 "keys. Pass at most as many as there are layers"
             )
+        object.__setattr__(self, "sparse", tuple(tuple(pair) for pair in self.sparse))
+        if self.dense < 0:
+            raise ValueError(
+                f"sparse={self.sparse} names {self.layers - self.dense} layers, and layers={self.layers}. Each pair is "
+                "(keys that a query sees, layers). Pass at most as many layers as there are"
+            )
         projections = 2 * self.width * (self.query_width + self.key_width)
         object.__setattr__(self, "attention_weights", self.attention_weights or projections)
+
+    @property
+    def dense(self) -> int:
+        """Layers whose queries see all keys, or ``topk`` of them."""
+        return self.layers - sum(layers for _, layers in self.sparse)
 
     @property
     def query_width(self) -> int:
@@ -206,18 +229,11 @@ def model_shape(model: Any) -> ModelShape:
 
     Raises:
         TypeError: if a size is missing that cannot be derived.
-        NotImplementedError: for types of layers whose cost is not known.
     """
     if isinstance(model, ModelShape):
         return model
     config = getattr(model, "config", model)
     config = _layer_of(_get(config, "text_config") or config)
-    if unknown := sorted({*UNCOUNTED} & {*(_get(config, "layer_types") or ())}):
-        raise NotImplementedError(
-            f"the model, a {type(model).__name__}, has layers of type {', '.join(unknown)}. Their queries attend to "
-            "blocks of keys or to entries, whose cost the planner does not know. Pass a ModelShape: with topk, the "
-            "keys that a query attends to, it is an estimate"
-        )
     found: dict[str, Any] = {}
     for size, names in NAMES.items():
         value = next((x for name in names if (x := _get(config, name)) is not None), None)
@@ -236,6 +252,8 @@ def model_shape(model: Any) -> ModelShape:
     found |= _latent_attention(config, found["layers"], found["heads"], found["width"])
     found["tied"] = bool(_get(config, "tie_word_embeddings") or _get(config, "tied"))
     found["norm"] = _get(config, "norm") or ("transformers" if _get(config, "model_type") else "fused")
+    if not found.get("topk"):
+        found |= _kinds_of_layers(config, found["layers"])
     return ModelShape(**found)
 
 
@@ -275,31 +293,51 @@ def _indexers(config: Any, selecting: list[int]) -> int:
     return sum(max(i - first + 1, 0) % every == 0 for i in selecting)
 
 
-def keys_seen(model: Any, shape: ModelShape) -> Counter[int | None]:
-    """The number of layers by the keys that their queries see at most; None: all of them, 0: none, as recurrent layers.
-    In chunks queries see half of one on average."""
-    if shape.topk:
-        return Counter({shape.topk: shape.layers})
-    config = getattr(model, "config", model)
-    config = _get(config, "text_config") or config
-    window, chunk = _get(config, "sliding_window"), _get(config, "attention_chunk_size")
+def _kinds_of_layers(config: Any, layers: int) -> dict[str, Any]:
+    """The sizes of layers that are not dense, by their types. In chunks queries see half of one on average."""
+    if given := [name for name in ("sparse", "entries", "scores") if _get(config, name)]:
+        return {name: _get(config, name) for name in given}
+    window, chunk = _get(config, "sliding_window") or 0, _get(config, "attention_chunk_size")
     sliding = window and _get(config, "use_sliding_window") is not False
-    kinds = _get(config, "layer_types") or [WINDOWED if sliding else "full_attention"] * shape.layers
-    keys = {"full_attention": None, WINDOWED: window, "chunked_attention": chunk and max(1, chunk // 2)}
-    if (pooled := _pooled(config)) is not None:
-        keys[INDEXED] = pooled[0] + pooled[1] - 1  # with the tail behind the last whole pool
-    return Counter(keys.get(kind, 0) for kind in kinds)
+    types = [*(_get(config, "layer_types") or [WINDOWED if sliding else DENSE] * layers)]
+    kinds = Counter(types)
+    keys = {WINDOWED: window, "chunked_attention": chunk and max(1, chunk // 2), COMPRESSED: window}
+    topk, *lightning = (_get(config, name) or 0 for name in INDEXER.values())
+    scores, (tokens, pool, *indexer) = 0.0, _pooled(config) or (topk, 1, *lightning)
+    if not tokens:
+        kinds[DENSE] += kinds.pop(INDEXED, 0)  # nothing says how many keys they select
+    elif kinds[INDEXED]:
+        keys[INDEXED] = tokens + pool - 1  # with the tail behind the last whole pool
+        scores = _indexers(config, [i for i, kind in enumerate(types) if kind == INDEXED]) / pool
+    if kinds[ENTRIES]:
+        topk, *indexer = _sizes(config, ENTRIES, [*INDEXER.values()])
+        keys[ENTRIES], scores = window + topk, kinds[ENTRIES] / _rates(config)[ENTRIES]
+    if kinds[SPARSE_BLOCKS]:
+        blocks, size, *indexer = _sizes(config, SPARSE_BLOCKS, BLOCKS)
+        keys[SPARSE_BLOCKS], scores = blocks * size, float(kinds[SPARSE_BLOCKS])
+    seen: Counter[int] = Counter()
+    for kind, number in kinds.items():
+        if kind != DENSE:
+            seen[keys.get(kind) or 0] += number
+    entries = kinds[COMPRESSED] / _rates(config)[COMPRESSED] if kinds[COMPRESSED] else 0.0
+    score = 2 * indexer[0] * indexer[1] if scores else 0
+    return {"sparse": tuple(sorted(seen.items())), "entries": entries, "scores": scores * score}
 
 
-def pool_score_flops(model: Any) -> float:
-    """FLOPs of a query and a visible token in the indexers over pooled keys of all layers, which score a pool once."""
-    config = getattr(model, "config", model)
-    config = _get(config, "text_config") or config
-    if (pooled := _pooled(config)) is None:
-        return 0.0
-    _, pool, heads, width = pooled
-    indexers = _indexers(config, [i for i, kind in enumerate(_get(config, "layer_types") or ()) if kind == INDEXED])
-    return indexers * 2 * heads * width / pool
+def _sizes(config: Any, kind: str, names: Sequence[str]) -> list[int]:
+    """Sizes of a configuration that its layers of one type need. Raises ``TypeError`` if one is missing."""
+    found = [_get(config, name) for name in names]
+    if None in found:
+        raise TypeError(
+            f"the model has layers of type {kind}, and no {names[found.index(None)]}. Their cost depends on it. Pass a "
+            f"configuration with {', '.join(names)}"
+        )
+    return found
+
+
+def _rates(config: Any) -> Mapping[str, int]:
+    """The tokens of an entry, by the types of layers that attend to entries."""
+    return _get(config, "compress_rates") or {ENTRIES: 4, COMPRESSED: 128}
 
 
 def _pooled(config: Any) -> list[int] | None:

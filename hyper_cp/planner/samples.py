@@ -7,7 +7,7 @@ from typing import Any
 from ..data.dynamic import CostModel
 from . import plan
 from .cluster import Cluster, check_count, cluster_of, with_measurements
-from .model import configuration, keys_seen, model_shape, pool_score_flops
+from .model import configuration, model_shape
 from .timeline import BACKWARD
 
 
@@ -52,10 +52,10 @@ def cost_model(
     linear = 6.0 * (shape.layers * shape.layer_weights + shape.head_weights) / devices.flops("matmul_share")
     forward = 1 / devices.flops("forward_share")
     pair = shape.pair_flops * (forward + BACKWARD / devices.flops("backward_share"))
-    seen = keys_seen(config, shape)
-    scores = shape.indexers * shape.score_flops + pool_score_flops(config)
-    quadratic = pair * seen.pop(None, 0) + scores * forward
-    windows = tuple((window, pair * layers) for window, layers in sorted(seen.items()) if window)
+    selected = ((shape.topk, shape.layers),) if shape.topk else shape.sparse
+    scores = shape.indexers * shape.score_flops + shape.scores
+    quadratic = pair * ((0 if shape.topk else shape.dense) + shape.entries) + scores * forward
+    windows = tuple((keys, pair * layers) for keys, layers in selected if keys)
     exposed = 0.0
     for d in (2**k for k in range(1, degree.bit_length())):
         length = d * tokens_per_rank // (2 * d) * 2 * d

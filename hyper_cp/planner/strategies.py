@@ -163,6 +163,7 @@ class Cost:
         flops: forward, on every rank.
         passes: FLOPs of forward and backward over those of forward.
         selection: the cost of the indexer.
+        others: the calls of layers that are not dense: their number, 1 if a recompute repeats them, and their cost.
     """
 
     ring: RingWork
@@ -171,10 +172,12 @@ class Cost:
     flops: npt.NDArray[np.float64]
     passes: float = 1 + BACKWARD
     selection: Cost | None = None
+    others: tuple[tuple[int, int, Cost], ...] = ()
 
     def calls(self, model: ModelShape, again: int) -> Iterator[tuple[int, int, Cost]]:
         """The calls of a step, how often they run again in a recompute, and the cost of each. Selections are kept."""
-        yield model.layers, again, self
+        yield model.dense, again, self
+        yield from ((number, again * repeated, cost) for number, repeated, cost in self.others)
         if self.selection is not None:
             yield model.indexers, 0, self.selection
 
@@ -204,12 +207,31 @@ class Estimator:
         return found
 
     def cost(self, mode: Strategy) -> Cost:
-        """The attention of one layer in this mode."""
+        """The attention of one layer in this mode, and of those that are not dense."""
+        model = self.workload.model
+        dense = self._attention(mode, model.topk)
+        others = [(layers, 1, self._attention(mode, keys)) for keys, layers in model.sparse if keys]
+        others += [(1, 1, self._local(dense, model.entries * model.pair_flops, BACKWARD))] if model.entries else []
+        others += [(1, 0, self._local(dense, model.scores, 0.0))] if model.scores else []
+        selection = self._selection(mode) if model.indexers else None
+        return replace(dense, selection=selection, others=tuple(others))
+
+    def _local(self, dense: Cost, of_pair: float, backward: float) -> Cost:
+        """A call that takes ``of_pair`` FLOPs for each pair of dense attention, and sends nothing: its keys, pooled or
+        of an indexer, are few."""
+        cluster = self.workload.cluster
+        flops = dense.flops * (of_pair / self.workload.model.pair_flops)
+        ahead, back = flops.max() / cluster.flops("forward_share"), backward * flops.max()
+        time = AttentionTime(ahead, behind := back / cluster.flops("backward_share"), ahead, behind)
+        return Cost(dense.ring, TransferTimes(), time, flops, 1 + backward)
+
+    def _attention(self, mode: Strategy, topk: int) -> Cost:
+        """The attention of one layer whose queries see at most ``topk`` keys; 0: all."""
         p, exchange = self.workload, mode.kv_exchange or "all_gather"
         ranks = Ranks(mode.ring, mode.ulysses_degree, p.cluster.gpus_per_host)
         kv_heads = heads_after_sharing(p.model.kv_heads, mode.ulysses_degree) // mode.ulysses_degree
         travelling = 1 if p.model.latents_travel(mode.ulysses_degree) else kv_heads
-        work = self._work(mode.layout, mode.ring, exchange, travelling, p.model.topk)
+        work = self._work(mode.layout, mode.ring, exchange, travelling, topk)
         moves = {
             rank: transfers(p.model, p.cluster, ranks, exchange, p.batch, p.length, rank, mine, p.element)
             for rank, mine in work.ranks.items()
@@ -219,8 +241,7 @@ class Estimator:
         )
         time = attention_time(exchange, kernels, list(work.ranks.values()), list(moves.values()))
         flops = np.repeat(work.pairs, mode.ulysses_degree) * p.model.pair_flops / mode.ulysses_degree * p.batch
-        selection = self._selection(mode) if p.model.indexers else None
-        return Cost(work, _most(moves.values()), time, flops, selection=selection)
+        return Cost(work, _most(moves.values()), time, flops)
 
     def _selection(self, mode: Strategy) -> Cost:
         """The indexer of one layer: all ranks of a group are one ring, and there is no backward."""
@@ -285,7 +306,7 @@ class Estimator:
             sum(n * move.bytes_inside for n, move in sent),
             sum(n * move.bytes_between for n, move in sent),
             round(sum(n * move.messages for n, move in sent)),
-            float(flops.max() / max(1.0, flops.mean())),
+            float(flops.max() / flops.mean()) if flops.any() else 1.0,
             compute,
             time.exposed,
             total((n / model.layers, c.attention) for n, _, c in calls),

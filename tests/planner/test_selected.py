@@ -82,15 +82,53 @@ def test_layers_that_share_a_selection_run_no_indexer() -> None:
 
 
 @pytest.mark.parametrize("more", [{"index_kpool": 16}, {"layer_types": ["linear_attention", "indexed_attention"]}])
-def test_other_kinds_of_selections_are_dense(more: dict[str, Any]) -> None:
+def test_other_kinds_of_selections_are_sparse_layers(more: dict[str, Any]) -> None:
     found = model_shape(V32 | {"num_hidden_layers": 2} | more)
     assert (found.topk, found.indexers, found.absorbed) == (0, 0, False)
+    assert found.sparse == (((0, 1), (V32["index_topk"], 1)) if "layer_types" in more else ())
 
 
-@pytest.mark.parametrize("kind", ["minimax_m3_sparse", "compressed_sparse_attention", "heavily_compressed_attention"])
-def test_layers_of_unknown_cost_are_refused(kind: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"layers of type {kind}"):
-        model_shape(V32 | {"num_hidden_layers": 2, "layer_types": ["full_attention", kind]})
+def test_models_of_recurrent_layers_have_a_plan() -> None:
+    types = ["linear_attention"] * 2
+    model = {"layers": 2, "heads": 4, "width": 64, "vocabulary": 100, "layer_types": types}
+    best = plan(model, 1024, gpus=2, memory_gb=80).best
+    assert best is not None and best.balance == 1.0
+
+
+M3 = {"index_topk_blocks": 4, "index_block_size": 32, "index_n_heads": 2, "index_head_dim": 16}
+V4 = {"index_topk": 96, "index_n_heads": 2, "index_head_dim": 16, "sliding_window": 32}
+GLM = {"index_topk": 112, "index_kpool": 17, "index_n_heads": 2, "index_head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "entries", "scores"),
+    [
+        ("minimax_m3_sparse", M3, 0.0, 1.0),
+        ("compressed_sparse_attention", V4, 0.0, 1 / 4),
+        ("heavily_compressed_attention", V4 | {"sliding_window": 128}, 1 / 128, 0.0),
+        ("indexed_attention", GLM, 0.0, 1 / 17),
+        ("sliding_attention", {"sliding_window": 128}, 0.0, 0.0),
+    ],
+)
+def test_sparse_layers_by_hand(kind: str, sizes: dict[str, int], entries: float, scores: float) -> None:
+    """One full layer, two whose queries see 128 keys, and a recurrent one, on one rank and on two."""
+    length, types = 1024, ["full_attention", kind, "linear_attention", kind]
+    model = {"layers": 4, "heads": 4, "width": 64, "ffn": 96, "vocabulary": 100}
+    for gpus in (1, 2):
+        made = [
+            plan(config, length, gpus=gpus, cp_size=gpus, layout="head_tail", checkpointing="none", memory_gb=80).best
+            for config in (model, model | sizes | {"layer_types": types})
+        ]
+        dense, sparse = (x.flops for x in made if x is not None)
+        pairs, few = length * (length + 1) / 2, 128 * length - 128 * 127 / 2
+        saved = 4 * 64 * 3.5 * (3 * pairs - 2 * few - 2 * entries * pairs) - 2 * scores * 2 * 2 * 16 * pairs
+        assert dense - sparse == pytest.approx(saved / gpus, rel=1e-9 if gpus == 1 else 0.02)
+
+
+@pytest.mark.parametrize("kind", ["minimax_m3_sparse", "compressed_sparse_attention"])
+def test_sparse_layers_need_their_sizes(kind: str) -> None:
+    with pytest.raises(TypeError, match=f"layers of type {kind}, and no index_topk"):
+        model_shape({"layers": 2, "heads": 4, "width": 64, "vocabulary": 100, "layer_types": ["full_attention", kind]})
 
 
 BAD: dict[str, dict[str, Any]] = {
