@@ -61,7 +61,6 @@ HOME = "_torch/"
 WRITES = "the counter of writes to a tensor, for which PyTorch has no public name"
 VIEWS = "the tensor whose memory a view shares, for which PyTorch has no public name"
 AUTOGRAD = "autograd inside an op, for which PyTorch has no public name: see the comment there"
-PLAN = "the plan of a model of diffusers, which has no public name"
 HOOKS = "the hooks of a module, for which PyTorch has no public name"
 READS = "read by transformers itself of a model's class or configuration"
 PRIVATE_ELSEWHERE = {
@@ -82,7 +81,6 @@ PRIVATE_ELSEWHERE = {
     ("ops/kernels/derivative.py", "_dispatch_tls_is_dispatch_key_excluded"): AUTOGRAD,
     ("ops/kernels/derivative.py", "_dispatch_tls_set_dispatch_key_excluded"): AUTOGRAD,
     ("context_manager.py", "_base"): VIEWS,
-    ("integrations/diffusers.py", "_cp_plan"): PLAN,
     ("integrations/diffusers.py", "_parallel_config"): "set by diffusers where its own parallelism is enabled",
     ("integrations/huggingface/checks.py", "_can_set_attn_implementation"): READS,
     ("integrations/huggingface/latents.py", "_attn_implementation"): READS,

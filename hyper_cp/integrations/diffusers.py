@@ -5,16 +5,19 @@
     prepare_transformer(transformer, mesh, style=ContextParallel(ulysses_degree=1, kv_exchange="ring"))
     noise = transformer(**inputs).sample  # whole inputs and the whole output, on every rank
 
-A model's own plan (``_cp_plan``) says where its sequences are split and gathered. Any lengths of images, videos and
-prompts will do: tokens of the prompt are dealt first, and those of the image fill the ranks up to equal numbers, so
-that padding is at the end of the last rank only. Diffusers itself is not imported.
+What is before and behind the blocks of a transformer (patches, embeddings of time, the last projection) runs on whole
+sequences, as on one device. At the first of a list of blocks the tokens are split, and behind the last one gathered.
+Any lengths of images, videos and prompts will do: tokens of the prompt are dealt first, and those of the image fill the
+ranks up to equal numbers, so that only the last rank has padding, behind its image. Diffusers itself is not imported.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -24,42 +27,78 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from ..data.collectives import by_rank
+from ..data.collectives import by_rank, with_gradient_of
 from ..handler import ContextParallelHandler
 from ..mesh.arguments import check_choice
-from ..module.mesh_binding import bindings
+from ..module.attention_calls import AttentionRequest
+from ..module.dispatch_mode import current_call
+from ..module.mesh_binding import binding_of, bindings
 from ..schedule.documents import documents_table
 from ..style import ContextParallel, styled_modules
+
+IMAGE, PROMPT = "hidden_states", "encoder_hidden_states"
+"""The arguments of blocks that hold the tokens of the image (or of all), and those of the prompt."""
 
 
 @dataclass(frozen=True)
 class _Family:
-    """The attention of a type of models."""
+    """The blocks of a type of models, and their attention."""
 
-    shared: str
-    """Pattern of the modules whose queries and keys are the split sequence."""
-    prompts: str | None = None
-    """Pattern of the modules whose keys are a prompt, of which every rank has all."""
-    first: tuple[str, ...] = ()
-    """Inputs that come before the others in the joint sequence of queries and keys."""
+    stages: tuple[str, ...]
+    """The lists of blocks."""
+    shared: tuple[str, ...]
+    """Patterns of the modules whose queries and keys are the split sequence."""
+    prompts: tuple[str, ...] = ()
+    """Patterns of the modules whose keys are a prompt, of which every rank has all."""
+    order: tuple[str, ...] = ()
+    """In joint attention, the order of the two in queries and keys."""
+    returned: tuple[str, ...] = (IMAGE,)
+    """The results of a block that returns several tensors."""
     refused: tuple[str, ...] = ()
-    """Inputs that count tokens of the whole image, and that the plan of the model does not split."""
+    """Inputs that count tokens of the whole image beside those that blocks get."""
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        """Patterns of all modules of attention."""
+        return self.shared + self.prompts
 
 
-_WAN = _Family("blocks.*.attn1", prompts="blocks.*.attn2")
+_TEXT_FIRST, _IMAGE_FIRST = (PROMPT, IMAGE), (IMAGE, PROMPT)
+_RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples", "block_controlnet_hidden_states")
+_BLOCKS, _TWO_LISTS = ("transformer_blocks",), ("transformer_blocks", "single_transformer_blocks")
+_CROSS = _Family(_BLOCKS, ("transformer_blocks.*.attn1",), ("transformer_blocks.*.attn2",), refused=_RESIDUALS)
+_WAN = _Family(("blocks",), ("blocks.*.attn1",), ("blocks.*.attn2",))
+_FLUX = _Family(
+    *(_TWO_LISTS, ("*transformer_blocks.*.attn",)),
+    order=_TEXT_FIRST,
+    returned=_TEXT_FIRST,
+    refused=(*_RESIDUALS, "kv_cache_mode", "kv_cache"),
+)
+_COGVIEW = replace(_FLUX, stages=_BLOCKS, shared=("transformer_blocks.*.attn1",), returned=_IMAGE_FIRST)
+_HUNYUAN = replace(_FLUX, order=_IMAGE_FIRST, returned=_IMAGE_FIRST)
 _FAMILIES = {
-    "FluxTransformer2DModel": _Family(
-        "*transformer_blocks.*.attn",
-        first=("encoder_hidden_states", "txt_ids"),
-        refused=("controlnet_block_samples", "controlnet_single_block_samples"),
-    ),
-    "Flux2Transformer2DModel": _Family(
-        "*transformer_blocks.*.attn",
-        first=("encoder_hidden_states", "txt_ids"),
-        refused=("kv_cache_mode", "kv_cache"),
-    ),
-    "WanTransformer3DModel": _WAN,
+    "AllegroTransformer3DModel": _CROSS,
+    "AuraFlowTransformer2DModel": replace(_FLUX, stages=("joint_transformer_blocks", "single_transformer_blocks")),
+    "BriaTransformer2DModel": _FLUX,
+    "ChromaTransformer2DModel": _FLUX,
     "ChronoEditTransformer3DModel": _WAN,
+    "CogVideoXTransformer3DModel": _COGVIEW,
+    "CogView3PlusTransformer2DModel": _COGVIEW,
+    "CogView4Transformer2DModel": _COGVIEW,
+    "CosmosTransformer3DModel": _CROSS,
+    "Flux2Transformer2DModel": _FLUX,
+    "FluxTransformer2DModel": _FLUX,
+    "GlmImageTransformer2DModel": _COGVIEW,
+    "HunyuanImageTransformer2DModel": _HUNYUAN,
+    "HunyuanVideoTransformer3DModel": _HUNYUAN,
+    "LTXVideoTransformer3DModel": _CROSS,
+    "LongCatImageTransformer2DModel": _FLUX,
+    "OvisImageTransformer2DModel": _FLUX,
+    "PixArtTransformer2DModel": _CROSS,
+    "QwenImageTransformer2DModel": replace(_FLUX, stages=_BLOCKS),
+    "SD3Transformer2DModel": replace(_FLUX, stages=_BLOCKS, order=_IMAGE_FIRST),
+    "SkyReelsV2Transformer3DModel": _WAN,
+    "WanTransformer3DModel": _WAN,
 }
 
 
@@ -82,14 +121,14 @@ def prepare_transformer(
         The handler of the model.
 
     Raises:
-        NotImplementedError: for types of models other than Flux, Flux 2, Wan and ChronoEdit.
+        NotImplementedError: for types of models that docs/integrations/diffusers.md does not call exact.
         ValueError: if the model is parallel already, or if the style does not fit.
     """
     name = type(transformer).__name__
     family = _FAMILIES.get(name)
     if family is None:
         raise NotImplementedError(
-            f"transformer is a {name}. Its plan does not say how its sequences meet in attention, so only "
+            f"transformer is a {name}. Nothing says how its sequences meet in attention, so only "
             f"{', '.join(_FAMILIES)} are supported. Put ContextParallel(qkv_indices=None) on its attention "
             "modules with parallelize_module, and split its inputs with handler.dispatch"
         )
@@ -104,103 +143,64 @@ def prepare_transformer(
         )
     why = "DDP and FSDP average gradients over the ranks (mean); an all-reduce with SUM does not (sum)"
     check_choice("gradients", gradients, ("mean", "sum"), why)
+    _refuse_other_attention(transformer, family)
     own = copy.copy(style)
     own.qkv_indices, own.qkv_kwarg_names = None, ()
-    plan: dict[str, ParallelStyle] = {family.shared: own}
-    if family.prompts is not None:
-        plan[family.prompts] = ContextParallel(
-            ulysses_degree=1, qkv_indices=None, kv_exchange="replicated", allow=style.allow
-        )
+    plan: dict[str, ParallelStyle] = dict.fromkeys(family.shared, own)
+    whole = ContextParallel(ulysses_degree=1, qkv_indices=None, kv_exchange="replicated", allow=style.allow)
+    plan |= dict.fromkeys(family.prompts, whole)
     parallelize_module(transformer, mesh, plan)
     styled_modules(transformer, at_least=1)
     handler = ContextParallelHandler.of(transformer)
-    _Sequence(handler, family, gradients).attach(transformer)
+    _Root(handler, family, gradients).attach(transformer)
+    for name in family.stages:
+        _Stage(handler, family).attach(transformer.get_submodule(name))
     return handler
 
 
-class _Sequence:
-    """The sequence of a transformer's forward: its parts on the ranks, and the hooks that split and gather it."""
+def _refuse_other_attention(transformer: nn.Module, family: _Family) -> None:
+    """Raise ``NotImplementedError`` for modules in blocks that compute attention and that the family does not name:
+    they would attend to this rank's tokens only."""
+    known = [name for name, _ in transformer.named_modules() if any(fnmatchcase(name, x) for x in family.attention)]
+    for name, module in transformer.named_modules():
+        inside = any(name.startswith(f"{stage}.") for stage in family.stages)
+        covered = any(name == outer or name.startswith(f"{outer}.") for outer in known)
+        if inside and not covered and (hasattr(module, "to_q") or re.search("Attention|Attn", type(module).__name__)):
+            raise NotImplementedError(
+                f"{type(transformer).__name__} has attention in {name} that is not known: its configuration is not one "
+                "that has been compared. It would attend to this rank's tokens only. Leave that part out of the model"
+            )
+
+
+class _Root:
+    """The hooks of a transformer itself: they check its inputs, and scale the gradients of its output."""
 
     def __init__(self, handler: ContextParallelHandler, family: _Family, gradients: str) -> None:
-        self.handler, self.family = handler, family
-        self.gradients = "mean" if gradients == "mean" else None
-        self.lengths = (0, 0)
-        """Tokens of the prompt in joint attention, and of the image."""
+        self.handler, self.family, self.gradients = handler, family, gradients
         self.compared = False
         """True once the ranks' inputs have been compared."""
 
-    def attach(self, transformer: Any) -> None:
-        """Register the hooks, where the plan of the model says."""
-        for where, entries in transformer._cp_plan.items():
-            for module in _modules(transformer, where):
-                if isinstance(entries, dict):
-                    _Split(self, entries, module, where == "").attach(module)
-                else:
-                    module.register_forward_hook(self.gather)
-        for name, module in transformer.named_modules():
-            if fnmatchcase(name, self.family.shared):
-                module.register_forward_pre_hook(self.before_attention, with_kwargs=True, prepend=True)
+    def attach(self, transformer: nn.Module) -> None:
+        """Register the hooks."""
+        self.names = list(inspect.signature(transformer.forward).parameters)
+        transformer.register_forward_pre_hook(self.before, with_kwargs=True)
+        transformer.register_forward_hook(self.after)
 
-    # ---- who holds which tokens
-
-    def shares(self, first: bool) -> list[tuple[int, int]]:
-        """Start and number of the tokens of each rank, of the prompt or of the image; padding not counted."""
-        ranks, (prompt, image) = self.handler.cp.size, self.lengths
-        prompts = [prompt // ranks + (rank < prompt % ranks) for rank in range(ranks)]
-        images, left = [], image
-        for count in prompts:
-            images.append(min(self.local_length - count, left))
-            left -= images[-1]
-        counts = prompts if first else images
-        return [(sum(counts[:rank]), count) for rank, count in enumerate(counts)]
-
-    @property
-    def local_length(self) -> int:
-        """The number of tokens of each rank, padding included."""
-        return -(-sum(self.lengths) // self.handler.cp.size)
-
-    def record(self, prompt: int, image: int) -> None:
-        """Record the lengths of this forward, or raise ``ValueError`` if they cannot be split."""
-        self.lengths = prompt, image
-        ranks = self.handler.cp.size
-        if min(count for _, count in self.shares(first=False)) < 1 or (prompt and prompt < ranks):
-            raise ValueError(
-                f"{image} tokens of the image and {prompt} of the prompt cannot be split over {ranks} ranks. Each "
-                "needs at least one of both. Use fewer ranks, or larger inputs"
-            )
-
-    def split(self, x: Tensor, dim: int, first: bool) -> Tensor:
-        """This rank's tokens of a whole tensor, those of the image with padding."""
-        start, count = self.shares(first)[self.handler.cp.rank]
-        local = x.narrow(dim, start, count)
-        if first:
-            return local
-        padding = self.local_length - count - self.shares(first=True)[self.handler.cp.rank][1]
-        return F.pad(local, (0, 0) * (x.ndim - 1 - dim % x.ndim) + (0, padding)) if padding else local
-
-    # ---- hooks
-
-    def before_attention(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Keep padding and tokens apart, and refuse what belongs to whole sequences."""
-        given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-        wrong = [name for name, x in given.items() if x is not None and ("mask" in name or name.startswith("ip_"))]
-        if wrong:
+    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse what belongs to whole sequences, and compare the inputs of the ranks."""
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        if getattr(module, "_parallel_config", None) is not None or getattr(module, "is_cache_enabled", False):
             raise NotImplementedError(
-                f"{type(module).__name__} got {', '.join(wrong)}. Its positions or keys are those of whole sequences, "
-                "which the ranks hold in another order. Leave it out"
+                f"{type(module).__name__} runs with enable_parallelism or enable_cache of diffusers. The one would "
+                "split the sequence twice, and the other decides by this rank's tokens which blocks run. Disable them"
             )
-        total = sum(self.lengths)
-        if self.local_length * self.handler.cp.size == total:
-            return args, kwargs
-        return args, {**kwargs, "documents": documents_table([0, total, self.local_length * self.handler.cp.size])}
-
-    def gather(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """The output of all tokens of the image ``[B, S, C]``, on every rank."""
-        shares, here = self.shares(first=False), output.shape[1]
-        longest = max(self.local_length - count for _, count in self.shares(first=True))
-        whole = self.handler.combine(F.pad(output, (0, 0, 0, longest - here)), 1, gradients=self.gradients)
-        parts = [whole.narrow(1, rank * longest, count) for rank, (_, count) in enumerate(shares)]
-        return torch.cat(parts, 1)
+        refused = [name for name in self.family.refused if given.get(name) is not None]
+        if refused:
+            raise NotImplementedError(
+                f"{type(module).__name__} got {', '.join(refused)}. Their rows are those of tokens of the whole "
+                "image, and each rank holds a part of it. Leave them out"
+            )
+        self.compare({name: x for name, x in given.items() if isinstance(x, Tensor) and x.numel()})
 
     def compare(self, tensors: dict[str, Tensor]) -> None:
         """Raise ``ValueError`` on every rank if the ranks hold other inputs. One small communication, once."""
@@ -218,74 +218,224 @@ class _Sequence:
                 "so their inputs must be equal. Draw noise and batches with the same seed on all of them"
             )
 
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The output, whose loss is the same on every rank: of a sum over ranks each gives its n-th part."""
+        ranks = self.handler.cp.size if self.gradients == "sum" else 1
+        return _mapped("", output, lambda _, x: with_gradient_of(x, x / ranks)) if ranks > 1 else output
 
-class _Split:
-    """The hooks of one module that split its inputs, or its outputs."""
 
-    def __init__(self, sequence: _Sequence, entries: dict[Any, Any], module: nn.Module, root: bool) -> None:
-        self.sequence, self.root = sequence, root
-        self.inputs = {name: x for name, x in entries.items() if not x.split_output}
-        self.outputs = {index: x for index, x in entries.items() if x.split_output}
-        self.names = list(inspect.signature(module.forward).parameters)
+class _Stage:
+    """A list of blocks: the lengths of its sequence, and the hooks that split and gather it."""
 
-    def attach(self, module: nn.Module) -> None:
-        """Register the hooks that are needed."""
-        if self.inputs:
-            module.register_forward_pre_hook(self.before, with_kwargs=True)
-        if self.outputs:
-            module.register_forward_hook(self.after)
+    def __init__(self, handler: ContextParallelHandler, family: _Family) -> None:
+        self.handler, self.family = handler, family
+        self.lengths: dict[str, int] = {IMAGE: 0, PROMPT: 0}
+        """Tokens of the image, and of the prompt in joint attention."""
+
+    def attach(self, blocks: Any) -> None:
+        """Register the hooks of the blocks and of their attention."""
+        for number, block in enumerate(blocks):
+            parameters = inspect.signature(block.forward).parameters.values()
+            names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+            block.register_forward_pre_hook(_Entrance(self, names, number == 0).before, with_kwargs=True)
+            for module in block.modules():
+                found = binding_of(module)
+                if found is not None and found.style.mode.kv_exchange != "replicated":
+                    module.register_forward_pre_hook(self.before_attention, with_kwargs=True)
+        if len(blocks):
+            blocks[-1].register_forward_hook(self.gather)
+
+    # ---- who holds which tokens
+
+    def shares(self, kind: str) -> list[tuple[int, int]]:
+        """Start and number of the tokens of each rank, of the prompt or of the image; padding not counted."""
+        ranks, (image, prompt) = self.handler.cp.size, (self.lengths[IMAGE], self.lengths[PROMPT])
+        prompts = [prompt // ranks + (rank < prompt % ranks) for rank in range(ranks)]
+        images, left = [], image
+        for count in prompts:
+            images.append(min(self.local_length - count, left))
+            left -= images[-1]
+        counts = prompts if kind == PROMPT else images
+        return [(sum(counts[:rank]), count) for rank, count in enumerate(counts)]
+
+    @property
+    def local_length(self) -> int:
+        """The number of tokens of each rank, padding included."""
+        return -(-sum(self.lengths.values()) // self.handler.cp.size)
+
+    @property
+    def padding(self) -> int:
+        """The number of positions of the last rank that are padding."""
+        return self.local_length * self.handler.cp.size - sum(self.lengths.values())
+
+    def record(self, image: int, prompt: int) -> None:
+        """Record the lengths of this forward, or raise ``ValueError`` if they cannot be split."""
+        self.lengths = {IMAGE: image, PROMPT: prompt}
+        ranks = self.handler.cp.size
+        if min(count for _, count in self.shares(IMAGE)) < 1 or (prompt and prompt < ranks):
+            raise ValueError(
+                f"{image} tokens of the image and {prompt} of the prompt cannot be split over {ranks} ranks. Each "
+                "needs at least one of both. Use fewer ranks, or larger inputs"
+            )
+
+    def split(self, x: Tensor, dim: int, kind: str) -> Tensor:
+        """This rank's tokens of a whole tensor, those of the image with padding, in memory of their own."""
+        rank = self.handler.cp.rank
+        start, count = self.shares(kind)[rank]
+        more = 0 if kind == PROMPT else self.local_length - count - self.shares(PROMPT)[rank][1]
+        local = x.narrow(dim, start, count)
+        return F.pad(local, (0, 0) * (x.ndim - 1 - dim) + (0, more)) if more else local.contiguous()
+
+    def split_both(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's tokens of a tensor over prompt and image."""
+        parts = zip(x.split([self.lengths[kind] for kind in self.family.order], dim), self.family.order, strict=True)
+        return torch.cat([self.split(part, dim, kind) for part, kind in parts], dim)
+
+    # ---- attention
+
+    def before_attention(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse adapters, and let the attention call have the masks of all ranks."""
+        given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+        wrong = [name for name, x in given.items() if x is not None and name.startswith("ip_")]
+        if wrong:
+            raise NotImplementedError(
+                f"{type(module).__name__} got {', '.join(wrong)}. Its keys are those of whole sequences, which the "
+                "ranks hold in another order. Leave it out"
+            )
+        call = current_call()
+        if call is not None:
+            call.adapt = self.with_masks
+
+    def with_masks(self, request: AttentionRequest) -> AttentionRequest:
+        """An attention call whose mask is for the keys of all ranks, in the order in which these hold them. The module
+        makes it for this rank's keys, or has got that of the whole sequence."""
+        mask, ranks, total = request.mask, self.handler.cp.size, sum(self.lengths.values())
+        if request.query.shape[2] != self.local_length or request.key.shape[2] != self.local_length:
+            raise NotImplementedError(
+                f"attention has {request.query.shape[2]} queries and {request.key.shape[2]} keys, and this rank holds "
+                f"{self.local_length} tokens of the sequence. Others are not split as these are. Use a model whose "
+                "blocks attend to the whole sequence"
+            )
+        hidden = torch.cat([self.order(rank) for rank in range(ranks)]) < 0
+        if mask is not None and mask.ndim > 1 and mask.shape[-1] == total:
+            at = torch.cat([self.order(rank) for rank in range(ranks)]).clamp(min=0)
+            mask = mask[..., at] if mask.shape[-2] != total else mask[..., at, :][..., at]
+        elif mask is not None and mask.shape[-1] == request.key.shape[2] and ranks > 1:
+            if mask.ndim < 4 or mask.shape[-2] > 1:
+                raise NotImplementedError(
+                    f"attention got a mask of shape {tuple(mask.shape)}, which is made of pairs of this rank's tokens. "
+                    "Those with tokens of other ranks are missing. Leave out the mask of the prompt"
+                )
+            mask = self.handler.combine(mask, mask.ndim - 1, gradients=None)
+        if self.padding and self.family.order[:1] == (IMAGE,) and self.lengths[PROMPT]:
+            hidden = hidden.to(request.key.device)[None, None, None]
+            value = 0 if mask is not None and mask.dtype == torch.bool else -torch.inf
+            mask = ~hidden if mask is None else mask.masked_fill(hidden, value)
+        elif self.padding:  # at the end of the sequence
+            request.documents = documents_table([0, total, total + self.padding])
+        request.mask = mask
+        return request
+
+    def order(self, rank: int) -> Tensor:
+        """The positions in the whole sequence of what a rank holds, -1 for padding."""
+        kinds = self.family.order if self.lengths[PROMPT] else (IMAGE,)
+        parts, start = [], 0
+        for kind in kinds:
+            first, count = self.shares(kind)[rank]
+            more = self.local_length - sum(self.shares(x)[rank][1] for x in kinds) if kind == IMAGE else 0
+            parts += [torch.arange(count) + start + first, torch.full((more,), -1)]
+            start += self.lengths[kind]
+        return torch.cat(parts)
+
+    # ---- behind the last block
+
+    def gather(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The results of the last block, of all tokens, on every rank."""
+        if isinstance(output, Tensor):
+            return self.whole(output, IMAGE)
+        return tuple(
+            x if x is None else self.whole(x, kind) for x, kind in zip(output, self.family.returned, strict=True)
+        )
+
+    def whole(self, x: Tensor, kind: str) -> Tensor:
+        """Gather ``[B, S/n, C]`` of the image or of the prompt."""
+        shares = self.shares(kind)
+        longest = max(count for _, count in shares)
+        longest = longest if kind == PROMPT else max(self.local_length - count for _, count in self.shares(PROMPT))
+        joined = self.handler.combine(F.pad(x, (0, 0, 0, longest - x.shape[1])), 1, gradients="shares")
+        return torch.cat([joined.narrow(1, rank * longest, count) for rank, (_, count) in enumerate(shares)], 1)
+
+
+_POSITIONS = re.compile("rot|freq|pos|rope|cos|sin")
+
+
+class _Entrance:
+    """The hook of a block: it gives the block this rank's tokens of all that it gets."""
+
+    def __init__(self, stage: _Stage, names: list[str], first: bool) -> None:
+        self.stage, self.names, self.first = stage, names, first
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments with this rank's tokens."""
-        sequence, first = self.sequence, self.sequence.family.first
+        """The arguments with this rank's tokens. Those of later blocks are split already, if earlier ones made them."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
-        if self.root:
-            self._refuse(module, given)
-        dims = {name: entry.split_dim for name, entry in self.inputs.items() if _fits(given.get(name), entry)}
-        prompt = next((given[name].shape[dims[name]] for name in dims if name in first), 0)
-        images = {name: given[name].shape[dim] for name, dim in dims.items() if name not in first}
-        if images:
-            sequence.record(prompt, next(iter(images.values())))
-        if len(set(images.values())) > 1:
-            raise ValueError(
-                f"{type(module).__name__} got inputs of different lengths: {images}. They are split as parts of one "
-                "sequence. Pass inputs of one length"
+        joint, stage = bool(self.stage.family.order) and given.get(PROMPT) is not None, self.stage
+        counts = given[IMAGE].shape[1], given[PROMPT].shape[1] if joint else 0
+        numbers = [name for name, x in given.items() if isinstance(x, int) and not isinstance(x, bool)]
+        if self.first:
+            stage.record(*counts)
+        if numbers or (not self.first and sum(counts) != stage.local_length):
+            raise NotImplementedError(
+                f"{type(module).__name__} got {', '.join(numbers) or 'other tokens than its neighbour'}. This rank "
+                f"holds {stage.local_length} tokens of {sum(stage.lengths.values())}, and a number of tokens is one of "
+                "the whole sequence. Use a configuration of the model without that"
             )
-        local = {name: sequence.split(given[name], dim, name in first) for name, dim in dims.items()}
-        names = self.names[: len(args)]
-        return tuple(local.get(name, x) for name, x in zip(names, args, strict=True)), {
-            name: local.get(name, x) for name, x in kwargs.items()
+
+        def share(name: str, x: Any) -> Any:
+            if name == IMAGE or (name == PROMPT and joint):
+                return stage.split(x, 1, name) if self.first else x
+            return x if name == PROMPT else _mapped(name, x, lambda *y: self.share(type(module).__name__, *y))
+
+        names = [*self.names, *[""] * len(args)]  # further ones are those that the block ignores
+        return tuple(share(*pair) for pair in zip(names, args, strict=False)), {
+            name: share(name, x) for name, x in kwargs.items()
         }
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The outputs with this rank's tokens."""
-        found = [output] if isinstance(output, Tensor) else list(output)
-        for index, entry in self.outputs.items():
-            if _fits(found[index], entry):
-                self.sequence.record(0, found[index].shape[entry.split_dim])
-                found[index] = self.sequence.split(found[index], entry.split_dim, first=False)
-        return found[0] if isinstance(output, Tensor) else tuple(found)
-
-    def _refuse(self, module: Any, given: dict[str, Any]) -> None:
-        if getattr(module, "_parallel_config", None) is not None or getattr(module, "is_cache_enabled", False):
+    def share(self, block: str, name: str, x: Tensor) -> Tensor:
+        """This rank's tokens of another argument, found by the size of its dimensions; all of one without tokens."""
+        lengths = self.stage.lengths
+        if name.startswith("encoder") and not lengths[PROMPT]:
+            return x
+        sizes = {kind: n for kind, n in (*lengths.items(), ("both", sum(lengths.values()))) if n}
+        positions = _POSITIONS.search(name)
+        if not lengths[PROMPT]:
+            sizes = {IMAGE: lengths[IMAGE]}
+        elif not positions and "mask" not in name:  # shifts and scales are those of images
+            del sizes[PROMPT]
+        first = 0 if positions else 1
+        numbers = x.is_floating_point() or x.is_complex()  # of a token, in the last dimension; others count or mask
+        last = x.ndim - 1 if numbers and "mask" not in name else x.ndim
+        found = [(dim, kind) for dim in range(first, last) for kind, n in sizes.items() if x.shape[dim] == n]
+        if len(found) > 1 and "mask" in name:  # of pairs of the whole sequence
+            return x
+        if len(found) > 1:
             raise NotImplementedError(
-                f"{type(module).__name__} runs with enable_parallelism or enable_cache of diffusers. The one would "
-                "split the sequence twice, and the other decides by this rank's tokens which blocks run. Disable them"
+                f"{block} got {name} of shape {tuple(x.shape)}, with {lengths[IMAGE]} tokens of the image and "
+                f"{lengths[PROMPT]} of the prompt. Which dimension counts which tokens is not clear. Use other lengths"
             )
-        refused = [name for name in self.sequence.family.refused if given.get(name) is not None]
-        if refused:
-            raise NotImplementedError(
-                f"{type(module).__name__} got {', '.join(refused)}. Their rows are those of tokens of the whole "
-                "image, and each rank holds a part of it. Leave them out"
-            )
-        self.sequence.compare({name: x for name, x in given.items() if isinstance(x, Tensor) and x.numel()})
+        if not found:
+            return x
+        dim, kind = found[0]
+        return self.stage.split_both(x, dim) if kind == "both" else self.stage.split(x, dim, kind)
 
 
-def _modules(transformer: nn.Module, where: str) -> list[nn.Module]:
-    """The modules that a key of the plan names, in which * matches a number."""
-    return [module for name, module in transformer.named_modules() if fnmatchcase(name, where)]
-
-
-def _fits(x: Any, entry: Any) -> bool:
-    """True for a tensor that an entry of the plan means."""
-    return isinstance(x, Tensor) and entry.expected_dims in (None, x.ndim)
+def _mapped(name: str, x: Any, function: Callable[[str, Tensor], Tensor]) -> Any:
+    """``x`` with ``function(name, tensor)`` of each tensor in it, in tuples, lists and dicts, whose keys are names.
+    (Outputs of models are dicts.)"""
+    if isinstance(x, Tensor):
+        return function(name, x)
+    if isinstance(x, Mapping):
+        found: Any = copy.copy(x)
+        for key, y in x.items():
+            found[key] = _mapped(str(key), y, function)
+        return found
+    return type(x)(_mapped(name, y, function) for y in x) if type(x) in (tuple, list) else x

@@ -61,6 +61,8 @@ class RunningCall:
     """Attention calls that were routed so far."""
     latents: LatentLayer | None = None
     """The layer of the module that expands latents, if the style names one."""
+    adapt: Callable[[AttentionRequest], AttentionRequest] | None = None
+    """Changes the attention calls of the module, if an integration has set it."""
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
     shares: list[tuple[int, int]] = field(default_factory=list)
     """Rows and positions of tensors that may hold this rank's share of the sequence."""
@@ -85,6 +87,7 @@ class RunningCall:
 def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
     """Attention over the whole sequence, as a module's attention call requests it."""
     binding, exchanged = call.binding, call.exchanged
+    request = request if call.adapt is None else call.adapt(request)
     _check_request(call, request)
     options = Call(
         request.is_causal,

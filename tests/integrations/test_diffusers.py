@@ -100,7 +100,6 @@ def diffusion_refused() -> list[tuple[str, str]]:
     prepare_transformer(prepared, mesh, style=ring)
     other = copy.deepcopy(prepared)  # a copy (of a moving average, say) has the hooks too, and has not compared inputs
     noise = {**inputs, "hidden_states": inputs["hidden_states"] + dist.get_rank()}
-    mask = {"joint_attention_kwargs": {"attention_mask": torch.ones(1, 1, 1, 42, dtype=torch.bool)}}
     cached = copy.deepcopy(other)
     cached.enable_cache(FirstBlockCacheConfig())
     second, of_second, _ = transformer("flux2")
@@ -109,7 +108,6 @@ def diffusion_refused() -> list[tuple[str, str]]:
     calls = {
         "ValueError: hidden_states of the first forward differ between the ranks": lambda: other(**noise),
         "NotImplementedError: FluxTransformer2DModel runs with enable_parallelism or ena": lambda: cached(**inputs),
-        "NotImplementedError: FluxAttention got attention_mask": lambda: prepared(**inputs, **mask),
         "NotImplementedError: FluxTransformer2DModel got controlnet_block_samples": lambda: prepared(
             **inputs, controlnet_block_samples=[inputs["hidden_states"]]
         ),

@@ -1,0 +1,184 @@
+"""Every type of transformers of the installed diffusers: exact, or refused by our own words; the table in ``docs/``."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hyper_cp import ContextParallel
+from hyper_cp.cli.modes import named_mode
+from tests.harness.attention_case import cp_mesh
+from tests.harness.diffusion import MADE, NOT_SUPPORTED, NOTES, Draw, tiny_transformer, transformer_types
+from tests.harness.hf_models import InDouble
+from tests.harness.oracle import relative_error
+from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
+
+pytest.importorskip("diffusers")
+
+PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "diffusers.md"
+TITLE = "## Every type of diffusers "
+TOLERANCE = 1e-9
+MODES = {"ulysses": named_mode("Ulysses"), "ring": {"ulysses_degree": 1, "kv_exchange": "ring"}}
+TABLE = """{exact} of its {count} types of transformers are exact, and all others raise an error. The test
+`tests/integrations/test_every_diffusion_model.py` builds a tiny random model of each exact type, with two different
+prompts, whose masks hide tokens where the type takes masks of prompts, and numbers of tokens that two ranks do not
+divide. It compares the output and the gradients of all parameters with one device, in double precision, in Ulysses and
+in a ring.
+
+| type | outcome | why |
+|---|---|---|
+"""
+
+
+def prepare(model: nn.Module, mode: str, gradients: str = "sum") -> None:
+    from hyper_cp.integrations.diffusers import prepare_transformer
+
+    prepare_transformer(model, cp_mesh(), style=ContextParallel(**MODES[mode]), gradients=gradients)
+
+
+def step(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The output, and all gradients as one vector."""
+    with InDouble():
+        output = model(**inputs, return_dict=False)[0]
+        output.square().mean().backward()
+    return output.detach(), torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()]
+    )
+
+
+def errors(
+    name: str, mode: str, gradients: str = "sum", changes: dict[str, Any] | None = None, **more: Any
+) -> tuple[float, float]:
+    """The errors of the output and of the gradients, with ``more`` inputs and ``changes`` of the configuration."""
+    (alone, inputs), (model, _) = tiny_transformer(name, changes), tiny_transformer(name, changes)
+    want, expected = step(alone, inputs | more)
+    prepare(model, mode, gradients)
+    output, grads = step(model, inputs | more)
+    grads = sum_over_ranks(grads)[0] / (cp_mesh().size() if gradients == "mean" else 1)
+    return relative_error(output, want), relative_error(grads, expected)
+
+
+@on_ranks
+def verdicts(cases: list[tuple[str, str]]) -> dict[str, float]:
+    import diffusers
+
+    diffusers.logging.set_verbosity(50)
+    return {" ".join(case): max(errors(*case)) for case in cases}
+
+
+SAMPLE = [f"{name}Model" for name in ("QwenImageTransformer2D", "HunyuanVideoTransformer3D", "LTXVideoTransformer3D")]
+
+
+def test_some_types_on_three_ranks(ranks: Any) -> None:
+    """Joint attention with the prompt first and behind, cross-attention, masks of prompts."""
+    for found in ranks(3, verdicts, [(name, "ring") for name in SAMPLE]):
+        assert max(found.values()) <= TOLERANCE, found
+
+
+def test_every_type_is_exact_or_refused(ranks: Any) -> None:
+    """With HYPER_CP_WRITE_README=1 the table is written instead of compared."""
+    import diffusers
+
+    for found in ranks(2, verdicts, [(name, mode) for name in MADE for mode in MODES], timeout=300):
+        assert max(found.values()) <= TOLERANCE, found
+    assert set(MADE) | set(NOT_SUPPORTED) <= set(transformer_types())
+    rows = []
+    for name in transformer_types():
+        reason = NOTES.get(name, "") if name in MADE else NOT_SUPPORTED.get(name, "its blocks are not in the table yet")
+        rows.append(f"| `{name}` | {'exact' if name in MADE else 'refused'} | {reason} |\n")
+    table = TABLE.format(exact=len(MADE), count=len(rows)) + "".join(rows)
+    text = PAGE.read_text()
+    made = text[: text.index(TITLE)] + f"{TITLE}{diffusers.__version__}\n\n{table}"
+    if os.environ.get("HYPER_CP_WRITE_README"):
+        PAGE.write_text(made)
+    elif f"{TITLE}{diffusers.__version__}\n" in text:
+        assert text == made, "the table should be written again, with HYPER_CP_WRITE_README=1"
+
+
+@on_ranks
+def other_types() -> list[str]:
+    others = [type(name, (nn.Module,), {})() for name in transformer_types() if name not in MADE]
+    return [error_of(partial(prepare, made, "ring")) for made in others]
+
+
+def test_other_types_are_refused(ranks: Any) -> None:
+    (found,) = ranks(1, other_types)
+    assert len(found) > 20 and all(x.startswith("NotImplementedError: transformer is a ") for x in found)
+
+
+def variants() -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Configurations and inputs that change which tokens see each other, or how tokens are modulated."""
+    draw, wan = Draw(), "WanTransformer3DModel"
+    image = {"encoder_hidden_states_image": draw(2, 9, 6), "encoder_hidden_states": draw(2, 512, 10)}
+    images = {"img_shapes": [[(1, 5, 4), (1, 5, 3)]] * 2}
+    return {
+        "an image as a prompt": (wan, {"image_dim": 6, "added_kv_proj_dim": 48}, image),
+        "a time for each token": (wan, {}, {"timestep": draw(2, 45).abs()}),
+        "a mask of pairs": ("SkyReelsV2Transformer3DModel", {"num_frame_per_block": 3}, {}),
+        "a time for each frame": ("CosmosTransformer3DModel", {}, {"timestep": draw(2, 1, 3, 1, 1).abs()}),
+        "two images": ("QwenImageTransformer2DModel", {"zero_cond_t": True}, images),
+    }
+
+
+@on_ranks
+def of_variants() -> dict[str, float]:
+    return {
+        f"{what} {mode}": max(errors(name, mode, changes=changes, **inputs))
+        for what, (name, changes, inputs) in variants().items()
+        for mode in MODES
+    }
+
+
+def test_variants(ranks: Any) -> None:
+    for found in ranks(2, of_variants):
+        assert max(found.values()) <= TOLERANCE, found
+
+
+@on_ranks
+def refused_variants() -> list[str]:
+    """Stable Diffusion 3.5 Medium, whose blocks attend once more from the image to itself, and HunyuanVideo with a
+    first frame whose tokens are counted."""
+    second, _ = tiny_transformer("SD3Transformer2DModel", {"dual_attention_layers": (0,)})
+    counted, inputs = tiny_transformer("HunyuanVideoTransformer3DModel", {"image_condition_type": "token_replace"})
+    prepare(counted, "ring")
+    return [error_of(partial(prepare, second, "ring")), error_of(lambda: counted(**inputs))]
+
+
+def test_variants_that_are_refused(ranks: Any) -> None:
+    for second, counted in ranks(2, refused_variants):
+        assert second.startswith("NotImplementedError: SD3Transformer2DModel has attention in transformer_blocks.0.")
+        assert counted.startswith("NotImplementedError: HunyuanVideoTokenReplaceTransformerBlock got num_tokens.")
+
+
+@on_ranks
+def masks_and_lengths() -> tuple[list[float], list[str]]:
+    """A mask of the whole sequence; masks of pairs, which are refused, and lengths that coincide."""
+    shape = 2, 1, 1, 41  # 35 tokens of the image and 6 of the prompt
+    generator = torch.Generator().manual_seed(4)
+    mask = torch.rand(shape, generator=generator) < 0.7
+    added = torch.randn(shape, generator=generator, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+    pairs = torch.rand(2, 1, 41, 41, generator=generator) < 0.7
+    found = [
+        max(errors("FluxTransformer2DModel", "ring", gradients, joint_attention_kwargs={"attention_mask": x}))
+        for x, gradients in ((mask, "mean"), (added, "sum"), (pairs, "sum"))
+    ]
+    model, inputs = tiny_transformer("CogView4Transformer2DModel")
+    prepare(model, "ring")
+    of_pairs = error_of(lambda: model(**inputs, attention_mask=torch.tensor([[1] * 6, [1] * 4 + [0] * 2])))
+    model, inputs = tiny_transformer("HunyuanVideoTransformer3DModel")
+    prepare(model, "ring")
+    many = {"encoder_hidden_states": torch.ones(2, 45, 10).double(), "encoder_attention_mask": torch.ones(2, 45).long()}
+    return found, [of_pairs, error_of(lambda: model(**inputs | many))]
+
+
+def test_masks_and_lengths_that_coincide(ranks: Any) -> None:
+    for found, (of_pairs, lengths) in ranks(2, masks_and_lengths):
+        assert max(found) <= TOLERANCE, found
+        assert of_pairs.startswith("NotImplementedError: attention got a mask of shape (2, 1, "), of_pairs
+        assert lengths.startswith("NotImplementedError: HunyuanVideoTransformerBlock got freqs_cis of"), lengths
