@@ -382,6 +382,30 @@ def test_padding_of_a_step_is_no_document(ranks: Ranks) -> None:
 
 
 @on_ranks
+def losses_of_samples() -> float:
+    """The error of gradients of a loss of each sample's mean, of which all ranks of a step have the same values."""
+    family, plan = two_ranks()
+    model, reference = model_of(""), model_of("")
+    run, (texts, labels) = parallel(model, family, "ddp"), samples_of(SMALL)
+    for text, label in zip(texts, labels, strict=True):
+        mean = loss_sum(reference, text[None], torch.arange(len(text)), label[None]) / (label != -100).sum()
+        (mean.square() / len(SMALL)).backward()
+    for step in dynamic_steps(plan, family):
+        with step.mesh(run) as handler:
+            whole = step.pack(texts), step.positions(), step.pack(labels, -100)
+            tokens, positions, targets = (handler.dispatch(x, 1) for x in whole)
+            losses = F.cross_entropy(run(tokens, positions[0])[0], targets[0], reduction="none", ignore_index=-100)
+            means = handler.pool(losses[None], "mean", mask=targets != -100, gradients="mean")
+            step.loss(means.square().sum() / step.degree, len(SMALL)).backward()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(relative_error(cast(Tensor, p.grad), cast(Tensor, q.grad)) for p, q in pairs)
+
+
+def test_losses_of_whole_samples(ranks: Ranks) -> None:
+    assert max(ranks(2, losses_of_samples)) <= 1e-10
+
+
+@on_ranks
 def interrupted() -> float:
     """The error of gradients of a batch whose first try ended in an exception before backward on every rank."""
     family, plan = two_ranks()
