@@ -63,9 +63,18 @@ from .huggingface.forward import ForwardState, OneDevice, mixer_state
 from .huggingface.indexer_losses import collecting, indexer_losses
 from .huggingface.latents import NAME, prepare_latents
 from .huggingface.media import MediaHook, owner_of
-from .huggingface.modules import LightningHooks, direct_attention, is_lightning, no_mask, prepare_rotary, route
+from .huggingface.modules import (
+    LightningHooks,
+    direct_attention,
+    is_lightning,
+    no_mask,
+    prepare_positions,
+    prepare_rotary,
+    route,
+)
 from .huggingface.selected import has_indexer_seam, prepare_indexers
 from .huggingface.selected_blocks import prepare_block_indexers, selects_blocks
+from .huggingface.written import counted_by, record, written_attention
 
 __all__ = ["NAME", "generate", "indexer_losses", "prepare_batch", "prepare_model", "register"]
 
@@ -117,8 +126,12 @@ def prepare_model(
     for mixer in mixers_of(decoder):
         hooks = LightningHooks if is_lightning(mixer) else MixerHooks
         hooks(mixer, describe(mixer), mixer_state).attach(mixer)
+    if "position_ids" not in hook.keywords:
+        prepare_positions(decoder)
     if hook.direct:
         route(hook.direct)
+    elif hook.written:
+        record(decoder, hook.written)
     elif has_attention(decoder):
         decoder.set_attn_implementation(NAME)
         prepare_latents(decoder)
@@ -289,6 +302,7 @@ class _KeywordBatch(WholeBatch):
             self.state,
             last_position=self.length - 1 if self.position_ids is None else self.position_ids.max(),
             counted=None if counted is None else local_share(self.handler, counted, 1, self.table),
+            visible=_of_keys(counted),
             token_types=types,
             length=self.padded // self.handler.cp.size,
             numbered=self.position_ids is None,
@@ -312,6 +326,11 @@ class _KeywordBatch(WholeBatch):
         return F.pad(x, (0, self.padded - self.length), value=value)
 
 
+def _of_keys(counted: Tensor | None) -> Tensor | None:
+    """A mask of tokens ``[B, S]`` as one of keys."""
+    return None if counted is None else rearrange(counted.bool(), "b s -> b 1 1 s")
+
+
 def _rows(x: Any) -> TypeGuard[Tensor]:
     """True for a tensor that has rows of positions."""
     return isinstance(x, Tensor) and x.ndim > 1
@@ -330,8 +349,11 @@ class DecoderHook:
         self.long_rotary = prepare_rotary(decoder) > 0
         self.position_maker, self.counts_mask = position_maker(decoder), counts_mask(decoder)
         self.mixers = mixers_of(decoder)
-        self.direct = [] if decoder._can_set_attn_implementation() else direct_attention(decoder)
+        routed = not decoder._can_set_attn_implementation() and has_attention(decoder)
+        self.direct = direct_attention(decoder) if routed else []
         """Attention modules that call SDPA themselves."""
+        self.written = written_attention(decoder) if routed and not self.direct else []
+        """Attention modules that write attention out."""
         self.compared = False
         """True once the ranks' tokens have been compared."""
         self.adapters_checked = False
@@ -375,8 +397,10 @@ class DecoderHook:
             handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
             check_padding(module, self.mixers, handler.layout, batch, tokens)
-            state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs), losses, cache)
-            self._complete(handler, tokens, batch, kwargs)
+            passed = frozenset(kwargs)
+            counted, positions = self._complete(handler, tokens, batch, kwargs)
+            gather = counted_by(handler, counted, batch.documents)
+            state = ForwardState(batch, self.binding.style, mesh, passed, losses, cache, positions, gather)
             if ready is None and mesh.parallel and not self.compared:
                 check_dispatched(handler, tokens, self.binding.name)
                 self.compared = True
@@ -394,6 +418,11 @@ class DecoderHook:
             raise TypeError(
                 f"{self.binding.name} got {len(args)} positional arguments: pass all but input_ids by keyword"
             )
+        if kwargs.get("encoder_hidden_states") is not None:
+            raise NotImplementedError(
+                f"{self.binding.name} got encoder_hidden_states, which are another sequence than the one that "
+                "prepare_batch splits. Put ContextParallel styles on its attention modules with parallelize_module"
+            )
         cache = [name for name in CACHES if not isinstance(kwargs.get(name), (SplitModelCache, type(None)))]
         if cache:
             raise NotImplementedError(
@@ -404,8 +433,9 @@ class DecoderHook:
 
     def _complete(
         self, handler: ContextParallelHandler, tokens: Tensor, batch: PreparedBatch, kwargs: dict[str, Any]
-    ) -> None:
-        """Add the arguments that the decoder would otherwise make for its local tokens only."""
+    ) -> tuple[Tensor, Tensor]:
+        """Add the arguments that the decoder would otherwise make for its local tokens only. Returns the mask
+        ``[B, S/n]`` of tokens that are no padding, and their positions ``[S/n]`` in the whole sequence."""
         mask, counted = kwargs.get("attention_mask"), batch.counted
         if counted is None:
             counted = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
@@ -417,12 +447,14 @@ class DecoderHook:
         counts = self.position_maker is not None or (self.counts_mask and padded)
         if counts and (batch.numbered or kwargs.get("position_ids") is None):
             kwargs["position_ids"] = self._counted(handler, tokens, counted, batch.documents)
-        if kwargs.get("position_ids") is None:
-            length = tokens.shape[1] * handler.cp.size
-            documents = batch.documents
-            kwargs["position_ids"] = handler.position_ids(length, device=tokens.device, documents=documents)[None]
+        length = tokens.shape[1] * handler.cp.size
+        positions = handler.position_ids(length, device=tokens.device, documents=batch.documents)
+        if kwargs.get("position_ids") is None and ("position_ids" in self.keywords or self.passes_on):
+            kwargs["position_ids"] = positions[None]
         if kwargs.get("use_cache") is None and "use_cache" in self.keywords:
             kwargs["use_cache"] = False
+        # Tables of positions need not be longer than the sequence: what is behind it is padding.
+        return counted, positions.clamp(max=batch.last_position) if batch.numbered else positions
 
     def _counted(
         self, handler: ContextParallelHandler, tokens: Tensor, counted: Tensor, documents: Tensor | None
@@ -487,7 +519,8 @@ class DecoderHook:
             counted = padding if padding.shape[1] == tokens.shape[1] else local_share(handler, whole, 1, documents)
         elif mask is None and documents is None:
             packed = read_positions(positions, lambda x: handler.combine(x, 1))
-        return replace(attention_state(handler, documents, whole, packed), last_position=last, counted=counted)
+        state = attention_state(handler, documents, whole, packed)
+        return replace(state, last_position=last, counted=counted, visible=_of_keys(whole))
 
     def _last_position(self, handler: ContextParallelHandler, positions: Tensor | None, tokens: Tensor) -> int | Tensor:
         """The largest position of all ranks, if a rotary embedding of this decoder depends on it."""

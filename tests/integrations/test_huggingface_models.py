@@ -296,15 +296,22 @@ def wrong_use(case: str) -> None:
         style = {"ulysses_degree": 1, "layout": "per_document"}
         model, handler = prepared(model_of("llama4_text", **LLAMA4, attn_temperature_tuning=False), **style)
         model(**prepare_batch(handler, {**batch_of(), "documents": [0, 9, 24]}))
-    elif case == "encoder":
-        prepared(hf.BertModel(hf.BertConfig(**{**SMALL, "num_key_value_heads": 4})))
+    elif case == "pooler":
+        prepared(hf.BertModel(hf.BertConfig(**SMALL)))
+    elif case == "two sequences":
+        sizes = {**SMALL, "is_decoder": True, "add_cross_attention": True}
+        model, _ = prepared(hf.BertModel(hf.BertConfig(**sizes), add_pooling_layer=False))
+        model(**local, encoder_hidden_states=torch.zeros(2, 12, 32))
     elif case == "encoder-decoder":
         prepared(hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=8, num_layers=1)))
     elif case == "own positions":
-        sizes = {"vocab_size": 61, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2}
-        prepared(hf.BartForCausalLM(hf.BartConfig(**sizes)))
+        model = tiny_causal("bart")
+        model.get_decoder().embed_positions = torch.nn.Embedding(24, 32)
+        prepared(model)
     elif case == "no interface":
-        prepared(hf.BloomForCausalLM(hf.BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)))
+        prepared(tiny_causal("xlm"))
+    elif case == "written out":
+        prepared(tiny_causal("openai-gpt"))[0](**local)
     elif case == "router loss":
         model = model_of("doge", is_moe=True, num_experts=16)
         prepared(model)[0](**local, output_router_logits=True)
@@ -340,10 +347,12 @@ REFUSED = [
     ("own loss", "NotImplementedError", "OwnLoss got labels, but its forward computes the loss.*handler.mean_loss"),
     ("own positions of layers", "NotImplementedError", "Llama4TextAttention, which counts positions by itself"),
     ("chunks and layout", "NotImplementedError", r"chunked attention \(size 5\).*layout='per_document'"),
-    ("encoder", "NotImplementedError", r"BertModel has attention that is not causal \(BertSelfAttention\)"),
+    ("pooler", "NotImplementedError", "BertModel has BertPooler, which pools over the sequence.*add_pooling_layer"),
+    ("two sequences", "NotImplementedError", "BertModel got encoder_hidden_states, which are another sequence"),
     ("encoder-decoder", "NotImplementedError", "T5ForConditionalGeneration is an encoder-decoder: its source"),
     ("own positions", "NotImplementedError", "BartDecoder takes no position_ids"),
-    ("no interface", "NotImplementedError", "BloomModel computes attention by itself.*AttentionInterface or SDPA"),
+    ("no interface", "NotImplementedError", "XLMModel computes attention by itself.*AttentionInterface or SDPA"),
+    ("written out", "NotImplementedError", r"Attention writes attention out, with a step \(a product\)"),
     ("router loss", "NotImplementedError", "DogeForCausalLM has output_router_logits=True.*not the usual"),
     ("two windows", "NotImplementedError", "sliding_window=7, but its mask has the window 5"),
     ("labels", "ValueError", "labels without shift_labels.*prepare_batch"),

@@ -66,6 +66,10 @@ class MaskRequest:
         """Boundaries of chunks, which do not see each other; None: those of the batch."""
         self.selects = False
         """The mask of layers that select keys: their indexers may take its only head, and ask for its dtype."""
+        self.bidirectional = False
+        """True if keys behind a query are visible as those before it are; the window holds on both sides."""
+        self.pairs: tuple[int, ...] = ()
+        """The size of a mask of this rank's pairs."""
         self.function: MaskMod | None = None
         """The model's own function of global positions that says which pairs are visible, in place of causality and
         the window."""
@@ -73,6 +77,10 @@ class MaskRequest:
     ndim: int
     shape: tuple[int, ...]
     """Those of a mask of pairs, if a model makes it and its decoder asks (PaliGemma)."""
+
+    def size(self) -> torch.Size:
+        """That of a mask of this rank's pairs: some models compare it with that of their scores."""
+        return torch.Size(self.pairs)
 
     def to(self, *_: Any, **__: Any) -> MaskRequest:
         """The same: there is nothing to move or cast."""
@@ -131,7 +139,8 @@ def attention_mask(
     """The request for a mask: attention computes it tile by tile, over the positions of all ranks.
 
     Raises:
-        NotImplementedError: for a mask that is neither causal nor sliding-window, and for a key/value cache.
+        NotImplementedError: for a mask that is neither causal, nor bidirectional, nor a window, and for a key/value
+            cache.
     """
     state = running()
     if isinstance(state, OneDevice):
@@ -155,19 +164,24 @@ def attention_mask(
         request.function = others["mask_function"]
         request.ndim, request.shape = 4, (1, 1, q_length, kv_length)
         return request
+    if "allow_is_bidirectional_skip" in others and not others.get("use_vmap"):  # an encoder without a mask of its own
+        request = MaskRequest(f"The model of {type(config).__name__}", local_size, state)
+        request.bidirectional, request.pairs = True, (others.get("batch_size", 1), 1, q_length, kv_length)
+        return request
     selects = getattr(config, "index_topk", None) is not None and local_size is None
     if (not allow_is_causal_skip and not selects) or (local_size not in (None, window) and not chunked):
         chunks = allow_is_causal_skip
-        kind = f"custom (size {local_size})" if chunks else "custom, bidirectional or explicit"
+        kind = f"custom (size {local_size})" if chunks else "custom or explicit"
         raise NotImplementedError(
             f"{type(config).__name__} asks for a {kind} attention mask. Context parallelism makes causal and "
-            "sliding-window masks only. Pass it as a 4-D attention_mask over global positions, if all layers share one"
+            "bidirectional masks only, and those of sliding windows. Pass it as a 4-D attention_mask over global "
+            "positions, if all layers share one"
         )
     model = f"The model of {type(config).__name__}"
     if chunked and isinstance(state, ForwardState):
         return MaskRequest(model, None, state, _chunks(state, q_length, local_size or 0))
     request = MaskRequest(model, local_size, state)
-    request.selects = selects
+    request.selects, request.pairs = selects, (others.get("batch_size", 1), 1, q_length, kv_length)
     return request
 
 
@@ -197,9 +211,13 @@ def attention_forward(
     value: Tensor,
     attention_mask: Tensor | MaskRequest | None,
     context_parallel: State | None = None,
+    key_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Attention as transformers calls it: ``[B, H, S/n, D]`` to ``[B, S/n, H, D]``, over the keys of all ranks."""
+    """Attention as transformers calls it: ``[B, H, S/n, D]`` to ``[B, S/n, H, D]``, over the keys of all ranks.
+
+    ``key_bias [B | 1, H, 1, S]`` is added to the scores of all keys (ALiBi); it gets no gradient.
+    """
     name = type(module).__name__
     request = attention_mask if isinstance(attention_mask, MaskRequest) else None
     state = context_parallel
@@ -227,13 +245,17 @@ def attention_forward(
         refuse_in_decoding(name, mask, request, options)
         size = _window(name, request, options.get("sliding_window"))
         return state.cache.attend(module, layer, query, key, size, options), None
-    batch, window = state.batch, None
+    batch = state.batch
+    window: tuple[int | None, int | None] | None = None
     function = None if request is None else request.function
     if function is not None:
         mask = batch.keys
+    elif request is not None and request.bidirectional:
+        size = request.window
+        mask, window = _biased(key_bias, batch.visible), None if size is None else (size, size)
     elif mask is None:  # else it is the caller's own for all layers, and nothing is added to it, as in transformers
         size = _window(name, request, options.get("sliding_window"))
-        mask, window = batch.keys, (None if size is None else size - 1, 0)
+        mask, window = _biased(key_bias, batch.keys), (None if size is None else size - 1, 0)
     weight, bias = None, None
     key, entries = entries_of(module, key, query.shape[2])
     value = value if entries is None else key
@@ -268,6 +290,11 @@ def attention_forward(
     if batch.tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention
         out = torch.where(batch.tokens, out, 0.0 if blocks is None else of_padding(state, value, out.shape[1]))
     return out.transpose(1, 2).contiguous(), None
+
+
+def _biased(bias: Tensor | None, keys: Tensor | None) -> Tensor | None:
+    """The mask of keys ``[B, 1, 1, S]``, with a bias of them."""
+    return keys if bias is None else bias if keys is None else bias.masked_fill(~keys, -torch.inf)
 
 
 def refuse_in_decoding(name: str, mask: Tensor | None, request: MaskRequest | None, options: dict[str, Any]) -> None:

@@ -19,8 +19,9 @@ from ...module.mixers.calls import is_mixer
 from ...module.mixing import mixing_modules
 from ...schedule.layout import by_documents
 from . import compressed, selected_blocks
-from .modules import direct_attention, is_lightning, source_of
+from .modules import direct_attention, is_lightning, position_modules, source_of
 from .selected import LAYER, selects
+from .written import makes_biases, written_attention
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 """Types of layers that do not mix positions, or do so by attention only."""
@@ -69,6 +70,13 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             "the model without its head (model.base_model), gather its output with handler.combine(hidden, 1), and "
             "apply the head to that"
         )
+    poolers = sorted({type(m).__name__ for m in decoder.modules() if "Pooler" in type(m).__name__})
+    if poolers:
+        raise NotImplementedError(
+            f"{name} has {', '.join(poolers)}, which pools over the sequence, and each rank would pool over its share. "
+            "Make the model with add_pooling_layer=False, gather its output with handler.combine(hidden, 1), and pool "
+            "that"
+        )
     mixing = unrouted_mixers(decoder)
     if mixing:
         raise NotImplementedError(
@@ -76,12 +84,14 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             "functions that context parallelism routes, and would end at this rank's share. Use a model whose mixers "
             "call causal_conv1d_fn, chunk_gated_delta_rule and their kind (docs/guide/recurrent_layers.md)"
         )
-    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
+    alibi = getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi"
+    if alibi and not makes_biases(decoder):
         raise NotImplementedError(
             f"{name} adds ALiBi biases to attention scores, which it makes for the positions of a share. Use a model "
             "with rotary or learned positions"
         )
-    if has_attention(decoder) and not decoder._can_set_attn_implementation() and not direct_attention(decoder):
+    by_itself = not decoder._can_set_attn_implementation()
+    if has_attention(decoder) and by_itself and not direct_attention(decoder) and not written_attention(decoder):
         raise NotImplementedError(
             f"{name} computes attention by itself, not through transformers' AttentionInterface or SDPA, so it cannot "
             'be replaced. Use a model that does; one that can call SDPA needs attn_implementation="sdpa"'
@@ -92,17 +102,11 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} has {', '.join(counting)}, which counts positions by itself, from 0 on every rank (for a scale of "
             "attention that grows with them). Use a model without it (Llama 4: attn_temperature_tuning=False)"
         )
-    if "position_ids" not in inspect.signature(decoder.forward).parameters and has_attention(decoder):
+    counted = "position_ids" in inspect.signature(decoder.forward).parameters or makes_biases(decoder)
+    if not counted and has_attention(decoder) and not position_modules(decoder):
         raise NotImplementedError(
             f"{name} takes no position_ids: it counts positions itself, and would count them from 0 on every rank. "
             "Use a model whose forward takes position_ids"
-        )
-    both = sorted({type(m).__name__ for m in decoder.modules() if getattr(m, "is_causal", True) is False})
-    if (both or not getattr(config, "is_causal", True)) and not masks_by_types(model):
-        raise NotImplementedError(
-            f"{name} has attention that is not causal ({', '.join(both) or 'is_causal=False in its config'}), as in an "
-            "encoder or in cross-attention. prepare_model supports causal decoders only. Put ContextParallel styles on "
-            "its attention modules with parallelize_module"
         )
 
 
