@@ -229,6 +229,8 @@ class PreparedBatch:
     visible: Tensor | None = None
     """``[B, 1, 1, S]``: False on the padding of the whole sequence, which causality does not hide from the tokens of an
     encoder. None: there is none."""
+    packed: bool = True
+    """False if documents do nothing but keep padding apart from the tokens of a row."""
     token_types: dict[str, Tensor] = field(default_factory=dict)
     """Types of all tokens of the sequence ``[B, S]``, -1 on padding, by their name in the batch. Some models make masks
     of them, in which images see themselves whole."""

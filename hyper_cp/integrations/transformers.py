@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,7 @@ from .huggingface import forward, router_loss
 from .huggingface.attention import register
 from .huggingface.checks import (
     MEDIA,
+    POOLED,
     base_of,
     check_adapters,
     check_dispatched,
@@ -72,6 +73,7 @@ from .huggingface.modules import (
     prepare_rotary,
     route,
 )
+from .huggingface.pooled import PooledHook
 from .huggingface.selected import has_indexer_seam, prepare_indexers
 from .huggingface.selected_blocks import prepare_block_indexers, selects_blocks
 from .huggingface.written import counted_by, record, written_attention
@@ -90,12 +92,14 @@ PROMPT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", *TOKEN
 def prepare_model(
     model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextParallel, chunked_loss: bool = False
 ) -> PreTrainedModel:
-    """Run the attention of a causal model over the sequence that the ranks of ``mesh`` share; in place.
+    """Run the attention of a decoder or an encoder over the sequence that the ranks of ``mesh`` share; in place.
 
     Call it before DDP, FSDP or compile, and before or after adapters of PEFT are added. Dimensions and indices of
     ``style`` do not count, and sliding windows are the model's own. The forward takes this rank's tokens: see
     :func:`prepare_batch`. A batch that has not been through it may have a 2-D ``attention_mask`` (local or global) or
-    ``position_ids``, which are then gathered in every forward.
+    ``position_ids``, which are then gathered in every forward. A model whose head pools, such as
+    ``LlamaForSequenceClassification``, takes the whole batch, and returns whole logits and this rank's share of the
+    loss.
 
     Args:
         chunked_loss: compute the loss without whole logits, for a chunk of tokens at a time. The output of a forward
@@ -106,9 +110,9 @@ def prepare_model(
 
     Raises:
         ValueError: if the model is prepared already, or if the style does not fit.
-        NotImplementedError: with the reason, if the model would be wrong on a share: layers that are not causal
-            attention, positions that it counts itself, a head that pools (docs/integrations/transformers_models.md and
-            image_models.md list the outcome of every type).
+        NotImplementedError: with the reason, if the model would be wrong on a share: layers that mix positions
+            otherwise than by attention, positions that it counts itself (docs/integrations/transformers_models.md,
+            encoder_models.md and image_models.md list the outcome of every type).
     """
     register()
     given, model = model, base_of(model)
@@ -140,7 +144,9 @@ def prepare_model(
         prepare_compressors(decoder)
     decoder.register_forward_pre_hook(hook.before, with_kwargs=True, prepend=True)
     decoder.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
-    if model is not decoder:
+    if POOLED.search(type(model).__name__):
+        PooledHook(hook.binding, prepare_batch).attach(model, decoder)
+    elif model is not decoder:
         head = HeadHook(hook)
         model.register_forward_pre_hook(head.before, with_kwargs=True)
         model.register_forward_hook(head.after, with_kwargs=True, always_call=True)
@@ -274,6 +280,8 @@ class _KeywordBatch(WholeBatch):
         positions = read_positions(positions)
         documents = None if self.documents is None else padded_table(self.handler, self.documents.rows)
         self.state = attention_state(self.handler, documents, self.mask, positions)
+        # Documents of padding alone are for causal attention: padding of an encoder sees what others see.
+        self.packed = documents is not None or in_block or self.state.tokens is None
         if self.documents is None and positions is not None and self.state.documents is not None:
             rows = read(self.state.documents).rows
             self.documents = PackedDocuments([[min(x, self.length) for x in row] for row in rows])
@@ -303,6 +311,7 @@ class _KeywordBatch(WholeBatch):
             last_position=self.length - 1 if self.position_ids is None else self.position_ids.max(),
             counted=None if counted is None else local_share(self.handler, counted, 1, self.table),
             visible=_of_keys(counted),
+            packed=self.packed,
             token_types=types,
             length=self.padded // self.handler.cp.size,
             numbered=self.position_ids is None,
@@ -466,9 +475,9 @@ class DecoderHook:
             shown = handler.combine(counted.to(torch.int64), 1, documents=documents)
             whole = shown.cumsum(1) * shown - 1
         else:  # of embeddings none is known to be padding
-            ids = tokens if tokens.ndim == 2 else torch.full_like(counted, maker.padding_idx + 1, dtype=torch.int64)
-            ids = handler.combine(ids, 1, documents=documents)
-            whole = maker.create_position_ids_from_input_ids(ids, maker.padding_idx)
+            padding = cast(Any, maker).keywords["padding_idx"]
+            ids = tokens if tokens.ndim == 2 else torch.full_like(counted, padding + 1, dtype=torch.int64)
+            whole = maker(handler.combine(ids, 1, documents=documents))
         return local_share(handler, whole, 1, documents)
 
     def _batch_state(
@@ -520,7 +529,8 @@ class DecoderHook:
         elif mask is None and documents is None:
             packed = read_positions(positions, lambda x: handler.combine(x, 1))
         state = attention_state(handler, documents, whole, packed)
-        return replace(state, last_position=last, counted=counted, visible=_of_keys(whole))
+        several = documents is not None or state.tokens is None
+        return replace(state, last_position=last, counted=counted, visible=_of_keys(whole), packed=several)
 
     def _last_position(self, handler: ContextParallelHandler, positions: Tensor | None, tokens: Tensor) -> int | Tensor:
         """The largest position of all ranks, if a rotary embedding of this decoder depends on it."""

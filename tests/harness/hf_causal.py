@@ -1,8 +1,9 @@
-"""A tiny random model of every causal type of the installed transformers whose configuration can be made small by
-changing the sizes that most configurations share."""
+"""A tiny random model of every type of the installed transformers, with any head, whose configuration can be made small
+by changing the sizes that most configurations share."""
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -115,22 +116,26 @@ CHANGES: dict[str, dict[str, Any]] = {
 """Changes that a type needs in addition."""
 
 
-def causal_types() -> list[str]:
-    """The model types that ``AutoModelForCausalLM`` knows."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+CAUSAL, MASKED, SEQ2SEQ, CLASSES = "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQUENCE_CLASSIFICATION"
+"""Names of heads, as transformers' tables of automatic classes have them."""
 
 
-def class_name(kind: str) -> str:
-    """The name of the causal class of a model type."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_PRETRAINING_MAPPING_NAMES,
-    )
+def types_of(head: str = CAUSAL) -> list[str]:
+    """The model types that the automatic class of a head knows."""
+    return sorted(_table(head))
 
+
+def _table(head: str) -> dict[str, Any]:
+    from transformers.models.auto import modeling_auto
+
+    found: dict[str, Any] = getattr(modeling_auto, f"MODEL_FOR_{head}_MAPPING_NAMES")
+    return found
+
+
+def class_name(kind: str, head: str = CAUSAL) -> str:
+    """The name of the class of a model type with a head."""
     # Some text models of others, such as mistral4, have a causal class that the automatic one does not know.
-    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) or MODEL_FOR_PRETRAINING_MAPPING_NAMES[kind]
+    found = _table(head).get(kind) or _table("PRETRAINING")[kind]
     return found if isinstance(found, str) else found[0]
 
 
@@ -139,7 +144,7 @@ class NotTiny(Exception):
 
 
 @cache
-def tiny_config(kind: str) -> Any:
+def tiny_config(kind: str, head: str = CAUSAL) -> Any:
     """A small configuration of a model type; :class:`NotTiny` if there is none."""
     import transformers as hf
 
@@ -147,12 +152,14 @@ def tiny_config(kind: str) -> Any:
         default = hf.CONFIG_MAPPING[kind]()
         fixed = {name for name in SIZES if _is_fixed(type(default), name)}
         sizes = {name: x for name, x in SIZES.items() if name not in fixed and _has(default, name)}
+        if head != CAUSAL:
+            sizes.pop("is_decoder", None)
         if "kv_lora_rank" in sizes:  # every head of latent attention has its own keys
             sizes["num_key_value_heads"] = 4
         eager = {"experts_implementation": "eager"}  # grouped products take no float64
         config = type(default)(**{**sizes, **eager, **CHANGES.get(kind, {})})
         with torch.device("meta"):
-            size = sum(p.numel() for p in getattr(hf, class_name(kind))(config).parameters())
+            size = sum(p.numel() for p in getattr(hf, class_name(kind, head))(config).parameters())
     except Exception as error:
         raise NotTiny(f"{type(error).__name__}") from error
     if size > LARGEST:
@@ -208,13 +215,13 @@ def _has(config: Any, name: str) -> bool:
         return False
 
 
-def tiny_causal(kind: str) -> Any:
+def tiny_causal(kind: str, head: str = CAUSAL) -> Any:
     """A model in double precision, in evaluation mode, with the same random weights on every rank."""
     import transformers as hf
 
-    config = tiny_config(kind)
+    config = copy.deepcopy(tiny_config(kind, head))
     torch.manual_seed(7)
-    model = getattr(hf, class_name(kind))(config).double().eval()
+    model = getattr(hf, class_name(kind, head))(config).double().eval()
     with torch.no_grad():
         for p in model.parameters():  # norms start at ones or zeros, and small weights hide what attention does
             p.normal_(0, 0.3)

@@ -25,12 +25,12 @@ from hyper_cp.data import head
 from tests.harness.hf_causal import (
     VOCABULARY,
     NotTiny,
-    causal_types,
     changed_behaviour,
     class_name,
     layer_types,
     left_out_by_transformers,
     tiny_causal,
+    types_of,
 )
 from tests.harness.hf_models import InDouble, LowestFirst, tokens
 from tests.harness.ranks import on_ranks, sum_over_ranks
@@ -220,13 +220,18 @@ def page(found: dict[str, tuple[str, str]], version: str) -> str:
     lines = [f"# Causal language models of transformers {version}", "", introduction]
     lines += ["| model type | class | outcome | reason |", "|---|---|---|---|"]
     for kind, (outcome, why) in found.items():
-        why = re.split(r"(?<=[^A-Z])[.:] ", why.partition(": ")[2] if outcome == "refused" else why)[0]
+        why = first_sentence(outcome, why)
         why = "; ".join(x for x in (changed_behaviour(kind), why) if x) if outcome == "exact" else why
         lines.append(f"| `{kind}` | {class_name(kind)} | {outcome} | {why} |")
     lines += ["", "## Types of layers", "", LAYERS]
     lines += ["| type of layer | exact types with it | refused types with it |", "|---|---|---|"]
     lines += [f"| `{kind}` | {exact} | {refused} |" for kind, (exact, refused) in by_layers(found).items()]
     return "\n".join(lines) + "\n"
+
+
+def first_sentence(outcome: str, why: str) -> str:
+    """The reason of an outcome without the name of its error, and without advice."""
+    return re.split(r"(?<=[^A-Z])[.:] ", why.partition(": ")[2] if outcome == "refused" else why)[0]
 
 
 LAYERS = """transformers allows these types of layers. For a type that no exact row has, `prepare_model` raises an
@@ -263,9 +268,9 @@ def test_every_causal_model_is_exact_or_refused(ranks: Any) -> None:
 
     from hyper_cp.integrations.huggingface.checks import LAYER, LAYER_TYPES, WITH_SEAMS
 
-    both, chunked = zip(*ranks(2, verdicts, causal_types(), timeout=900), strict=True)
+    both, chunked = zip(*ranks(2, verdicts, types_of(), timeout=900), strict=True)
     check_chunked(chunked[0] | chunked[1])
-    found = {kind: min((of[kind] for of in both), key=lambda v: ORDER.index(v[0])) for kind in causal_types()}
+    found = {kind: min((of[kind] for of in both), key=lambda v: ORDER.index(v[0])) for kind in types_of()}
     bad = {kind: outcome for kind, outcome in found.items() if outcome[0] in ("WRONG", "CRASH")}
     assert not bad, "\n".join(f"{kind}: {outcome} ({why})" for kind, (outcome, why) in bad.items())
     untried = {layers for layers, (exact, _) in by_layers(found).items() if not exact}

@@ -281,8 +281,9 @@ def wrong_use(case: str) -> None:
 
     local = {"input_ids": tokens(24).chunk(2, 1)[dist.get_rank()]}
     labels, config = local["input_ids"], hf.LlamaConfig(**SMALL)
-    if case == "sequence classification":
-        prepared(hf.LlamaForSequenceClassification(config))
+    if case == "pooled batch":
+        model, handler = prepared(hf.LlamaForSequenceClassification(config))
+        model(**prepare_batch(handler, {"input_ids": tokens(24)}))
     elif case == "token classification":
         prepared(hf.LlamaForTokenClassification(config))[0](**local, labels=labels % 2)
     elif case == "question answering":
@@ -311,7 +312,7 @@ def wrong_use(case: str) -> None:
     elif case == "no interface":
         prepared(tiny_causal("xlm"))
     elif case == "written out":
-        prepared(tiny_causal("openai-gpt"))[0](**local)
+        prepared(tiny_causal("gpt_neox_japanese"))[0](**local)
     elif case == "router loss":
         model = model_of("doge", is_moe=True, num_experts=16)
         prepared(model)[0](**local, output_router_logits=True)
@@ -341,18 +342,18 @@ def wrong_use(case: str) -> None:
 
 
 REFUSED = [
-    ("sequence classification", "NotImplementedError", "LlamaForSequenceClassification pools over.*handler.combine"),
+    ("pooled batch", "ValueError", "LlamaModel got a batch of prepare_batch, but the head.*Pass the whole batch"),
     ("token classification", "NotImplementedError", r"\(ForTokenClassification\) is a mean over this rank's share"),
     ("question answering", "NotImplementedError", "start_positions.*softmax over the positions of this rank"),
     ("own loss", "NotImplementedError", "OwnLoss got labels, but its forward computes the loss.*handler.mean_loss"),
     ("own positions of layers", "NotImplementedError", "Llama4TextAttention, which counts positions by itself"),
     ("chunks and layout", "NotImplementedError", r"chunked attention \(size 5\).*layout='per_document'"),
-    ("pooler", "NotImplementedError", "BertModel has BertPooler, which pools over the sequence.*add_pooling_layer"),
+    ("pooler", "NotImplementedError", "BertModel has a pooler, which pools over the sequence.*add_pooling_layer"),
     ("two sequences", "NotImplementedError", "BertModel got encoder_hidden_states, which are another sequence"),
     ("encoder-decoder", "NotImplementedError", "T5ForConditionalGeneration is an encoder-decoder: its source"),
     ("own positions", "NotImplementedError", "BartDecoder takes no position_ids"),
     ("no interface", "NotImplementedError", "XLMModel computes attention by itself.*AttentionInterface or SDPA"),
-    ("written out", "NotImplementedError", r"Attention writes attention out, with a step \(a product\)"),
+    ("written out", "NotImplementedError", r"JapaneseAttention writes attention out, with a step \(a bias\)"),
     ("router loss", "NotImplementedError", "DogeForCausalLM has output_router_logits=True.*not the usual"),
     ("two windows", "NotImplementedError", "sliding_window=7, but its mask has the window 5"),
     ("labels", "ValueError", "labels without shift_labels.*prepare_batch"),

@@ -247,10 +247,11 @@ def attention_forward(
         return state.cache.attend(module, layer, query, key, size, options), None
     batch = state.batch
     window: tuple[int | None, int | None] | None = None
+    encoder = request is not None and request.bidirectional
     function = None if request is None else request.function
     if function is not None:
         mask = batch.keys
-    elif request is not None and request.bidirectional:
+    elif encoder and request is not None:
         size = request.window
         mask, window = _biased(key_bias, batch.visible), None if size is None else (size, size)
     elif mask is None:  # else it is the caller's own for all layers, and nothing is added to it, as in transformers
@@ -267,6 +268,9 @@ def attention_forward(
     cp, mode = state.mesh.view(query.shape[1], kv_heads), replace(state.style.mode, window=window)
     # is_causal=False: the window ends at the query, so it is causal already; and unlike is_causal it allows a mask.
     documents = batch.documents if request is None or request.documents is None else request.documents
+    if encoder and not batch.packed and not layouts.by_documents(state.style.mode.layout):
+        batch = replace(batch, tokens=None)  # padding sees what others see
+        documents = None
     score = _score(options.get("softcap"), function, query)
     call = Call(False, options.get("scaling"), mask, documents, name=name, sinks=options.get("s_aux"), score=score)
     if getattr(module, "store_full_length_kv", False) and checkpoint.in_reentrant_forward():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,9 @@ from ...module.mixers.calls import is_mixer
 from ...module.mixing import mixing_modules
 from ...schedule.layout import by_documents
 from . import compressed, selected_blocks
+from .media import owner_of
 from .modules import direct_attention, is_lightning, position_modules, source_of
+from .pooled import poolers_of, pools_by_itself
 from .selected import LAYER, selects
 from .written import makes_biases, written_attention
 
@@ -35,6 +39,8 @@ POOLED = re.compile(
 """Names of heads that pool over the sequence."""
 COUNTS = re.compile(r"arange\(\s*(hidden_states|query\w*)\.(shape\[|size\()")
 """Code that counts positions of the local hidden states."""
+SHIFTS = re.compile(r"fft|fourier_transform|\[:, (1:|:-1)[],]|attention_mask\.sum\(|\.roll\(")
+"""Code that reads other positions than a token's own."""
 LOSS_OF_TOKENS = {None, "ForCausalLM", "ForConditionalGeneration"}
 """Types of losses that honour shifted labels and the number of labels of the whole batch."""
 MEDIA = re.compile(
@@ -64,18 +70,17 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{type(model).__name__} is an encoder-decoder: its source and its target are two sequences, and "
             "prepare_model splits one. Put ContextParallel styles on its attention modules with parallelize_module"
         )
-    if POOLED.search(type(model).__name__):
+    pools = POOLED.search(type(model).__name__)
+    if pools and (model is decoder or not takes_tokens(decoder) or owner_of(model, decoder) is not None):
         raise NotImplementedError(
             f"{type(model).__name__} pools over the sequence, and each rank would pool over its share. Prepare "
             "the model without its head (model.base_model), gather its output with handler.combine(hidden, 1), and "
             "apply the head to that"
         )
-    poolers = sorted({type(m).__name__ for m in decoder.modules() if "Pooler" in type(m).__name__})
-    if poolers:
+    if pools_by_itself(decoder) or (poolers_of(decoder) and not pools):
         raise NotImplementedError(
-            f"{name} has {', '.join(poolers)}, which pools over the sequence, and each rank would pool over its share. "
-            "Make the model with add_pooling_layer=False, gather its output with handler.combine(hidden, 1), and pool "
-            "that"
+            f"{name} has a pooler, which pools over the sequence, and each rank would pool over its share. Make the "
+            "model with add_pooling_layer=False, gather its output with handler.combine(hidden, 1), and pool that"
         )
     mixing = unrouted_mixers(decoder)
     if mixing:
@@ -96,6 +101,13 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} computes attention by itself, not through transformers' AttentionInterface or SDPA, so it cannot "
             'be replaced. Use a model that does; one that can call SDPA needs attn_implementation="sdpa"'
         )
+    shifting = sorted({type(m).__name__ for m in decoder.modules() if _shifts(m)})
+    if shifting:
+        raise NotImplementedError(
+            f"{name} has {', '.join(shifting)}, which reads other positions without attention (neighbours, a count of "
+            "tokens or a Fourier transform), and would end at this rank's share. Use a model without it (ESM: "
+            "token_dropout=False)"
+        )
     counting = sorted({type(m).__name__ for m in decoder.modules() if m is not decoder and _counts_positions(m)})
     if counting:
         raise NotImplementedError(
@@ -108,6 +120,11 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} takes no position_ids: it counts positions itself, and would count them from 0 on every rank. "
             "Use a model whose forward takes position_ids"
         )
+
+
+def takes_tokens(decoder: nn.Module) -> bool:
+    """True for a decoder of text."""
+    return "input_ids" in inspect.signature(decoder.forward).parameters
 
 
 def mixers_of(decoder: nn.Module) -> list[nn.Module]:
@@ -152,6 +169,14 @@ def _counts_positions(module: nn.Module) -> bool:
     return bool(scales and COUNTS.search(source_of(type(module).forward)))
 
 
+def _shifts(module: nn.Module) -> bool:
+    """True for a module that reads neighbouring positions, or counts tokens (ESM, if it drops some)."""
+    if isinstance(module, (nn.Conv2d, nn.Conv3d)):
+        return max(module.kernel_size) > 1
+    counts = getattr(module, "token_dropout", True)
+    return bool(counts and SHIFTS.search(source_of(type(module).forward)))
+
+
 def why_loss_is_wrong(model: nn.Module) -> str | None:
     """The reason why the loss of a model would be wrong on a share, though its labels have been shifted; or None."""
     if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()):
@@ -167,9 +192,16 @@ def masks_by_types(model: nn.Module) -> bool:
     return any("block_sequence_ids" in source_of(type(module).forward) for module in (model, *model.children()))
 
 
-def position_maker(decoder: nn.Module) -> Any:
-    """The module of a decoder that makes position ids of the ids of tokens, as RoBERTa's does, or None."""
-    return next((x for x in decoder.modules() if hasattr(x, "create_position_ids_from_input_ids")), None)
+def position_maker(decoder: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """The function by which a decoder makes position ids of the ids of tokens, as RoBERTa does, or None."""
+    name = "create_position_ids_from_input_ids"
+    for module in decoder.modules():
+        made = getattr(module, name, None)
+        if made is None and f" {name}(" in source_of(type(module).forward):  # ESM: a function of its file
+            made = getattr(sys.modules[type(module).__module__], name)
+        if made is not None:
+            return partial(made, padding_idx=cast(Any, module).padding_idx)
+    return None
 
 
 def counts_mask(decoder: nn.Module) -> bool:

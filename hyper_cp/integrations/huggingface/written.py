@@ -97,6 +97,8 @@ class Recorder(TorchFunctionMode):
     def __init__(self, module: nn.Module, state: ForwardState, rows: int) -> None:
         super().__init__()
         self.module, self.state, self.rows = module, state, rows
+        self.routed = False
+        """True once scores have been made: each module attends once in a call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -115,8 +117,12 @@ class Recorder(TorchFunctionMode):
         names = ("input", "batch1", "batch2")[1 - at :]
         given = [*args, *(kwargs.pop(name) for name in names[len(args) :] if name in kwargs)]
         query, keys = given[at : at + 2]
-        if query.ndim < 3 or query.shape[:-2] != keys.shape[:-2] or query.shape[-2] != keys.shape[-1]:
+        if query.ndim < 3 or keys.ndim < 3:  # by a weight
             return None
+        if self.routed or query.shape[:-2] != keys.shape[:-2] or query.shape[-2] != keys.shape[-1]:
+            shapes = f"a product of {tuple(query.shape)} and {tuple(keys.shape)}"
+            Scores(self, query, keys, query).refuse(shapes)
+        self.routed = True
         like = torch.empty(*query.shape[:-1], keys.shape[-1], dtype=query.dtype, device="meta")
         scores = Scores(self, query, keys.transpose(-1, -2), like, float(kwargs.get("alpha", 1.0)))
         return scores.plus(given[0]) if at and kwargs.get("beta", 1.0) == 1 else scores if not at else None
