@@ -74,8 +74,10 @@ from .huggingface.modules import (
     route,
 )
 from .huggingface.pooled import PooledHook
+from .huggingface.relative import prepare_biases
 from .huggingface.selected import has_indexer_seam, prepare_indexers
 from .huggingface.selected_blocks import prepare_block_indexers, selects_blocks
+from .huggingface.two_sequences import SourceTargetHook, cross_attention, stacks_of
 from .huggingface.written import counted_by, record, written_attention
 
 __all__ = ["NAME", "generate", "indexer_losses", "prepare_batch", "prepare_model", "register"]
@@ -124,27 +126,18 @@ def prepare_model(
         raise ValueError(
             f"style has window={style.mode.window}, but the model decides which layers have a sliding window: drop it"
         )
-    check_model(model, decoder)
+    stacks = stacks_of(model) or (decoder,)
+    for stack in stacks:
+        check_model(model, stack)
     chunked = ChunkedLoss(model) if chunked_loss else None
-    hook = DecoderHook(style, mesh, decoder)
-    for mixer in mixers_of(decoder):
-        hooks = LightningHooks if is_lightning(mixer) else MixerHooks
-        hooks(mixer, describe(mixer), mixer_state).attach(mixer)
-    if "position_ids" not in hook.keywords:
-        prepare_positions(decoder)
-    if hook.direct:
-        route(hook.direct)
-    elif hook.written:
-        record(decoder, hook.written)
-    elif has_attention(decoder):
-        decoder.set_attn_implementation(NAME)
-        prepare_latents(decoder)
-        prepare_indexers(decoder)
-        prepare_block_indexers(decoder)
-        prepare_compressors(decoder)
-    decoder.register_forward_pre_hook(hook.before, with_kwargs=True, prepend=True)
-    decoder.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
-    if POOLED.search(type(model).__name__):
+    hooks = [DecoderHook(style, mesh, stack) for stack in stacks]  # all before the first: they may share a config
+    for hook, stack in zip(hooks, stacks, strict=True):
+        hook.attach(stack)
+    hook = hooks[-1]
+    if len(stacks) > 1:
+        hook.two = SourceTargetHook(hook.binding, prepare_batch)
+        hook.two.attach(model, *stacks)
+    elif POOLED.search(type(model).__name__):
         PooledHook(hook.binding, prepare_batch).attach(model, decoder)
     elif model is not decoder:
         head = HeadHook(hook)
@@ -370,6 +363,30 @@ class DecoderHook:
         self.selects = any(seam(type(x)) for x in decoder.modules() for seam in seams)
         """True for a decoder with indexers. Its selections are those of one rank of many on one rank, too: without a
         cache it does not run as it did before it was prepared."""
+        self.cross = cross_attention(decoder)
+        self.two: SourceTargetHook | None = None
+        """The hooks of the encoder-decoder of which this is the decoder."""
+
+    def attach(self, decoder: PreTrainedModel) -> None:
+        """Register the hooks, and prepare the modules of the decoder."""
+        for mixer in self.mixers:
+            hooks = LightningHooks if is_lightning(mixer) else MixerHooks
+            hooks(mixer, describe(mixer), mixer_state).attach(mixer)
+        if "position_ids" not in self.keywords:
+            prepare_positions(decoder)
+        prepare_biases(decoder)
+        if self.direct:
+            route(self.direct)
+        elif self.written:
+            record(decoder, self.written)
+        elif has_attention(decoder):
+            decoder.set_attn_implementation(NAME)
+            prepare_latents(decoder)
+            prepare_indexers(decoder)
+            prepare_block_indexers(decoder)
+            prepare_compressors(decoder)
+        decoder.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
+        decoder.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
     @staticmethod
     def share(handler: ContextParallelHandler, batch: dict[str, Any]) -> dict[str, Any]:
@@ -410,6 +427,8 @@ class DecoderHook:
             counted, positions = self._complete(handler, tokens, batch, kwargs)
             gather = counted_by(handler, counted, batch.documents)
             state = ForwardState(batch, self.binding.style, mesh, passed, losses, cache, positions, gather)
+            if self.two is not None:
+                state = replace(state, cross=self.cross, source=self.two.source)
             if ready is None and mesh.parallel and not self.compared:
                 check_dispatched(handler, tokens, self.binding.name)
                 self.compared = True
@@ -427,7 +446,7 @@ class DecoderHook:
             raise TypeError(
                 f"{self.binding.name} got {len(args)} positional arguments: pass all but input_ids by keyword"
             )
-        if kwargs.get("encoder_hidden_states") is not None:
+        if kwargs.get("encoder_hidden_states") is not None and self.two is None:
             raise NotImplementedError(
                 f"{self.binding.name} got encoder_hidden_states, which are another sequence than the one that "
                 "prepare_batch splits. Put ContextParallel styles on its attention modules with parallelize_module"

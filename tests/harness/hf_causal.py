@@ -25,6 +25,7 @@ SIZES: dict[str, Any] = {
     **_each("intermediate_size ffn_dim d_ff n_inner decoder_ffn_dim encoder_ffn_dim", 24),
     **_each("moe_intermediate_size shared_expert_intermediate_size ffn_hidden_size", 16),
     **_each("num_hidden_layers num_layers n_layer n_layers decoder_layers encoder_layers num_decoder_layers", 2),
+    **_each("dropout_rate activation_dropout encoder_layerdrop decoder_layerdrop", 0.0),
     **_each("num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads", 4),
     **_each("num_key_value_heads num_kv_heads attention_num_key_value_heads", 2),
     **_each("head_dim attention_head_dim d_kv rotary_dim global_head_dim", 8),
@@ -154,6 +155,8 @@ def tiny_config(kind: str, head: str = CAUSAL) -> Any:
         sizes = {name: x for name, x in SIZES.items() if name not in fixed and _has(default, name)}
         if head != CAUSAL:
             sizes.pop("is_decoder", None)
+        if head == SEQ2SEQ:
+            sizes |= {"decoder_start_token_id": 2, "forced_eos_token_id": None}
         if "kv_lora_rank" in sizes:  # every head of latent attention has its own keys
             sizes["num_key_value_heads"] = 4
         eager = {"experts_implementation": "eager"}  # grouped products take no float64

@@ -68,16 +68,18 @@ def batch_of(head: str, mode: str) -> dict[str, Tensor]:
     if head == CLASSES:  # a head finds the last token by the id of padding, or takes the first
         ids = batch["input_ids"].masked_fill(batch.get("attention_mask", torch.ones(())) == 0, 0)
         return {**batch, "input_ids": ids, "labels": torch.tensor([0, 1])}
+    if head == SEQ2SEQ:
+        return {**batch, "labels": batch["input_ids"].flip(1)[:, :19].clone()}
     hidden = torch.arange(batch["labels"].shape[1]) % 3 > 0
     return {**batch, "labels": batch["labels"].masked_fill(hidden, -100)}
 
 
 def alone(model: Any, head: str, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Logits and gradients of the model on one device."""
-    given = {name: x for name, x in batch.items() if name != "labels" or head == CLASSES}
+    given = {name: x for name, x in batch.items() if name != "labels" or head != MASKED}
     output = model(**given)
     logits = output.logits
-    loss = output.loss if head == CLASSES else F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    loss = output.loss if head != MASKED else F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
     loss.backward()
     return logits.detach(), gradients(model)
 
@@ -86,10 +88,12 @@ def shared(model: Any, head: str, handler: ContextParallelHandler, batch: dict[s
     """The same of a prepared model over the ranks of a mesh."""
     from hyper_cp.integrations.transformers import prepare_batch
 
-    if head == CLASSES:
+    if head != MASKED:
         output = model(**batch)
         output.loss.backward()
-        return output.logits.detach(), sum_over_ranks(gradients(model))[0]
+        logits = output.logits.detach()
+        logits = logits if head == CLASSES else handler.combine(logits, 1, length=batch["labels"].shape[1])
+        return logits, sum_over_ranks(gradients(model))[0]
     local = prepare_batch(handler, {"shift_labels" if name == "labels" else name: x for name, x in batch.items()})
     labels = local.pop("shift_labels")
     logits = model(**local).logits
@@ -125,7 +129,7 @@ def verdict(kind: str, head: str, mesh: Any) -> tuple[str, str]:
         except Exception as error:
             return outcome_of(error)
         if mode == mine:
-            seen = batch["attention_mask"].bool() if "attention_mask" in batch and head != CLASSES else slice(None)
+            seen = batch["attention_mask"].bool() if "attention_mask" in batch and head == MASKED else slice(None)
             errors = difference(got[0], want[0], seen), difference(got[1], want[1])
             if max(errors) > TOLERANCE:
                 found = "WRONG", f"{mode}: logits differ by {errors[0]:.1e}, gradients by {errors[1]:.1e}"

@@ -23,10 +23,11 @@ from ...schedule.documents import documents_table, read
 from .compressed import entries_of
 from .forward import ForwardState, OneDevice, State, offered, running, state_for
 from .latents import NAME, as_latents, expanded, hands_on_latents
+from .relative import RelativeBias
 from .selected import under_selection
 from .selected_blocks import of_padding
 
-UNSUPPORTED = ("dropout", "position_bias", "cache")
+UNSUPPORTED = ("dropout", "position_bias", "cache")  # a position_bias of T5 and MPNet excepted
 """Options of attention calls that the engine does not have."""
 KNOWN = {
     *UNSUPPORTED,
@@ -148,6 +149,12 @@ def attention_mask(
         given = {"q_length": q_length, "kv_length": kv_length, "config": config, **options, **others}
         original = AttentionMaskInterface().get(state.implementation)
         return None if original is None else original(**given)
+    pairs = others.get("batch_size", 1), 1, q_length, kv_length
+    two = isinstance(state, ForwardState) and bool(state.cross)
+    if "allow_is_bidirectional_skip" in others and not others.get("use_vmap") and (two or q_length == kv_length):
+        request = MaskRequest(f"The model of {type(config).__name__}", local_size, state)
+        request.bidirectional, request.pairs = True, pairs
+        return request
     cached = isinstance(state, ForwardState) and state.cache is not None and state.cache.prompt is None
     if not cached and (q_length != kv_length or not isinstance(q_offset, int) or q_offset != 0):
         raise NotImplementedError(
@@ -164,10 +171,6 @@ def attention_mask(
         request.function = others["mask_function"]
         request.ndim, request.shape = 4, (1, 1, q_length, kv_length)
         return request
-    if "allow_is_bidirectional_skip" in others and not others.get("use_vmap"):  # an encoder without a mask of its own
-        request = MaskRequest(f"The model of {type(config).__name__}", local_size, state)
-        request.bidirectional, request.pairs = True, (others.get("batch_size", 1), 1, q_length, kv_length)
-        return request
     selects = getattr(config, "index_topk", None) is not None and local_size is None
     if (not allow_is_causal_skip and not selects) or (local_size not in (None, window) and not chunked):
         chunks = allow_is_causal_skip
@@ -181,7 +184,7 @@ def attention_mask(
     if chunked and isinstance(state, ForwardState):
         return MaskRequest(model, None, state, _chunks(state, q_length, local_size or 0))
     request = MaskRequest(model, local_size, state)
-    request.selects, request.pairs = selects, (others.get("batch_size", 1), 1, q_length, kv_length)
+    request.selects, request.pairs = selects, pairs
     return request
 
 
@@ -212,6 +215,7 @@ def attention_forward(
     attention_mask: Tensor | MaskRequest | None,
     context_parallel: State | None = None,
     key_bias: Tensor | None = None,
+    position_bias: Tensor | RelativeBias | None = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
     """Attention as transformers calls it: ``[B, H, S/n, D]`` to ``[B, S/n, H, D]``, over the keys of all ranks.
@@ -226,6 +230,7 @@ def attention_forward(
     latent = hands_on_latents(module)
     if isinstance(state, OneDevice):
         key, value = expanded(module, key, value) if latent else (key, value)
+        options |= {} if position_bias is None else {"position_bias": position_bias}
         return _one_device(state, module, query, key, value, attention_mask, options)
     if not isinstance(state, ForwardState):
         raise RuntimeError(
@@ -233,12 +238,14 @@ def attention_forward(
             "transformers.prepare_model(model, mesh, style=...), and the model as a whole. If it shares its config "
             "with a model that was prepared, give it one of its own, copy.deepcopy(config)"
         )
-    _refuse_unsupported(name, options)
+    none = isinstance(position_bias, Tensor) and getattr(module, "has_relative_attention_bias", True) is False  # zeros
+    dense = isinstance(position_bias, Tensor) and not none
+    _refuse_unsupported(name, {**options, "position_bias": position_bias if dense else None})
     _refuse_unknown(name, options, state.passed)
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
-    if mask is None and not causal and request is None:
+    if mask is None and not causal and request is None and module not in state.cross:
         raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
     layer = None if state.cache is None else state.cache.layer_of(module, key, value)
     if layer is not None and state.cache.prompt is None:
@@ -251,6 +258,8 @@ def attention_forward(
     function = None if request is None else request.function
     if function is not None:
         mask = batch.keys
+    elif module in state.cross:
+        mask, batch = state.source, replace(batch, documents=None)
     elif encoder and request is not None:
         size = request.window
         mask, window = _biased(key_bias, batch.visible), None if size is None else (size, size)
@@ -272,6 +281,13 @@ def attention_forward(
         batch = replace(batch, tokens=None)  # padding sees what others see
         documents = None
     score = _score(options.get("softcap"), function, query)
+    if isinstance(position_bias, RelativeBias) and position_bias.values is not None:
+        if score is not None:
+            raise NotImplementedError(
+                f"{name} asks for a learned bias of positions and a softcap or a mask of its own. Only one of them is "
+                "supported. Use a model without the other"
+            )
+        score = position_bias.score(query)
     call = Call(False, options.get("scaling"), mask, documents, name=name, sinks=options.get("s_aux"), score=score)
     if getattr(module, "store_full_length_kv", False) and checkpoint.in_reentrant_forward():
         raise NotImplementedError(

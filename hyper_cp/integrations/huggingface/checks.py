@@ -24,8 +24,10 @@ from . import compressed, selected_blocks
 from .media import owner_of
 from .modules import direct_attention, is_lightning, position_modules, source_of
 from .pooled import poolers_of, pools_by_itself
+from .relative import relative_modules
 from .selected import LAYER, selects
-from .written import makes_biases, written_attention
+from .two_sequences import stacks_of
+from .written import makes_biases, writes_out, written_attention
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 """Types of layers that do not mix positions, or do so by attention only."""
@@ -65,10 +67,10 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Raise ``NotImplementedError``, with the reason, for a model whose forward would be wrong on a share."""
     name, config = type(decoder).__name__, decoder.config
-    if config.is_encoder_decoder:
+    if (config.is_encoder_decoder or model.config.is_encoder_decoder) and stacks_of(model) is None:
         raise NotImplementedError(
-            f"{type(model).__name__} is an encoder-decoder: its source and its target are two sequences, and "
-            "prepare_model splits one. Put ContextParallel styles on its attention modules with parallelize_module"
+            f"{type(model).__name__} is an encoder-decoder without a head that predicts the tokens of its target, or "
+            "not of text alone. Put ContextParallel styles on its attention modules with parallelize_module"
         )
     pools = POOLED.search(type(model).__name__)
     if pools and (model is decoder or not takes_tokens(decoder) or owner_of(model, decoder) is not None):
@@ -101,6 +103,12 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} computes attention by itself, not through transformers' AttentionInterface or SDPA, so it cannot "
             'be replaced. Use a model that does; one that can call SDPA needs attn_implementation="sdpa"'
         )
+    written = sorted({type(m).__name__ for m in decoder.modules() if writes_out(type(m))})
+    if written and not by_itself:
+        raise NotImplementedError(
+            f"{name} has {', '.join(written)}, which writes attention out beside modules that call transformers' "
+            "AttentionInterface, and would attend to this rank's share of the keys. Use a model without it"
+        )
     shifting = sorted({type(m).__name__ for m in decoder.modules() if _shifts(m)})
     if shifting:
         raise NotImplementedError(
@@ -114,7 +122,11 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} has {', '.join(counting)}, which counts positions by itself, from 0 on every rank (for a scale of "
             "attention that grows with them). Use a model without it (Llama 4: attn_temperature_tuning=False)"
         )
-    counted = "position_ids" in inspect.signature(decoder.forward).parameters or makes_biases(decoder)
+    counted = (
+        "position_ids" in inspect.signature(decoder.forward).parameters
+        or makes_biases(decoder)
+        or relative_modules(decoder)
+    )
     if not counted and has_attention(decoder) and not position_modules(decoder):
         raise NotImplementedError(
             f"{name} takes no position_ids: it counts positions itself, and would count them from 0 on every rank. "

@@ -6,7 +6,7 @@ on are called without it: they find the forward that is running.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,10 @@ class ForwardState:
     """``[S/n]``, the positions of this rank's tokens in the sequence; None: new tokens of a cache."""
     counted: Callable[[], Tensor] | None = None
     """Gathers the mask ``[B, S]`` of the tokens of all ranks."""
+    cross: Set[nn.Module] = frozenset()
+    """The modules that attend to the states of an encoder."""
+    source: Tensor | None = None
+    """``[B, 1, 1, S]``: False on padding of the encoder's sequence; None: there is none."""
     biases: list[Tensor] = field(default_factory=list)
     """The biases of scores that the decoder has made for the positions of all ranks."""
 

@@ -25,6 +25,7 @@ from .attention import MaskRequest, attention_forward
 from .forward import ForwardState, running, state_for
 from .latents import NAME
 from .modules import run_in, source_of
+from .relative import RelativeBias
 
 PRODUCTS = {torch.matmul: 0, torch.bmm: 0, Tensor.matmul: 0, Tensor.bmm: 0, torch.baddbmm: 1, Tensor.baddbmm: 1}
 """Products of queries and keys, and the place of the queries among their arguments."""
@@ -37,13 +38,15 @@ def written_attention(decoder: PreTrainedModel) -> list[nn.Module]:
     masks by itself."""
     if not re.search(r"create_(causal|bidirectional)_mask\(", source_of(type(decoder).forward)):
         return []
-    found = [module for module in decoder.modules() if _writes_out(type(module))]
+    found = [module for module in decoder.modules() if writes_out(type(module))]
     return found if len(found) >= getattr(decoder.config, "num_hidden_layers", 1) else []
 
 
-def _writes_out(kind: Any) -> bool:
+def writes_out(kind: Any) -> bool:
+    """True for a type of module that multiplies, takes a softmax, and calls no attention function."""
     source = "".join(source_of(x) for x in kind.__mro__ if not x.__module__.startswith(("torch.", "builtins")))
-    return "oftmax(" in source and ("matmul(" in source or "bmm(" in source)
+    product = any(f"{name}(" in source for name in ("matmul", "bmm", "einsum"))
+    return "oftmax(" in source and product and "get_interface(" not in source
 
 
 def makes_biases(decoder: nn.Module) -> bool:
@@ -119,7 +122,8 @@ class Recorder(TorchFunctionMode):
         query, keys = given[at : at + 2]
         if query.ndim < 3 or keys.ndim < 3:  # by a weight
             return None
-        if self.routed or query.shape[:-2] != keys.shape[:-2] or query.shape[-2] != keys.shape[-1]:
+        square = query.shape[-2] == keys.shape[-1] or self.module in self.state.cross
+        if self.routed or query.shape[:-2] != keys.shape[:-2] or not square:
             shapes = f"a product of {tuple(query.shape)} and {tuple(keys.shape)}"
             Scores(self, query, keys, query).refuse(shapes)
         self.routed = True
@@ -140,6 +144,7 @@ class Scores:
     scale: float = 1.0
     bias: Tensor | None = None
     """``[B | 1, H, 1, S]``, over the keys of all ranks."""
+    relative: RelativeBias | None = None
     window: int | None = None
     mask: MaskRequest | None = None
     """The mask that the decoder has requested, once it has been applied."""
@@ -190,14 +195,22 @@ class Scores:
     def times(self, factor: Any) -> Scores:
         """Scores with another scale."""
         plain = isinstance(factor, (int, float)) or (isinstance(factor, Tensor) and factor.numel() == 1)
-        if self.weights or self.bias is not None or not plain or getattr(factor, "requires_grad", False):
+        if (
+            self.weights
+            or self.bias is not None
+            or self.relative is not None
+            or not plain
+            or getattr(factor, "requires_grad", False)
+        ):
             self.refuse("a product")
         return replace(self, scale=self.scale * float(factor))
 
     def plus(self, other: Any) -> Scores:
         """Scores with the mask of the decoder, or with a bias that it has made for all ranks."""
-        if self.weights or not isinstance(other, (Tensor, MaskRequest)):
+        if self.weights or not isinstance(other, (Tensor, MaskRequest, RelativeBias)):
             self.refuse("a sum")
+        if isinstance(other, RelativeBias):
+            return replace(self, relative=other)
         if isinstance(other, MaskRequest):
             return replace(self, mask=other)
         for bias in self.mode.state.biases:  # slices share its memory
@@ -214,15 +227,16 @@ class Scores:
     def attend(self, value: Tensor) -> Tensor:
         """The product of weights and values: attention over the sequence of all ranks."""
         mask, rows, state = self.mask, self.mode.rows, self.mode.state
-        if mask is None or not self.weights:
+        if not self.weights or (mask is None and self.mode.module not in state.cross):
             self.refuse("a product with values before a mask and a softmax")
-        if self.window is not None:
+        if self.window is not None and mask is not None:
             mask = copy.copy(mask)
             mask.window = self.window
         q, k, v = (x.to(value.dtype).view(rows, -1, *x.shape[-2:]) for x in (self.query, self.key, value))
         options: dict[str, Any] = {"scaling": self.scale, "dropout": self.dropout, "key_bias": self.bias}
+        options["position_bias"] = self.relative
         out, _ = attention_forward(self.mode.module, q, k, v, mask, context_parallel=state, **options)
-        return out.transpose(1, 2).reshape(value.shape)
+        return out.transpose(1, 2).reshape(*self.query.shape[:-1], value.shape[-1])
 
 
 # --------------------------------------------------------------------------- steps
