@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -78,7 +78,7 @@ from .huggingface.relative import prepare_biases
 from .huggingface.selected import has_indexer_seam, prepare_indexers
 from .huggingface.selected_blocks import prepare_block_indexers, selects_blocks
 from .huggingface.two_sequences import SourceTargetHook, cross_attention, stacks_of
-from .huggingface.written import counted_by, record, written_attention
+from .huggingface.written import record, written_attention
 
 __all__ = ["NAME", "generate", "indexer_losses", "prepare_batch", "prepare_model", "register"]
 
@@ -425,8 +425,18 @@ class DecoderHook:
             check_padding(module, self.mixers, handler.layout, batch, tokens)
             passed = frozenset(kwargs)
             counted, positions = self._complete(handler, tokens, batch, kwargs)
-            gather = counted_by(handler, counted, batch.documents)
-            state = ForwardState(batch, self.binding.style, mesh, passed, losses, cache, positions, gather)
+            state = ForwardState(
+                batch,
+                self.binding.style,
+                mesh,
+                passed,
+                losses,
+                cache,
+                positions,
+                counted,
+                whole=partial(handler.combine, documents=batch.documents),
+                share=partial(local_share, handler, seq_dim=1, documents=batch.documents),
+            )
             if self.two is not None:
                 state = replace(state, cross=self.cross, source=self.two.source)
             if ready is None and mesh.parallel and not self.compared:

@@ -60,6 +60,13 @@ HYBRIDS = (
 )
 """Types of which two layers would be two of the same kind."""
 
+COMPASS = {x: {"rope_type": "default", "rope_theta": 1e4} for x in ("full_attention", "sliding_attention")}
+GEMMA = {
+    **{name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
+    **{name: SIZES[name] for name in ("vocab_size", "num_key_value_heads", "head_dim", "max_position_embeddings")},
+    **{"sliding_window": 5, "attn_implementation": "eager", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+
 CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -109,7 +116,22 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "reformer": {"is_decoder": True},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
+    "cohere_compass_text": {"layer_types": ["full_attention", "sliding_attention"], "rope_parameters": COMPASS},
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "esmc": {"num_key_value_heads": 4},
+    "funnel": {"block_sizes": [1, 1]},
+    "led": {"attention_window": 6},
+    "longformer": {"attention_window": 6},
+    "luke": {"entity_vocab_size": 20, "entity_emb_size": 8},
+    "neomme": {"head_dim": 16},
+    "prophetnet": {"num_encoder_layers": 2, "num_decoder_layers": 2, "ngram": 2},
+    "roc_bert": {"pronunciation_vocab_size": VOCABULARY, "shape_vocab_size": VOCABULARY},
+    "t5gemma": {"encoder": GEMMA, "decoder": GEMMA, "vocab_size": VOCABULARY},
+    "git": {"vision_config": {**_each("hidden_size intermediate_size", 24), **_each("image_size patch_size", 8)}},
     # SDPA, their default, leaves out the softcap on one device.
     "gemma2": {"attn_implementation": "eager", "attn_logit_softcapping": 2.0},
     "vaultgemma": {"attn_implementation": "eager", "attn_logit_softcapping": 2.0},
@@ -150,24 +172,36 @@ def tiny_config(kind: str, head: str = CAUSAL) -> Any:
     import transformers as hf
 
     try:
-        default = hf.CONFIG_MAPPING[kind]()
-        fixed = {name for name in SIZES if _is_fixed(type(default), name)}
-        sizes = {name: x for name, x in SIZES.items() if name not in fixed and _has(default, name)}
-        if head != CAUSAL:
-            sizes.pop("is_decoder", None)
-        if head == SEQ2SEQ:
-            sizes |= {"decoder_start_token_id": 2, "forced_eos_token_id": None}
-        if "kv_lora_rank" in sizes:  # every head of latent attention has its own keys
-            sizes["num_key_value_heads"] = 4
-        eager = {"experts_implementation": "eager"}  # grouped products take no float64
-        config = type(default)(**{**sizes, **eager, **CHANGES.get(kind, {})})
+        default, made = hf.CONFIG_MAPPING[kind](), getattr(hf, class_name(kind, head))
+        text = getattr(default, "text_config", None)
+        if made.config_class is type(text):  # a text model that the type of a whole one names, too
+            config = _text_config(text.model_type, head, text)
+        elif getattr(default, "text_config", None) is not None and kind not in CHANGES:
+            from tests.harness import hf_images
+
+            config = hf_images.tiny_config(kind)
+        else:
+            config = _text_config(kind, head, default)
         with torch.device("meta"):
-            size = sum(p.numel() for p in getattr(hf, class_name(kind, head))(config).parameters())
+            size = sum(p.numel() for p in made(config).parameters())
     except Exception as error:
         raise NotTiny(f"{type(error).__name__}") from error
     if size > LARGEST:
         raise NotTiny(f"{size / 1e6:.0f} million parameters")
     return config
+
+
+def _text_config(kind: str, head: str, default: Any) -> Any:
+    fixed = {name for name, x in SIZES.items() if _is_fixed(default, name, x)}
+    sizes = {name: x for name, x in SIZES.items() if name not in fixed and _has(default, name)}
+    if "kv_lora_rank" in sizes:  # every head of latent attention has its own keys
+        sizes["num_key_value_heads"] = 4
+    if head != CAUSAL:
+        sizes.pop("is_decoder", None)
+    if head == SEQ2SEQ:
+        sizes |= {"decoder_start_token_id": 2, "forced_eos_token_id": None}
+    eager = {"experts_implementation": "eager"}  # grouped products take no float64
+    return type(default)(**{**sizes, **eager, **CHANGES.get(kind, {})})
 
 
 def changed_behaviour(kind: str) -> str:
@@ -206,9 +240,15 @@ def left_out_by_transformers(kind: str) -> bool:
     return own is not None and not own.fget(given)
 
 
-def _is_fixed(owner: type, name: str) -> bool:
-    attribute = getattr(owner, name, None)
-    return isinstance(attribute, property) and attribute.fset is None
+def _is_fixed(default: Any, name: str, value: Any) -> bool:
+    attribute = getattr(type(default), name, None)
+    if not isinstance(attribute, property):
+        return False
+    try:
+        setattr(copy.deepcopy(default), name, value)
+    except (AttributeError, NotImplementedError):
+        return True
+    return False
 
 
 def _has(config: Any, name: str) -> bool:

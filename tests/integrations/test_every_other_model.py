@@ -110,6 +110,7 @@ def verdict(kind: str, head: str, mesh: Any) -> tuple[str, str]:
         model = tiny_causal(kind, head)
     except NotTiny:
         return "not tried", "no tiny configuration"
+    head = SEQ2SEQ if model.config.is_encoder_decoder and head == MASKED else head
     mine, found, want = list(MODES)[dist.get_rank()], ("exact", ""), None
     for mode, options in MODES.items():
         style, copied, batch = ContextParallel(**options), copy.deepcopy(model), batch_of(head, mode)

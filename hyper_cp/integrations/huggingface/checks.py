@@ -22,7 +22,7 @@ from ...module.mixing import mixing_modules
 from ...schedule.layout import by_documents
 from . import compressed, selected_blocks
 from .media import owner_of
-from .modules import direct_attention, is_lightning, position_modules, source_of
+from .modules import direct_attention, id_position_modules, is_lightning, position_modules, source_of
 from .pooled import poolers_of, pools_by_itself
 from .relative import relative_modules
 from .selected import LAYER, selects
@@ -128,7 +128,7 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         or makes_biases(decoder)
         or relative_modules(decoder)
     )
-    if not counted and has_attention(decoder) and not position_modules(decoder):
+    if not counted and has_attention(decoder) and not (position_modules(decoder) or id_position_modules(decoder)):
         raise NotImplementedError(
             f"{name} takes no position_ids: it counts positions itself, and would count them from 0 on every rank. "
             "Use a model whose forward takes position_ids"

@@ -38,8 +38,11 @@ class ForwardState:
     """The cache that the ranks share, a :class:`~.decoding.SplitModelCache`; None: nothing is generated."""
     positions: Tensor | None = None
     """``[S/n]``, the positions of this rank's tokens in the sequence; None: new tokens of a cache."""
-    counted: Callable[[], Tensor] | None = None
-    """Gathers the mask ``[B, S]`` of the tokens of all ranks."""
+    counted: Tensor | None = None
+    """``[B, S/n]``: False on this rank's padding."""
+    whole: Callable[[Tensor], Tensor] = field(default=lambda x: x)
+    """Gathers ``[B, S/n]`` of all ranks to ``[B, S]``; ``share`` is its inverse."""
+    share: Callable[[Tensor], Tensor] = field(default=lambda x: x)
     cross: Set[nn.Module] = frozenset()
     """The modules that attend to the states of an encoder."""
     source: Tensor | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -194,13 +194,44 @@ class _Lightning(TorchFunctionMode):
 def position_modules(decoder: nn.Module) -> list[nn.Module]:
     """The modules that count the positions of their input from 0, and take others instead, as those of BART do."""
     names = {"past_key_values_length", "position_ids"}
-    return [m for m in decoder.modules() if names <= {*inspect.signature(m.forward).parameters} and not [*m.children()]]
+    return [m for m in decoder.modules() if names <= _parameters(m) and not [*m.children()]]
+
+
+def id_position_modules(decoder: nn.Module) -> list[nn.Module]:
+    """The modules that make positions of the ids of their input, padding excepted, as those of M2M100 do."""
+    return [m for m in decoder.modules() if hasattr(m, _MAKER) and "past_key_values_length" in _parameters(m)]
+
+
+def _parameters(module: nn.Module) -> set[str]:
+    return {*inspect.signature(module.forward).parameters}
+
+
+_MAKER = "create_position_ids_from_input_ids"
 
 
 def prepare_positions(decoder: nn.Module) -> None:
     """Let such modules take the positions of this rank's tokens in the whole sequence."""
     for module in position_modules(decoder):
         module.register_forward_pre_hook(_take_positions, with_kwargs=True)
+    for module in id_position_modules(decoder):
+        module.register_forward_pre_hook(_need_ids, with_kwargs=True)
+        setattr(module, _MAKER, partial(_of_all_ids, module, getattr(module, _MAKER)))
+
+
+def _of_all_ids(module: nn.Module, make: Callable[..., Tensor], ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    state = state_for(module)
+    if not isinstance(state, ForwardState):
+        return make(ids, *args, **kwargs)
+    return state.share(make(state.whole(ids), *args, **kwargs))
+
+
+def _need_ids(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    if isinstance(state_for(module), ForwardState) and given.get("input_ids") is None:
+        raise NotImplementedError(
+            f"{type(module).__name__} makes positions of the ids of tokens, and got none. Of embeddings it would count "
+            "this rank's share. Pass input_ids"
+        )
 
 
 def _take_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

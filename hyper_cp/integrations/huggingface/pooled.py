@@ -15,9 +15,6 @@ from ...handler import ContextParallelHandler
 from ...module.mesh_binding import Binding
 from ...style import style_of
 
-INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
-"""Arguments of a decoder with rows of positions."""
-
 
 def poolers_of(decoder: nn.Module) -> list[nn.Module]:
     """The modules of a decoder that pool over the sequence, as BERT's pooler does: they are given its hidden states."""
@@ -60,7 +57,7 @@ class PooledHook:
         if not active.parallel:
             return None
         kwargs = {**dict(zip(("input_ids",), args, strict=False)), **kwargs}
-        whole = {name: kwargs.pop(name) for name in INPUTS if kwargs.get(name) is not None}
+        whole = {name: kwargs.pop(name) for name, x in [*kwargs.items()] if isinstance(x, Tensor)}
         handler = ContextParallelHandler(active.mesh, style_of(self.binding))
         local = self.split(handler, whole)
         length = whole["input_ids" if "input_ids" in whole else "inputs_embeds"].shape[1]

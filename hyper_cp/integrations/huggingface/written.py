@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ..._torch.modules import is_running
-from ...handler import ContextParallelHandler
 from .attention import MaskRequest, attention_forward
 from .forward import ForwardState, running, state_for
 from .latents import NAME
@@ -70,7 +69,7 @@ def _of_all_ranks(build: Callable[..., Tensor]) -> Callable[..., Tensor]:
         state = running()
         if not isinstance(state, ForwardState) or state.counted is None:
             return build(first, *args, **kwargs)
-        whole = state.counted()
+        whole = state.whole(state.counted.to(torch.int64))
         if isinstance(first, Tensor):  # BLOOM counts the tokens of a mask
             bias = build(whole, *args, **kwargs)
         else:  # MPT: heads and a length
@@ -79,11 +78,6 @@ def _of_all_ranks(build: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return bias
 
     return built
-
-
-def counted_by(handler: ContextParallelHandler, counted: Tensor, documents: Tensor | None) -> Callable[[], Tensor]:
-    """Returns the mask ``[B, S]`` of the tokens of all ranks, in one small gather."""
-    return lambda: handler.combine(counted.to(torch.int64), 1, documents=documents)
 
 
 def _recorded(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchFunctionMode | None:
