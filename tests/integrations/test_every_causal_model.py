@@ -59,7 +59,7 @@ logits and the gradients of all parameters with those of one device, in double p
   flash attention does. In SDPA on one device some types let documents see each other, because their masks are made
   without position ids: `afmoe`, `bert`, `bert-generation`, `biogpt`, `electra`, `ernie`, `falcon` and `gpt_oss`.
 """
-LOSS = "its loss: `handler.mean_loss`, without labels"
+LOSS = "with the loss of `handler.mean_loss`, without labels"
 MODES = {"ulysses": named_mode("Ulysses"), "ring": named_mode("ring, head_tail")}
 
 
