@@ -239,6 +239,11 @@ class PreparedBatch:
     """The largest position of the whole batch: some rotary tables depend on it."""
     counted: Tensor | None = None
     """``[B, S/n]``: False on this rank's padding, which the router loss does not count. None: there is none."""
+    visible: Tensor | None = None
+    """``[B, 1, 1, S]``: False on the padding of the whole sequence, which causality does not hide from the tokens of an
+    encoder. None: there is none."""
+    packed: bool = True
+    """False if documents do nothing but keep padding apart from the tokens of a row."""
     token_types: dict[str, Tensor] = field(default_factory=dict)
     """Types of all tokens of the sequence ``[B, S]``, -1 on padding, by their name in the batch. Some models make masks
     of them, in which images see themselves whole."""
@@ -256,7 +261,7 @@ class PreparedBatch:
 
     def to(self, device: torch.device) -> PreparedBatch:
         """Move the state to the device where the model computes: batches are often prepared on the host."""
-        given = {"tokens": self.tokens, "keys": self.keys, "counted": self.counted}
+        given = {"tokens": self.tokens, "keys": self.keys, "counted": self.counted, "visible": self.visible}
         moved: dict[str, Any] = {name: None if x is None else x.to(device) for name, x in given.items()}
         return replace(self, **moved, token_types={name: x.to(device) for name, x in self.token_types.items()})
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
-from typing import Any, TypeGuard
+from functools import cached_property, partial
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,7 @@ from .huggingface import forward, router_loss, sparse
 from .huggingface.attention import register
 from .huggingface.checks import (
     MEDIA,
+    POOLED,
     base_of,
     check_adapters,
     check_dispatched,
@@ -62,7 +63,19 @@ from .huggingface.forward import ForwardState, OneDevice, mixer_state
 from .huggingface.indexer_losses import collecting, indexer_losses
 from .huggingface.latents import NAME, prepare_latents
 from .huggingface.media import MediaHook, owner_of
-from .huggingface.modules import LightningHooks, direct_attention, is_lightning, no_mask, prepare_rotary, route
+from .huggingface.modules import (
+    LightningHooks,
+    direct_attention,
+    is_lightning,
+    no_mask,
+    prepare_positions,
+    prepare_rotary,
+    route,
+)
+from .huggingface.pooled import PooledHook
+from .huggingface.relative import prepare_biases
+from .huggingface.two_sequences import SourceTargetHook, cross_attention, stacks_of
+from .huggingface.written import record, written_attention
 
 __all__ = ["NAME", "generate", "indexer_losses", "prepare_batch", "prepare_model", "register"]
 
@@ -78,12 +91,14 @@ PROMPT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", *TOKEN
 def prepare_model(
     model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextParallel, chunked_loss: bool = False
 ) -> PreTrainedModel:
-    """Run the attention of a causal model over the sequence that the ranks of ``mesh`` share; in place.
+    """Run the attention of a decoder or an encoder over the sequence that the ranks of ``mesh`` share; in place.
 
     Call it before DDP, FSDP or compile, and before or after adapters of PEFT are added. Dimensions and indices of
     ``style`` do not count, and sliding windows are the model's own. The forward takes this rank's tokens: see
     :func:`prepare_batch`. A batch that has not been through it may have a 2-D ``attention_mask`` (local or global) or
-    ``position_ids``, which are then gathered in every forward.
+    ``position_ids``, which are then gathered in every forward. A model whose head pools, such as
+    ``LlamaForSequenceClassification``, takes the whole batch, and returns whole logits and this rank's share of the
+    loss.
 
     Args:
         chunked_loss: compute the loss without whole logits, for a chunk of tokens at a time. The output of a forward
@@ -94,9 +109,9 @@ def prepare_model(
 
     Raises:
         ValueError: if the model is prepared already, or if the style does not fit.
-        NotImplementedError: with the reason, if the model would be wrong on a share: layers that are not causal
-            attention, positions that it counts itself, a head that pools (docs/integrations/transformers_models.md and
-            image_models.md list the outcome of every type).
+        NotImplementedError: with the reason, if the model would be wrong on a share: layers that mix positions
+            otherwise than by attention, positions that it counts itself (docs/integrations/transformers_models.md,
+            encoder_models.md and image_models.md list the outcome of every type).
     """
     register()
     given, model = model, base_of(model)
@@ -108,21 +123,20 @@ def prepare_model(
         raise ValueError(
             f"style has window={style.mode.window}, but the model decides which layers have a sliding window: drop it"
         )
-    check_model(model, decoder)
+    stacks = stacks_of(model) or (decoder,)
+    for stack in stacks:
+        check_model(model, stack)
     chunked = ChunkedLoss(model) if chunked_loss else None
-    hook = DecoderHook(style, mesh, decoder)
-    for mixer in mixers_of(decoder):
-        hooks = LightningHooks if is_lightning(mixer) else MixerHooks
-        hooks(mixer, describe(mixer), mixer_state).attach(mixer)
-    if hook.direct:
-        route(hook.direct)
-    elif has_attention(decoder):
-        decoder.set_attn_implementation(NAME)
-        prepare_latents(decoder)
-        sparse.prepare(decoder)
-    decoder.register_forward_pre_hook(hook.before, with_kwargs=True, prepend=True)
-    decoder.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
-    if model is not decoder:
+    hooks = [DecoderHook(style, mesh, stack) for stack in stacks]  # all before the first: they may share a config
+    for hook, stack in zip(hooks, stacks, strict=True):
+        hook.attach(stack)
+    hook = hooks[-1]
+    if len(stacks) > 1:
+        hook.two = SourceTargetHook(hook.binding, prepare_batch)
+        hook.two.attach(model, *stacks)
+    elif POOLED.search(type(model).__name__):
+        PooledHook(hook.binding, prepare_batch).attach(model, decoder)
+    elif model is not decoder:
         head = HeadHook(hook)
         model.register_forward_pre_hook(head.before, with_kwargs=True)
         model.register_forward_hook(head.after, with_kwargs=True, always_call=True)
@@ -265,6 +279,8 @@ class _KeywordBatch(WholeBatch):
         positions = read_positions(positions)
         documents = None if self.documents is None else self.table_of(self.documents.rows)
         self.state = attention_state(self.handler, documents, self.mask, positions)
+        # Documents of padding alone are for causal attention: padding of an encoder sees what others see.
+        self.packed = documents is not None or in_block or self.state.tokens is None
         if self.documents is None and positions is not None and self.state.documents is not None:
             rows = read(self.state.documents).rows
             self.documents = PackedDocuments([[min(x, self.length) for x in row] for row in rows])
@@ -293,6 +309,8 @@ class _KeywordBatch(WholeBatch):
             self.state,
             last_position=self.length - 1 if self.position_ids is None else self.position_ids.max(),
             counted=None if counted is None else local_share(self.handler, counted, 1, self.table),
+            visible=_of_keys(counted),
+            packed=self.packed,
             token_types=types,
             length=self.padded // self.handler.cp.size,
             numbered=self.position_ids is None,
@@ -316,6 +334,11 @@ class _KeywordBatch(WholeBatch):
         return F.pad(x, (0, self.padded - self.length), value=value)
 
 
+def _of_keys(counted: Tensor | None) -> Tensor | None:
+    """A mask of tokens ``[B, S]`` as one of keys."""
+    return None if counted is None else rearrange(counted.bool(), "b s -> b 1 1 s")
+
+
 def _rows(x: Any) -> TypeGuard[Tensor]:
     """True for a tensor that has rows of positions."""
     return isinstance(x, Tensor) and x.ndim > 1
@@ -334,14 +357,39 @@ class DecoderHook:
         self.long_rotary = prepare_rotary(decoder) > 0
         self.position_maker, self.counts_mask = position_maker(decoder), counts_mask(decoder)
         self.mixers = mixers_of(decoder)
-        self.direct = [] if decoder._can_set_attn_implementation() else direct_attention(decoder)
+        routed = not decoder._can_set_attn_implementation() and has_attention(decoder)
+        self.direct = direct_attention(decoder) if routed else []
         """Attention modules that call SDPA themselves."""
+        self.written = written_attention(decoder) if routed and not self.direct else []
+        """Attention modules that write attention out."""
         self.compared = False
         """True once the ranks' tokens have been compared."""
         self.adapters_checked = False
         self.selects = sparse.selects(decoder)
         """True for a decoder with indexers. Its selections are those of one rank of many on one rank, too: without a
         cache it does not run as it did before it was prepared."""
+        self.cross = cross_attention(decoder)
+        self.two: SourceTargetHook | None = None
+        """The hooks of the encoder-decoder of which this is the decoder."""
+
+    def attach(self, decoder: PreTrainedModel) -> None:
+        """Register the hooks, and prepare the modules of the decoder."""
+        for mixer in self.mixers:
+            hooks = LightningHooks if is_lightning(mixer) else MixerHooks
+            hooks(mixer, describe(mixer), mixer_state).attach(mixer)
+        if "position_ids" not in self.keywords:
+            prepare_positions(decoder)
+        prepare_biases(decoder)
+        if self.direct:
+            route(self.direct)
+        elif self.written:
+            record(decoder, self.written)
+        elif has_attention(decoder):
+            decoder.set_attn_implementation(NAME)
+            prepare_latents(decoder)
+            sparse.prepare(decoder)
+        decoder.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
+        decoder.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
     @staticmethod
     def share(handler: ContextParallelHandler, batch: dict[str, Any]) -> dict[str, Any]:
@@ -378,8 +426,22 @@ class DecoderHook:
             handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
             check_padding(module, self.mixers, handler.layout, batch, tokens)
-            state = ForwardState(batch, self.binding.style, mesh, frozenset(kwargs), losses, cache)
-            self._complete(handler, tokens, batch, kwargs)
+            passed = frozenset(kwargs)
+            counted, positions = self._complete(handler, tokens, batch, kwargs)
+            state = ForwardState(
+                batch,
+                self.binding.style,
+                mesh,
+                passed,
+                losses,
+                cache,
+                positions,
+                counted,
+                whole=partial(handler.combine, documents=batch.documents),
+                share=partial(local_share, handler, seq_dim=1, documents=batch.documents),
+            )
+            if self.two is not None:
+                state = replace(state, cross=self.cross, source=self.two.source)
             if ready is None and mesh.parallel and not self.compared:
                 check_dispatched(handler, tokens, self.binding.name)
                 self.compared = True
@@ -397,6 +459,11 @@ class DecoderHook:
             raise TypeError(
                 f"{self.binding.name} got {len(args)} positional arguments: pass all but input_ids by keyword"
             )
+        if kwargs.get("encoder_hidden_states") is not None and self.two is None:
+            raise NotImplementedError(
+                f"{self.binding.name} got encoder_hidden_states, which are another sequence than the one that "
+                "prepare_batch splits. Put ContextParallel styles on its attention modules with parallelize_module"
+            )
         cache = [name for name in CACHES if not isinstance(kwargs.get(name), (SplitModelCache, type(None)))]
         if cache:
             raise NotImplementedError(
@@ -407,8 +474,9 @@ class DecoderHook:
 
     def _complete(
         self, handler: ContextParallelHandler, tokens: Tensor, batch: PreparedBatch, kwargs: dict[str, Any]
-    ) -> None:
-        """Add the arguments that the decoder would otherwise make for its local tokens only."""
+    ) -> tuple[Tensor, Tensor]:
+        """Add the arguments that the decoder would otherwise make for its local tokens only. Returns the mask
+        ``[B, S/n]`` of tokens that are no padding, and their positions ``[S/n]`` in the whole sequence."""
         mask, counted = kwargs.get("attention_mask"), batch.counted
         if counted is None:
             counted = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
@@ -420,12 +488,14 @@ class DecoderHook:
         counts = self.position_maker is not None or (self.counts_mask and padded)
         if counts and (batch.numbered or kwargs.get("position_ids") is None):
             kwargs["position_ids"] = self._counted(handler, tokens, counted, batch.documents)
-        if kwargs.get("position_ids") is None:
-            length = tokens.shape[1] * handler.cp.size
-            documents = batch.documents
-            kwargs["position_ids"] = handler.position_ids(length, device=tokens.device, documents=documents)[None]
+        length = tokens.shape[1] * handler.cp.size
+        positions = handler.position_ids(length, device=tokens.device, documents=batch.documents)
+        if kwargs.get("position_ids") is None and ("position_ids" in self.keywords or self.passes_on):
+            kwargs["position_ids"] = positions[None]
         if kwargs.get("use_cache") is None and "use_cache" in self.keywords:
             kwargs["use_cache"] = False
+        # Tables of positions need not be longer than the sequence: what is behind it is padding.
+        return counted, positions.clamp(max=batch.last_position) if batch.numbered else positions
 
     def _counted(
         self, handler: ContextParallelHandler, tokens: Tensor, counted: Tensor, documents: Tensor | None
@@ -437,9 +507,9 @@ class DecoderHook:
             shown = handler.combine(counted.to(torch.int64), 1, documents=documents)
             whole = shown.cumsum(1) * shown - 1
         else:  # of embeddings none is known to be padding
-            ids = tokens if tokens.ndim == 2 else torch.full_like(counted, maker.padding_idx + 1, dtype=torch.int64)
-            ids = handler.combine(ids, 1, documents=documents)
-            whole = maker.create_position_ids_from_input_ids(ids, maker.padding_idx)
+            padding = cast(Any, maker).keywords["padding_idx"]
+            ids = tokens if tokens.ndim == 2 else torch.full_like(counted, padding + 1, dtype=torch.int64)
+            whole = maker(handler.combine(ids, 1, documents=documents))
         return local_share(handler, whole, 1, documents)
 
     def _batch_state(
@@ -490,7 +560,9 @@ class DecoderHook:
             counted = padding if padding.shape[1] == tokens.shape[1] else local_share(handler, whole, 1, documents)
         elif mask is None and documents is None:
             packed = read_positions(positions, lambda x: handler.combine(x, 1))
-        return replace(attention_state(handler, documents, whole, packed), last_position=last, counted=counted)
+        state = attention_state(handler, documents, whole, packed)
+        several = documents is not None or state.tokens is None
+        return replace(state, last_position=last, counted=counted, visible=_of_keys(whole), packed=several)
 
     def _last_position(self, handler: ContextParallelHandler, positions: Tensor | None, tokens: Tensor) -> int | Tensor:
         """The largest position of all ranks, if a rotary embedding of this decoder depends on it."""

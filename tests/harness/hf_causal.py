@@ -1,8 +1,9 @@
-"""A tiny random model of every causal type of the installed transformers whose configuration can be made small by
-changing the sizes that most configurations share."""
+"""A tiny random model of every type of the installed transformers, with any head, whose configuration can be made small
+by changing the sizes that most configurations share."""
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ SIZES: dict[str, Any] = {
     **_each("intermediate_size ffn_dim d_ff n_inner decoder_ffn_dim encoder_ffn_dim", 24),
     **_each("moe_intermediate_size shared_expert_intermediate_size ffn_hidden_size", 16),
     **_each("num_hidden_layers num_layers n_layer n_layers decoder_layers encoder_layers num_decoder_layers", 2),
+    **_each("dropout_rate activation_dropout encoder_layerdrop decoder_layerdrop", 0.0),
     **_each("num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads", 4),
     **_each("num_key_value_heads num_kv_heads attention_num_key_value_heads", 2),
     **_each("head_dim attention_head_dim d_kv rotary_dim global_head_dim", 8),
@@ -57,6 +59,13 @@ HYBRIDS = (
     *("kimi_linear", "olmo_hybrid", "bailing_hybrid"),
 )
 """Types of which two layers would be two of the same kind."""
+
+COMPASS = {x: {"rope_type": "default", "rope_theta": 1e4} for x in ("full_attention", "sliding_attention")}
+GEMMA = {
+    **{name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
+    **{name: SIZES[name] for name in ("vocab_size", "num_key_value_heads", "head_dim", "max_position_embeddings")},
+    **{"sliding_window": 5, "attn_implementation": "eager", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
 
 CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
@@ -108,7 +117,22 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "reformer": {"is_decoder": True},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
+    "cohere_compass_text": {"layer_types": ["full_attention", "sliding_attention"], "rope_parameters": COMPASS},
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "esmc": {"num_key_value_heads": 4},
+    "funnel": {"block_sizes": [1, 1]},
+    "led": {"attention_window": 6},
+    "longformer": {"attention_window": 6},
+    "luke": {"entity_vocab_size": 20, "entity_emb_size": 8},
+    "neomme": {"head_dim": 16},
+    "prophetnet": {"num_encoder_layers": 2, "num_decoder_layers": 2, "ngram": 2},
+    "roc_bert": {"pronunciation_vocab_size": VOCABULARY, "shape_vocab_size": VOCABULARY},
+    "t5gemma": {"encoder": GEMMA, "decoder": GEMMA, "vocab_size": VOCABULARY},
+    "git": {"vision_config": {**_each("hidden_size intermediate_size", 24), **_each("image_size patch_size", 8)}},
     # SDPA, their default, leaves out the softcap on one device.
     "gemma2": {"attn_implementation": "eager", "attn_logit_softcapping": 2.0},
     "vaultgemma": {"attn_implementation": "eager", "attn_logit_softcapping": 2.0},
@@ -116,22 +140,26 @@ CHANGES: dict[str, dict[str, Any]] = {
 """Changes that a type needs in addition."""
 
 
-def causal_types() -> list[str]:
-    """The model types that ``AutoModelForCausalLM`` knows."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+CAUSAL, MASKED, SEQ2SEQ, CLASSES = "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQUENCE_CLASSIFICATION"
+"""Names of heads, as transformers' tables of automatic classes have them."""
 
 
-def class_name(kind: str) -> str:
-    """The name of the causal class of a model type."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_PRETRAINING_MAPPING_NAMES,
-    )
+def types_of(head: str = CAUSAL) -> list[str]:
+    """The model types that the automatic class of a head knows."""
+    return sorted(_table(head))
 
+
+def _table(head: str) -> dict[str, Any]:
+    from transformers.models.auto import modeling_auto
+
+    found: dict[str, Any] = getattr(modeling_auto, f"MODEL_FOR_{head}_MAPPING_NAMES")
+    return found
+
+
+def class_name(kind: str, head: str = CAUSAL) -> str:
+    """The name of the class of a model type with a head."""
     # Some text models of others, such as mistral4, have a causal class that the automatic one does not know.
-    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) or MODEL_FOR_PRETRAINING_MAPPING_NAMES[kind]
+    found = _table(head).get(kind) or _table("PRETRAINING")[kind]
     return found if isinstance(found, str) else found[0]
 
 
@@ -140,25 +168,41 @@ class NotTiny(Exception):
 
 
 @cache
-def tiny_config(kind: str) -> Any:
+def tiny_config(kind: str, head: str = CAUSAL) -> Any:
     """A small configuration of a model type; :class:`NotTiny` if there is none."""
     import transformers as hf
 
     try:
-        default = hf.CONFIG_MAPPING[kind]()
-        fixed = {name for name in SIZES if _is_fixed(type(default), name)}
-        sizes = {name: x for name, x in SIZES.items() if name not in fixed and _has(default, name)}
-        if "kv_lora_rank" in sizes:  # every head of latent attention has its own keys
-            sizes["num_key_value_heads"] = 4
-        eager = {"experts_implementation": "eager"}  # grouped products take no float64
-        config = type(default)(**{**sizes, **eager, **CHANGES.get(kind, {})})
+        default, made = hf.CONFIG_MAPPING[kind](), getattr(hf, class_name(kind, head))
+        text = getattr(default, "text_config", None)
+        if made.config_class is type(text):  # a text model that the type of a whole one names, too
+            config = _text_config(text.model_type, head, text)
+        elif getattr(default, "text_config", None) is not None and kind not in CHANGES:
+            from tests.harness import hf_images
+
+            config = hf_images.tiny_config(kind)
+        else:
+            config = _text_config(kind, head, default)
         with torch.device("meta"):
-            size = sum(p.numel() for p in getattr(hf, class_name(kind))(config).parameters())
+            size = sum(p.numel() for p in made(config).parameters())
     except Exception as error:
         raise NotTiny(f"{type(error).__name__}") from error
     if size > LARGEST:
         raise NotTiny(f"{size / 1e6:.0f} million parameters")
     return config
+
+
+def _text_config(kind: str, head: str, default: Any) -> Any:
+    fixed = {name for name, x in SIZES.items() if _is_fixed(default, name, x)}
+    sizes = {name: x for name, x in SIZES.items() if name not in fixed and _has(default, name)}
+    if "kv_lora_rank" in sizes:  # every head of latent attention has its own keys
+        sizes["num_key_value_heads"] = 4
+    if head != CAUSAL:
+        sizes.pop("is_decoder", None)
+    if head == SEQ2SEQ:
+        sizes |= {"decoder_start_token_id": 2, "forced_eos_token_id": None}
+    eager = {"experts_implementation": "eager"}  # grouped products take no float64
+    return type(default)(**{**sizes, **eager, **CHANGES.get(kind, {})})
 
 
 def changed_behaviour(kind: str) -> str:
@@ -197,9 +241,15 @@ def left_out_by_transformers(kind: str) -> bool:
     return own is not None and not own.fget(given)
 
 
-def _is_fixed(owner: type, name: str) -> bool:
-    attribute = getattr(owner, name, None)
-    return isinstance(attribute, property) and attribute.fset is None
+def _is_fixed(default: Any, name: str, value: Any) -> bool:
+    attribute = getattr(type(default), name, None)
+    if not isinstance(attribute, property):
+        return False
+    try:
+        setattr(copy.deepcopy(default), name, value)
+    except (AttributeError, NotImplementedError):
+        return True
+    return False
 
 
 def _has(config: Any, name: str) -> bool:
@@ -209,13 +259,13 @@ def _has(config: Any, name: str) -> bool:
         return False
 
 
-def tiny_causal(kind: str) -> Any:
+def tiny_causal(kind: str, head: str = CAUSAL) -> Any:
     """A model in double precision, in evaluation mode, with the same random weights on every rank."""
     import transformers as hf
 
-    config = tiny_config(kind)
+    config = copy.deepcopy(tiny_config(kind, head))
     torch.manual_seed(7)
-    model = getattr(hf, class_name(kind))(config).double().eval()
+    model = getattr(hf, class_name(kind, head))(config).double().eval()
     with torch.no_grad():
         for p in model.parameters():  # norms start at ones or zeros, and small weights hide what attention does
             p.normal_(0, 0.3)

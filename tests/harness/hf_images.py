@@ -34,7 +34,7 @@ GRIDS = [(1, 4, 4), (1, 4, 8)]
 
 
 def _sizes(config: Any, table: dict[str, Any]) -> dict[str, Any]:
-    fixed = {name for name in table if _is_fixed(type(config), name)}
+    fixed = {name for name in table if _is_fixed(config, name, SIZES.get(name))}
     return {name: x for name, x in table.items() if name not in fixed and _has(config, name)}
 
 

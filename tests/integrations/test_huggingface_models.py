@@ -281,8 +281,9 @@ def wrong_use(case: str) -> None:
 
     local = {"input_ids": tokens(24).chunk(2, 1)[dist.get_rank()]}
     labels, config = local["input_ids"], hf.LlamaConfig(**SMALL)
-    if case == "sequence classification":
-        prepared(hf.LlamaForSequenceClassification(config))
+    if case == "pooled batch":
+        model, handler = prepared(hf.LlamaForSequenceClassification(config))
+        model(**prepare_batch(handler, {"input_ids": tokens(24)}))
     elif case == "token classification":
         prepared(hf.LlamaForTokenClassification(config))[0](**local, labels=labels % 2)
     elif case == "question answering":
@@ -296,15 +297,22 @@ def wrong_use(case: str) -> None:
         style = {"ulysses_degree": 1, "layout": "per_document"}
         model, handler = prepared(model_of("llama4_text", **LLAMA4, attn_temperature_tuning=False), **style)
         model(**prepare_batch(handler, {**batch_of(), "documents": [0, 9, 24]}))
-    elif case == "encoder":
-        prepared(hf.BertModel(hf.BertConfig(**{**SMALL, "num_key_value_heads": 4})))
+    elif case == "pooler":
+        prepared(hf.BertModel(hf.BertConfig(**SMALL)))
+    elif case == "two sequences":
+        sizes = {**SMALL, "is_decoder": True, "add_cross_attention": True}
+        model, _ = prepared(hf.BertModel(hf.BertConfig(**sizes), add_pooling_layer=False))
+        model(**local, encoder_hidden_states=torch.zeros(2, 12, 32))
     elif case == "encoder-decoder":
         prepared(hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=8, num_layers=1)))
     elif case == "own positions":
-        sizes = {"vocab_size": 61, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2}
-        prepared(hf.BartForCausalLM(hf.BartConfig(**sizes)))
+        model = tiny_causal("bart")
+        model.get_decoder().embed_positions = torch.nn.Embedding(24, 32)
+        prepared(model)
     elif case == "no interface":
-        prepared(hf.BloomForCausalLM(hf.BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)))
+        prepared(tiny_causal("xlm"))
+    elif case == "written out":
+        prepared(tiny_causal("gpt_neox_japanese"))[0](**local)
     elif case == "router loss":
         model = model_of("doge", is_moe=True, num_experts=16)
         prepared(model)[0](**local, output_router_logits=True)
@@ -334,16 +342,18 @@ def wrong_use(case: str) -> None:
 
 
 REFUSED = [
-    ("sequence classification", "NotImplementedError", "LlamaForSequenceClassification pools over.*handler.combine"),
+    ("pooled batch", "ValueError", "LlamaModel got a batch of prepare_batch, but the head.*Pass the whole batch"),
     ("token classification", "NotImplementedError", r"\(ForTokenClassification\) is a mean over this rank's share"),
     ("question answering", "NotImplementedError", "start_positions.*softmax over the positions of this rank"),
     ("own loss", "NotImplementedError", "OwnLoss got labels, but its forward computes the loss.*handler.mean_loss"),
     ("own positions of layers", "NotImplementedError", "Llama4TextAttention, which counts positions by itself"),
     ("chunks and layout", "NotImplementedError", r"chunked attention \(size 5\).*layout='per_document'"),
-    ("encoder", "NotImplementedError", r"BertModel has attention that is not causal \(BertSelfAttention\)"),
+    ("pooler", "NotImplementedError", "BertModel has a pooler, which pools over the sequence.*add_pooling_layer"),
+    ("two sequences", "NotImplementedError", "BertModel got encoder_hidden_states, which are another sequence"),
     ("encoder-decoder", "NotImplementedError", "T5ForConditionalGeneration is an encoder-decoder: its source"),
     ("own positions", "NotImplementedError", "BartDecoder takes no position_ids"),
-    ("no interface", "NotImplementedError", "BloomModel computes attention by itself.*AttentionInterface or SDPA"),
+    ("no interface", "NotImplementedError", "XLMModel computes attention by itself.*AttentionInterface or SDPA"),
+    ("written out", "NotImplementedError", r"JapaneseAttention writes attention out, with a step \(a bias\)"),
     ("router loss", "NotImplementedError", "DogeForCausalLM has output_router_logits=True.*not the usual"),
     ("two windows", "NotImplementedError", "sliding_window=7, but its mask has the window 5"),
     ("labels", "ValueError", "labels without shift_labels.*prepare_batch"),

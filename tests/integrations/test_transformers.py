@@ -279,9 +279,6 @@ def refused(case: str) -> None:
     elif case == "generate":
         model, _ = prepared(make("llama"))
         model.eval().generate(tokens(12), max_new_tokens=2, use_cache=False)
-    elif case == "not causal":
-        model, _ = prepared(make("gemma3", use_bidirectional_attention=True))
-        model(**local)
     elif case == "recurrent":
         sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
         config = RecurrentGemmaConfig(**sizes, num_attention_heads=2, head_dim=8, lru_width=16, pad_token_id=0)
@@ -332,7 +329,6 @@ def refused(case: str) -> None:
         ("dropout", "NotImplementedError", "LlamaAttention asks for dropout.*attention_dropout=0.0"),
         ("cache", "NotImplementedError", "use_cache=False"),
         ("generate", "NotImplementedError", "logits_to_keep=1, as generate passes it"),
-        ("not causal", "NotImplementedError", r"not causal \(Gemma3Attention\).*causal decoders only"),
         ("recurrent", "NotImplementedError", "RecurrentGemmaModel has layers of type linear_attention"),
         (
             "twice the same",

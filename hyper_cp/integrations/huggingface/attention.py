@@ -26,10 +26,11 @@ from .compressed import entries_of
 from .forward import ForwardState, OneDevice, State, offered, running, state_for
 from .latents import NAME, as_latents, expanded, hands_on_latents
 from .qwen4 import Selection
+from .relative import RelativeBias
 from .selected import under_selection
 from .selected_blocks import of_padding
 
-UNSUPPORTED = ("dropout", "position_bias", "cache")
+UNSUPPORTED = ("dropout", "position_bias", "cache")  # a position_bias of T5 and MPNet excepted
 """Options of attention calls that the engine does not have."""
 KNOWN = {
     *UNSUPPORTED,
@@ -71,6 +72,10 @@ class MaskRequest:
         """The mask of layers that select keys: their indexers may take its only head, and ask for this dtype."""
         self.selection: Tensor | None = None
         """The keys that a layer has selected, as ``Call.selected``."""
+        self.bidirectional = False
+        """True if keys behind a query are visible as those before it are; the window holds on both sides."""
+        self.pairs: tuple[int, ...] = ()
+        """The size of a mask of this rank's pairs."""
         self.function: MaskMod | None = None
         """The model's own function of global positions that says which pairs are visible, in place of causality and
         the window."""
@@ -78,6 +83,10 @@ class MaskRequest:
     ndim: int
     shape: tuple[int, ...]
     """Those of a mask of pairs, if a model makes it and its decoder asks (PaliGemma)."""
+
+    def size(self) -> torch.Size:
+        """That of a mask of this rank's pairs: some models compare it with that of their scores."""
+        return torch.Size(self.pairs)
 
     def to(self, *_: Any, **__: Any) -> MaskRequest:
         """The same: there is nothing to move or cast."""
@@ -142,7 +151,8 @@ def attention_mask(
     """The request for a mask: attention computes it tile by tile, over the positions of all ranks.
 
     Raises:
-        NotImplementedError: for a mask that is neither causal nor sliding-window, and for a key/value cache.
+        NotImplementedError: for a mask that is neither causal, nor bidirectional, nor a window, and for a key/value
+            cache.
     """
     state = running()
     if isinstance(state, OneDevice):
@@ -150,6 +160,12 @@ def attention_mask(
         given = {"q_length": q_length, "kv_length": kv_length, "config": config, **options, **others}
         original = AttentionMaskInterface().get(state.implementation)
         return None if original is None else original(**given)
+    pairs = others.get("batch_size", 1), 1, q_length, kv_length
+    two = isinstance(state, ForwardState) and bool(state.cross)
+    if "allow_is_bidirectional_skip" in others and not others.get("use_vmap") and (two or q_length == kv_length):
+        request = MaskRequest(f"The model of {type(config).__name__}", local_size, state)
+        request.bidirectional, request.pairs = True, pairs
+        return request
     cached = isinstance(state, ForwardState) and state.cache is not None and state.cache.prompt is None
     if not cached and (q_length != kv_length or not isinstance(q_offset, int) or q_offset != 0):
         raise NotImplementedError(
@@ -173,16 +189,17 @@ def attention_mask(
         return request
     if (not allow_is_causal_skip and not selects) or (local_size not in (None, window) and not chunked):
         chunks = allow_is_causal_skip
-        kind = f"custom (size {local_size})" if chunks else "custom, bidirectional or explicit"
+        kind = f"custom (size {local_size})" if chunks else "custom or explicit"
         raise NotImplementedError(
             f"{type(config).__name__} asks for a {kind} attention mask. Context parallelism makes causal and "
-            "sliding-window masks only. Pass it as a 4-D attention_mask over global positions, if all layers share one"
+            "bidirectional masks only, and those of sliding windows. Pass it as a 4-D attention_mask over global "
+            "positions, if all layers share one"
         )
     model = f"The model of {type(config).__name__}"
     if chunked and isinstance(state, ForwardState):
         return MaskRequest(model, None, state, _chunks(state, q_length, local_size or 0))
     request = MaskRequest(model, local_size, state)
-    request.selects = selects
+    request.selects, request.pairs = selects, pairs
     return request
 
 
@@ -212,9 +229,14 @@ def attention_forward(
     value: Tensor,
     attention_mask: Tensor | MaskRequest | None,
     context_parallel: State | None = None,
+    key_bias: Tensor | None = None,
+    position_bias: Tensor | RelativeBias | None = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Attention as transformers calls it: ``[B, H, S/n, D]`` to ``[B, S/n, H, D]``, over the keys of all ranks."""
+    """Attention as transformers calls it: ``[B, H, S/n, D]`` to ``[B, S/n, H, D]``, over the keys of all ranks.
+
+    ``key_bias [B | 1, H, 1, S]`` is added to the scores of all keys (ALiBi); it gets no gradient.
+    """
     name = type(module).__name__
     request = attention_mask if isinstance(attention_mask, MaskRequest) else None
     state = context_parallel
@@ -223,6 +245,7 @@ def attention_forward(
     latent = hands_on_latents(module)
     if isinstance(state, OneDevice):
         key, value = expanded(module, key, value) if latent else (key, value)
+        options |= {} if position_bias is None else {"position_bias": position_bias}
         return _one_device(state, module, query, key, value, attention_mask, options)
     if not isinstance(state, ForwardState):
         raise RuntimeError(
@@ -230,25 +253,34 @@ def attention_forward(
             "transformers.prepare_model(model, mesh, style=...), and the model as a whole. If it shares its config "
             "with a model that was prepared, give it one of its own, copy.deepcopy(config)"
         )
-    _refuse_unsupported(name, options)
+    none = isinstance(position_bias, Tensor) and getattr(module, "has_relative_attention_bias", True) is False  # zeros
+    dense = isinstance(position_bias, Tensor) and not none
+    _refuse_unsupported(name, {**options, "position_bias": position_bias if dense else None})
     _refuse_unknown(name, options, state.passed)
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
-    if mask is None and not causal and request is None:
+    if mask is None and not causal and request is None and module not in state.cross:
         raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
     layer = None if state.cache is None else state.cache.layer_of(module, key, value)
     if layer is not None and state.cache.prompt is None:
         refuse_in_decoding(name, mask, request, options)
         size = _window(name, request, options.get("sliding_window"))
         return state.cache.attend(module, layer, query, key, size, options), None
-    batch, window = state.batch, None
+    batch = state.batch
+    window: tuple[int | None, int | None] | None = None
+    encoder = request is not None and request.bidirectional
     function = None if request is None else request.function
     if function is not None:
         mask = batch.keys
+    elif module in state.cross:
+        mask, batch = state.source, replace(batch, documents=None)
+    elif encoder and request is not None:
+        size = request.window
+        mask, window = _biased(key_bias, batch.visible), None if size is None else (size, size)
     elif mask is None:  # else it is the caller's own for all layers, and nothing is added to it, as in transformers
         size = _window(name, request, options.get("sliding_window"))
-        mask, window = batch.keys, (None if size is None else size - 1, 0)
+        mask, window = _biased(key_bias, batch.keys), (None if size is None else size - 1, 0)
     weight, bias = None, None
     key, entries = entries_of(module, key, query.shape[2])
     value = value if entries is None else key
@@ -260,7 +292,17 @@ def attention_forward(
     cp, mode = state.mesh.view(query.shape[1], kv_heads), replace(state.style.mode, window=window)
     # is_causal=False: the window ends at the query, so it is causal already; and unlike is_causal it allows a mask.
     documents = batch.documents if request is None or request.documents is None else request.documents
+    if encoder and not batch.packed and not layouts.by_documents(state.style.mode.layout):
+        batch = replace(batch, tokens=None)  # padding sees what others see
+        documents = None
     score = _score(options.get("softcap"), function, query)
+    if isinstance(position_bias, RelativeBias) and position_bias.values is not None:
+        if score is not None:
+            raise NotImplementedError(
+                f"{name} asks for a learned bias of positions and a softcap or a mask of its own. Only one of them is "
+                "supported. Use a model without the other"
+            )
+        score = position_bias.score(query)
     call = Call(False, options.get("scaling"), mask, documents, name=name, sinks=options.get("s_aux"), score=score)
     if getattr(module, "store_full_length_kv", False) and checkpoint.in_reentrant_forward():
         raise NotImplementedError(
@@ -290,6 +332,11 @@ def attention_forward(
     if batch.tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention
         out = torch.where(batch.tokens, out, 0.0 if blocks is None else of_padding(state, value, out.shape[1]))
     return out.transpose(1, 2).contiguous(), None
+
+
+def _biased(bias: Tensor | None, keys: Tensor | None) -> Tensor | None:
+    """The mask of keys ``[B, 1, 1, S]``, with a bias of them."""
+    return keys if bias is None else bias if keys is None else bias.masked_fill(~keys, -torch.inf)
 
 
 def refuse_in_decoding(name: str, mask: Tensor | None, request: MaskRequest | None, options: dict[str, Any]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +21,13 @@ from ...module.mixers.calls import is_mixer
 from ...module.mixing import mixing_modules
 from ...schedule.layout import by_documents
 from . import qwen4, sparse
-from .modules import direct_attention, is_lightning, source_of
+from .media import owner_of
+from .modules import direct_attention, id_position_modules, is_lightning, position_modules, source_of
+from .pooled import poolers_of, pools_by_itself
+from .relative import relative_modules
 from .selected import LAYER, selects
+from .two_sequences import stacks_of
+from .written import makes_biases, writes_out, written_attention
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 """Types of layers that do not mix positions, or do so by attention only."""
@@ -30,6 +37,8 @@ POOLED = re.compile(
 """Names of heads that pool over the sequence."""
 COUNTS = re.compile(r"arange\(\s*(hidden_states|query\w*)\.(shape\[|size\()")
 """Code that counts positions of the local hidden states."""
+SHIFTS = re.compile(r"fft|fourier_transform|\[:, (1:|:-1)[],]|attention_mask\.sum\(|\.roll\(")
+"""Code that reads other positions than a token's own."""
 LOSS_OF_TOKENS = {None, "ForCausalLM", "ForConditionalGeneration"}
 """Types of losses that honour shifted labels and the number of labels of the whole batch."""
 MEDIA = re.compile(
@@ -54,16 +63,22 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Raise ``NotImplementedError``, with the reason, for a model whose forward would be wrong on a share."""
     name, config = type(decoder).__name__, decoder.config
-    if config.is_encoder_decoder:
+    if (config.is_encoder_decoder or model.config.is_encoder_decoder) and stacks_of(model) is None:
         raise NotImplementedError(
-            f"{type(model).__name__} is an encoder-decoder: its source and its target are two sequences, and "
-            "prepare_model splits one. Put ContextParallel styles on its attention modules with parallelize_module"
+            f"{type(model).__name__} is an encoder-decoder without a head that predicts the tokens of its target, or "
+            "not of text alone. Put ContextParallel styles on its attention modules with parallelize_module"
         )
-    if POOLED.search(type(model).__name__):
+    pools = POOLED.search(type(model).__name__)
+    if pools and (model is decoder or not takes_tokens(decoder) or owner_of(model, decoder) is not None):
         raise NotImplementedError(
             f"{type(model).__name__} pools over the sequence, and each rank would pool over its share. Prepare "
             "the model without its head (model.base_model), gather its output with handler.combine(hidden, 1), and "
             "apply the head to that"
+        )
+    if pools_by_itself(decoder) or (poolers_of(decoder) and not pools):
+        raise NotImplementedError(
+            f"{name} has a pooler, which pools over the sequence, and each rank would pool over its share. Make the "
+            "model with add_pooling_layer=False, gather its output with handler.combine(hidden, 1), and pool that"
         )
     mixing = unrouted_mixers(decoder)
     if mixing:
@@ -72,15 +87,31 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             "functions that context parallelism routes, and would end at this rank's share. Use a model whose mixers "
             "call causal_conv1d_fn, chunk_gated_delta_rule and their kind (docs/guide/recurrent_layers.md)"
         )
-    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
+    alibi = getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi"
+    if alibi and not makes_biases(decoder):
         raise NotImplementedError(
             f"{name} adds ALiBi biases to attention scores, which it makes for the positions of a share. Use a model "
             "with rotary or learned positions"
         )
-    if has_attention(decoder) and not decoder._can_set_attn_implementation() and not direct_attention(decoder):
+    by_itself = not decoder._can_set_attn_implementation()
+    if has_attention(decoder) and by_itself and not direct_attention(decoder) and not written_attention(decoder):
         raise NotImplementedError(
             f"{name} computes attention by itself, not through transformers' AttentionInterface or SDPA, so it cannot "
             'be replaced. Use a model that does; one that can call SDPA needs attn_implementation="sdpa"'
+        )
+    written = sorted({type(m).__name__ for m in decoder.modules() if writes_out(type(m))})
+    if written and not by_itself:
+        raise NotImplementedError(
+            f"{name} has {', '.join(written)}, which writes attention out beside modules that call transformers' "
+            "AttentionInterface, and would attend to this rank's share of the keys. Use a model without it"
+        )
+    known = {x for m in decoder.modules() if sparse.is_known(type(m)) for x in m.modules()}
+    shifting = sorted({type(m).__name__ for m in decoder.modules() if m not in known and _shifts(m)})
+    if shifting:
+        raise NotImplementedError(
+            f"{name} has {', '.join(shifting)}, which reads other positions without attention (neighbours, a count of "
+            "tokens or a Fourier transform), and would end at this rank's share. Use a model without it (ESM: "
+            "token_dropout=False)"
         )
     counting = sorted({type(m).__name__ for m in decoder.modules() if m is not decoder and _counts_positions(m)})
     if counting:
@@ -88,18 +119,21 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} has {', '.join(counting)}, which counts positions by itself, from 0 on every rank (for a scale of "
             "attention that grows with them). Use a model without it (Llama 4: attn_temperature_tuning=False)"
         )
-    if "position_ids" not in inspect.signature(decoder.forward).parameters and has_attention(decoder):
+    counted = (
+        "position_ids" in inspect.signature(decoder.forward).parameters
+        or makes_biases(decoder)
+        or relative_modules(decoder)
+    )
+    if not counted and has_attention(decoder) and not (position_modules(decoder) or id_position_modules(decoder)):
         raise NotImplementedError(
             f"{name} takes no position_ids: it counts positions itself, and would count them from 0 on every rank. "
             "Use a model whose forward takes position_ids"
         )
-    both = sorted({type(m).__name__ for m in decoder.modules() if getattr(m, "is_causal", True) is False})
-    if (both or not getattr(config, "is_causal", True)) and not masks_by_types(model):
-        raise NotImplementedError(
-            f"{name} has attention that is not causal ({', '.join(both) or 'is_causal=False in its config'}), as in an "
-            "encoder or in cross-attention. prepare_model supports causal decoders only. Put ContextParallel styles on "
-            "its attention modules with parallelize_module"
-        )
+
+
+def takes_tokens(decoder: nn.Module) -> bool:
+    """True for a decoder of text."""
+    return "input_ids" in inspect.signature(decoder.forward).parameters
 
 
 def mixers_of(decoder: nn.Module) -> list[nn.Module]:
@@ -145,6 +179,14 @@ def _counts_positions(module: nn.Module) -> bool:
     return bool(scales and COUNTS.search(source_of(type(module).forward)))
 
 
+def _shifts(module: nn.Module) -> bool:
+    """True for a module that reads neighbouring positions, or counts tokens (ESM, if it drops some)."""
+    if isinstance(module, (nn.Conv2d, nn.Conv3d)):
+        return max(module.kernel_size) > 1
+    counts = getattr(module, "token_dropout", True)
+    return bool(counts and SHIFTS.search(source_of(type(module).forward)))
+
+
 def why_loss_is_wrong(model: nn.Module) -> str | None:
     """The reason why the loss of a model would be wrong on a share, though its labels have been shifted; or None."""
     if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()):
@@ -160,9 +202,16 @@ def masks_by_types(model: nn.Module) -> bool:
     return any("block_sequence_ids" in source_of(type(module).forward) for module in (model, *model.children()))
 
 
-def position_maker(decoder: nn.Module) -> Any:
-    """The module of a decoder that makes position ids of the ids of tokens, as RoBERTa's does, or None."""
-    return next((x for x in decoder.modules() if hasattr(x, "create_position_ids_from_input_ids")), None)
+def position_maker(decoder: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """The function by which a decoder makes position ids of the ids of tokens, as RoBERTa does, or None."""
+    name = "create_position_ids_from_input_ids"
+    for module in decoder.modules():
+        made = getattr(module, name, None)
+        if made is None and f" {name}(" in source_of(type(module).forward):  # ESM: a function of its file
+            made = getattr(sys.modules[type(module).__module__], name)
+        if made is not None:
+            return partial(made, padding_idx=cast(Any, module).padding_idx)
+    return None
 
 
 def counts_mask(decoder: nn.Module) -> bool:

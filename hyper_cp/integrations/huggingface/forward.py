@@ -6,11 +6,12 @@ on are called without it: they find the forward that is running.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..._torch import checkpoint
 from ..._torch.modules import is_running
@@ -35,6 +36,19 @@ class ForwardState:
     """Collects the losses of indexers; None: indexers are not trained."""
     cache: Any = None
     """The cache that the ranks share, a :class:`~.decoding.SplitModelCache`; None: nothing is generated."""
+    positions: Tensor | None = None
+    """``[S/n]``, the positions of this rank's tokens in the sequence; None: new tokens of a cache."""
+    counted: Tensor | None = None
+    """``[B, S/n]``: False on this rank's padding."""
+    whole: Callable[[Tensor], Tensor] = field(default=lambda x: x)
+    """Gathers ``[B, S/n]`` of all ranks to ``[B, S]``; ``share`` is its inverse."""
+    share: Callable[[Tensor], Tensor] = field(default=lambda x: x)
+    cross: Set[nn.Module] = frozenset()
+    """The modules that attend to the states of an encoder."""
+    source: Tensor | None = None
+    """``[B, 1, 1, S]``: False on padding of the encoder's sequence; None: there is none."""
+    biases: list[Tensor] = field(default_factory=list)
+    """The biases of scores that the decoder has made for the positions of all ranks."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -39,11 +39,12 @@ _running: ThreadStack[tuple[nn.Module, TorchFunctionMode]] = ThreadStack()
 """The modules that run in a mode of this file."""
 
 
-def _run_in(module: nn.Module, make: Callable[[nn.Module], TorchFunctionMode | None]) -> None:
-    """Enter the mode that ``make`` returns (None: no mode) at each call of the module, and leave it at its end."""
+def run_in(module: nn.Module, make: Callable[[nn.Module, Any, Any], TorchFunctionMode | None]) -> None:
+    """Enter the mode that ``make`` returns (None: no mode) for the arguments of each call of the module, and leave it
+    at the end of the call."""
 
-    def before(module: nn.Module, args: Any) -> None:
-        mode = make(module)
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        mode = make(module, args, kwargs)
         if mode is not None:
             _running.push((module, mode))
             mode.__enter__()
@@ -54,7 +55,7 @@ def _run_in(module: nn.Module, make: Callable[[nn.Module], TorchFunctionMode | N
             _running.remove(entered)
             entered[1].__exit__(None, None, None)
 
-    module.register_forward_pre_hook(before)
+    module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, always_call=True)
 
 
@@ -87,7 +88,11 @@ def route(modules: list[nn.Module]) -> None:
     query heads without ``enable_gqa``, and documents and padding are those of the prepared batch.)
     """
     for module in modules:
-        _run_in(module, lambda module: _Sdpa(module, x) if isinstance(x := state_for(module), ForwardState) else None)
+        run_in(module, _direct)
+
+
+def _direct(module: nn.Module, *_: Any) -> TorchFunctionMode | None:
+    return _Sdpa(module, state) if isinstance(state := state_for(module), ForwardState) else None
 
 
 class _Sdpa(TorchFunctionMode):
@@ -148,10 +153,10 @@ class LightningHooks(MixerHooks):
     def attach(self, module: nn.Module) -> None:
         """Register the hooks."""
         super().attach(module)
-        _run_in(module, _lightning)
+        run_in(module, _lightning)
 
 
-def _lightning(module: nn.Module) -> TorchFunctionMode | None:
+def _lightning(module: nn.Module, *_: Any) -> TorchFunctionMode | None:
     mixer = running_mixer()
     return _Lightning(mixer, module) if mixer is not None and mixer.module is module else None
 
@@ -181,6 +186,60 @@ class _Lightning(TorchFunctionMode):
             self.mixer.routed += 1
             return self.mixer.recur(q, k, v, -self.module.get_buffer("slope_rate").flatten()).transpose(1, 2)
         return func(*args, **kwargs)
+
+
+# --------------------------------------------------------------------------- tables of positions
+
+
+def position_modules(decoder: nn.Module) -> list[nn.Module]:
+    """The modules that count the positions of their input from 0, and take others instead, as those of BART do."""
+    names = {"past_key_values_length", "position_ids"}
+    return [m for m in decoder.modules() if names <= _parameters(m) and not [*m.children()]]
+
+
+def id_position_modules(decoder: nn.Module) -> list[nn.Module]:
+    """The modules that make positions of the ids of their input, padding excepted, as those of M2M100 do."""
+    return [m for m in decoder.modules() if hasattr(m, _MAKER) and "past_key_values_length" in _parameters(m)]
+
+
+def _parameters(module: nn.Module) -> set[str]:
+    return {*inspect.signature(module.forward).parameters}
+
+
+_MAKER = "create_position_ids_from_input_ids"
+
+
+def prepare_positions(decoder: nn.Module) -> None:
+    """Let such modules take the positions of this rank's tokens in the whole sequence."""
+    for module in position_modules(decoder):
+        module.register_forward_pre_hook(_take_positions, with_kwargs=True)
+    for module in id_position_modules(decoder):
+        module.register_forward_pre_hook(_need_ids, with_kwargs=True)
+        setattr(module, _MAKER, partial(_of_all_ids, module, getattr(module, _MAKER)))
+
+
+def _of_all_ids(module: nn.Module, make: Callable[..., Tensor], ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    state = state_for(module)
+    if not isinstance(state, ForwardState):
+        return make(ids, *args, **kwargs)
+    return state.share(make(state.whole(ids), *args, **kwargs))
+
+
+def _need_ids(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    if isinstance(state_for(module), ForwardState) and given.get("input_ids") is None:
+        raise NotImplementedError(
+            f"{type(module).__name__} makes positions of the ids of tokens, and got none. Of embeddings it would count "
+            "this rank's share. Pass input_ids"
+        )
+
+
+def _take_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    state = state_for(module)
+    if not isinstance(state, ForwardState) or state.positions is None:
+        return None
+    given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    return (), {**given, "position_ids": state.positions}
 
 
 # --------------------------------------------------------------------------- rotary tables

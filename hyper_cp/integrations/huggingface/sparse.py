@@ -36,6 +36,11 @@ def prepare(decoder: nn.Module) -> None:
                 replaced.prepare(module)
 
 
+def is_known(kind: type[nn.Module]) -> bool:
+    """True for a type of module that is replaced."""
+    return any(replaced.known(kind) for replaced in REPLACED)
+
+
 def selects(decoder: nn.Module) -> bool:
     """True for a decoder with modules that select keys or make entries."""
     return any(x.layers and x.known(type(module)) for module in decoder.modules() for x in REPLACED)

@@ -1,0 +1,130 @@
+"""Encoder-decoders: BART, T5, Marian and others, whose source and target are two sequences.
+
+Such a model takes the whole batch. Its encoder splits the source and its decoder the target, each with the layout of
+the style. Cross-attention reads the encoder's states of all ranks. Logits are this rank's share of the target.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...handler import ContextParallelHandler
+from ...module.mesh_binding import Binding
+from ...style import style_of
+
+CROSS = re.compile(r"(^|\.)(encoder_attn|EncDecAttention|cross_attn|crossattention)($|\.)")
+"""Names of modules whose keys are those of an encoder."""
+HEADS = re.compile(r"ForConditionalGeneration$|MTModel$")
+"""Names of models with a head that predicts the tokens of the target."""
+INPUTS = ("input_ids", "inputs_embeds", "attention_mask")
+
+
+def shifted_by(model: Any) -> Callable[[Tensor], Tensor] | None:
+    """The function by which a model makes the input of its decoder of labels: a method, or one of its file."""
+    method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if method is not None:
+        return lambda labels: method(labels=labels)
+    function, config = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None), model.config
+    if function is None or list(inspect.signature(function).parameters)[1:] != _SHIFT:
+        return None
+    return lambda labels: function(labels, config.pad_token_id, config.decoder_start_token_id)
+
+
+_SHIFT = ["pad_token_id", "decoder_start_token_id"]
+
+
+def stacks_of(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel] | None:
+    """The encoder and the decoder of an encoder-decoder of text with a head of tokens; None for other models."""
+    if not (model.config.is_encoder_decoder and HEADS.search(type(model).__name__) and shifted_by(model)):
+        return None
+    encoder, decoder = model.get_encoder(), model.get_decoder()
+    both = isinstance(encoder, PreTrainedModel) and isinstance(decoder, PreTrainedModel) and encoder is not decoder
+    return (encoder, decoder) if both and encoder is not model else None
+
+
+def cross_attention(decoder: nn.Module) -> set[nn.Module]:
+    """The modules of a decoder that attend to the states of an encoder."""
+    return {module for name, module in decoder.named_modules() if CROSS.search(name)}
+
+
+class SourceTargetHook:
+    """The hooks of an encoder-decoder, and of its two stacks.
+
+    Args:
+        split: makes this rank's share of a whole batch.
+    """
+
+    def __init__(self, binding: Binding, split: Callable[[ContextParallelHandler, Any], dict[str, Any]]) -> None:
+        self.binding, self.split = binding, split
+        self.labels: Tensor | None = None
+        """Those of the whole target; then those of this rank."""
+        self.source: Tensor | None = None
+        """``[B, 1, 1, S]``: False on padding of the source; None: there is none."""
+
+    def attach(self, model: nn.Module, encoder: nn.Module, decoder: nn.Module) -> None:
+        """Register the hooks; those of the stacks before all others."""
+        model.register_forward_pre_hook(self.before, with_kwargs=True)
+        encoder.register_forward_pre_hook(self.split_source, with_kwargs=True, prepend=True)
+        decoder.register_forward_pre_hook(self.split_target, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self.after)
+
+    def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take the labels, and make the whole input of the decoder of them."""
+        self.labels = self.source = None
+        if not self.binding.active.parallel:
+            return None
+        name = type(model).__name__
+        wrong = [x for x in ("encoder_outputs", "past_key_values", "context_parallel") if kwargs.get(x) is not None]
+        if wrong or len(args) > 1:
+            raise NotImplementedError(
+                f"{name} got {', '.join(wrong) or 'positional arguments'}. It splits its source and its target by "
+                "itself. Pass the whole batch, by keyword: input_ids, attention_mask, labels"
+            )
+        if kwargs.get("output_router_logits"):
+            raise NotImplementedError(
+                f"{name} got output_router_logits=True, for which no loss over two sequences is known. Leave it out"
+            )
+        kwargs = {**kwargs, "use_cache": False}
+        self.labels = kwargs.pop("labels", None)
+        if self.labels is not None and not any(kwargs.get(f"decoder_{x}") is not None for x in INPUTS[:2]):
+            shift: Any = shifted_by(model)
+            kwargs["decoder_input_ids"] = shift(self.labels)
+        return args, kwargs
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Tensor | None) -> dict[str, Any]:
+        kwargs = {**dict(zip(INPUTS, args, strict=False)), **kwargs}
+        whole = {name: kwargs.pop(name) for name in INPUTS if kwargs.get(name) is not None}
+        whole |= {} if labels is None else {"shift_labels": labels}
+        active = self.binding.active
+        return {**kwargs, **self.split(ContextParallelHandler(active.mesh, style_of(self.binding)), whole)}
+
+    def split_source(self, encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """This rank's share of the source."""
+        if not self.binding.active.parallel:
+            return None
+        local = self._split(args, kwargs, None)
+        self.source = local["context_parallel"].visible
+        return (), local
+
+    def split_target(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """This rank's share of the target, with the states of the encoder as they are."""
+        if not self.binding.active.parallel:
+            return None
+        local = self._split(args, kwargs, self.labels)
+        self.labels = local.pop("shift_labels", None)
+        return (), {**local, "encoder_attention_mask": None}
+
+    def after(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """Add this rank's share of the loss."""
+        labels, self.labels, active = self.labels, None, self.binding.active
+        if labels is not None and active.parallel:
+            handler = ContextParallelHandler(active.mesh, style_of(self.binding))
+            output["loss"] = handler.mean_loss(output.logits, labels.to(output.logits.device), gradients="sum")
+        return output
