@@ -268,7 +268,8 @@ def test_every_causal_model_is_exact_or_refused(ranks: Any) -> None:
     """With HYPER_CP_WRITE_README=1 the page is written instead of compared."""
     import transformers
 
-    from hyper_cp.integrations.huggingface.checks import LAYER, LAYER_TYPES, WITH_SEAMS
+    from hyper_cp.integrations.huggingface.checks import LAYER_TYPES
+    from hyper_cp.integrations.huggingface.sparse import REPLACED
 
     both, chunked = zip(*ranks(2, verdicts, types_of(), timeout=900), strict=True)
     check_chunked(chunked[0] | chunked[1])
@@ -276,7 +277,8 @@ def test_every_causal_model_is_exact_or_refused(ranks: Any) -> None:
     bad = {kind: outcome for kind, outcome in found.items() if outcome[0] in ("WRONG", "CRASH")}
     assert not bad, "\n".join(f"{kind}: {outcome} ({why})" for kind, (outcome, why) in bad.items())
     untried = {layers for layers, (exact, _) in by_layers(found).items() if not exact}
-    assert not untried & {*LAYER_TYPES, *WITH_SEAMS, LAYER}, "types of layers that are neither tried nor refused"
+    known = {*LAYER_TYPES, *(kind for replaced in REPLACED for kind in replaced.layers)}
+    assert not untried & known, "types of layers that are neither tried nor refused"
     made = page(found, transformers.__version__)
     if os.environ.get("HYPER_CP_WRITE_README"):
         PAGE.write_text(made)

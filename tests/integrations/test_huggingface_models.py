@@ -304,7 +304,7 @@ def wrong_use(case: str) -> None:
         model, _ = prepared(hf.BertModel(hf.BertConfig(**sizes), add_pooling_layer=False))
         model(**local, encoder_hidden_states=torch.zeros(2, 12, 32))
     elif case == "encoder-decoder":
-        prepared(hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=8, num_layers=1)))
+        prepared(hf.T5Model(hf.T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=8, num_layers=1)))
     elif case == "own positions":
         model = tiny_causal("bart")
         model.get_decoder().embed_positions = torch.nn.Embedding(24, 32)
@@ -350,7 +350,7 @@ REFUSED = [
     ("chunks and layout", "NotImplementedError", r"chunked attention \(size 5\).*layout='per_document'"),
     ("pooler", "NotImplementedError", "BertModel has a pooler, which pools over the sequence.*add_pooling_layer"),
     ("two sequences", "NotImplementedError", "BertModel got encoder_hidden_states, which are another sequence"),
-    ("encoder-decoder", "NotImplementedError", "T5ForConditionalGeneration is an encoder-decoder: its source"),
+    ("encoder-decoder", "NotImplementedError", "T5Model is an encoder-decoder without a head"),
     ("own positions", "NotImplementedError", "BartDecoder takes no position_ids"),
     ("no interface", "NotImplementedError", "XLMModel computes attention by itself.*AttentionInterface or SDPA"),
     ("written out", "NotImplementedError", r"JapaneseAttention writes attention out, with a step \(a bias\)"),

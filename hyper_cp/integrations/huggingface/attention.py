@@ -254,8 +254,8 @@ def attention_forward(
             "with a model that was prepared, give it one of its own, copy.deepcopy(config)"
         )
     none = isinstance(position_bias, Tensor) and getattr(module, "has_relative_attention_bias", True) is False  # zeros
-    dense = isinstance(position_bias, Tensor) and not none
-    _refuse_unsupported(name, {**options, "position_bias": position_bias if dense else None})
+    known = none or isinstance(position_bias, RelativeBias)
+    _refuse_unsupported(name, {**options, "position_bias": None if known else position_bias})
     _refuse_unknown(name, options, state.passed)
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal

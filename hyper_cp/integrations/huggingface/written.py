@@ -45,6 +45,8 @@ def writes_out(kind: Any) -> bool:
     """True for a type of module that multiplies, takes a softmax, and calls no attention function."""
     source = "".join(source_of(x) for x in kind.__mro__ if not x.__module__.startswith(("torch.", "builtins")))
     product = any(f"{name}(" in source for name in ("matmul", "bmm", "einsum"))
+    if "topk(" in source and not re.search("Att|Indexer", kind.__name__):
+        return False  # a router of experts
     return "oftmax(" in source and product and "get_interface(" not in source
 
 
