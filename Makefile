@@ -64,14 +64,14 @@ $(DOCS)/installed: pyproject.toml constraints.txt
 		$$(sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '",')
 	touch $@
 
-# The wheel and the sdist in dist/, and the demo and the README's program in an empty environment that has the wheel.
+# The wheel and the sdist in dist/, and the demo and examples/train.py in an empty environment that has the wheel.
 release-check: $(STAMP)
 	rm -rf dist
 	$(BIN)/python -m hatchling build -d dist
 	$(PYTHON) -m venv dist/env
 	dist/env/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
 	cd dist && env/bin/hyper-cp demo --steps 2 --html demo.html && env/bin/hyper-cp tiles --modes && env/bin/hyper-cp doctor
-	sed -n '/^```python/,/^```/{/^```/!p}' README.md > dist/train.py
+	cp examples/train.py dist/train.py
 	cd dist && env/bin/torchrun --nproc-per-node 2 train.py
 
 # torch is pinned in constraints.txt: a loose one pulls gigabytes of CUDA packages, and so does TORCH=. Another torch

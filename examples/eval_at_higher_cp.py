@@ -46,7 +46,7 @@ def loss_of(model: Llama, handler: ContextParallelHandler, text: Tensor, everyon
     text = text.to(everyone.device_type)
     batch = handler.get_batch_on_this_cp_rank({"tokens": text, "labels": text}, shift_labels=True)
     with handler.documents(batch):
-        logits = model(batch["tokens"], batch["position_ids"][0])
+        logits = model(batch["tokens"], batch["position_ids"])
     return handler.mean_loss(logits, batch["shift_labels"], mesh=everyone)
 
 

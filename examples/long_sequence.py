@@ -67,11 +67,11 @@ class Step:
     def __call__(self, text: Tensor) -> Tensor:
         batch = self.handler.get_batch_on_this_cp_rank({"tokens": text, "labels": text}, shift_labels=True)
         with self.handler.documents(batch):
-            out = self.model(batch["tokens"], batch["position_ids"][0])
-        chunk = None if self.head is None else 128
-        loss = self.handler.mean_loss(out, batch["shift_labels"], head=self.head, chunk=chunk, gradients="sum")
-        del out
-        loss.backward()
+            out = self.model(batch["tokens"], batch["position_ids"])
+            chunk = None if self.head is None else 128
+            loss = self.handler.mean_loss(out, batch["shift_labels"], head=self.head, chunk=chunk, gradients="sum")
+            del out
+            loss.backward()
         with torch.no_grad():
             for p in self.parameters:
                 dist.all_reduce(p.grad)

@@ -124,8 +124,8 @@ def train(args: argparse.Namespace) -> Sequence[float]:
         batch = handler.get_batch_on_this_cp_rank({"tokens": text, "labels": text}, shift_labels=True)
         with handler.documents(batch):
             logits = parallel(batch["tokens"], batch["position_ids"])
-        loss = handler.mean_loss(logits, batch["shift_labels"])
-        loss.backward()
+            loss = handler.mean_loss(logits, batch["shift_labels"])
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -86,10 +86,9 @@ def train(args: argparse.Namespace) -> list[float]:
         whole = {"tokens": tokens, "labels": tokens, "cu_seqlens": list(documents)}
         batch = handler.get_batch_on_this_cp_rank(whole, shift_labels=True)
         with handler.documents(batch):
-            # RoPE depends on differences of positions only, so positions need not restart in every document.
-            logits = model(batch["tokens"], handler.position_ids(batch.padded_length, device))
-        loss = handler.mean_loss(logits, batch["shift_labels"], mesh=mesh["dp", "cp"])  # FSDP averages over these
-        loss.backward()
+            logits = model(batch["tokens"], batch["position_ids"])
+            loss = handler.mean_loss(logits, batch["shift_labels"], mesh=mesh["dp", "cp"])  # FSDP averages over these
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

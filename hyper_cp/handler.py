@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from .data import loss, rotary
 from .data.batch import LocalBatch, read_batch
+from .data.collectives import by_rank
 from .data.head import Logits, log_probs, token_losses
 from .data.loader import local_batches
 from .data.pooling import pool
@@ -26,6 +27,7 @@ from .mesh.arguments import check_type, is_int
 from .mesh.batch_state import Split
 from .mesh.cp_mesh import CPMesh
 from .module.mesh_binding import bindings, swapped
+from .ops import max_logits
 from .schedule import layout as layouts
 from .schedule.documents import documents_table, read
 from .style import ContextParallel, style_of
@@ -94,13 +96,15 @@ class ContextParallelHandler(Shares):
         pad_values: Mapping[Any, float] | None = None,
         debug: bool = False,
         labels_cross_documents: bool = False,
+        mtp_depth: int = 0,
     ) -> Any:
         """This rank's share of a whole batch, after all that must happen before it is sharded::
 
             batch = handler.get_batch_on_this_cp_rank(batch, shift_labels=True)
             with handler.documents(batch):
                 logits = model(batch["input_ids"], batch["position_ids"])
-            loss = handler.mean_loss(logits, batch["shift_labels"])
+                loss = handler.mean_loss(logits, batch["shift_labels"])
+                loss.backward()
 
         Args:
             batch: a dict, list or tuple; the same on all ranks of the mesh. Tensors that do not have the sequence
@@ -115,6 +119,11 @@ class ContextParallelHandler(Shares):
                 host) and raise on all ranks, with the names of the entries that differ.
             labels_cross_documents: with ``shift_labels``, the last token of a document gets the label of the first of
                 the next one, as in transformers' own loss. Default False: it gets ``ignore_index``.
+            mtp_depth: with ``shift_labels``, for multi-token prediction also the entries ``shift_labels_1``,
+                ``shift_labels_2``, ... up to this depth, and the tokens that go with them (``input_ids_1``, ..., as the
+                entry of the tokens is called). A position has in ``shift_labels_k`` the label k + 1 positions on, and
+                in ``input_ids_k`` the token k on, over the whole sequence. Behind the end of the sequence or the
+                document (see ``labels_cross_documents``), and for padding, labels are ``ignore_index``.
 
         A dict may also contain:
 
@@ -147,6 +156,7 @@ class ContextParallelHandler(Shares):
             pad_values=pad_values,
             debug=debug,
             labels_cross_documents=labels_cross_documents,
+            mtp_depth=mtp_depth,
         ).split()
 
     def loader(
@@ -157,7 +167,7 @@ class ContextParallelHandler(Shares):
             for batch in handler.loader(loader, shift_labels=True, accumulate=4):
                 with handler.documents(batch):
                     logits = model(batch["tokens"], batch["position_ids"])
-                (handler.mean_loss(logits, batch["shift_labels"]) * batch.weight).backward()
+                    (handler.mean_loss(logits, batch["shift_labels"]) * batch.weight).backward()
                 if batch.last:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -433,6 +443,47 @@ class ContextParallelHandler(Shares):
 
         options: Any = {"ignore_index": ignore_index, "mask": mask, "gradients": gradients}
         return loss.mean_loss(losses, per_token, labels, whole, **options)
+
+    def max_logits(self, model: nn.Module, *, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
+        """The largest attention logit of each head of each module since the last call of this method, for QK-clip.
+
+        Styles with ``max_logits=True`` (see :class:`ContextParallel`, and :func:`hyper_cp.ops.attention` for what
+        counts) keep it over the forwards in which autograd is on: micro-batches count together, evaluations under
+        ``torch.no_grad`` do not. With tensor parallelism heads are those of this rank.
+
+        Args:
+            mesh: the mesh over whose ranks the maximum is taken, if that is more than the cp mesh: with data
+                parallelism ``world["dp", "cp"]``. The cp ranks must be in it, and each must have run the same modules.
+
+        Returns:
+            ``[H]`` in fp32 (fp64 for fp64) by the names of modules in ``model``, the same on every rank of ``mesh``;
+            -inf for heads that have seen nothing. Two small communications for all modules together.
+
+        Raises:
+            RuntimeError: if no module has kept any, or if ranks have kept those of other modules.
+
+        Example::
+
+            style = ContextParallel(qkv_indices=None, ulysses_degree=1, kv_exchange="ring", max_logits=True)
+            ...  # forward, backward, optimizer.step()
+            for name, largest in handler.max_logits(model).items():
+                shrink = (100 / largest).clamp(0, 1).sqrt()  # [H], for the rows of W_q and W_k of each head
+
+        Source: QK-clip, Kimi K2 (arXiv 2507.20534); ``max_logit`` of TransformerEngine and MagiAttention.
+        """
+        whole, kept = loss.reduced_mesh(mesh, self.mesh), max_logits.take(model)
+        heads = {name: len(x) for name, x in kept.items()}
+        counts = by_rank(
+            whole, torch.tensor([int(digest(repr(heads).encode()), 16) >> 1, len(kept)], device=self.mesh.device_type)
+        )
+        if not kept or bool((counts != counts[0]).any()):
+            raise RuntimeError(
+                f"modules have kept largest logits on the ranks of the mesh: {counts[:, 1].tolist()}. Each rank keeps "
+                "those of the same modules, in forwards with gradients, and reading forgets them. Pass max_logits=True "
+                "to the style, run a step, and call this on every rank"
+            )
+        largest = by_rank(whole, torch.cat([*kept.values()])).amax(0)
+        return dict(zip(kept, largest.split([*heads.values()]), strict=True))
 
     def log_probs(
         self,

@@ -47,8 +47,8 @@ def parallelize(
         model, handler = parallelize(model, mesh, (tokens[:1, :64], positions[:64]))
         for batch in handler.loader(batches, shift_labels=True):
             with handler.documents(batch):
-                logits = model(batch["tokens"], batch["position_ids"][0])
-            handler.mean_loss(logits, batch["shift_labels"]).backward()
+                logits = model(batch["tokens"], batch["position_ids"])
+                handler.mean_loss(logits, batch["shift_labels"]).backward()
 
     It prints, on the first rank, what it has done as a plan: the same as a ``parallelize_module`` call and a handler,
     which you can write down in its place.
@@ -225,7 +225,7 @@ def _summary(
     cp: CPMesh,
     prepared: bool,
 ) -> str:
-    """What was applied, why, and what travels."""
+    """The text that is printed: what was applied, why, and what travels."""
     ring, degree = cp.ring.size, cp.ulysses.size
     heads = " and ".join(sorted({f"{q} query and {k} key/value heads" for q, k in (x.heads for x in layers)}))
     ways = [f"Ulysses over {degree} adjacent ranks"] if degree > 1 else []

@@ -36,7 +36,7 @@ class ContextParallel(ParallelStyle):
         head_dim: their head dimension. ``[B, S, H, D]``: 2 (default); for ``[B, H, S, D]`` pass
             ``seq_dim=2, head_dim=1``.
         ulysses_degree: how many adjacent ranks trade sequence for heads. ``None``: the whole mesh
-            (pure Ulysses); 1: none (Colossal or ring); in between: a hybrid; ``"auto"``: the largest
+            (pure Ulysses); 1: none (all-gather or ring); in between: a hybrid; ``"auto"``: the largest
             degree that the head counts allow and that stays on one host (docs/measured/planner.md).
         qkv_indices: positions of q, k, v among the module's arguments (they may be passed by
             keyword; names come from its signature), or ``None`` if the module computes them itself
@@ -79,6 +79,9 @@ class ContextParallel(ParallelStyle):
         cross_attention: keys and values are another sequence than the queries (the decoder's view of an encoder). The
             documents and the padding of a block describe its queries and hide no keys then, so that a call inside one
             needs an explicit ``attn_mask`` over the global positions of the keys (``[B, 1, 1, Skv]``).
+        max_logits: keep the largest logit of each head of each module, for QK-clip, until
+            :meth:`ContextParallelHandler.max_logits` reads it (docs/guide/max_logits.md has the cost). It needs an
+            attention call that is routed. In compiled code it breaks the graph.
         allow: modules that you exempt from these checks: qualified names or patterns of them (everything inside is
             exempt too), or names of types. They may mix positions, call attention that is not routed, or have other
             weights on each rank.
@@ -134,10 +137,12 @@ class ContextParallel(ParallelStyle):
         latents_from: str | None = None,
         exchange_dtype: torch.dtype | None = None,
         cross_attention: bool = False,
+        max_logits: bool = False,
         allow: Sequence[str] = (),
     ) -> None:
         super().__init__()
         options: dict[str, Any] = {"head_groups": head_groups, "exchange_stages": exchange_stages, "window": window}
+        options["max_logits"] = max_logits
         self.mode = Mode(kv_exchange, layout, load_balance, latents=latents, exchange_dtype=exchange_dtype, **options)
         why = "Dimensions of q, k and v are counted from the left"
         self.seq_dim = check_int("seq_dim", seq_dim, why, least=0)
@@ -240,9 +245,15 @@ class ContextParallel(ParallelStyle):
         """The dtype in which wider keys, values and gradients travel."""
         return self.mode.exchange_dtype
 
+    @property
+    def max_logits(self) -> bool:
+        """True if modules keep the largest logit of each head."""
+        return self.mode.max_logits
+
     def __repr__(self) -> str:
         names = "seq_dim head_dim ulysses_degree qkv_indices kv_exchange layout load_balance window head_groups"
-        names += " exchange_stages latents latents_from exchange_dtype use_local_output cross_attention allow"
+        names += " exchange_stages latents latents_from exchange_dtype use_local_output cross_attention"
+        names += " max_logits allow"
         return f"ContextParallel({', '.join(f'{name}={getattr(self, name)!r}' for name in names.split())})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -159,6 +159,7 @@ CALLS: dict[str, dict[str, Values]] = {
             [1, 1], [1], (None, None), (5, 5), ("x", 1), {"input_ids": True}, {"input_ids": 1.0}, *DIMS[3:],
         ],
         "shift_labels": FLAGS, "ignore_index": NUMBERS, "debug": FLAGS, "labels_cross_documents": FLAGS,
+        "mtp_depth": [0, 1, BAR, *COUNTS],
         "pad_values": [
             None, {}, {"input_ids": 3}, BAR, {"nothing": 1}, {"input_ids": "x"}, {"input_ids": None},
             {"input_ids": 1.5}, {"input_ids": HUGE}, *JUNK,

@@ -174,7 +174,7 @@ def share(cp: cp_mesh.CPMesh, mode: Mode, q: Tensor, k: Tensor, v: Tensor, dout:
     heads = Ulysses(cp, mode.get("layout", "contiguous"))
     q, k, v, dout = heads.to_heads(q, k, v, dout)
     settings, scale = settings_of(cp, mode, kernels.choose(q, k, v, True)), q.shape[3] ** -0.5
-    out, lse, kernel = engine.attention_op(q, k, v, *settings.arguments(Operands(), scale))
+    out, lse, kernel, _ = engine.attention_op(q, k, v, *settings.arguments(Operands(), scale))
     given = Operands(kernel=kernel, mark=engine.fingerprint(None, cp.key))
     *grads, _ = engine.attention_backward_op(dout, q, k, v, out, lse, *settings.arguments(given, scale))
     return list(heads.to_sequence([out, *grads]))

@@ -1,8 +1,9 @@
-"""Trains a small byte-level Llama on real text in every mode of context parallelism, beside one rank.
+"""Trains a small byte-level Llama on real text in three modes of context parallelism, beside one rank.
 
-Run it as `make demo`, `hyper-cp demo`, or `torchrun --nproc-per-node 4 -m hyper_cp demo`. It prints a table and, if
-matplotlib is installed (the extra `viz`), draws the losses and who computes what; `--html FILE` puts all of it on one
-page. The exit code is not zero if the losses of any mode differ from those of one rank by more than fp32 rounding.
+Run it as `make demo`, `hyper-cp demo`, or `torchrun --nproc-per-node 4 -m hyper_cp demo`; `--all` takes every mode. It
+prints a table and, if matplotlib is installed (the extra `viz`), draws who computes what, and how far the losses are
+from those of one rank; `--html FILE` puts all of it on one page. The exit code is not zero if the losses of any mode
+differ from those of one rank by more than fp32 rounding.
 """
 
 from __future__ import annotations
@@ -34,21 +35,23 @@ from .. import ContextParallel, ContextParallelHandler, styled_modules
 from ..memory import MemoryCounter
 from ..mesh.comm import record_traffic
 from .demo_model import Llama, LlamaConfig
-from .modes import Mode, named_mode
+from .modes import named_modes
 from .options import check_picture, mistake
-from .tiles import Panel, draw_on, legend, mode_panel
+from .shown import aligned, progress, say, show_table
+from .tiles import Panel, draw_maps, map_size, mode_panel
 
-MODES: dict[str, Mode] = {
-    "ulysses": named_mode("Ulysses"),
-    "ulysses head-tail": named_mode("Ulysses, head_tail"),
-    "colossal": named_mode("all-gather"),
-    "colossal balanced": named_mode("all-gather, load_balance"),
-    "ring": named_mode("ring"),
-    "ring head-tail": named_mode("ring, head_tail"),
-    "ring balanced": named_mode("ring, load_balance"),
-    "hybrid": named_mode("hybrid of 2"),
-    "hybrid ring head-tail": named_mode("hybrid of 2, ring, head_tail"),
-}
+MODES = named_modes(
+    "Ulysses",
+    "ring, head_tail",
+    "hybrid of 2, ring, head_tail",
+    "all-gather",
+    "all-gather, load_balance",
+    "ring",
+    "ring, load_balance",
+    "Ulysses, head_tail",
+    "hybrid of 2",
+)
+"""Every mode of the demo; by default it trains the first three that its ranks allow."""
 
 ONE_RANK = "one rank"
 """Name of the run that the other runs are compared with: the unsharded model on rank 0."""
@@ -72,15 +75,20 @@ class Result:
     """The most that a rank keeps between forward and backward."""
     bytes_per_step: int
 
+    def differences(self, losses: Sequence[float]) -> list[float]:
+        """Return how far the loss of each step is from ``losses``."""
+        return [abs(a - b) for a, b in zip(self.losses, losses, strict=True)]
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``hyper-cp demo``."""
     parser.add_argument("--ranks", type=int, default=4, help="processes to start (default 4; torchrun decides itself)")
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps per mode (default 10)")
-    parser.add_argument("--seq-len", type=int, default=4096, help="tokens per sequence (default 4096)")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens per sequence (default 2048)")
     names = ", ".join(f"'{name}'" for name in MODES)
-    parser.add_argument("--modes", nargs="+", choices=MODES, metavar="MODE", help=f"some of {names} (default: all)")
-    parser.add_argument("--out", help="image file for loss curves and who computes what (default demo_losses.png)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, metavar="MODE", help=f"some of {names} (default: three)")
+    parser.add_argument("--all", action="store_true", help=f"every mode, {len(MODES)} of them")
+    parser.add_argument("--out", help="image file for the maps and the differences (default demo.png)")
     parser.add_argument("--html", metavar="FILE", help="also write one page with the table and the picture")
 
 
@@ -93,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         _check(args, ranks, possible)
     except ValueError as error:
         return mistake("demo", error)
-    args.modes = args.modes or possible
+    args.modes = args.modes or (possible if args.all else possible[:3])
     return rank_main(args) if under_torchrun else start_ranks(args)
 
 
@@ -164,7 +172,7 @@ def train(name: str, mode: dict[str, Any] | None, args: argparse.Namespace) -> R
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     positions = torch.arange(args.seq_len) if handler is None else handler.position_ids(args.seq_len)
     losses, seconds, activations = [], [], 0
-    with record_traffic() as traffic:
+    with record_traffic() as traffic, progress(name, args.steps, bool(name) and dist.get_rank() == 0) as advance:
         for step, (tokens, labels) in enumerate(text_batches(args.seq_len, args.steps)):
             start = time.perf_counter()
             if handler is not None:
@@ -178,7 +186,7 @@ def train(name: str, mode: dict[str, Any] | None, args: argparse.Namespace) -> R
             optimizer.step()
             losses.append(total.item())
             seconds.append(time.perf_counter() - start)
-            progress(name, step + 1, args.steps, losses[-1])
+            advance(f"loss {losses[-1]:.4f}")
     rate = args.seq_len / sorted(seconds)[len(seconds) // 2]
     return Result(losses, rate, activations, traffic.bytes_sent // args.steps)
 
@@ -202,68 +210,61 @@ def sum_over_ranks(loss: Tensor, model: Llama) -> Tensor:
 # --------------------------------------------------------------------------- the report
 
 
-def progress(name: str, step: int, steps: int, loss: float) -> None:
-    """Draw the progress bar of a run on rank 0: every step on a terminal, otherwise only the last one."""
-    if dist.get_rank() != 0:
-        return
-    done = 24 * step // steps
-    bar = f"{name:22} [{'#' * done}{'.' * (24 - done)}] {step:3}/{steps}  loss {loss:.4f}"
-    if sys.stderr.isatty():
-        print(f"\r{bar}", end="\n" if step == steps else "", file=sys.stderr, flush=True)
-    elif step == steps:
-        print(bar, file=sys.stderr, flush=True)
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def table(results: dict[str, Result]) -> tuple[list[str], list[str]]:
-    """Return the lines of the final table, and the names of the modes whose losses are wrong."""
-    reference = results[ONE_RANK].losses
-    whole = results[ONE_RANK].activation_bytes / 2**20
-    titles = f"{'final loss':>10} {'max |diff|':>10} {'tokens/s':>9} {'activations, MiB':>17} {'sent MiB/step':>14}"
-    lines = [f"{'mode':22} {titles}"]
-    wrong = []
+def table(results: dict[str, Result], speed: bool = True) -> tuple[list[list[str]], list[str]]:
+    """Return the cells of the final table, and the names of the modes whose losses are wrong.
+
+    Args:
+        speed: False if the times say nothing, and have no column.
+    """
+    reference, whole = results[ONE_RANK].losses, results[ONE_RANK].activation_bytes / 2**20
+    titles = ["mode", "final loss", "max |diff|", "tokens/s", "activations, MiB", "sent, MiB/step"]
+    cells, wrong = [titles], []
     for name, r in results.items():
-        differences = [abs(a - b) for a, b in zip(r.losses, reference, strict=True)]
-        if not all(d <= TOLERANCE for d in differences):  # written so that a NaN counts as wrong
+        if not all(d <= TOLERANCE for d in r.differences(reference)):  # written so that a NaN counts as wrong
             wrong.append(name)
-        lines.append(
-            f"{name:22} {r.losses[-1]:>10.5f} {max(differences):>10.1e} {r.tokens_per_second:>9.0f} "
-            f"{f'{r.activation_bytes / 2**20:.1f} of {whole:.1f}':>17} {r.bytes_per_step / 2**20:>14.2f}"
-        )
-    return lines, wrong
+        kept = f"{r.activation_bytes / 2**20:.1f} of {whole:.1f}"
+        worst = f"{max(r.differences(reference)):.1e}"
+        sent = f"{r.bytes_per_step / 2**20:.2f}"
+        cells.append([name, f"{r.losses[-1]:.5f}", worst, f"{r.tokens_per_second:.0f}", kept, sent])
+    return cells if speed else [row[:3] + row[4:] for row in cells], wrong
 
 
 def maps(modes: list[str], ranks: int, length: int) -> list[Panel]:
     """Return who computes what in each of the modes; those with equal maps share one."""
     found: dict[bytes, Panel] = {}
     for name in modes:
-        panel = mode_panel(name, MODES[name], ranks, length, 96)
+        panel = mode_panel(name, MODES[name], ranks, length, 192)
         same = found.get(panel.cells.tobytes())
-        found[panel.cells.tobytes()] = panel if same is None else replace(same, title=f"{same.title}, {name}")
+        found[panel.cells.tobytes()] = panel if same is None else replace(same, title=f"{same.title}; {name}")
     return list(found.values())
 
 
 def picture(results: dict[str, Result], panels: Sequence[Panel], ranks: int) -> Any:
-    """Return a figure: the losses and their differences from those of one rank, above the maps of who computes what.
-    Return None if matplotlib, an optional dependency (the extra "viz"), is not installed."""
+    """Return a figure: the maps of who computes what, above bars of every mode's difference from one rank and of its
+    activations. Return None if matplotlib, an optional dependency (the extra "viz"), is not installed."""
     if not importlib.util.find_spec("matplotlib"):
         return None
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(max(12, 2.6 * len(panels)), 8), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=[1.2, 1])  # type: ignore[misc]
-    left, right = above.subplots(1, 2)
-    reference = results[ONE_RANK].losses
-    for name, r in results.items():
-        left.plot(r.losses, label=name, linewidth=3 if name == ONE_RANK else 1)
-        if name != ONE_RANK:
-            right.semilogy([abs(a - b) + 1e-9 for a, b in zip(r.losses, reference, strict=True)], label=name)
-    right.axhline(TOLERANCE, color="black", linestyle="--", label="allowed")
-    left.set(title="loss", xlabel="step")
-    right.set(title="|loss - loss on one rank|", xlabel="step")
-    left.legend(fontsize=7)
-    right.legend(fontsize=7)
-    draw_on(below.subplots(1, len(panels), squeeze=False)[0], panels, ranks)
-    legend(below, ranks)
+    (width, height), bars = map_size(len(panels)), 1.2 + 0.3 * len(results)
+    figure = Figure(figsize=(width, height + bars), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=[height, bars])  # type: ignore[misc]
+    draw_maps(above, panels, ranks)
+    left, right = below.subplots(1, 2, sharey=True)
+    reference, names = results[ONE_RANK].losses, list(results)
+    worst = [max(r.differences(reference)) for r in results.values()]
+    right.barh(names, [r.activation_bytes / 2**20 for r in results.values()], color="tab:green")
+    right.set_title("activations of a rank, MiB", fontsize=10)
+    left.bar_label(left.barh(names[1:], [max(w, 1e-9) for w in worst[1:]]), [f" {w:.0e}" for w in worst[1:]])
+    left.axvline(TOLERANCE, color="black", linestyle="--")
+    left.set(xscale="log", xlim=(1e-9, 1e-4))
+    left.set_title("largest difference of a loss from one rank (dashed: allowed)", fontsize=10)
+    left.invert_yaxis()
     return figure
 
 
@@ -280,29 +281,32 @@ def save_page(lines: Sequence[str], figure: Any, path: str) -> None:
 
 def report(results: dict[str, Result], args: argparse.Namespace) -> int:
     """Print the table and save the pictures. Return 1 if the losses of a mode are wrong, else 0."""
-    ranks = dist.get_world_size()
-    lines, wrong = table(results)
-    lines = [
-        f"{ranks} gloo ranks x 1 thread, {os.cpu_count()} cores, sequence length {args.seq_len}, {args.steps} steps, "
-        f"fp32, torch {torch.__version__}",
-        *lines,
-        "activations: bytes of tensors that a rank keeps between forward and backward, and what one rank alone needs.",
-        "sent MiB/step: bytes that hyper_cp sends per rank, without the all-reduce of the gradients of parameters.",
-        'modes: colossal is kv_exchange="all_gather", balanced load_balance=True, hybrid ulysses_degree=2; '
-        "docs/start/concepts.md explains them.",
+    ranks, here = dist.get_world_size(), cores()
+    cells, wrong = table(results, speed=ranks <= here)
+    about = [
+        f"{ranks} gloo ranks x 1 thread, {here} cores, sequence length {args.seq_len}, {args.steps} steps, fp32, torch "
+        f"{torch.__version__}",
+        *[f"{ranks} ranks share {here} cores: speed says nothing here, so no column has it."] * (ranks > here),
     ]
-    print("\n" + "\n".join(lines))
-    figure, path = picture(results, maps(args.modes, ranks, args.seq_len), ranks), args.out or "demo_losses.png"
+    notes = [
+        "activations: bytes of tensors that a rank keeps between forward and backward, and what one rank alone needs.",
+        "sent: bytes that hyper_cp sends per rank, without the all-reduce of the gradients of parameters.",
+        "docs/start/concepts.md explains the modes.",
+    ]
+    print("\n" + "\n".join(about))
+    show_table(cells, ["red" if row[0] in wrong else "" for row in cells[1:]], left=["mode"])
+    print("\n".join(notes))
+    figure, path = picture(results, maps(args.modes, ranks, args.seq_len), ranks), args.out or "demo.png"
     if figure is None:
         print("no picture: matplotlib is not installed (pip install 'hyper-cp[viz]')")
     else:
         figure.savefig(path, dpi=120)
-        print(f"loss curves, and who computes what: {path}")
+        print(f"who computes what, and how far losses are from those of one rank: {path}")
     if args.html:
-        save_page(lines, figure, args.html)
+        save_page([*about, *aligned(cells, ["mode"]), *notes], figure, args.html)
         print(f"page with all of it: {args.html}")
     if wrong:
-        print(f"WRONG: losses differ from one rank by more than {TOLERANCE}: {', '.join(wrong)}")
+        say(f"WRONG: losses differ from one rank by more than {TOLERANCE}: {'; '.join(wrong)}", "bold red")
     sys.stdout.flush()  # a rank that ends with an error may end the others before they have printed
     return int(bool(wrong))
 
@@ -330,6 +334,9 @@ def rank_main(args: argparse.Namespace) -> int:
     rank = dist.get_rank()
     results: dict[str, Result] = {}
     if rank == 0:
+        first = train("", None, argparse.Namespace(seq_len=args.seq_len, steps=1))
+        seconds = args.seq_len / first.tokens_per_second * args.steps * (1 + len(args.modes))
+        say(f"one rank, then {len(args.modes)} modes on {dist.get_world_size()} ranks: about {seconds:.0f} seconds")
         results[ONE_RANK] = train(ONE_RANK, None, args)
     dist.barrier()
     for name in args.modes:

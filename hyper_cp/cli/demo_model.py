@@ -29,9 +29,12 @@ class LlamaConfig:
 
 
 def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine ``[S, head_dim / 2]`` of the tokens' global positions ``[S]``."""
+    """Return cosine and sine of the tokens' global positions: ``[S, head_dim / 2]`` for ``[S]``, and ``[B, 1, S,
+    head_dim / 2]``, the same for all heads, for ``[B, S]``."""
     half = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions.float()[:, None] * config.rope_theta ** (-half / config.head_dim)
+    angles = positions.float()[..., None] * config.rope_theta ** (-half / config.head_dim)
+    if positions.dim() == 2:
+        angles = angles.unsqueeze(1)
     return angles.cos(), angles.sin()
 
 
@@ -88,7 +91,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The model: ``forward(tokens [B, S], positions [S]) -> logits [B, S, vocab]``."""
+    """The model: ``forward(tokens [B, S], positions [B, S] or [S]) -> logits [B, S, vocab]``."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

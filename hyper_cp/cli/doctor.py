@@ -21,14 +21,17 @@ from typing import Any
 from ..planner import plan
 from ..planner.cluster import PROFILES
 from .diagnosis.exchanges import check_exchanges
-from .diagnosis.findings import NOTE, WARNING, Finding
+from .diagnosis.findings import ABSENT, NOTE, OK, REFUSED, WARNING, Finding
 from .diagnosis.machine import machine
 from .diagnosis.ranks import Ranks, default_device, one_of_several_ranks, process_group
 from .diagnosis.speeds import measure
 from .diagnosis.tiles import check_kernels
 from .options import mistake
+from .shown import progress, say
 
 MODEL = {"layers": 32, "heads": 32, "kv_heads": 8, "width": 4096, "ffn": 14336, "vocabulary": 128256}
+STYLES = {OK: "green", WARNING: "yellow", REFUSED: "dim", ABSENT: "dim"}
+"""rich's styles of findings."""
 TOKENS = 16384
 """Tokens of each rank in the sequence for which a split is recommended, of Llama 3 8B."""
 
@@ -74,17 +77,19 @@ def _examine(ranks: Ranks, args: argparse.Namespace) -> int:
     findings: list[Finding] = []
     measured: dict[str, Any] = {}
     shown = ranks.rank == 0 and not args.json
-    for finding in _findings(ranks, args, measured):
-        if shown and (not findings or findings[-1].section != finding.section):
-            print(f"\n{finding.section}")
-        if shown:
-            print(f"  {finding}", flush=True)
-        findings.append(finding)
+    with progress("examining: less than a minute on most machines", shown=shown):
+        for finding in _findings(ranks, args, measured):
+            if shown and (not findings or findings[-1].section != finding.section):
+                say(f"\n{finding.section}", "bold")
+            if shown:
+                say(f"  {finding}", "bold red" if finding.failed else STYLES.get(finding.status, ""))
+            findings.append(finding)
     wrong = [finding.what for finding in findings if finding.failed]
     code = int(any(ranks.share(bool(wrong))))
     if shown:
         warnings = sum(finding.status == WARNING for finding in findings)
-        print(f"\n{'WRONG: ' + '; '.join(wrong) if wrong else 'OK'} ({warnings} warnings)", flush=True)
+        text = f"\n{'WRONG: ' + '; '.join(wrong) if wrong else 'OK'} ({warnings} warnings)"
+        say(text, "bold red" if wrong else "green")
     elif ranks.rank == 0:
         report = measured | {"ok": not code, "findings": [asdict(f) for f in findings]}
         print(json.dumps(report, indent=1), flush=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from . import demo, doctor, plan, tiles, verify
 
 COMMANDS = {
-    "demo": (demo, "train a small Llama in every mode beside one rank, and compare the losses"),
+    "demo": (demo, "train a small Llama in three modes beside one rank, and compare the losses"),
     "doctor": (doctor, "examine the machine: versions, kernels, every exchange, and the speed of links and devices"),
     "plan": (plan, "estimate a training step in every strategy, and name the one to use first"),
     "tiles": (tiles, "draw who computes what, and what travels, in several sequence layouts"),

@@ -11,13 +11,12 @@ planned.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
 from typing import Any
 
 from ..planner import PlanReport, plan
 from ..planner.cluster import PROFILES, cluster_of
 from .options import DOCUMENTS_HELP, check_picture, document_lengths, mistake, tokens
+from .shown import show_table
 
 SIZES = ("layers", "heads", "kv_heads", "head_dim", "width", "ffn", "vocabulary")
 CLUSTER = ("gpus_per_host", "tflops", "inside_gb_s", "between_gb_s", "memory_gb_s")
@@ -110,27 +109,14 @@ def _planned(args: argparse.Namespace) -> PlanReport:
 
 
 def show(report: PlanReport, rows: int) -> None:
-    """Print the report: as a table of rich, if it is installed, otherwise as plain text."""
-    if not importlib.util.find_spec("rich"):
-        print(report.text(rows))
-        return
-    from rich.console import Console  # optional: nothing else needs it
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 240, highlight=False)
+    """Print the report: its heading, and the best of the modes as a table."""
+    print("\n".join(report.heading()))
     cells = report.rows(rows)
-    header, lines = cells[0], cells[1:]
-    table = Table()
-    for name in header:
-        table.add_column(
-            name, justify="right" if name not in ("mode", "layout", "checkpointing", "loss", "why") else "left"
-        )
-    for line, estimate in zip(lines, report.of_modes(), strict=False):
-        best = estimate is report.best
-        table.add_row(*line, style="bold green" if best else None if estimate.fits else "dim")
-    for text in report.heading():
-        console.print(text)
-    console.print(table)
+    modes = report.of_modes()
+    styles = ["bold green" if e is report.best else "" if e.fits else "dim" for e in modes[:rows]]
+    show_table(cells, styles, left=["mode", "layout", "checkpointing", "loss", "why"])
+    if len(modes) > rows:
+        print(f"and {len(modes) - rows} more modes; --rows or --json shows them")
 
 
 def save_plot(report: PlanReport, path: str) -> None:

@@ -42,11 +42,13 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Panel:
-    """A map with its title and, below it, what the division costs."""
+    """A map with its title above it and, below it, what the division costs."""
 
     title: str
     caption: str
     cells: Numbers
+    parts: int = 1
+    """Parts of the heads, of which each has a map of its own."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -147,17 +149,18 @@ def mode_panel(title: str, mode: dict[str, Any], ranks: int, length: int, size: 
         for group in range(ulysses)
     ]
     cost = f"work {max(work) * ring / sum(work):.2f} x the mean, a rank sends {sent:.2g} x its q"
-    return Panel(title, cost, mosaic(maps))
+    return Panel(title, cost, mosaic(maps), ulysses)
 
 
 def mosaic(maps: list[Numbers]) -> Numbers:
-    """Return maps side by side in a square, with gaps."""
+    """Return maps side by side in a square, with gaps; if they do not fill it, in the middle of its height."""
     side, size = math.ceil(math.sqrt(len(maps))), len(maps[0])
-    gap = max(1, size // 24) if len(maps) > 1 else 0
-    whole = np.zeros((-(-len(maps) // side) * (size + gap) - gap, side * (size + gap) - gap), dtype=np.int64)
+    step = size + (max(1, size // 24) if len(maps) > 1 else 0)
+    whole = np.zeros((side * step - step + size,) * 2, dtype=np.int64)
+    top = (side - -(-len(maps) // side)) * step // 2
     for i, one in enumerate(maps):
         row, column = divmod(i, side)
-        whole[row * (size + gap) :, column * (size + gap) :][:size, :size] = one
+        whole[top + row * step :, column * step :][:size, :size] = one
     return whole
 
 
@@ -244,29 +247,38 @@ def palette(ranks: int) -> Any:
 
 
 def draw(panels: Sequence[Panel], ranks: int, path: str) -> None:
-    """Draw the maps side by side into an image file."""
+    """Draw the maps into an image file."""
     from matplotlib.figure import Figure  # an optional dependency (the extra "viz"), which nothing else needs
 
-    figure = Figure(figsize=(4.2 * len(panels), 4.9), layout="constrained")
-    draw_on(figure.subplots(1, len(panels), squeeze=False)[0], panels, ranks)
-    legend(figure, ranks)
+    figure = Figure(figsize=map_size(len(panels)), layout="constrained")
+    draw_maps(figure, panels, ranks)
     figure.savefig(path, dpi=110)
 
 
-def draw_on(axes: Any, panels: Sequence[Panel], ranks: int) -> None:
-    """Draw each panel on one of matplotlib's axes."""
-    colours = palette(ranks)
-    for axis, panel in zip(axes, panels, strict=True):
-        axis.imshow(colours[panel.cells + ranks], interpolation="nearest")
-        axis.set(title=f"{panel.title}\n{panel.caption}", xticks=[], yticks=[], xlabel="keys", ylabel="queries")
-        axis.title.set_fontsize(9)
+def _grid(panels: int) -> tuple[int, int]:
+    """Return rows and columns of a grid of maps: one row of at most four, or two."""
+    return (1, panels) if panels <= 4 else (2, (panels + 1) // 2)
 
 
-def legend(figure: Any, ranks: int) -> None:
-    """Name the colours of the ranks below the maps."""
+def map_size(panels: int) -> tuple[float, float]:
+    """Return width and height in inches of so many maps."""
+    rows, columns = _grid(panels)
+    return 4.2 * columns, 4.7 * rows + 0.3
+
+
+def draw_maps(figure: Any, panels: Sequence[Panel], ranks: int) -> None:
+    """Draw the panels on a grid of one figure, all of one size, with the colours of the ranks below."""
     from matplotlib.patches import Patch
 
     colours = palette(ranks)
+    axes = figure.subplots(*_grid(len(panels)), squeeze=False).flatten()
+    for axis in axes[len(panels) :]:
+        axis.axis("off")
+    for axis, panel in zip(axes, panels, strict=False):
+        heads = f", for each of {panel.parts} parts of the heads" if panel.parts > 1 else ""
+        axis.imshow(colours[panel.cells + ranks], interpolation="nearest")
+        axis.set_title(panel.title, fontsize=12)
+        axis.set(xticks=[], yticks=[], xlabel=f"keys{heads}\n{panel.caption}", ylabel="queries")
     handles = [Patch(color=colours[ranks + 1 + r], label=f"rank {r}") for r in range(ranks)]
     handles.append(Patch(color=colours[ranks - 1], label="pale: the keys travel"))
     figure.legend(handles=handles, loc="outside lower center", ncol=min(ranks + 1, 9), fontsize=8, frameon=False)

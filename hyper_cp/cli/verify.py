@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..data.collectives import by_rank
-from ..verify import verify
+from ..verify import Report, verify
 from .diagnosis.ranks import default_device, one_of_several_ranks, process_group
 from .options import mistake
+from .shown import progress, say, show_table
 
 
 class _Mistake(ValueError):
@@ -81,13 +82,23 @@ def _verify(function: Callable[[], Any], args: argparse.Namespace) -> int:
         )
     given = {**given, **{name: x for name in ("rtol", "atol") if (x := getattr(args, name)) is not None}}
     mesh = given["mesh"]
-    report = verify(given.pop("model"), given.pop("mesh"), given.pop("batch"), **given)
+    with progress("a step on all ranks, then on each alone", shown=dist.get_rank() == 0 and not args.json):
+        report = verify(given.pop("model"), given.pop("mesh"), given.pop("batch"), **given)
     first_of_mesh = dist.get_rank() == int(mesh.mesh.flatten()[0])
     if dist.get_rank() == 0 or (first_of_mesh and not report.ok):
-        print(report.json() if args.json else report, flush=True)
+        print(report.json(), flush=True) if args.json else show(report)
     # All ranks end together with one code: torchrun kills the others as soon as one fails, maybe before it has printed.
     world = init_device_mesh(mesh.device_type, (dist.get_world_size(),))
     return int(by_rank(world, torch.tensor([int(not report.ok)], device=mesh.device_type)).max())
+
+
+def show(report: Report) -> None:
+    """Print a report: what was compared as a table, and the result with its causes."""
+    cells = report.cells()
+    styles = [{"!": "bold red", "~": "yellow", "?": "dim"}.get(row[0], "") for row in cells[1:]]
+    say(report.heading())
+    show_table(cells, styles, left=["", "name", "class", "shape"])
+    say("\n".join(report.conclusion()), "green" if report.ok else "bold red")
 
 
 def _load(name: str) -> Callable[[], Any]:

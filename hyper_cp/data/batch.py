@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..mesh.agreement import digest
-from ..mesh.arguments import check_type, is_int
+from ..mesh.arguments import check_int, check_type, is_int
 from ..schedule import layout as layouts
-from ..schedule.documents import PackedDocuments, read
+from ..schedule.documents import PackedDocuments, documents_table, mark_tokens, read, tokens_of
 from .loss import check_ignore_index
 from .packing import PreparedBatch, padded_mask, runs, take_documents
 from .sharding import Shares, checked_dim, local_share, padded_table, resolve_layout
@@ -75,6 +75,7 @@ def read_batch(
     pad_values: Mapping[Any, float] | None = None,
     debug: bool = False,
     labels_cross_documents: bool = False,
+    mtp_depth: int = 0,
 ) -> Unsplit:
     """See :meth:`hyper_cp.ContextParallelHandler.get_batch_on_this_cp_rank`."""
     check_type("batch", batch, (Mapping, list, tuple), "It holds several tensors. Pass a dict, a list or a tuple")
@@ -88,6 +89,12 @@ def read_batch(
             "shift_labels=True needs a dict batch with a tensor 'labels' and without 'shift_labels', but the entries "
             f"are {list(entries)}. Pass the unshifted labels as 'labels', or shift_labels=False for shifted ones"
         )
+    check_int("mtp_depth", mtp_depth, "It is the number of further tokens that each position predicts", least=0)
+    if mtp_depth and not shift_labels:
+        raise ValueError(
+            f"mtp_depth={mtp_depth} without shift_labels=True. Labels of further tokens are made of those of the "
+            "tokens themselves. Pass shift_labels=True, and labels"
+        )
     documents = take_documents(entries, seq_dims if isinstance(seq_dims, Mapping) else ()) if named else None
     whole = WholeBatch(handler, entries, _sequence_dims(entries, seq_dims, named), documents)
     if named:
@@ -95,10 +102,14 @@ def read_batch(
         whole.refuse_second_sequence()
     if shift_labels:
         whole.shift_labels(ignore_index, labels_cross_documents)
+    dims = {name: dim for name, dim in whole.dims.items() if not (shift_labels and name == "labels")}
+    pad_values = {} if pad_values is None else pad_values
+    _check_pad_values(pad_values, dims)
+    fill = {"labels": ignore_index, "shift_labels": ignore_index, **pad_values, "attention_mask": 1}
+    if shift_labels:
+        fill |= whole.shift_further(mtp_depth, fill, labels_cross_documents)
         del entries["labels"], whole.dims["labels"]
     counted = whole.entries.get("shift_labels", whole.entries.get("labels")) if named else None
-    _check_pad_values({} if pad_values is None else pad_values, whole.dims)
-    fill = {"labels": ignore_index, "shift_labels": ignore_index, **(pad_values or {}), "attention_mask": 1}
 
     def split() -> Any:
         shares = whole.split(fill, positions=named)
@@ -149,8 +160,8 @@ class WholeBatch:
         self.padded = handler.padded_length(self.length)
         self.source, self.first, self.dim = first, entries[first], dims[first]
         self.rows = self.first.shape[0] if self.dim else self.first.shape[1] if self.first.ndim > 1 else 1
-        self.documents = read(documents)
-        """Packed documents, in which positions restart."""
+        self.documents, self.tokens = read(documents), tokens_of(documents)
+        """Packed documents, in which positions restart; and False where there is padding ``[1 or B, S]``, if any."""
         if self.documents is not None:
             self.documents.check(self.rows, self.length)
         self.padding: Sequence[Sequence[int]] = ()
@@ -174,7 +185,7 @@ class WholeBatch:
         if "attention_mask" not in self.dims:
             self.pad_mask(mask)
             return
-        _, padding = runs(mask.movedim(self.dims["attention_mask"], -1))
+        host, padding = runs(mask.movedim(self.dims["attention_mask"], -1))
         for row, found in enumerate(padding):
             if len(found) > 3:
                 raise ValueError(
@@ -184,7 +195,7 @@ class WholeBatch:
                 )
         self.entries["attention_mask"] = torch.ones_like(mask)
         if any(len(found) > 2 for found in padding):
-            self.padding = padding
+            self.padding, self.tokens = padding, host if self.tokens is None else host & self.tokens
 
     def pad_mask(self, mask: Tensor) -> None:
         """Pad an explicit mask with the sequence. ``ValueError`` if it has another length."""
@@ -216,6 +227,26 @@ class WholeBatch:
         boundaries = self.documents.rows if self.documents and not cross_documents else ()
         self.entries["shift_labels"] = shifted(labels, dim, ignore_index, boundaries)
 
+    def shift_further(self, depth: int, fill: Mapping[Any, float], cross_documents: bool) -> dict[Any, float]:
+        """Add, for k = 1 to ``depth``, the tokens k positions on and the labels k + 1 on, and return the values with
+        which they are padded: those of ``fill`` for tokens and labels, which also stand where there is no further one
+        in the sequence, or in the document unless labels ``cross_documents``. Padding before tokens has none."""
+        own = self.documents.rows if self.documents and not cross_documents else ((0, self.length),)
+        rows = [*own] * len(self.padding) if self.padding and len(own) == 1 else own
+        rows = [sorted({*a, *b}) for a, b in zip(rows, self.padding or ((),) * len(rows), strict=True)]
+        made = {}
+        for k in range(1, depth + 1):
+            for name, source, by in ((f"{self.source}_{k}", self.source, k), (f"shift_labels_{k}", "labels", k + 1)):
+                if name in self.entries:
+                    raise ValueError(
+                        f"batch has an entry {name!r}, and mtp_depth={depth} makes one of this name. Only one of them "
+                        "can be kept. Rename it"
+                    )
+                dim, value = self.dims[source], fill.get(source, 0)
+                self.entries[name] = shifted(self.entries[source], dim, value, rows, by)
+                self.dims[name], made[name] = dim, value
+        return made
+
     @cached_property
     def table(self) -> Tensor | None:
         """Documents and padding of the padded sequence; None if there are none."""
@@ -226,7 +257,12 @@ class WholeBatch:
             rows = [sorted({*row, *found}) for row, found in zip(packed, self.padding, strict=True)]
         if not rows and (self.padded > self.length or layouts.by_documents(self.handler.layout)):
             rows = [[0, self.length]]  # the whole sequence is a document too
-        return padded_table(self.handler, rows) if rows else None
+        return self.table_of(rows) if rows else None
+
+    def table_of(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """The table of these boundaries for the padded sequence, which says what is padding."""
+        table: Any = documents_table(rows)
+        return padded_table(self.handler, table if self.tokens is None else mark_tokens(table, self.tokens))
 
     def split(self, fill: Mapping[Any, float], *, positions: bool = True) -> dict[Any, Any]:
         """This rank's share of every entry, and its ``position_ids``.
@@ -308,12 +344,13 @@ def _warn_if_shifted(handler: Shares, entries: Mapping[Any, Any], dim: int, igno
         )
 
 
-def shifted(labels: Tensor, dim: int, ignore_index: int, boundaries: Sequence[Sequence[int]] = ()) -> Tensor:
-    """Give every position the label of the next one; the last position of each document gets ``ignore_index``."""
-    out = F.pad(labels.movedim(dim, -1), (0, 1), value=ignore_index)[..., 1:]
+def shifted(x: Tensor, dim: int, fill: float, boundaries: Sequence[Sequence[int]] = (), by: int = 1) -> Tensor:
+    """Give every position the label (or token) ``by`` positions on; the last ones of each document get ``fill``."""
+    out = F.pad(x.movedim(dim, -1), (0, by), value=fill)[..., by:]
     for row, bounds in enumerate(boundaries):
-        last = torch.tensor(bounds[1:], device=labels.device) - 1
-        (out if len(boundaries) == 1 else out[row])[..., last] = ignore_index
+        last = (torch.tensor(bounds[1:]) - torch.arange(1, by + 1)[:, None]).flatten()
+        last = last[last >= 0].to(x.device)  # of a document that is shorter, those before it have none either
+        (out if len(boundaries) == 1 else out[row])[..., last] = fill
     return out.movedim(-1, dim)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from ..schedule.documents import documents_table, ids_tensor, listed, read
+from ..schedule.documents import documents_table, ids_tensor, listed, mark_tokens, read
 from .sharding import Shares, local_share
 
 OFFSETS = (
@@ -80,9 +80,9 @@ def _table_of_lengths(name: str, entries: dict[Any, Any]) -> Tensor | None:
     if rows is None:
         return None
     if entries.get(PADDED.format(name)) is not None:
-        return documents_table(_with_padding(rows, _boundaries_of(PADDED.format(name), entries) or []))
+        return _padded_documents(rows, _boundaries_of(PADDED.format(name), entries) or [])
     if entries.get(UNPADDED.format(name)) is not None:
-        return documents_table(_with_padding(_boundaries_of(UNPADDED.format(name), entries) or [], rows))
+        return _padded_documents(_boundaries_of(UNPADDED.format(name), entries) or [], rows)
     for beside in (PADDED.format(name), UNPADDED.format(name), END.format(UNPADDED.format(name))):
         entries.pop(beside, None)  # None, or says nothing alone
     table = isinstance(entry, Tensor) and entry.ndim == 2 and all(len(row) == entry.shape[1] for row in rows)
@@ -104,6 +104,19 @@ def _boundaries_of(name: str, entries: dict[Any, Any]) -> list[list[int]] | None
         )
     rows = [row[:stop] for row, stop in zip(rows, ends, strict=True)]
     return [row[: row.index(-1)] if row[-1:] == [-1] else row for row in rows]
+
+
+def _padded_documents(lengths: list[list[int]], padded: list[list[int]]) -> Tensor | None:
+    """The table of cumulative lengths without and with padding."""
+    rows = _with_padding(lengths, padded)
+    table = documents_table(rows)
+    if table is None or len({row[-1] for row in rows}) > 1:  # refused later
+        return table
+    tokens = torch.zeros(len(rows), rows[0][-1], dtype=torch.bool)
+    for line, row in zip(tokens, rows, strict=True):
+        for start, stop in list(pairwise(row))[::2]:
+            line[start:stop] = True
+    return mark_tokens(table, tokens)
 
 
 def _with_padding(lengths: list[list[int]], padded: list[list[int]]) -> list[list[int]]:

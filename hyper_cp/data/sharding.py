@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,7 +15,7 @@ from ..mesh import cp_mesh
 from ..mesh.arguments import check_type, is_int
 from ..mesh.cp_mesh import CPMesh
 from ..schedule import layout as layouts
-from ..schedule.documents import documents_table, read
+from ..schedule.documents import documents_table, mark_tokens, read, tokens_of
 from ..schedule.layout import ResolvedLayout
 from ..schedule.lookup import resolve
 from .collectives import gather_for_shares, gather_sequence, roll_sequence, with_gradient_of
@@ -137,6 +138,7 @@ class Shares:
 
         The value from global position p - shifts moves to p; values from outside the sequence or from another document
         are zero. One all-gather of the rows that cross between ranks (shifts=-1: one row per chunk). Differentiable.
+        Zero is a class: for labels of further tokens see ``mtp_depth`` of ``get_batch_on_this_cp_rank``.
 
         Args:
             shifts: any number of positions; negative brings later tokens forward, as for multi-token prediction.
@@ -253,7 +255,17 @@ def padded_table(shares: Shares, documents: Any) -> Tensor:
         read(table).check_ascending()
     last = table[:, -1:]
     padded = torch.tensor([[shares.padded_length(int(length))] for length in last.flatten().tolist()])
-    return table if torch.equal(padded, last) else torch.cat([table, padded], dim=1)
+    if torch.equal(padded, last):
+        return table
+    found = torch.cat([table, padded], dim=1)
+    return found if torch.compiler.is_compiling() else mark_tokens(found, _tokens(table, last, int(padded.max())))
+
+
+def _tokens(table: Tensor, last: Tensor, length: int) -> Tensor:
+    """False where a sequence of ``length`` positions has padding: behind the last document, and where the table says
+    so."""
+    known, inside = tokens_of(table), torch.arange(length) < last
+    return inside if known is None else inside & F.pad(known, (0, length - known.shape[1]))
 
 
 def gradient_factor(cp: CPMesh, tensor: Tensor, gradients: str | None, caller: str) -> int:

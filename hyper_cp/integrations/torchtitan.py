@@ -168,6 +168,7 @@ def cp_attention_class(
                 return inner.forward(self, q, k, v, **kwargs)
             mesh = DeviceMesh.from_group(group, q.device.type, mesh_dim_names=("cp",))
             self.packed = [PackedAttention(self, mesh, style)]  # in a list: it is no child
+            self.packed[0].keeper = [self]
         return self.packed[0](q, k, v, **kwargs)
 
     def prepare_cp_metadata(metadata: Any, *, permutation: Tensor | None) -> Any:
@@ -251,6 +252,8 @@ class PackedAttention(nn.Module):
         self.window = tuple(None if w == -1 else w for w in window)
         self.binding = Binding(style, mesh, describe(inner))
         self.latents: LatentLayer | None = None
+        self.keeper: list[nn.Module] = [self]
+        """The module of the model that keeps the largest logits."""
 
     def forward(
         self,
@@ -292,7 +295,7 @@ class PackedAttention(nn.Module):
         call = Call(False, scale, None, documents)
         if self.latents is not None:
             k, v, call = self.latents.in_place_of(cp, (q, k, v), call, mode)
-        out = cp_attention(q, k, v, cp, mode, call)
+        out = cp_attention(q, k, v, cp, mode, call, self.keeper[0])
         out = out.transpose(1, 2)
         return out.squeeze(0) if packed else out
 

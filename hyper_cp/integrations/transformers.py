@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from ..data.batch import WholeBatch, entries_of
 from ..data.collectives import by_rank
 from ..data.packing import Media, PreparedBatch, attention_state, read_positions, take_documents
-from ..data.sharding import Shares, documents_for, local_share, padded_table
+from ..data.sharding import Shares, documents_for, local_share
 from ..handler import ContextParallelHandler
 from ..module.mesh_binding import Binding, binding_of, describe
 from ..module.mixers.hooks import MixerHooks
@@ -36,7 +36,7 @@ from ..module.model import begin_call
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, documents_table, read
 from ..style import ContextParallel, style_of
-from .huggingface import forward, router_loss
+from .huggingface import forward, router_loss, sparse
 from .huggingface.attention import register
 from .huggingface.checks import (
     MEDIA,
@@ -58,7 +58,6 @@ from .huggingface.checks import (
     position_maker,
 )
 from .huggingface.chunked_loss import ChunkedLoss
-from .huggingface.compressed import compresses, prepare_compressors
 from .huggingface.decoding import SplitModelCache, check_arguments, compare, one_random_state
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
 from .huggingface.indexer_losses import collecting, indexer_losses
@@ -75,8 +74,6 @@ from .huggingface.modules import (
 )
 from .huggingface.pooled import PooledHook
 from .huggingface.relative import prepare_biases
-from .huggingface.selected import has_indexer_seam, prepare_indexers
-from .huggingface.selected_blocks import prepare_block_indexers, selects_blocks
 from .huggingface.two_sequences import SourceTargetHook, cross_attention, stacks_of
 from .huggingface.written import record, written_attention
 
@@ -208,8 +205,9 @@ def generate(model: Any, handler: ContextParallelHandler, input_ids: Tensor | No
         What ``model.generate`` returns, on every rank.
 
     Raises:
-        ValueError: if the ranks pass different prompts or options, a cache of another mesh, or a prompt with fewer
-            tokens than ranks (with recurrent layers, than split evenly in the layout).
+        ValueError: if the ranks pass different prompts or options, a cache of another mesh, a prompt with fewer
+            tokens than ranks (with recurrent layers, than split evenly in the layout) or with padding at its end, or in
+            a further turn a mask that shows what was padding before.
         NotImplementedError: for models that keep more between tokens than keys, values and the states of delta rules,
             packed prompts, speculative decoding and ``max_time``.
         RuntimeError: in training mode.
@@ -237,6 +235,14 @@ def generate_with(
             f"past_key_values is a {type(cache).__name__}, whose keys are not split over the ranks. Pass the one that "
             "generate(..., return_dict_in_generate=True) has returned, or leave it out"
         )
+    held, given = cache.get_seq_length(), 0 if input_ids is None else input_ids.shape[1]
+    if held >= given > 0:
+        raise ValueError(
+            f"input_ids has {given} tokens, and the cache {held}. The text of a further turn is the whole one, longer "
+            "than what the cache holds. Pass the sequences of the turn before with new tokens behind them, or leave "
+            "past_key_values out"
+        )
+    cache.begins = True
     with torch.no_grad(), one_random_state(handler, model.device):
         return method(input_ids, past_key_values=cache, **kwargs)
 
@@ -271,7 +277,7 @@ class _KeywordBatch(WholeBatch):
         if mask is not None or in_block or self.documents is not None:
             positions = None
         positions = read_positions(positions)
-        documents = None if self.documents is None else padded_table(self.handler, self.documents.rows)
+        documents = None if self.documents is None else self.table_of(self.documents.rows)
         self.state = attention_state(self.handler, documents, self.mask, positions)
         # Documents of padding alone are for causal attention: padding of an encoder sees what others see.
         self.packed = documents is not None or in_block or self.state.tokens is None
@@ -359,8 +365,7 @@ class DecoderHook:
         self.compared = False
         """True once the ranks' tokens have been compared."""
         self.adapters_checked = False
-        seams = has_indexer_seam, selects_blocks, compresses
-        self.selects = any(seam(type(x)) for x in decoder.modules() for seam in seams)
+        self.selects = sparse.selects(decoder)
         """True for a decoder with indexers. Its selections are those of one rank of many on one rank, too: without a
         cache it does not run as it did before it was prepared."""
         self.cross = cross_attention(decoder)
@@ -382,9 +387,7 @@ class DecoderHook:
         elif has_attention(decoder):
             decoder.set_attn_implementation(NAME)
             prepare_latents(decoder)
-            prepare_indexers(decoder)
-            prepare_block_indexers(decoder)
-            prepare_compressors(decoder)
+            sparse.prepare(decoder)
         decoder.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
         decoder.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
@@ -591,6 +594,9 @@ class HeadHook:
         if isinstance(cache, SplitModelCache):
             cache.check(model, self.decoder.binding.active.mesh)
             kwargs = {**kwargs, "input_ids": args[0]} if args else dict(kwargs)
+            cache.read_mask(kwargs.get("attention_mask"), len(check_entries({**kwargs, "position_ids": None})))
+            if router_loss.requested(model, kwargs):
+                kwargs["output_router_logits"] = False  # nobody trains on new tokens
             args, kept = args[1:], {name: kwargs.pop(name) for name in ("logits_to_keep",) if name in kwargs}
             if cache.get_seq_length() == 0:
                 kwargs = self._begin(model, cache, kwargs, kept)

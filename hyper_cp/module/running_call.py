@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from .._torch.modules import is_running
 from ..mesh.batch_state import FEW
 from ..mesh.cp_mesh import CPMesh
+from ..ops import max_logits
 from ..ops.attention import attend
 from ..ops.config import Call, Mode
 from ..ops.engine import TileEngine
+from ..ops.exchange.ulysses import Ulysses
 from ..ops.selection import select
 from ..schedule.layout import by_documents
 from .attention_calls import AttentionRequest
@@ -65,8 +67,10 @@ class RunningCall:
 
     @property
     def engine_only(self) -> bool:
-        """True if the call has documents or a window, which other attention kernels would ignore."""
-        return self.documents is not None or self.binding.style.mode.window is not None
+        """True if the call has documents or a window, or is to keep its largest logits, which other attention kernels
+        would ignore."""
+        mode = self.binding.style.mode
+        return self.documents is not None or mode.window is not None or mode.max_logits
 
     def alive(self) -> bool:
         """True if the module's call is still on the stack of this thread, or the block has not ended."""
@@ -95,6 +99,7 @@ def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
         selected=request.selected,
         block=request.block,
     )
+    options = replace(options, max_logits=binding.style.mode.max_logits and torch.is_grad_enabled())
     mode, (q, k, v), outputs = _mode(call, request), (request.query, request.key, request.value), None
     if request.selects is not None:  # all ranks select together, whatever heads attention exchanges
         return select(q, k, cp=call.mesh.views[0], mode=mode, call=options, **request.selects)
@@ -108,12 +113,25 @@ def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
     else:
         cp = exchanged.cp
     core: Any = TileEngine()
+    keeps = options.max_logits
     if request.core is not None:
         core, options = request.core.select_backend(q, cp, mode, options)
     if call.latents is not None and isinstance(core, TileEngine):
         k, v, options = call.latents.in_place_of(cp, (q, k, v), options, mode)
     out = attend(q, k, v, cp, mode, options, core, exchanged=exchanged is not None)
+    if keeps:
+        _keep(call, out[-1], cp, options.documents)
+        out = out if request.core is not None else out[0]
     return outputs.wrap(out) if outputs is not None and isinstance(out, Tensor) else out
+
+
+def _keep(call: RunningCall, rows: Tensor, cp: CPMesh, documents: Tensor | None) -> None:
+    """Let the module keep its largest logits, given those of the queries that it attends ``[B, H, S]``."""
+    layout = call.binding.style.mode.layout
+    if call.exchanged is not None:
+        rows = Ulysses(cp, layout, documents=documents).to_sequence(rows)
+    if call.module is not None:
+        max_logits.keep(call.module, rows, cp, layout, documents)
 
 
 def _warn_of_windows(call: RunningCall, q: Tensor) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -20,7 +20,7 @@ from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import calling
 from ..schedule import choices
 from ..schedule.documents import documents_table
-from . import head_groups
+from . import head_groups, max_logits
 from .checks import (
     cast_for_autocast,
     check,
@@ -107,10 +107,10 @@ def _attend(
         return core(q, k, v, checked)
     head_groups.check_groups(q.shape[1], k.shape[1], cp, mode.groups)
     if isinstance(core, TileEngine) and mode.groups > 1:
-        return head_groups.attend(q, k, v, checked, core.with_lse)
+        return head_groups.attend(q, k, v, checked, core)
     q, k, v = ulysses.to_heads(q, k, v)
     result = core(q, k, v, checked)
-    if isinstance(core, TileEngine) and core.with_lse:  # apart: the log-sum-exp has no gradient
+    if isinstance(core, TileEngine) and isinstance(result, tuple):  # apart: only the output has a gradient
         return tuple(ulysses.to_sequence(x) for x in result)
     return ulysses.to_sequence(result)
 
@@ -157,9 +157,23 @@ def _outside_the_graph(
     return attend(q, k, v, cp, mode, call, selected, exchanged=exchanged)
 
 
-def cp_attention(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call) -> Tensor:
-    """Attention of the local shards ``[B, H, S, D]`` of one cp rank."""
-    out: Tensor = attend(q, k, v, cp, mode, call, TileEngine())
+def cp_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cp: CPMesh,
+    mode: Mode,
+    call: Call,
+    module: nn.Module,
+    counted: Tensor | None = None,
+) -> Tensor:
+    """Attention of the local shards ``[B, H, S, D]`` of one cp rank, which ``module`` calls. ``counted [B, S/n]`` is
+    False where this rank holds padding of which the documents of the call say nothing."""
+    keeps = mode.max_logits and torch.is_grad_enabled()
+    found = attend(q, k, v, cp, mode, replace(call, max_logits=keeps), TileEngine())
+    if keeps:
+        max_logits.keep(module, found[1], cp, mode.layout, call.documents, counted)
+    out: Tensor = found[0] if keeps else found
     return out
 
 
@@ -181,6 +195,7 @@ def attention(
     documents: Any = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     head_groups: int | str = 1,
     exchange_stages: int | str = "auto",
     sinks: Tensor | None = None,
@@ -190,7 +205,7 @@ def attention(
     selected: Tensor | None = None,
     block: int = 1,
     entries: Entries | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Context-parallel scaled dot-product attention of this rank's share of the sequence.
 
     Args:
@@ -205,7 +220,7 @@ def attention(
         scale: of the logits; default ``D ** -0.5``.
         enable_gqa: allow H to be a multiple of Hkv, as in ``F.scaled_dot_product_attention``.
         ulysses_degree: ranks that trade sequence for heads; ``None`` = all of the mesh.
-        kv_exchange: ``"all_gather"`` (Colossal), ``"ring"``, ``"double_ring"`` (a ring inside each host and one between
+        kv_exchange: ``"all_gather"``, ``"ring"``, ``"double_ring"`` (a ring inside each host and one between
             hosts, which are those of ``LOCAL_WORLD_SIZE``; ``"double_ring_4"``: 4 adjacent ring ranks to a host) or
             ``"needed"`` (only the rows that queries see, for documents and windows), over the remaining ranks; or
             ``"replicated"``: every rank has all keys and values (cross-attention to a text), nothing travels, and each
@@ -228,6 +243,11 @@ def attention(
             recompute). Only where plain SDPA would compute in plain math, as on the CPU; the seed comes from
             the default CPU generator.
         return_lse: also return the log-sum-exp of the scaled logits.
+        return_max_logits: also return the largest logit of each query head over the queries and keys of all ranks, for
+            QK-clip: that of the pairs that are visible, after ``scale``, ``softcap`` and an added mask, without sinks.
+            Queries that are padding do not count, if the documents come from a handler's batch or block. The forward
+            runs on a kernel that returns it (docs/guide/max_logits.md has the cost). One small communication. In
+            compiled code it breaks the graph.
         head_groups: exchange heads (``ulysses_degree`` > 1) in this many groups, the next one in flight while one is
             attended, in backward too. Each rank's heads must split into them. ``"auto"``: chosen by heads and tokens
             (docs/measured/planner.md), and logged.
@@ -259,7 +279,8 @@ def attention(
 
     Returns:
         This rank's output ``[B, H, S/n, Dv]``; with ``return_lse`` and ``[B, H, S/n]`` in fp32 (fp64 for fp64
-        inputs), which has no gradient (but with softcap) and is -inf for queries that see nothing.
+        inputs), which has no gradient (but with softcap) and is -inf for queries that see nothing; with
+        ``return_max_logits`` and ``[H]`` in that dtype, the same on every rank, without a gradient.
 
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.
@@ -283,6 +304,7 @@ def attention(
             window=window,
             documents=documents,
             return_lse=return_lse,
+            return_max_logits=return_max_logits,
             head_groups=head_groups,
             exchange_stages=exchange_stages,
             sinks=sinks,
@@ -307,16 +329,17 @@ def attention(
         "dropout_p": dropout_p,
         "sinks": sinks,
     }
-    call |= {"enable_gqa": enable_gqa, "selected": selected, "block": block}
+    call |= {"enable_gqa": enable_gqa, "selected": selected, "block": block, "max_logits": return_max_logits}
     given = q, k, v, mesh, ulysses_degree, mode, call, documents, softcap, return_lse
-    return _function(*given, entries=entries) if slices is None else _under_slices(*given, slices, entries)
+    whole = slices is None and not return_max_logits
+    return _function(*given, entries=entries) if whole else _outside_of_graphs(*given, slices, entries)
 
 
 @torch.compiler.disable(
-    reason="Attention under slices runs in tiles with a function of pairs, which cannot be part of a compiled graph. "
-    "Compile without fullgraph=True"
+    reason="Attention under slices runs in tiles with a function of pairs, and a maximum of logits leaves out what the "
+    "host knows to be padding. Neither can be part of a compiled graph. Compile without fullgraph=True"
 )
-def _under_slices(*given: Any) -> Any:
+def _outside_of_graphs(*given: Any) -> Any:
     return _function(*given)
 
 
@@ -339,6 +362,7 @@ def latent_attention(
     documents: Any = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     head_groups: int | str = 1,
     exchange_stages: int | str = "auto",
     sinks: Tensor | None = None,
@@ -346,7 +370,7 @@ def latent_attention(
     exchange_dtype: torch.dtype | None = None,
     latents: bool | None = None,
     selected: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Multi-head latent attention (DeepSeek V2), in which latents travel and not the heads that are made of them.
 
     Key and value of head h are made of a token's latent by the rows of ``weight`` that belong to h, first those of the
@@ -400,6 +424,7 @@ def latent_attention(
             window=window,
             documents=documents,
             return_lse=return_lse,
+            return_max_logits=return_max_logits,
             head_groups=head_groups,
             exchange_stages=exchange_stages,
             sinks=sinks,
@@ -420,7 +445,12 @@ def latent_attention(
         "sinks": sinks,
     }
     call |= {"name": "latent_attention", "weight": weight, "bias": bias, "selected": selected}
-    return _function(q, latent.unsqueeze(1), rope, mesh, ulysses_degree, mode, call, documents, softcap, return_lse)
+    run = _outside_of_graphs if return_max_logits else _function
+    call["max_logits"] = return_max_logits
+    found: Tensor | tuple[Tensor, ...] = run(
+        q, latent.unsqueeze(1), rope, mesh, ulysses_degree, mode, call, documents, softcap, return_lse
+    )
+    return found
 
 
 _WITHOUT_MESH = {
@@ -429,6 +459,7 @@ _WITHOUT_MESH = {
     "layout": "contiguous",
     "load_balance": False,
     "return_lse": False,
+    "return_max_logits": False,
     "head_groups": 1,
     "exchange_stages": "auto",
 }
@@ -480,7 +511,7 @@ def _function(
     with_lse: bool,
     slices: Any = None,
     entries: Entries | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Attention as the functions of this module call it, with documents, softcap and slices as users give them.
     ``call`` has the other arguments of a :class:`Call`."""
     cp = mesh if isinstance(mesh, CPMesh) else cp_mesh.view(mesh, ulysses_degree)
@@ -502,5 +533,7 @@ def _function(
                 "next one. Pack no documents"
             )
         return attend_with_entries(q, k, v, entries, cp, mode, made, with_lse)
-    found: Tensor | tuple[Tensor, Tensor] = attend(q, k, v, cp, mode, made, TileEngine(with_lse))
+    found: Tensor | tuple[Tensor, ...] = attend(q, k, v, cp, mode, made, TileEngine(with_lse))
+    if made.max_logits:
+        found = *found[:-1], max_logits.of_all_ranks(found[-1], cp, mode.layout, table)
     return found

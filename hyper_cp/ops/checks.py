@@ -90,6 +90,7 @@ def check(
             *_of_latents(of_latents, cp),
             call.selected,
             call.block,
+            call.max_logits,
         ),
     )
 
@@ -138,6 +139,7 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
         ("selected", None if call.selected is None else (*call.selected.shape, call.block)),
         ("dropout", call.dropout_p > 0),
         ("score", "" if call.score is None else call.score.signature),
+        ("max_logits", call.max_logits),
     )
     cp.agree("call", signature, call.name, (("scale", call.scale), ("dropout_p", call.dropout_p)))
     table = documents.read(call.documents)

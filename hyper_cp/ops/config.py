@@ -37,6 +37,8 @@ class Mode:
     """In latent attention, True: latents travel. False: heads travel. None: what is fewer numbers of a token."""
     exchange_dtype: torch.dtype | None = None
     """Keys, values and their gradients travel in this dtype where theirs is wider."""
+    max_logits: bool = False
+    """Modules keep the largest logit of each head, see :mod:`hyper_cp.ops.max_logits`."""
 
     @property
     def groups(self) -> int:
@@ -86,6 +88,7 @@ class Mode:
                 "to lose none"
             )
         check_bool("load_balance", self.load_balance, "It exchanges tails of queries, or does not")
+        check_bool("max_logits", self.max_logits, "Modules keep the largest logit of each head, or do not")
         if self.load_balance and self.layout != "contiguous":
             raise ValueError(
                 f"load_balance=True with layout={self.layout!r}, which is balanced already. Queries are exchanged for "
@@ -122,6 +125,8 @@ class Call:
     key."""
     block: int = 1
     """The number of adjacent keys in a block, if ``selected`` lists blocks."""
+    max_logits: bool = False
+    """The largest logit of each query is returned too, ``[B, H, Sq]``."""
 
     @property
     def of_latents(self) -> list[Tensor]:
@@ -158,6 +163,7 @@ class CheckedCall:
     selected: Tensor | None = None
     """int32, of the queries and heads that this rank attends."""
     block: int = 1
+    max_logits: bool = False
 
     def settings(self, kernel: str) -> OpSettings:
         """The settings of the op that computes this call with a kernel, or with one that the op chooses ("")."""
@@ -166,7 +172,7 @@ class CheckedCall:
         exchange = m.layout, m.kv_exchange, m.load_balance and self.selected is None, m.stages
         wire = "" if m.exchange_dtype is None else str(m.exchange_dtype).removeprefix("torch.")
         made = OpSettings(self.cp.key, *exchange, self.band, m.groups, kernel=kernel, score=score, block=self.block)
-        return replace(made, exchange_dtype=wire)
+        return replace(made, exchange_dtype=wire, max_logits=self.max_logits)
 
 
 @dataclass
@@ -248,6 +254,7 @@ class OpSettings(Settings):
     """The name of a dtype of torch, or "" for that of each tensor."""
     block: int = 1
     """The number of adjacent keys in a block, if queries have selected blocks."""
+    max_logits: bool = False
 
     @property
     def wire(self) -> torch.dtype | None:

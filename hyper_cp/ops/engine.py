@@ -38,8 +38,8 @@ from .selected_check import check_selected
 
 
 class TileEngine:
-    """The engine, as :func:`hyper_cp.ops.attention.attend` calls it. The result is the output, or ``(output,
-    log-sum-exp)``."""
+    """The engine, as :func:`hyper_cp.ops.attention.attend` calls it. The result is the output, or a tuple of the
+    output, the log-sum-exp (``with_lse``) and the largest logit of each query (if the call asks for it)."""
 
     def __init__(self, with_lse: bool = False) -> None:
         self.with_lse = with_lse
@@ -48,17 +48,21 @@ class TileEngine:
         plain = call.documents is None and call.mode.window is None and call.sinks is None and call.score is None
         if call.selected is not None and call.weight is not None and v.shape[1] == call.selected.shape[1] == 1:
             return self._absorbed(q, k, v, call)
-        if call.cp.size == 1 and plain and call.selected is None and not self.with_lse:
+        if call.cp.size == 1 and plain and call.selected is None and not (self.with_lse or call.max_logits):
             return self._plain_sdpa(q, k, v, call)
-        found = attention_op(q, k, v, *op_arguments(q, k, v, call))
-        return found[:2] if self.with_lse else found[0]
+        return self.asked(call, *attention_op(q, k, v, *op_arguments(q, k, v, call)))
+
+    def asked(self, call: CheckedCall, out: Tensor, lse: Tensor, _: Tensor, largest: Tensor) -> Any:
+        """The results of the op that are asked for."""
+        found = out, *[lse][: self.with_lse], *[largest][: call.max_logits]
+        return found if len(found) > 1 else out
 
     def _absorbed(self, q: Tensor, latent: Tensor, rope: Tensor, call: CheckedCall) -> Any:
         """Latent attention to selected keys. Expanding all keys would take longer than attending to few of them."""
         q, latent, output = absorb(q, latent, rope.shape[3], cast(Tensor, call.weight), call.bias)
         call = replace(call, weight=None, bias=None)
-        found = attention_op(q, latent, rope, *op_arguments(q, latent, rope, call, absorbed=True))
-        return (output(found[0]), found[1]) if self.with_lse else output(found[0])
+        out, *others = attention_op(q, latent, rope, *op_arguments(q, latent, rope, call, absorbed=True))
+        return self.asked(call, output(out), *others)
 
     def _plain_sdpa(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Tensor:
         """On one rank exactly the user's own call."""
@@ -274,9 +278,9 @@ def no_autocast(device_type: str) -> AbstractContextManager[Any]:
 @torch.library.custom_op("hyper_cp::attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def attention_op(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], scale: float, dropout_p: float, settings: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(out, log-sum-exp, kernel)`` of this rank's queries. ``kernel``: the number of the kernel that ran, ``[1]`` on
-    the CPU, for backward: under torch.compile it is chosen here.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(out, log-sum-exp, kernel, largest logits)`` of this rank's queries; the last ``[0]`` if they are not asked
+    for. ``kernel``: the number of the kernel of backward, ``[1]`` on the CPU: under torch.compile it is chosen here.
 
     Args:
         tensors: the :class:`~hyper_cp.ops.config.Operands`, whose names are in the settings.
@@ -299,11 +303,17 @@ def attention_op(
         masked=work.mask is not None,
         positional=work.scores is not None and work.scores.score.positional,
     )
-    partials = Partials(q, _attended(q, k, v, given, options.absorbed)[1].shape[3], given.sinks)
+    seen, kernel = _attended(q, k, v, given, options.absorbed), work.kernel
+    partials = Partials(q, seen[1].shape[3], given.sinks, options.max_logits)
+    if options.max_logits:  # backward needs only what is merged, so it may run on another kernel
+        plain = given.seed is not None or given.selected is not None
+        kernel = kernels.giving_largest(q, *seen, work.band == CAUSAL, plain)
 
     def compute(tile: Tile, inputs: TileInputs, of_rows: Sequence[Tensor], into: KeyGradients) -> None:
+        if partials.largest is not None:
+            inputs.largest = part(partials.largest, tile.q, tile.batch)
         # Without a local name for the kernel's results: it would keep them alive beyond their merge.
-        partials.add(tile.q, tile.batch, *work.kernel.forward(inputs))
+        partials.add(tile.q, tile.batch, *kernel.forward(inputs))
 
     with no_autocast(q.device.type), operation(work.cp, "attention", "forward"):
         if given.selected is not None and nans.watch.selected:
@@ -313,9 +323,10 @@ def attention_op(
         keys = Travel(ring, plan.transfers, k, v, wire=options.wire)
         queries = SwappedTails(ring, plan.swap, q)
         work.run(plan.forward, keys, queries, compute, partials.result)
-        out, lse = queries.results(partials.result)
+        out, lse, *largest = queries.results(partials.result)
         check_nans_if_enabled(work.cp, options, "the output", out)
-    return _bshd_in_memory(out), lse.contiguous(), torch.tensor([kernels.number_of(work.kernel_name)])
+    number = torch.tensor([kernels.number_of(work.kernel_name)])
+    return _bshd_in_memory(out), lse.contiguous(), number, largest[0].contiguous() if largest else lse.new_empty(0)
 
 
 @torch.library.custom_op("hyper_cp::attention_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -376,11 +387,12 @@ def _bshd_in_memory(x: Tensor) -> Tensor:
 
 
 @attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], *others: Any) -> tuple[Tensor, ...]:
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     options = OpSettings.read(others[-1])
     _, values = _attended(q, k, v, Operands.of(tensors, options.tensors), options.absorbed)
-    return like_queries(q, values.shape[3], q.dtype), lse, torch.empty(1, dtype=torch.int64)
+    largest = torch.empty_like(lse) if options.max_logits else lse.new_empty(0)
+    return like_queries(q, values.shape[3], q.dtype), lse, torch.empty(1, dtype=torch.int64), largest
 
 
 @attention_backward_op.register_fake
@@ -432,15 +444,15 @@ class Saved:
         ]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, tensors, *others = inputs
     ctx.saved = Saved(*others)
-    ctx.save_for_backward(q, k, v, *output, *ctx.saved.kept(tensors))
+    ctx.save_for_backward(q, k, v, *output[:3], *ctx.saved.kept(tensors))
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1 if ctx.saved.score is None else 2 :])
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
     q, k, v, out, lse, kernel, *tensors = ctx.saved_tensors
     saved: Saved = ctx.saved
     dout = torch.zeros_like(out) if dout is None else dout  # transfers take place: other ranks may have a gradient

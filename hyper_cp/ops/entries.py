@@ -62,15 +62,13 @@ def attend_with_entries(
         q, k, v, tokens = check(q, k, v, call, cp, mode, exchanged=False)
         if not number:
             return cast(Tensor, attention_op(q, k, v, *op_arguments(q, k, v, tokens))[0])
-        mask, selected = None, entries.selected
-        complete = _complete(cp, mode.layout, q.shape[2], entries.every).to(q.device)
-        if selected is None:
-            mask = (torch.arange(number, device=q.device) < complete).expand(1, 1, -1, -1)
-        else:
+        complete, selected = _complete(cp, mode.layout, q.shape[2], entries.every).to(q.device), entries.selected
+        if selected is not None:
             selected = selected.masked_fill(selected >= complete, -1)
-        own = Call(False, tokens.scale, mask, name=call.name, enable_gqa=call.enable_gqa, selected=selected)
+        own = Call(False, tokens.scale, name=call.name, enable_gqa=call.enable_gqa, selected=selected)
         q, of_keys, of_values, pooled = check(q, entries.k, entries.v, own, cp_mesh.alone(), Mode(), exchanged=False)
-        found: Tensor = _TwoSources.apply(q, k, v, of_keys, of_values, tokens.sinks, tokens, pooled)
+        first = complete if selected is None else None
+        found: Tensor = _TwoSources.apply(q, k, v, of_keys, of_values, tokens.sinks, first, tokens, pooled)
         return found
 
 
@@ -80,8 +78,15 @@ def _complete(cp: CPMesh, layout: str, share: int, every: int) -> Tensor:
     return seen_entries(positions, None, every).complete.T
 
 
+def _shown(complete: Tensor | None, number: int) -> Tensor | None:
+    """The mask ``[1, 1, S/n, E]`` of queries that see so many of E entries, ``[S/n, 1]``."""
+    return None if complete is None else (torch.arange(number, device=complete.device) < complete)[None, None]
+
+
 class _TwoSources(torch.autograd.Function):
-    """The output of queries over tokens (on the mesh) and over entries (on this rank)."""
+    """The output of queries over tokens (on the mesh) and over entries (on this rank), of which they see the ``first``
+    so many ``[S/n, 1]``; None: those that are selected. The mask of entries is made again for backward: it would be the
+    largest tensor of a layer."""
 
     @staticmethod
     def forward(
@@ -92,17 +97,19 @@ class _TwoSources(torch.autograd.Function):
         of_keys: Tensor,
         of_values: Tensor,
         sinks: Tensor | None,
+        first: Tensor | None,
         tokens: CheckedCall,
         pooled: CheckedCall,
     ) -> Tensor:
         merged, rows, kept = Partials(q, v.shape[3], sinks), (0, q.shape[2]), []
-        ctx.saved, ctx.sinks = [], sinks is not None
-        for keys, values, call in ((k, v, replace(tokens, sinks=None)), (of_keys, of_values, pooled)):
+        ctx.saved, ctx.sinks, mask = [], sinks is not None, _shown(first, of_keys.shape[2])
+        calls = (k, v, replace(tokens, sinks=None)), (of_keys, of_values, replace(pooled, mask=mask))
+        for keys, values, call in calls:
             arguments = op_arguments(q, keys, values, call)
-            out, lse, kernel = attention_op(q, keys, values, *arguments)
+            out, lse, kernel, _ = attention_op(q, keys, values, *arguments)
             merged.add(rows, None, out, lse)
             saved = Saved(*arguments[1:])
-            tensors = saved.kept(arguments[0])
+            tensors = [first if x is mask else x for x in saved.kept(arguments[0])]
             ctx.saved.append((saved, len(tensors)))
             kept += [keys, values, kernel, *tensors]
         out, lse = merged.result(rows)
@@ -116,13 +123,15 @@ class _TwoSources(torch.autograd.Function):
         sinks = kept.pop(0) if ctx.sinks else None
         dq = torch.zeros_like(q)
         of_sources: list[Tensor] = []
-        for saved, number in ctx.saved:
+        for of_entries, (saved, number) in enumerate(ctx.saved):
             (keys, values, kernel), tensors, kept = kept[:3], kept[3 : 3 + number], kept[3 + number :]
-            arguments = saved.arguments(saved.operands(tensors, None, kernel))
+            given = saved.operands(tensors, None, kernel)
+            given.mask = _shown(given.mask, keys.shape[2]) if of_entries else given.mask
+            arguments = saved.arguments(given)
             of_queries, *of_keys, _ = attention_backward_op(dout, q, keys, values, out, lse, *arguments)
             dq, of_sources = dq + of_queries, [*of_sources, *of_keys]
         of_sinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse)
-        return dq, *of_sources, of_sinks, None, None
+        return dq, *of_sources, of_sinks, None, None, None
 
 
 def _check(q: Tensor, entries: Entries, cp: CPMesh, mode: Mode, call: Call, with_lse: bool) -> None:
@@ -149,6 +158,7 @@ def _check(q: Tensor, entries: Entries, cp: CPMesh, mode: Mode, call: Call, with
         (call.selected is not None, "selected", "Put the selected entries into Entries(selected=)"),
         (mode.kv_exchange == "replicated", "kv_exchange='replicated'", 'Use "all_gather" or "ring"'),
         (with_lse, "return_lse=True", "Leave it out"),
+        (call.max_logits or mode.max_logits, "max_logits", "Leave it out"),
     )
     for applies, what, todo in refused:
         if applies:

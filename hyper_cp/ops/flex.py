@@ -47,50 +47,42 @@ class Flex:
         one rank has nothing to share: both run torch's own kernel."""
         alone = cp.size == 1 and call.documents is None and mode.window is None
         aux = self.options.get("return_aux")
-        if torch.compiler.is_compiling() or alone or getattr(aux, "max_scores", False):
+        max_scores = call.max_logits or bool(getattr(aux, "max_scores", False))
+        if torch.compiler.is_compiling() or (alone and not call.max_logits):
             return self, call
         mask_mod = None if self.block_mask is None else self.block_mask.mask_mod
         score = Mods(self.score_mod, mask_mod, self.block_mask, q)
         with_lse = bool(self.options.get("return_lse") or getattr(aux, "lse", False))
-        return TileEngine(with_lse), replace(call, scale=self.options.get("scale"), score=score)
+        given: dict[str, Any] = {"scale": self.options.get("scale"), "score": score, "max_logits": max_scores}
+        return TileEngine(with_lse), replace(call, **given)
 
     def compiles(self, cp: CPMesh, mode: Mode, call: Call) -> bool:
-        """Torch's own kernel can be part of a graph, tiles cannot."""
-        return not self._needs_tiles(cp, mode, call.documents)
-
-    def _needs_tiles(self, cp: CPMesh, mode: Mode, documents: Tensor | None) -> list[str]:
-        """The settings with which a call cannot run on all keys at once."""
-        settings = {
-            f"layout={mode.layout!r}": by_documents(mode.layout),
-            f"head_groups={mode.head_groups}": cp.ulysses.size > 1 and mode.groups > 1,
-            f"kv_exchange={mode.kv_exchange!r}": cp.ring.size > 1 and mode.kv_exchange != "all_gather",
-            "load_balance=True": cp.ring.size > 1 and mode.load_balance,
-            f"window={mode.window}": mode.window is not None,
-            "documents": documents is not None,
-        }
-        return [text for text, needs in settings.items() if needs]
+        """Torch's own kernel, on all keys at once, can be part of a graph; tiles cannot."""
+        needs_tiles = (
+            by_documents(mode.layout),
+            cp.ulysses.size > 1 and mode.groups > 1,
+            cp.ring.size > 1 and (mode.kv_exchange != "all_gather" or mode.load_balance),
+            mode.window is not None,
+            call.documents is not None,
+            call.max_logits,
+        )
+        return not any(needs_tiles)
 
     def to_caller(self, found: Any) -> Any:
         """The result as ``flex_attention`` returns it."""
         aux = self.options.get("return_aux")
-        if aux is None or (isinstance(found, tuple) and isinstance(found[1], AuxOutput)):
+        out, *others = found if isinstance(found, tuple) else (found,)
+        if aux is None:
+            return (out, others[0]) if self.options.get("return_lse") else out
+        if others and isinstance(others[0], AuxOutput):
             return found
-        out, lse = found if isinstance(found, tuple) else (found, None)
-        return out, AuxOutput(lse=lse)
+        lse = others.pop(0) if aux.lse else None
+        return out, AuxOutput(lse, others.pop(0) if aux.max_scores else None)
 
     def check(self, q: Tensor, k: Tensor, call: CheckedCall) -> None:
-        cp, mode = call.cp, call.mode
-        name = f"{self.name} calls flex_attention with AuxRequest(max_scores=True)"
-        given = self._needs_tiles(cp, mode, call.documents)
-        if given:
-            raise NotImplementedError(
-                f"{name} and {', '.join(given)}. Only torch's own kernel returns the largest scores, and it needs all "
-                'keys of the sequence at once. Call it without max_scores, or with kv_exchange="all_gather" or '
-                "ulysses_degree=None"
-            )
         if self.block_mask is None:
             return
-        heads = q.shape[1] * (cp.ulysses.size if call.exchanged else 1)
+        heads = q.shape[1] * (call.cp.ulysses.size if call.exchanged else 1)
         check_block_mask(self.name, self.block_mask, q.shape[0], heads, call.lengths)
         if getattr(self.block_mask, "dq_write_order", None) is not None:
             raise NotImplementedError(

@@ -36,7 +36,7 @@ from ..schedule.choices import heads_after_sharing
 from ..schedule.documents import read
 from ..schedule.lookup import ascending, resolve
 from .config import CheckedCall, Operands, OpSettings
-from .engine import Saved, attention_backward_op, attention_op, gradient_of_sinks, op_arguments
+from .engine import Saved, TileEngine, attention_backward_op, attention_op, gradient_of_sinks, op_arguments
 from .exchange import ulysses
 from .exchange.ulysses import Ulysses, shared_heads
 from .kernels.partials import accumulation_dtype, like_queries
@@ -102,16 +102,18 @@ def chosen_groups(numbers: tuple[int, ...], heads: int, tokens: int, device: str
 # --------------------------------------------------------------------------- the op
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: CheckedCall, with_lse: bool) -> Any:
+def attend(q: Tensor, k: Tensor, v: Tensor, call: CheckedCall, core: TileEngine) -> Any:
     """Exchange, attend and exchange back the shards ``[B, H, S, D]`` of one cp rank, in groups of heads. The result is
-    the output, or ``(output, log-sum-exp)``."""
+    what ``core`` returns."""
     degree = call.cp.ulysses.size
     k, v = (shared_heads(x, degree, 1) for x in (k, v))
-    out, lse, *_ = ulysses_attention_op(q, k, v, *op_arguments(q, k, v, call))
-    if not with_lse:
-        return out
+    out, largest, lse, kernel, *_ = ulysses_attention_op(q, k, v, *op_arguments(q, k, v, call))
+    found = core.asked(call, out, lse, kernel, largest)
+    if not isinstance(found, tuple):
+        return found
     # [B, H/degree, S*degree]: of the heads of this rank
-    return out, Ulysses(call.cp, call.mode.layout, documents=call.documents).to_sequence(lse)
+    ulysses = Ulysses(call.cp, call.mode.layout, documents=call.documents)
+    return out, *(ulysses.to_sequence(x) for x in found[1:])
 
 
 class Groups:
@@ -168,9 +170,10 @@ def _wait(pending: Sequence[comm.Pending]) -> list[Tensor]:
 def ulysses_attention_op(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], scale: float, dropout_p: float, settings: str
 ) -> list[Tensor]:
-    """``[out]`` of this rank's ``[B, H, S, D]``, the log-sum-exp of the heads that it attends, then what backward
-    needs: the kernel that ran, and per group all outputs, all q, all k, all v. Arguments: see
-    :func:`engine.attention_op`; sinks and mask are those of this rank's heads after the exchange."""
+    """``[out]`` of this rank's ``[B, H, S, D]``, the largest logits (if asked for, else ``[0]``) and the log-sum-exp
+    of the heads that it attends, then what backward needs: the kernel that ran, and per group all outputs, all q, all
+    k, all v. Arguments: see :func:`engine.attention_op`; sinks and mask are those of this rank's heads after the
+    exchange."""
     options = OpSettings.read(settings)
     given = Operands.of(tensors, options.tensors)
     kv_heads = k.shape[1] // cp_mesh.by_key(options.mesh).ulysses.size
@@ -184,7 +187,7 @@ def ulysses_attention_op(
         return pending
 
     out = like_queries(q, v.shape[3], q.dtype)
-    lses, outs, queries, keys, values = [], [], [], [], []
+    largest, lses, outs, queries, keys, values = [], [], [], [], [], []
     with operation(plan.cp, "attention in groups of heads", "forward"):
         nans.check(plan.cp, "query, key, value", q, k, v)
         arriving = post(0)
@@ -195,14 +198,16 @@ def ulysses_attention_op(
             queries.append(x)
             keys.extend(kv[:1])
             values.extend(kv[1:])
-            x, lse, kernel = attention_op(x, keys[-1], values[-1], *plan.arguments(group, x.shape[1], given))
+            x, lse, kernel, most = attention_op(x, keys[-1], values[-1], *plan.arguments(group, x.shape[1], given))
             outs.append(x)
             lses.append(lse)
+            largest.append(most)
             posted = [plan.to_rank(x, out, groups, group)]
             _wait(leaving)
             arriving, leaving = ahead, posted
         _wait(leaving)
-    return [out, torch.cat(lses, 1), kernel, *outs, *queries, *keys, *values]
+    joined = torch.cat(largest, 1 if options.max_logits else 0)
+    return [out, joined, torch.cat(lses, 1), kernel, *outs, *queries, *keys, *values]
 
 
 @ulysses_attention_op.register_fake
@@ -216,9 +221,11 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
         return ulysses.like_received(x, (b, h // degree // number, s * degree, d), 2)
 
     one = group_of(q, groups)
+    lse = q.new_empty(*group_of(q, 1).shape[:3], dtype=accumulation_dtype(q.dtype))
     return [
         like_queries(q, v.shape[3], q.dtype),
-        q.new_empty(*group_of(q, 1).shape[:3], dtype=accumulation_dtype(q.dtype)),
+        torch.empty_like(lse) if options.max_logits else lse.new_empty(0),
+        lse,
         torch.empty(1, dtype=torch.int64),
         *(like_queries(one, v.shape[3], q.dtype) for _ in range(groups)),
         *(group_of(q, groups) for _ in range(groups)),
@@ -317,13 +324,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.saved = Saved(*others)
     kept = ctx.saved.kept(tensors)
     ctx.kept = len(kept)
-    ctx.save_for_backward(*kept, *output[1:])
-    ctx.mark_non_differentiable(*output[1 if ctx.saved.score is None else 2 :])
+    ctx.save_for_backward(*kept, *output[2:])
+    ctx.mark_non_differentiable(output[1], *output[2 if ctx.saved.score is None else 3 :])
     ctx.set_materialize_grads(False)  # zeros for what has no gradient would be as large as all of q, k, v
 
 
 def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    dout, dlse, *_ = grads
+    dout, _, dlse, *_ = grads
     saved: Saved = ctx.saved
     tensors = ctx.saved_tensors
     kept, (lse, kernel, *groups) = tensors[: ctx.kept], tensors[ctx.kept :]

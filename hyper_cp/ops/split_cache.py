@@ -165,6 +165,14 @@ class SplitCache:
         self._kv = [x.index_select(0, index) for x in self._kv]
         self._shown = None if self._shown is None else self._shown.index_select(0, index)
 
+    def show(self, mask: Tensor) -> None:
+        """Say anew which positions of the cache are tokens (1) and padding (0), ``[B, length]``, the same on every
+        rank. Those that become padding are hidden from all further queries."""
+        starts, stops, _ = self.ranges().tolist()
+        own = torch.cat([mask[:, :0], *(mask[:, a:b] for a, b in zip(starts, stops, strict=True))], 1)
+        self._shown = torch.ones_like(self._kv[0][:, :1, :, :1], dtype=torch.bool)
+        self._shown[:, 0, : self._rows, 0] = own
+
     # ------------------------------------------------------------------ rows
 
     def held(self) -> tuple[list[Tensor], Tensor | None]:

@@ -38,6 +38,11 @@ LATENTS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 """The names under which configurations have the sizes of latent attention."""
 INDEXER = {"topk": "index_topk", "indexer_heads": "index_n_heads", "indexer_dim": "index_head_dim"}
 """Those of a lightning indexer."""
+POOLED = (
+    ("indexer_budget", "indexer_compress_ratio", "indexer_n_heads", "indexer_head_dim"),
+    ("index_topk", "index_kpool", "index_n_heads", "index_head_dim"),
+)
+"""Those of an indexer over pooled keys: tokens that a query selects, tokens of a pool, query heads and their width."""
 UNCOUNTED = ("minimax_m3_sparse", "compressed_sparse_attention", "heavily_compressed_attention")
 """Types of layers whose queries attend to blocks of keys, or to entries, which the planner does not count."""
 INDEXED, WINDOWED = "indexed_attention", "sliding_attention"
@@ -253,7 +258,7 @@ def _latent_attention(config: Any, layers: int, heads: int, width: int) -> dict[
     found = {"latent": rank + rotary, "rotary": rotary, "head_dim": (plain + rotary + value) // 2, "kv_heads": heads}
     found["attention_weights"] = weights
     types = _get(config, "layer_types") or [INDEXED] * layers
-    pooled = (_get(config, "index_kpool") or 1) > 1  # selects groups of keys, which no op of this library does
+    pooled = (_get(config, "index_kpool") or 1) > 1  # selects pools of keys, whose cost is not counted yet
     if _get(config, INDEXER["topk"]) and {INDEXED} <= {*types} <= {INDEXED, WINDOWED} and not pooled:
         found |= {size: _get(config, name) for size, name in INDEXER.items()}
         found["indexers"] = _indexers(config, [i for i, kind in enumerate(types) if kind == INDEXED])
@@ -281,7 +286,26 @@ def keys_seen(model: Any, shape: ModelShape) -> Counter[int | None]:
     sliding = window and _get(config, "use_sliding_window") is not False
     kinds = _get(config, "layer_types") or [WINDOWED if sliding else "full_attention"] * shape.layers
     keys = {"full_attention": None, WINDOWED: window, "chunked_attention": chunk and max(1, chunk // 2)}
+    if (pooled := _pooled(config)) is not None:
+        keys[INDEXED] = pooled[0] + pooled[1] - 1  # with the tail behind the last whole pool
     return Counter(keys.get(kind, 0) for kind in kinds)
+
+
+def pool_score_flops(model: Any) -> float:
+    """FLOPs of a query and a visible token in the indexers over pooled keys of all layers, which score a pool once."""
+    config = getattr(model, "config", model)
+    config = _get(config, "text_config") or config
+    if (pooled := _pooled(config)) is None:
+        return 0.0
+    _, pool, heads, width = pooled
+    indexers = _indexers(config, [i for i, kind in enumerate(_get(config, "layer_types") or ()) if kind == INDEXED])
+    return indexers * 2 * heads * width / pool
+
+
+def _pooled(config: Any) -> list[int] | None:
+    """The sizes of an indexer over pooled keys, if layers have one."""
+    found = ([_get(config, name) or 0 for name in names] for names in POOLED)
+    return next((sizes for sizes in found if all(sizes) and sizes[1] > 1), None)
 
 
 def _get(config: Any, name: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 from ..data.dynamic import CostModel
 from . import plan
 from .cluster import Cluster, check_count, cluster_of, with_measurements
-from .model import configuration, keys_seen, model_shape
+from .model import configuration, keys_seen, model_shape, pool_score_flops
 from .timeline import BACKWARD
 
 
@@ -23,8 +23,9 @@ def cost_model(
     """The costs of samples of this model, in seconds of a cluster's devices, for :class:`DynamicContextParallel`.
 
     Attention is counted by visible pairs: all of them in full layers, those of the window in sliding ones, of selected
-    keys the selected ones and the indexer's scores. Recurrent layers cost the same for every token: that of their
-    weights, taken to be as many as those of attention. Everything else is counted as :func:`plan` does.
+    keys the selected ones and the indexer's scores (one of a pool, where keys are pooled). Recurrent layers cost the
+    same for every token: that of their weights, taken to be as many as those of attention. Everything else is counted
+    as :func:`plan` does.
 
     Args:
         model: as for :func:`plan`. ``layer_types`` and ``sliding_window`` of a configuration are read.
@@ -52,7 +53,8 @@ def cost_model(
     forward = 1 / devices.flops("forward_share")
     pair = shape.pair_flops * (forward + BACKWARD / devices.flops("backward_share"))
     seen = keys_seen(config, shape)
-    quadratic = pair * seen.pop(None, 0) + shape.indexers * shape.score_flops * forward
+    scores = shape.indexers * shape.score_flops + pool_score_flops(config)
+    quadratic = pair * seen.pop(None, 0) + scores * forward
     windows = tuple((window, pair * layers) for window, layers in sorted(seen.items()) if window)
     exposed = 0.0
     for d in (2**k for k in range(1, degree.bit_length())):

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .ranges import Documents
 
@@ -254,6 +255,22 @@ def _parsed(content: bytes, rows: int) -> PackedDocuments:
     numbers = memoryview(content).cast("q").tolist()
     width = len(numbers) // rows
     return PackedDocuments([numbers[i * width : (i + 1) * width] for i in range(rows)])
+
+
+_tokens: Any = WeakTensorKeyDictionary()
+
+
+def mark_tokens(table: Tensor, tokens: Tensor) -> Tensor:
+    """Return a table, of whose positions some are padding, which is a document like any other: ``tokens [1 or B, S]``
+    on the CPU is False there."""
+    _tokens[table] = tokens
+    return table
+
+
+def tokens_of(table: Tensor | None) -> Tensor | None:
+    """The record of :func:`mark_tokens` for this very table; None: no padding is known."""
+    found: Tensor | None = None if table is None else _tokens.get(table)
+    return found
 
 
 def check_documents(table: Tensor | None, length: int) -> None:

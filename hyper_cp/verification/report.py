@@ -85,13 +85,27 @@ class Report:
         return json.dumps({**asdict(self), "module": self.module, "cause": self.cause})
 
     def __str__(self) -> str:
+        return "\n".join([self.heading(), *_table(self.cells()), *self.conclusion()])
+
+    def heading(self) -> str:
+        """The line above the table."""
+        return f"hyper_cp.verify: {self.length} positions on {self.ranks} ranks against one device"
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The table as text: a header, then the rows that say most."""
+        cells: list[tuple[str, ...]] = [("", "name", "class", "shape", "error", "tolerance", "")]
+        for row in self._shown():
+            mark = {EQUAL: "", INTERNAL: "~", DIFFERS: "!", SKIPPED: "?"}[row.status]
+            numbers = ["" if x is None else f"{x:.1e}" for x in (row.error, row.tolerance)]
+            note = row.note or ("" if row.status == EQUAL else row.status)
+            cells.append((mark, row.title, row.type, "x".join(map(str, row.shape)), *numbers, note))
+        return cells
+
+    def conclusion(self) -> list[str]:
+        """The lines below the table: the result, and the causes."""
         compared = [row for row in self.rows if row.status != SKIPPED]
-        lines = [f"hyper_cp.verify: {self.length} positions on {self.ranks} ranks against one device"]
-        shown = self._shown()
-        lines += _table(shown)
-        hidden = len(self.rows) - len(shown)
-        if hidden:
-            lines.append(f"... and {hidden} more rows (report.rows)")
+        hidden = len(self.rows) - len(self._shown())
+        lines = [f"... and {hidden} more rows (report.rows)"] if hidden else []
         if self.ok:
             worst = max((row for row in compared if row.status == EQUAL), key=_excess, default=None)
             most = f"; the largest error is {worst.error:.1e} ({worst.title})" if worst is not None else ""
@@ -104,7 +118,7 @@ class Report:
             lines.append("WRONG, although nothing differs between the two runs.")
         for cause in self.causes:
             lines.append(f"Cause ({cause.kind}){f' in {cause.module}' if cause.module else ''}: {cause.text}")
-        return "\n".join(lines)
+        return lines
 
     def _shown(self) -> list[Row]:
         """The rows that say most: the first that differs, outputs (around the first difference, if they are many), the
@@ -134,13 +148,7 @@ def _by(row: Row) -> str:
     return "" if row.error is None else f", by {row.error:.1e} (tolerance {row.tolerance or 0:.1e})"
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
+def _table(cells: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table with aligned columns."""
-    cells: list[tuple[str, ...]] = [("", "name", "class", "shape", "error", "tolerance", "")]
-    for row in rows:
-        mark = {EQUAL: "", INTERNAL: "~", DIFFERS: "!", SKIPPED: "?"}[row.status]
-        numbers = ["" if x is None else f"{x:.1e}" for x in (row.error, row.tolerance)]
-        note = row.note or ("" if row.status == EQUAL else row.status)
-        cells.append((mark, row.title, row.type, "x".join(map(str, row.shape)), *numbers, note))
     widths = [max(len(cell[i]) for cell in cells) for i in range(7)]
     return ["  ".join(c.ljust(w) for c, w in zip(cell, widths, strict=True)).rstrip() for cell in cells]

@@ -32,8 +32,8 @@ BEGIN, END = (
 
 MODES = {
     "Ulysses": named_mode("Ulysses"),
-    "Colossal": named_mode("all-gather"),
-    "Colossal, load_balance": named_mode("all-gather, load_balance"),
+    "all-gather": named_mode("all-gather"),
+    "all-gather, load_balance": named_mode("all-gather, load_balance"),
     "ring": named_mode("ring"),
     "hybrid with ring": named_mode("hybrid of 2, ring"),
     "hybrid with all-gather": named_mode("hybrid of 2, all-gather"),

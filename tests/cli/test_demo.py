@@ -22,12 +22,13 @@ from tests.harness.ranks import on_ranks
 
 @pytest.mark.slow
 def test_every_mode_and_the_picture(tmp_path: Path) -> None:
-    picture, page = tmp_path / "losses.png", tmp_path / "demo.html"
+    picture, page = tmp_path / "picture.png", tmp_path / "demo.html"
     command = [
         sys.executable,
         "-m",
         "hyper_cp",
         "demo",
+        "--all",
         "--steps",
         "2",
         "--seq-len",
@@ -43,7 +44,7 @@ def test_every_mode_and_the_picture(tmp_path: Path) -> None:
         assert f"\n{mode} " in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     text = page.read_text()
-    assert "colossal, ring" in text and "\nring head-tail " in text and text.count("<svg") == 1
+    assert "all-gather; ring" in text and "\nring, head_tail " in text and text.count("<svg") == 1
     assert not re.search(r'src=|href="(?!#|data:)|url\((?!#)|@import', text), "the page loads something else"
     ElementTree.fromstring(text[text.index("<svg") :])
 
@@ -71,15 +72,36 @@ def test_table_names_a_wrong_mode(losses: list[float]) -> None:
 
 def test_table_shows_activations_beside_those_of_one_rank() -> None:
     one, shared = (demo.Result([5.0], 1.0, n * 2**20, 1) for n in (120, 31))
-    lines = demo.table({demo.ONE_RANK: one, "ring": shared})[0]
-    assert "activations, MiB" in lines[0] and " 120.0 of 120.0 " in lines[1] and " 31.0 of 120.0 " in lines[2]
+    cells = demo.table({demo.ONE_RANK: one, "ring": shared})[0]
+    assert [row[4] for row in cells] == ["activations, MiB", "120.0 of 120.0", "31.0 of 120.0"]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_speed_is_left_out_where_ranks_share_cores(
+    cores: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "cores", lambda: cores)
+    monkeypatch.setattr(demo, "picture", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    args = argparse.Namespace(modes=["ring"], seq_len=64, steps=1, out=None, html=None)
+    assert demo.report({demo.ONE_RANK: result([5.0]), "ring": result([5.0])}, args) == 0
+    out = capsys.readouterr().out
+    assert ("2 ranks share 1 cores: speed says nothing here" in out) == (cores == 1) == ("tokens/s" not in out)
+
+
+@pytest.mark.parametrize(("options", "modes"), [([], 3), (["--all"], 9), (["--ranks", "3", "--seq-len", "6"], 3)])
+def test_three_modes_unless_all_are_asked_for(options: list[str], modes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[argparse.Namespace] = []
+    monkeypatch.setattr(demo, "start_ranks", lambda args: found.append(args) or 0)
+    assert main(["demo", *options]) == 0
+    assert len(found[0].modes) == modes
 
 
 @on_ranks
 def activations() -> list[int]:
     """Bytes kept between forward and backward: of one rank, and of each mode on this mesh."""
     args = argparse.Namespace(steps=1, seq_len=256)
-    modes = [None, demo.MODES["ulysses"], demo.MODES["ring head-tail"], demo.MODES["colossal"]]
+    modes = [None, demo.MODES["Ulysses"], demo.MODES["ring, head_tail"], demo.MODES["all-gather"]]
     return [demo.train("", mode, args).activation_bytes for mode in modes]
 
 
@@ -92,12 +114,12 @@ def test_activations_are_shared_by_the_ranks(ranks: Any) -> None:
 @pytest.mark.slow
 def test_wrong_losses_are_printed_and_end_in_an_error(tmp_path: Path) -> None:
     """All ranks end with an error at the same time, and the first one ends the others."""
-    options = "--ranks 3 --steps 1 --seq-len 66 --modes ring colossal"
+    options = "--ranks 3 --steps 1 --seq-len 66 --modes ring all-gather"
     run = f"raise SystemExit(m.main(['demo', *'{options}'.split()]))"
     code = f"import hyper_cp.cli.main as m; m.demo.TOLERANCE = -1.0; {run}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 1 and "\ncolossal " in done.stdout, done.stderr
-    assert "WRONG: losses differ from one rank by more than -1.0: one rank, ring, colossal" in done.stdout
+    assert done.returncode == 1 and "\nall-gather " in done.stdout, done.stderr
+    assert "WRONG: losses differ from one rank by more than -1.0: one rank; ring; all-gather" in done.stdout
 
 
 def train_with_positions_of_rank_zero() -> int:
@@ -136,7 +158,7 @@ def with_address(port: int) -> int:
     [
         (["--ranks", "0"], "--ranks 0 is not a positive number"),
         (["--seq-len", "1001"], "--seq-len 1001 does not split over 4 ranks"),
-        (["--ranks", "3", "--seq-len", "6", "--modes", "ulysses"], "--modes ulysses cannot run on 3 ranks"),
+        (["--ranks", "3", "--seq-len", "6", "--modes", "Ulysses"], "--modes Ulysses cannot run on 3 ranks"),
         (["--out", "losses.xyz"], "--out losses.xyz has no ending of a picture"),
     ],
 )

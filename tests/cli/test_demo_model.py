@@ -95,8 +95,8 @@ def test_loss_and_every_gradient(ranks: Any, world: int, block: bool) -> None:
 @pytest.mark.slow
 def test_compiled_whole_model(ranks: Any) -> None:
     """Two ranks for what is the same on any number, four where the ring and Ulysses both have more than one."""
-    two = [(MODES["ring head-tail"], (2,), True, False)]
-    four = [(MODES["hybrid ring head-tail"], (4,), True, True)]
+    two = [(MODES["ring, head_tail"], (2,), True, False)]
+    four = [(MODES["hybrid of 2, ring, head_tail"], (4,), True, True)]
     for world, cases in ((2, two), (4, four)):
         for errors in ranks(world, train_all, cases, timeout=400):
             assert max(errors) <= 1e-10, dict(zip(map(str, cases), errors, strict=True))

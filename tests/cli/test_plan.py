@@ -18,14 +18,18 @@ SIZES = ["--layers", "4", "--heads", "8", "--kv-heads", "2", "--width", "512", "
 def test_the_table_with_and_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["plan", *SIZES, "--sequence", "16K", "--gpus", "4", "--rows", "3"]
     assert main(command) == 0
-    first = capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "240")
+    piped = capsys.readouterr().out
+    assert main(command) == 0
+    table = capsys.readouterr().out
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
     assert main(command) == 0
-    plain = capsys.readouterr().out
-    for text in (first, plain):
+    assert capsys.readouterr().out == piped
+    for text in (table, piped):
         assert "16,384 tokens" in text and "Use first: cp mesh of" in text and "tokens/s" in text
-    assert "more modes" in plain and "│" not in plain
+        assert "more modes" in text and ("│" in text) == (text is table and find("rich") is not None)
 
 
 def test_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

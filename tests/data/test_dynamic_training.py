@@ -29,7 +29,7 @@ STEPS = [
 ]
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "ring": ("head_tail", {"kv_exchange": "ring"}),
-    "colossal": ("contiguous", {"kv_exchange": "all_gather"}),
+    "all-gather": ("contiguous", {"kv_exchange": "all_gather"}),
     "ulysses": ("head_tail", {"ulysses_degree": None}),
 }
 

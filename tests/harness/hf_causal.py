@@ -75,6 +75,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "indexed_attention"],
         **_each("indexer_n_heads indexer_kv_heads", 1),
         **_each("indexer_head_dim indexer_budget indexer_compress_ratio", 8),
+        **{"ple_layer_ids": [1], "ple_embed_dim": 16, "heads_per_ngram": 2, "ngram_vocab_size_base": 50},
     },
     "deepseek_v4": {
         "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],

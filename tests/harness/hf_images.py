@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.harness.hf_causal import CHANGES as HYBRID
 from tests.harness.hf_causal import SIZES, NotTiny, _each, _has, _is_fixed
 
 VOCABULARY, IMAGE, VIDEO = 61, 58, 59
@@ -95,7 +96,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [16, 16], "head_dim": 8}},
-    "glm5_next": {"text_config": {"index_kpool": 3}},
+    "glm5_next": {
+        "text_config": {
+            **{"index_kpool": 3, "qk_rope_head_dim": 0, "hc_mult": 2, "mlp_layer_types": ["dense", "sparse"]},
+            "layer_types": ["linear_attention", "indexed_attention"],
+        },
+    },
+    "qwen4_exp": {"text_config": HYBRID["qwen4_exp_text"]},
 }
 """Changes that a type needs in addition."""
 

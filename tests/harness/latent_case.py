@@ -94,7 +94,7 @@ def leaves_of(case: LatentCase) -> tuple[list[Tensor], Tensor, Tensor]:
     return [x.clone().requires_grad_() for x in local], dout[:, :, at], at
 
 
-def called(case: LatentCase, leaves: list[Tensor], at: Tensor, mesh: Any) -> Any:
+def called(case: LatentCase, leaves: list[Tensor], at: Tensor, mesh: Any, **more: Any) -> Any:
     options = {k: x for k, x in case.attention_keywords().items() if k not in ("enable_gqa", "latents")}
     if case.mask is not None:
         visible, added = explicit_mask(case)
@@ -105,7 +105,7 @@ def called(case: LatentCase, leaves: list[Tensor], at: Tensor, mesh: Any) -> Any
     bias = leaves[4] if case.bias else None
     if case.selected is not None:
         options["selected"] = selection(case)[:, :, at]
-    return latent_attention(*leaves[:4], bias, mesh=mesh, latents=case.latents, **options)
+    return latent_attention(*leaves[:4], bias, mesh=mesh, latents=case.latents, **options, **more)
 
 
 def errors_of(case: LatentCase, leaves: list[Tensor], at: Tensor, out: Tensor, grads: Any, error: Any) -> Errors:

@@ -98,8 +98,8 @@ def sent() -> list[int]:
 
 def test_entries_travel_and_not_states(ranks: Any) -> None:
     """46 positions on 2 ranks, 2 rows, 4 bytes. The most entries of a rank: 2 of 11 tokens, 6 of 4 tokens."""
-    heavy = [2 * 4 * 10 * 16] * 2 + [2 * 4 * 2 * 16]  # keys and gates before the share, and entries
-    sparse = [2 * 4 * 7 * 32] * 2 + [2 * 4 * 6 * 16]  # the same of two series
+    heavy = [2 * 4 * 10 * 2 * 16, 2 * 4 * 2 * 16]  # keys and gates before the share, and entries
+    sparse = [2 * 4 * 7 * 2 * 32, 2 * 4 * 6 * 16]  # the same of two series
     for found in ranks(2, sent):
         assert found == heavy + 2 * (sparse + sparse)  # an indexer has as many
 

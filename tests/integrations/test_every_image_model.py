@@ -24,7 +24,8 @@ from tests.integrations.test_images import RING, ULYSSES, errors, on_one_device
 pytest.importorskip("transformers")
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "image_models.md"
-SAMPLE = ["aya_vision", "blip", "gemma4", "lfm3_vl", "llava_next", "mllama", "paligemma", "qwen3_5_moe"]
+SAMPLE = ["aya_vision", "blip", "gemma4", "glm5_next", "lfm3_vl", "llava_next", "mllama", "paligemma", "qwen3_5_moe"]
+SAMPLE += ["qwen4_exp"]
 """The types that every run of the tests tries, beside those of test_images.py."""
 INTRODUCTION = """The outcome of `prepare_model` with [images](images.md) for every type of
 `AutoModelForImageTextToText`: {counts}.

@@ -147,6 +147,19 @@ def options_of_generate() -> dict[str, bool]:
         found[name] = torch.equal(second, generated(one, None, longer, **mask))
         found[f"{name}, memory"] = first.past_key_values.nbytes > 0
 
+    # A mask that hides tokens in the cache: padding behind a text that has ended, and some of the prompt.
+    hidden = torch.ones(2, LENGTH + NEW + 5, dtype=torch.int64)
+    hidden[0, LENGTH + 1 : LENGTH + NEW] = hidden[1, 3:9] = 0
+    turns = []
+    for x in ((model, handler), (one, None)):
+        first = generated(*x, ids, return_dict_in_generate=True)
+        longer = torch.cat([first.sequences, tokens(5)], 1)
+        more = {"attention_mask": hidden, "return_dict_in_generate": True, "output_logits": True}
+        turns.append(generated(*x, longer, past_key_values=first.past_key_values, **more))
+    found["hidden"] = torch.equal(turns[0].sequences, turns[1].sequences)
+    errors = [relative_error(a, b) for a, b in zip(turns[0].logits, turns[1].logits, strict=True)]
+    found["logits of hidden"] = max(errors) <= 1e-9
+
     # Another degree, and the model of one rank.
     family = split_cp_mesh(handler.mesh)
     with context_parallel_mesh(model, family.cp(1)) as alone:
@@ -156,7 +169,7 @@ def options_of_generate() -> dict[str, bool]:
 
 def test_options_of_generate_and_further_turns(ranks: Any) -> None:
     for found in ranks(2, options_of_generate):
-        assert len(found) == 13 and all(found.values()), found
+        assert len(found) == 15 and all(found.values()), found
 
 
 RECURRENT = ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid")
@@ -195,6 +208,20 @@ def test_recurrent_layers_go_on_from_the_states_of_the_prompt(ranks: Any, world:
     for found in ranks(world, every_recurrent_model, RECURRENT if world == 2 else RECURRENT[:1], layout):
         bad = {case: x for case, x in found.items() if (x is False if isinstance(x, bool) else not x <= 1e-9)}
         assert not bad, bad
+
+
+@on_ranks
+def routed() -> bool:
+    """A model whose config asks for the loss of its router, which nobody wants of new tokens."""
+    model, handler = prepared("mixtral")
+    model.config.output_router_logits = True
+    return torch.equal(
+        *(generated(*x, tokens(LENGTH), **left_padded()) for x in ((model, handler), (model_of("mixtral"), None)))
+    )
+
+
+def test_a_loss_of_routers_is_left_out(ranks: Any) -> None:
+    assert all(ranks(2, routed))
 
 
 @on_ranks
@@ -277,6 +304,14 @@ def _wrong(case: str) -> None:
         generated(model, handler, torch.cat([found.sequences, ids[:, :1]], 1), past_key_values=kept)
     if case == "gradients":
         model(ids[:, :1], past_key_values=kept)
+    if case == "shorter":
+        generated(model, handler, ids, past_key_values=kept)
+    if case in ("right", "shown"):
+        mask = torch.ones(2, 8, dtype=torch.int64)
+        mask[1, -2:] = case == "shown"
+        mask[1, :2] = case == "right"
+        first = generated(model, handler, ids, attention_mask=mask, return_dict_in_generate=True)
+        generated(model, handler, torch.cat([first.sequences, ids], 1), past_key_values=first.past_key_values)
 
 
 WRONG = {
@@ -299,6 +334,9 @@ WRONG = {
     "other mesh": "LlamaForCausalLM runs on the mesh",
     "gradients": "RuntimeError: LlamaForCausalLM runs with a split cache with gradients enabled",
     "interrupted": "RuntimeError: LlamaForCausalLM got a split cache in whose last forward an exception was raised",
+    "shorter": "ValueError: input_ids has 8 tokens, and the cache 11",
+    "right": "ValueError: attention_mask ends with padding in rows [1]",
+    "shown": "ValueError: attention_mask shows positions that were padding",
     "recurrent": "NotImplementedError: Mamba2ForCausalLM keeps other things than keys and values between tokens",
 }
 

@@ -347,12 +347,14 @@ def test_a_step_of_trainer_is_that_of_one_device(ranks: Any, tmp_path: Any, chun
 
 @on_ranks
 def wrong(case: str) -> None:
-    model = tiny("llava" if case == "truncated" else "qwen2_5_vl")
+    model = tiny({"truncated": "llava", "marks": "glm5_next"}.get(case, "qwen2_5_vl"))
     batch = batch_of(model)
     if case == "truncated":
         batch = {name: x[:, :12] if x.shape == batch["input_ids"].shape else x for name, x in batch.items()}
     elif case == "audio":
         batch["input_features"] = torch.zeros(1, 80, 20)
+    elif case == "marks":
+        batch |= images(model, video=True)
     elif case == "patches":
         batch["pixel_values"] = batch["pixel_values"][:-1]
     elif case == "embeddings":
@@ -367,6 +369,7 @@ def wrong(case: str) -> None:
         ("truncated", ValueError, "placeholder tokens of the kind 'image', but its images make 32 rows"),
         ("audio", NotImplementedError, "got input_features, which its methods that encode"),
         ("patches", NotImplementedError, "got pixel_values, whose dimension 0 does not hold one part"),
+        ("marks", NotImplementedError, "got pixel_values_videos, video_grid_thw, whose tokens it tells from those"),
         ("embeddings", NotImplementedError, "pixel_values, image_grid_thw with inputs_embeds"),
     ],
 )

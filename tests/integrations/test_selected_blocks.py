@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -56,19 +56,26 @@ def batch_of(kind: str) -> dict[str, Tensor]:
 
 
 def compared(
-    model: Any, batches: dict[str, dict[str, Tensor]], modes: list[str], checkpointed: bool, least: float = 0.0
+    model: Any,
+    batches: dict[str, dict[str, Tensor]],
+    modes: list[str],
+    checkpointed: bool,
+    least: float = 0.0,
+    before: Callable[[Any], None] | None = None,
 ) -> Iterator[tuple[str, float, list[tuple[Tensor, Tensor]]]]:
     """The error of logits of each batch in each mode, and the pairs of gradients that are larger than ``least`` on one
-    device. The losses are those of the model with its routers."""
+    device, which ``before`` changes. The losses are those of the model with its routers."""
     from hyper_cp.integrations.transformers import prepare_batch, prepare_model
 
     for which, batch in batches.items():
         one = copy.deepcopy(model)
+        if before is not None:
+            before(one)
         with InDouble(), LowestFirst():
             output = one(**{k: x for k, x in batch.items() if k != "labels"}, use_cache=False)
             (loss_of(output, batch) + one.router_aux_loss_coef * output.aux_loss).backward()
         expected = [p.grad for p in one.parameters()]
-        seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        seen = batch.get("attention_mask", torch.ones_like(batch["labels"])).bool()
         for mode in modes:
             style, copied = ContextParallel(**MODES[mode]), copy.deepcopy(model)
             prepare_model(copied, cp_mesh(), style=style)

@@ -132,6 +132,28 @@ def test_entries_travel_and_not_tokens(ranks: Ranks) -> None:
         assert sorted(sent[3:]) == [("reduce_scatter", n) for n in sorted((entries, halo, halo))]
 
 
+@on_ranks
+def most_saved() -> int:
+    """The size of the largest tensor that is kept for backward."""
+    sizes = [0]
+    *given, _ = inputs((48, 4, 8, False, True))
+    at = ContextParallelHandler(cp_mesh(), "contiguous").position_ids(48)
+    local = [x[:, :, at] for x in given[:2]] + [x[:, at] for x in given[2:4]] + given[4:]
+    raw = local[2].requires_grad_()
+    options: dict[str, Any] = {"mesh": cp_mesh(), "every": 4}
+    pooled = gather_windows(windows(raw, range(4), **options).mean(2), length=48, **options).unsqueeze(1)
+    q = torch.ones(1, 1, 24, 1, dtype=torch.float64)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x):
+        entries = Entries(pooled[:1, ..., :1], pooled[:1, ..., :1], 4)
+        attention(q, q, q, mesh=cp_mesh(), entries=entries, window=(5, 0))
+    return max(sizes)
+
+
+def test_no_mask_of_entries_is_kept(ranks: Ranks) -> None:
+    """24 queries of one number, and 12 entries."""
+    assert ranks(2, most_saved) == [24, 24]
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a tuple": ({"entries": (1, 2)}, "entries is a tuple"),
     "every": ({"every": 0}, "every=0 must be a positive int"),

@@ -1,7 +1,6 @@
 """FlexAttention under context parallelism: the user's functions of global positions, against whole tensors.
 
-A call runs in tiles of the engine, in every mode; compiled, or asked for the largest scores, it runs torch's own kernel
-on all keys at once.
+A call runs in tiles of the engine, in every mode; compiled it runs torch's own kernel on all keys at once.
 """
 
 from __future__ import annotations
@@ -58,8 +57,6 @@ from tests.harness.ranks import error_of, named_error, on_ranks, sum_over_ranks
 # Made before any module is styled, and shared by modules of all styles.
 compiled_flex = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
 OWN_QKV = {"qkv_indices": None}
-AT_ONCE = {"return_aux": AuxRequest(max_scores=True)}
-"""An option with which a call runs on all keys at once."""
 
 
 def styled(module: nn.Module, **style: Any) -> nn.Module:
@@ -476,11 +473,6 @@ ONE = {"ulysses_degree": 1}
 RING = {**ONE, "kv_exchange": "ring"}
 A_LOCAL_MASK = "for 6 queries and 6 keys, but the global sequence has 24 and 24.*Build it with"
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "ring": ("NotImplementedError: with AuxRequest.*kv_exchange='ring'.*all_gather", "at once", RING),
-    "ring, own qkv": ("NotImplementedError: kv_exchange='ring'.*ulysses_degree=None", "at once", RING | OWN_QKV),
-    "balance": ("NotImplementedError: load_balance=True.*without max_scores", "at once", ONE | {"load_balance": True}),
-    "window": (r"NotImplementedError: window=\(3, 0\).*without", "at once", ONE | {"window": (3, 0)}),
-    "documents": ("NotImplementedError: documents.*without", "at once", ONE),
     "local mask": (A_LOCAL_MASK, "local mask", ONE),
     "local mask, own qkv": (A_LOCAL_MASK, "local mask", {"ulysses_degree": 2, **OWN_QKV}),
     "local mask, Ulysses": (A_LOCAL_MASK, "local mask", {}),
@@ -489,7 +481,6 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "two heads",
         {"ulysses_degree": 2, **OWN_QKV},
     ),
-    "order": ("NotImplementedError: compute_dq_write_order=True", "order", ONE),
     "groups": ("query has 4 heads and key 2.*Pass enable_gqa=True", "groups", ONE),
 }
 
@@ -497,18 +488,14 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
 @on_ranks
 def refused(kind: str) -> None:
     _, what, style = REFUSED[kind]
-    options: dict[str, Any] = {"at once": AT_ONCE, "order": AT_ONCE, "groups": {"enable_gqa": False}}.get(what, {})
+    options: dict[str, Any] = {"groups": {"enable_gqa": False}}.get(what, {})
     module = Flex("causal", **options)
     heads, length = {"local mask": (None, S // 4), "two heads": (2, S)}.get(what, (None, S))
-    mask = module.block_mask = create_block_mask(causal, None, heads, length, length, "cpu", BLOCK_SIZE=16)
-    if what == "order":
-        mask.dq_write_order = mask.kv_indices
+    module.block_mask = create_block_mask(causal, None, heads, length, length, "cpu", BLOCK_SIZE=16)
     styled(module, **style)
     with comm.record_traffic() as log:
         try:
-            rows = [0, 7, S] if kind == "documents" else None
-            with ContextParallelHandler(cp_mesh(), "contiguous").documents(rows):
-                module(*(x[:, :, own({})] for x in tensors("causal")[:3]))
+            module(*(x[:, :, own({})] for x in tensors("causal")[:3]))
         finally:
             early = [op for op, _ in log.entries if op not in ("all_to_all", "agreement")]
             assert not early, early
@@ -517,6 +504,15 @@ def refused(kind: str) -> None:
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused_before_keys_are_sent(ranks: Any, kind: str) -> None:
     ranks.raises(4, *named_error(REFUSED[kind][0]), refused, kind)
+
+
+def test_an_order_of_all_blocks_is_refused() -> None:
+    """It belongs to torch's own kernel, which runs compiled calls."""
+    mask = create_block_mask(causal, None, None, S, S, "cpu", BLOCK_SIZE=16)
+    mask.dq_write_order = mask.kv_indices
+    q, call = torch.zeros(1, H, S, 8), SimpleNamespace(cp=meshes.alone(), exchanged=False, lengths=(S, S))
+    with pytest.raises(NotImplementedError, match="compute_dq_write_order=True"):
+        flex.Flex("attention", None, mask, {}, flex_attention).check(q, q, call)  # type: ignore[arg-type]
 
 
 @on_ranks

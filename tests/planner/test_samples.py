@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hyper_cp import CostModel, DynamicContextParallel, cost_model, plan
+from hyper_cp.planner.cluster import PROFILES
 
 LLAMA: dict[str, Any] = {"layers": 32, "heads": 32, "kv_heads": 8, "width": 4096, "ffn": 14336, "vocabulary": 128256}
 
@@ -38,6 +39,19 @@ def test_layers_of_each_kind_have_their_costs() -> None:
     assert cost_model(LLAMA | {"sliding_window": 512}, 8192, 2).windows[0][0] == 512
     unused = LLAMA | {"sliding_window": 512, "use_sliding_window": False}
     assert cost_model(unused, 8192, 2) == full
+
+
+QSA = {"indexer_budget": 2048, "indexer_compress_ratio": 16, "indexer_n_heads": 4, "indexer_head_dim": 128}
+KPOOL = {"index_topk": 2048, "index_kpool": 16, "index_n_heads": 4, "index_head_dim": 128}
+
+
+@pytest.mark.parametrize("sizes", [QSA, KPOOL])
+def test_selections_of_pooled_keys_by_hand(sizes: dict[str, int]) -> None:
+    """128 pools and a tail of 15 tokens in 8 of 32 layers."""
+    full, types = cost_model(LLAMA, 8192, 2), (["linear_attention"] * 3 + ["indexed_attention"]) * 8
+    pooled = cost_model(LLAMA | sizes | {"layer_types": types}, 8192, 2)
+    assert pooled.windows == ((2048 + 15, pytest.approx(full.quadratic / 4)),)
+    assert pooled.quadratic == pytest.approx(8 * 2 * 4 * 128 / 16 / PROFILES["h100"].flops("forward_share"))
 
 
 def test_a_link_that_cannot_be_hidden_costs() -> None:

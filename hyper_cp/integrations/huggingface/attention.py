@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NoReturn, cast
@@ -10,6 +11,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
 
 from ..._torch import checkpoint
 from ...ops.attention import cp_attention
@@ -23,6 +25,7 @@ from ...schedule.documents import documents_table, read
 from .compressed import entries_of
 from .forward import ForwardState, OneDevice, State, offered, running, state_for
 from .latents import NAME, as_latents, expanded, hands_on_latents
+from .qwen4 import Selection
 from .relative import RelativeBias
 from .selected import under_selection
 from .selected_blocks import of_padding
@@ -65,12 +68,14 @@ class MaskRequest:
         self.model, self.window, self.state = model, window, state
         self.documents = documents
         """Boundaries of chunks, which do not see each other; None: those of the batch."""
-        self.selects = False
-        """The mask of layers that select keys: their indexers may take its only head, and ask for its dtype."""
         self.bidirectional = False
         """True if keys behind a query are visible as those before it are; the window holds on both sides."""
         self.pairs: tuple[int, ...] = ()
         """The size of a mask of this rank's pairs."""
+        self.selects: torch.dtype | None = None
+        """The mask of layers that select keys: their indexers may take its only head, and ask for this dtype."""
+        self.selection: Tensor | None = None
+        """The keys that a layer has selected, as ``Call.selected``."""
         self.function: MaskMod | None = None
         """The model's own function of global positions that says which pairs are visible, in place of causality and
         the window."""
@@ -94,10 +99,16 @@ class MaskRequest:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of a mask that is added to scores."""
-        if not self.selects:
-            self.refuse("dtype")
-        return torch.float32
+        """That of a mask that is added to scores, or of one that says what is visible."""
+        return self.selects or self.refuse("dtype")
+
+    def __and__(self, other: Any) -> MaskRequest:
+        """The same with the selection of a layer."""
+        if not isinstance(other, Selection):
+            self.refuse("and")
+        made = copy(self)
+        made.selection = other.tokens
+        return made
 
     def refuse(self, how: str) -> NoReturn:
         """Raise for a model that uses its mask as a tensor."""
@@ -124,7 +135,7 @@ def _refused(name: str) -> Any:
 _HEAD = ((slice(None), 0), (slice(None), 0, slice(None), slice(None)))
 """The indices with which an indexer takes the mask of its only head."""
 
-for _operator in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "rand", "or", "ror", "invert", "neg"):
+for _operator in ("add", "radd", "sub", "rsub", "mul", "rmul", "rand", "or", "ror", "invert", "neg"):
     setattr(MaskRequest, f"__{_operator}__", _refused(_operator))
 
 
@@ -166,12 +177,16 @@ def attention_mask(
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     chunked = local_size is not None and local_size == chunk != window
     batch = state.batch if isinstance(state, ForwardState) else offered()
-    if not allow_is_causal_skip and batch is not None and batch.token_types and "mask_function" in others:
+    selects = torch.float32 if getattr(config, "index_topk", None) is not None else None
+    selects = torch.bool if getattr(config, "indexer_budget", None) is not None else selects
+    selects = selects if local_size is None else None
+    function = others.get("mask_function")
+    function = None if selects is not None and function is causal_mask_function else function
+    if not allow_is_causal_skip and batch is not None and batch.token_types and function is not None:
         request = MaskRequest(f"The model of {type(config).__name__}", None, state)
-        request.function = others["mask_function"]
+        request.function = function
         request.ndim, request.shape = 4, (1, 1, q_length, kv_length)
         return request
-    selects = getattr(config, "index_topk", None) is not None and local_size is None
     if (not allow_is_causal_skip and not selects) or (local_size not in (None, window) and not chunked):
         chunks = allow_is_causal_skip
         kind = f"custom (size {local_size})" if chunks else "custom or explicit"
@@ -295,7 +310,9 @@ def attention_forward(
             "gradients do not pass (on one device neither, without an error). Checkpoint with use_reentrant=False"
         )
     indices = options.get("indices")
-    call = replace(call, weight=weight, bias=bias, selected=None if indices is None else indices.unsqueeze(1))
+    selected = None if indices is None else indices.unsqueeze(1)
+    selected = selected if request is None or request.selection is None else request.selection
+    call = replace(call, weight=weight, bias=bias, selected=selected)
     if (blocks := options.get("block_indices")) is not None:
         call = replace(call, selected=blocks, block=cast(Any, module).indexer.block_size)
     if entries is not None:
@@ -304,7 +321,12 @@ def attention_forward(
         out = attend_with_entries(query, key, value, entries, cp, mode, call)
         return out.transpose(1, 2).contiguous(), None
     if state.losses is None or indices is None:
-        out = cp_attention(query, key, value, cp, mode, call)
+        out = cp_attention(query, key, value, cp, mode, call, module, batch.counted)
+    elif mode.max_logits:
+        raise NotImplementedError(
+            f"{name} has an indexer loss and a style with max_logits=True. The loss computes attention in another way, "
+            "which returns no largest logits. Leave out one of them"
+        )
     else:
         out = state.losses.attend(module, indices, query, key, value, cp, mode, call)
     if batch.tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention

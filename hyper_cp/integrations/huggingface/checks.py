@@ -20,7 +20,7 @@ from ...mesh.agreement import digest
 from ...module.mixers.calls import is_mixer
 from ...module.mixing import mixing_modules
 from ...schedule.layout import by_documents
-from . import compressed, selected_blocks
+from . import qwen4, sparse
 from .media import owner_of
 from .modules import direct_attention, id_position_modules, is_lightning, position_modules, source_of
 from .pooled import poolers_of, pools_by_itself
@@ -31,10 +31,6 @@ from .written import makes_biases, writes_out, written_attention
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 """Types of layers that do not mix positions, or do so by attention only."""
-WITH_SEAMS = {selected_blocks.LAYER: selected_blocks.selects_blocks} | dict.fromkeys(
-    compressed.LAYERS, compressed.compresses
-)
-"""Types of layers that have a module which is known and replaced."""
 POOLED = re.compile(
     r"For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForReward|DoubleHeads"
 )
@@ -109,7 +105,7 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} has {', '.join(written)}, which writes attention out beside modules that call transformers' "
             "AttentionInterface, and would attend to this rank's share of the keys. Use a model without it"
         )
-    known = {x for m in decoder.modules() if any(seam(type(m)) for seam in WITH_SEAMS.values()) for x in m.modules()}
+    known = {x for m in decoder.modules() if sparse.is_known(m) for x in m.modules()}
     shifting = sorted({type(m).__name__ for m in decoder.modules() if m not in known and _shifts(m)})
     if shifting:
         raise NotImplementedError(
@@ -155,7 +151,8 @@ def has_attention(decoder: nn.Module) -> bool:
 def unrouted_mixers(decoder: PreTrainedModel) -> list[str]:
     """The layers and modules that mix positions by something else than attention or a routed function."""
     modules = dict(decoder.named_modules())
-    routed = {id(inner) for module in mixers_of(decoder) for inner in module.modules()}
+    over_all_ranks = [*mixers_of(decoder), *(x for x in modules.values() if qwen4.looks_back(type(x)))]
+    routed = {id(inner) for module in over_all_ranks for inner in module.modules()}
     mixing = [name for name in mixing_modules(decoder) if not any(id(x) in routed for x in modules[name].modules())]
     # A block or a model that contains another one of them is named after it.
     innermost = [x for x in mixing if not any(y != x and y.startswith(f"{x}." if x else "") for y in mixing)]
@@ -168,7 +165,7 @@ def unrouted_mixers(decoder: PreTrainedModel) -> list[str]:
         for kind, layer in zip(types, layers, strict=True)
         if kind not in LAYER_TYPES and not any(id(m) in routed for m in layer.modules())
         if kind != LAYER or not selects(layer, decoder)
-        if kind not in WITH_SEAMS or not any(WITH_SEAMS[kind](type(m)) for m in layer.modules())
+        if not sparse.is_replaced(kind, layer)
     }
     return [f"layers of type {kind}" for kind in sorted(kinds)] or [
         f"modules {name}" for name in sorted(kinds_of_modules)

@@ -41,11 +41,9 @@ def compresses(kind: type[nn.Module]) -> bool:
     return kind.__name__ in LAYERS.values() and are_known(sys.modules[kind.__module__], KNOWN)
 
 
-def prepare_compressors(decoder: nn.Module) -> None:
-    """Let the compressors of a decoder pool over all ranks."""
-    for module in decoder.modules():
-        if compresses(type(module)):
-            module.forward = partial(_compressed, module)
+def prepare(compressor: Any) -> None:
+    """Let a compressor pool over all ranks."""
+    compressor.forward = partial(_compressed, compressor)
 
 
 @torch.compiler.disable(
@@ -63,7 +61,7 @@ def _compressed(
             compressor, hidden, q_residual, position_ids, past_key_values, layer_idx
         )
         return found
-    refuse_batch(kind.__name__, state, between=False)
+    refuse_batch(kind.__name__, state)
     entries, indexer = _pooled(compressor, hidden, position_ids, state), getattr(compressor, "indexer", None)
     selected = None
     if indexer is not None and entries.shape[1]:
@@ -86,12 +84,13 @@ def _pooled(owner: Any, hidden: Tensor, position_ids: Tensor, state: ForwardStat
     """The entries ``[B, E, D]`` of a compressor, or of an indexer. Where a token has two series (CSA), an entry has the
     first one of the window before and the second one of its own."""
     ratio, dim = owner.compress_rate, owner.head_dim
-    keys, gates = owner.kv_proj(hidden), owner.gate_proj(hidden)
-    overlap = keys.shape[2] // dim
+    both = torch.cat([owner.kv_proj(hidden), owner.gate_proj(hidden)], 2)  # which travel together
+    overlap = both.shape[2] // (2 * dim)
     cp, layout = state.mesh.views[0], state.style.mode.layout
     options: dict[str, Any] = {"mesh": cp, "every": ratio, "layout": layout}
     shifts = range(overlap * ratio - 1, -1, -1)
-    keys, gates = windows(keys, shifts, **options), windows(gates, shifts, fill=-torch.inf, **options)
+    keys, gates = windows(both, shifts, fill=-torch.inf, **options).chunk(2, 3)
+    keys = keys.masked_fill(gates == -torch.inf, 0)  # before the sequence
     gates = gates + owner.position_bias.repeat(overlap, 1)
     if overlap == 2:
         keys, gates = (torch.cat([x[:, :, :ratio, :dim], x[:, :, ratio:, dim:]], 2) for x in (keys, gates))

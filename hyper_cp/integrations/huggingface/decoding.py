@@ -8,6 +8,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import (
@@ -151,6 +152,8 @@ class SplitModelCache(Cache):
         """The first row, start and stop of each range of the prompt on this rank."""
         self.new_mask: Tensor | None = None
         """The padding mask ``[B, new tokens]`` of the others."""
+        self.begins, self.mask = True, torch.ones(1, 0, dtype=torch.bool)
+        """True up to the first forward of a call of ``generate``; the mask of all tokens in the last forward."""
         self.running = False
         """True from the beginning of a forward to its end: after an exception, layers hold different tokens."""
 
@@ -179,6 +182,32 @@ class SplitModelCache(Cache):
                 f"{name} got a split cache in whose last forward an exception was raised. Its layers hold different "
                 "tokens. Begin with a new cache: leave past_key_values out"
             )
+
+    def read_mask(self, mask: Any, rows: int) -> None:
+        """Read the padding mask ``[B, cached and new tokens]`` of a forward; None: nothing is padding. That of a
+        further turn may hide tokens in the cache (padding behind the end of a text), as on one device."""
+        length, begins, old = self.get_seq_length(), self.begins, self.mask
+        mask = mask if isinstance(mask, Tensor) else old.new_ones(rows, length + 1)
+        self.begins, self.mask = False, max(mask, old, key=lambda x: x.shape[1])
+        if not begins:
+            return
+        mask, old = mask != 0, old.to(mask.device) != 0
+        if (ended := mask.any(1) & ~mask[:, -1]).any():
+            raise ValueError(
+                f"attention_mask ends with padding in rows {ended.nonzero().flatten().tolist()}. New tokens follow the "
+                "last position, whose logits are those of padding. Pad shorter prompts on the left"
+            )
+        if len(old) not in (1, rows):
+            return  # a cache of other rows, which it refuses itself
+        old, new = F.pad(old, (0, length - old.shape[1]), value=True).expand(rows, -1), mask[:, :length]
+        if (new & ~old).any():
+            raise ValueError(
+                "attention_mask shows positions that were padding when they came into the cache. What it keeps of them "
+                "is not that of tokens. Pass the mask of the turn before, with 1 for each further token"
+            )
+        if not torch.equal(new, old):
+            for cache in (x for layer in self._split for x in (layer.split, layer.index) if x.length):
+                cache.show(new)
 
     def shared(self, length: int) -> int:
         """The tokens of a prompt that the ranks share; all compute the others, as new tokens. States must not run

@@ -197,6 +197,9 @@ class MediaHook:
         unknown = [name for name in media.entries if name not in self.known and name not in positions]
         if unknown:
             _refuse(owner, unknown, "which its methods that encode images and videos do not take")
+        videos = [name for name in media.entries if "video" in name]
+        if videos and "cumsum(" in source_of(getattr(type(owner), "get_placeholder_mask", len)):
+            _refuse(owner, videos, "whose tokens it tells from those of images by marks that another rank may hold")
 
     def _positions(
         self, owner: Any, handler: ContextParallelHandler, ready: PreparedBatch, kwargs: dict[str, Any], device: Any

@@ -9,6 +9,7 @@ import textwrap
 import tokenize
 from collections.abc import Callable, Mapping
 from functools import cache
+from operator import attrgetter
 from typing import Any, NoReturn
 
 from ...schedule.layout import by_documents
@@ -29,21 +30,27 @@ def digest_of(function: Callable[..., Any]) -> str:
 
 
 def are_known(file: Any, known: Mapping[str, str]) -> bool:
-    """True if the forwards of classes of a file have these digests."""
-    return all(digest_of(getattr(file, name).forward) == digest for name, digest in known.items())
+    """True if the forwards of classes of a file, or other methods (``Class.method``), have these digests."""
+    methods = {name if "." in name else f"{name}.forward": digest for name, digest in known.items()}
+    return all(digest_of(attrgetter(name)(file)) == digest for name, digest in methods.items())
 
 
-def refuse_batch(name: str, state: ForwardState, between: bool = True) -> None:
+SLOTS = "compares positions, which restart, with slots of keys, which do not"
+"""The reason why a module that reads position ids mixes documents up."""
+
+
+def refuse_batch(name: str, state: ForwardState, packed: str = SLOTS, between: str | None = None) -> None:
     """Raise ``NotImplementedError`` for batches of which a module of one device that counts slots makes something else
-    than its queries should see. ``between``: padding between tokens is one of them."""
+    than its queries should see. ``packed`` and ``between``: what is wrong there with packed documents, and with padding
+    between tokens (None: nothing)."""
     batch, layout = state.batch, state.style.mode.layout
     if batch.documents is not None and batch.tokens is None and not (by_documents(layout) and batch.numbered):
-        _refuse(name, "packed documents", "compares positions, which restart, with slots of keys, which do not")
+        _refuse(name, "packed documents", packed)
     if by_documents(layout):
         _refuse(name, f"a batch in layout={layout!r}", "has no documents, by which that places tokens")
-    if between and batch.keys is not None:
-        _refuse(name, "padding between tokens", "scores blocks with the states of padding")
-    if not batch.numbered and "position_ids" in state.passed:
+    if between is not None and batch.keys is not None:
+        _refuse(name, "padding between tokens", between)
+    if packed == SLOTS and not batch.numbered and "position_ids" in state.passed:
         _refuse(name, "position_ids", "compares them with slots of keys, so they must be 0, 1, 2 ...")
     if state.losses is not None:
         _refuse(name, "indexer_losses", "selects blocks or entries, for which no loss is known")

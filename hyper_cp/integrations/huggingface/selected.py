@@ -51,11 +51,9 @@ return index_scores.topk(topk, dim=-1).indices.to(torch.int32)
 """The end of an indexer's forward in transformers 5.23: each statement from the cache on is one of these."""
 
 
-def prepare_indexers(decoder: nn.Module) -> None:
-    """Let the indexers of a decoder select over all ranks."""
-    for module in decoder.modules():
-        if has_indexer_seam(type(module)):
-            module.forward = partial(_selected, module)
+def prepare(indexer: Any) -> None:
+    """Let an indexer select over all ranks."""
+    indexer.forward = partial(_selected, indexer)
 
 
 def has_indexer_seam(kind: type[nn.Module]) -> bool:

@@ -28,11 +28,9 @@ def selects_blocks(kind: type[nn.Module]) -> bool:
     return kind.__name__ == "MiniMaxM3VLIndexer" and are_known(sys.modules[kind.__module__], KNOWN)
 
 
-def prepare_block_indexers(decoder: nn.Module) -> None:
-    """Let the indexers of a decoder select blocks over all ranks."""
-    for module in decoder.modules():
-        if selects_blocks(type(module)):
-            module.forward = partial(_selected, module)
+def prepare(indexer: Any) -> None:
+    """Let an indexer select blocks over all ranks."""
+    indexer.forward = partial(_selected, indexer)
 
 
 def _selected(
@@ -44,7 +42,7 @@ def _selected(
     if not isinstance(state, ForwardState) or past_key_values is not None:
         found: Tensor = type(indexer).forward(indexer, *given)
         return found
-    refuse_batch(name, state)
+    refuse_batch(name, state, between="scores blocks with the states of padding")
     apply_rotary = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
     heads, dim = (*hidden_states.shape[:2], -1, indexer.head_dim), indexer.head_dim
     with torch.no_grad():

@@ -34,6 +34,7 @@ __all__ = [
     "choose",
     "device_types",
     "get",
+    "giving_largest",
     "name_of",
     "number_of",
     "register",
@@ -52,6 +53,7 @@ class _Entry:
     plain_with_dropout: bool
     scores: bool
     selected: bool
+    largest: bool
 
 
 _by_device: dict[str, OrderedDict[int, _Entry]] = {}
@@ -65,6 +67,7 @@ def register(
     plain_with_dropout: bool = False,
     scores: bool = False,
     selected: bool = False,
+    largest: bool = False,
 ) -> RemovableHandle:
     """Add a kernel for tensors of a device type. A vendor's package does so when it is imported; a test does so in a
     ``with`` statement.
@@ -85,6 +88,8 @@ def register(
             Without such a kernel, they run on plain math.
         selected: the kernel is for calls whose queries have selected their keys (``tile.selected``), and runs no
             others. Without such a kernel, they run on plain math. With both, for calls that do both.
+        largest: the kernel takes calls with and without a score, and raises ``tile.largest``. Calls that ask for the
+            largest logits run their forward on it, and on plain math if there is none.
 
     Returns:
         A handle: ``handle.remove()``, or the end of ``with register(...):``, removes the kernel again.
@@ -113,7 +118,7 @@ def register(
     entries = _by_device.setdefault(device_type, OrderedDict())
     handle = RemovableHandle(entries)
     entries[handle.id] = _Entry(
-        kernel, accepts or (lambda q, k, v, is_causal: True), plain_with_dropout, scores, selected
+        kernel, accepts or (lambda q, k, v, is_causal: True), plain_with_dropout, scores, selected, largest
     )
     return handle
 
@@ -157,6 +162,13 @@ def choose(
     name = REFERENCE.name if entry is None else entry.kernel.name
     logger.debug("attention of %s on %s: %s", tuple(q.shape), q.device, name)
     return name
+
+
+def giving_largest(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, plain: bool) -> Kernel:
+    """The kernel that runs the forward of a call that asks for the largest logits. ``plain``: a call with dropout or
+    selected keys, for which only plain math returns them."""
+    entries = [] if plain else [entry for entry in _entries(q.device.type)[::-1] if entry.largest]
+    return next((entry.kernel for entry in entries if entry.accepts(q, k, v, is_causal)), REFERENCE)
 
 
 def _accepting(
@@ -203,6 +215,6 @@ register(cpu.KERNEL, "cpu", cpu.accepts, plain_with_dropout=True)  # as F.scaled
 register(npu.KERNEL, "npu", npu.accepts)
 for _kernel in cuda.KERNELS.values():
     register(_kernel, "cuda", partial(cuda.accepts, _kernel))
-register(flex_kernel.KERNEL, "cuda", flex_kernel.accepts, scores=True)
+register(flex_kernel.KERNEL, "cuda", flex_kernel.accepts, scores=True, largest=True)
 for _scores, _kernel_of_selected in triton_selected.KERNELS.items():
     register(_kernel_of_selected, "cuda", triton_selected.accepts, scores=_scores, selected=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from ...schedule.ranges import Range
@@ -55,6 +56,9 @@ class TileInputs:
     joint: bool = False
     """True if values are the beginnings of keys, in the same memory, and only the sum of both gradients is used:
     backward may return it as that of the keys, and zeros as that of the values."""
+    largest: Tensor | None = None
+    """In forward of a call that asks for the largest logits: those of the rows so far [B, H, Sq], -inf at first, which
+    the kernel raises in place. Only kernels that are registered for it are given any, and the reference kernel."""
     recurring: bool = True
     """False if the lengths of such tiles change from batch to batch, as with documents: a kernel that builds a plan per
     shape would build one for each."""
@@ -72,8 +76,15 @@ class TileInputs:
         dlse = None if self.dlse is None else part(self.dlse, rows)
         tensors = part(self.q, rows), part(self.k, cols), part(self.v, cols)
         selected = None if self.selected is None else self.selected.rectangle(rows, cols)
-        joint, recurring = self.joint, self.recurring
-        return TileInputs(*tensors, band, self.scale, mask, None, keep, score, dlse, selected, joint, recurring)
+        found = TileInputs(*tensors, band, self.scale, mask, None, keep, score, dlse, selected, self.joint)
+        found.largest = None if self.largest is None else part(self.largest, rows)
+        found.recurring = self.recurring
+        return found
+
+    def raise_largest(self, logits: Tensor) -> None:
+        """Raise ``largest``, if it is asked for, to the logits [B, H, Sq, *] of the tile, -inf where hidden."""
+        if self.largest is not None and logits.shape[3]:
+            torch.maximum(self.largest, logits.amax(3), out=self.largest)
 
     def rectangles(self) -> Iterator[Rectangle]:
         """The parts with their rows and columns, each as a tile of its own."""

@@ -62,11 +62,16 @@ def add(total: Tensor, x: Tensor) -> None:
 
 class Partials:
     """The running (output, log-sum-exp) of a rank's queries ``[B, H, S, D]``. ``sinks`` ``[H]`` are merged into
-    results, which are taken once for each row."""
+    results, which are taken once for each row.
 
-    def __init__(self, q: Tensor, head_dim: int, sinks: Tensor | None = None):
+    Attributes:
+        largest: the largest logit of each row, if ``with_largest``; kernels raise it.
+    """
+
+    def __init__(self, q: Tensor, head_dim: int, sinks: Tensor | None = None, with_largest: bool = False):
         self._q, self._head_dim, self._sinks = q, head_dim, sinks
         self._dtype = accumulation_dtype(q.dtype)
+        self.largest = q.new_full(q.shape[:3], -torch.inf, dtype=self._dtype) if with_largest else None
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
 
@@ -84,15 +89,17 @@ class Partials:
             self._out, self._lse = empty_partial(self._q, self._head_dim, self._dtype, self._dtype)
         return self._out, self._lse
 
-    def result(self, rows: Range) -> tuple[Tensor, Tensor]:
-        """The output of a range of queries in their dtype, and its log-sum-exp in the accumulation dtype."""
+    def result(self, rows: Range) -> tuple[Tensor, ...]:
+        """The output of a range of queries in their dtype, and its log-sum-exp (and its largest logits, if they are
+        asked for) in the accumulation dtype."""
         out, lse = (part(x, rows) for x in self._accumulators())
         if self._sinks is not None:
             # One more partial of every row: its value is zero, its log-sum-exp the sink of the head.
             sinks = self._sinks.to(self._dtype).view(1, -1, 1)
             weight = (lse - sinks).sigmoid().nan_to_num(0.0)  # 0 where neither keys nor the sink have any weight
             out, lse = out * weight.unsqueeze(-1), torch.logaddexp(lse, sinks)
-        return _cast(out, self._q.dtype), lse
+        largest = () if self.largest is None else (part(self.largest, rows),)
+        return _cast(out, self._q.dtype), lse, *largest
 
 
 class RowSum:

@@ -51,6 +51,7 @@ class ReferenceKernel:
         q, k, v = _wide(tile.q.shape[1], tile.q, tile.k, tile.v)
         logits = q @ k.mT * tile.scale
         logits = _masked(logits if tile.score is None else tile.score(logits), tile)
+        tile.raise_largest(logits)
         lse = torch.logsumexp(logits, dim=-1)
         weights = _weights(logits, lse)
         return (weights if tile.keep is None else weights * tile.keep) @ v, lse

@@ -189,6 +189,7 @@ def _attend(tile: TileInputs) -> tuple[Tensor, Tensor]:
     if not some.columns.shape[3]:
         return empty_partial(tile.q, tile.v.shape[3], some.dtype, some.dtype)
     logits = some.masked(some.scores if tile.score is None else tile.score(some.scores))
+    tile.raise_largest(some.by_head(logits))
     lse = torch.logsumexp(logits, -1)
     return some.by_head(_weights(logits, lse) @ some.values), some.by_head(lse)
 

@@ -103,9 +103,11 @@ class FlexKernel:
         score_mod, mask_mod = functions(tile)
         mask = tile_blocks(tile, mask_mod)
         run = _compiled() if self.compiled else _plain()
-        options = {"scale": tile.scale, "enable_gqa": q.shape[1] != k.shape[1], "return_aux": AuxRequest(lse=True)}
+        aux = AuxRequest(lse=True, max_scores=tile.largest is not None)
+        options = {"scale": tile.scale, "enable_gqa": q.shape[1] != k.shape[1], "return_aux": aux}
         with _room_for_graphs():
             out, aux = run(q, k, v, score_mod=score_mod, block_mask=mask, **options)
+        tile.raise_largest(aux.max_scores.unsqueeze(3)) if tile.largest is not None else None
         return out, aux.lse
 
 

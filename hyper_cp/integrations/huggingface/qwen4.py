@@ -1,0 +1,161 @@
+"""Qwen 4 of transformers: its indexers select pooled keys, and its n-grams and dilated convolutions look back.
+
+An indexer makes one key of each window of tokens, and its attention reads the tokens of the best ones. In a prepared
+model each rank pools the windows that end in its rows, all ranks gather them, and the selection reaches attention with
+the request for a mask. N-grams and convolutions fetch the rows before a share; documents do not end them, as on one
+device.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.recurrence.convolution import causal_conv1d
+from ...ops.recurrence.windows import gather_windows, windows
+from ...ops.selected_entries import select_entries, tokens_of_entries
+from ...schedule.documents import read
+from ...schedule.layout import by_documents
+from .forward import ForwardState, state_for
+from .seams import are_known
+
+KNOWN = {
+    "Qwen4ExpTextQSAIndexer": "405da50aa5a1f282",
+    "Qwen4ExpTextAttention": "d9867ecf9ee07175",
+    "Qwen4ExpTextNGramEmbedding": "6af701e9511133f2",
+    "Qwen4ExpTextNGramEmbedding._shift_right_ignore_eos": "41aab259854fd23b",
+    "Qwen4ExpTextPLELayer": "80a57f5c0d34027b",
+    "Qwen4ExpTextPLELayer._short_conv": "98f503700ff75ca2",
+    "Qwen4ExpTextModel": "743979d18c7a868a",
+}
+"""Digests in transformers 5.23 of the forwards that are replaced, and of those that call them."""
+
+
+def selects_pools(kind: type[nn.Module]) -> bool:
+    """True for the indexer of Qwen 4, if its forward and those around it are the known ones."""
+    return kind.__name__ == "Qwen4ExpTextQSAIndexer" and are_known(sys.modules[kind.__module__], KNOWN)
+
+
+def looks_back(kind: type[nn.Module]) -> bool:
+    """True for the layer of n-grams of Qwen 4, if its functions and those around it are the known ones."""
+    return kind.__name__ == "Qwen4ExpTextPLELayer" and are_known(sys.modules[kind.__module__], KNOWN)
+
+
+def prepare_indexer(indexer: Any) -> None:
+    """Let an indexer select over all ranks."""
+    indexer.forward = partial(_selected, indexer)
+
+
+def prepare_n_grams(layer: Any) -> None:
+    """Let a layer of n-grams look back over all ranks."""
+    layer._short_conv = partial(_convolved, layer)
+    layer.ple_embedding.forward = partial(_embedded, layer.ple_embedding)
+
+
+class Selection:
+    """The tokens that each query of this rank has selected, ``[B, 1, S/n, k]``: a layer applies it to its mask."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+
+
+@torch.compiler.disable(
+    reason="The number of windows of a rank depends on its positions, which a compiled graph does not know. Compile "
+    "without fullgraph=True"
+)
+def _selected(
+    indexer: Any, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Any, past_key_values: Any
+) -> Any:
+    """The forward of an indexer of a prepared model."""
+    state, name = state_for(indexer), type(indexer).__name__
+    if not isinstance(state, ForwardState) or past_key_values is not None:
+        return type(indexer).forward(indexer, hidden, position_embeddings, attention_mask, past_key_values)
+    _refuse_batch(name, state, attention_mask)
+    rotate = partial(sys.modules[type(indexer).__module__].apply_rotary_pos_emb, k=None)
+    (b, length, _), dim, ratio = hidden.shape, indexer.index_head_dim, indexer.compress_ratio
+    cp, documents = state.mesh.views[0], state.batch.documents
+    where: dict[str, Any] = {"mesh": cp, "every": ratio, "layout": state.style.mode.layout, "documents": documents}
+    with torch.no_grad():
+        q, raw = indexer.index_qk_proj(hidden).split([indexer.index_n_heads * dim, dim], -1)
+        cos, sin = (x.expand(b, -1, -1) for x in position_embeddings)
+        q = rotate(indexer.q_layernorm(q.view(b, length, -1, dim)), cos=cos, sin=sin, unsqueeze_dim=2)
+        both = windows(torch.cat([raw, cos, sin], -1), range(ratio - 1, -1, -1), **where)
+        pooled = indexer.k_layernorm(both[..., :dim].float().mean(2).to(raw.dtype)).unsqueeze(2)
+        cos, sin = both[:, :, 0, dim:].to(cos.dtype).chunk(2, -1)  # of the first token of each window
+        pooled = rotate(pooled, cos=cos, sin=sin, unsqueeze_dim=2)
+        keys = gather_windows(pooled.squeeze(2), length=length * cp.size, **where).unsqueeze(1)
+        topk = min(indexer.block_topk, max(1, keys.shape[2]))
+        return Selection(tokens_of_entries(select_entries(q.transpose(1, 2), keys, topk=topk, **where), **where))
+
+
+def _refuse_batch(name: str, state: ForwardState, mask: Any) -> None:
+    """Raise ``NotImplementedError`` for what would hide other keys than documents, padding at ends and causality."""
+    refused = {
+        "padding between tokens": state.batch.keys is not None,
+        "an attention mask of pairs": isinstance(mask, Tensor),
+        "indexer_losses": state.losses is not None,
+    }
+    for what, given in refused.items():
+        if given:
+            raise NotImplementedError(
+                f"{name} got {what}. Its windows are counted over the tokens that a query sees, from the first of a "
+                "document or row on. Pass rows that are padded at their ends, or packed documents, without a mask of "
+                "four dimensions and without indexer_losses"
+            )
+
+
+# --------------------------------------------------------------------------- n-grams and convolutions
+
+
+def _where(module: nn.Module, past_key_values: Any) -> dict[str, Any] | None:
+    """The arguments of a function that looks back, in a forward over all ranks; None in others."""
+    state = state_for(module)
+    if not isinstance(state, ForwardState) or past_key_values is not None:
+        return None
+    layout, documents = state.style.mode.layout, state.batch.documents
+    if not by_documents(layout):
+        return {"mesh": state.mesh.views[0], "layout": layout}
+    if documents is not None and any(len(row) > 2 for row in read(documents).rows):
+        raise NotImplementedError(
+            f"{type(module).__name__} got documents, or padding before tokens, in layout={layout!r}. It reads the "
+            "tokens before its own, whatever documents there are, and this layout places each document apart. Use "
+            'layout="contiguous" or "head_tail"'
+        )
+    return {"mesh": state.mesh.views[0], "layout": layout, "documents": documents}
+
+
+class _Context:
+    """Stands for a cache: it returns the ids before each token."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+    def get_conv_state(self, *_: Any, **__: Any) -> Tensor:
+        return self.ids
+
+    def update_conv_state(self, *_: Any, **__: Any) -> None:
+        """Nothing to keep."""
+
+
+def _embedded(embedding: Any, input_ids: Tensor, past_key_values: Any) -> Tensor:
+    """The forward of an embedding of n-grams: each token is a row of its own, with the ids before it as its cache."""
+    where, forward = _where(embedding, past_key_values), type(embedding).forward
+    if where is None:
+        return forward(embedding, input_ids, past_key_values)
+    before = windows(input_ids, range(embedding.context_len, 0, -1), fill=embedding.eos_token_id, **where)
+    found: Tensor = forward(embedding, input_ids.reshape(-1, 1), _Context(before.flatten(0, 1).long()))
+    return found.view(*input_ids.shape, -1)
+
+
+def _convolved(layer: Any, hidden: Tensor, past_key_values: Any) -> Tensor:
+    """The dilated convolution of a layer of n-grams, ``[B, S/n, C]``."""
+    where = _where(layer, past_key_values)
+    if where is None:
+        return type(layer)._short_conv(layer, hidden, past_key_values)
+    conv = layer.conv1d
+    options: dict[str, Any] = {"activation": "silu", "dilation": conv.dilation[0], "name": type(layer).__name__}
+    return causal_conv1d(hidden.transpose(1, 2), conv.weight.squeeze(1), conv.bias, **options, **where).transpose(1, 2)

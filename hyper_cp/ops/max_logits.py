@@ -1,0 +1,57 @@
+"""The largest attention logit of each head, by which QK-clip scales weights: of a call, and kept by modules for a step.
+
+The engine returns the largest logit of each query. Here the queries that are padding are left out and the maximum is
+taken: over those of this rank, then over the ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..mesh.comm import gather_ranks
+from ..mesh.cp_mesh import CPMesh
+from ..mesh.failures import operation
+from ..schedule.documents import read, tokens_of
+from ..schedule.lookup import resolve
+
+_KEPT = "hyper_cp_max_logits"
+
+
+def of_heads(rows: Tensor, cp: CPMesh, layout: str, documents: Tensor | None, counted: Tensor | None = None) -> Tensor:
+    """The largest logit of each head ``[H]`` of this rank's queries ``[B, H, S/n]``; -inf if none sees a key.
+
+    Args:
+        counted: ``[B, S/n]``, False for queries that are padding. They are also those that ``documents`` know.
+    """
+    tokens = tokens_of(documents)
+    if documents is not None and tokens is not None:
+        at = resolve(layout, cp.size, tokens.shape[1], read(documents)).positions(cp.rank)
+        rows = rows.masked_fill(~tokens[:, at].unsqueeze(1).to(rows.device), -torch.inf)
+    if counted is not None:
+        rows = rows.masked_fill(~counted.bool().unsqueeze(1), -torch.inf)
+    return rows.amax((0, 2))
+
+
+def of_all_ranks(rows: Tensor, cp: CPMesh, layout: str, documents: Tensor | None) -> Tensor:
+    """The largest logit of each head ``[H]`` over the queries of all ranks. One small communication."""
+    with operation(cp, "maximum of logits"):
+        return gather_ranks(cp.flat, of_heads(rows.detach(), cp, layout, documents)).amax(0)
+
+
+@torch.compiler.disable(
+    reason="A module keeps its largest logits (max_logits=True) outside of a graph. Compile without fullgraph=True"
+)
+def keep(
+    module: nn.Module, rows: Tensor, cp: CPMesh, layout: str, documents: Tensor | None, counted: Tensor | None = None
+) -> None:
+    """Let a module keep the largest logit of each head, of this call and of those since :func:`take`. (A recompute by
+    activation checkpointing repeats what the forward had.) Arguments: see :func:`of_heads`."""
+    found, before = of_heads(rows.detach(), cp, layout, documents, counted), module.__dict__.get(_KEPT)
+    module.__dict__[_KEPT] = found if before is None else torch.maximum(before, found)
+
+
+def take(model: nn.Module) -> dict[str, Tensor]:
+    """Take what the modules of a model have kept, by their names: they forget it."""
+    modules = [(name, module) for name, module in model.named_modules() if _KEPT in module.__dict__]
+    return {name: module.__dict__.pop(_KEPT) for name, module in modules}
