@@ -254,7 +254,7 @@ def attention_forward(
             "with a model that was prepared, give it one of its own, copy.deepcopy(config)"
         )
     none = isinstance(position_bias, Tensor) and getattr(module, "has_relative_attention_bias", True) is False  # zeros
-    dense = isinstance(position_bias, Tensor) and not none
+    dense = not none and not isinstance(position_bias, RelativeBias)
     _refuse_unsupported(name, {**options, "position_bias": position_bias if dense else None})
     _refuse_unknown(name, options, state.passed)
     causal = options.get("is_causal")
