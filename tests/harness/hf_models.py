@@ -61,7 +61,7 @@ class InDouble(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
             func = Tensor.double
-        if func is torch.full and "dtype" not in (kwargs or {}) and isinstance(args[1], float):
+        if func is torch.full and "dtype" not in (kwargs or {}) and isinstance([*args, 0, 0][1], float):
             kwargs = {**(kwargs or {}), "dtype": torch.float64}
         args = [torch.float64 if x is torch.float32 else x for x in args]
         return func(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})

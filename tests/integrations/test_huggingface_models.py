@@ -120,6 +120,31 @@ def positions() -> list[float]:
     return found
 
 
+@on_ranks
+def packed_encoder() -> float:
+    """The error of an encoder's hidden states in packed documents, each of which one device runs alone."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    torch.manual_seed(7)
+    config = hf.BertConfig(**{**SMALL, "is_decoder": False}, attn_implementation="sdpa")
+    model, ids = hf.BertModel(config, add_pooling_layer=False).double().eval(), tokens(24)
+    at = torch.cat([torch.arange(9), torch.arange(15)])[None].expand(2, -1)
+    found = 0.0
+    for mode in STYLES:
+        made, handler = prepared(model, **mode)
+        with InDouble(), torch.no_grad():
+            local = prepare_batch(handler, {"input_ids": ids, "position_ids": at})
+            hidden = made(**local).last_hidden_state
+            whole = handler.combine(hidden, 1, documents=local["context_parallel"].documents)
+            want = torch.cat([model(ids[:, :9]).last_hidden_state, model(ids[:, 9:]).last_hidden_state], 1)
+        found = max(found, absolute_error(whole, want))
+    return found
+
+
+def test_packed_documents_of_encoders_stay_apart(ranks: Any) -> None:
+    assert max(ranks(2, packed_encoder)) <= 1e-10
+
+
 def test_models_with_positions_of_their_own_take_those_of_the_batch(ranks: Any) -> None:
     for found in ranks(2, positions):
         assert max(found) <= 1e-10, found

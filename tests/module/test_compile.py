@@ -135,7 +135,7 @@ def opcheck_all(world: int) -> None:
             torch.library.opcheck(ops.attention.default, (q, k, v, *settings.arguments(given, 0.25)))
             with torch.no_grad():
                 given = Operands(documents=given.documents)
-                out, lse, kernel = ops.attention(q, k, v, *settings.arguments(given, 0.25))
+                out, lse, kernel, _ = ops.attention(q, k, v, *settings.arguments(given, 0.25))
                 given.kernel, given.mark = kernel, ops.fingerprint(given.documents, cp.key)
                 local = torch.ones_like(out), q.detach(), k.detach(), v.detach(), out, lse
                 torch.library.opcheck(ops.attention_backward.default, (*local, *settings.arguments(given, 0.25)))
@@ -145,6 +145,8 @@ def opcheck_all(world: int) -> None:
                 torch.library.opcheck(ops.select_keys.default, (q.detach(), key, weights, 5, "relu_sum", 1, 0, *said))
                 blocks = q.detach(), key, weights, 2, "per_head", 3, 1
                 torch.library.opcheck(ops.select_keys.default, (*blocks, *said))
+                seen = torch.zeros(1, 8, dtype=torch.int64), torch.arange(8)[None] // 2
+                torch.library.opcheck(ops.select_entries.default, (q.detach(), key, weights, *seen, 3, 0.25))
             index = [x.detach().requires_grad_() for x in (q, key, weights)]
             of_loss = *index, q.detach(), k.detach(), torch.zeros(2, 4, 8), "relu_sum", 0.25, "", *said
             torch.library.opcheck(ops.indexer_loss.default, of_loss)
@@ -201,7 +203,7 @@ def test_opcheck_of_every_op(ranks: Any) -> None:
         *("gather_rows", "scatter_rows", "query_positions", "local_blocks"),  # checked in test_flex
         "roll_sequence",
         "scatter_sequence",
-        *("select_keys", "indexer_loss", "indexer_loss_backward"),
+        *("select_keys", "select_entries", "indexer_loss", "indexer_loss_backward"),
         *("ulysses_attention", "ulysses_attention_backward"),  # checked in test_head_groups
         *("linear_recurrence", "linear_recurrence_backward", "causal_conv1d", "causal_conv1d_backward"),
         *("windows", "windows_backward"),

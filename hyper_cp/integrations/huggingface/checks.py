@@ -99,14 +99,14 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} computes attention by itself, not through transformers' AttentionInterface or SDPA, so it cannot "
             'be replaced. Use a model that does; one that can call SDPA needs attn_implementation="sdpa"'
         )
-    written = {type(m) for m in decoder.modules() if writes_out(type(m)) and not sparse.is_known(type(m))}
+    known = {x for m in decoder.modules() if sparse.is_known(type(m)) for x in m.modules()}
+    written = {type(m) for m in decoder.modules() if writes_out(type(m)) and m not in known}
     if written and not by_itself:
         raise NotImplementedError(
             f"{name} has {', '.join(sorted(x.__name__ for x in written))}, which writes attention out beside modules "
             "that call transformers' AttentionInterface, and would attend to this rank's share of the keys. Use a "
             "model without it"
         )
-    known = {x for m in decoder.modules() if sparse.is_known(type(m)) for x in m.modules()}
     shifting = sorted({type(m).__name__ for m in decoder.modules() if m not in known and _shifts(m)})
     if shifting:
         raise NotImplementedError(
