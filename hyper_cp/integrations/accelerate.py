@@ -102,7 +102,7 @@ def _block(mesh: DeviceMesh, style: ContextParallel, **buffers: Any) -> context_
     settings = dict(style.mode.signature)
     if settings.pop("max_logits"):
         raise NotImplementedError(
-            "max_logits=True of a style in accelerator.maybe_context_parallel(). A block has no modules that could keep "
-            "the largest logits. Put the style on the attention modules of a plan, or leave max_logits out"
+            "max_logits=True of a style in accelerator.maybe_context_parallel(). A block has no modules that could "
+            "keep the largest logits. Put the style on the attention modules of a plan, or leave max_logits out"
         )
     return context_parallel(mesh, ulysses_degree=style.ulysses_degree, allow=style.allow, **settings, **buffers)  # type: ignore[arg-type]

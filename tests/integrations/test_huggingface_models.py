@@ -324,6 +324,12 @@ def wrong_use(case: str) -> None:
         model(**prepare_batch(handler, {**batch_of(), "documents": [0, 9, 24]}))
     elif case == "pooler":
         prepared(hf.BertModel(hf.BertConfig(**SMALL)))
+    elif case == "padding of an encoder":
+        encoder = hf.BertModel(hf.BertConfig(**SMALL), add_pooling_layer=False)
+        model, handler = prepared(encoder, ulysses_degree=1, layout="per_document")
+        model(
+            **prepare_batch(handler, {"input_ids": tokens(24), "attention_mask": (torch.arange(24) > 3).expand(2, -1)})
+        )
     elif case == "two sequences":
         sizes = {**SMALL, "is_decoder": True, "add_cross_attention": True}
         model, _ = prepared(hf.BertModel(hf.BertConfig(**sizes), add_pooling_layer=False))
@@ -374,6 +380,11 @@ REFUSED = [
     ("own positions of layers", "NotImplementedError", "Llama4TextAttention, which counts positions by itself"),
     ("chunks and layout", "NotImplementedError", r"chunked attention \(size 5\).*layout='per_document'"),
     ("pooler", "NotImplementedError", "BertModel has a pooler, which pools over the sequence.*add_pooling_layer"),
+    (
+        "padding of an encoder",
+        "NotImplementedError",
+        "BertSelfAttention of an encoder got padding before tokens in layou",
+    ),
     ("two sequences", "NotImplementedError", "BertModel got encoder_hidden_states, which are another sequence"),
     ("encoder-decoder", "NotImplementedError", "T5Model is an encoder-decoder without a head"),
     ("own positions", "NotImplementedError", "BartDecoder takes no position_ids"),

@@ -292,7 +292,14 @@ def attention_forward(
     cp, mode = state.mesh.view(query.shape[1], kv_heads), replace(state.style.mode, window=window)
     # is_causal=False: the window ends at the query, so it is causal already; and unlike is_causal it allows a mask.
     documents = batch.documents if request is None or request.documents is None else request.documents
-    if encoder and not batch.packed and not layouts.by_documents(state.style.mode.layout):
+    layout = state.style.mode.layout
+    if encoder and not batch.packed and layouts.by_documents(layout) and batch.tokens is not None:
+        raise NotImplementedError(
+            f"{name} of an encoder got padding before tokens in layout={layout!r}. On one device padding attends to the "
+            "tokens, and a head may read its first position. This layout places it apart from them. Pad at the end of "
+            'rows, or use layout="contiguous" or "head_tail"'
+        )
+    if encoder and not batch.packed and not layouts.by_documents(layout):
         batch = replace(batch, tokens=None)  # padding sees what others see
         documents = None
     score = _score(options.get("softcap"), function, query)
