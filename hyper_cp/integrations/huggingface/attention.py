@@ -295,9 +295,9 @@ def attention_forward(
     layout = state.style.mode.layout
     if encoder and not batch.packed and layouts.by_documents(layout) and batch.tokens is not None:
         raise NotImplementedError(
-            f"{name} of an encoder got padding before tokens in layout={layout!r}. On one device padding attends to the "
-            "tokens, and a head may read its first position. This layout places it apart from them. Pad at the end of "
-            'rows, or use layout="contiguous" or "head_tail"'
+            f"{name} of an encoder got padding before tokens in layout={layout!r}. On one device padding attends to "
+            "the tokens, and a head may read its first position. This layout places it apart. Pad at the end of rows, "
+            'or use layout="contiguous" or "head_tail"'
         )
     if encoder and not batch.packed and not layouts.by_documents(layout):
         batch = replace(batch, tokens=None)  # padding sees what others see
