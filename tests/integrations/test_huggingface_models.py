@@ -325,7 +325,7 @@ def wrong_use(case: str) -> None:
     elif case == "pooler":
         prepared(hf.BertModel(hf.BertConfig(**SMALL)))
     elif case == "padding of an encoder":
-        encoder = hf.BertModel(hf.BertConfig(**SMALL), add_pooling_layer=False)
+        encoder = hf.BertModel(hf.BertConfig(**SMALL), add_pooling_layer=False).eval()
         model, handler = prepared(encoder, ulysses_degree=1, layout="per_document")
         model(
             **prepare_batch(handler, {"input_ids": tokens(24), "attention_mask": (torch.arange(24) > 3).expand(2, -1)})
@@ -383,7 +383,7 @@ REFUSED = [
     (
         "padding of an encoder",
         "NotImplementedError",
-        "BertSelfAttention of an encoder got padding before tokens in layou",
+        "BertSelfAttention of an encoder got padding before tokens",
     ),
     ("two sequences", "NotImplementedError", "BertModel got encoder_hidden_states, which are another sequence"),
     ("encoder-decoder", "NotImplementedError", "T5Model is an encoder-decoder without a head"),
