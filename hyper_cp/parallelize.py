@@ -151,6 +151,10 @@ class _Calls(EnteredMode):
         sizes: dict[str, Any] = {"layers": 1, "width": heads[0] * width, "vocabulary": 1, "head_dim": width}
         if request.weight is not None:
             sizes |= {"latent": k.shape[-1] + v.shape[-1], "rotary": v.shape[-1], "head_dim": q.shape[-1]}
+        if (other := self.layers.get(name)) is not None and other.heads != heads:
+            # One style serves all calls of a module, whose traffic is not known then.
+            self.layers[name] = _Layer(name, (gcd(other.heads[0], heads[0]), gcd(other.heads[1], heads[1])), None)
+            return
         self.layers[name] = _Layer(name, heads, ModelShape(heads=heads[0], kv_heads=heads[1], **sizes))
 
 

@@ -46,6 +46,12 @@ class Attention(nn.Module):
         if self.kind == "by hand":
             return self.out(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.kind == "three heads, then four":
+            again = (x.transpose(1, 2).flatten(2).unflatten(-1, (4, -1)).transpose(1, 2) for x in (q, k, v))
+            return self.out(
+                y.transpose(1, 2).flatten(2)
+                + F.scaled_dot_product_attention(*again, is_causal=True).transpose(1, 2).flatten(2)
+            )
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -122,6 +128,7 @@ CASES: dict[str, tuple[int, str, int, Mapping[str, Any], tuple[Any, ...]]] = {
     "heads that split": (2, "", 4, {}, (2, "all_gather", "contiguous")),
     "some of them": (4, "", 6, {}, (2, "ring", "head_tail")),
     "none of them": (2, "", 3, {}, (1, "ring", "head_tail")),
+    "two calls of a module": (2, "three heads, then four", 3, {}, (1, "ring", "head_tail")),
     "an exchange": (2, "", 4, {"kv_exchange": "needed"}, (1, "needed", "head_tail")),
     "a layout by documents": (2, "", 3, {"layout": "balanced"}, (1, "needed", "balanced")),
     "multihead": (2, "multihead", 4, {}, (2, "all_gather", "contiguous")),
