@@ -74,8 +74,12 @@ def parallelize(
     Source: the rules are those of docs/start/choosing.md.
     """
     check_type("model", model, nn.Module, "Its attention modules are found. Pass the model")
-    transformers = sys.modules.get("transformers")
-    prepared = transformers is not None and isinstance(model, transformers.PreTrainedModel)
+    if own := OWN & settings.keys():
+        raise ValueError(
+            f"parallelize got {', '.join(sorted(own))}. It finds modules that call attention themselves, whose q, k "
+            "and v are [B, H, S, D]. Leave them out, or write a plan for modules that receive q, k and v"
+        )
+    prepared = _is_of_transformers(model)
     layers = _layers_of_config(model) if prepared else _found(model, example, mesh.device_type)
     heads, kv_heads = (gcd(*(number for number in numbers)) for numbers in zip(*(x.heads for x in layers), strict=True))
     chosen, view = _choose(mesh, heads, kv_heads, settings)
@@ -93,6 +97,24 @@ def parallelize(
     if not quiet and not view.rank:
         print(_summary(model, plan, layers, chosen, view, prepared))
     return model, ContextParallelHandler(mesh, style)
+
+
+OWN = {"qkv_indices", "qkv_kwarg_names", "seq_dim", "head_dim"}
+"""Settings of a style that depend on modules, which are found."""
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    """True for a model that ``prepare_model`` takes. Raises for one inside of another module, whose masks and windows
+    would be those of a share."""
+    names = {"transformers": "PreTrainedModel", "peft": "PeftModel"}
+    kinds = tuple(getattr(sys.modules[name], kind) for name, kind in names.items() if name in sys.modules)
+    found = next((name for name, x in model.named_modules() if isinstance(x, kinds)), None)
+    if found:
+        raise NotImplementedError(
+            f"{type(model).__name__} holds a model of transformers, {found!r}. It makes masks and positions by itself. "
+            "Call parallelize with that model, and wrap it afterwards"
+        )
+    return found is not None
 
 
 class _Layer(NamedTuple):
@@ -211,13 +233,16 @@ def _choose(mesh: DeviceMesh, heads: int, kv_heads: int, settings: Mapping[str, 
     if chosen.get("ulysses_degree", "auto") == "auto":
         alone = mesh.ndim == 1 and mesh.size() > 1
         degrees = cp_mesh.degrees_within_host(mesh) if alone else [1]
-        if chosen.get("kv_exchange", "replicated") != "replicated":
-            degrees = [degree for degree in degrees if degree < mesh.size()] or [1]  # it asks for a ring
+        if (exchange := chosen.get("kv_exchange")) is not None:  # it asks for a ring
+            degrees = [degree for degree in degrees if degree < mesh.size() and exchange != "replicated"] or [1]
         chosen["ulysses_degree"] = choices.ulysses_degree(degrees, heads, kv_heads) if mesh.ndim == 1 else None
     view = cp_mesh.view(mesh, chosen["ulysses_degree"])
     if view.size == 1 or view.ring.size > 1:
         placed = by_documents(chosen.get("layout", "contiguous"))
-        chosen = {"kv_exchange": "needed" if placed else "ring", "layout": "head_tail", **chosen}
+        rules = {"kv_exchange": "needed" if placed else "ring", "layout": "head_tail"}
+        if chosen.get("load_balance") or not chosen.get("use_local_output", True):
+            del rules["layout"]  # it must be contiguous
+        chosen = {**rules, **chosen}
     return chosen, view
 
 

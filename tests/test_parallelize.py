@@ -131,6 +131,7 @@ CASES: dict[str, tuple[int, str, int, Mapping[str, Any], tuple[Any, ...]]] = {
     "two calls of a module": (2, "three heads, then four", 3, {}, (1, "ring", "head_tail")),
     "an exchange": (2, "", 4, {"kv_exchange": "needed"}, (1, "needed", "head_tail")),
     "a layout by documents": (2, "", 3, {"layout": "balanced"}, (1, "needed", "balanced")),
+    "contiguous data": (2, "", 3, {"load_balance": True}, (1, "ring", "contiguous")),
     "multihead": (2, "multihead", 4, {}, (2, "all_gather", "contiguous")),
     "modules that receive q, k, v": (2, "llama", 4, {}, (2, "all_gather", "contiguous")),
     "one rank": (1, "", 4, {}, (1, "ring", "head_tail")),
@@ -180,6 +181,10 @@ def wrong(case: str) -> str:
     if case == "accumulation":
         handler = ContextParallelHandler(mesh, "contiguous")
         return error_of(lambda: list(handler.loader([{"tokens": torch.zeros(1, 4).long()}], accumulate=2)))
+    if case == "wrapped":
+        return error_of(lambda: parallelize(nn.Sequential(make("llama")), mesh, example))
+    if case == "settings":
+        return error_of(lambda: parallelize(GPT(), mesh, example, qkv_indices=(0, 1, 2), seq_dim=2))
     return error_of(lambda: parallelize(model, mesh, example))
 
 
@@ -188,6 +193,8 @@ WRONG = {
     "no attention": "ValueError: no attention call was found in the forward of Sequential",
     "by hand": "ValueError: no attention call was found in the forward of GPT",
     "cross": "NotImplementedError: module 'blocks.0.1' .* attends from 6 queries to 3 keys. Cross-attention",
+    "wrapped": "NotImplementedError: Sequential holds a model of transformers, '0'",
+    "settings": "ValueError: parallelize got qkv_indices, seq_dim",
     "accumulation": "ValueError: accumulate > 1 with a batch that has neither",
 }
 

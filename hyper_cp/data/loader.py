@@ -42,10 +42,12 @@ def _weights(labels: list[Tensor | None], device: torch.device, mesh: DeviceMesh
             "accumulate > 1 with a batch that has neither labels nor shift_labels. A micro-batch weighs as much as it "
             "has labels. Pass them in a dict batch, or accumulate=1 and multiply by weights of your own"
         )
-    counts = torch.stack([x.to(device) for x in found]).to(torch.float64 if device.type == "cpu" else torch.float32)
+    counts = torch.stack([x.to(device) for x in found])
     if mesh is not None:
         counts = by_rank(mesh, counts).sum(0)
-    return [*(counts / counts.sum().clamp(min=1)).unbind()]
+    weights = counts / counts.sum().clamp(min=1)
+    # Numbers where the host does not wait for them: a tensor of another dtype would change that of the loss.
+    return (counts.double() / counts.sum().clamp(min=1)).tolist() if device.type == "cpu" else [*weights.unbind()]
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
