@@ -13,7 +13,7 @@ from ..schedule.documents import PackedDocuments
 from .cluster import Cluster, check_amount, check_count, cluster_of, with_measurements
 from .memory import CHECKPOINTING
 from .model import ModelShape, configuration, model_shape
-from .report import PlanReport, explain
+from .report import AS_FAST, PlanReport, explain
 from .strategies import KV_EXCHANGES, Estimate, Estimator, Strategy, Workload, modes
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -129,20 +129,23 @@ def plan(
     )
 
 
-AS_FAST = 1.01
-"""Strategies whose times differ by less than this are equally fast: the one with less memory comes first."""
+BUCKET = 1.01
+"""Strategies whose times differ by less than this stand side by side: the one with less memory comes first."""
 
 
 def _sorted(found: list[Estimate]) -> list[Estimate]:
-    """Those that fit first, by falling speed, then the others, by rising memory."""
+    """Those that fit first, by falling speed, then the others, by rising memory. Of those that the model cannot tell
+    from the fastest, the simplest come first: one rank, then one mode, then hybrids."""
     fastest = max((e.tokens_per_second for e in found if e.fits), default=0.0)
 
     def order(e: Estimate) -> tuple[object, ...]:
         peak, s = e.memory.peak, e.strategy
         rest = s.cp_size, s.ulysses_degree, s.kv_exchange or "", s.layout, s.checkpointing, s.chunked_loss
         if not e.fits:
-            return 1, 0, peak, rest
-        return 0, int(math.log(fastest / e.tokens_per_second) / math.log(AS_FAST)), peak, rest
+            return 1, 0, 0, peak, rest
+        slower = fastest / e.tokens_per_second
+        simple = (s.cp_size > 1) + (1 < s.ulysses_degree < s.cp_size)
+        return 0, simple if slower < AS_FAST else 3, int(math.log(slower) / math.log(BUCKET)), peak, rest
 
     return sorted(found, key=order)
 

@@ -11,6 +11,9 @@ from .cluster import Cluster
 from .model import ModelShape
 from .strategies import Estimate
 
+AS_FAST = 1.05
+"""The error of the model of time: strategies whose times differ by less are equally fast."""
+
 
 @dataclass(frozen=True)
 class PlanReport:
@@ -101,7 +104,12 @@ class PlanReport:
             f"{self.length:,} tokens{packed}, {self.gpus} x {self.cluster.name}, {memory:.0f} GB each for a step; "
             f"{self.model.parameters / 1e9:.1f} billion parameters"
         ]
-        best = self.best
+        c, best = self.cluster, self.best
+        lines.append(
+            f"Assumed: {c.matmul_share:.0%} of {c.tflops:.0f} TFLOP/s in matrix products, {c.forward_share:.0%} and "
+            f"{c.backward_share:.0%} in attention, {c.link_share:.0%} of the links. Left out: the exchange of weights "
+            "and gradients (FSDP, DDP)"
+        )
         if best is None:
             least = self.strategies[0]
             lines.append(
@@ -110,8 +118,21 @@ class PlanReport:
                 "optimizer states. Use more devices, a shorter sequence, or states that are split further"
             )
         else:
-            style = ", ".join(f"{name}={value!r}" for name, value in best.strategy.style().items())
-            lines.append(f"Use first: cp mesh of {best.strategy.cp_size}, ContextParallel({style}). {best.why}")
+            s = best.strategy
+            style = ", ".join(f"{name}={value!r}" for name, value in s.style().items())
+            device = "npu" if c.name.startswith("910") else "cuda"
+            shape, names = f"({self.gpus // s.cp_size}, {s.cp_size})", '("dp", "cp")'
+            checkpoints = {
+                "none": "no checkpointing",
+                "attention": "every layer checkpointed but for its attention (SAVE_LIST)",
+                "layers": "every layer checkpointed",
+            }
+            loss = "mean_loss(hidden, labels, head=...)" if s.chunked_loss else "mean_loss(logits, labels)"
+            lines += [
+                f"Use first: cp mesh of {s.cp_size}, {checkpoints[s.checkpointing]}, {loss}. {best.why}",
+                f'    mesh = init_device_mesh("{device}", {shape}, mesh_dim_names={names})  # the style: on mesh["cp"]',
+                f"    style = ContextParallel({style})",
+            ]
         return lines
 
     def __str__(self) -> str:
@@ -161,11 +182,12 @@ def explain(estimate: Estimate, best: Estimate, memory_bytes: float, layers: int
         return _too_large(estimate, memory_bytes)
     if estimate is best:
         waits = estimate.exposed_seconds / estimate.step_seconds
-        return f"fastest that fits; {waits:.0%} of its step waits for transfers"
+        return f"simplest of the fastest that fit; {waits:.0%} of its step waits for transfers"
     slower = best.tokens_per_second / estimate.tokens_per_second
-    if slower < 1.01:
+    if slower < AS_FAST:
         more = (estimate.memory.peak - best.memory.peak) / 1e9
-        return f"as fast, with {more:.1f} GB more memory" if more >= 0.05 else "as fast"
+        same = f"as fast within the model's error ({slower:.2f}x the time)"
+        return f"{same}, with {more:.1f} GB more memory" if more >= 0.05 else same
     return f"{slower:.2f}x the time: {_cause(estimate, best, layers)}"
 
 
