@@ -70,7 +70,7 @@ def other_calls(model: nn.Module, mesh: DeviceMesh, x: Tensor) -> None:
         assert_type(handler, ContextParallelHandler)
     with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]) as handler:
         assert_type(handler, ContextParallelHandler)
-    assert_type(attention(x, x, x, mesh=mesh, is_causal=True), Tensor | tuple[Tensor, Tensor])
+    assert_type(attention(x, x, x, mesh=mesh, is_causal=True), Tensor | tuple[Tensor, ...])
     assert_type(linear_recurrence(x, x, x, x, mesh=mesh), Tensor)
     assert_type(causal_conv1d(x, x, mesh=mesh), Tensor)
     assert_type(balance(4096, 4), dict[str, Balance])
