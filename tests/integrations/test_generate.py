@@ -351,3 +351,38 @@ def test_wrong_use_raises_on_every_rank_and_says_why(ranks: Any, case: str) -> N
     kind, words = named_error(WRONG[case])
     for text in ranks(2, wrong_use, case):
         assert re.match(rf"{kind}: .*{re.escape(words)}", text, re.S), text
+
+
+# --------------------------------------------------------------------------- every type
+
+
+@on_ranks
+def outcomes(kinds: list[str]) -> dict[str, tuple[str, str]]:
+    """For each model type that is prepared: "exact", "WRONG", "refused" with the reason, or another error."""
+    from hyper_cp.integrations.transformers import prepare_model
+
+    found = {}
+    mesh, style = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), ContextParallel(**MODES["head_tail"])
+    for kind in kinds:
+        try:
+            model = tiny_causal(kind).eval()
+            made = prepare_model(copy.deepcopy(model), mesh, style=style)
+            want = generated(model, None, ids := tokens(17), use_cache=True)
+        except Exception:  # it is not prepared, or does not write by itself
+            continue
+        try:
+            same = torch.equal(generated(made, ContextParallelHandler(mesh, style), ids, use_cache=True), want)
+            found[kind] = "exact" if same else "WRONG", ""
+        except Exception as error:
+            found[kind] = "refused" if isinstance(error, NotImplementedError) else "CRASH", str(error)
+    return found
+
+
+@pytest.mark.slow
+def test_every_causal_type_writes_as_one_device_does_or_is_refused(ranks: Any) -> None:
+    from tests.integrations.test_every_causal_model import types_of
+
+    for found in ranks(2, outcomes, types_of(), timeout=600):
+        assert not {kind: x for kind, x in found.items() if x[0] not in ("exact", "refused")}
+        exact = sum(outcome == "exact" for outcome, _ in found.values())
+        assert exact >= 120 and len(found) >= 165, (exact, len(found))
