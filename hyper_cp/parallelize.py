@@ -81,7 +81,7 @@ def parallelize(
         )
     prepared = _is_of_transformers(model)
     layers = _layers_of_config(model) if prepared else _found(model, example, mesh.device_type)
-    heads, kv_heads = (gcd(*(number for number in numbers)) for numbers in zip(*(x.heads for x in layers), strict=True))
+    heads, kv_heads = (gcd(*numbers) for numbers in zip(*(x.heads for x in layers), strict=True))
     chosen, view = _choose(mesh, heads, kv_heads, settings)
     style = ContextParallel(qkv_indices=None, **chosen)
     plan: dict[str, ParallelStyle] = {layer.name: style for layer in layers}
@@ -268,7 +268,8 @@ def _summary(
         lines += _as_plan(model, plan, settings)
     shapes = [x.shape for x in layers if x.shape is not None]
     if cp.size > 1 and len(shapes) == len(layers):
-        sent = sum(x.layers * _bytes_sent(x, cp, chosen, _element(model)) for x in shapes)
+        each = Counter(shapes).items()  # most layers are alike
+        sent = sum(number * x.layers * _bytes_sent(x, cp, chosen, _element(model)) for x, number in each)
         lines += [f"  traffic   a rank sends {sent / 1024:,.1f} KiB for each of its tokens, forward and backward"]
     return "\n".join(lines)
 

@@ -45,9 +45,9 @@ def _weights(labels: list[Tensor | None], device: torch.device, mesh: DeviceMesh
     counts = torch.stack([x.to(device) for x in found])
     if mesh is not None:
         counts = by_rank(mesh, counts).sum(0)
-    weights = counts / counts.sum().clamp(min=1)
+    total = counts.sum().clamp(min=1)
     # Numbers where the host does not wait for them: a tensor of another dtype would change that of the loss.
-    return (counts.double() / counts.sum().clamp(min=1)).tolist() if device.type == "cpu" else [*weights.unbind()]
+    return (counts.double() / total).tolist() if device.type == "cpu" else [*(counts / total).unbind()]
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -100,26 +100,25 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             'be replaced. Use a model that does; one that can call SDPA needs attn_implementation="sdpa"'
         )
     known = {x for m in decoder.modules() if sparse.is_known(type(m)) for x in m.modules()}
-    written = {type(m) for m in decoder.modules() if writes_out(type(m)) and m not in known}
-    if written and not by_itself:
-        raise NotImplementedError(
-            f"{name} has {', '.join(sorted(x.__name__ for x in written))}, which writes attention out beside modules "
-            "that call transformers' AttentionInterface, and would attend to this rank's share of the keys. Use a "
-            "model without it"
-        )
-    shifting = sorted({type(m).__name__ for m in decoder.modules() if m not in known and _shifts(m)})
-    if shifting:
-        raise NotImplementedError(
-            f"{name} has {', '.join(shifting)}, which reads other positions without attention (neighbours, a count of "
-            "tokens or a Fourier transform), and would end at this rank's share. Use a model without it (ESM: "
-            "token_dropout=False)"
-        )
-    counting = sorted({type(m).__name__ for m in decoder.modules() if m is not decoder and _counts_positions(m)})
-    if counting:
-        raise NotImplementedError(
-            f"{name} has {', '.join(counting)}, which counts positions by itself, from 0 on every rank (for a scale of "
-            "attention that grows with them). Use a model without it (Llama 4: attn_temperature_tuning=False)"
-        )
+    others = [m for m in decoder.modules() if m not in known]
+    _refuse_modules(
+        decoder,
+        [] if by_itself else [m for m in others if writes_out(type(m))],
+        "writes attention out beside modules that call transformers' AttentionInterface, and would attend to this "
+        "rank's share of the keys. Use a model without it",
+    )
+    _refuse_modules(
+        decoder,
+        [m for m in others if _shifts(m)],
+        "reads other positions without attention (neighbours, a count of tokens or a Fourier transform), and would end "
+        "at this rank's share. Use a model without it (ESM: token_dropout=False)",
+    )
+    _refuse_modules(
+        decoder,
+        [m for m in decoder.modules() if m is not decoder and _counts_positions(m)],
+        "counts positions by itself, from 0 on every rank (for a scale of attention that grows with them). Use a model "
+        "without it (Llama 4: attn_temperature_tuning=False)",
+    )
     counted = (
         "position_ids" in inspect.signature(decoder.forward).parameters
         or makes_biases(decoder)
@@ -130,6 +129,12 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} takes no position_ids: it counts positions itself, and would count them from 0 on every rank. "
             "Use a model whose forward takes position_ids"
         )
+
+
+def _refuse_modules(decoder: nn.Module, modules: Iterable[nn.Module], why: str) -> None:
+    """Raise ``NotImplementedError`` for a decoder that has such modules."""
+    if kinds := sorted({type(module).__name__ for module in modules}):
+        raise NotImplementedError(f"{type(decoder).__name__} has {', '.join(kinds)}, which {why}")
 
 
 def takes_tokens(decoder: nn.Module) -> bool:

@@ -122,7 +122,7 @@ class SourceTargetHook:
         return (), {**local, "encoder_attention_mask": None}
 
     def after(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Add this rank's share of the loss."""
+        """Add the mean loss of the target, whose gradients are this rank's share."""
         labels, self.labels, active = self.labels, None, self.binding.active
         if labels is not None and active.parallel:
             handler = ContextParallelHandler(active.mesh, style_of(self.binding))
