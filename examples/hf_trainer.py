@@ -15,20 +15,15 @@ from pydoc_data.topics import topics
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hyper_cp import ContextParallel
-from hyper_cp.integrations.accelerate import ParallelismConfig
-from hyper_cp.integrations.trainer import ContextParallelTrainer
+from hyper_cp.hf import ParallelismConfig, Trainer
 
 TEXT = "\n".join(topics[name] for name in sorted(topics))
 """Python's own help texts, one token per character."""
 CHARACTERS = {c: i + 1 for i, c in enumerate(sorted(set(TEXT)))}
 """Their numbers; 0 is padding."""
-
-
-class CPTrainer(ContextParallelTrainer, Trainer):
-    """transformers' Trainer under context parallelism."""
 
 
 def samples(count: int, length: int, start: int = 0) -> list[dict[str, Tensor]]:
@@ -56,9 +51,9 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
 def train(args: argparse.Namespace, directory: str, world: int) -> tuple[list[float], float]:
     """Train, and return the loss of every step, and that of other samples after it."""
     dp = world // args.cp
-    if args.cp * dp != world or args.cp < 2 or args.rows % dp:
+    if args.cp * dp != world or args.rows % dp:
         raise SystemExit(
-            f"--cp {args.cp} must be at least 2 and divide the {world} ranks, and the data-parallel ranks "
+            f"--cp {args.cp} must divide the {world} ranks, and the data-parallel ranks "
             f"that are left must divide --rows {args.rows}. Choose other numbers"
         )
     arguments = TrainingArguments(
@@ -79,7 +74,7 @@ def train(args: argparse.Namespace, directory: str, world: int) -> tuple[list[fl
         report_to=[],
         use_cpu=not torch.accelerator.is_available(),
     )
-    trainer = CPTrainer(
+    trainer = Trainer(
         make_model(args),
         arguments,
         train_dataset=samples(args.rows * args.steps, args.length),

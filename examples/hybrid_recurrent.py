@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from hyper_cp import ContextParallel, ContextParallelHandler
-from hyper_cp.integrations.transformers import prepare_batch, prepare_model
+from hyper_cp.hf import prepare_batch, prepare_model
 
 TEXT = torch.frombuffer(bytearray("\n".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.uint8)
 """Python's own help texts, one token per byte."""

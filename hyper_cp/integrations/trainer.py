@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial, wraps
 from typing import Any
 
 import transformers
@@ -17,11 +19,27 @@ from .accelerate import cp_mesh, enable
 from .transformers import prepare_batch, prepare_model
 
 
+def where_split(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a mixin's method: with ``cp_size=1`` the method of the trainer behind the mixin runs in its place."""
+
+    @wraps(method)
+    def either(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.handler is None:
+            return getattr(super(ContextParallelTrainer, self), method.__name__)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return either
+
+
 class ContextParallelTrainer:
     """``class MyTrainer(ContextParallelTrainer, Trainer)``, constructed with ``style=`` and
     ``TrainingArguments(parallelism_config=ParallelismConfig(cp_size=n))`` (on CPU that of
-    :mod:`hyper_cp.integrations.accelerate`). Logged and evaluation losses are those of one device. With
-    ``chunked_loss=True`` no whole logits are made; evaluations then have losses and no predictions."""
+    :mod:`hyper_cp.integrations.accelerate`). :mod:`hyper_cp.hf` has such classes ready-made. Logged and evaluation
+    losses are those of one device. With ``chunked_loss=True`` no whole logits are made; evaluations then have losses
+    and no predictions. With ``cp_size=1`` the trainer behind the mixin runs as it is."""
+
+    handler: Any = None
+    """Splits batches; None with ``cp_size=1``."""
 
     own_losses: tuple[str, ...] = ()
     """Names of trainers whose own ``compute_loss`` is right for shares of sequences."""
@@ -36,6 +54,8 @@ class ContextParallelTrainer:
             )
         self._refuse_own_loss()
         super().__init__(*args, **kwargs)
+        if self.handler is None:
+            return
         noise = getattr(vars(self)["args"], "neftune_noise_alpha", None)
         if noise is not None:
             raise NotImplementedError(
@@ -64,6 +84,9 @@ class ContextParallelTrainer:
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        config = self.accelerator.parallelism_config  # type: ignore[attr-defined]
+        if config is not None and not config.cp_enabled:
+            return
         self.handler = enable(self.accelerator, style=self.style)  # type: ignore[attr-defined]
         self._prepare_own(self.model, cp_mesh(self.accelerator))  # type: ignore[attr-defined]
 
@@ -71,9 +94,11 @@ class ContextParallelTrainer:
         """Prepare a model of this trainer for shares of sequences."""
         prepare_model(model, mesh, style=self.style, chunked_loss=self.chunked_loss)
 
+    @where_split
     def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return nullcontext, prepare_batch(self.handler, inputs)
 
+    @where_split
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -88,6 +113,7 @@ class ContextParallelTrainer:
         loss, *outputs = compute(model, inputs, True, num_items_in_batch)
         return (loss * cp, *outputs) if return_outputs else loss * cp
 
+    @where_split
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         length = inputs["input_ids"].shape[1]
         if inputs.get("labels") is None:  # without labels Trainer does not call _prepare_context_parallel_inputs
@@ -112,11 +138,12 @@ class ContextParallelTrainer:
     @property
     def gather_function(self) -> Any:
         """Gathers every sample once, although the ranks of a cp mesh share theirs."""
-        return lambda tensors: recursively_apply(self._gather, tensors)
+        return self._own_gather if self.handler is None else partial(recursively_apply, self._gather)
 
     @gather_function.setter
-    def gather_function(self, _: Any) -> None:
-        """Ignore the function that the evaluation loop sets: it gathers from all ranks."""
+    def gather_function(self, own: Any) -> None:
+        """Keep the function that the evaluation loop sets, which gathers from all ranks, for ``cp_size=1`` only."""
+        self._own_gather = own
 
     def _gather(self, x: Tensor) -> Tensor:
         accelerator, state = self.accelerator, self.accelerator.gradient_state  # type: ignore[attr-defined]

@@ -468,7 +468,7 @@ class DecoderHook:
         if cache:
             raise NotImplementedError(
                 f"{self.binding.name} got {cache[0]}, a {type(kwargs[cache[0]]).__name__}, which knows no other ranks. "
-                "Pass use_cache=False; to generate call hyper_cp.integrations.transformers.generate(model, "
+                "Pass use_cache=False; to generate call hyper_cp.hf.generate(model, "
                 "handler, input_ids), whose cache is split over the ranks"
             )
 

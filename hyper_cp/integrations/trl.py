@@ -29,7 +29,7 @@ from ..mesh.family import split_cp_mesh
 from ..mesh_swap import context_parallel_mesh
 from .huggingface.checks import base_of, check_entries
 from .huggingface.decoding import SplitModelCache
-from .trainer import ContextParallelTrainer
+from .trainer import ContextParallelTrainer, where_split
 from .transformers import generate_with, prepare_batch, prepare_model
 
 _PACKING = ("packing", "eval_packing")
@@ -57,6 +57,8 @@ class ContextParallelSFT(ContextParallelTrainer):
         _refuse_chunked_loss("an SFTTrainer", kwargs)
         self._packing_settings: dict[str, Any] = {}
         super().__init__(*args, **kwargs)
+        if self.handler is None:
+            return
         for name, value in self._packing_settings.items():
             setattr(self.args, name, value)  # type: ignore[attr-defined]
         if getattr(self, "compute_metrics", None) is not None or getattr(self, "aux_loss_enabled", False):
@@ -70,11 +72,14 @@ class ContextParallelSFT(ContextParallelTrainer):
         """Make the accelerator. The datasets have been packed before, and TRL asks for packing once more after it, to
         refuse it: documents would not be kept apart by accelerate's own context parallelism."""
         super().create_accelerator_and_postprocess()
+        if self.handler is None:
+            return
         arguments = self.args  # type: ignore[attr-defined]
         self._packing_settings = {name: getattr(arguments, name) for name in _PACKING if hasattr(arguments, name)}
         for name in self._packing_settings:
             setattr(arguments, name, False)
 
+    @where_split
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """TRL's loss of this rank's tokens. In evaluations TRL calls it with whole batches. For models that have
         ``accepts_loss_kwargs=False`` Trainer counts no labels, and TRL would take the mean of each rank's own."""
@@ -123,6 +128,8 @@ class ContextParallelTRL(ContextParallelTrainer):
         _refuse_chunked_loss("a trainer of TRL", kwargs)
         self._split_cache = split_cache
         super().__init__(*args, **kwargs)
+        if self.handler is None:
+            return
         if getattr(self, "aux_loss_enabled", False):
             raise NotImplementedError(
                 "router_aux_loss_coef is not supported with ContextParallelTRL: TRL computes the loss of routers from "
@@ -139,6 +146,8 @@ class ContextParallelTRL(ContextParallelTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and prepare the model. TRL's number of rows for a generation counts all ranks."""
         super().create_accelerator_and_postprocess()
+        if self.handler is None:
+            return
         arguments, cp = vars(self)["args"], self.handler.cp.size
         for name, works in _BY_ROWS.items():
             given = getattr(arguments, name, None)
@@ -168,17 +177,21 @@ class ContextParallelTRL(ContextParallelTrainer):
         body.register_forward_pre_hook(batches.split, with_kwargs=True, prepend=True)
         base.score.register_forward_hook(lambda module, args, output: batches.whole(output))
 
+    @where_split
     def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> tuple[Any, Any]:
         return nullcontext, inputs
 
+    @where_split
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's loss of whole rows, the same on every rank of the cp mesh."""
         return super(ContextParallelTrainer, self).compute_loss(*args, **kwargs)  # type: ignore[misc]
 
+    @where_split
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's, since the model returns outputs of whole rows."""
         return super(ContextParallelTrainer, self).prediction_step(*args, **kwargs)  # type: ignore[misc]
 
+    @where_split
     def _generate(self, prompts: Any, *args: Any) -> Any:
         """TRL's rollouts, those of the first cp rank. Other ranks may have made others."""
         model, other = self.model, ("use_vllm", "use_transformers_continuous_batching", "rollout_func")  # type: ignore[attr-defined]
@@ -208,6 +221,7 @@ class ContextParallelTRL(ContextParallelTrainer):
         finally:
             del model.generate
 
+    @where_split
     def _calculate_rewards(self, inputs: Any, prompts: Any, *args: Any) -> Tensor:
         """TRL's rewards of the rows of all ranks, from the first rank of each cp mesh."""
         rewards: Tensor = super()._calculate_rewards(inputs, prompts, *args)  # type: ignore[misc]

@@ -174,19 +174,14 @@ def samples(count: int) -> list[dict[str, Tensor]]:
 def trained(cp: int, layout: str, directory: str, chunked_loss: bool = False) -> dict[str, float]:
     """Train three steps and evaluate seven sequences, two a rank, so that the last batch is not full. With a chunked
     loss there are no predictions."""
-    from transformers import Trainer, TrainingArguments
+    from transformers import TrainingArguments
 
-    from hyper_cp.integrations.accelerate import ParallelismConfig
-    from hyper_cp.integrations.trainer import ContextParallelTrainer
+    from hyper_cp.hf import ParallelismConfig, Trainer
 
     accelerator_of(cp_size=cp, dp_shard_size=dist.get_world_size() // cp).state._reset_state(True)
     dp = dist.get_world_size() // cp
     train, evaluation, model = samples(6 * dp), samples(7), make("llama").float()
     oracle = copy.deepcopy(model)
-
-    class Both(ContextParallelTrainer, Trainer):
-        pass
-
     arguments = TrainingArguments(
         directory,
         use_cpu=True,
@@ -213,7 +208,7 @@ def trained(cp: int, layout: str, directory: str, chunked_loss: bool = False) ->
 
     style = ContextParallel(ulysses_degree=1, layout=layout)
     own: dict[str, Any] = {"style": style, "chunked_loss": chunked_loss}
-    trainer = Both(
+    trainer = Trainer(
         model,
         arguments,
         train_dataset=train,
@@ -258,7 +253,7 @@ def trained(cp: int, layout: str, directory: str, chunked_loss: bool = False) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("cp", "layout", "world", "chunked_loss"),
-    [(2, "head_tail", 2, False), (2, "contiguous", 4, False), (2, "head_tail", 2, True)],
+    [(2, "head_tail", 2, False), (2, "contiguous", 4, False), (2, "head_tail", 2, True), (1, "head_tail", 2, False)],
 )
 def test_trainer(ranks: Any, tmp_path: Any, cp: int, layout: str, world: int, chunked_loss: bool) -> None:
     for found in ranks(world, trained, cp, layout, str(tmp_path), chunked_loss):
@@ -268,16 +263,10 @@ def test_trainer(ranks: Any, tmp_path: Any, cp: int, layout: str, world: int, ch
 @on_ranks
 def saved_and_resumed(cp: int, directory: str, last: int) -> float:
     """Error of the losses of a run up to step ``last`` that begins where the one before has saved."""
-    from transformers import Trainer, TrainingArguments
+    from transformers import TrainingArguments
 
-    from hyper_cp.integrations.accelerate import ParallelismConfig
-    from hyper_cp.integrations.trainer import ContextParallelTrainer
+    from hyper_cp.hf import ParallelismConfig, Trainer
 
-    class Both(ContextParallelTrainer, Trainer):
-        pass
-
-    cls, own = (Both, {"style": ContextParallel(ulysses_degree=1, layout="head_tail")}) if cp > 1 else (Trainer, {})
-    config = {"parallelism_config": ParallelismConfig(cp_size=cp)} if cp > 1 else {}
     accelerator_of(**({"cp_size": cp} if cp > 1 else {})).state._reset_state(True)
     model, oracle = make("llama").float(), make("llama").float()
     arguments = TrainingArguments(
@@ -292,9 +281,10 @@ def saved_and_resumed(cp: int, directory: str, last: int) -> float:
         save_steps=2,
         report_to=[],
         disable_tqdm=True,
-        **config,
+        parallelism_config=ParallelismConfig(cp_size=cp),
     )
-    trainer = cls(model, arguments, train_dataset=samples(8), **own)  # in a random order
+    style = ContextParallel(ulysses_degree=1, layout="head_tail")
+    trainer = Trainer(model, arguments, train_dataset=samples(8), style=style)  # in a random order
     trainer.train(resume_from_checkpoint=last > 2)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     order = list(torch.utils.data.RandomSampler(range(8), generator=torch.Generator().manual_seed(arguments.seed)))

@@ -95,8 +95,7 @@ def build(kind: str, directory: str, way: str, rows: int, changes: Any = None, *
     import transformers
     import trl
 
-    from hyper_cp.integrations.accelerate import ParallelismConfig
-    from hyper_cp.integrations.trl import ContextParallelTRL
+    from hyper_cp import hf
 
     reset_accelerate()
     base, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
@@ -104,11 +103,12 @@ def build(kind: str, directory: str, way: str, rows: int, changes: Any = None, *
     given: dict[str, Any] = {"processing_class": tokenizer()}
     parallelism = None
     if way != "alone":
-        replicas = dist.get_world_size() // 2
-        parallelism = ParallelismConfig(cp_size=2, dp_shard_size=replicas)
-        style = ContextParallel(ulysses_degree=1, kv_exchange="ring", layout="head_tail")
-        behind = (AsFSDP, base) if way == "fsdp" else (base,)
-        given["style"], base = style, type("Mixed", (ContextParallelTRL, *behind), {})
+        cp = 1 if way == "one rank" else 2
+        parallelism = hf.ParallelismConfig(cp_size=cp, dp_shard_size=dist.get_world_size() // cp)
+        given["style"] = ContextParallel(ulysses_degree=1, kv_exchange="ring", layout="head_tail")
+        base = getattr(hf, f"{kind}Trainer")
+        if way == "fsdp":
+            base = type("Mixed", (base.__bases__[0], AsFSDP, base.__bases__[1]), {})
         given |= {"split_cache": False} if way == "whole cache" else {}
     model, other = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64), make("llama")
     if kind == "Reward":
@@ -197,6 +197,15 @@ def test_three_steps(ranks: Any, tmp_path: Path, kind: str, way: str, world: int
         assert max(errors) <= 1e-10, errors
         for name, value in found.items():
             assert value == pytest.approx(want[name], rel=2e-4, abs=1e-4), (name, value, want[name])
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_on_one_rank_it_is_the_trainer_of_trl(ranks: Any, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("trl")
+    make("llama").save_pretrained(tmp_path)
+    found, want = (ranks(1, trained, kind, str(tmp_path), way, 2)[0] for way in ("one rank", "alone"))
+    assert max(map(relative_error, found.pop("weights"), want.pop("weights"))) == 0.0
+    assert found == want
 
 
 @on_ranks

@@ -276,7 +276,7 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         raise NotImplementedError(
             f"{name} got logits_to_keep={kept if isinstance(kept, int) else 'a tensor'}, as generate passes it: each "
             "rank would keep the last positions of its own share. Leave it out; to generate call "
-            "hyper_cp.integrations.transformers.generate(model, handler, input_ids)"
+            "hyper_cp.hf.generate(model, handler, input_ids)"
         )
     media = [key for key, x in kwargs.items() if x is not None and MEDIA.match(key)]
     if media:
@@ -373,5 +373,5 @@ def check_dispatched(handler: ContextParallelHandler, tokens: Tensor, name: str)
         raise ValueError(
             f"{name} got the same {tuple(tokens.shape)} tokens on all {handler.cp.size} ranks. They must be shares "
             "of one sequence. Pass the whole batch through prepare_batch (or handler.dispatch); to generate call "
-            "hyper_cp.integrations.transformers.generate"
+            "hyper_cp.hf.generate"
         )
