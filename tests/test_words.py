@@ -32,6 +32,9 @@ INSTEAD = {
     r"\bsettle[sd]?\b": "decide, restore",
     r"\bborders?\b": "boundaries, cu_seqlens",
     r"\bnotice[sd]?\b": "detect",
+    r"\bvouch\w*\b": "exempt from this check",
+    r"\bof so many\b": "this many, or the name of the number",
+    r"\bow(e|es|ed)\b": "must compute",
     r"\bremember(s|ed)?\b": "record",
 }
 """Private or vague words, and what to write instead."""

@@ -261,7 +261,7 @@ def _grid(panels: int) -> tuple[int, int]:
 
 
 def map_size(panels: int) -> tuple[float, float]:
-    """Return width and height in inches of so many maps."""
+    """Return width and height in inches of the maps."""
     rows, columns = _grid(panels)
     return 4.2 * columns, 4.7 * rows + 0.3
 

@@ -269,8 +269,8 @@ class BatchState:
         return self._explicit == {False} and any(known() is labels for known in self._packed)
 
     def record_call(self, length: int, layout: str | None, ranks: int) -> None:
-        """Record a call of this thread, whose share of the sequence has so many positions. ``layout``: None if the call
-        would be right in any.
+        """Record a call of this thread, whose share of the sequence has ``length`` positions. ``layout``: None if the
+        call would be right in any.
 
         Raises:
             ValueError: if this thread is in the block of a batch that was split otherwise than the call expects.

@@ -27,22 +27,22 @@ from .mesh_binding import Binding, Plan, StyledMesh, binding_of
 
 @dataclass
 class Model:
-    """A model, its qualified names, its styled modules, and what its user vouches for."""
+    """A model, its qualified names, its styled modules, and the modules that its user exempts from checks."""
 
     root: nn.Module
-    vouched: tuple[str, ...] = ()
+    allowed: tuple[str, ...] = ()
     """Patterns of names, and types, beside those of the styles that are applied already."""
     names: dict[int, str] = field(init=False)
     """Qualified names of the modules, by identity."""
     styled: dict[str, Binding] = field(init=False)
     exempt: list[str] = field(init=False)
-    """Names of the modules that the user vouches for; everything inside them is meant too."""
+    """Names of the modules that the user exempts from checks, with everything inside them."""
 
     def __post_init__(self) -> None:
         modules = dict(self.root.named_modules())
         self.names = {id(module): name for name, module in modules.items()}
         self.styled = {name: found for name, module in modules.items() if (found := binding_of(module)) is not None}
-        allow = {*self.vouched, *(pattern for found in self.styled.values() for pattern in found.style.allow)}
+        allow = {*self.allowed, *(pattern for found in self.styled.values() for pattern in found.style.allow)}
         self.exempt = [
             name
             for name, module in modules.items()
@@ -50,7 +50,7 @@ class Model:
         ]
 
     def allows(self, name: str) -> bool:
-        """True if the user vouches for the module (or parameter) of this name, or for one that contains it."""
+        """True if the user exempts the module (or parameter) of this name, or one that contains it."""
         return any(name == outer or name.startswith(f"{outer}.") or not outer for outer in self.exempt)
 
 
@@ -159,7 +159,7 @@ def fingerprints(model: Model, cp: CPDims) -> Iterator[tuple[str, str]]:
     """Name and digest of every parameter that the ranks of a cp mesh hold alike.
 
     Parameters that are sharded over cp ranks (FSDP, ZeRO, expert parallelism by DTensor) are left out, and so are those
-    of modules that the user vouches for.
+    of modules that the user exempts from checks.
     """
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.root.modules()):
         return  # its parameters are plain tensors, some of them gathered at the moment

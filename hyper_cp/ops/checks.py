@@ -387,12 +387,12 @@ def check_kinds(call: Call) -> None:
             f"attn_mask is a {type(call.mask).__name__}, not a tensor. It must be bool (True is visible) or floating, "
             "over global positions. Pass torch.tensor(...)"
         )
-    check_int("block", call.block, "Keys are selected in blocks of so many")
+    check_int("block", call.block, "Keys are selected in blocks of this size")
     if call.selected is not None:
         check_local(f"{call.name}: selected", call.selected, 4, "[batch, 1 or key heads, queries, selected keys]")
     elif call.block != 1:
         raise ValueError(
-            f"{call.name}: block={call.block} without selected. It says how many keys a number in selected stands for. "
+            f"{call.name}: block={call.block} without selected. It says how many keys each number in selected means. "
             "Pass selected, as select_keys(..., block=) returns it, or leave block out"
         )
 

@@ -79,13 +79,13 @@ def _complete(cp: CPMesh, layout: str, share: int, every: int) -> Tensor:
 
 
 def _shown(complete: Tensor | None, number: int) -> Tensor | None:
-    """The mask ``[1, 1, S/n, E]`` of queries that see so many of E entries, ``[S/n, 1]``."""
+    """The mask ``[1, 1, S/n, E]`` of queries that see the first of E entries, ``complete[S/n, 1]`` of them."""
     return None if complete is None else (torch.arange(number, device=complete.device) < complete)[None, None]
 
 
 class _TwoSources(torch.autograd.Function):
-    """The output of queries over tokens (on the mesh) and over entries (on this rank), of which they see the ``first``
-    so many ``[S/n, 1]``; None: those that are selected. The mask of entries is made again for backward: it would be the
+    """The output of queries over tokens (on the mesh) and over entries (on this rank), of which they see the first
+    ``first[S/n, 1]``; None: those that are selected. The mask of entries is made again for backward: it would be the
     largest tensor of a layer."""
 
     @staticmethod

@@ -72,7 +72,7 @@ def select_entries(
     Source: the indexers of DeepSeek V4, Qwen 4 and GLM 5 in transformers.
     """
     name = "select_entries"
-    check_int("topk", topk, "A query selects so many entries")
+    check_int("topk", topk, "A query selects this many entries")
     check_local(f"{name}: query", q, 4, "[batch, heads, sequence, head_dim]")
     check_local(f"{name}: key", k, 4, "[batch, 1, entries, head_dim]")
     if weights is not None:
@@ -151,7 +151,7 @@ def _seen(
     name: str, batch: int, share: int, every: int, mesh: DeviceMesh | CPMesh, layout: str, documents: Any
 ) -> SeenEntries:
     """The entries that this rank's queries see, on the CPU."""
-    check_int("every", every, "Windows end at so many positions after each other")
+    check_int("every", every, "Windows end at this distance from each other")
     cp, table = of_indexer(mesh, documents, name)
     check_layout_of(name, cp, layout, table, batch, share)
     packed = read(table)

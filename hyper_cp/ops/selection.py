@@ -148,9 +148,9 @@ def select(
 ) -> Tensor:
     """:func:`select_keys` for a mode and a call as attention takes them."""
     check_choice("score", score, (*SCORES, PER_HEAD), "It says how a query and a key are scored")
-    check_int("topk", topk, "A query selects so many keys")
-    check_int("block", block, "Keys are selected in blocks of so many")
-    check_int("local_blocks", local_blocks, "So many blocks before a query are always selected", least=0)
+    check_int("topk", topk, "A query selects this many keys")
+    check_int("block", block, "Keys are selected in blocks of this size")
+    check_int("local_blocks", local_blocks, "This many blocks before a query are always selected", least=0)
     if local_blocks > topk:
         raise ValueError(
             f"{call.name}: local_blocks={local_blocks} is more than topk={topk}. Local blocks are among those that a "

@@ -76,7 +76,7 @@ class ModelShape:
         indexer_heads, indexer_dim: query heads of the lightning indexer that selects them, and their width (0: a
             selection comes with the batch).
         indexers: layers that run one (0: all); the others share their selections.
-        sparse: pairs ``(keys, layers)`` for layers whose queries see at most so many keys, in a window or selected; 0
+        sparse: pairs ``(keys, layers)`` for layers whose queries see at most ``keys`` keys, in a window or selected; 0
             keys: recurrent layers. All others are dense.
         entries: of all layers together, pooled keys that a query sees for each visible key: 1/128 in one layer with
             pools of 128 tokens.

@@ -1,4 +1,4 @@
-"""The work of a ring: what its ranks owe step by step, from the real schedule, or by formula for many ranks.
+"""The work of a ring: what its ranks must compute in each step, from the real schedule, or by formula for many ranks.
 
 A schedule depends on the ring alone. A ring rank of a hybrid holds what its Ulysses ranks hold together; in the
 layouts by chunks this is the same as one rank of a smaller ring holds, and in "per_document" it differs by the tokens
@@ -81,7 +81,7 @@ class RankWork:
         return self.hops * self.pieces
 
     def of_pairs(self, pairs: float) -> RankWork:
-        """The same steps with so many pairs in all, shared out in proportion."""
+        """The same steps with another number of pairs in all, shared out in proportion."""
         unlisted = max(0, self.arriving - len(self.forward) + 2)
         part = pairs / max(1.0, sum(step.pairs for step in self.forward) + unlisted * self.forward[-2].pairs)
         forward, backward = (
@@ -151,7 +151,7 @@ def under_selection(work: RingWork, layout: str, documents: PackedDocuments, cau
         """The pairs of all queries before each position: under a causal mask as many as in a window."""
         return visible_before(ends, positions, (1 - topk, 0)) if causal else np.interp(positions, ends, most)
 
-    if layout == "per_document" and ring > REAL:  # all owe the mean
+    if layout == "per_document" and ring > REAL:  # all compute the mean
         pairs = np.full(ring, float(pairs_before(ends[-1:])[0]) / ring)
     else:
         held = [bounds(ranges) for ranges in resolve(layout, ring, row[-1], documents).held]
@@ -211,7 +211,7 @@ def _by_formula(
     row = documents.rows[0]
     ends, length, causal, rank = np.asarray(row), row[-1], band[1] == 0, 0
     share, number = length // ring, hops(layout, ring, ends, causal)
-    if layout == "per_document":  # all owe the mean
+    if layout == "per_document":  # all compute the mean
         owed = np.full(ring, -(-int(visible_before(ends, ends[-1:], band)[0]) // ring))
         squares = float((np.diff(ends).astype(float) ** 2).sum()) / ring**2
         local, remote = (squares / 2 if causal else squares), length * (1 - 1 / ring)

@@ -1,1 +1,1 @@
-"""Host arithmetic: layouts, documents, masks, and the tiles that each rank owes."""
+"""Host arithmetic: layouts, documents, masks, and the tiles that each rank computes."""

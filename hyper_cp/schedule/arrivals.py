@@ -132,7 +132,7 @@ def double_ring(demand: KeyDemand, per_host: int = 0) -> Arrivals:
     host, place = divmod(rank, per_host)
 
     def rank_at(step: int, hops: int) -> int:
-        """The rank that has what left this one so many hosts, and ranks of a host, ago."""
+        """The rank that has what left this one ``step`` hosts and ``hops`` ranks of a host ago."""
         return (host + step) * per_host % size + (place + hops) % per_host
 
     furthest: dict[int, int] = {0: 0}  # the hops of each round, as far as any rank needs them

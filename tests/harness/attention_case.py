@@ -92,7 +92,7 @@ class Problem:
     selected: tuple[int, int] | None = None
     """The keys that each query selects, and the heads that select for themselves (1: all alike)."""
     block: int = 1
-    """Queries select blocks of so many keys."""
+    """Queries select blocks of this many keys."""
 
     def tensors(self) -> list[Tensor]:
         """Random q, k, v and gradient of the output, the same on every rank."""

@@ -65,7 +65,7 @@ class Device:
         self.launch("tile", self.pair * visible_pairs(tile) * tile.q.shape[0] * tile.q.shape[1], self.waits)
 
     def transfer(self, sent: int, received: int, inside: bool = False) -> Kernel:
-        """A transfer of so many bytes, after what is queued on the compute stream."""
+        """A transfer of some bytes, after what is queued on the compute stream."""
         name, byte = ("transfer inside", self.inside) if inside else ("transfer", self.byte)
         return self.launch(name, byte * max(sent, received), [*self.of("tile")[-1:], *self.waits])
 

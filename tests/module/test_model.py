@@ -195,7 +195,7 @@ def weights_that_differ_on_purpose() -> list[str]:
     return errors
 
 
-def test_weights_that_the_user_vouches_for_or_that_are_sharded(ranks: Any) -> None:
+def test_weights_that_the_user_exempts_or_that_are_sharded(ranks: Any) -> None:
     for none, *allowed, replicated, sharded in ranks(2, weights_that_differ_on_purpose):
         assert "first in parameter 'layers.1.proj.weight'" in none
         assert allowed == [""] * 4

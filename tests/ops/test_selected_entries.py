@@ -66,7 +66,7 @@ def expected(length: int, documents: Any, every: int, topk: int) -> tuple[Tensor
 
 @on_ranks
 def wrong(at_once: int) -> list[str]:
-    """The cases that fail, with so many scores computed at once."""
+    """The cases that fail, with that many scores computed at once."""
     with patch.object(selected_entries, "SCORES_AT_ONCE", at_once), patch.object(indexer, "SCORES_AT_ONCE", at_once):
         return [name for case in CASES for name in wrong_of(*case)]
 

@@ -129,7 +129,7 @@ def _where(module: nn.Module, past_key_values: Any) -> dict[str, Any] | None:
 
 
 class _Context:
-    """Stands for a cache: it returns the ids before each token."""
+    """Takes the place of a cache: it returns the ids before each token."""
 
     def __init__(self, ids: Tensor) -> None:
         self.ids = ids

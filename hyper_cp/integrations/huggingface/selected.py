@@ -100,7 +100,7 @@ def _detached(x: Any) -> Any:
 
 
 class _Cache:
-    """Stands for a cache: the keys that an indexer hands to it come back as scores to be."""
+    """Takes the place of a cache: the keys that an indexer hands to it come back as scores to be."""
 
     def __init__(self, owner: str, cache: Any = None) -> None:
         self.owner, self.cache = owner, cache

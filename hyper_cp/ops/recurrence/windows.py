@@ -50,7 +50,7 @@ def windows(
         x: this rank's share ``[B, S/n, ...]``, of any dtype; floating-point ones have gradients.
         shifts: distances, from 0 on.
         mesh: the cp mesh of n ranks.
-        every: only windows that end a block of so many positions: those of p where ``(p + 1) % every`` is 0, with p
+        every: only windows that end a block of this many positions: those of p where ``(p + 1) % every`` is 0, with p
             counted from the first token of its document. Their number may differ between ranks, and be 0. Rows of the
             batch that have fewer than others on this rank are filled up with windows of ``fill``.
         fill: in place of rows before the sequence, and of rows in another document than p. The dtype of x must hold it.
@@ -85,7 +85,7 @@ def windows(
         )
     for shift in shifts:
         check_int("shifts", shift, "Each is a distance to an earlier row", least=0)
-    check_int("every", every, "Windows end at so many positions after each other")
+    check_int("every", every, "Windows end at this distance from each other")
     _check_fill(x, fill)
     if every > 1 and torch.compiler.is_compiling():
         raise NotImplementedError(
@@ -136,7 +136,7 @@ def gather_windows(
     name = "gather_windows"
     check_local(f"{name}: x", x, max(2, getattr(x, "ndim", 2)), "[batch, windows, ...]")
     check_dtype(f"{name}: x", x)
-    check_int("every", every, "Windows end at so many positions after each other")
+    check_int("every", every, "Windows end at this distance from each other")
     check_int("length", length, "It is the number of tokens of the whole sequence")
     cp = cp_mesh.whole_view(mesh)
     table = documents_of(mesh, cp, documents, name)
