@@ -18,7 +18,7 @@ OUTSIDE = {
     "benchmarks/README.md": "project/benchmarks.md",
     "README.md": "index.md",
 }
-"""Files of the repository that are pages of the site (the README is replaced by the first page)."""
+"""Files of the repository that are pages of the site; the README is the first one."""
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 CODE = re.compile(r"(^```.*?^```|`[^`\n]*`)", re.M | re.S)
@@ -27,8 +27,7 @@ CODE = re.compile(r"(^```.*?^```|`[^`\n]*`)", re.M | re.S)
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that lie outside of docs/."""
     for source, page in OUTSIDE.items():
-        if page.startswith("project/"):
-            files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     return files
 
 
@@ -37,7 +36,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     markdown = re.sub(r"<!--.*?-->\n?", "", markdown, flags=re.S)
     markdown = re.sub(r"^```(\w+) .*$", r"```\1", markdown, flags=re.M)
     here = page.file.src_uri
-    source = next((s for s, name in OUTSIDE.items() if name == here and here != "index.md"), f"docs/{here}")
+    source = next((s for s, name in OUTSIDE.items() if name == here), f"docs/{here}")
     parts = CODE.split(markdown)
     parts[::2] = [LINK.sub(lambda link: mended(link, source, here), part) for part in parts[::2]]
     return "".join(parts)

@@ -153,14 +153,13 @@ def mode_panel(title: str, mode: dict[str, Any], ranks: int, length: int, size: 
 
 
 def mosaic(maps: list[Numbers]) -> Numbers:
-    """Return maps side by side in a square, with gaps; if they do not fill it, in the middle of its height."""
+    """Return maps in a square with gaps, row by row; two of them on its diagonal."""
     side, size = math.ceil(math.sqrt(len(maps))), len(maps[0])
     step = size + (max(1, size // 24) if len(maps) > 1 else 0)
     whole = np.zeros((side * step - step + size,) * 2, dtype=np.int64)
-    top = (side - -(-len(maps) // side)) * step // 2
     for i, one in enumerate(maps):
-        row, column = divmod(i, side)
-        whole[top + row * step :, column * step :][:size, :size] = one
+        row, column = (i, i) if len(maps) == 2 else divmod(i, side)
+        whole[row * step :, column * step :][:size, :size] = one
     return whole
 
 
@@ -263,22 +262,29 @@ def _grid(panels: int) -> tuple[int, int]:
 def map_size(panels: int) -> tuple[float, float]:
     """Return width and height in inches of the maps."""
     rows, columns = _grid(panels)
-    return 4.2 * columns, 4.7 * rows + 0.3
+    return 4.2 * columns, 5.1 * rows + 0.3
 
 
 def draw_maps(figure: Any, panels: Sequence[Panel], ranks: int) -> None:
-    """Draw the panels on a grid of one figure, all of one size, with the colours of the ranks below."""
+    """Draw the panels on a grid of one figure, all of one size. The colours of the ranks are explained in a place that
+    no panel takes, or below."""
     from matplotlib.patches import Patch
 
     colours = palette(ranks)
     axes = figure.subplots(*_grid(len(panels)), squeeze=False).flatten()
-    for axis in axes[len(panels) :]:
-        axis.axis("off")
     for axis, panel in zip(axes, panels, strict=False):
         heads = f", for each of {panel.parts} parts of the heads" if panel.parts > 1 else ""
         axis.imshow(colours[panel.cells + ranks], interpolation="nearest")
-        axis.set_title(panel.title, fontsize=12)
-        axis.set(xticks=[], yticks=[], xlabel=f"keys{heads}\n{panel.caption}", ylabel="queries")
+        axis.set_title(panel.title, fontsize=16)
+        caption = panel.caption.replace(", ", ",\n")
+        axis.set_xlabel(f"keys{heads}\n{caption}", fontsize=14)
+        axis.set_ylabel("queries", fontsize=14)
+        axis.set(xticks=[], yticks=[])
     handles = [Patch(color=colours[ranks + 1 + r], label=f"rank {r}") for r in range(ranks)]
     handles.append(Patch(color=colours[ranks - 1], label="pale: the keys travel"))
-    figure.legend(handles=handles, loc="outside lower center", ncol=min(ranks + 1, 9), fontsize=8, frameon=False)
+    free = axes[len(panels) :]
+    for axis in free:
+        axis.axis("off")
+    place = free[0] if len(free) else figure
+    where = {"loc": "center"} if len(free) else {"loc": "outside lower center", "ncol": min(ranks + 1, 5)}
+    place.legend(handles=handles, fontsize=14, frameon=False, **where)
