@@ -72,6 +72,7 @@ from .huggingface.modules import (
     prepare_rotary,
     route,
 )
+from .huggingface.outputs import TupleOutput
 from .huggingface.pooled import PooledHook
 from .huggingface.relative import prepare_biases
 from .huggingface.two_sequences import SourceTargetHook, cross_attention, stacks_of
@@ -144,6 +145,8 @@ def prepare_model(
         MediaHook(hook.binding, model, owner).attach(owner)
     if chunked is not None:  # last: the router loss is corrected in an output that still has logits
         chunked.attach(model)
+    if model is not decoder:
+        TupleOutput().attach(model)
     return given
 
 

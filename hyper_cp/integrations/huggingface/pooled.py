@@ -11,9 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..._torch.modules import hook_owners
 from ...handler import ContextParallelHandler
 from ...module.mesh_binding import Binding
 from ...style import style_of
+from . import forward
 
 
 def poolers_of(decoder: nn.Module) -> list[nn.Module]:
@@ -42,7 +44,7 @@ class PooledHook:
         """Register the hooks; those of the decoder before all others."""
         decoder.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
         for pooler in poolers_of(decoder):
-            pooler.register_forward_pre_hook(lambda _, args: (self.whole(args[0]), *args[1:]))
+            pooler.register_forward_pre_hook(_gather)
         decoder.register_forward_hook(self.after)
         model.register_forward_hook(self.share)
 
@@ -79,8 +81,22 @@ class PooledHook:
         return output
 
     def share(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """The output of the model with this rank's share of the loss, which every rank has computed whole."""
+        """The output of the model with this rank's share of its losses, which every rank has computed whole."""
         batch, self.batch = self.batch, None
-        if batch is not None and isinstance(getattr(output, "loss", None), Tensor):
-            output.loss = output.loss / batch[0].cp.size
+        losses = [] if batch is None else [name for name, x in output.items() if _is_loss(name, x)]
+        for name in losses:
+            output[name] = output[name] / batch[0].cp.size
         return output
+
+
+def _is_loss(name: str, value: Any) -> bool:
+    """True for a loss: some models have several (``mc_loss`` of GPT 2 with two heads)."""
+    return name.endswith("loss") and isinstance(value, Tensor)
+
+
+def _gather(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The hook of a pooler, which gets the states of the whole sequence. It finds the decoder that runs: copies of a
+    pooler, in a copy of the model or in PEFT's ``modules_to_save``, have this hook, too."""
+    owners = hook_owners(decoder) if (decoder := forward.running_decoder()) is not None else []
+    hooks = [owner for owner in owners if isinstance(owner, PooledHook)]
+    return (hooks[0].whole(args[0]), *args[1:]) if hooks else args
