@@ -51,7 +51,7 @@ INDEX_DIM, INDEX_HEADS, TOPK = 32, 4, 128
 """The numbers of a key of the indexer (128), its query heads (64), and the entries of a query (512)."""
 WINDOW, LAYOUT = 128, "head_tail"
 LAYERS = {"CSA": (4, 2), "HCA": (128, 1)}
-"""Tokens to an entry, and the windows of so many tokens that one is made of."""
+"""Tokens from one entry to the next, and the number of such spans that one is made of."""
 WAYS = ("entries", "hidden states")
 
 
