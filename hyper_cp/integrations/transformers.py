@@ -354,6 +354,8 @@ class DecoderHook:
         self.binding = Binding(style, mesh, describe(decoder))
         self.implementation: str = decoder.config._attn_implementation
         """The attention implementation before the model was prepared, for meshes of one rank."""
+        self.prepared: str | None = None
+        """The attention implementation of the prepared model."""
         parameters = inspect.signature(decoder.forward).parameters
         self.keywords = set(parameters)
         self.passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -391,6 +393,7 @@ class DecoderHook:
             decoder.set_attn_implementation(NAME)
             prepare_latents(decoder)
             sparse.prepare(decoder)
+        self.prepared = decoder.config._attn_implementation
         decoder.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
         decoder.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
@@ -413,7 +416,14 @@ class DecoderHook:
         found = kwargs.get("past_key_values")
         cache = found if isinstance(found, SplitModelCache) else None
         selects = self.selects and not any(kwargs.get(name) for name in ("use_cache", *CACHES))
-        if not mesh.parallel and plain and not selects:
+        on_one_device = not mesh.parallel and plain and not selects
+        if not on_one_device and (given_since := module.config._attn_implementation) != self.prepared:  # type: ignore[union-attr]
+            raise RuntimeError(
+                f"{self.binding.name} has attn_implementation={given_since!r}, which was set after prepare_model had "
+                f"set {self.prepared!r}. Attention would end at this rank's share of the sequence. Call "
+                f"set_attn_implementation({self.prepared!r}); choose another one before prepare_model"
+            )
+        if on_one_device:
             state: forward.State = OneDevice(self.implementation)
         elif cache is not None and cache.prompt is None:  # new tokens, which all ranks have
             state = ForwardState(PreparedBatch(), self.binding.style, mesh, frozenset(kwargs), cache=cache)

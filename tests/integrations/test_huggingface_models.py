@@ -364,6 +364,9 @@ def wrong_use(case: str) -> None:
             model(**local, logits_to_keep=torch.tensor([1]))
         elif case == "media":
             model(**local, pixel_values=torch.zeros(1))
+        elif case == "implementation":
+            model.set_attn_implementation("sdpa")
+            model(**local)
         elif case == "not dispatched":
             model(input_ids=tokens(24))
         elif case == "read mask":
@@ -397,6 +400,11 @@ REFUSED = [
     ("count", "ValueError", "labels without num_items_in_batch.*prepare_batch"),
     ("kept", "NotImplementedError", "logits_to_keep=a tensor"),
     ("media", "NotImplementedError", "got pixel_values.*inputs_embeds"),
+    (
+        "implementation",
+        "RuntimeError",
+        "attn_implementation='sdpa', which was set after prepare_model had set 'hyper_cp'",
+    ),
     ("not dispatched", "ValueError", r"same \(2, 24\) tokens on all 2 ranks.*prepare_batch"),
     ("read mask", "NotImplementedError", r"LlamaConfig reads its attention mask itself \(getitem\)"),
 ]

@@ -42,7 +42,8 @@ def check(model: nn.Module, kwargs: dict[str, Any], tokens: Tensor | None) -> No
     if not known or _coefficient(model) is None or _top_k(model) is None:
         raise NotImplementedError(
             f"{type(model).__name__} has output_router_logits=True, but its router loss is not the usual "
-            "load-balancing loss. The model would compute it from this rank's tokens, which is wrong. Pass output_router_logits=False"
+            "load-balancing loss. The model would compute it from this rank's tokens, which is wrong. Pass "
+            "output_router_logits=False"
         )
 
 
