@@ -183,6 +183,8 @@ def prepare_batch(
         if entries.get("shift_labels") is None:
             whole.shift_labels(IGNORE, labels_cross_documents)
         entries.setdefault("num_items_in_batch", (entries["shift_labels"] != IGNORE).sum())
+    if entries.get("shift_labels") is not None:
+        whole.mask_padding(entries["shift_labels"] != IGNORE)
     local = whole.split({name: IGNORE for name in whole.dims if "labels" in name})
     return {**local, "context_parallel": whole.prepared()}
 
@@ -289,6 +291,19 @@ class _KeywordBatch(WholeBatch):
             self.documents = PackedDocuments([[min(x, self.length) for x in row] for row in rows])
         if self.state.documents is None and layouts.by_documents(self.handler.layout) and not in_block:
             self.state = replace(self.state, documents=documents_table([0, self.padded]))
+
+    def mask_padding(self, counted: Tensor) -> None:
+        """Let padding behind the tokens of a row see these alone, as on one device, if its outputs count (``[B, S]``).
+        Otherwise nothing reads them, and causality hides padding without a mask of keys."""
+        if self.mask is None:
+            return
+        behind = self.mask[:, : self.length].flip(1).cumsum(1).flip(1) == 0
+        if not bool((behind & counted.to(behind.device)).any()):
+            return
+        documents = self.state.documents if self.state.tokens is None else None
+        if documents is None and layouts.by_documents(self.handler.layout):
+            documents = documents_table([0, self.padded])
+        self.state = replace(self.state, documents=documents, tokens=None, keys=_of_keys(self.mask))
 
     @cached_property
     def table(self) -> Tensor | None:

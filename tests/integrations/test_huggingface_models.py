@@ -121,6 +121,21 @@ def positions() -> list[float]:
 
 
 @on_ranks
+def labels_of_padding() -> list[float]:
+    """Padding whose labels count, behind the tokens of rows and before those of others, sees what it sees alone."""
+    batch, found = batch_of(22, padded=True), []
+    batch["labels"] = batch["input_ids"]
+    for kind in ("llama", "gemma3"):
+        found += [errors(make(kind), batch), errors(make(kind), {**batch, "labels": tokens(22).flip(0)})]
+    return found
+
+
+def test_labels_of_padding(ranks: Any) -> None:
+    for found in ranks(2, labels_of_padding):
+        assert max(found) <= 1e-10, found
+
+
+@on_ranks
 def packed_encoder() -> float:
     """The error of an encoder's hidden states in packed documents, each of which one device runs alone."""
     from hyper_cp.integrations.transformers import prepare_batch

@@ -33,13 +33,14 @@ def prepared(model: Any) -> Any:
     return prepare_model(copy.deepcopy(model), mesh, style=ContextParallel(ulysses_degree=1, layout="head_tail"))
 
 
-def error(model: Any, made: Any, **options: Any) -> float:
+def error(model: Any, made: Any, batch: dict[str, Tensor] | None = None, **options: Any) -> float:
     """The largest error of the loss, of the logits and of a gradient of a prepared model."""
+    batch = batch_of() if batch is None else batch
     with InDouble():
-        want = model(**batch_of())
+        want = model(**batch)
         model.zero_grad()
         want.loss.backward()
-        loss, logits = made(**batch_of(), **options)[:2]
+        loss, logits = made(**batch, **options)[:2]
         made.zero_grad()
         loss.backward()
     total, *grads = sum_over_ranks(loss, *gradients(made))
@@ -101,3 +102,18 @@ def tuples() -> list[float]:
 def test_losses_in_tuples(ranks: Any) -> None:
     for found in ranks(2, tuples):
         assert len(found) == 5 and max(found) <= 1e-10, found
+
+
+@on_ranks
+def padding_is_pooled() -> list[float]:
+    """Errors of a head that takes padding for the last token: that of embeddings, and of unknown ids."""
+    model, batch = tiny_causal("llama", CLASSES), batch_of()
+    unknown = batch["input_ids"] + 1 - batch["attention_mask"]
+    found = [error(model, prepared(model), {**batch, "input_ids": unknown})]
+    batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    return [*found, error(model, prepared(model), batch)]
+
+
+def test_padding_that_a_head_takes_for_a_token(ranks: Any) -> None:
+    for found in ranks(2, padding_is_pooled):
+        assert len(found) == 2 and max(found) <= 1e-10, found

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..._torch.modules import hook_owners
@@ -61,7 +62,10 @@ class PooledHook:
         kwargs = {**dict(zip(("input_ids",), args, strict=False)), **kwargs}
         whole = {name: kwargs.pop(name) for name, x in [*kwargs.items()] if isinstance(x, Tensor)}
         handler = ContextParallelHandler(active.mesh, style_of(self.binding))
+        if (mask := whole.get("attention_mask")) is not None and mask.ndim == 2 and _may_pool_padding(decoder, whole):
+            whole["shift_labels"] = torch.zeros_like(mask)
         local = self.split(handler, whole)
+        local.pop("shift_labels", None)
         length = whole["input_ids" if "input_ids" in whole else "inputs_embeds"].shape[1]
         self.batch = handler, length, local["context_parallel"].documents
         return args[1:], {**kwargs, **local}
@@ -87,6 +91,12 @@ class PooledHook:
         for name in losses:
             output[name] = output[name] / batch[0].cp.size
         return output
+
+
+def _may_pool_padding(decoder: Any, whole: dict[str, Tensor]) -> bool:
+    """True if the head of a decoder may take padding for the last token, which it finds by the id of padding."""
+    ids, padding = whole.get("input_ids"), decoder.config.pad_token_id
+    return ids is None or padding is None or bool((ids[whole["attention_mask"] == 0] != padding).any())
 
 
 def _is_loss(name: str, value: Any) -> bool:
