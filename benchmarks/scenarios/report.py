@@ -22,6 +22,10 @@ OURS = "hyper_cp"
 LIBRARIES = (OURS, "DeepSpeed", "yunchang", "ringmaster", "by hand", "transformers")
 """The columns of the short table."""
 
+CAPTION = """Less is better: the fastest way of each library, forward and backward, medians of rounds on the
+CPU with gloo. [Scenarios](docs/measured/scenarios.md) has every way with its range and memory, the
+reasons of those that cannot, the machine, and where another library is ahead."""
+
 Run = dict[str, Any]
 Result = dict[str, Any]
 
@@ -154,7 +158,7 @@ def short(found: dict[str, Any]) -> str:
             cells = [_fastest(run, rate, library) for library in LIBRARIES]
             where = "" if rate == "none" or "link" in work["title"] else f" on {rate} Mbit/s"
             lines.append(f"| {work['title']}{where} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", CAPTION])
 
 
 SHOWN = ("packed", "window", "latents", "hosts", "grouped", "selected")
