@@ -20,7 +20,7 @@ from .run import run
 from .work import SCENARIOS
 
 QUICK = 8
-"""How many times shorter sequences are with ``--quick``."""
+"""Sequences are this many times shorter with ``--quick``."""
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""How other libraries of context parallelism do the work of each scenario, or why they cannot."""
+"""The work of each scenario as other libraries of context parallelism do it, or the reason why they cannot."""
 
 from __future__ import annotations
 

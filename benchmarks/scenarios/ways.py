@@ -1,4 +1,4 @@
-"""How this library does the work of each scenario, and how one would without another library."""
+"""The work of each scenario as this library does it, and as one would without another library."""
 
 from __future__ import annotations
 

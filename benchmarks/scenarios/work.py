@@ -18,7 +18,7 @@ LINK = 400.0
 """The rate of a slow link in Mbit/s."""
 
 VOCABULARY, CHUNKS = 8192, 16
-"""Of the loss: the classes, and the parts into which libraries that can do so divide a rank's tokens."""
+"""Classes of the loss, and the parts into which a rank's tokens are divided by libraries that can do so."""
 
 LATENT = {"rank": 512, "rotary": 64, "plain": 128, "value": 128}
 """The head shapes of DeepSeek V2 Lite."""
@@ -27,7 +27,7 @@ PADDED = "odd"
 
 
 class Inputs(NamedTuple):
-    """What a step reads and what its gradients are taken of."""
+    """The tensors that a step reads and has gradients for, and the gradient of its output."""
 
     names: tuple[str, ...]
     sharded: list[Tensor]

@@ -94,7 +94,14 @@ def test_what_is_wrong_is_refused_and_what_fails_has_its_reason(ranks: Any) -> N
 
 
 def result(library: str, seconds: list[float], memory: int = 2**20, **more: Any) -> dict[str, Any]:
-    base = {"library": library, "mode": "m", "layout": "l", "alone": False, "status": "ok", "reason": ""}
+    base: dict[str, Any] = {
+        "library": library,
+        "mode": "m",
+        "layout": "l",
+        "alone": False,
+        "status": "ok",
+        "reason": "",
+    }
     return {**base, "memory": memory, "seconds": {"none": seconds} if seconds else {}, **more}
 
 
