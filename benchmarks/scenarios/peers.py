@@ -31,8 +31,13 @@ def _distributed_attention(work: Scenario, mesh: DeviceMesh, rows: Tensor) -> At
     start()
     from deepspeed.sequence.layer import DistributedAttention
 
-    def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B, S, H, D]
-        return blocks(work, *(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    mask = work.visible() if work.kind == "selected" else None
+
+    def local(*qkv: Tensor) -> Tensor:  # [B, S, H, D]
+        q, k, v = (x.transpose(1, 2) for x in qkv)
+        if mask is not None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+        return blocks(work, q, k, v).transpose(1, 2)
 
     layer = DistributedAttention(local, mesh.get_group(), scatter_idx=2, gather_idx=1)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..speed.report import write_section
+from .work import LATENT, VOCABULARY
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT, RESULTS, PLOT, README = (
@@ -80,7 +81,10 @@ def section(run: Run) -> Iterator[str]:
     """Yield the table of one scenario, and why some libraries are not in it."""
     work, columns = run["scenario"], rates(run)
     heads = f"{work['heads']}/{work['kv_heads']}" if work["heads"] != work["kv_heads"] else work["heads"]
-    shape = f"width {work['dim']}" if work["kind"] == "loss" else f"heads {heads}"
+    shape = {
+        "loss": f"width {work['dim']}, {VOCABULARY:,} classes",
+        "latents": f"{heads} heads of {LATENT['plain']} + {LATENT['rotary']}, latents of {LATENT['rank']}",
+    }.get(work["kind"], f"{heads} heads of {work['dim']}")
     title = work["title"]
     yield f"### {title[0].upper()}{title[1:]}"
     yield ""

@@ -103,7 +103,8 @@ class Entry:
 
     def prepare(self, work: Scenario, given: Inputs) -> None:
         self.rows = rows_of(work, self.way, self.ranks.rank)
-        self.attend = self.way.prepare(work, self.ranks.mesh, self.rows)
+        if self.active:
+            self.attend = self.way.prepare(work, self.ranks.mesh, self.rows)
         self.inputs = [share(x, self.rows).requires_grad_() for x in given.sharded]
         self.inputs += [x.detach().clone().requires_grad_() for x in given.weights]
         self.dout = share(given.dout, self.rows) if given.dout.dim() else given.dout
