@@ -40,6 +40,8 @@ class LocalBatch:
     """Positions of all ranks together."""
     weight: Any = 1.0
     """In ``handler.loader(..., accumulate=)`` the share of its labels in those of all micro-batches."""
+    weights: Sequence[Any] = (1.0,)
+    """The same for ``shift_labels`` and each of ``shift_labels_1``, ``shift_labels_2`` ... (``mtp_depth``)."""
     last: bool = True
     """In ``handler.loader``, True for the last micro-batch before a step of the optimizer."""
 
@@ -60,7 +62,7 @@ class Unsplit(NamedTuple):
     """A batch that has been read, and not split yet."""
 
     labels: Tensor | None
-    """The number of labels that count, 0-D; None: there are none."""
+    """The numbers of labels that count ``[1 + depth]``: of next tokens and of each further one; None: no labels."""
     split: Callable[[], Any]
     """Returns this rank's share."""
 
@@ -109,7 +111,9 @@ def read_batch(
     if shift_labels:
         fill |= whole.shift_further(mtp_depth, fill, labels_cross_documents)
         del entries["labels"], whole.dims["labels"]
-    counted = whole.entries.get("shift_labels", whole.entries.get("labels")) if named else None
+    labels = whole.entries.get("shift_labels", whole.entries.get("labels")) if named else None
+    counted = [labels, *(whole.entries[f"shift_labels_{k}"] for k in range(1, 1 + mtp_depth))]
+    numbers = torch.stack([(x != ignore_index).sum() for x in counted]) if isinstance(labels, Tensor) else None
 
     def split() -> Any:
         shares = whole.split(fill, positions=named)
@@ -120,7 +124,7 @@ def read_batch(
             handler.cp.batch.record_packed(labels)
         return found
 
-    return Unsplit((counted != ignore_index).sum() if isinstance(counted, Tensor) else None, split)
+    return Unsplit(numbers, split)
 
 
 def _check_pad_values(pad_values: Any, dims: Mapping[Any, int]) -> None:
