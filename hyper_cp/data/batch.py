@@ -213,7 +213,7 @@ class WholeBatch:
             row, before = back.nonzero()[0].tolist()
             raise ValueError(
                 f"position_ids[{row}] returns to 0 at position {before + 1}, as in packed documents, but the batch "
-                "does not say whether they see each other. Pass cu_seqlens or document_ids beside it to keep them apart "
+                "does not say whether they see each other. Pass cu_seqlens or document_ids to keep them apart "
                 "(hyper_cp.hf.prepare_batch reads position_ids as transformers does), document_ids=None if they see "
                 "each other, or attention_mask if it is padding"
             )
