@@ -96,8 +96,8 @@ def refuse_other_counts(cp: CPMesh, mesh: DeviceMesh) -> None:
     if counted and counted != (ranks := ranks_of(mesh)):
         raise ValueError(
             f"mean_loss is the mean over ranks {list(ranks)}, and handler.loader(accumulate=) has counted the labels "
-            f"for batch.weight over ranks {list(counted)}. Micro-batches would get wrong weights. Pass both the mesh over "
-            'which gradients are reduced: handler.loader(..., mesh=world["dp", "cp"]) and mean_loss(mesh=...)'
+            f"for batch.weight over ranks {list(counted)}. Micro-batches would get wrong weights. Pass both the mesh "
+            'over which gradients are reduced: handler.loader(..., mesh=world["dp", "cp"]) and mean_loss(mesh=...)'
         )
 
 
