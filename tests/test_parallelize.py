@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import re
+import warnings
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from typing import Any
@@ -205,6 +206,30 @@ def test_the_summary_is_a_plan(ranks: Any) -> None:
         "  as it is  5 Linear, 2 Embedding, 2 LayerNorm, 1 Dropout: each works on this rank's positions",
         f"  traffic   a rank sends {sent / 1024:.1f} KiB for each of its tokens, forward and backward",
     ]
+
+
+class Counting(GPT):
+    """nanoGPT: it counts positions itself."""
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        return super().forward(tokens, torch.arange(tokens.shape[1]))
+
+
+@on_ranks
+def counting(given: bool) -> tuple[list[str], str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    example = (torch.zeros(1, 6).long(), *[torch.arange(6)] * given)
+    with redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallelize((GPT if given else Counting)(), mesh, example)
+    return [str(x.message) for x in caught], printed.getvalue()
+
+
+def test_a_model_that_counts_positions_is_told(ranks: Any) -> None:
+    for texts, printed in ranks(2, counting, False):
+        assert len(texts) == 1 and texts[0].startswith("in the example, 'positions' got positions 0, 1, 2, ...")
+        assert not printed or "but 'positions' at positions that the model counts itself" in printed
+    assert [texts for texts, _ in ranks(2, counting, True)] == [[], []]
 
 
 @on_ranks

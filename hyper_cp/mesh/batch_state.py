@@ -144,9 +144,9 @@ class BatchState:
         return blocks.documents
 
     @property
-    def has_documents(self) -> bool:
-        """True if this thread is in a block with documents. (This does not count as reading them.)"""
-        return self._this_thread.blocks.documents is not None
+    def known_documents(self) -> Tensor | None:
+        """The documents of the innermost block of this thread, for checks: they do not count as read."""
+        return self._this_thread.blocks.documents
 
     @property
     def length(self) -> int | None:
