@@ -82,10 +82,10 @@ class Shares:
     ) -> Tensor:
         """The inverse of :meth:`dispatch`, on every rank: ``[.. S/n ..] -> [.. S ..]`` in global order.
 
-        It makes one all-gather, and is differentiable: every rank uses the whole in the same way, so the gradient of
-        its share is its slice of the gradient of the whole. For a loss of the whole (a pooled or CLS head), parameters *before*
-        ``combine`` then get the part of their gradient that comes from this rank's tokens, and parameters *after* it
-        all of theirs, on every rank. A reduction over the ranks treats both alike, so say which one follows:
+        It makes one all-gather, and is differentiable: every rank uses the whole alike, so the gradient of its
+        share is its slice of the gradient of the whole. For a loss of the whole (a pooled or CLS head), parameters
+        *before* ``combine`` then get the part of their gradient that comes from this rank's tokens, and parameters
+        *after* it all of theirs, on every rank. A reduction over the ranks treats both alike, so say which one follows:
 
         ======================== ============= ==============================================
         gradients are afterwards ``gradients`` loss
