@@ -45,60 +45,106 @@ class _Family:
     """The blocks of a type of models, and their attention."""
 
     stages: tuple[str, ...]
-    """The lists of blocks."""
+    """The lists of blocks, or several with a space between them if the model gathers nothing between them. With ``.*``
+    behind it each block of a list is a stage, because the model works on whole sequences between them."""
     shared: tuple[str, ...]
-    """Patterns of the modules whose queries and keys are the split sequence."""
+    """The modules in a block whose queries and keys are the split sequence."""
     prompts: tuple[str, ...] = ()
-    """Patterns of the modules whose keys are a prompt, of which every rank has all."""
+    """The modules in a block whose keys are a prompt, of which every rank has all."""
     order: tuple[str, ...] = ()
     """In joint attention, the order of the two in queries and keys."""
     returned: tuple[str, ...] = (IMAGE,)
     """The results of a block that returns several tensors."""
     refused: tuple[str, ...] = ()
     """Inputs that count tokens of the whole image beside those that blocks get."""
+    image: str = IMAGE
+    """The blocks' own name of the argument that holds the image."""
+    prompt: str = PROMPT
+    dim: int = 1
+    """The dimension of tokens in both."""
 
     @property
-    def attention(self) -> tuple[str, ...]:
-        """Patterns of all modules of attention."""
-        return self.shared + self.prompts
+    def lists(self) -> list[str]:
+        """The names of all lists of blocks."""
+        return [name.removesuffix(".*") for stage in self.stages for name in stage.split()]
+
+    def patterns(self, attention: tuple[str, ...]) -> list[str]:
+        """Patterns of the names of modules of attention in the model."""
+        return [f"{name}.*.{inner}" for name in self.lists for inner in attention]
 
 
 _TEXT_FIRST, _IMAGE_FIRST = (PROMPT, IMAGE), (IMAGE, PROMPT)
 _RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples", "block_controlnet_hidden_states")
 _BLOCKS, _TWO_LISTS = ("transformer_blocks",), ("transformer_blocks", "single_transformer_blocks")
-_CROSS = _Family(_BLOCKS, ("transformer_blocks.*.attn1",), ("transformer_blocks.*.attn2",), refused=_RESIDUALS)
-_WAN = _Family(("blocks",), ("blocks.*.attn1",), ("blocks.*.attn2",))
+_CROSS = _Family(_BLOCKS, ("attn1",), ("attn2",), refused=_RESIDUALS)
+_WAN = _Family(("blocks",), ("attn1",), ("attn2",))
+_ONE = _Family(_BLOCKS, ("attn",))
+_LAYERS = _Family(("layers",), ("attention",))
 _FLUX = _Family(
-    *(_TWO_LISTS, ("*transformer_blocks.*.attn",)),
+    *(_TWO_LISTS, ("attn",)),
     order=_TEXT_FIRST,
     returned=_TEXT_FIRST,
     refused=(*_RESIDUALS, "kv_cache_mode", "kv_cache"),
 )
-_COGVIEW = replace(_FLUX, stages=_BLOCKS, shared=("transformer_blocks.*.attn1",), returned=_IMAGE_FIRST)
+_FLUX_3 = ("txt_mode_blocks", "mode_blocks.image", "mode_blocks.image_cond", "single_transformer_blocks")
+_COGVIEW = replace(_FLUX, stages=_BLOCKS, shared=("attn1",), returned=_IMAGE_FIRST)
 _HUNYUAN = replace(_FLUX, order=_IMAGE_FIRST, returned=_IMAGE_FIRST)
+_JOY = replace(_HUNYUAN, stages=("double_blocks",))
 _FAMILIES = {
+    "AceStepTransformer1DModel": _Family(("layers",), ("self_attn",), ("cross_attn",)),
     "AllegroTransformer3DModel": _CROSS,
+    "AnyFlowTransformer3DModel": _WAN,
     "AuraFlowTransformer2DModel": replace(_FLUX, stages=("joint_transformer_blocks", "single_transformer_blocks")),
+    "BriaFiboTransformer2DModel": replace(_FLUX, stages=("transformer_blocks.*", "single_transformer_blocks.*")),
     "BriaTransformer2DModel": _FLUX,
     "ChromaTransformer2DModel": _FLUX,
     "ChronoEditTransformer3DModel": _WAN,
     "CogVideoXTransformer3DModel": _COGVIEW,
     "CogView3PlusTransformer2DModel": _COGVIEW,
     "CogView4Transformer2DModel": _COGVIEW,
+    "ConsisIDTransformer3DModel": _COGVIEW,
     "CosmosTransformer3DModel": _CROSS,
+    "DiTTransformer2DModel": _CROSS,
+    "DreamLiteTransformer2DModel": _CROSS,
+    "EasyAnimateTransformer3DModel": _COGVIEW,
+    "ErnieImageTransformer2DModel": replace(_LAYERS, shared=("self_attention",), image="x", dim=0),
     "Flux2Transformer2DModel": _FLUX,
+    "Flux3Transformer2DModel": replace(_FLUX, stages=_FLUX_3),
     "FluxTransformer2DModel": _FLUX,
     "GlmImageTransformer2DModel": _COGVIEW,
+    "HiDreamImageTransformer2DModel": replace(
+        _HUNYUAN, stages=("double_stream_blocks.*", "single_stream_blocks.*"), shared=("block.attn1",)
+    ),
     "HunyuanImageTransformer2DModel": _HUNYUAN,
+    "HunyuanVideoFramepackTransformer3DModel": _HUNYUAN,
     "HunyuanVideoTransformer3DModel": _HUNYUAN,
+    "Ideogram4Transformer2DModel": _LAYERS,
+    "JoyImageEditPlusTransformer3DModel": _JOY,
+    "JoyImageEditTransformer3DModel": _JOY,
+    "Kandinsky5Transformer3DModel": _Family(
+        *(("visual_transformer_blocks",), ("self_attention",), ("cross_attention",)),
+        refused=("sparse_params",),
+        image="visual_embed",
+        prompt="text_embed",
+    ),
+    "Krea2Transformer2DModel": _ONE,
     "LTXVideoTransformer3DModel": _CROSS,
+    "LongCatAudioDiTTransformer": _Family(("blocks",), ("self_attn",), ("cross_attn",), prompt="cond"),
     "LongCatImageTransformer2DModel": _FLUX,
+    "Lumina2Transformer2DModel": _Family(("noise_refiner", "layers"), ("attn",)),
+    "MiniMaxH3Transformer3DModel": _ONE,
+    "MiniMaxMusic3Transformer1DModel": _ONE,
+    "OmniGenTransformer2DModel": replace(_LAYERS, shared=("self_attn",)),
     "OvisImageTransformer2DModel": _FLUX,
     "PixArtTransformer2DModel": _CROSS,
     "QwenImageTransformer2DModel": replace(_FLUX, stages=_BLOCKS),
     "SD3Transformer2DModel": replace(_FLUX, stages=_BLOCKS, order=_IMAGE_FIRST),
     "SkyReelsV2Transformer3DModel": _WAN,
+    "Transformer2DModel": _CROSS,
+    "WanAnimateTransformer3DModel": replace(_WAN, stages=("blocks.*",)),
     "WanTransformer3DModel": _WAN,
+    "WanVACETransformer3DModel": replace(_WAN, stages=("vace_blocks blocks",)),
+    "ZImageTransformer2DModel": replace(_LAYERS, stages=("noise_refiner", "layers"), image="x", refused=_RESIDUALS),
 }
 
 
@@ -145,25 +191,37 @@ def prepare_transformer(
     check_choice("gradients", gradients, ("mean", "sum"), why)
     _refuse_other_attention(transformer, family)
     own = copy.copy(style)
-    own.qkv_indices, own.qkv_kwarg_names = None, ()
-    plan: dict[str, ParallelStyle] = dict.fromkeys(family.shared, own)
-    whole = ContextParallel(ulysses_degree=1, qkv_indices=None, kv_exchange="replicated", allow=style.allow)
-    plan |= dict.fromkeys(family.prompts, whole)
+    own.qkv_indices, own.qkv_kwarg_names, own.allow = None, (), (*style.allow, *_outside(transformer, family))
+    plan: dict[str, ParallelStyle] = dict.fromkeys(family.patterns(family.shared), own)
+    whole = ContextParallel(ulysses_degree=1, qkv_indices=None, kv_exchange="replicated", allow=own.allow)
+    plan |= dict.fromkeys(family.patterns(family.prompts), whole)
     parallelize_module(transformer, mesh, plan)
     styled_modules(transformer, at_least=1)
     handler = ContextParallelHandler.of(transformer)
     _Root(handler, family, gradients).attach(transformer)
-    for name in family.stages:
-        _Stage(handler, family).attach(transformer.get_submodule(name))
+    for stage in family.stages:
+        lists: list[Any] = [transformer.get_submodule(name.removesuffix(".*")) for name in stage.split()]
+        for together in [[[block]] for block in lists[0]] if stage.endswith(".*") else [lists]:
+            _Stage(handler, family).attach(together)
     return handler
+
+
+def _outside(transformer: nn.Module, family: _Family) -> list[str]:
+    """The names of modules outside of blocks. They see whole sequences, so they may mix positions."""
+    return [
+        name
+        for name, _ in transformer.named_modules()
+        if name and not any(f"{x}.".startswith(f"{name}.") or name.startswith(f"{x}.") for x in family.lists)
+    ]
 
 
 def _refuse_other_attention(transformer: nn.Module, family: _Family) -> None:
     """Raise ``NotImplementedError`` for modules in blocks that compute attention and that the family does not name:
     they would attend to this rank's tokens only."""
-    known = [name for name, _ in transformer.named_modules() if any(fnmatchcase(name, x) for x in family.attention)]
+    patterns = family.patterns(family.shared + family.prompts)
+    known = [name for name, _ in transformer.named_modules() if any(fnmatchcase(name, x) for x in patterns)]
     for name, module in transformer.named_modules():
-        inside = any(name.startswith(f"{stage}.") for stage in family.stages)
+        inside = any(name.startswith(f"{x}.") for x in family.lists)
         covered = any(name == outer or name.startswith(f"{outer}.") for outer in known)
         if inside and not covered and (hasattr(module, "to_q") or re.search("Attention|Attn", type(module).__name__)):
             raise NotImplementedError(
@@ -200,18 +258,25 @@ class _Root:
                 f"{type(module).__name__} got {', '.join(refused)}. Their rows are those of tokens of the whole "
                 "image, and each rank holds a part of it. Leave them out"
             )
-        self.compare({name: x for name, x in given.items() if isinstance(x, Tensor) and x.numel()})
+        self.compare(given)
 
-    def compare(self, tensors: dict[str, Tensor]) -> None:
+    def compare(self, inputs: dict[str, Any]) -> None:
         """Raise ``ValueError`` on every rank if the ranks hold other inputs. One small communication, once."""
         if self.compared or torch.compiler.is_compiling():
             return
         self.compared = True
-        sums = torch.stack([x.detach().double().sum() + x.detach().double().flatten()[0] for x in tensors.values()])
-        rows = by_rank(self.handler.mesh, sums)
-        differ = [
-            name for name, column in zip(tensors, rows.unbind(1), strict=True) if bool((column != column[0]).any())
-        ]
+        sums: list[Tensor] = []
+        names: list[str] = []
+
+        def add(name: str, x: Tensor) -> Tensor:
+            if x.numel():
+                names.append(name)
+                sums.append(x.detach().double().sum() + x.detach().double().flatten()[0])
+            return x
+
+        _mapped("", inputs, add)
+        rows = by_rank(self.handler.mesh, torch.stack([x.to(sums[0].device) for x in sums]))
+        differ = [name for name, column in zip(names, rows.unbind(1), strict=True) if bool((column != column[0]).any())]
         if differ:
             raise ValueError(
                 f"{', '.join(differ)} of the first forward differ between the ranks. They hold parts of one sequence, "
@@ -232,8 +297,9 @@ class _Stage:
         self.lengths: dict[str, int] = {IMAGE: 0, PROMPT: 0}
         """Tokens of the image, and of the prompt in joint attention."""
 
-    def attach(self, blocks: Any) -> None:
-        """Register the hooks of the blocks and of their attention."""
+    def attach(self, lists: list[Any]) -> None:
+        """Register the hooks of the blocks of lists, one after the other, and of their attention."""
+        blocks = [block for together in lists for block in together]
         for number, block in enumerate(blocks):
             parameters = inspect.signature(block.forward).parameters.values()
             names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
@@ -242,7 +308,7 @@ class _Stage:
                 found = binding_of(module)
                 if found is not None and found.style.mode.kv_exchange != "replicated":
                     module.register_forward_pre_hook(self.before_attention, with_kwargs=True)
-        if len(blocks):
+        if blocks:
             blocks[-1].register_forward_hook(self.gather)
 
     # ---- who holds which tokens
@@ -358,15 +424,16 @@ class _Stage:
         )
 
     def whole(self, x: Tensor, kind: str) -> Tensor:
-        """Gather ``[B, S/n, C]`` of the image or of the prompt."""
-        shares = self.shares(kind)
+        """Gather the tokens of the image or of the prompt."""
+        shares, dim = self.shares(kind), self.family.dim
         longest = max(count for _, count in shares)
         longest = longest if kind == PROMPT else max(self.local_length - count for _, count in self.shares(PROMPT))
-        joined = self.handler.combine(F.pad(x, (0, 0, 0, longest - x.shape[1])), 1, gradients="shares")
-        return torch.cat([joined.narrow(1, rank * longest, count) for rank, (_, count) in enumerate(shares)], 1)
+        padded = F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, longest - x.shape[dim]))
+        joined = self.handler.combine(padded, dim, gradients="shares")
+        return torch.cat([joined.narrow(dim, rank * longest, count) for rank, (_, count) in enumerate(shares)], dim)
 
 
-_POSITIONS = re.compile("rot|freq|pos|rope|cos|sin")
+_POSITIONS = re.compile("rot|freq|pos|rope|cos|sin|indices")
 
 
 class _Entrance:
@@ -378,22 +445,25 @@ class _Entrance:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments with this rank's tokens. Those of later blocks are split already, if earlier ones made them."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
-        joint, stage = bool(self.stage.family.order) and given.get(PROMPT) is not None, self.stage
-        counts = given[IMAGE].shape[1], given[PROMPT].shape[1] if joint else 0
+        stage, family = self.stage, self.stage.family
+        joint = bool(family.order) and given.get(family.prompt) is not None
+        counts = given[family.image].shape[family.dim], given[family.prompt].shape[family.dim] if joint else 0
         numbers = [name for name, x in given.items() if isinstance(x, int) and not isinstance(x, bool)]
         if self.first:
             stage.record(*counts)
-        if numbers or (not self.first and sum(counts) != stage.local_length):
+        whole = counts == tuple(stage.lengths.values())
+        if numbers or (not whole and sum(counts) != stage.local_length):
             raise NotImplementedError(
                 f"{type(module).__name__} got {', '.join(numbers) or 'other tokens than its neighbour'}. This rank "
                 f"holds {stage.local_length} tokens of {sum(stage.lengths.values())}, and a number of tokens is one of "
                 "the whole sequence. Use a configuration of the model without that"
             )
+        kinds = {family.image: IMAGE} | ({family.prompt: PROMPT} if joint else {})
 
         def share(name: str, x: Any) -> Any:
-            if name == IMAGE or (name == PROMPT and joint):
-                return stage.split(x, 1, name) if self.first else x
-            return x if name == PROMPT else _mapped(name, x, lambda *y: self.share(type(module).__name__, *y))
+            if name in kinds:
+                return stage.split(x, family.dim, kinds[name]) if whole else x
+            return x if name == family.prompt else _mapped(name, x, lambda *y: self.share(type(module).__name__, *y))
 
         names = [*self.names, *[""] * len(args)]  # further ones are those that the block ignores
         return tuple(share(*pair) for pair in zip(names, args, strict=False)), {
@@ -402,16 +472,16 @@ class _Entrance:
 
     def share(self, block: str, name: str, x: Tensor) -> Tensor:
         """This rank's tokens of another argument, found by the size of its dimensions; all of one without tokens."""
-        lengths = self.stage.lengths
-        if name.startswith("encoder") and not lengths[PROMPT]:
+        lengths, family = self.stage.lengths, self.stage.family
+        if name.startswith(("encoder", family.prompt)) and not lengths[PROMPT]:
             return x
         sizes = {kind: n for kind, n in (*lengths.items(), ("both", sum(lengths.values()))) if n}
         positions = _POSITIONS.search(name)
         if not lengths[PROMPT]:
             sizes = {IMAGE: lengths[IMAGE]}
-        elif not positions and "mask" not in name:  # shifts and scales are those of images
+        elif not positions and not re.search("mask|context", name):  # shifts and scales are those of images
             del sizes[PROMPT]
-        first = 0 if positions else 1
+        first = 0 if positions or family.dim == 0 else 1
         numbers = x.is_floating_point() or x.is_complex()  # of a token, in the last dimension; others count or mask
         last = x.ndim - 1 if numbers and "mask" not in name else x.ndim
         found = [(dim, kind) for dim in range(first, last) for kind, n in sizes.items() if x.shape[dim] == n]
