@@ -62,6 +62,12 @@ class _Family:
     prompt: str = PROMPT
     dim: int = 1
     """The dimension of tokens in both."""
+    pairs: bool = False
+    """True if blocks make a mask of pairs of tokens: the product of what a mask of tokens says of both."""
+    picks: bool = False
+    """True if attention leaves out the tokens of a prompt that its mask hides."""
+    counted: tuple[tuple[str, str], ...] = ()
+    """Arguments that count the first tokens of the image or of the prompt."""
 
     @property
     def lists(self) -> list[str]:
@@ -89,6 +95,8 @@ _FLUX = _Family(
 _FLUX_3 = ("txt_mode_blocks", "mode_blocks.image", "mode_blocks.image_cond", "single_transformer_blocks")
 _COGVIEW = replace(_FLUX, stages=_BLOCKS, shared=("attn1",), returned=_IMAGE_FIRST)
 _HUNYUAN = replace(_FLUX, order=_IMAGE_FIRST, returned=_IMAGE_FIRST)
+_HUNYUAN_VIDEO = replace(_HUNYUAN, counted=(("num_tokens", IMAGE),))
+_PAIRED = replace(_COGVIEW, pairs=True)
 _JOY = replace(_HUNYUAN, stages=("double_blocks",))
 _FAMILIES = {
     "AceStepTransformer1DModel": _Family(("layers",), ("self_attn",), ("cross_attn",)),
@@ -97,11 +105,11 @@ _FAMILIES = {
     "AuraFlowTransformer2DModel": replace(_FLUX, stages=("joint_transformer_blocks", "single_transformer_blocks")),
     "BriaFiboTransformer2DModel": replace(_FLUX, stages=("transformer_blocks.*", "single_transformer_blocks.*")),
     "BriaTransformer2DModel": _FLUX,
-    "ChromaTransformer2DModel": _FLUX,
+    "ChromaTransformer2DModel": replace(_FLUX, pairs=True),
     "ChronoEditTransformer3DModel": _WAN,
     "CogVideoXTransformer3DModel": _COGVIEW,
     "CogView3PlusTransformer2DModel": _COGVIEW,
-    "CogView4Transformer2DModel": _COGVIEW,
+    "CogView4Transformer2DModel": _PAIRED,
     "ConsisIDTransformer3DModel": _COGVIEW,
     "CosmosTransformer3DModel": _CROSS,
     "DiTTransformer2DModel": _CROSS,
@@ -111,13 +119,14 @@ _FAMILIES = {
     "Flux2Transformer2DModel": _FLUX,
     "Flux3Transformer2DModel": replace(_FLUX, stages=_FLUX_3),
     "FluxTransformer2DModel": _FLUX,
-    "GlmImageTransformer2DModel": _COGVIEW,
+    "GlmImageTransformer2DModel": _PAIRED,
     "HiDreamImageTransformer2DModel": replace(
         _HUNYUAN, stages=("double_stream_blocks.*", "single_stream_blocks.*"), shared=("block.attn1",)
     ),
     "HunyuanImageTransformer2DModel": _HUNYUAN,
-    "HunyuanVideoFramepackTransformer3DModel": _HUNYUAN,
-    "HunyuanVideoTransformer3DModel": _HUNYUAN,
+    "HunyuanVideo15Transformer3DModel": replace(_HUNYUAN, stages=_BLOCKS, pairs=True),
+    "HunyuanVideoFramepackTransformer3DModel": _HUNYUAN_VIDEO,
+    "HunyuanVideoTransformer3DModel": _HUNYUAN_VIDEO,
     "Ideogram4Transformer2DModel": _LAYERS,
     "JoyImageEditPlusTransformer3DModel": _JOY,
     "JoyImageEditTransformer3DModel": _JOY,
@@ -134,11 +143,14 @@ _FAMILIES = {
     "Lumina2Transformer2DModel": _Family(("noise_refiner", "layers"), ("attn",)),
     "MiniMaxH3Transformer3DModel": _ONE,
     "MiniMaxMusic3Transformer1DModel": _ONE,
+    "MochiTransformer3DModel": replace(_HUNYUAN, stages=_BLOCKS, shared=("attn1",), picks=True),
+    "MotifVideoTransformer3DModel": replace(_HUNYUAN, counted=(("image_embed_seq_len", PROMPT),)),
     "OmniGenTransformer2DModel": replace(_LAYERS, shared=("self_attn",)),
     "OvisImageTransformer2DModel": _FLUX,
+    "PRXTransformer2DModel": _Family(("blocks",), ("attention",), order=_TEXT_FIRST),
     "PixArtTransformer2DModel": _CROSS,
     "QwenImageTransformer2DModel": replace(_FLUX, stages=_BLOCKS),
-    "SD3Transformer2DModel": replace(_FLUX, stages=_BLOCKS, order=_IMAGE_FIRST),
+    "SD3Transformer2DModel": replace(_FLUX, stages=_BLOCKS, shared=("attn", "attn2"), order=_IMAGE_FIRST),
     "SkyReelsV2Transformer3DModel": _WAN,
     "Transformer2DModel": _CROSS,
     "WanAnimateTransformer3DModel": replace(_WAN, stages=("blocks.*",)),
@@ -174,9 +186,9 @@ def prepare_transformer(
     family = _FAMILIES.get(name)
     if family is None:
         raise NotImplementedError(
-            f"transformer is a {name}. Nothing says how its sequences meet in attention, so only "
-            f"{', '.join(_FAMILIES)} are supported. Put ContextParallel(qkv_indices=None) on its attention "
-            "modules with parallelize_module, and split its inputs with handler.dispatch"
+            f"transformer is a {name}. Nothing says how its sequences meet in attention, as for the {len(_FAMILIES)} "
+            "types of docs/integrations/diffusers.md. Put ContextParallel(qkv_indices=None) on its attention modules "
+            "with parallelize_module, and split its inputs with handler.dispatch"
         )
     if bindings(transformer) or getattr(transformer, "_parallel_config", None) is not None:
         raise ValueError(f"{name} is parallel already. Its sequence would be split twice. Prepare it once")
@@ -195,7 +207,8 @@ def prepare_transformer(
     plan: dict[str, ParallelStyle] = dict.fromkeys(family.patterns(family.shared), own)
     whole = ContextParallel(ulysses_degree=1, qkv_indices=None, kv_exchange="replicated", allow=own.allow)
     plan |= dict.fromkeys(family.patterns(family.prompts), whole)
-    parallelize_module(transformer, mesh, plan)
+    names = [name for name, _ in transformer.named_modules()]
+    parallelize_module(transformer, mesh, {x: y for x, y in plan.items() if any(fnmatchcase(z, x) for z in names)})
     styled_modules(transformer, at_least=1)
     handler = ContextParallelHandler.of(transformer)
     _Root(handler, family, gradients).attach(transformer)
@@ -329,6 +342,11 @@ class _Stage:
         """The number of tokens of each rank, padding included."""
         return -(-sum(self.lengths.values()) // self.handler.cp.size)
 
+    def held(self, kind: str, rank: int | None = None) -> int:
+        """The number of tokens of the image or of the prompt that a rank holds, padding included."""
+        prompt = self.shares(PROMPT)[self.handler.cp.rank if rank is None else rank][1]
+        return prompt if kind == PROMPT else self.local_length - prompt
+
     @property
     def padding(self) -> int:
         """The number of positions of the last rank that are padding."""
@@ -373,43 +391,63 @@ class _Stage:
             call.adapt = self.with_masks
 
     def with_masks(self, request: AttentionRequest) -> AttentionRequest:
-        """An attention call whose mask is for the keys of all ranks, in the order in which these hold them. The module
-        makes it for this rank's keys, or has got that of the whole sequence."""
-        mask, ranks, total = request.mask, self.handler.cp.size, sum(self.lengths.values())
-        if request.query.shape[2] != self.local_length or request.key.shape[2] != self.local_length:
+        """An attention call for the keys of all ranks, in the order in which these hold them, equally many on each. The
+        module makes its mask for this rank's keys, or has got that of the whole sequence."""
+        ranks, total, length = range(self.handler.cp.size), sum(self.lengths.values()), self.local_length
+        queries, keys = request.query.shape[2], request.key.shape[2]
+        known = (length,) if not self.lengths[PROMPT] else (length, self.held(IMAGE))
+        if not self.family.picks and not {queries, keys} <= set(known):
             raise NotImplementedError(
-                f"attention has {request.query.shape[2]} queries and {request.key.shape[2]} keys, and this rank holds "
-                f"{self.local_length} tokens of the sequence. Others are not split as these are. Use a model whose "
-                "blocks attend to the whole sequence"
+                f"attention has {queries} queries and {keys} keys, and this rank holds {length} tokens of the sequence."
+                " Others are not split as these are. Use a model whose blocks attend to the whole sequence"
             )
-        hidden = torch.cat([self.order(rank) for rank in range(ranks)]) < 0
-        if mask is not None and mask.ndim > 1 and mask.shape[-1] == total:
-            at = torch.cat([self.order(rank) for rank in range(ranks)]).clamp(min=0)
-            mask = mask[..., at] if mask.shape[-2] != total else mask[..., at, :][..., at]
-        elif mask is not None and mask.shape[-1] == request.key.shape[2] and ranks > 1:
-            if mask.ndim < 4 or mask.shape[-2] > 1:
-                raise NotImplementedError(
-                    f"attention got a mask of shape {tuple(mask.shape)}, which is made of pairs of this rank's tokens. "
-                    "Those with tokens of other ranks are missing. Leave out the mask of the prompt"
-                )
-            mask = self.handler.combine(mask, mask.ndim - 1, gradients=None)
-        if self.padding and self.family.order[:1] == (IMAGE,) and self.lengths[PROMPT]:
+        held = [self.order(rank, (IMAGE,)) if keys < length else self.order(rank) for rank in ranks]
+        if self.family.picks:
+            counts = by_rank(self.handler.mesh, torch.tensor([keys], device=request.key.device))
+            held = [self.order(rank)[:count] for rank, count in zip(ranks, counts.flatten().tolist(), strict=True)]
+        at = torch.cat([F.pad(x, (0, length - len(x)), value=-1) for x in held])
+        mask = self.of_all_ranks(request.mask, keys, at.clamp(min=0), total)
+        hidden = at < 0
+        if hidden[: total if min(len(x) for x in held) == length else len(hidden)].any():
             hidden = hidden.to(request.key.device)[None, None, None]
             value = 0 if mask is not None and mask.dtype == torch.bool else -torch.inf
             mask = ~hidden if mask is None else mask.masked_fill(hidden, value)
         elif self.padding:  # at the end of the sequence
             request.documents = documents_table([0, total, total + self.padding])
+        if min(queries, keys) < length or self.family.picks:
+            request.query, request.key, request.value = (
+                F.pad(x, (0, 0, 0, length - x.shape[2])) for x in (request.query, request.key, request.value)
+            )
+            to_caller = request.to_caller
+            request.to_caller = lambda out: to_caller(out[:, :, :queries])
         request.mask = mask
         return request
 
-    def order(self, rank: int) -> Tensor:
-        """The positions in the whole sequence of what a rank holds, -1 for padding."""
-        kinds = self.family.order if self.lengths[PROMPT] else (IMAGE,)
+    def of_all_ranks(self, mask: Tensor | None, keys: int, at: Tensor, total: int) -> Tensor | None:
+        """The mask of an attention call, for the keys of all ranks. ``at``: their positions in the whole sequence."""
+        if mask is None or self.handler.cp.size == 1:
+            return mask
+        if mask.ndim > 1 and mask.shape[-1] == total:
+            return mask[..., at] if mask.shape[-2] != total else mask[..., at, :][..., at]
+        if mask.shape[-1] != keys or keys < self.local_length:
+            return mask
+        if mask.ndim < 4 or (mask.shape[-2] > 1 and not self.family.pairs):
+            raise NotImplementedError(
+                f"attention got a mask of shape {tuple(mask.shape)}, which is made of pairs of this rank's tokens. "
+                "Those with tokens of other ranks are missing. Leave out the mask of the prompt"
+            )
+        if mask.shape[-2] == 1:
+            return self.handler.combine(mask, mask.ndim - 1, gradients=None)
+        own = mask.diagonal(dim1=-2, dim2=-1).contiguous()  # of a product of 0 and 1, what each token has
+        tokens = self.handler.combine(own, own.ndim - 1, gradients=None)
+        return tokens[..., None] * tokens[..., None, :]
+
+    def order(self, rank: int, kinds: tuple[str, ...] | None = None) -> Tensor:
+        """The positions in the whole sequence of what a rank holds (of the image, say), -1 for padding."""
         parts, start = [], 0
-        for kind in kinds:
+        for kind in kinds or (self.family.order if self.lengths[PROMPT] else (IMAGE,)):
             first, count = self.shares(kind)[rank]
-            more = self.local_length - sum(self.shares(x)[rank][1] for x in kinds) if kind == IMAGE else 0
-            parts += [torch.arange(count) + start + first, torch.full((more,), -1)]
+            parts += [torch.arange(count) + start + first, torch.full((self.held(kind, rank) - count,), -1)]
             start += self.lengths[kind]
         return torch.cat(parts)
 
@@ -448,21 +486,27 @@ class _Entrance:
         stage, family = self.stage, self.stage.family
         joint = bool(family.order) and given.get(family.prompt) is not None
         counts = given[family.image].shape[family.dim], given[family.prompt].shape[family.dim] if joint else 0
-        numbers = [name for name, x in given.items() if isinstance(x, int) and not isinstance(x, bool)]
+        counted = dict(family.counted)
+        numbers = [x for x, y in given.items() if isinstance(y, int) and not isinstance(y, bool) and x not in counted]
         if self.first:
             stage.record(*counts)
-        whole = counts == tuple(stage.lengths.values())
-        if numbers or (not whole and sum(counts) != stage.local_length):
+        kinds = {family.image: IMAGE} | ({family.prompt: PROMPT} if joint else {})
+        whole = {kind: count == stage.lengths[kind] for kind, count in zip((IMAGE, PROMPT), counts, strict=True)}
+        if numbers or any(
+            not whole[kind] and given[name].shape[family.dim] != stage.held(kind) for name, kind in kinds.items()
+        ):
             raise NotImplementedError(
                 f"{type(module).__name__} got {', '.join(numbers) or 'other tokens than its neighbour'}. This rank "
                 f"holds {stage.local_length} tokens of {sum(stage.lengths.values())}, and a number of tokens is one of "
                 "the whole sequence. Use a configuration of the model without that"
             )
-        kinds = {family.image: IMAGE} | ({family.prompt: PROMPT} if joint else {})
 
         def share(name: str, x: Any) -> Any:
             if name in kinds:
-                return stage.split(x, family.dim, kinds[name]) if whole else x
+                return stage.split(x, family.dim, kinds[name]) if whole[kinds[name]] else x
+            if name in counted and x is not None:
+                start, count = stage.shares(counted[name])[stage.handler.cp.rank]
+                return max(0, min(x - start, count))
             return x if name == family.prompt else _mapped(name, x, lambda *y: self.share(type(module).__name__, *y))
 
         names = [*self.names, *[""] * len(args)]  # further ones are those that the block ignores

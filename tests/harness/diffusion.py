@@ -367,7 +367,7 @@ def _animate(draw: Draw) -> Made:
 def _motif(draw: Draw) -> Made:
     config, inputs = _hunyuan(draw)
     config = {name: config[name] for name in config if name not in ("num_refiner_layers", "pooled_projection_dim")}
-    config |= {"image_embed_dim": 6, "num_decoder_layers": 1}
+    config |= {"image_embed_dim": 6, "num_decoder_layers": 0}
     inputs = {name: inputs[name] for name in inputs if name not in ("guidance", "pooled_projections")}
     return config, {**inputs, "image_embeds": draw(2, 5, 6)}
 
@@ -423,7 +423,11 @@ MADE = {
     "Ideogram4Transformer2DModel": _ideogram,
     "JoyImageEditTransformer3DModel": _joy,
     "JoyImageEditPlusTransformer3DModel": _joy_plus,
+    "HunyuanVideo15Transformer3DModel": _hunyuan15,
     "Krea2Transformer2DModel": _krea,
+    "MochiTransformer3DModel": _mochi,
+    "MotifVideoTransformer3DModel": _motif,
+    "PRXTransformer2DModel": _prx,
     "Lumina2Transformer2DModel": _lumina,
     "MiniMaxMusic3Transformer1DModel": _music,
     "MiniMaxH3Transformer3DModel": _h3,
@@ -464,15 +468,11 @@ NOT_SUPPORTED = {
     "BriaFibo2Transformer2DModel": "some blocks compress the prompt with attention of their own; not tried",
     "Cosmos3OmniTransformer": "two sequences, of which one is causal and the other attends to both; not tried",
     "HeliosTransformer3DModel": _SEGMENTS,
-    "HunyuanVideo15Transformer3DModel": "its blocks make a mask of pairs of tokens",
     "Kandinsky6SRTransformer3DModel": "attention selects blocks of keys by averages over the whole sequence",
     "Kandinsky6Transformer3DModel": _STREAMS,
     "LTX2VideoTransformer3DModel": _STREAMS,
     "LatteTransformer3DModel": "its blocks attend to frames and to places in turn, not to the whole sequence",
-    "MochiTransformer3DModel": "attention picks the tokens of each prompt by its mask, a number for each row",
-    "MotifVideoTransformer3DModel": _SEGMENTS,
     "NucleusMoEImageTransformer2DModel": "each expert chooses its tokens among those of the whole sequence",
-    "PRXTransformer2DModel": "queries are tokens of the image, and keys those of prompt and image",
     "PriorTransformer": "a single embedding of an image behind a prompt: too short to split",
     "QwenImage21Transformer2DModel": _SEGMENTS,
     "RFD4ProteinaTransformer": "features of all pairs of tokens beside the attention calls",
@@ -484,12 +484,10 @@ NOT_SUPPORTED = {
     "WanAnimate2Transformer3DModel": "attention over a cache of reference tokens; not tried",
 }
 """Reasons why types are not supported."""
-_PAIRS = "without `attention_mask`, of which its blocks make pairs"
 NOTES = {
-    "ChromaTransformer2DModel": _PAIRS,
-    "CogView4Transformer2DModel": _PAIRS,
-    "GlmImageTransformer2DModel": f"{_PAIRS}; without caches",
-    "HunyuanVideoTransformer3DModel": 'without `image_condition_type="token_replace"`',
-    "SD3Transformer2DModel": "without `dual_attention_layers` (3.5 Medium)",
+    "GlmImageTransformer2DModel": "without caches",
+    "Kandinsky5Transformer3DModel": "without `sparse_params`",
+    "MotifVideoTransformer3DModel": "without decoder layers and text cross-attention",
+    "WanVACETransformer3DModel": "unless the last layer is one of `vace_layers`",
 }
 """The limits of exact types."""
