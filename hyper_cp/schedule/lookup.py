@@ -33,8 +33,9 @@ def resolve(layout: str, world: int, length: int, documents: PackedDocuments | N
         return _by_length("contiguous" if world == 1 else layout, world, length)
     if documents is None:
         raise ValueError(
-            f"layout={layout!r} places tokens by document, but no documents are given: enter handler.documents(...) "
-            "around dispatch, forward and combine, or pass documents= ([0, S] for one document)"
+            f"layout={layout!r} places tokens by document, but no documents are given. Without them it is not "
+            "determined what each rank holds. Enter handler.documents(...) around dispatch, forward and combine, or "
+            "pass documents= ([0, S] for one document)"
         )
     return documents.derived((layout, world, length), lambda: place(layout, world, length, documents))
 
