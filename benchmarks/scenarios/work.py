@@ -272,7 +272,7 @@ SCENARIOS = [
         16384,
         ("all-gather, contiguous",),
         kind="selected",
-        heads=2,
+        heads=4,
         kv_heads=2,
         topk=512,
         dim=32,

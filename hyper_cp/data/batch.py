@@ -20,7 +20,7 @@ from ..mesh.arguments import check_int, check_type, is_int
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, documents_table, mark_tokens, read, tokens_of
 from .loss import check_ignore_index
-from .packing import PreparedBatch, padded_mask, runs, take_documents
+from .packing import IDS, OFFSETS, PreparedBatch, padded_mask, runs, take_documents
 from .sharding import Shares, checked_dim, local_share, padded_table, resolve_layout
 
 TOKENS = ("input_ids", "tokens", "inputs_embeds")
@@ -102,6 +102,8 @@ def read_batch(
     if named:
         whole.read_padding()
         whole.refuse_second_sequence()
+        if documents is None and not any(name in batch for name in (*OFFSETS, *IDS)):
+            whole.refuse_restarts()
     if shift_labels:
         whole.shift_labels(ignore_index, labels_cross_documents)
     dims = {name: dim for name, dim in whole.dims.items() if not (shift_labels and name == "labels")}
@@ -200,6 +202,25 @@ class WholeBatch:
         self.entries["attention_mask"] = torch.ones_like(mask)
         if any(len(found) > 2 for found in padding):
             self.padding, self.tokens = padding, host if self.tokens is None else host & self.tokens
+
+    def refuse_restarts(self) -> None:
+        """Raise ``ValueError`` if positions return to 0 at a token, as in packed documents, which nothing names: some
+        models keep such documents apart, others do not. Waits for the device that holds the positions."""
+        positions, dim = self.entries.get("position_ids"), self.dims.get("position_ids")
+        if positions is None or dim is None or positions.ndim > 2:
+            return
+        host = torch.atleast_2d(positions.movedim(dim, -1)).cpu()
+        back = (host[:, 1:] == 0) & (host[:, :-1] > 0)
+        if self.tokens is not None:
+            back = back & self.tokens[:, 1:] & self.tokens[:, :-1]
+        if bool(back.any()):
+            row, before = back.nonzero()[0].tolist()
+            raise ValueError(
+                f"position_ids[{row}] returns to 0 at position {before + 1}, as in packed documents, but the batch "
+                "does not say whether they see each other. Pass cu_seqlens or document_ids to keep them apart "
+                "(hyper_cp.hf.prepare_batch reads position_ids as transformers does), document_ids=None if they see "
+                "each other, or attention_mask if it is padding"
+            )
 
     def pad_mask(self, mask: Tensor) -> None:
         """Pad an explicit mask with the sequence. ``ValueError`` if it has another length."""
