@@ -13,13 +13,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallelHandler
 from hyper_cp.mesh.comm import record_traffic
 from hyper_cp.mesh.cp_mesh import view
 from hyper_cp.ops import Entries, attention, gather_windows, windows
+from hyper_cp.ops.entries import EntryTiles
 from hyper_cp.schedule import windows as schedule_windows
 from tests.harness.attention_case import cp_mesh
 from tests.harness.oracle import attention_and_lse, relative_error
@@ -142,47 +142,36 @@ def test_entries_travel_and_not_tokens(ranks: Ranks) -> None:
         assert sorted(sent[3:]) == [("reduce_scatter", n) for n in sorted((entries, halo, halo))]
 
 
-class Largest(TorchDispatchMode):
-    """Records the bytes of the largest bool tensor that is made."""
-
-    masks = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for x in found if isinstance(found, (tuple, list)) else [found]:
-            if isinstance(x, Tensor) and x.dtype == torch.bool:
-                self.masks = max(self.masks, x.numel())
-        return found
-
-
 @on_ranks
 def sizes(length: int, every: int, selects: bool) -> tuple[int, int]:
     """The largest mask of forward and backward, and the elements of the largest tensor that is kept for backward."""
-    kept, share = list[int](), length // 2
+    kept, masks, share, make = list[int](), [0], length // 2, EntryTiles._inputs
     q, entries = torch.randn(1, 1, share, 1), torch.randn(1, 1, length // every, 1, requires_grad=True)
     listed = torch.zeros(1, 1, share, 1, dtype=torch.int32) if selects else None
+
+    def counted(*arguments: Any) -> Any:
+        found = make(*arguments)
+        masks.append(0 if found.mask is None else found.mask.numel())
+        return found
 
     def pack(x: Tensor) -> Tensor:
         kept.append(x.numel())
         return x
 
-    with (
-        Largest() as largest,
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
-    ):
-        options: dict[str, Any] = {"window": (5, 0), "layout": "head_tail"}
+    saved = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    with patch.object(EntryTiles, "_inputs", counted), saved:
         pooled = Entries(entries, entries, every, listed)
-        out = attention(q.requires_grad_(), q, q, mesh=cp_mesh(), entries=pooled, **options)
+        out = attention(q.requires_grad_(), q, q, mesh=cp_mesh(), entries=pooled, window=(5, 0))
         out.sum().backward()  # type: ignore[union-attr]
-    return largest.masks, max(kept)
+    return max(masks), max(kept)
 
 
 @pytest.mark.parametrize("selects", [False, True])
 def test_no_mask_of_queries_and_entries_exists(ranks: Ranks, selects: bool) -> None:
-    """A mask of all pairs would have 2,048 x 32 = 65,536 elements. One of 1,024 queries has the 8 entries of their own
+    """A mask of all pairs would have 4,096 x 64 elements. One of 1,024 queries has the 8 entries of their own
     tokens; what is kept is as large as the queries."""
-    for masks, kept in ranks(2, sizes, 4096, 128, selects):
-        assert masks <= 1024 * 8 and kept == 2048
+    for masks, kept in ranks(2, sizes, 8192, 128, selects):
+        assert masks <= (0 if selects else 1024 * 8) and kept == 4096
 
 
 @given(
