@@ -110,6 +110,13 @@ CHANGES: dict[str, dict[str, Any]] = {
 """Changes that a type needs in addition."""
 
 
+def takes_images(kind: str) -> bool:
+    """True for the model types that ``AutoModelForImageTextToText`` knows."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
 @cache
 def _classes() -> dict[str, str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
