@@ -20,11 +20,11 @@ WORKERS ?= 2
 # torchtitan's model files need these only. It depends on an older huggingface_hub than transformers, so pip would
 # find no environment for both.
 TITAN := torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.0
-# Other libraries that `make bench` measures, those of the extra `bench`, and what they import.
+# Other libraries that `make bench` and `make scenarios` measure, those of the extra `bench`, and what they import.
 PEERS ?= deepspeed hjson msgpack py-cpuinfo ninja axolotl-ringmaster yunchang
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test test-fast bench lint docs release-check clean
+.PHONY: demo test test-fast bench scenarios peers lint docs release-check clean
 
 demo: $(STAMP)
 	$(BIN)/python -m hyper_cp demo
@@ -37,15 +37,21 @@ test: $(STAMP)
 test-fast: $(STAMP)
 	$(PYTEST) -m 'not slow'
 
-# Every mode beside its peers, about 17 minutes; writes the table and the plot of docs/measured/performance.md. A peer that
-# cannot be installed is skipped, and the table says so. They lie beside the environment, not in it, since others find
-# them there (accelerate turns to DeepSpeed), and without what they depend on, which would pull CUDA packages.
-bench: $(STAMP)
+# Every mode beside its peers, about 17 minutes; writes the table and the plot of docs/measured/performance.md.
+bench: peers
+	PYTHONPATH=$(VENV)-peers $(BIN)/python -m benchmarks --write
+
+# Work in which libraries differ, about 10 minutes; writes docs/measured/scenarios.md and the table of the README.
+scenarios: peers
+	PYTHONPATH=$(VENV)-peers $(BIN)/python -m benchmarks.scenarios --write
+
+# A peer that cannot be installed is skipped, and the tables say so. They lie beside the environment, not in it, since others
+# find them there (accelerate turns to DeepSpeed), and without what they depend on, which would pull CUDA packages.
+peers: $(STAMP)
 	for package in $(PEERS); do \
 		test -e $(VENV)-peers/.$$package || { $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 			--upgrade --target $(VENV)-peers $$package && touch $(VENV)-peers/.$$package; } || true; \
 	done
-	PYTHONPATH=$(VENV)-peers $(BIN)/python -m benchmarks --write
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -53,8 +53,8 @@ class ContextParallelHandler(Shares):
     def __init__(self, mesh: DeviceMesh, style: ContextParallel | str) -> None:
         if not isinstance(style, (ContextParallel, str)):
             raise TypeError(
-                f"style is a {type(style).__name__}; pass the ContextParallel style of the model, or the name of a "
-                f"layout: {', '.join(map(repr, layouts.LAYOUTS))}"
+                f"style is a {type(style).__name__}. It says which positions each rank holds. Pass the ContextParallel "
+                f"style of the model, or the name of a layout: {', '.join(map(repr, layouts.LAYOUTS))}"
             )
         self.style = None if isinstance(style, str) else style
         settings = (style, False) if isinstance(style, str) else (style.mode.layout, style.mode.load_balance)
@@ -183,7 +183,8 @@ class ContextParallelHandler(Shares):
 
         Yields:
             What :meth:`get_batch_on_this_cp_rank` returns, with attributes ``weight`` (the micro-batch's share of the
-            labels; 1.0 without accumulation) and ``last`` (True before a step of the optimizer).
+            labels; 1.0 without accumulation), ``weights`` (with ``mtp_depth`` also its share of ``shift_labels_1``,
+            ``shift_labels_2`` ..., for the loss of each) and ``last`` (True before a step of the optimizer).
 
         Raises:
             ValueError: with ``accumulate`` for batches without labels; and what :meth:`get_batch_on_this_cp_rank`

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..mesh.arguments import check_type
 from ..mesh.failures import calling
 from ..schedule import layout as layouts
-from ..schedule.documents import PackedDocuments, documents_table, read
+from ..schedule.documents import PackedDocuments, documents_table, read, tokens_of
 from .collectives import by_rank, with_gradient_of
 from .sharding import Shares, documents_for, gradient_factor, resolve_layout
 
@@ -107,10 +107,20 @@ def _documents_of_tokens(
             f"length={length} does not pad to the {padded} positions that the ranks hold, but to "
             f"{shares.padded_length(length)}. Pass the length of the sequence before it was split"
         )
-    limits = torch.tensor(ends or (padded,))[:, None]
+    counted = torch.arange(padded) < torch.tensor(ends or (padded,))[:, None]
+    if (tokens := tokens_of(table)) is not None:  # also padding inside, which is a document for attention
+        counted = counted & tokens
     at = resolve_layout(shares, padded, table).positions(shares.cp.rank)
     packed = PackedDocuments([[0, padded]]) if table is None else read(table)
-    starts = ([start for start, _ in pairwise(row)] for row in packed.rows)
-    of_rows = zip(starts, limits.expand(len(packed.rows), 1).flatten().tolist(), strict=True)
-    count = max(sum(start < end for start in row) for row, end in of_rows)
-    return at, torch.where(at < limits, packed.numbers(at) - 1, count), count
+    rows = max(len(packed.rows), len(counted))
+    boundaries = packed.rows * rows if len(packed.rows) == 1 else packed.rows
+    kept = [
+        torch.tensor([start < stop and bool(here[start]) for start, stop in pairwise(row)])
+        for row, here in zip(boundaries, counted.expand(rows, -1), strict=True)
+    ]
+    count = max(int(row.sum()) for row in kept)
+    # A document has the number of those before it that are kept.
+    renumbered = [(row.cumsum(0) - 1).where(row, count) for row in kept]
+    numbers = zip(renumbered, packed.numbers(at).expand(rows, -1), strict=True)
+    of_tokens = torch.stack([new[old - 1] for new, old in numbers])
+    return at, torch.where(counted.expand(rows, -1)[:, at], of_tokens, count), count

@@ -72,6 +72,7 @@ from .huggingface.modules import (
     prepare_rotary,
     route,
 )
+from .huggingface.outputs import TupleOutput
 from .huggingface.pooled import PooledHook
 from .huggingface.relative import prepare_biases
 from .huggingface.two_sequences import SourceTargetHook, cross_attention, stacks_of
@@ -144,6 +145,8 @@ def prepare_model(
         MediaHook(hook.binding, model, owner).attach(owner)
     if chunked is not None:  # last: the router loss is corrected in an output that still has logits
         chunked.attach(model)
+    if model is not decoder:
+        TupleOutput().attach(model)
     return given
 
 
@@ -180,6 +183,8 @@ def prepare_batch(
         if entries.get("shift_labels") is None:
             whole.shift_labels(IGNORE, labels_cross_documents)
         entries.setdefault("num_items_in_batch", (entries["shift_labels"] != IGNORE).sum())
+    if entries.get("shift_labels") is not None:
+        whole.read_labels(entries["shift_labels"] != IGNORE)
     local = whole.split({name: IGNORE for name in whole.dims if "labels" in name})
     return {**local, "context_parallel": whole.prepared()}
 
@@ -287,6 +292,19 @@ class _KeywordBatch(WholeBatch):
         if self.state.documents is None and layouts.by_documents(self.handler.layout) and not in_block:
             self.state = replace(self.state, documents=documents_table([0, self.padded]))
 
+    def read_labels(self, counted: Tensor) -> None:
+        """Record if labels count (``[B, S]``) on padding behind the tokens of a row. Otherwise nothing reads its
+        outputs, and causality hides padding without a mask of keys."""
+        if self.mask is None:
+            return
+        behind = self.mask[:, : self.length].flip(1).cumsum(1).flip(1) == 0
+        if not bool((behind & counted.to(behind.device)).any()):
+            return
+        self.state = replace(self.state, padding_counts=True)
+        if layouts.by_documents(self.handler.layout):  # documents of padding would place the tokens
+            documents = self.state.documents if self.state.tokens is None else documents_table([0, self.padded])
+            self.state = replace(self.state, documents=documents, tokens=None)
+
     @cached_property
     def table(self) -> Tensor | None:
         """The documents that place the tokens."""
@@ -351,6 +369,8 @@ class DecoderHook:
         self.binding = Binding(style, mesh, describe(decoder))
         self.implementation: str = decoder.config._attn_implementation
         """The attention implementation before the model was prepared, for meshes of one rank."""
+        self.prepared: str | None = None
+        """The attention implementation of the prepared model."""
         parameters = inspect.signature(decoder.forward).parameters
         self.keywords = set(parameters)
         self.passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -368,6 +388,7 @@ class DecoderHook:
         self.selects = sparse.selects(decoder)
         """True for a decoder with indexers. Its selections are those of one rank of many on one rank, too: without a
         cache it does not run as it did before it was prepared."""
+        self.hides_padding = sparse.hides_padding(decoder)
         self.cross = cross_attention(decoder)
         self.two: SourceTargetHook | None = None
         """The hooks of the encoder-decoder of which this is the decoder."""
@@ -388,6 +409,7 @@ class DecoderHook:
             decoder.set_attn_implementation(NAME)
             prepare_latents(decoder)
             sparse.prepare(decoder)
+        self.prepared = decoder.config._attn_implementation
         decoder.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
         decoder.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
@@ -410,7 +432,14 @@ class DecoderHook:
         found = kwargs.get("past_key_values")
         cache = found if isinstance(found, SplitModelCache) else None
         selects = self.selects and not any(kwargs.get(name) for name in ("use_cache", *CACHES))
-        if not mesh.parallel and plain and not selects:
+        on_one_device = not mesh.parallel and plain and not selects
+        if not on_one_device and (given_since := module.config._attn_implementation) != self.prepared:  # type: ignore[union-attr]
+            raise RuntimeError(
+                f"{self.binding.name} has attn_implementation={given_since!r}, which was set after prepare_model had "
+                f"set {self.prepared!r}. Attention would end at this rank's share of the sequence. Call "
+                f"set_attn_implementation({self.prepared!r}); choose another one before prepare_model"
+            )
+        if on_one_device:
             state: forward.State = OneDevice(self.implementation)
         elif cache is not None and cache.prompt is None:  # new tokens, which all ranks have
             state = ForwardState(PreparedBatch(), self.binding.style, mesh, frozenset(kwargs), cache=cache)
@@ -425,6 +454,9 @@ class DecoderHook:
             tokens = kwargs["inputs_embeds"] if tokens is None else tokens
             handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
+            if batch.padding_counts and not self.hides_padding:
+                documents = batch.documents if batch.tokens is None else None
+                batch = replace(batch, documents=documents, tokens=None, keys=batch.visible)
             check_padding(module, self.mixers, handler.layout, batch, tokens)
             passed = frozenset(kwargs)
             counted, positions = self._complete(handler, tokens, batch, kwargs)

@@ -8,6 +8,7 @@ attention call is made; they call :func:`check_shards` themselves.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,34 +66,17 @@ def check(
         check_tails(mode, cp, band, lengths[0], None if call.score is None else call.score.blocks)
     if call.score is not None:
         call.score.check(call.name, q.shape[0], q.shape[1] * (cp.ulysses.size if exchanged else 1), lengths)
+    own: dict[str, Any] = vars(call) | _of_latents(of_latents, cp)
     if call.selected is not None:
         kv_heads *= cp.ulysses.size if exchanged else 1
-        call = replace(call, selected=_selected(call.selected, call, q, (kv_heads, share), cp, mode, lengths))
-    scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
-    mask = None if call.mask is None else _check_mask(call.mask, call, q, cp, lengths, exchanged)
-    return (
-        q,
-        k,
-        v,
-        CheckedCall(
-            cp,
-            mode,
-            band,
-            call.is_causal,
-            scale,
-            mask,
-            call.documents,
-            call.dropout_p,
-            exchanged,
-            lengths,
-            None if call.sinks is None else check_sinks(call, q, cp, exchanged),
-            call.score,
-            *_of_latents(of_latents, cp),
-            call.selected,
-            call.block,
-            call.max_logits,
-        ),
-    )
+        own["selected"] = _selected(call.selected, call, q, (kv_heads, share), cp, mode, lengths)
+    if call.scale is None:
+        own["scale"] = q.shape[3] ** -0.5
+    if call.mask is not None:
+        own["mask"] = _check_mask(call.mask, call, q, cp, lengths, exchanged)
+    if call.sinks is not None:
+        own["sinks"] = check_sinks(call, q, cp, exchanged)
+    return q, k, v, CheckedCall(**own, cp=cp, mode=mode, band=band, exchanged=exchanged, lengths=lengths)
 
 
 def refuse_forward_mode(caller: str, *tensors: Tensor) -> None:
@@ -303,11 +287,11 @@ def check_latents(
             )
 
 
-def _of_latents(of_latents: list[Tensor], cp: CPMesh) -> tuple[Tensor | None, Tensor | None]:
+def _of_latents(of_latents: list[Tensor], cp: CPMesh) -> dict[str, Tensor]:
     """The rows of weight and bias that make the heads which this rank attends."""
     parts = [len(x) // cp.ulysses.size for x in of_latents]
     found = [x.narrow(0, cp.ulysses.rank * n, n) for x, n in zip(of_latents, parts, strict=True)]
-    return found[0] if found else None, found[1] if len(found) > 1 else None
+    return dict(zip(("weight", "bias"), found, strict=False))
 
 
 # --------------------------------------------------------------------------- heads
@@ -338,7 +322,7 @@ def check_grouped(q_heads: int, kv_heads: int) -> None:
 
 def check_heads(q_heads: int, kv_heads: int, cp: CPMesh) -> None:
     """Raise ``ValueError`` unless the query heads split over the Ulysses degree. (Key/value heads that do not split are
-    shared by ranks; an uneven split of query heads would leave ranks waiting for the fullest one.)"""
+    shared by ranks; an uneven split of query heads would leave ranks waiting for the busiest one.)"""
     check_grouped(q_heads, kv_heads)
     check_split(q_heads, "query heads", cp, '(the rest of the mesh becomes the ring dimension) or to "auto"')
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal
 
@@ -134,45 +134,43 @@ class Call:
         return [x for x in (self.weight, self.bias) if x is not None]
 
 
-@dataclass(frozen=True)
-class CheckedCall:
-    """One attention call with everything checked and decided. Nothing below checks or parses it again.
+@dataclass(frozen=True, kw_only=True)
+class CheckedCall(Call):
+    """A call with everything checked and decided. Nothing below checks or parses it again.
 
-    ``exchanged`` is True if the Ulysses all-to-all was done before the call: its tensors then hold the sequence of a
-    whole ring rank and 1/ulysses of the heads.
+    Its ``mask`` (with four dimensions), ``sinks``, ``weight``, ``bias`` and ``selected`` (int32) are those of the heads
+    that this rank attends.
     """
 
     cp: CPMesh
     mode: Mode
     band: Band
-    is_causal: bool
     scale: float
-    mask: Tensor | None
-    """``[B|1, H|1, Sq|1, Skv|1]``, with the heads that this rank attends."""
-    documents: Tensor | None
-    dropout_p: float
     exchanged: bool
+    """The Ulysses all-to-all was done before the call: its tensors hold the sequence of a whole ring rank and
+    1/ulysses of the heads."""
     lengths: tuple[int, int]
     """Global numbers of queries and keys."""
-    sinks: Tensor | None = None
-    """``[H]``, of the heads that this rank attends."""
-    score: Score | None = None
-    weight: Tensor | None = None
-    """In latent attention, of the heads that this rank attends, as ``bias``."""
-    bias: Tensor | None = None
-    selected: Tensor | None = None
-    """int32, of the queries and heads that this rank attends."""
-    block: int = 1
-    max_logits: bool = False
 
-    def settings(self, kernel: str) -> OpSettings:
+    def settings(self, kernel: str, absorbed: bool = False) -> OpSettings:
         """The settings of the op that computes this call with a kernel, or with one that the op chooses ("")."""
-        m, score = self.mode, "" if self.score is None else self.score.key
-        # Every query sees equally many selected keys: there are no tails to exchange.
-        exchange = m.layout, m.kv_exchange, m.load_balance and self.selected is None, m.stages
-        wire = "" if m.exchange_dtype is None else str(m.exchange_dtype).removeprefix("torch.")
-        made = OpSettings(self.cp.key, *exchange, self.band, m.groups, kernel=kernel, score=score, block=self.block)
-        return replace(made, exchange_dtype=wire, max_logits=self.max_logits)
+        m = self.mode
+        return OpSettings(
+            self.cp.key,
+            m.layout,
+            m.kv_exchange,
+            # Every query sees equally many selected keys: there are no tails to exchange.
+            m.load_balance and self.selected is None,
+            m.stages,
+            self.band,
+            m.groups,
+            kernel=kernel,
+            score="" if self.score is None else self.score.key,
+            absorbed=absorbed,
+            exchange_dtype="" if m.exchange_dtype is None else str(m.exchange_dtype).removeprefix("torch."),
+            block=self.block,
+            max_logits=self.max_logits,
+        )
 
 
 @dataclass

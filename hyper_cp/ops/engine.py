@@ -83,7 +83,7 @@ def op_arguments(
     seen = _attended(q, k, v, given, absorbed)
     kinds = score is not None, call.selected is not None
     kernel = kernels.choose(q, *seen, call.is_causal, call.dropout_p, *kinds)
-    return replace(call.settings(kernel), absorbed=absorbed).arguments(given, call.scale, call.dropout_p)
+    return call.settings(kernel, absorbed).arguments(given, call.scale, call.dropout_p)
 
 
 def _latents(q: Tensor, given: Operands, absorbed: bool, sums: bool = False) -> Expansion | Absorbed | None:

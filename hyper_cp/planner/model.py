@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..schedule.choices import heads_after_sharing
 from .cluster import check_count, read_object
@@ -48,9 +48,28 @@ POOLED = (
 """Those of an indexer over pooled keys: tokens that a query selects, tokens of a pool, query heads and their width."""
 BLOCKS = ("index_topk_blocks", "index_block_size", "index_n_heads", "index_head_dim")
 """Those of an indexer over blocks of keys: blocks that a query selects, keys of a block, heads and their width."""
-"""Types of layers whose queries attend to blocks of keys, or to entries, which the planner does not count."""
+GROUPED = ("q_lora_rank", "o_groups", "o_lora_rank")
+"""The names under which configurations have the sizes of narrow projections of queries and, in groups, of outputs."""
 INDEXED, WINDOWED = "indexed_attention", "sliding_attention"
-"""Types of layers: attention to selected keys, and to a window, which the planner counts like it."""
+"""Types of layers: attention to selected keys, and to a window."""
+
+
+class Pooling(NamedTuple):
+    """Layers of one kind in which windows of tokens are pooled into entries (see ``hyper_cp.ops.Entries``)."""
+
+    layers: int
+    every: int
+    """Tokens from one entry to the next."""
+    tokens: int
+    """Tokens that are pooled into one entry."""
+    row: int
+    """Numbers of a token that are pooled: its keys and gates."""
+    width: int
+    """Numbers of an entry."""
+    window: int = 0
+    """Tokens that a query sees beside entries; 0: the entries are keys of an indexer, and have no gradients."""
+    topk: int = 0
+    """Entries that a query selects; 0: it sees all that are complete."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +95,10 @@ class ModelShape:
         indexer_heads, indexer_dim: query heads of the lightning indexer that selects them, and their width (0: a
             selection comes with the batch).
         indexers: layers that run one (0: all); the others share their selections.
-        sparse: pairs ``(keys, layers)`` for layers whose queries see at most ``keys`` keys, in a window or selected; 0
-            keys: recurrent layers. All others are dense.
-        entries: of all layers together, pooled keys that a query sees for each visible key: 1/128 in one layer with
-            pools of 128 tokens.
+        sparse: pairs ``(keys, layers)`` for layers whose queries see at most ``keys`` keys, selected from all; 0 keys:
+            recurrent layers. Layers that are in none of these three are dense.
+        windows: the same for layers whose queries see a window of that many keys.
+        poolings: layers whose queries see entries beside a window, and indexers over entries (:class:`Pooling`).
         scores: FLOPs of a query and a visible key in the indexers of sparse layers, all layers together.
 
     Raises:
@@ -105,7 +124,8 @@ class ModelShape:
     indexer_dim: int = 0
     indexers: int = 0
     sparse: tuple[tuple[int, int], ...] = ()
-    entries: float = 0.0
+    windows: tuple[tuple[int, int], ...] = ()
+    poolings: tuple[Pooling, ...] = ()
     scores: float = 0.0
 
     def __post_init__(self) -> None:
@@ -143,11 +163,14 @@ class ModelShape:
                 f"indexers={self.indexers} is more than layers={self.layers}. It is the number of layers that select "
                 "keys. Pass at most as many as there are layers"
             )
-        object.__setattr__(self, "sparse", tuple(tuple(pair) for pair in self.sparse))
+        for name in ("sparse", "windows"):
+            object.__setattr__(self, name, tuple(tuple(pair) for pair in getattr(self, name)))
+        object.__setattr__(self, "poolings", tuple(Pooling(*sizes) for sizes in self.poolings))
         if self.dense < 0:
             raise ValueError(
-                f"sparse={self.sparse} names {self.layers - self.dense} layers, and layers={self.layers}. Each pair is "
-                "(keys that a query sees, layers). Pass at most as many layers as there are"
+                f"sparse={self.sparse}, windows={self.windows} and poolings={self.poolings} name "
+                f"{self.layers - self.dense} layers, and layers={self.layers}. Each pair is (keys that a query sees, "
+                "layers). Pass at most as many layers as there are"
             )
         projections = 2 * self.width * (self.query_width + self.key_width)
         object.__setattr__(self, "attention_weights", self.attention_weights or projections)
@@ -155,7 +178,8 @@ class ModelShape:
     @property
     def dense(self) -> int:
         """Layers whose queries see all keys, or ``topk`` of them."""
-        return self.layers - sum(layers for _, layers in self.sparse)
+        others = sum(layers for _, layers in (*self.sparse, *self.windows))
+        return self.layers - others - sum(pooling.layers for pooling in self.poolings if pooling.window)
 
     @property
     def query_width(self) -> int:
@@ -253,7 +277,7 @@ def model_shape(model: Any) -> ModelShape:
     found["tied"] = bool(_get(config, "tie_word_embeddings") or _get(config, "tied"))
     found["norm"] = _get(config, "norm") or ("transformers" if _get(config, "model_type") else "fused")
     if not found.get("topk"):
-        found |= _kinds_of_layers(config, found["layers"])
+        found |= _kinds_of_layers(config, found)
     return ModelShape(**found)
 
 
@@ -293,35 +317,72 @@ def _indexers(config: Any, selecting: list[int]) -> int:
     return sum(max(i - first + 1, 0) % every == 0 for i in selecting)
 
 
-def _kinds_of_layers(config: Any, layers: int) -> dict[str, Any]:
-    """The sizes of layers that are not dense, by their types. In chunks queries see half of one on average."""
-    if given := [name for name in ("sparse", "entries", "scores") if _get(config, name)]:
+def _kinds_of_layers(config: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """The sizes of layers that are not dense, by their types. In chunks queries see half of one on average.
+    ``sizes``: the others of the model."""
+    if given := [name for name in ("sparse", "windows", "poolings", "scores") if _get(config, name)]:
         return {name: _get(config, name) for name in given}
     window, chunk = _get(config, "sliding_window") or 0, _get(config, "attention_chunk_size")
     sliding = window and _get(config, "use_sliding_window") is not False
-    types = [*(_get(config, "layer_types") or [WINDOWED if sliding else DENSE] * layers)]
-    kinds = Counter(types)
-    keys = {WINDOWED: window, "chunked_attention": chunk and max(1, chunk // 2), COMPRESSED: window}
+    types = [*(_get(config, "layer_types") or [WINDOWED if sliding else DENSE] * sizes["layers"])]
+    kinds, sparse = Counter(types), Counter[int]()
+    keys = {"chunked_attention": chunk and max(1, chunk // 2)}
     topk, *lightning = (_get(config, name) or 0 for name in INDEXER.values())
     scores, (tokens, pool, *indexer) = 0.0, _pooled(config) or (topk, 1, *lightning)
+    poolings = _poolings(config, kinds, sizes)
     if not tokens:
         kinds[DENSE] += kinds.pop(INDEXED, 0)  # nothing says how many keys they select
     elif kinds[INDEXED]:
         keys[INDEXED] = tokens + pool - 1  # with the tail behind the last whole pool
-        scores = _indexers(config, [i for i, kind in enumerate(types) if kind == INDEXED]) / pool
+        running = _indexers(config, [i for i, kind in enumerate(types) if kind == INDEXED])
+        poolings += [Pooling(running, pool, pool, 2 * indexer[1], indexer[1])] if pool > 1 and running else []
+        scores = running / pool
     if kinds[ENTRIES]:
-        topk, *indexer = _sizes(config, ENTRIES, [*INDEXER.values()])
-        keys[ENTRIES], scores = window + topk, kinds[ENTRIES] / _rates(config)[ENTRIES]
+        _, *indexer = _sizes(config, ENTRIES, [*INDEXER.values()])
+        scores = kinds[ENTRIES] / _rates(config)[ENTRIES]
     if kinds[SPARSE_BLOCKS]:
         blocks, size, *indexer = _sizes(config, SPARSE_BLOCKS, BLOCKS)
         keys[SPARSE_BLOCKS], scores = blocks * size, float(kinds[SPARSE_BLOCKS])
-    seen: Counter[int] = Counter()
-    for kind, number in kinds.items():
-        if kind != DENSE:
-            seen[keys.get(kind) or 0] += number
-    entries = kinds[COMPRESSED] / _rates(config)[COMPRESSED] if kinds[COMPRESSED] else 0.0
+    windows = ((window, kinds.pop(WINDOWED, 0)),) if window and kinds[WINDOWED] else ()
+    for kind in kinds.keys() - {DENSE, ENTRIES, COMPRESSED}:
+        sparse[keys.get(kind) or 0] += kinds[kind]
     score = 2 * indexer[0] * indexer[1] if scores else 0
-    return {"sparse": tuple(sorted(seen.items())), "entries": entries, "scores": scores * score}
+    found = {"sparse": tuple(sorted((+sparse).items())), "windows": windows, "poolings": tuple(poolings)}
+    return found | _grouped(config, sizes, poolings) | {"scores": scores * score}
+
+
+def _poolings(config: Any, kinds: Mapping[str, int], sizes: Mapping[str, int]) -> list[Pooling]:
+    """Those of DeepSeek V4's layers. In CSA each token has two series of keys and gates, so an entry has the tokens of
+    two windows, and the indexer has entries of its own."""
+    found, dim = [], _head_dim(sizes)
+    if kinds[ENTRIES]:
+        every, names = _rates(config)[ENTRIES], [*INDEXER.values(), "sliding_window"]
+        topk, _, narrow, window = _sizes(config, ENTRIES, names)
+        found += [Pooling(kinds[ENTRIES], every, 2 * every, 4 * dim, dim, window, topk)]
+        found += [Pooling(kinds[ENTRIES], every, 2 * every, 4 * narrow, narrow)]
+    if kinds[COMPRESSED]:
+        every, (window,) = _rates(config)[COMPRESSED], _sizes(config, COMPRESSED, ["sliding_window"])
+        found += [Pooling(kinds[COMPRESSED], every, every, 2 * dim, dim, window)]
+    return found
+
+
+def _head_dim(sizes: Mapping[str, int]) -> int:
+    return sizes.get("head_dim") or sizes["width"] // sizes["heads"]
+
+
+def _grouped(config: Any, sizes: Mapping[str, int], poolings: Sequence[Pooling]) -> dict[str, int]:
+    """The weights of attention with narrow projections of queries and of outputs, with those of entries and indexers:
+    the mean of all layers."""
+    narrow, groups, output = (_get(config, name) or 0 for name in GROUPED)
+    if not (narrow and groups and output):
+        return {}
+    width, queries = sizes["width"], sizes["heads"] * _head_dim(sizes)
+    keys = sizes.get("kv_heads", sizes["heads"]) * _head_dim(sizes)
+    total = sizes["layers"] * (narrow * (width + queries) + width * keys + output * (queries + groups * width))
+    for pooling in poolings:
+        heads = 0 if pooling.window else _get(config, "index_n_heads")
+        total += pooling.layers * (width * pooling.row + heads * (narrow * pooling.width + width))
+    return {"attention_weights": round(total / sizes["layers"])}
 
 
 def _sizes(config: Any, kind: str, names: Sequence[str]) -> list[int]:

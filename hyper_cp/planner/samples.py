@@ -23,9 +23,9 @@ def cost_model(
     """The costs of samples of this model, in seconds of a cluster's devices, for :class:`DynamicContextParallel`.
 
     Attention is counted by visible pairs: all of them in full layers, those of the window in sliding ones, of selected
-    keys the selected ones and the indexer's scores (one of a pool, where keys are pooled). Recurrent layers cost the
-    same for every token: that of their weights, taken to be as many as those of attention. Everything else is counted
-    as :func:`plan` does.
+    keys and entries the selected ones and the indexer's scores (one of a pool, where keys are pooled). Recurrent layers
+    cost the same for every token: that of their weights, taken to be as many as those of attention. Everything else is
+    counted as :func:`plan` does.
 
     Args:
         model: as for :func:`plan`. ``layer_types`` and ``sliding_window`` of a configuration are read.
@@ -52,9 +52,16 @@ def cost_model(
     linear = 6.0 * (shape.layers * shape.layer_weights + shape.head_weights) / devices.flops("matmul_share")
     forward = 1 / devices.flops("forward_share")
     pair = shape.pair_flops * (forward + BACKWARD / devices.flops("backward_share"))
-    selected = ((shape.topk, shape.layers),) if shape.topk else shape.sparse
     scores = shape.indexers * shape.score_flops + shape.scores
-    quadratic = pair * ((0 if shape.topk else shape.dense) + shape.entries) + scores * forward
+    selected: list[tuple[int, float]] = [(shape.topk, shape.layers)] if shape.topk else [*shape.sparse, *shape.windows]
+    full = 0.0 if shape.topk else float(shape.dense)
+    for pooling in (x for x in shape.poolings if x.window):
+        selected.append((pooling.window, pooling.layers))
+        if pooling.topk:  # entries, of which there is one for each ``every`` keys
+            selected.append((pooling.topk * pooling.every, pooling.layers / pooling.every))
+        else:
+            full += pooling.layers / pooling.every
+    quadratic = pair * full + scores * forward
     windows = tuple((keys, pair * layers) for keys, layers in selected if keys)
     exposed = 0.0
     for d in (2**k for k in range(1, degree.bit_length())):

@@ -11,12 +11,12 @@ import numpy.typing as npt
 from ..schedule import layout as layouts
 from ..schedule.choices import Limits, heads_after_sharing, stage_limits
 from ..schedule.documents import PackedDocuments
-from ..schedule.tiles import CAUSAL, FULL
+from ..schedule.tiles import CAUSAL, FULL, intersect
 from .cluster import Cluster
 from .memory import Memory, memory, state_bytes
-from .model import ModelShape
+from .model import ModelShape, Pooling
 from .timeline import BACKWARD, AttentionTime, Kernels, attention_time, total
-from .traffic import Ranks, TransferTimes, indexer_transfers, transfers
+from .traffic import Ranks, TransferTimes, indexer_transfers, pooling_transfers, transfers
 from .work import DEALT, FORMULAS, RingWork, ring_work, under_selection
 
 KV_EXCHANGES = ("all_gather", "ring", "needed")
@@ -164,6 +164,7 @@ class Cost:
         passes: FLOPs of forward and backward over those of forward.
         selection: the cost of the indexer.
         others: the calls of layers that are not dense: their number, 1 if a recompute repeats them, and their cost.
+        again: the part of its bytes that a recompute sends again, about.
     """
 
     ring: RingWork
@@ -173,6 +174,7 @@ class Cost:
     passes: float = 1 + BACKWARD
     selection: Cost | None = None
     others: tuple[tuple[int, int, Cost], ...] = ()
+    again: float = 1 / 3
 
     def calls(self, model: ModelShape, again: int) -> Iterator[tuple[int, int, Cost]]:
         """The calls of a step, how often they run again in a recompute, and the cost of each. Selections are kept."""
@@ -188,19 +190,23 @@ class Estimator:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.band = CAUSAL if workload.causal else FULL
-        self._works: dict[tuple[str, int, str, Limits, int], RingWork] = {}
+        self._works: dict[tuple[str, int, str, Limits, int, int], RingWork] = {}
         self._indexers: dict[tuple[str, int, str], Cost] = {}
         self.states = state_bytes(workload.model, workload.shards, workload.per_parameter, workload.element)
 
-    def _work(self, layout: str, ring: int, kv_exchange: str, kv_heads: int, topk: int = 0) -> RingWork:
+    def _work(
+        self, layout: str, ring: int, kv_exchange: str, kv_heads: int, topk: int = 0, window: int = 0
+    ) -> RingWork:
         documents = self.workload.documents
         limits: Limits = ()
         if kv_exchange == "needed":
             limits = stage_limits(kv_exchange, self.workload.device, kv_heads, len(documents.rows[0]) > 2)
-        key = (layout, ring, kv_exchange, limits, topk) if ring > 1 else ("contiguous", 1, "all_gather", (), topk)
+        place = (layout, ring, kv_exchange, limits) if ring > 1 else ("contiguous", 1, "all_gather", ())
+        key = (*place, topk, window)
         found = self._works.get(key)
         if found is None:
-            found = ring_work(*key[:3], documents, self.band, limits, parts=not topk)
+            band = intersect(self.band, (1 - window, window - 1)) if window else self.band
+            found = ring_work(*key[:3], documents, band, limits, parts=not topk)
             if topk:
                 found = under_selection(found, key[0], documents, self.workload.causal, topk)
         self._works[key] = found
@@ -211,27 +217,44 @@ class Estimator:
         model = self.workload.model
         dense = self._attention(mode, model.topk)
         others = [(layers, 1, self._attention(mode, keys)) for keys, layers in model.sparse if keys]
-        others += [(1, 1, self._local(dense, model.entries * model.pair_flops, BACKWARD))] if model.entries else []
-        others += [(1, 0, self._local(dense, model.scores, 0.0))] if model.scores else []
+        others += [(layers, 1, self._attention(mode, 0, window)) for window, layers in model.windows]
+        for pooling in model.poolings:  # all ranks are one ring
+            ring = replace(mode, ulysses_degree=1)
+            window = [self._attention(ring, 0, pooling.window)] if pooling.window else []
+            others += [(pooling.layers, 1, cost) for cost in (*window, self._pooling(mode, dense, pooling))]
+        others += [(1, 0, self._local(dense, model.scores))] if model.scores else []
         selection = self._selection(mode) if model.indexers else None
         return replace(dense, selection=selection, others=tuple(others))
 
-    def _local(self, dense: Cost, of_pair: float, backward: float) -> Cost:
-        """A call that takes ``of_pair`` FLOPs for each pair of dense attention, and sends nothing: its keys, pooled or
-        of an indexer, are few."""
-        cluster = self.workload.cluster
+    def _local(self, dense: Cost, of_pair: float) -> Cost:
+        """The scores of indexers: ``of_pair`` FLOPs for each pair of dense attention, forward. Of their keys, those
+        that are pooled are counted by :meth:`_pooling`."""
         flops = dense.flops * (of_pair / self.workload.model.pair_flops)
-        ahead, back = flops.max() / cluster.flops("forward_share"), backward * flops.max()
-        time = AttentionTime(ahead, behind := back / cluster.flops("backward_share"), ahead, behind)
-        return Cost(dense.ring, TransferTimes(), time, flops, 1 + backward)
+        seconds = float(flops.max()) / self.workload.cluster.flops("forward_share")
+        return Cost(dense.ring, TransferTimes(), AttentionTime(seconds, 0.0, seconds, 0.0), flops, 1.0)
 
-    def _attention(self, mode: Strategy, topk: int) -> Cost:
-        """The attention of one layer whose queries see at most ``topk`` keys; 0: all."""
+    def _pooling(self, mode: Strategy, dense: Cost, pooling: Pooling) -> Cost:
+        """One layer's attention to entries, which have travelled before."""
+        p, cluster = self.workload, self.workload.cluster
+        flops = dense.flops / pooling.every if pooling.window else np.zeros_like(dense.flops)
+        if pooling.topk:  # of E entries a query sees as many as it sees of every * E keys, over every
+            exchange = mode.kv_exchange or "all_gather"
+            work = self._work(mode.layout, mode.cp_size, exchange, 1, pooling.topk * pooling.every)
+            flops = work.pairs * (p.model.pair_flops * p.batch / pooling.every)
+        move = pooling_transfers(pooling, cluster, mode.cp_size, mode.layout, p.batch, p.length, p.element)
+        most = float(flops.max())
+        ahead, behind = most / cluster.flops("forward_share"), BACKWARD * most / cluster.flops("backward_share")
+        time = AttentionTime(ahead + sum(move.arriving), behind + sum(move.gradients), ahead, behind)
+        again = 1 / 2 if pooling.window else 1.0
+        return Cost(dense.ring, move, time, flops, again=again)
+
+    def _attention(self, mode: Strategy, topk: int, window: int = 0) -> Cost:
+        """The attention of one layer whose queries see at most ``topk`` keys, or a window; 0: all."""
         p, exchange = self.workload, mode.kv_exchange or "all_gather"
         ranks = Ranks(mode.ring, mode.ulysses_degree, p.cluster.gpus_per_host)
         kv_heads = heads_after_sharing(p.model.kv_heads, mode.ulysses_degree) // mode.ulysses_degree
         travelling = 1 if p.model.latents_travel(mode.ulysses_degree) else kv_heads
-        work = self._work(mode.layout, mode.ring, exchange, travelling, topk)
+        work = self._work(mode.layout, mode.ring, exchange, travelling, topk, window)
         moves = {
             rank: transfers(p.model, p.cluster, ranks, exchange, p.batch, p.length, rank, mine, p.element)
             for rank, mine in work.ranks.items()
@@ -296,8 +319,8 @@ class Estimator:
             element=p.element,
             states=self.states,
         )
-        # A recompute of attention sends again what forward has sent: about a third of both passes.
-        sent = [(n * (1 + repeat / 3), c.move) for n, repeat, c in calls]
+        # A recompute of attention sends again what forward has sent.
+        sent = [(n * (1 + repeat * c.again), c.move) for n, repeat, c in calls]
         groups = p.gpus // strategy.cp_size
         return Estimate(
             strategy,

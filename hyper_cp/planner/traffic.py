@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from .cluster import Cluster
-from .model import ModelShape
+from .model import ModelShape, Pooling
 from .work import RankWork
 
 ACCUMULATED = 4
@@ -122,6 +122,28 @@ def indexer_transfers(
         messages=found.messages // 3,
         gradients=[],
         home=0.0,
+    )
+
+
+def pooling_transfers(
+    pooling: Pooling, cluster: Cluster, ranks: int, layout: str, batch: int, length: int, element: int
+) -> TransferTimes:
+    """The transfers of one layer's entries, on one of ``ranks`` ranks: rows before each range that a rank holds, and
+    entries. Each is one gather, and one sum of gradients unless they are an indexer's. In ``head_tail`` the two chunks
+    of the last rank adjoin, and the last chunk of all precedes nothing."""
+    found, share, two = TransferTimes(), length // ranks, layout == "head_tail"
+    rows = min(pooling.tokens - 1, share // 2 if two else share) * (2 if two and ranks > 2 else 1)
+    numbers = batch * (rows * pooling.row + -(-share // pooling.every) * pooling.width)
+    if ranks == 1:
+        return found
+    _add_gather(found, cluster, Ranks(ranks, 1, cluster.gpus_per_host), 1, numbers, element)
+    sent = (element + (ACCUMULATED if pooling.window else 0)) / (2 * element + ACCUMULATED)
+    return replace(
+        found,
+        bytes_inside=found.bytes_inside * sent,
+        bytes_between=found.bytes_between * sent,
+        messages=(4 if pooling.window else 2) * (ranks - 1),
+        gradients=found.gradients if pooling.window else [0.0],
     )
 
 

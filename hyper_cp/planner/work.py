@@ -210,11 +210,11 @@ def _by_formula(
 ) -> RingWork:
     row = documents.rows[0]
     ends, length, causal, rank = np.asarray(row), row[-1], band[1] == 0, 0
-    share, number = length // ring, hops(layout, ring, ends, causal)
+    share, number, reach = length // ring, hops(layout, ring, ends, band), length if band[0] is None else -band[0]
     if layout == "per_document":  # all compute the mean
         owed = np.full(ring, -(-int(visible_before(ends, ends[-1:], band)[0]) // ring))
         squares = float((np.diff(ends).astype(float) ** 2).sum()) / ring**2
-        local, remote = (squares / 2 if causal else squares), length * (1 - 1 / ring)
+        local, remote = min(float(owed[0]), squares / 2 if causal else squares), length * (1 - 1 / ring)
         # Of an average rank's rows, the head sees half of the other ranks' blocks and the tail all of them.
         merged = share * number * (0.75 if causal else 1.0)
     else:
@@ -225,7 +225,7 @@ def _by_formula(
         # Ranks of equal work differ in what they receive and merge, and the others wait for the slowest.
         remote = float(counted.rows.max())
         chunk = share if layout == "contiguous" else min(share // 2, *(stop - start for start, stop in held[rank]))
-        merged = max(_merged_rows(held[r], chunk, ring, ends, causal) for r in (rank, ring // 2, ring - 1))
+        merged = max(_merged_rows(held[r], chunk, ring, ends, causal, reach) for r in (rank, ring // 2, ring - 1))
     arriving = float(owed[rank]) - local
     if kv_exchange == "ring":
         steps = [StepWork(arriving / max(1, number), merged / max(1, number), 1.0, merged / max(1, number))]
@@ -261,22 +261,26 @@ def _by_distance(rank: int, ring: int, rows: float, stages: int) -> tuple[npt.ND
     return tuple(found)
 
 
-def hops(layout: str, ring: int, ends: Numbers, causal: bool) -> int:
+def hops(layout: str, ring: int, ends: Numbers, band: Band) -> int:
     """The hops of the ring: the distance of the furthest block that any rank needs."""
     size = int(ends[-1]) // (ring if layout == "contiguous" else 2 * ring)
     if ring == 1 or (layout != "per_document" and np.isin(np.arange(size, ends[-1], size), ends).all()):
         return 0  # every chunk begins with a document, so nobody needs another rank's keys
-    if layout != "contiguous" or not causal:
+    if layout != "contiguous" or band[1] != 0:
         return ring - 1
     starts = np.arange(ring) * size
-    return int((np.arange(ring) - ends[document_of(ends, starts)] // size).max())
+    first = ends[document_of(ends, starts)]
+    first = first if band[0] is None else np.maximum(first, starts + band[0])
+    return int((np.arange(ring) - first // size).max())
 
 
-def _merged_rows(ranges: Sequence[Range], chunk: int, ring: int, ends: Numbers, causal: bool) -> float:
-    """Query rows of a rank, each as often as another rank's share has keys for it, if shares come in chunks."""
+def _merged_rows(ranges: Sequence[Range], chunk: int, ring: int, ends: Numbers, causal: bool, reach: int) -> float:
+    """Query rows of a rank, each as often as another rank's share has keys for it, if shares come in chunks and queries
+    see no more than ``reach`` keys before their own."""
     rows = 0
     for low, high in ranges:
         at = int(document_of(ends, np.array([low]))[0])
         start, stop = int(ends[at]), int(ends[at + 1])
-        rows += (min(high, stop) - low) * min(ring - 1, -(-(low - start) // chunk))
+        behind = min(low - start, reach)
+        rows += (min(high, stop, low + reach) - low) * min(ring - 1, -(-behind // chunk))
     return float(rows if causal else min(2 * rows, (ring - 1) * sum(b - a for a, b in ranges)))

@@ -72,9 +72,12 @@ class Tile:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of ``BLOCK`` x ``BLOCK`` pairs with visible ones, of a tile without parts and window."""
+        """Number of blocks of ``BLOCK`` x ``BLOCK`` pairs with visible ones, of a tile without parts."""
         rows, cols = (-(-(stop - start) // BLOCK) for start, stop in (self.q, self.k))
-        return rows * (rows + 1) // 2 if self.kind == "causal" else rows * cols
+        lower, upper = self.band
+        lower = None if lower is None else -(-(lower - BLOCK + 1) // BLOCK)
+        found: int = visible(rows, cols, (lower, None if upper is None else (upper + BLOCK - 1) // BLOCK))
+        return found
 
 
 def check_window(window: Sequence[int | None] | None) -> tuple[int | None, int | None] | None:

@@ -148,6 +148,13 @@ def values_and_refusals() -> list[str]:
     batch = handler.get_batch_on_this_cp_rank({"x": x, "attention_mask": torch.ones(2, 11).tril(10)})
     with handler.documents(batch):
         assert handler.pool(batch["x"], "last").tolist() == [[10.0], [21.0]]
+    given = {"x": x.nan_to_num(), "cu_seqlens": [0, 4, 9], "cu_seqlens_padded": [0, 5, 11]}  # padding in 4 and 9, 10
+    with handler.documents(inside := handler.get_batch_on_this_cp_rank(given)):
+        assert handler.pool(inside["x"], "sum").tolist() == [[6.0, 35.0], [50.0, 90.0]]
+    before = torch.ones(2, 11)
+    before[0, :4] = before[1, 9:] = 0
+    with handler.documents(inside := handler.get_batch_on_this_cp_rank({"x": x, "attention_mask": before})):
+        assert handler.pool(inside["x"], "last", mask=mask).tolist() == [[10.0], [19.0]]
     by_documents = ContextParallelHandler(mesh, "per_document")
     return [
         error_of(lambda: handler.pool(batch["x"], "sum")),

@@ -121,6 +121,21 @@ def positions() -> list[float]:
 
 
 @on_ranks
+def labels_of_padding() -> list[float]:
+    """Padding whose labels count, behind the tokens of rows and before those of others, sees what it sees alone."""
+    batch, found = batch_of(22, padded=True), []
+    batch["labels"] = batch["input_ids"]
+    for kind in ("llama", "gemma3"):
+        found += [errors(make(kind), batch), errors(make(kind), {**batch, "labels": tokens(22).flip(0)})]
+    return found
+
+
+def test_labels_of_padding(ranks: Any) -> None:
+    for found in ranks(2, labels_of_padding):
+        assert max(found) <= 1e-10, found
+
+
+@on_ranks
 def packed_encoder() -> float:
     """The error of an encoder's hidden states in packed documents, each of which one device runs alone."""
     from hyper_cp.integrations.transformers import prepare_batch
@@ -364,6 +379,9 @@ def wrong_use(case: str) -> None:
             model(**local, logits_to_keep=torch.tensor([1]))
         elif case == "media":
             model(**local, pixel_values=torch.zeros(1))
+        elif case == "implementation":
+            model.set_attn_implementation("sdpa")
+            model(**local)
         elif case == "not dispatched":
             model(input_ids=tokens(24))
         elif case == "read mask":
@@ -397,6 +415,11 @@ REFUSED = [
     ("count", "ValueError", "labels without num_items_in_batch.*prepare_batch"),
     ("kept", "NotImplementedError", "logits_to_keep=a tensor"),
     ("media", "NotImplementedError", "got pixel_values.*inputs_embeds"),
+    (
+        "implementation",
+        "RuntimeError",
+        "attn_implementation='sdpa', which was set after prepare_model had set 'hyper_cp'",
+    ),
     ("not dispatched", "ValueError", r"same \(2, 24\) tokens on all 2 ranks.*prepare_batch"),
     ("read mask", "NotImplementedError", r"LlamaConfig reads its attention mask itself \(getitem\)"),
 ]

@@ -96,22 +96,23 @@ def test_models_of_recurrent_layers_have_a_plan() -> None:
 
 
 M3 = {"index_topk_blocks": 4, "index_block_size": 32, "index_n_heads": 2, "index_head_dim": 16}
-V4 = {"index_topk": 96, "index_n_heads": 2, "index_head_dim": 16, "sliding_window": 32}
+V4 = {"index_topk": 24, "index_n_heads": 2, "index_head_dim": 16, "sliding_window": 32}
 GLM = {"index_topk": 112, "index_kpool": 17, "index_n_heads": 2, "index_head_dim": 16}
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes", "entries", "scores"),
+    ("kind", "sizes", "seen", "scores"),
     [
-        ("minimax_m3_sparse", M3, 0.0, 1.0),
-        ("compressed_sparse_attention", V4, 0.0, 1 / 4),
-        ("heavily_compressed_attention", V4 | {"sliding_window": 128}, 1 / 128, 0.0),
-        ("indexed_attention", GLM, 0.0, 1 / 17),
-        ("sliding_attention", {"sliding_window": 128}, 0.0, 0.0),
+        ("minimax_m3_sparse", M3, [(128, 1)], 1.0),
+        ("compressed_sparse_attention", V4, [(32, 1), (24 * 4, 1 / 4)], 1 / 4),
+        ("heavily_compressed_attention", V4, [(32, 1), (1024, 1 / 128)], 0.0),
+        ("indexed_attention", GLM, [(128, 1)], 1 / 17),
+        ("sliding_attention", {"sliding_window": 128}, [(128, 1)], 0.0),
     ],
 )
-def test_sparse_layers_by_hand(kind: str, sizes: dict[str, int], entries: float, scores: float) -> None:
-    """One full layer, two whose queries see 128 keys, and a recurrent one, on one rank and on two."""
+def test_sparse_layers_by_hand(kind: str, sizes: dict[str, int], seen: list[tuple[int, float]], scores: float) -> None:
+    """One full layer, two whose queries see few keys, and a recurrent one, on one rank and on two. ``seen``: the most
+    keys that a query sees, and how much of a pair each is: an entry is one of 4 or 128 keys."""
     length, types = 1024, ["full_attention", kind, "linear_attention", kind]
     model = {"layers": 4, "heads": 4, "width": 64, "ffn": 96, "vocabulary": 100}
     for gpus in (1, 2):
@@ -120,8 +121,8 @@ def test_sparse_layers_by_hand(kind: str, sizes: dict[str, int], entries: float,
             for config in (model, model | sizes | {"layer_types": types})
         ]
         dense, sparse = (x.flops for x in made if x is not None)
-        pairs, few = length * (length + 1) / 2, 128 * length - 128 * 127 / 2
-        saved = 4 * 64 * 3.5 * (3 * pairs - 2 * few - 2 * entries * pairs) - 2 * scores * 2 * 2 * 16 * pairs
+        pairs, few = length * (length + 1) / 2, sum((n * length - n * (n - 1) / 2) * part for n, part in seen)
+        saved = 4 * 64 * 3.5 * (3 * pairs - 2 * few) - 2 * scores * 2 * 2 * 16 * pairs
         assert dense - sparse == pytest.approx(saved / gpus, rel=1e-9 if gpus == 1 else 0.02)
 
 

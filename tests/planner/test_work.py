@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate, product
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,17 +26,17 @@ def boundaries(lengths: list[int]) -> tuple[int, ...]:
     return tuple(accumulate(lengths, initial=0))
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("band", [CAUSAL, FULL, (-20, 0), (-70, 0)])
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_formulas_count_what_schedules_owe(lengths: list[int], layout: str, causal: bool) -> None:
-    documents, band = boundaries(lengths), CAUSAL if causal else FULL
+def test_formulas_count_what_schedules_owe(lengths: list[int], layout: str, band: tiles.Band) -> None:
+    documents = boundaries(lengths)
     for ranks in (2, 3, 5, 8):
         held = ResolvedLayout.of(layout, ranks, 240).held
         plans = [build(held, held, r, "ring", False, band, (documents,)) for r in range(ranks)]
         counted = cost(held, (documents,), band)
         assert counted.pairs.tolist() == [plan.area for plan in plans]
-        assert hops(layout, ranks, np.array(documents), causal) == plans[0].transfers.hops
+        assert hops(layout, ranks, np.array(documents), band) == plans[0].transfers.hops
         fetched = [build(held, held, r, "needed", False, band, (documents,)) for r in range(ranks)]
         assert counted.rows.tolist() == [plan.received for plan in fetched]
         for mine, plan in zip(held, plans, strict=True):
@@ -53,19 +54,36 @@ def test_the_pairs_of_a_rectangle(rows: int, cols: int, lower: int | None, upper
         assert visible(np.array([rows]), np.array([cols]), (lower, upper)).tolist() == [pairs]
 
 
+@given(*[st.integers(1, 12)] * 2, *[st.none() | st.integers(-6, 6)] * 2)
+def test_the_blocks_of_a_tile(rows: int, cols: int, lower: int | None, upper: int | None) -> None:
+    """Those of 4 x 4 pairs, of which the last ones may be smaller, with a pair that could be visible."""
+    low, high = -99 if lower is None else lower, 99 if upper is None else upper
+    whole = range(-(-rows // 4) * 4), range(-(-cols // 4) * 4)
+    seen = {(i // 4, j // 4) for i, j in product(*whole) if low <= j - i <= high}
+    with patch.object(tiles, "BLOCK", 4):
+        if low <= high:
+            assert Tile((0, rows), (0, cols), (lower, upper)).blocks == len(seen)
+
+
 @pytest.mark.parametrize("kv_exchange", ["ring", "all_gather", "needed"])
-@pytest.mark.parametrize("layout", ["contiguous", "head_tail", "per_document", "balanced"])
+@pytest.mark.parametrize(
+    ("layout", "band"),
+    [
+        *product(["contiguous", "head_tail", "per_document", "balanced"], [CAUSAL]),
+        *product(["contiguous", "head_tail"], [(-1199, 0), (-99, 0)]),
+    ],
+)
 def test_a_long_ring_by_formula_has_the_work_of_its_schedule(
-    layout: str, kv_exchange: str, monkeypatch: pytest.MonkeyPatch
+    layout: str, band: tiles.Band, kv_exchange: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pairs and rows of the fullest of 12 ranks, step by step."""
     monkeypatch.setattr(tiles, "BLOCK", 1)
     monkeypatch.setattr(works, "BLOCK", 1)
     packed = PackedDocuments([list(boundaries([4800, 4800]))])
     monkeypatch.setattr(works, "REAL", 12)
-    real = ring_work(layout, 12, kv_exchange, packed, CAUSAL)
+    real = ring_work(layout, 12, kv_exchange, packed, band)
     monkeypatch.setattr(works, "REAL", 1)
-    formula = ring_work(layout, 12, kv_exchange, packed, CAUSAL)
+    formula = ring_work(layout, 12, kv_exchange, packed, band)
     assert np.allclose(real.pairs, formula.pairs, rtol=1e-3)
     exact, mine = real.ranks[real.rank], formula.ranks[formula.rank]
     assert exact.hops == mine.hops and len(exact.forward) == len(mine.forward)

@@ -13,7 +13,7 @@ from ..case import Problem
 from .contender import Attention, Contender, refuse
 
 
-def _start() -> None:
+def start() -> None:
     """Let DeepSpeed use the process group that exists already, without its all-reduce in shared memory, which it would
     compile first."""
     import deepspeed.comm
@@ -24,7 +24,7 @@ def _start() -> None:
 
 
 def _distributed_attention(problem: Problem, mesh: DeviceMesh) -> Attention:
-    _start()
+    start()
     from deepspeed.sequence.layer import DistributedAttention
 
     refuse(problem)
@@ -43,7 +43,7 @@ def _distributed_attention(problem: Problem, mesh: DeviceMesh) -> Attention:
 
 
 def _for_transformers(problem: Problem, mesh: DeviceMesh) -> Attention:
-    _start()
+    start()
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     refuse(problem)

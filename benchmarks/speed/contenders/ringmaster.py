@@ -24,7 +24,7 @@ def _ulysses(problem: Problem, mesh: DeviceMesh) -> Attention:
     refuse(problem)
     config = ringmaster.RingmasterConfig(size=mesh.size(), backend=ringmaster.Backend.ULYSSES)
     runtime = CPRuntime(config, mesh.get_group(), None, mesh.get_group())
-    AttentionInterface.register("sdpa of benchmarks", _sdpa)
+    AttentionInterface.register("sdpa of benchmarks", sdpa)
     call = make_ulysses_attention("sdpa of benchmarks")
     module = SimpleNamespace(config=None, training=True, is_causal=problem.causal)
 
@@ -36,7 +36,7 @@ def _ulysses(problem: Problem, mesh: DeviceMesh) -> Attention:
     return attend
 
 
-def _sdpa(
+def sdpa(
     module: object, q: Tensor, k: Tensor, v: Tensor, mask: object, is_causal: bool = True, **_: object
 ) -> tuple[Tensor, None]:
     gqa = q.shape[1] != k.shape[1]

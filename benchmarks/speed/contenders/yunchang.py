@@ -19,7 +19,7 @@ from .flash_on_cpu import installed
 
 
 @cache
-def _mended(kind: str) -> Any:
+def mended(kind: str) -> Any:
     """The function of one of its rings, with copies of fp32 buffers and dq in the dtype of q."""
     with installed():
         from yunchang.ring import ring_flash_attn, zigzag_ring_flash_attn
@@ -34,7 +34,7 @@ def _ring(kind: str, problem: Problem, mesh: DeviceMesh) -> Attention:
     refuse(problem)
     if kind == "zigzag_ring" and not problem.causal:
         raise Skip("its balanced ring is causal only")
-    function, group = _mended(kind), mesh.get_group()
+    function, group = mended(kind), mesh.get_group()
 
     def attend(*qkv: Tensor) -> Tensor:
         return function(*(x.transpose(1, 2) for x in qkv), causal=problem.causal, group=group).transpose(1, 2)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ...data.batch import shifted
 from ...data.head import Logits, check_head, log_probs
+from .outputs import wants_tuple
 
 IGNORE = -100
 
@@ -141,7 +142,7 @@ class ChunkedLoss:
                 f"{self.name} is compiled as a whole, with chunked_loss=True, which replaces its head for the time of "
                 "a forward. Compile its layers instead, or use chunked_loss=False"
             )
-        if kwargs.get("return_dict") is False:
+        if wants_tuple(model, kwargs):
             raise NotImplementedError(
                 f"{self.name} got return_dict=False with chunked_loss=True: its output has no logits, which a tuple "
                 "cannot show. Use return_dict=True, or chunked_loss=False"

@@ -88,13 +88,23 @@ def end(decoder: nn.Module) -> None:
         _forwards.remove(top)
 
 
-def running() -> State | None:
-    """The state of the innermost forward that runs in this thread."""
+def _innermost() -> tuple[nn.Module | None, State | None]:
+    """The decoder whose forward is the innermost one that runs in this thread, and its state."""
     while (top := _forwards.top) is not None:
         if torch.compiler.is_compiling() or is_running(top[0]):
-            return top[1]
+            return top
         _forwards.remove(top)  # a KeyboardInterrupt ended that forward without its hooks
-    return None
+    return None, None
+
+
+def running() -> State | None:
+    """The state of the innermost forward that runs in this thread."""
+    return _innermost()[1]
+
+
+def running_decoder() -> nn.Module | None:
+    """The decoder of the innermost forward that runs in this thread."""
+    return _innermost()[0]
 
 
 def state_for(owner: nn.Module) -> State | None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ..._torch.modules import hook_owners
 from ...handler import ContextParallelHandler
 from ...module.mesh_binding import Binding
 from ...style import style_of
+from . import forward
 
 
 def poolers_of(decoder: nn.Module) -> list[nn.Module]:
@@ -42,7 +45,7 @@ class PooledHook:
         """Register the hooks; those of the decoder before all others."""
         decoder.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
         for pooler in poolers_of(decoder):
-            pooler.register_forward_pre_hook(lambda _, args: (self.whole(args[0]), *args[1:]))
+            pooler.register_forward_pre_hook(_gather)
         decoder.register_forward_hook(self.after)
         model.register_forward_hook(self.share)
 
@@ -59,7 +62,10 @@ class PooledHook:
         kwargs = {**dict(zip(("input_ids",), args, strict=False)), **kwargs}
         whole = {name: kwargs.pop(name) for name, x in [*kwargs.items()] if isinstance(x, Tensor)}
         handler = ContextParallelHandler(active.mesh, style_of(self.binding))
+        if (mask := whole.get("attention_mask")) is not None and mask.ndim == 2 and _may_pool_padding(decoder, whole):
+            whole["shift_labels"] = torch.zeros_like(mask)
         local = self.split(handler, whole)
+        local.pop("shift_labels", None)
         length = whole["input_ids" if "input_ids" in whole else "inputs_embeds"].shape[1]
         self.batch = handler, length, local["context_parallel"].documents
         return args[1:], {**kwargs, **local}
@@ -79,8 +85,28 @@ class PooledHook:
         return output
 
     def share(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """The output of the model with this rank's share of the loss, which every rank has computed whole."""
+        """The output of the model with this rank's share of its losses, which every rank has computed whole."""
         batch, self.batch = self.batch, None
-        if batch is not None and isinstance(getattr(output, "loss", None), Tensor):
-            output.loss = output.loss / batch[0].cp.size
+        losses = [] if batch is None else [name for name, x in output.items() if _is_loss(name, x)]
+        for name in losses:
+            output[name] = output[name] / batch[0].cp.size
         return output
+
+
+def _may_pool_padding(decoder: Any, whole: dict[str, Tensor]) -> bool:
+    """True if the head of a decoder may take padding for the last token, which it finds by the id of padding."""
+    ids, padding = whole.get("input_ids"), decoder.config.pad_token_id
+    return ids is None or padding is None or bool((ids[whole["attention_mask"] == 0] != padding).any())
+
+
+def _is_loss(name: str, value: Any) -> bool:
+    """True for a loss: some models have several (``mc_loss`` of GPT 2 with two heads)."""
+    return name.endswith("loss") and isinstance(value, Tensor)
+
+
+def _gather(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The hook of a pooler, which gets the states of the whole sequence. It finds the decoder that runs: copies of a
+    pooler, in a copy of the model or in PEFT's ``modules_to_save``, have this hook, too."""
+    owners = hook_owners(decoder) if (decoder := forward.running_decoder()) is not None else []
+    hooks = [owner for owner in owners if isinstance(owner, PooledHook)]
+    return (hooks[0].whole(args[0]), *args[1:]) if hooks else args

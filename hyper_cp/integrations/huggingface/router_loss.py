@@ -40,15 +40,11 @@ def check(model: nn.Module, kwargs: dict[str, Any], tokens: Tensor | None) -> No
     function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     known = function is not None and list(inspect.signature(function).parameters) == PARAMETERS
     if not known or _coefficient(model) is None or _top_k(model) is None:
-        reason = "its router loss is not the usual load-balancing loss"
-    elif kwargs.get("return_dict") is False:
-        reason = "with return_dict=False the loss cannot be found among the outputs"
-    else:
-        return
-    raise NotImplementedError(
-        f"{type(model).__name__} has output_router_logits=True, but {reason}. The model would compute it from this "
-        "rank's tokens, which is wrong. Pass output_router_logits=False, or return_dict=True for a known router loss"
-    )
+        raise NotImplementedError(
+            f"{type(model).__name__} has output_router_logits=True, but its router loss is not the usual "
+            "load-balancing loss. The model would compute it from this rank's tokens, which is wrong. Pass "
+            "output_router_logits=False"
+        )
 
 
 def _coefficient(model: nn.Module) -> float | None:

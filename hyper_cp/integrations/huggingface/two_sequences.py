@@ -126,5 +126,6 @@ class SourceTargetHook:
         labels, self.labels, active = self.labels, None, self.binding.active
         if labels is not None and active.parallel:
             handler = ContextParallelHandler(active.mesh, style_of(self.binding))
-            output["loss"] = handler.mean_loss(output.logits, labels.to(output.logits.device), gradients="sum")
+            loss = handler.mean_loss(output.logits, labels.to(output.logits.device), gradients="sum")
+            return type(output)(loss=loss, **output)  # losses are the first entries of outputs
         return output

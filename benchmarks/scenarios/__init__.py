@@ -1,0 +1,1 @@
+"""Scenarios in which libraries differ: each the same work, for every library that can do it."""

@@ -1,0 +1,119 @@
+"""Models with heads that pool: copies, adapters and outputs as tuples give what one device gives."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp import ContextParallel
+from tests.harness.hf_causal import CLASSES, SEQ2SEQ, tiny_causal
+from tests.harness.hf_models import InDouble, gradients, tokens
+from tests.harness.oracle import absolute_error
+from tests.harness.ranks import on_ranks, sum_over_ranks
+
+pytest.importorskip("transformers")
+
+
+def batch_of() -> dict[str, Tensor]:
+    mask = torch.ones(2, 22, dtype=torch.int64)
+    mask[1, -5:] = 0
+    return {"input_ids": tokens(22) * mask, "attention_mask": mask, "labels": torch.tensor([0, 1])}
+
+
+def prepared(model: Any) -> Any:
+    from hyper_cp.integrations.transformers import prepare_model
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    return prepare_model(copy.deepcopy(model), mesh, style=ContextParallel(ulysses_degree=1, layout="head_tail"))
+
+
+def error(model: Any, made: Any, batch: dict[str, Tensor] | None = None, **options: Any) -> float:
+    """The largest error of the loss, of the logits and of a gradient of a prepared model."""
+    batch = batch_of() if batch is None else batch
+    with InDouble():
+        want = model(**batch)
+        model.zero_grad()
+        want.loss.backward()
+        loss, logits = made(**batch, **options)[:2]
+        made.zero_grad()
+        loss.backward()
+    total, *grads = sum_over_ranks(loss, *gradients(made))
+    pairs = [(total, want.loss), (logits, want.logits), *zip(grads, gradients(model), strict=True)]
+    return max(absolute_error(a, b) for a, b in pairs)
+
+
+@on_ranks
+def copies() -> dict[str, float]:
+    """Errors of a copy of BERT, and of copies of its pooler that PEFT makes, before and after it is prepared."""
+    import peft
+
+    model = tiny_causal("bert", CLASSES)
+    found = {"copy": error(model, copy.deepcopy(prepared(model)))}
+    config = peft.LoraConfig(
+        target_modules=["query"], init_lora_weights=False, modules_to_save=["pooler", "classifier"]
+    )
+    adapted = peft.get_peft_model(copy.deepcopy(model), config).double()
+    after = peft.get_peft_model(prepared(model), config).double()
+    after.load_state_dict(adapted.state_dict())
+    found |= {"adapted": error(adapted, prepared(adapted)), "adapters after": error(adapted, after)}
+    found["their copy"] = error(adapted, copy.deepcopy(after))
+    return found
+
+
+def test_copies_of_poolers_gather_what_their_own_model_has_split(ranks: Any) -> None:
+    pytest.importorskip("peft")
+    for found in ranks(2, copies):
+        assert len(found) == 4 and max(found.values()) <= 1e-10, found
+
+
+def two_losses() -> float:
+    """The largest error of a model with a loss of tokens and one of choices, in a tuple."""
+    import transformers as hf
+
+    sizes = {"vocab_size": 61, "n_embd": 32, "n_head": 4, "n_layer": 2, "num_labels": 1}
+    model = hf.GPT2DoubleHeadsModel(hf.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)).double().eval()
+    places = {"mc_token_ids": torch.tensor([21, 3]), "mc_labels": torch.tensor(1)}
+    batch = {"input_ids": tokens(22), "labels": tokens(22), **places, "use_cache": False}
+    with InDouble(), torch.no_grad():
+        want = model(**batch, return_dict=False)[:2]
+        found = sum_over_ranks(*prepared(model)(**batch, return_dict=False)[:2])
+    return max(absolute_error(a, b) for a, b in zip(found, want, strict=True))
+
+
+@on_ranks
+def tuples() -> list[float]:
+    """Errors of losses in tuples: of a whole batch on every rank, and of an encoder-decoder."""
+    model = tiny_causal("llama", CLASSES)
+    made = prepared(model)
+    found = [error(model, made, return_dict=False), error(model, made), two_losses()]
+    model, ids = tiny_causal("bart", SEQ2SEQ), tokens(22)
+    batch, made = {"input_ids": ids, "labels": ids.flip(1)[:, :19].clone()}, prepared(model)
+    with InDouble(), torch.no_grad():
+        want = model(**batch)[0]
+        return [*found, *(absolute_error(made(**batch, **x)[0], want) for x in ({}, {"return_dict": False}))]
+
+
+def test_losses_in_tuples(ranks: Any) -> None:
+    for found in ranks(2, tuples):
+        assert len(found) == 5 and max(found) <= 1e-10, found
+
+
+@on_ranks
+def padding_is_pooled() -> list[float]:
+    """Errors of a head that takes padding for the last token: that of embeddings, and of unknown ids."""
+    model, batch = tiny_causal("llama", CLASSES), batch_of()
+    unknown = batch["input_ids"] + 1 - batch["attention_mask"]
+    found = [error(model, prepared(model), {**batch, "input_ids": unknown})]
+    batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    return [*found, error(model, prepared(model), batch)]
+
+
+def test_padding_that_a_head_takes_for_a_token(ranks: Any) -> None:
+    for found in ranks(2, padding_is_pooled):
+        assert len(found) == 2 and max(found) <= 1e-10, found
