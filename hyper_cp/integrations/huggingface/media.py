@@ -305,7 +305,8 @@ def _blank_audio(owner: Any) -> dict[str, Tensor]:
     config = audio_config(owner)
     names = _entries(owner, "audio")
     name = next((name for name in BINS if getattr(config, name, None) is not None), "")
-    bins = getattr(config, name, None)
+    # Gemma 4 has no such name; its first convolution makes as many channels as there are bins.
+    bins = getattr(config, name, next(iter(getattr(config, "subsampling_conv_channels", ())), None))
     frames = 2 * getattr(config, "n_window", getattr(config, "max_source_positions", 0)) or 2 * SHORTEST
     if bins is None or not {*names} <= {"input_features", "padding_mask", *FRAME_MASKS}:
         raise NotImplementedError(
