@@ -75,10 +75,11 @@ def verdicts(cases: list[tuple[str, str]]) -> dict[str, float]:
 
 
 SAMPLE = [f"{name}Model" for name in ("QwenImageTransformer2D", "HunyuanVideoTransformer3D", "LTXVideoTransformer3D")]
+SAMPLE += [f"{name}Model" for name in ("MochiTransformer3D", "PRXTransformer2D", "ErnieImageTransformer2D")]
 
 
 def test_some_types_on_three_ranks(ranks: Any) -> None:
-    """Joint attention with the prompt first and behind, cross-attention, masks of prompts."""
+    """Joint attention with the prompt first and behind, cross-attention, masks of prompts, queries of the image."""
     for found in ranks(3, verdicts, [(name, "ring") for name in SAMPLE]):
         assert max(found.values()) <= TOLERANCE, found
 
@@ -159,14 +160,16 @@ def test_variants(ranks: Any) -> None:
 
 @on_ranks
 def refused_variants() -> list[str]:
-    """Motif with attention to the prompt's text beside the joint one."""
+    """Motif with attention to the prompt's text beside the joint one, and a control behind the last layer of Wan."""
     second, _ = tiny_transformer("MotifVideoTransformer3DModel", {"enable_text_cross_attention_dual": True})
-    return [error_of(partial(prepare, second, "ring"))]
+    control, _ = tiny_transformer("WanVACETransformer3DModel", {"vace_layers": [0, 2]})
+    return [error_of(partial(prepare, model, "ring")) for model in (second, control)]
 
 
 def test_variants_that_are_refused(ranks: Any) -> None:
-    for (second,) in ranks(2, refused_variants):
+    for second, control in ranks(2, refused_variants):
         assert second.startswith("NotImplementedError: MotifVideoTransformer3DModel has attention in transformer_bl")
+        assert control.startswith("NotImplementedError: vace_layers=[0, 2] has the last of 3 layers")
 
 
 @on_ranks
