@@ -53,8 +53,8 @@ class ContextParallelHandler(Shares):
     def __init__(self, mesh: DeviceMesh, style: ContextParallel | str) -> None:
         if not isinstance(style, (ContextParallel, str)):
             raise TypeError(
-                f"style is a {type(style).__name__}; pass the ContextParallel style of the model, or the name of a "
-                f"layout: {', '.join(map(repr, layouts.LAYOUTS))}"
+                f"style is a {type(style).__name__}. It says which positions each rank holds. Pass the ContextParallel "
+                f"style of the model, or the name of a layout: {', '.join(map(repr, layouts.LAYOUTS))}"
             )
         self.style = None if isinstance(style, str) else style
         settings = (style, False) if isinstance(style, str) else (style.mode.layout, style.mode.load_balance)

@@ -384,8 +384,9 @@ def _sequence_dims(entries: dict[Any, Any], seq_dims: Any, named: bool) -> dict[
     if isinstance(seq_dims, (list, tuple)):
         if named or len(seq_dims) != len(entries):
             raise ValueError(
-                f"seq_dims={seq_dims!r} has {len(seq_dims)} places for the entries {list(entries)}: give one per entry "
-                "of a list or tuple; for a dict, a dict of names or one int"
+                f"seq_dims={seq_dims!r} has {len(seq_dims)} places for the entries {list(entries)}. Each entry of a "
+                "list or tuple has its own place, and a dict has names. Pass one int per entry, a dict of names for a "
+                "dict, or one int for all"
             )
         seq_dims = dict(enumerate(seq_dims))
     given: Mapping[Any, int | None] = seq_dims if isinstance(seq_dims, Mapping) else {}
@@ -423,8 +424,8 @@ def _refuse_nested(name: Any, x: Any) -> None:
     inner = x.values() if isinstance(x, Mapping) else x if isinstance(x, (list, tuple)) else ()
     if any(isinstance(y, Tensor) for y in inner):
         raise TypeError(
-            f"batch entry {name!r} is a {type(x).__name__} of tensors: put them into the batch itself, so that each "
-            "has its own seq_dims"
+            f"batch entry {name!r} is a {type(x).__name__} of tensors. Each tensor needs its own place in seq_dims. "
+            "Put them into the batch itself"
         )
 
 

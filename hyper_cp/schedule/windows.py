@@ -39,12 +39,9 @@ class Gathering(NamedTuple):
 
 def gathering(layout: ResolvedLayout, documents: PackedDocuments | None, every: int) -> Gathering:
     """The places of windows among those that the ranks gather. Made once for each layout and documents."""
-    found: Gathering | None = layout.plans.get((every,)) if documents is None else None
-    if documents is not None:
-        return documents.derived((layout, every), lambda: _gathering(layout, documents, every))
-    if found is None:
-        found = layout.plans[(every,)] = _gathering(layout, None, every)
-    return found
+    if documents is None:
+        return layout.derived(("windows", every), lambda: _gathering(layout, None, every))
+    return documents.derived(("windows", layout, every), lambda: _gathering(layout, documents, every))
 
 
 def _gathering(layout: ResolvedLayout, documents: PackedDocuments | None, every: int) -> Gathering:

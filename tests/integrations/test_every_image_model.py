@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallel
+from tests.harness.hf_audio import owner
 from tests.harness.hf_causal import NotTiny
-from tests.harness.hf_images import batch_of, class_name, image_types, owner, tiny, tiny_config, video_batch
+from tests.harness.hf_images import batch_of, class_name, image_types, tiny, tiny_config, video_batch
 from tests.harness.hf_models import InDouble
 from tests.harness.ranks import on_ranks
 from tests.integrations.test_every_causal_model import ORDER, outcome_of

@@ -17,7 +17,8 @@ from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh.comm import record_traffic
 from hyper_cp.schedule.readers import read_rows, runs_of_equal_cost
 from tests.harness.attention_case import cp_mesh
-from tests.harness.hf_images import IMAGE, batch_of, images, labels_of, owner, rows_of, tiny, video_batch
+from tests.harness.hf_audio import audio_batch, owner, with_audio
+from tests.harness.hf_images import IMAGE, TOKENS, batch_of, images, labels_of, rows_of, tiny, video_batch
 from tests.harness.hf_models import InDouble, LowestFirst, gradients
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
@@ -94,7 +95,7 @@ def errors(model: Any, batch: dict[str, Any], modes: list[dict[str, Any]]) -> fl
 
 
 def images_in(batch: dict[str, Any]) -> bool:
-    return any(name.startswith("pixel") for name in batch)
+    return any(name.startswith(("pixel", "input_features")) for name in batch)
 
 
 # --------------------------------------------------------------------------- every family
@@ -148,6 +149,36 @@ def test_frames_of_a_video_are_shared_out(ranks: Any, kind: str, apart: bool) ->
     patches = [count for _, counts in found for count in counts]
     assert len(patches) == 2, "one call of the encoder on each rank"
     assert sum(patches) == 48 + 32 * (kind == "qwen2_5_vl") and max(patches) <= sum(patches) / 2 + 16, patches
+
+
+# --------------------------------------------------------------------------- audio
+
+
+@on_ranks
+def heard(kind: str, with_images: bool) -> tuple[float, int]:
+    """The error with two clips of different lengths, and the clips that this rank's encoder was given."""
+    model = tiny(kind)
+    with InDouble():
+        batch = with_audio(model, batch_of(model)) if with_images else audio_batch(model)
+    error, seen = errors(model, batch, [RING, ULYSSES]), []
+    made, handler = prepared(model, **RING)
+    (tower,) = (x for name, x in owner(made).named_children() if name in ("audio_tower", "encoder"))
+
+    def count(module: Any, args: Any, kwargs: Any) -> None:
+        seen.append(len(kwargs.get("feature_lens", args[0])))
+
+    tower.register_forward_pre_hook(count, with_kwargs=True)
+    step(made, handler, batch, labels_of(batch))
+    return error, sum(seen)
+
+
+@pytest.mark.parametrize(
+    ("kind", "with_images"), [("voxtral", False), ("granite_speech", False), ("qwen2_5_omni_thinker", True)]
+)
+def test_audio_is_exact_and_each_clip_is_encoded_once(ranks: Any, kind: str, with_images: bool) -> None:
+    """Positions of several axes count audio, too."""
+    for error, clips in ranks(2, heard, kind, with_images):
+        assert error <= 1e-9 and clips == 1
 
 
 # --------------------------------------------------------------------------- packed documents, no images, frozen towers
@@ -242,6 +273,10 @@ def test_ranks_receive_their_own_rows_only(ranks: Any, frozen: bool) -> None:
 # --------------------------------------------------------------------------- FSDP2
 
 
+TOWERS = ("visual", "vision_tower", "vision_model", "encoder")
+"""Names of encoders; where a model has two, that of images."""
+
+
 @on_ranks
 def sharded(kind: str) -> float:
     """Two data-parallel groups of two ranks each. One has images, the other one has none; then neither has any."""
@@ -251,20 +286,22 @@ def sharded(kind: str) -> float:
 
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     style, model = ContextParallel(**RING), tiny(kind)
-    with_images = batch_of(model)
-    plain = {name: x for name, x in with_images.items() if not name.startswith(("pixel", "image"))}
-    plain["input_ids"] = plain["input_ids"].masked_fill(plain["input_ids"] == IMAGE, 7).flip(1)
+    with InDouble():
+        with_images = batch_of(model) if hasattr(owner(model), "get_image_features") else audio_batch(model)
+    plain = {name: x for name, x in with_images.items() if not name.startswith(("pixel", "image", "input_features"))}
+    media = torch.tensor([*TOKENS.values()])
+    plain["input_ids"] = plain["input_ids"].masked_fill(torch.isin(plain["input_ids"], media), 7).flip(1)
     plain["attention_mask"] = torch.ones_like(plain["input_ids"])
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in plain:
             plain[name] = torch.zeros_like(plain[name])
     made = prepare_model(copy.deepcopy(model), world["cp"], style=style)
     blocks = [m for m in made.modules() if type(m).__name__.endswith(("DecoderLayer", "VisionBlock", "EncoderLayer"))]
-    assert len(blocks) >= 4
+    assert len(blocks) >= (1 if kind == "granite_speech" else 4)
     for block in (*blocks, made):  # (transformers records no hidden states of a tower that is wrapped as a whole)
         fully_shard(block, mesh=world._flatten("all"))
     handler, found, calls = ContextParallelHandler(world["cp"], style), [], []
-    (tower,) = (x for name, x in owner(made).named_children() if name in ("visual", "vision_tower", "vision_model"))
+    (tower,) = (x for name, x in owner(made).named_children() if name in TOWERS)
     tower.register_forward_pre_hook(lambda *_: calls.append("forward"))
     for batches in ([with_images, plain], [plain, plain]):
         alone = copy.deepcopy(model)
@@ -286,7 +323,7 @@ def sharded(kind: str) -> float:
     return max(found)
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["llava", "llava_next", "qwen2_5_vl", "qwen2_5_omni_thinker", "granite_speech"])
 def test_images_in_one_data_parallel_group_only(ranks: Any, kind: str) -> None:
     assert max(ranks(4, sharded, kind)) <= 1e-9
 
