@@ -86,7 +86,7 @@ def _made(module: Any, name: str, shared: bool, given: Any, *args: Any, **kwargs
     if shared and checkpoint.in_reentrant_forward():
         raise NotImplementedError(
             f"{type(module).__name__} makes biases of positions inside a reentrant activation checkpoint, and hands "
-            "them to later layers. Their gradients would not come back to its table. Checkpoint with use_reentrant=False"
+            "them to later layers. Their gradients would not come back to its table. Use use_reentrant=False"
         )
     local = given.shape[1] if isinstance(given, Tensor) else given
     last = local * state.mesh.views[0].size - 1
