@@ -44,6 +44,8 @@ class LocalBatch:
     """The same for ``shift_labels`` and each of ``shift_labels_1``, ``shift_labels_2`` ... (``mtp_depth``)."""
     last: bool = True
     """In ``handler.loader``, True for the last micro-batch before a step of the optimizer."""
+    counted_on: tuple[int, ...] = ()
+    """In ``handler.loader(..., accumulate=)`` the ranks over which labels were counted for ``weight``."""
 
 
 class _Dict(dict[Any, Any], LocalBatch):
@@ -298,6 +300,7 @@ class WholeBatch:
         """
         handler, state, shape = self.handler, self.handler.cp.batch, self.first.shape
         state.batches += 1
+        state.counted_on = ()
         rows = shape.numel() // max(self.length, 1) if self.first.ndim < 3 else shape[0]
         share = rows, self.padded // handler.cp.size
         state.padded = None if self.padded == self.length else (share, self.length, self.padded)
