@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -328,7 +327,7 @@ class Exchange:
                     fields[field].append(shown if tag is None else (tag, shown))
                 else:
                     fields[field] = shown
-            found[kind] = SimpleNamespace(**fields)
+            found[kind] = type(output)(**fields)
         return found
 
     def _slots(self, kind: str) -> Tensor:
