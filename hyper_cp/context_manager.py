@@ -32,7 +32,7 @@ from .style import ContextParallel
 class context_parallel:
     """A block in which ``buffers`` are this rank's shares and attention is context-parallel.
 
-    For models whose attention is ``F.scaled_dot_product_attention`` (however imported) and that are not changed::
+    Use it for models that you do not change, whose attention is ``F.scaled_dot_product_attention`` (however imported)::
 
         with context_parallel(mesh, buffers=[tokens, labels, model.freqs], buffer_seq_dims=[1, 1, 0],
                               no_restore_buffers={tokens, labels}):

@@ -29,7 +29,7 @@ class DynamicStep:
     """A forward and a backward that all ranks of a family run at the same time, each in a group of its own.
 
     Attributes:
-        micro_batch: that of this rank. None: it has none, and runs a few tokens of padding without a loss, since
+        micro_batch: this rank's micro-batch. None: the rank runs a few tokens of padding without a loss, since
             FSDP2 and DDP communicate over all ranks in every forward or backward.
         last: True for the last step before the optimizer's.
         name: "step 1 of 3", for errors.
@@ -58,8 +58,8 @@ class DynamicStep:
         Raises:
             TypeError: if ``model`` is no module: a pipeline's stage or schedule, say, whose ranks run different
                 micro-batches at the same time.
-            ValueError: on every rank, if ranks enter different steps, the first time that they enter this one of as
-                many.
+            ValueError: on every rank, if ranks enter different steps. Steps are compared the first time that there is a
+                step of this number.
         """
         check_type("model", model, nn.Module, "Its styled modules change their mesh. Pass the model, not a pipeline")
         _agree(self.family, self.name)
@@ -144,8 +144,8 @@ def dynamic_steps(plan: Plan, family: MeshFamily) -> Iterator[DynamicStep]:
     so a step takes as long as its slowest micro-batch. (Without FSDP2 and DDP, ranks need no equal numbers: see
     :class:`DynamicContextParallel`.)
 
-    All ranks of the family make this call together: they compare the plan, once for every global batch, and each step
-    when there is one of this number for the first time.
+    All ranks of the family make this call together: they compare every plan, and each step (the first, the second, ...)
+    only the first time that there is a step of this number.
 
     Args:
         plan: what :meth:`DynamicContextParallel.plan` returns, of a scheduler for this family.
@@ -153,8 +153,8 @@ def dynamic_steps(plan: Plan, family: MeshFamily) -> Iterator[DynamicStep]:
 
     Raises:
         ValueError: if the plan is one for another number of ranks, or has no samples. On every rank: if ranks have
-            different plans, or (while iterating) one leaves out a step that others run.
-        RuntimeError: while iterating, if this rank has left out or not finished the step before.
+            different plans, or (while iterating) one skips a step that others run.
+        RuntimeError: while iterating, if this rank has skipped or not finished the previous step.
     """
     check_type("plan", plan, Plan, "It has the micro-batches. Pass what DynamicContextParallel.plan returns")
     check_type("family", family, MeshFamily, "It has a mesh for every degree. Pass what split_cp_mesh returns")

@@ -183,7 +183,8 @@ class ContextParallelHandler(Shares):
 
         Yields:
             What :meth:`get_batch_on_this_cp_rank` returns, with attributes ``weight`` (the micro-batch's share of the
-            labels; 1.0 without accumulation) and ``last`` (True before a step of the optimizer).
+            labels; 1.0 without accumulation), ``weights`` (with ``mtp_depth`` also its share of ``shift_labels_1``,
+            ``shift_labels_2`` ..., for the loss of each) and ``last`` (True before a step of the optimizer).
 
         Raises:
             ValueError: with ``accumulate`` for batches without labels; and what :meth:`get_batch_on_this_cp_rank`

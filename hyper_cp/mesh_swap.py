@@ -22,7 +22,7 @@ from .style import style_of
 def context_parallel_mesh(
     model: nn.Module, mesh: DeviceMesh, *, ulysses_degree: int | str | None = "style"
 ) -> Iterator[ContextParallelHandler]:
-    """For the enclosed block the styled modules of ``model`` run on another cp mesh: another degree for evaluation or
+    """In this block the styled modules of ``model`` run on another cp mesh: another degree for evaluation or
     for a micro-batch, or a mesh of one rank (off: they then make exactly the user's own attention calls). ::
 
         with context_parallel_mesh(model, family.cp(4)) as handler:

@@ -288,9 +288,9 @@ class RecurrentContextParallel(ContextParallel):
     Put it on modules that call one of these functions, under any name, in a ``parallelize_module`` plan:
     ``causal_conv1d_fn``, ``chunk_gated_delta_rule``, ``chunk_kda``, ``chunk_gla``, ``chunk_simple_gla`` (fla),
     ``mamba_chunk_scan_combined``, ``selective_scan_fn`` (mamba_ssm), or the plain torch ones that transformers has in
-    their place. While such a module runs, these functions mean recurrences and convolutions over the whole sequence.
-    Fused ones (``mamba_inner_fn``, ``mamba_split_conv1d_scan_combined``) answer None, upon which a mixer of
-    transformers calls their parts.
+    their place. While such a module runs, these functions compute recurrences and convolutions over the whole sequence.
+    Fused functions (``mamba_inner_fn``, ``mamba_split_conv1d_scan_combined``) return None, so that a mixer of
+    transformers calls the functions above instead.
 
     A module that receives q, k, v and gates as arguments, and computes the recurrence in code of its own, needs
     ``kind``: the function that it computes, which then replaces its forward. (Its states never show outside of it, so

@@ -50,10 +50,10 @@ def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
         RuntimeError: in backward, if weights were changed in place since forward.
 
     Note:
-        The module runs once for each chunk, in forward and again in backward. Side outputs are those of these runs: an
-        attribute that it writes holds that of the last chunk, a counter counts every chunk twice, a list that it
-        appends to gets an entry for each run, and hooks of modules inside it see chunks. Losses that it adds up on the
-        side (of a router, for example) have no gradient. Tile a module without side outputs.
+        The module runs once for each chunk, in forward and again in backward. Side effects happen in every run: an
+        attribute that it writes holds the value of the last chunk, a counter counts every chunk twice, a list that it
+        appends to gets an entry for each run, and hooks of inner modules see chunks. Auxiliary losses that it stores
+        (of a router, for example) have no gradient. Tile a module without side effects.
 
     Example::
 

@@ -67,8 +67,8 @@ def verify(
             ``labels`` (unshifted), or without labels a weighted sum of the output. A prepared Hugging Face model runs
             through ``prepare_batch``; on one device it computes attention by itself, unless the batch is packed.
         rtol: the relative tolerance. Default 1e-4, in fp64 1e-6. In bf16 and fp16 the error against a copy of the model
-            in fp32 may be twice that of one device, and once more for scatter. (FSDP and DDP cannot be copied: 4
-            times the machine epsilon, of norms.)
+            in fp32 may be three times that of one device. (Models under FSDP and DDP cannot be copied. Their tolerance
+            is 4 times the machine epsilon, of norms.)
         atol: the absolute tolerance that is added. Default 0.
         gradients: the reduction over cp ranks that your training loop makes after backward: ``"mean"`` or ``"sum"``. It
             is made here too, except for parameters that FSDP or DDP have reduced over the cp ranks. Without ``loss_fn``

@@ -36,6 +36,14 @@ INSTEAD = {
     r"\bof so many\b": "this many, or the name of the number",
     r"\bow(e|es|ed)\b": "must compute",
     r"\bremember(s|ed)?\b": "record",
+    r"\b(a double|doubles) (of|with|that)\b": "a mock",
+    r"\btakes? the loss\b": "compute the loss",
+    r"\bupon which\b": "so that",
+    r"\banswers? None\b": "return None",
+    r"\bis to be done\b": "you need to do",
+    r"\bothers lose\b": "why each other is not the first choice",
+    r"\bhere as there\b": "as on one device",
+    r"\bbehind \w+'s back\b": "say what changed",
 }
 """Private or vague words, and what to write instead."""
 

@@ -36,7 +36,7 @@ def _distributed_attention(work: Scenario, mesh: DeviceMesh, rows: Tensor) -> At
     def local(*qkv: Tensor) -> Tensor:  # [B, S, H, D]
         q, k, v = (x.transpose(1, 2) for x in qkv)
         if mask is not None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=work.grouped).transpose(1, 2)
         return blocks(work, q, k, v).transpose(1, 2)
 
     layer = DistributedAttention(local, mesh.get_group(), scatter_idx=2, gather_idx=1)

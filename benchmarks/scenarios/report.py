@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from ..speed.report import write_section
@@ -165,7 +166,7 @@ def short(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", CAPTION])
 
 
-SHOWN = ("packed", "window", "latents", "hosts", "grouped", "selected")
+SHOWN = ("packed", "window", "latents", "hosts", "grouped", "selected", "selected_mha")
 
 
 def _fastest(run: Run, rate: str, library: str) -> str:
@@ -210,7 +211,8 @@ def plot(found: dict[str, Any], path: Path) -> None:
         panel.set_yticks(range(len(names)), names, fontsize=8)
         panel.set_xlim(left=0)
         panel.tick_params(axis="x", labelsize=8)
-        panel.set_title(f"{run['scenario']['title']}\n{run['scenario']['world']} ranks, {link(rate)}", fontsize=9)
+        title = "\n".join(wrap(run["scenario"]["title"], 46))
+        panel.set_title(f"{title}\n{run['scenario']['world']} ranks, {link(rate)}", fontsize=9)
     for panel in grid[-1]:
         panel.set_xlabel("seconds of a step")
     figure.savefig(path, dpi=100)

@@ -20,7 +20,7 @@ from ..mesh.arguments import check_int, check_type, is_int
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, documents_table, mark_tokens, read, tokens_of
 from .loss import check_ignore_index
-from .packing import PreparedBatch, padded_mask, runs, take_documents
+from .packing import IDS, OFFSETS, PreparedBatch, padded_mask, runs, take_documents
 from .sharding import Shares, checked_dim, local_share, padded_table, resolve_layout
 
 TOKENS = ("input_ids", "tokens", "inputs_embeds")
@@ -40,6 +40,8 @@ class LocalBatch:
     """Positions of all ranks together."""
     weight: Any = 1.0
     """In ``handler.loader(..., accumulate=)`` the share of its labels in those of all micro-batches."""
+    weights: Sequence[Any] = (1.0,)
+    """The same for ``shift_labels`` and each of ``shift_labels_1``, ``shift_labels_2`` ... (``mtp_depth``)."""
     last: bool = True
     """In ``handler.loader``, True for the last micro-batch before a step of the optimizer."""
 
@@ -60,7 +62,7 @@ class Unsplit(NamedTuple):
     """A batch that has been read, and not split yet."""
 
     labels: Tensor | None
-    """The number of labels that count, 0-D; None: there are none."""
+    """The numbers of labels that count ``[1 + depth]``: of next tokens and of each further one; None: no labels."""
     split: Callable[[], Any]
     """Returns this rank's share."""
 
@@ -100,6 +102,8 @@ def read_batch(
     if named:
         whole.read_padding()
         whole.refuse_second_sequence()
+        if documents is None and not any(name in batch for name in (*OFFSETS, *IDS)):
+            whole.refuse_restarts()
     if shift_labels:
         whole.shift_labels(ignore_index, labels_cross_documents)
     dims = {name: dim for name, dim in whole.dims.items() if not (shift_labels and name == "labels")}
@@ -109,7 +113,9 @@ def read_batch(
     if shift_labels:
         fill |= whole.shift_further(mtp_depth, fill, labels_cross_documents)
         del entries["labels"], whole.dims["labels"]
-    counted = whole.entries.get("shift_labels", whole.entries.get("labels")) if named else None
+    labels = whole.entries.get("shift_labels", whole.entries.get("labels")) if named else None
+    counted = [labels, *(whole.entries[f"shift_labels_{k}"] for k in range(1, 1 + mtp_depth))]
+    numbers = torch.stack([(x != ignore_index).sum() for x in counted]) if isinstance(labels, Tensor) else None
 
     def split() -> Any:
         shares = whole.split(fill, positions=named)
@@ -120,7 +126,7 @@ def read_batch(
             handler.cp.batch.record_packed(labels)
         return found
 
-    return Unsplit((counted != ignore_index).sum() if isinstance(counted, Tensor) else None, split)
+    return Unsplit(numbers, split)
 
 
 def _check_pad_values(pad_values: Any, dims: Mapping[Any, int]) -> None:
@@ -196,6 +202,25 @@ class WholeBatch:
         self.entries["attention_mask"] = torch.ones_like(mask)
         if any(len(found) > 2 for found in padding):
             self.padding, self.tokens = padding, host if self.tokens is None else host & self.tokens
+
+    def refuse_restarts(self) -> None:
+        """Raise ``ValueError`` if positions return to 0 at a token, as in packed documents, which nothing names: some
+        models keep such documents apart, others do not. Waits for the device that holds the positions."""
+        positions, dim = self.entries.get("position_ids"), self.dims.get("position_ids")
+        if positions is None or dim is None or positions.ndim > 2:
+            return
+        host = torch.atleast_2d(positions.movedim(dim, -1)).cpu()
+        back = (host[:, 1:] == 0) & (host[:, :-1] > 0)
+        if self.tokens is not None:
+            back = back & self.tokens[:, 1:] & self.tokens[:, :-1]
+        if bool(back.any()):
+            row, before = back.nonzero()[0].tolist()
+            raise ValueError(
+                f"position_ids[{row}] returns to 0 at position {before + 1}, as in packed documents, but the batch "
+                "does not say whether they see each other. Pass cu_seqlens or document_ids to keep them apart "
+                "(hyper_cp.hf.prepare_batch reads position_ids as transformers does), document_ids=None if they see "
+                "each other, or attention_mask if it is padding"
+            )
 
     def pad_mask(self, mask: Tensor) -> None:
         """Pad an explicit mask with the sequence. ``ValueError`` if it has another length."""

@@ -189,9 +189,9 @@ class _Sample:
 class DynamicContextParallel:
     """Plans which samples run together, and on which ranks, so that all ranks finish at the same time.
 
-    A long sample gets a wide group, short ones run unsharded, packed up to the budget. Among plans that are nearly
-    as fast as the fastest (see ``slack``) the narrowest wins. By the cost model no plan is slower than the best static
-    degree, up to ``slack``::
+    A long sample gets a group of many ranks; short samples run on one rank, packed up to the budget. Among plans that
+    are nearly as fast as the fastest (see ``slack``) the narrowest wins. By the cost model no plan is slower than the
+    best static degree, up to ``slack``::
 
         scheduler = DynamicContextParallel(family, 16_384, cost)
         plan = scheduler.plan(lengths)  # of the global batch: the same on every rank

@@ -22,7 +22,7 @@ class DynamicBatch:
         plan: its micro-batches, for :func:`hyper_cp.dynamic_steps`; the same on every rank.
         samples: items of the dataset by their place in the plan: those that this rank runs, or if it runs none the
             shortest one, as ``step.pack`` expects.
-        state: the position behind this batch, for :meth:`DynamicBatches.load_state_dict`. Save it with a checkpoint
+        state: the position after this batch, for :meth:`DynamicBatches.load_state_dict`. Save it with a checkpoint
             that is written after this batch.
     """
 
@@ -32,7 +32,7 @@ class DynamicBatch:
 
 
 class DynamicBatches(IterableDataset[DynamicBatch]):
-    """Global batches of a dataset in an order of their own in every epoch, planned in a data loader's workers. ::
+    """Global batches of a dataset, shuffled anew in every epoch, and planned in a data loader's workers. ::
 
         batches = DynamicBatches(dataset, lengths, scheduler, batch_size=64, rank=family.rank, seed=1)
         for batch in DataLoader(batches, batch_size=None, num_workers=2):
@@ -44,8 +44,8 @@ class DynamicBatches(IterableDataset[DynamicBatch]):
         batches.load_state_dict(batch.state)  # for the next epoch; after a restart: a saved one
 
     An iteration runs from the position up to the end of the epoch, whose last batch may be smaller. The order depends
-    on seed and epoch only, and positions count samples of the global batch: a run goes on at the same sample with
-    other ranks, degrees, budgets and batch sizes.
+    on seed and epoch only, and positions count samples of the global batch: a run resumes at the same sample with
+    other numbers of ranks, degrees, budgets and batch sizes.
 
     Args:
         dataset: anything with ``dataset[index]``; each rank reads only the samples that it runs.
@@ -94,10 +94,10 @@ class DynamicBatches(IterableDataset[DynamicBatch]):
         return self._state(epoch, samples)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Begin the next iteration at a position: the ``state`` of a batch, to go on behind it.
+        """Begin the next iteration at a position: the ``state`` of a batch, to continue after this batch.
 
         Raises:
-            ValueError: if it is that of another seed or of another number of samples, whose order is another one.
+            ValueError: if the state has another seed or another number of samples, which make another order.
         """
         found = {name: int(state[name]) for name in self.state_dict()}
         for name, own in (("seed", self.seed), ("of", len(self.lengths))):

@@ -27,15 +27,16 @@ def local_batches(
     check_type("batches", batches, Iterable, "Whole batches are read from it. Pass a DataLoader, or a list of batches")
     source = iter(batches)
     while group := [read(whole) for whole in islice(source, accumulate)]:
-        weights = _weights([batch.labels for batch in group], device, mesh) if accumulate > 1 else [1.0]
+        weights = _weights([batch.labels for batch in group], device, mesh) if accumulate > 1 else [None]
         for number, (batch, weight) in enumerate(zip(group, weights, strict=True), 1):
             local = _moved(batch.split(), device)  # only now: what is split is the batch that runs next
-            local.weight, local.last = weight, number == len(group)
+            local.weights = [1.0] * (1 if batch.labels is None else len(batch.labels)) if weight is None else weight
+            local.weight, local.last = local.weights[0], number == len(group)
             yield local
 
 
 def _weights(labels: list[Tensor | None], device: torch.device, mesh: DeviceMesh | None) -> list[Any]:
-    """The share of each micro-batch in the labels of all, over the ranks of ``mesh``."""
+    """The shares of each micro-batch in the labels of all, over the ranks of ``mesh``: one for each kind of labels."""
     found = [x for x in labels if x is not None]
     if len(found) < len(labels):
         raise ValueError(
@@ -45,9 +46,9 @@ def _weights(labels: list[Tensor | None], device: torch.device, mesh: DeviceMesh
     counts = torch.stack([x.to(device) for x in found])
     if mesh is not None:
         counts = by_rank(mesh, counts).sum(0)
-    total = counts.sum().clamp(min=1)
+    total = counts.sum(0).clamp(min=1)
     # Numbers where the host does not wait for them: a tensor of another dtype would change that of the loss.
-    return (counts.double() / total).tolist() if device.type == "cpu" else [*(counts / total).unbind()]
+    return (counts.double() / total).tolist() if device.type == "cpu" else [[*x.unbind()] for x in counts / total]
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

@@ -244,6 +244,8 @@ class PreparedBatch:
     encoder. None: there is none."""
     packed: bool = True
     """False if documents do nothing but keep padding apart from the tokens of a row."""
+    padding_counts: bool = False
+    """True if something reads the outputs of padding behind the tokens of a row, which sees these alone."""
     token_types: dict[str, Tensor] = field(default_factory=dict)
     """Types of all tokens of the sequence ``[B, S]``, -1 on padding, by their name in the batch. Some models make masks
     of them, in which images see themselves whole."""
@@ -257,7 +259,7 @@ class PreparedBatch:
     @property
     def plain(self) -> bool:
         """True if the batch has neither documents nor padding that attention must know."""
-        return self.documents is None and self.tokens is None and self.keys is None
+        return self.documents is None and self.tokens is None and self.keys is None and not self.padding_counts
 
     def to(self, device: torch.device) -> PreparedBatch:
         """Move the state to the device where the model computes: batches are often prepared on the host."""

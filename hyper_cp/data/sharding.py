@@ -51,7 +51,7 @@ class Shares:
     def dispatch(self, tensor: Tensor, seq_dim: int = 1, *, pad_value: float | None = None) -> Tensor:
         """This rank's share of a global tensor: ``[.. S ..] -> [.. S/n ..]``. Any dtype.
 
-        No communication. Differentiable: the gradient of the whole is zero except in this rank's share.
+        It does not communicate. It is differentiable: the gradient of the whole is zero except in this rank's share.
 
         Args:
             tensor: global, the same on all ranks.
@@ -80,12 +80,12 @@ class Shares:
         documents: Any = None,
         gradients: str | None = "unknown",
     ) -> Tensor:
-        """The inverse, on every rank: ``[.. S/n ..] -> [.. S ..]`` in global order.
+        """The inverse of :meth:`dispatch`, on every rank: ``[.. S/n ..] -> [.. S ..]`` in global order.
 
-        One communication. Differentiable: every rank uses the whole in the same way, so the gradient of its share is
-        its slice of the gradient of the whole. For a loss of the whole (a pooled or CLS head), parameters *before*
-        ``combine`` then get the part of their gradient that comes from this rank's tokens, and parameters *behind* it
-        all of theirs, on every rank. A reduction over the ranks treats both alike, so say which one follows:
+        It makes one all-gather, and is differentiable: every rank uses the whole alike, so the gradient of its
+        share is its slice of the gradient of the whole. For a loss of the whole (a pooled or CLS head), parameters
+        *before* ``combine`` then get the part of their gradient that comes from this rank's tokens, and parameters
+        *after* it all of theirs, on every rank. A reduction over the ranks treats both alike, so say which one follows:
 
         ======================== ============= ==============================================
         gradients are afterwards ``gradients`` loss

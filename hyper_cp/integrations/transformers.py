@@ -184,7 +184,7 @@ def prepare_batch(
             whole.shift_labels(IGNORE, labels_cross_documents)
         entries.setdefault("num_items_in_batch", (entries["shift_labels"] != IGNORE).sum())
     if entries.get("shift_labels") is not None:
-        whole.mask_padding(entries["shift_labels"] != IGNORE)
+        whole.read_labels(entries["shift_labels"] != IGNORE)
     local = whole.split({name: IGNORE for name in whole.dims if "labels" in name})
     return {**local, "context_parallel": whole.prepared()}
 
@@ -299,18 +299,18 @@ class _KeywordBatch(WholeBatch):
         if self.state.documents is None and layouts.by_documents(self.handler.layout) and not in_block:
             self.state = replace(self.state, documents=documents_table([0, self.padded]))
 
-    def mask_padding(self, counted: Tensor) -> None:
-        """Let padding behind the tokens of a row see these alone, as on one device, if its outputs count (``[B, S]``).
-        Otherwise nothing reads them, and causality hides padding without a mask of keys."""
+    def read_labels(self, counted: Tensor) -> None:
+        """Record if labels count (``[B, S]``) on padding behind the tokens of a row. Otherwise nothing reads its
+        outputs, and causality hides padding without a mask of keys."""
         if self.mask is None:
             return
         behind = self.mask[:, : self.length].flip(1).cumsum(1).flip(1) == 0
         if not bool((behind & counted.to(behind.device)).any()):
             return
-        documents = self.state.documents if self.state.tokens is None else None
-        if documents is None and layouts.by_documents(self.handler.layout):
-            documents = documents_table([0, self.padded])
-        self.state = replace(self.state, documents=documents, tokens=None, keys=_of_keys(self.mask))
+        self.state = replace(self.state, padding_counts=True)
+        if layouts.by_documents(self.handler.layout):  # documents of padding would place the tokens
+            documents = self.state.documents if self.state.tokens is None else documents_table([0, self.padded])
+            self.state = replace(self.state, documents=documents, tokens=None)
 
     @cached_property
     def table(self) -> Tensor | None:
@@ -395,6 +395,7 @@ class DecoderHook:
         self.selects = sparse.selects(decoder)
         """True for a decoder with indexers. Its selections are those of one rank of many on one rank, too: without a
         cache it does not run as it did before it was prepared."""
+        self.hides_padding = sparse.hides_padding(decoder)
         self.cross = cross_attention(decoder)
         self.two: SourceTargetHook | None = None
         """The hooks of the encoder-decoder of which this is the decoder."""
@@ -460,6 +461,9 @@ class DecoderHook:
             tokens = kwargs["inputs_embeds"] if tokens is None else tokens
             handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
+            if batch.padding_counts and not self.hides_padding:
+                documents = batch.documents if batch.tokens is None else None
+                batch = replace(batch, documents=documents, tokens=None, keys=batch.visible)
             check_padding(module, self.mixers, handler.layout, batch, tokens)
             passed = frozenset(kwargs)
             counted, positions = self._complete(handler, tokens, batch, kwargs)

@@ -70,7 +70,7 @@ class MeshFamily:
 def split_cp_mesh(mesh: DeviceMesh, degrees: Sequence[int] | None = None) -> MeshFamily:
     """Build the meshes of every context-parallel degree over the ranks of ``mesh``.
 
-    For evaluation at another degree than training, and for a degree per micro-batch
+    Use it for evaluation at another degree than training, and for a degree per micro-batch
     (:class:`~hyper_cp.DynamicContextParallel`)::
 
         family = split_cp_mesh(init_device_mesh("cuda", (dp, cp), mesh_dim_names=("dp", "cp")))
@@ -84,8 +84,8 @@ def split_cp_mesh(mesh: DeviceMesh, degrees: Sequence[int] | None = None) -> Mes
 
     All ranks of ``mesh`` must make the call, as for every collective; other ranks need not.
 
-    Process groups of one partition of these ranks exist once: those of ``mesh`` are used, those of an earlier call are
-    used again, and a group that is the cp group of one degree and the dp group of another is one. On n = 2^k ranks
+    No process group is made twice: the groups of ``mesh`` and of earlier calls are used again, and a cp group of one
+    degree may be the dp group of another. On n = 2^k ranks
     every rank is in 2k groups, one of which holds this rank alone.
 
     Raises:

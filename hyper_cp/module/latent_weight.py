@@ -28,8 +28,8 @@ def latents_and_weight(layer: nn.Module, latent: Tensor) -> tuple[Tensor, Tensor
     """The arguments of :func:`hyper_cp.ops.latent_attention` in place of ``layer(latent)``: the latents ``[.., R]``,
     the weight ``[out, R]`` and the bias ``[out]`` (or None) of the layer.
 
-    None: no weight describes the layer, because it is not linear, has hooks of its user, draws dropout, or keeps its
-    weight in another form (quantised). Call the layer then, and attend with keys and values.
+    It returns None if no weight describes the layer, because the layer is not linear, has hooks that you registered,
+    uses dropout, or keeps its weight in another form (quantised). Then call the layer, and attend with keys and values.
 
     A plain ``nn.Linear`` gives its parameters. A weight that is there in the forward of the layer only (one that FSDP2
     shards apart from the rest of the model, a shard of ``ColwiseParallel``) and adapters (LoRA, without a bias) are

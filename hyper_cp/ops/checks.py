@@ -322,7 +322,7 @@ def check_grouped(q_heads: int, kv_heads: int) -> None:
 
 def check_heads(q_heads: int, kv_heads: int, cp: CPMesh) -> None:
     """Raise ``ValueError`` unless the query heads split over the Ulysses degree. (Key/value heads that do not split are
-    shared by ranks; an uneven split of query heads would leave ranks waiting for the fullest one.)"""
+    shared by ranks; an uneven split of query heads would leave ranks waiting for the busiest one.)"""
     check_grouped(q_heads, kv_heads)
     check_split(q_heads, "query heads", cp, '(the rest of the mesh becomes the ring dimension) or to "auto"')
 

@@ -1,7 +1,7 @@
 """Attention to two sources of keys under one softmax: the tokens of a split sequence, and pooled keys of all of it.
 
 Each source is an attention op of its own, and their partials merge with the sinks, as those of tiles do. In backward
-each op gets the merged output and log-sum-exp, upon which its gradients are those of one softmax over both.
+each op gets the merged output and log-sum-exp, so that its gradients are those of one softmax over both.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""docs/measured/devices.md, command by command, on doubles of NPUs and of GPUs: a device that is made in Python, over
-gloo, with doubles of the vendors' operators, events and graphs."""
+"""docs/measured/devices.md, command by command, on mocks of NPUs and of GPUs: a device that is made in Python, over
+gloo, with mocks of the vendors' operators, events and graphs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_variables_that_the_page_names_are_known_to_the_doctor() -> None:
 
 @on_ranks
 def walked(of_gpus: bool, module: str, given: list[str]) -> tuple[int, str]:
-    """Exit code and output of a command of the page, on small tensors, on a double of GPUs or NPUs."""
+    """Exit code and output of a command of the page, on small tensors, on a mock of GPUs or NPUs."""
     printed = io.StringIO()
     with (
         contextlib.redirect_stdout(printed),
@@ -131,7 +131,7 @@ def test_the_commands_for_npus_run_on_a_double(npus: Ranks, words: list[str]) ->
 @pytest.mark.parametrize("words", ON_GPUS, ids=" ".join)
 def test_the_commands_for_gpus_run_on_a_double(npus: Ranks, words: list[str]) -> None:
     text = check_walk(npus, words, True, 4)
-    assert "absent" not in text and ("a double of an H100, now at 1980 MHz" in text or "overlap" in " ".join(words))
+    assert "absent" not in text and ("a mock of an H100, now at 1980 MHz" in text or "overlap" in " ".join(words))
 
 
 def test_the_lines_that_show_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -428,3 +428,39 @@ def texts_under_the_name_of_documents() -> list[str]:
 
 def test_texts_under_the_name_of_documents_pass_through(ranks: Any) -> None:
     assert ranks(2, texts_under_the_name_of_documents) == [["raw", "text"]] * 2
+
+
+@on_ranks
+def positions_that_restart(name: str) -> list[int]:
+    handler = ContextParallelHandler(
+        init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), "contiguous"
+    )
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    once, packed = torch.arange(8), torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])
+    left, left_mask = torch.tensor([1, 1, 1, 0, 1, 2, 3, 4]), torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])
+    batch = {
+        "packed": {"position_ids": torch.stack([once, packed])},
+        "masked": {"position_ids": torch.stack([once, packed]), "attention_mask": torch.ones(2, 8)},
+        "named": {"position_ids": packed.expand(2, -1), "cu_seqlens": torch.tensor([0, 3, 8])},
+        "one document": {"position_ids": packed.expand(2, -1), "document_ids": None},
+        "left padding": {"position_ids": left.expand(2, -1), "attention_mask": left_mask.expand(2, -1)},
+        "right padding": {
+            "position_ids": (packed * left_mask.flip(0)).expand(2, -1),
+            "attention_mask": torch.tensor([1, 1, 1, 0, 0, 0, 0, 0]).expand(2, -1),
+        },
+        "all zero": {"position_ids": torch.zeros(2, 8, dtype=torch.long)},
+        "further axes": {"position_ids": packed.expand(3, 2, -1)},
+    }[name]
+    dims = {"seq_dims": {"input_ids": 1, "position_ids": 2}} if name == "further axes" else {}
+    return list(handler.get_batch_on_this_cp_rank({"input_ids": ids, **batch}, **dims)["position_ids"].shape)
+
+
+@pytest.mark.parametrize("name", ["named", "one document", "left padding", "right padding", "all zero", "further axes"])
+def test_positions_that_go_on_or_whose_documents_are_named_are_split(ranks: Any, name: str) -> None:
+    assert ranks(2, positions_that_restart, name) == [[2, 4] if name != "further axes" else [3, 2, 4]] * 2
+
+
+@pytest.mark.parametrize("name", ["packed", "masked"])
+def test_positions_that_restart_in_a_batch_without_documents_are_refused(ranks: Any, name: str) -> None:
+    with pytest.raises(Exception, match=r"position_ids\[1\] returns to 0 at position 3.*cu_seqlens or document_ids"):
+        ranks(2, positions_that_restart, name)

@@ -144,3 +144,36 @@ def entries() -> None:
 
 def test_entries_and_errors(ranks: Any) -> None:
     ranks(1, entries)
+
+
+@on_ranks
+def accumulated() -> list[float]:
+    """Errors of losses of further tokens over three micro-batches, of which each has other numbers of labels."""
+    handler, found = ContextParallelHandler(cp_mesh(), "head_tail"), []
+    wholes = [batch_of(kind) for kind in BOUNDS]
+    values = [torch.rand(2, 21, generator=torch.Generator().manual_seed(i)).double() for i in range(3)]
+    for whole, x in zip(wholes, values, strict=True):
+        whole["values"] = x
+    sums = torch.zeros(1 + DEPTH, 2, dtype=torch.float64)  # of values that count, and their number
+    for kind, whole in zip(BOUNDS, wholes, strict=True):
+        for row in range(2):
+            for start, stop in pairwise(PADDING[row] if kind == "padded" else BOUNDS[kind]):
+                for k in range(1 + DEPTH):
+                    here = whole["labels"][row, start + k + 1 : stop] != -100
+                    counted = whole["values"][row, start : max(start, stop - k - 1)][here]
+                    sums[k] += torch.tensor([counted.sum(), counted.numel()])
+    for accumulate in (3, 1):
+        losses = torch.zeros(1 + DEPTH, dtype=torch.float64)
+        for batch in handler.loader(wholes, accumulate=accumulate, shift_labels=True, mtp_depth=DEPTH):
+            for k, weight in enumerate(batch.weights):
+                labels = batch[f"shift_labels_{k}" if k else "shift_labels"]
+                with handler.documents(batch):
+                    losses[k] += handler.mean_loss(batch["values"], labels, elsewhere=True) * weight
+            assert len(batch.weights) == 1 + DEPTH and batch.weight == batch.weights[0]
+        found += [(losses - sums[:, 0] / sums[:, 1]).abs().max().item()]
+    return found
+
+
+def test_micro_batches_weigh_as_much_as_they_have_labels_of_each_token(ranks: Any) -> None:
+    for error, alone in ranks(2, accumulated):
+        assert error <= 1e-12 and alone > 0.1

@@ -28,7 +28,7 @@ from tests.harness.cuda_standin import Card, Operators
 from tests.harness.flex_masks import backward_on_the_cpu
 
 H100 = Card(9)
-NAME = "a double of an H100"
+NAME = "a mock of an H100"
 
 
 def outside(result: Any) -> Any:

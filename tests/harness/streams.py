@@ -1,4 +1,4 @@
-"""A double of one accelerator: streams in order, hardware queues, events. It says when each kernel could start."""
+"""A mock of one accelerator: streams in order, hardware queues, events. It says when each kernel could start."""
 
 from __future__ import annotations
 

@@ -459,7 +459,7 @@ def titan_attention() -> nn.Module:
 
 
 class PlainInner(nn.Module):
-    """A double of torchtitan's inner attention, ``[B, S, H, D]``, causal."""
+    """A mock of torchtitan's inner attention, ``[B, S, H, D]``, causal."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, attention_masks: Any, scale: float) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -28,7 +28,7 @@ class VarlenMetadata(NamedTuple):
 
 
 class VarlenInnerAttention(nn.Module):
-    """A double of torchtitan's module of this name: its signature, with the kernel's result in plain math."""
+    """A mock of torchtitan's module of this name: its signature, with the kernel's result in plain math."""
 
     def __init__(self, window_size: tuple[int, int]) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def test_rows_of_documents(ranks: Any) -> None:
 
 
 class Capability(ABC):
-    """A double of torchtitan's CPAttention."""
+    """A mock of torchtitan's CPAttention."""
 
     @dataclass(kw_only=True, slots=True)
     class Config:

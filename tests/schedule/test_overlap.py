@@ -1,4 +1,4 @@
-"""The overlap of tiles and transfers on an accelerator: the library's ops on a double of its streams and hardware
+"""The overlap of tiles and transfers on an accelerator: the library's ops on a mock of its streams and hardware
 queues."""
 
 from __future__ import annotations

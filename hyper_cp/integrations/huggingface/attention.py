@@ -212,7 +212,8 @@ def _chunks(state: ForwardState, length: int, size: int) -> Tensor | None:
         raise NotImplementedError(
             f"the model has layers with chunked attention (size {size}), in which chunks count from the first token of "
             f"a document. That is not supported with layout={state.style.mode.layout!r}, nor with padding between "
-            'tokens. Use layout="contiguous" or "head_tail", and pad each row at one of its ends'
+            'tokens, or whose labels count. Use layout="contiguous" or "head_tail", and pad each row at one end, with '
+            "labels -100"
         )
     rows = ((0, length),) if state.batch.documents is None else read(state.batch.documents).rows
     cut = [[x for a, b in pairwise(row) for x in range(a, b, size)] + [length] for row in rows]

@@ -95,7 +95,8 @@ def _selected(
 def _refuse_batch(name: str, state: ForwardState, mask: Any) -> None:
     """Raise ``NotImplementedError`` for what would hide other keys than documents, padding at ends and causality."""
     refused = {
-        "padding between tokens": state.batch.keys is not None,
+        "padding between tokens": state.batch.keys is not None and not state.batch.padding_counts,
+        "padding with labels that are not -100": state.batch.padding_counts,
         "an attention mask of pairs": isinstance(mask, Tensor),
         "indexer_losses": state.losses is not None,
     }

@@ -1,4 +1,4 @@
-"""The calls of fla's kernels, against a double with fla's signatures that refuses what fla refuses."""
+"""The calls of fla's kernels, against a mock with fla's signatures that refuses what fla refuses."""
 
 from __future__ import annotations
 
