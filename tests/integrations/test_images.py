@@ -111,6 +111,10 @@ def mixed(kind: str, modes: list[dict[str, Any]]) -> float:
     "kind", ["llava", "gemma3", "idefics3", "mistral3", "qwen2_5_vl", "qwen3_vl", "glm4v", "llama4"]
 )
 def test_images_are_exact(ranks: Any, kind: str) -> None:
+    import transformers
+
+    if kind == "llama4" and transformers.__version__ == "5.24.0":
+        pytest.skip("the forward of Llama4ForConditionalGeneration raises AttributeError, on one device too")
     assert max(ranks(2, mixed, kind, [RING, ULYSSES])) <= 1e-9
 
 
