@@ -64,10 +64,11 @@ logits and the gradients of all parameters with those of one device, in double p
 LOSS = "with the loss of `handler.mean_loss`, without labels"
 WHOLE_LOGITS = {
     *("bert", "bert-generation", "camembert", "data2vec-text", "dory", "ernie", "megatron-bert", "rembert", "roberta"),
-    *("roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
-    *("inkling_text", "inkling2_text"),
+    *("roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl"),
+    *("gemma3", "gemma4"),
 }
-"""Exact types that refuse a chunked loss: their head is no ``nn.Linear`` of theirs, or they do more to logits."""
+"""Exact types that refuse a chunked loss: their head is no ``nn.Linear`` of theirs, or, on one rank, they make masks
+around their decoder."""
 MODES = {"ulysses": named_mode("Ulysses"), "ring": named_mode("ring, head_tail")}
 
 
