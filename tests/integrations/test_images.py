@@ -134,6 +134,10 @@ def mixed(kind: str, modes: list[dict[str, Any]]) -> float:
     "kind", ["llava", "gemma3", "idefics3", "mistral3", "qwen2_5_vl", "qwen3_vl", "glm4v", "llama4"]
 )
 def test_images_are_exact(ranks: Any, kind: str) -> None:
+    import transformers
+
+    if kind == "llama4" and transformers.__version__ == "5.24.0":
+        pytest.skip("the forward of Llama4ForConditionalGeneration raises AttributeError, on one device too")
     assert max(ranks(2, mixed, kind, [RING, ULYSSES])) <= 1e-9
 
 
@@ -491,6 +495,29 @@ def test_generate_refuses_models_of_images(ranks: Any) -> None:
 
 
 # --------------------------------------------------------------------------- seams
+
+
+@on_ranks
+def outputs() -> tuple[list[int], bool]:
+    """The rows of images in an output (transformers 5.24; else []), as placeholder tokens of this rank, and True if a
+    tuple has the logits."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    model, handler = prepared(tiny("qwen2_5_vl"), **RING)
+    local = prepare_batch(handler, batch_of(model))
+    with torch.no_grad(), InDouble():
+        named, plain = model(**local), model(**local, return_dict=False)
+    encoded = getattr(named, "image_outputs", None)
+    tokens = (local["input_ids"] == model.config.image_token_id).sum().item()
+    rows = [] if encoded is None else [tokens - sum(map(len, encoded.pooler_output))]
+    return rows, torch.equal(named.logits, plain[0])
+
+
+def test_outputs_have_the_rows_of_this_rank(ranks: Any) -> None:
+    from transformers import __version__
+
+    for rows, same in ranks(2, outputs):
+        assert same and rows == ([] if __version__.startswith("5.23.") else [0])
 
 
 def test_seams_of_models() -> None:

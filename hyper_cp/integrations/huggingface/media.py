@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -418,7 +417,7 @@ class Exchange:
                     fields[field].append(shown if tag is None else (tag, shown))
                 else:
                     fields[field] = shown
-            found[kind] = SimpleNamespace(**fields)
+            found[kind] = type(output)(**fields)
             if valid is not None:
                 found[kind].attention_mask = valid.new_ones(1, len(rows), dtype=torch.bool)
         return found
