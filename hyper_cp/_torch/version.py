@@ -1,4 +1,4 @@
-"""The range of supported PyTorch versions, and a warning where another one is installed."""
+"""The ranges of supported versions of PyTorch and transformers, and a warning where another one is installed."""
 
 from __future__ import annotations
 
@@ -6,23 +6,30 @@ import warnings
 
 import torch
 
-OLDEST, NEWEST = (2, 11), (2, 15)
+SUPPORTED = {"torch": ((2, 11), (2, 15)), "transformers": ((5, 23), (5, 24))}
+"""The oldest and the newest version of each library."""
 INSTALLED = str(torch.__version__)
 
 
-def supported(installed: str = INSTALLED) -> bool:
+def supported(installed: str = INSTALLED, library: str = "torch") -> bool:
     """True if the version is in the supported range."""
-    major, minor = installed.split(".")[:2]
-    return OLDEST <= (int(major), int(minor)) <= NEWEST
+    (oldest, newest), (major, minor) = SUPPORTED[library], installed.split(".")[:2]
+    return oldest <= (int(major), int(minor)) <= newest
 
 
-def warn_if_unsupported(installed: str = INSTALLED) -> None:
-    """Warn unless the version is in the supported range. The package calls this once, when it is imported."""
-    if not supported(installed):
-        low, high = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
+def supported_range(library: str = "torch") -> str:
+    """The range in words."""
+    return " to ".join(".".join(map(str, version)) for version in SUPPORTED[library])
+
+
+def warn_if_unsupported(installed: str = INSTALLED, library: str = "torch") -> None:
+    """Warn unless the version is in the supported range. The package calls this once, when it is imported, and its
+    integration of transformers, when that is."""
+    if not supported(installed, library):
         warnings.warn(
-            f"torch {installed} is installed, and hyper_cp supports torch {low} to {high}. It depends on private parts "
-            "of PyTorch, which may differ in other versions. Install one of the supported versions",
+            f"{library} {installed} is installed, and hyper_cp supports {library} {supported_range(library)}. It "
+            f"depends on private parts of {library}, which may differ in other versions. Install one of the supported "
+            "versions",
             stacklevel=3,
         )
 

@@ -202,6 +202,7 @@ def prepare_transformer(
     why = "DDP and FSDP average gradients over the ranks (mean); an all-reduce with SUM does not (sum)"
     check_choice("gradients", gradients, ("mean", "sum"), why)
     _refuse_other_attention(transformer, family)
+    _refuse_last_control(transformer)
     own = copy.copy(style)
     own.qkv_indices, own.qkv_kwarg_names, own.allow = None, (), (*style.allow, *_outside(transformer, family))
     plan: dict[str, ParallelStyle] = dict.fromkeys(family.patterns(family.shared), own)
@@ -217,6 +218,16 @@ def prepare_transformer(
         for together in [[[block]] for block in lists[0]] if stage.endswith(".*") else [lists]:
             _Stage(handler, family).attach(together)
     return handler
+
+
+def _refuse_last_control(transformer: Any) -> None:
+    """Raise ``NotImplementedError`` if a model adds a control's tokens behind the last block, where those of the image
+    are gathered."""
+    if hasattr(transformer, "vace_blocks") and len(transformer.blocks) - 1 in transformer.config.vace_layers:
+        raise NotImplementedError(
+            f"vace_layers={list(transformer.config.vace_layers)} has the last of {len(transformer.blocks)} layers. "
+            "What it adds is split, and tokens are gathered behind that layer. Leave the last layer out of vace_layers"
+        )
 
 
 def _outside(transformer: nn.Module, family: _Family) -> list[str]:

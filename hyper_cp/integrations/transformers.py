@@ -24,6 +24,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
+from transformers import __version__ as transformers_version
 
 from ..data.batch import WholeBatch, entries_of
 from ..data.collectives import by_rank
@@ -75,14 +76,13 @@ from .huggingface.modules import (
 from .huggingface.outputs import TupleOutput
 from .huggingface.pooled import PooledHook
 from .huggingface.relative import prepare_biases
+from .huggingface.seams import CACHE, CACHES, cache_in
 from .huggingface.two_sequences import SourceTargetHook, cross_attention, stacks_of
 from .huggingface.written import record, written_attention
 
 __all__ = ["NAME", "generate", "indexer_losses", "prepare_batch", "prepare_model", "register"]
 
 IGNORE = -100
-CACHES = ("past_key_values", "cache_params")
-"""Names of caches among the keywords of decoders."""
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Names of the types of tokens (text, image ...) in batches."""
 PROMPT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", *TOKEN_TYPES)
@@ -232,7 +232,14 @@ def generate_with(
     check_arguments(model, kwargs)
     if handler.cp.size == 1:
         return method(input_ids, **kwargs)
-    cache = kwargs.pop("past_key_values", None)
+    if not CACHE:
+        raise NotImplementedError(
+            f"generate found transformers {transformers_version}, whose models take their cache under none of the "
+            f"names {', '.join(CACHES)}. It could not hand over the one that is split over ranks. Install "
+            "transformers 5.24.0"
+        )
+    cache = cache_in(kwargs)
+    kwargs = {name: x for name, x in kwargs.items() if name not in CACHES}
     compare(handler, input_ids, kwargs)
     cache = SplitModelCache(handler, model) if cache is None else cache
     if not isinstance(cache, SplitModelCache):
@@ -249,7 +256,7 @@ def generate_with(
         )
     cache.begins = True
     with torch.no_grad(), one_random_state(handler, model.device):
-        return method(input_ids, past_key_values=cache, **kwargs)
+        return method(input_ids, **{CACHE: cache}, **kwargs)
 
 
 class _KeywordBatch(WholeBatch):
@@ -429,7 +436,7 @@ class DecoderHook:
             check_inputs(module, ready.media.entries)  # type: ignore[arg-type]
         given, losses = take_documents(kwargs), collecting()
         plain = documents is None and given is None and (ready is None or ready.plain)
-        found = kwargs.get("past_key_values")
+        found = cache_in(kwargs)
         cache = found if isinstance(found, SplitModelCache) else None
         selects = self.selects and not any(kwargs.get(name) for name in ("use_cache", *CACHES))
         on_one_device = not mesh.parallel and plain and not selects
@@ -622,7 +629,7 @@ class HeadHook:
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Refuse arguments that the head would apply to this rank's share only. A model that makes masks of the types
         of tokens is given those of the whole sequence."""
-        cache, kept = kwargs.get("past_key_values"), {}
+        cache, kept = cache_in(kwargs), {}
         if isinstance(cache, SplitModelCache):
             cache.check(model, self.decoder.binding.active.mesh)
             kwargs = {**kwargs, "input_ids": args[0]} if args else dict(kwargs)
@@ -687,7 +694,7 @@ class HeadHook:
     def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Make the router loss that of the whole sequence."""
         forward.offer(None)
-        mesh, cache = self.decoder.binding.active, kwargs.get("past_key_values")
+        mesh, cache = self.decoder.binding.active, cache_in(kwargs)
         if isinstance(cache, SplitModelCache):
             prompt, cache.prompt, cache.new_mask = cache.prompt, None, None
             if output is not None:

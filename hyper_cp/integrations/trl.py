@@ -29,6 +29,7 @@ from ..mesh.family import split_cp_mesh
 from ..mesh_swap import context_parallel_mesh
 from .huggingface.checks import base_of, check_entries
 from .huggingface.decoding import SplitModelCache
+from .huggingface.seams import cache_in
 from .trainer import ContextParallelTrainer, where_split
 from .transformers import generate_with, prepare_batch, prepare_model
 
@@ -260,7 +261,7 @@ class _WholeBatches:
     def split(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace a whole batch by this rank's share."""
         self.length = None
-        if self.handler.cp.size == 1 or isinstance(kwargs.get("past_key_values"), SplitModelCache):
+        if self.handler.cp.size == 1 or isinstance(cache_in(kwargs), SplitModelCache):
             return None
         batch = {"input_ids": args[0], **kwargs} if args else kwargs
         local = prepare_batch(self.handler, batch)

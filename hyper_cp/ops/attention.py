@@ -26,13 +26,14 @@ from .checks import (
     check,
     check_degree,
     check_dimensions,
+    check_entries,
     check_latent_forms,
     check_latents,
     with_hosts,
 )
 from .config import Call, CheckedCall, Mode
 from .engine import TileEngine
-from .entries import Entries, attend_with_entries
+from .entries import Entries
 from .exchange.ulysses import Ulysses
 from .kernels import scores
 from .latents import expand
@@ -91,6 +92,9 @@ def _attend(
     core: AttentionBackend | TileEngine,
     exchanged: bool,
 ) -> Any:
+    if call.entries is not None:
+        check_entries(q, call.entries, cp, mode, call, isinstance(core, TileEngine) and core.with_lse)
+        cp = cp_mesh.as_ring(cp)
     mode, cp = with_hosts(mode, cp)
     if call.weight is not None:
         q, k, v, call = _latents_or_heads(q, k, v, cp, mode, call)
@@ -274,8 +278,7 @@ def attention(
         block: ``selected`` lists blocks of this many adjacent keys: number i are those from ``block * i`` on.
         entries: pooled keys and values of the whole sequence (:class:`Entries`), to which queries attend under the same
             softmax as to tokens, with sinks once. All other options are about tokens. All ranks form one ring then,
-            whatever ulysses_degree is. Not with documents, softcap, slices, dropout, selected tokens or return_lse. In
-            compiled code they break the graph.
+            whatever ulysses_degree is. Not with documents, softcap, slices, dropout, selected tokens or return_lse.
 
     Returns:
         This rank's output ``[B, H, S/n, Dv]``; with ``return_lse`` and ``[B, H, S/n]`` in fp32 (fp64 for fp64
@@ -499,14 +502,13 @@ def _on_mesh(
     own = documents is None and readable and q.shape[2] == k.shape[2] and mode.kv_exchange != "replicated"
     if own and not isinstance(mesh, CPMesh):  # attention of a sequence to itself, of which a block says the documents
         table = cp.batch.active_documents("attention")
-    made = Call(documents=table, score=score, sinks=sinks, max_logits=return_max_logits, **call)
-    if entries is not None:
-        if table is not None:
-            raise NotImplementedError(
-                "attention: entries with documents are not supported. Entries of one document would be seen by the "
-                "next one. Pack no documents"
-            )
-        return attend_with_entries(q, k, v, entries, cp, mode, made, return_lse)
+    if entries is not None and table is not None:
+        raise NotImplementedError(
+            "attention: entries with documents are not supported. Entries of one document would be seen by the next "
+            "one. Pack no documents"
+        )
+    call |= {"sinks": sinks, "max_logits": return_max_logits, "entries": entries}
+    made = Call(documents=table, score=score, **call)
     found = attend(q, k, v, cp, mode, made, TileEngine(return_lse))
     if made.max_logits:
         found = *found[:-1], max_logits.of_all_ranks(found[-1], cp, mode.layout, table)

@@ -49,6 +49,13 @@ CHANGES: dict[str, dict[str, Any]] = {
         "adaptor_config": {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1},
     },
 }
+GEMMA4: dict[str, Any] = {
+    "audio_config": {
+        **{"model_type": "gemma4_audio", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"subsampling_conv_channels": (MEL, 4), "attention_chunk_size": 4, "attention_context_left": 5},
+        "output_proj_dims": 24,
+    }
+}
 GRANITE: dict[str, Any] = {
     "has_lora_adapter": False,
     **{"window_size": 10, "downsample_rate": 5},
@@ -59,7 +66,7 @@ GRANITE: dict[str, Any] = {
         **_each("hidden_dropout_prob attention_probs_dropout_prob", 0.0),
     },
 }
-CHANGES |= {"granite_speech": GRANITE, "granite_speech_plus": GRANITE}
+CHANGES |= {"gemma4": GEMMA4, "granite_speech": GRANITE, "granite_speech_plus": GRANITE}
 
 
 def owner(model: Any) -> Any:

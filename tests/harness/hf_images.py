@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.harness import hf_audio
 from tests.harness.hf_audio import AUDIO, owner
 from tests.harness.hf_causal import CHANGES as HYBRID
-from tests.harness.hf_causal import SIZES, NotTiny, _each, _has, _is_fixed
+from tests.harness.hf_causal import COMPASS, SIZES, NotTiny, _each, _has, _is_fixed
 
 VOCABULARY, IMAGE, VIDEO = 61, 58, 59
 TOKENS = {"image": IMAGE, "video": VIDEO, "audio": AUDIO}
@@ -60,7 +60,29 @@ GEMMA4 = {
         "num_kv_shared_layers": 0,
     },
 }
+QFORMER: dict[str, Any] = {
+    **_each("hidden_size encoder_hidden_size", 16),
+    **_each("num_hidden_layers num_attention_heads", 2),
+    **_each("hidden_dropout_prob attention_probs_dropout_prob", 0.0),
+    **{"vocab_size": VOCABULARY, "intermediate_size": 24},
+}
+HIGH: dict[str, Any] = {
+    **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 24, "output_channels": 8},
+    **{"image_size": 64, "patch_size": 4, "window_size": 4, "global_attn_indexes": [1]},
+}
 CHANGES: dict[str, dict[str, Any]] = {
+    **{
+        kind: {"qformer_config": {"model_type": f"{name}_qformer", **QFORMER}, "num_query_tokens": 4}
+        for kind, name in [("blip-2", "blip_2"), *((x, x) for x in ("instructblip", "instructblipvideo"))]
+    },
+    "cohere_compass": {"text_config": {"rope_parameters": COMPASS}},
+    "deepseek_vl_hybrid": {"high_res_vision_config": HIGH},
+    "florence2": {
+        "vision_config": {
+            **{"patch_size": [7, 3, 3, 3], "embed_dim": [8, 8, 8, 16], "num_heads": [1, 1, 1, 2]},
+            **{"num_groups": [1, 1, 1, 2], "depths": [1, 1, 1, 1], "projection_dim": 32},
+        },
+    },
     "gemma3": {"mm_tokens_per_image": 4},
     "shieldgemma2": {"mm_tokens_per_image": 4},
     "gemma4": GEMMA4,
@@ -108,6 +130,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"text_config": HYBRID["qwen4_exp_text"]},
 }
 """Changes that a type needs in addition."""
+
+
+def takes_images(kind: str) -> bool:
+    """True for the model types that ``AutoModelForImageTextToText`` knows."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
 @cache

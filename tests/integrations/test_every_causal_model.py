@@ -62,6 +62,13 @@ logits and the gradients of all parameters with those of one device, in double p
   (The n-grams of `qwen4_exp_text`, and their convolution, read on from one document to the next, as on one device.)
 """
 LOSS = "with the loss of `handler.mean_loss`, without labels"
+WHOLE_LOGITS = {
+    *("bert", "bert-generation", "camembert", "data2vec-text", "dory", "ernie", "megatron-bert", "rembert", "roberta"),
+    *("roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl"),
+    *("gemma3", "gemma4"),
+}
+"""Exact types that refuse a chunked loss: their head is no ``nn.Linear`` of theirs, or, on one rank, they make masks
+around their decoder."""
 MODES = {"ulysses": named_mode("Ulysses"), "ring": named_mode("ring, head_tail")}
 
 
@@ -256,11 +263,11 @@ def exact_in(text: str) -> set[str]:
 
 
 def check_chunked(found: dict[str, tuple[str, str]]) -> None:
-    """No chunked loss is wrong, and few are refused: those of models that do something else to their logits."""
+    """No chunked loss is wrong, and none is refused but those of :data:`WHOLE_LOGITS`."""
     bad = {kind: outcome for kind, outcome in found.items() if outcome[0] not in ("exact", "refused")}
     assert not bad, "\n".join(f"{kind}, chunked loss: {outcome} ({why})" for kind, (outcome, why) in bad.items())
     refused = {kind: why for kind, (outcome, why) in found.items() if outcome == "refused"}
-    assert 10 * len(refused) <= len(found), refused
+    assert not refused.keys() - WHOLE_LOGITS, {kind: refused[kind] for kind in refused.keys() - WHOLE_LOGITS}
 
 
 @pytest.mark.slow

@@ -75,10 +75,11 @@ def verdicts(cases: list[tuple[str, str]]) -> dict[str, float]:
 
 
 SAMPLE = [f"{name}Model" for name in ("QwenImageTransformer2D", "HunyuanVideoTransformer3D", "LTXVideoTransformer3D")]
+SAMPLE += [f"{name}Model" for name in ("MochiTransformer3D", "PRXTransformer2D", "ErnieImageTransformer2D")]
 
 
 def test_some_types_on_three_ranks(ranks: Any) -> None:
-    """Joint attention with the prompt first and behind, cross-attention, masks of prompts."""
+    """Joint attention with the prompt first and behind, cross-attention, masks of prompts, queries of the image."""
     for found in ranks(3, verdicts, [(name, "ring") for name in SAMPLE]):
         assert max(found.values()) <= TOLERANCE, found
 
@@ -159,14 +160,16 @@ def test_variants(ranks: Any) -> None:
 
 @on_ranks
 def refused_variants() -> list[str]:
-    """Motif with attention to the prompt's text beside the joint one."""
+    """Motif with attention to the prompt's text beside the joint one, and a control behind the last layer of Wan."""
     second, _ = tiny_transformer("MotifVideoTransformer3DModel", {"enable_text_cross_attention_dual": True})
-    return [error_of(partial(prepare, second, "ring"))]
+    control, _ = tiny_transformer("WanVACETransformer3DModel", {"vace_layers": [0, 2]})
+    return [error_of(partial(prepare, model, "ring")) for model in (second, control)]
 
 
 def test_variants_that_are_refused(ranks: Any) -> None:
-    for (second,) in ranks(2, refused_variants):
+    for second, control in ranks(2, refused_variants):
         assert second.startswith("NotImplementedError: MotifVideoTransformer3DModel has attention in transformer_bl")
+        assert control.startswith("NotImplementedError: vace_layers=[0, 2] has the last of 3 layers")
 
 
 @on_ranks
@@ -191,3 +194,33 @@ def test_masks_and_lengths_that_coincide(ranks: Any) -> None:
     for found, lengths in ranks(2, masks_and_lengths):
         assert max(found) <= TOLERANCE, found
         assert lengths.startswith("NotImplementedError: HunyuanVideoTransformerBlock got freqs_cis of"), lengths
+
+
+@on_ranks
+def sharded_and_recomputed(names: list[str]) -> dict[str, float]:
+    """FSDP2 over the same ranks, and gradient checkpointing. A recompute runs outside of a mode in double precision, so
+    that norms upcast to fp32 on both sides."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = {}
+    for name in names:
+        (alone, inputs), (model, _) = tiny_transformer(name), tiny_transformer(name)
+        prepare(model, "ring", "mean")
+        model.enable_gradient_checkpointing()
+        for block in model.blocks if hasattr(model, "blocks") else model.transformer_blocks:
+            fully_shard(block, mesh=cp_mesh())
+        fully_shard(model, mesh=cp_mesh())
+        outputs = [made(**inputs, return_dict=False)[0] for made in (alone, model)]
+        for output in outputs:
+            output.square().mean().backward()
+        both = zip(alone.parameters(), model.parameters(), strict=True)
+        pairs = [(x.grad, y.grad.full_tensor()) for x, y in both if x.grad is not None]
+        want, got = (torch.cat([x.flatten() for x in side]) for side in zip(*pairs, strict=True))
+        found[name] = max(relative_error(outputs[1].detach(), outputs[0].detach()), relative_error(got, want))
+    return found
+
+
+def test_fsdp2_and_gradient_checkpointing(ranks: Any) -> None:
+    names = [f"{name}Model" for name in ("FluxTransformer2D", "WanTransformer3D", "SD3Transformer2D")]
+    for found in ranks(2, sharded_and_recomputed, names):
+        assert max(found.values()) <= 5e-6, found

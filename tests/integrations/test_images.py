@@ -3,6 +3,7 @@ of one device."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh.comm import record_traffic
@@ -64,13 +66,33 @@ def worst(model: Any, alone: Any) -> dict[str, float]:
     """The largest relative error of a gradient of the encoder, and of any other."""
     found = {"encoder": 0.0, "others": 0.0}
     decoder = {id(p) for p in alone.get_decoder().parameters()}
-    summed = sum_over_ranks(*gradients(model))
+    summed = sum_over_ranks(*gradients(model)) if not is_sharded(model) else whole_gradients(model)
     scale = max(x.abs().max().item() for x in gradients(alone))
     for got, want, p in zip(summed, gradients(alone), alone.parameters(), strict=True):
         part = "others" if id(p) in decoder else "encoder"
         if want.abs().max() > 1e-9 * scale:
             found[part] = max(found[part], relative_error(got, want))
     return found
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """True for a model of FSDP2."""
+    return any(isinstance(x, FSDPModule) for x in model.modules())
+
+
+def whole_gradients(model: nn.Module) -> list[Tensor]:
+    """The gradients of FSDP2, which are means over the ranks, as sums."""
+    size = dist.get_world_size()
+    pairs: list[Any] = [(p, p.grad) for p in model.parameters()]
+    return [torch.zeros(p.shape) if grad is None else grad.full_tensor() * size for p, grad in pairs]
+
+
+def shard(model: Any, mesh: Any) -> None:
+    """Wrap blocks and the whole by FSDP2. (transformers records no hidden states of a tower that is wrapped whole.)"""
+    blocks = [m for m in model.modules() if type(m).__name__.endswith(("DecoderLayer", "VisionBlock", "EncoderLayer"))]
+    assert blocks
+    for block in (*blocks, model):
+        fully_shard(block, mesh=mesh)
 
 
 def on_one_device(model: Any, batch: dict[str, Any], labels: Tensor) -> tuple[Any, Tensor]:
@@ -112,6 +134,10 @@ def mixed(kind: str, modes: list[dict[str, Any]]) -> float:
     "kind", ["llava", "gemma3", "idefics3", "mistral3", "qwen2_5_vl", "qwen3_vl", "glm4v", "llama4"]
 )
 def test_images_are_exact(ranks: Any, kind: str) -> None:
+    import transformers
+
+    if kind == "llama4" and transformers.__version__ == "5.24.0":
+        pytest.skip("the forward of Llama4ForConditionalGeneration raises AttributeError, on one device too")
     assert max(ranks(2, mixed, kind, [RING, ULYSSES])) <= 1e-9
 
 
@@ -185,8 +211,9 @@ def test_audio_is_exact_and_each_clip_is_encoded_once(ranks: Any, kind: str, wit
 
 
 @on_ranks
-def packed(kind: str) -> float:
-    """Three documents in a row, two with an image each, against each of them alone on one device."""
+def packed(kind: str, fsdp: bool) -> float:
+    """Three documents in a row, two with an image each of different size (where the encoder takes any), against each of
+    them alone on one device."""
     model = tiny(kind)
     both = images(model)
     rows = rows_of(model, both)
@@ -213,8 +240,10 @@ def packed(kind: str) -> float:
     ids, bounds = torch.cat(parts, 1), [0, *torch.tensor([x.shape[1] for x in parts]).cumsum(0).tolist()]
     batch = {"input_ids": ids, **both} | ({"mm_token_type_ids": (ids == IMAGE).long()} if types else {})
     found_errors = []
-    for mode in (RING, {**RING, "layout": "per_document"}):
+    for mode in (RING, {**RING, "layout": "per_document"})[: 1 if fsdp else 2]:
         made, handler = prepared(model, **mode)
+        if fsdp:
+            shard(made, handler.mesh)
         whole = step(made, handler, batch, torch.cat(labels, 1), cu_seqlens=torch.tensor(bounds))
         found_errors += [relative_error(whole, torch.cat(logits, 1)), *worst(made, alone).values()]
     return max(found_errors)
@@ -222,7 +251,37 @@ def packed(kind: str) -> float:
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "gemma3"])
 def test_a_packed_row_is_exact(ranks: Any, kind: str) -> None:
-    assert max(ranks(2, packed, kind)) <= 1e-9
+    assert max(ranks(2, packed, kind, False)) <= 1e-9
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "glm4v", "llava", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+def test_a_packed_row_is_exact_under_fsdp2(ranks: Any, kind: str) -> None:
+    assert max(ranks(2, packed, kind, True)) <= 1e-9
+
+
+@on_ranks
+def composed(kind: str, way: str) -> float:
+    """The error of a model whose decoder is recomputed in backward, or compiled."""
+    model = tiny(kind)
+    batch = batch_of(model)
+    labels = labels_of(batch)
+    alone, want = on_one_device(model, batch, labels)
+    made, handler = prepared(model, **RING)
+    if way == "checkpoint":
+        made.train()
+        again = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), InDouble())}
+        made.gradient_checkpointing_enable(again)
+    else:
+        for layer in made.get_decoder().layers:
+            layer.compile(backend="eager")
+    whole, seen = step(made, handler, batch, labels), batch["attention_mask"].bool()
+    return max(relative_error(whole[seen], want[seen]), *worst(made, alone).values())
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
+@pytest.mark.parametrize("way", ["checkpoint", "compile"])
+def test_checkpointed_and_compiled_decoders_take_images(ranks: Any, kind: str, way: str) -> None:
+    assert max(ranks(2, composed, kind, way)) <= 1e-9
 
 
 @on_ranks
@@ -280,8 +339,6 @@ TOWERS = ("visual", "vision_tower", "vision_model", "encoder")
 @on_ranks
 def sharded(kind: str) -> float:
     """Two data-parallel groups of two ranks each. One has images, the other one has none; then neither has any."""
-    from torch.distributed.fsdp import fully_shard
-
     from hyper_cp.integrations.transformers import prepare_model
 
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -296,10 +353,7 @@ def sharded(kind: str) -> float:
         if name in plain:
             plain[name] = torch.zeros_like(plain[name])
     made = prepare_model(copy.deepcopy(model), world["cp"], style=style)
-    blocks = [m for m in made.modules() if type(m).__name__.endswith(("DecoderLayer", "VisionBlock", "EncoderLayer"))]
-    assert len(blocks) >= (1 if kind == "granite_speech" else 4)
-    for block in (*blocks, made):  # (transformers records no hidden states of a tower that is wrapped as a whole)
-        fully_shard(block, mesh=world._flatten("all"))
+    shard(made, world._flatten("all"))
     handler, found, calls = ContextParallelHandler(world["cp"], style), [], []
     (tower,) = (x for name, x in owner(made).named_children() if name in TOWERS)
     tower.register_forward_pre_hook(lambda *_: calls.append("forward"))
@@ -441,6 +495,29 @@ def test_generate_refuses_models_of_images(ranks: Any) -> None:
 
 
 # --------------------------------------------------------------------------- seams
+
+
+@on_ranks
+def outputs() -> tuple[list[int], bool]:
+    """The rows of images in an output (transformers 5.24; else []), as placeholder tokens of this rank, and True if a
+    tuple has the logits."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    model, handler = prepared(tiny("qwen2_5_vl"), **RING)
+    local = prepare_batch(handler, batch_of(model))
+    with torch.no_grad(), InDouble():
+        named, plain = model(**local), model(**local, return_dict=False)
+    encoded = getattr(named, "image_outputs", None)
+    tokens = (local["input_ids"] == model.config.image_token_id).sum().item()
+    rows = [] if encoded is None else [tokens - sum(map(len, encoded.pooler_output))]
+    return rows, torch.equal(named.logits, plain[0])
+
+
+def test_outputs_have_the_rows_of_this_rank(ranks: Any) -> None:
+    from transformers import __version__
+
+    for rows, same in ranks(2, outputs):
+        assert same and rows == ([] if __version__.startswith("5.23.") else [0])
 
 
 def test_seams_of_models() -> None:

@@ -334,6 +334,41 @@ def test_a_trainer_without_its_private_method_is_refused() -> None:
         type("Other", (ContextParallelTrainer, object), {})(style=ContextParallel())
 
 
+def test_models_name_their_cache_as_generate_does() -> None:
+    from transformers import BartForCausalLM, BartModel, GenerationMixin, LlamaForCausalLM, LlamaModel, __version__
+
+    from hyper_cp.integrations.huggingface.seams import CACHE, CACHES
+
+    why = f"transformers {__version__} names the cache of some models otherwise than {CACHE!r} (known: {CACHES})"
+    methods = [x.forward for x in (LlamaModel, LlamaForCausalLM, BartModel, BartForCausalLM)]
+    for method in (*methods, GenerationMixin.prepare_inputs_for_generation):
+        assert CACHE in inspect.signature(method).parameters, why
+
+
+def test_another_name_of_the_cache_is_refused() -> None:
+    from hyper_cp.integrations import transformers as integration
+
+    model = mock.Mock(training=False, generation_config=None)
+    with (
+        mock.patch.object(integration, "CACHE", ""),
+        pytest.raises(NotImplementedError, match=r"transformers \d.*, whose models take their cache under none of"),
+    ):
+        integration.generate_with(model.generate, model, mock.Mock(), torch.ones(1, 3, dtype=torch.int64))
+    model.generate.assert_not_called()
+
+
+def test_tables_of_positions_are_found() -> None:
+    from transformers import BartConfig, BartForCausalLM, M2M100Config, M2M100Model, __version__
+
+    from hyper_cp.integrations.huggingface.modules import id_position_modules, position_modules
+
+    why = f"transformers {__version__} names the number of cached tokens, an argument of tables of positions, anew"
+    small = {"d_model": 16, "vocab_size": 9, "encoder_layers": 1, "decoder_layers": 1}
+    with torch.device("meta"):
+        assert position_modules(BartForCausalLM(BartConfig(**small))), why
+        assert id_position_modules(M2M100Model(M2M100Config(**small))), why
+
+
 # --------------------------------------------------------------------------- versions
 
 
@@ -342,6 +377,11 @@ def test_only_other_versions_warn_and_with_the_range() -> None:
         warnings.simplefilter("error")
         for installed in ("2.11.0", "2.13.0+cpu", "2.15.1a0+git123"):
             version.warn_if_unsupported(installed)
+        for installed in ("5.23.0", "5.24.1"):
+            version.warn_if_unsupported(installed, "transformers")
     for installed in ("2.10.1", "2.16.0.dev20270101+cpu", "3.0.0"):
         with pytest.warns(UserWarning, match=rf"torch {installed.split('+')[0]}.* supports torch 2\.11 to 2\.15"):
             version.warn_if_unsupported(installed)
+    for installed in ("5.22.0", "5.25.0.dev0"):
+        with pytest.warns(UserWarning, match=rf"transformers {installed} .* supports transformers 5\.23 to 5\.24\."):
+            version.warn_if_unsupported(installed, "transformers")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..._torch.version import INSTALLED, NEWEST, OLDEST, supported
+from ..._torch.version import INSTALLED, SUPPORTED, supported, supported_range
 from ...mesh.comm import backend_of
 from .findings import NOTE, OK, WARNING, WRONG, Finding
 from .ranks import Ranks
@@ -110,9 +110,8 @@ def _differing(everyone: list[dict[str, Any]], section: str) -> Iterator[tuple[s
 
 def _versions(everyone: list[dict[str, Any]]) -> Iterator[Finding]:
     for name, version in everyone[0]["versions"].items():
-        if name == "torch" and not supported():
-            low, high = (".".join(map(str, v)) for v in (OLDEST, NEWEST))
-            yield Finding("versions", name, WARNING, f"{version}, and {low} to {high} are supported")
+        if name in SUPPORTED and not supported(version, name):
+            yield Finding("versions", name, WARNING, f"{version}, and {supported_range(name)} are supported")
         else:
             yield Finding("versions", name, NOTE, version)
     for name, difference in _differing(everyone, "versions"):

@@ -283,8 +283,9 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     if media:
         raise NotImplementedError(
             f"{name} got {', '.join(media)}, all of which would be inserted into this rank's share. Pass the whole "
-            "batch through prepare_batch: images are shared out for models that encode them in get_image_features. For "
-            "others compute inputs_embeds (and position_ids) of the whole sequence first, and pass these to it"
+            "batch through prepare_batch: images and audio are shared out for models that encode them in "
+            "get_image_features and get_audio_features. For others compute inputs_embeds (and position_ids) of the "
+            "whole sequence first, and pass these to it"
         )
 
 

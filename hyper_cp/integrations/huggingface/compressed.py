@@ -27,13 +27,13 @@ LAYERS = {
 }
 """The types of layers that attend to entries, and the classes of their compressors."""
 KNOWN = {
-    "DeepseekV4HCACompressor": "753d1eb37b8ee4aa",
-    "DeepseekV4CSACompressor": "8ed43a526c1fb362",
-    "DeepseekV4Indexer": "08aa12982b691dec",
-    "DeepseekV4IndexerScorer": "407cbbd669170be4",
-    "DeepseekV4Attention": "abc26108fe3ca0b6",
+    "DeepseekV4HCACompressor": ("753d1eb37b8ee4aa", "43f0a85722c142d4"),
+    "DeepseekV4CSACompressor": ("8ed43a526c1fb362", "0e1081e02fd7026a"),
+    "DeepseekV4Indexer": ("08aa12982b691dec", "9a4d87719ae0205c"),
+    "DeepseekV4IndexerScorer": ("407cbbd669170be4",),
+    "DeepseekV4Attention": ("abc26108fe3ca0b6", "a5e7166e66cdd3e6"),
 }
-"""Digests of their forwards in transformers 5.23, and of the attention that they serve."""
+"""Digests of their forwards in transformers 5.23 and 5.24, and of the attention that they serve."""
 
 
 def compresses(kind: type[nn.Module]) -> bool:

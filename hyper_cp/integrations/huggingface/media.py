@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -139,7 +138,7 @@ def _without_padding(entries: dict[str, Tensor], pixels: str) -> dict[str, Tenso
 
 def _refuse(owner: nn.Module, names: Sequence[str], why: str) -> NoReturn:
     raise NotImplementedError(
-        f"{type(owner).__name__} got {', '.join(names)}, {why}. So images cannot be shared out over the ranks. Compute "
+        f"{type(owner).__name__} got {', '.join(names)}, {why}. So they cannot be shared out over the ranks. Compute "
         "inputs_embeds (and position_ids) of the whole sequence first, and pass these to prepare_batch"
     )
 
@@ -216,6 +215,8 @@ class MediaHook:
             if names and (not fields or set(fields) - {*FIELDS}):
                 found = ", ".join(fields) or "more than the rows"
                 _refuse(owner, names, f"but its forward reads {found} of what its encoder returns")
+            if names and "input_ids" in _entries(owner, kind):
+                _refuse(owner, names, f"but its {METHODS[kind]} reads input_ids, of which each rank has a share")
         positions = _names(owner, "compute_3d_position_ids") if hasattr(owner, "compute_3d_position_ids") else ()
         unknown = [name for name in media.entries if name not in self.known and name not in positions]
         if unknown:
@@ -303,7 +304,8 @@ def _blank_audio(owner: Any) -> dict[str, Tensor]:
     config = audio_config(owner)
     names = _entries(owner, "audio")
     name = next((name for name in BINS if getattr(config, name, None) is not None), "")
-    bins = getattr(config, name, None)
+    # Gemma 4 has no such name; its first convolution makes as many channels as there are bins.
+    bins = getattr(config, name, next(iter(getattr(config, "subsampling_conv_channels", ())), None))
     frames = 2 * getattr(config, "n_window", getattr(config, "max_source_positions", 0)) or 2 * SHORTEST
     if bins is None or not {*names} <= {"input_features", "padding_mask", *FRAME_MASKS}:
         raise NotImplementedError(
@@ -317,7 +319,7 @@ def _blank_audio(owner: Any) -> dict[str, Tensor]:
 
 
 BLANKS: dict[str, Callable[[Any], dict[str, Tensor]]] = {"image": _blank_image, "audio": _blank_audio}
-"""What an encoder runs on in a batch without content of its kind."""
+"""Content without meaning, for the encoder of a kind that a batch does not have."""
 
 
 class Exchange:
@@ -415,7 +417,7 @@ class Exchange:
                     fields[field].append(shown if tag is None else (tag, shown))
                 else:
                     fields[field] = shown
-            found[kind] = SimpleNamespace(**fields)
+            found[kind] = type(output)(**fields)
             if valid is not None:
                 found[kind].attention_mask = valid.new_ones(1, len(rows), dtype=torch.bool)
         return found

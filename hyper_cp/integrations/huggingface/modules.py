@@ -193,13 +193,13 @@ class _Lightning(TorchFunctionMode):
 
 def position_modules(decoder: nn.Module) -> list[nn.Module]:
     """The modules that count the positions of their input from 0, and take others instead, as those of BART do."""
-    names = {"past_key_values_length", "position_ids"}
-    return [m for m in decoder.modules() if names <= _parameters(m) and not [*m.children()]]
+    found = [m for m in decoder.modules() if "position_ids" in _parameters(m) and not [*m.children()]]
+    return [m for m in found if _OFFSETS & _parameters(m)]
 
 
 def id_position_modules(decoder: nn.Module) -> list[nn.Module]:
     """The modules that make positions of the ids of their input, padding excepted, as those of M2M100 do."""
-    return [m for m in decoder.modules() if hasattr(m, _MAKER) and "past_key_values_length" in _parameters(m)]
+    return [m for m in decoder.modules() if hasattr(m, _MAKER) and _OFFSETS & _parameters(m)]
 
 
 def _parameters(module: nn.Module) -> set[str]:
@@ -207,6 +207,8 @@ def _parameters(module: nn.Module) -> set[str]:
 
 
 _MAKER = "create_position_ids_from_input_ids"
+_OFFSETS = {"cache_length", "past_key_values_length"}
+"""Names of the number of tokens in a cache: the first one from transformers 5.24 on."""
 
 
 def prepare_positions(decoder: nn.Module) -> None:

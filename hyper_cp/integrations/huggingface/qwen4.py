@@ -24,15 +24,15 @@ from .forward import ForwardState, state_for
 from .seams import are_known
 
 KNOWN = {
-    "Qwen4ExpTextQSAIndexer": "405da50aa5a1f282",
-    "Qwen4ExpTextAttention": "d9867ecf9ee07175",
-    "Qwen4ExpTextNGramEmbedding": "6af701e9511133f2",
-    "Qwen4ExpTextNGramEmbedding._shift_right_ignore_eos": "41aab259854fd23b",
-    "Qwen4ExpTextPLELayer": "80a57f5c0d34027b",
-    "Qwen4ExpTextPLELayer._short_conv": "98f503700ff75ca2",
-    "Qwen4ExpTextModel": "743979d18c7a868a",
+    "Qwen4ExpTextQSAIndexer": ("405da50aa5a1f282", "056397ea7094475e"),
+    "Qwen4ExpTextAttention": ("d9867ecf9ee07175", "3d05f3975ea0bc5e"),
+    "Qwen4ExpTextNGramEmbedding": ("6af701e9511133f2", "6065c17b4822b472"),
+    "Qwen4ExpTextNGramEmbedding._shift_right_ignore_eos": ("41aab259854fd23b",),
+    "Qwen4ExpTextPLELayer": ("80a57f5c0d34027b", "98d9542bdf8dc722"),
+    "Qwen4ExpTextPLELayer._short_conv": ("98f503700ff75ca2", "7cf6190cfb330454"),
+    "Qwen4ExpTextModel": ("743979d18c7a868a", "d62bfe615e498bbe"),
 }
-"""Digests in transformers 5.23 of the forwards that are replaced, and of those that call them."""
+"""Digests in transformers 5.23 and 5.24 of the forwards that are replaced, and of those that call them."""
 
 
 def selects_pools(kind: type[nn.Module]) -> bool:

@@ -12,10 +12,23 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, NoReturn
 
+from transformers import GenerationMixin
+
 from ...schedule.layout import by_documents
 from .forward import ForwardState
 
 _SPACE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+
+CACHES = ("cache", "past_key_values", "cache_params")
+"""Names of a cache among keywords: the first one from transformers 5.24 on, the others before."""
+_TAKEN = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE = next((name for name in CACHES if name in _TAKEN), "")
+"""The name in the installed version; "" if it is none of them."""
+
+
+def cache_in(kwargs: Mapping[str, Any]) -> Any:
+    """The cache among keywords, under any of its names; None if there is none."""
+    return next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
 
 
 @cache
@@ -29,10 +42,10 @@ def digest_of(function: Callable[..., Any]) -> str:
     return hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
 
 
-def are_known(file: Any, known: Mapping[str, str]) -> bool:
-    """True if the forwards of classes of a file, or other methods (``Class.method``), have these digests."""
-    methods = {name if "." in name else f"{name}.forward": digest for name, digest in known.items()}
-    return all(digest_of(attrgetter(name)(file)) == digest for name, digest in methods.items())
+def are_known(file: Any, known: Mapping[str, tuple[str, ...]]) -> bool:
+    """True if the forwards of classes of a file, or other methods (``Class.method``), have one of these digests."""
+    methods = {name if "." in name else f"{name}.forward": digests for name, digests in known.items()}
+    return all(digest_of(attrgetter(name)(file)) in digests for name, digests in methods.items())
 
 
 SLOTS = "compares positions, which restart, with slots of keys, which do not"

@@ -26,6 +26,7 @@ from ...ops.selection import select
 from ...ops.split_cache import SplitCache
 from .forward import ForwardState, state_for
 from .indexer_losses import Scored
+from .seams import CACHE, cache_in
 
 LAYER = "indexed_attention"
 """The type of layers that attend to selected keys."""
@@ -33,8 +34,8 @@ _WEIGHTS = (
     "weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float() * self.n_heads ** (-0.5)"
 )
 _STATEMENTS = f"""
-if past_key_values is not None:
-    k = past_key_values.update_indexer(k, self.layer_idx)
+if cache is not None:
+    k = cache.update_indexer(k, self.layer_idx)
 scores = torch.matmul(q.float(), k.transpose(-1, -2).float().unsqueeze(1)) * self.softmax_scale
 scores = torch.matmul(q.float(), k.transpose(-1, -2).float().unsqueeze(1))
 scores = F.relu(scores)
@@ -48,7 +49,8 @@ else:
 topk = min(self.index_topk, index_scores.shape[-1])
 return index_scores.topk(topk, dim=-1).indices.to(torch.int32)
 """
-"""The end of an indexer's forward in transformers 5.23: each statement from the cache on is one of these."""
+"""The end of an indexer's forward in transformers 5.23 and 5.24 (which has another name of the cache): each statement
+from the cache on is one of these."""
 
 
 def prepare(indexer: Any) -> None:
@@ -64,7 +66,8 @@ def has_indexer_seam(kind: type[nn.Module]) -> bool:
 @cache  # every layer has an indexer, and is asked for it several times
 def _ends_as_known(forward: Callable[..., Any]) -> bool:
     try:
-        function: Any = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
+        source = textwrap.dedent(inspect.getsource(forward)).replace("past_key_values", "cache")
+        function: Any = ast.parse(source).body[0]
     except (OSError, TypeError, SyntaxError):
         return False
     known = [ast.unparse(x) for x in ast.parse(_STATEMENTS.replace("return ", "_ = ")).body]
@@ -80,16 +83,16 @@ def selects(layer: nn.Module, decoder: nn.Module) -> bool:
     return own or (shares and any(has_indexer_seam(type(module)) for module in decoder.modules()))
 
 
-def _selected(indexer: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+def _selected(indexer: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of an indexer of a prepared model."""
     state, forward = state_for(indexer), type(indexer).forward
-    if isinstance(state, ForwardState) and (past_key_values is None or state.cache is not None):
-        past_key_values = _Cache(type(indexer).__name__, state.cache)
+    if isinstance(state, ForwardState) and (cache_in(kwargs) is None or state.cache is not None):
+        kwargs[CACHE] = _Cache(type(indexer).__name__, state.cache)
         if state.losses is not None:  # without the decorator ``no_grad``, on inputs that have no gradient
             state.losses.refuse_where_lost(type(indexer).__name__)
             forward = inspect.unwrap(forward)
             args, kwargs = tuple(_detached(x) for x in args), {name: _detached(x) for name, x in kwargs.items()}
-    return forward(indexer, *args, past_key_values=past_key_values, **kwargs)
+    return forward(indexer, *args, **kwargs)
 
 
 def _detached(x: Any) -> Any:

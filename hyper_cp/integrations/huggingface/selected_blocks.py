@@ -19,8 +19,11 @@ from .seams import are_known, refuse_batch
 
 LAYER = "minimax_m3_sparse"
 """The type of layers that attend to selected blocks."""
-KNOWN = {"MiniMaxM3VLIndexer": "1dc79edb4d9c462f", "MiniMaxM3VLAttention": "97e9706a2aee7e2f"}
-"""Digests of the forwards of its indexer and its attention in transformers 5.23."""
+KNOWN = {
+    "MiniMaxM3VLIndexer": ("1dc79edb4d9c462f", "5963d6a8d117b716"),
+    "MiniMaxM3VLAttention": ("97e9706a2aee7e2f", "e6ace464d40ab582"),
+}
+"""Digests of the forwards of its indexer and its attention in transformers 5.23 and 5.24."""
 
 
 def selects_blocks(kind: type[nn.Module]) -> bool:

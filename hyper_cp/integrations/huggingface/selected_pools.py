@@ -14,18 +14,18 @@ from ...ops.recurrence.windows import gather_windows, windows
 from ...ops.selected_entries import select_entries, tokens_of_entries
 from .attention import MaskRequest
 from .forward import ForwardState, OneDevice, state_for
-from .seams import are_known, refuse_batch
+from .seams import are_known, cache_in, refuse_batch
 
 INDEXER, ATTENTION = "Glm5NextTextIndexer", "Glm5NextTextAttention"
 KNOWN = {
-    INDEXER: "6f927aa6876c718b",
-    f"{INDEXER}.get_visible_tokens": "1675f0ba84cc3e1f",
-    f"{INDEXER}.get_pooled_states": "d521dbfd91f22791",
-    f"{INDEXER}.append_visible_tail": "e98358247e1ca911",
-    ATTENTION: "dd8c34b21be05dfc",
-    f"{ATTENTION}.build_attention_mask_from_topk": "de1aef68d6b9e4bf",
+    INDEXER: ("6f927aa6876c718b", "e7f961e1f1a4533a"),
+    f"{INDEXER}.get_visible_tokens": ("1675f0ba84cc3e1f",),
+    f"{INDEXER}.get_pooled_states": ("d521dbfd91f22791",),
+    f"{INDEXER}.append_visible_tail": ("e98358247e1ca911",),
+    ATTENTION: ("dd8c34b21be05dfc", "a5951bf438372e5b"),
+    f"{ATTENTION}.build_attention_mask_from_topk": ("de1aef68d6b9e4bf",),
 }
-"""Digests of their forwards and methods in transformers 5.23."""
+"""Digests of their forwards and methods in transformers 5.23 and 5.24."""
 
 
 def selects_pools(kind: type[nn.Module]) -> bool:
@@ -45,13 +45,11 @@ def prepare(module: Any) -> None:
     reason="The number of pools of a rank depends on its positions, which a compiled graph does not know. Compile "
     "without fullgraph=True"
 )
-def _selected(
-    indexer: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, past_key_values: Any
-) -> Tensor:
+def _selected(indexer: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, **cache: Any) -> Tensor:
     """The forward of an indexer of a prepared model: global positions ``[B, S/n, k]``, -1 is none."""
     state, name = state_for(indexer), type(indexer).__name__
-    if not isinstance(state, ForwardState) or past_key_values is not None:
-        found: Tensor = type(indexer).forward(indexer, hidden_states, q_resid, attention_mask, past_key_values)
+    if not isinstance(state, ForwardState) or cache_in(cache) is not None:
+        found: Tensor = type(indexer).forward(indexer, hidden_states, q_resid, attention_mask, **cache)
         return found
     between = "leaves out pools that have some, but not the incomplete pool at the end"
     refuse_batch(name, state, packed="lets them see each other", between=between)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from ...handler import ContextParallelHandler
 from ...module.mesh_binding import Binding
 from ...style import style_of
+from .seams import CACHES
 
 CROSS = re.compile(r"(^|\.)(encoder_attn|EncDecAttention|cross_attn|crossattention)($|\.)")
 """Names of modules whose keys are those of an encoder."""
@@ -81,7 +82,7 @@ class SourceTargetHook:
         if not self.binding.active.parallel:
             return None
         name = type(model).__name__
-        wrong = [x for x in ("encoder_outputs", "past_key_values", "context_parallel") if kwargs.get(x) is not None]
+        wrong = [x for x in ("encoder_outputs", *CACHES, "context_parallel") if kwargs.get(x) is not None]
         if wrong or len(args) > 1:
             raise NotImplementedError(
                 f"{name} got {', '.join(wrong) or 'positional arguments'}. It splits its source and its target by "
