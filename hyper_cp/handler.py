@@ -53,8 +53,8 @@ class ContextParallelHandler(Shares):
     def __init__(self, mesh: DeviceMesh, style: ContextParallel | str) -> None:
         if not isinstance(style, (ContextParallel, str)):
             raise TypeError(
-                f"style is a {type(style).__name__}; pass the ContextParallel style of the model, or the name of a "
-                f"layout: {', '.join(map(repr, layouts.LAYOUTS))}"
+                f"style is a {type(style).__name__}. It says which positions each rank holds. Pass the ContextParallel "
+                f"style of the model, or the name of a layout: {', '.join(map(repr, layouts.LAYOUTS))}"
             )
         self.style = None if isinstance(style, str) else style
         settings = (style, False) if isinstance(style, str) else (style.mode.layout, style.mode.load_balance)
@@ -178,7 +178,8 @@ class ContextParallelHandler(Shares):
             accumulate: micro-batches before a step of the optimizer. The gradients are then those of the mean over the
                 labels of all of them, however many each has. (The last ones of an epoch may be fewer.)
             mesh: that of ``mean_loss(mesh=)``, over whose ranks labels are then counted: one small communication for
-                every ``accumulate`` micro-batches. Needed with accumulation over data-parallel ranks.
+                every ``accumulate`` micro-batches. Needed with accumulation over data-parallel ranks; ``mean_loss``
+                raises if it has another one.
             options: those of :meth:`get_batch_on_this_cp_rank`.
 
         Yields:
@@ -191,7 +192,8 @@ class ContextParallelHandler(Shares):
                 raises.
         """
         read = partial(read_batch, self, **options)
-        return local_batches(batches, read, torch.device(self.mesh.device_type), accumulate, mesh)
+        counted = loss.reduced_mesh(mesh, self.mesh)
+        return local_batches(batches, read, torch.device(self.mesh.device_type), accumulate, counted, self.cp)
 
     # ------------------------------------------------------------------ rotary embedding
 
@@ -339,7 +341,8 @@ class ContextParallelHandler(Shares):
         state = self.cp.batch
         batch = cu_seqlens if isinstance(cu_seqlens, LocalBatch) else None
         length, padded = (batch.length, batch.padded_length) if batch is not None else (None, None)
-        block = state.enter(table, Split(self.layout, self.cp.size, length, padded, ends))
+        counted_on = () if batch is None else batch.counted_on
+        block = state.enter(table, Split(self.layout, self.cp.size, length, padded, ends, counted_on))
         try:
             yield table
         finally:
@@ -423,7 +426,8 @@ class ContextParallelHandler(Shares):
             micro-batch). One small communication per mesh dimension. If no token counts anywhere, 0 without gradients.
 
         Raises:
-            ValueError, TypeError: for shapes that do not fit, labels shifted after sharding, or another mesh.
+            ValueError, TypeError: for shapes that do not fit, labels shifted after sharding, or another mesh (than that
+                of the handler, or with accumulation that of :meth:`loader`).
             RuntimeError: in the :meth:`documents` block of a batch in which no styled module has run, or, with the
                 handler of a style, if none has ever run on this mesh. ``elsewhere=True``: it ran in other code.
 
@@ -434,6 +438,8 @@ class ContextParallelHandler(Shares):
         """
         whole = loss.reduced_mesh(mesh, self.mesh)
         loss.check_tokens(self.cp, losses, labels, mask)
+        if getattr(losses, "requires_grad", False):
+            loss.refuse_other_counts(self.cp, whole)
         loss.warn_of_sum(self.cp, gradients)
         if not elsewhere:
             loss.refuse_idle(self.cp, self.style is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -10,7 +11,7 @@ from math import gcd
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
@@ -21,6 +22,7 @@ from .mesh.arguments import check_type
 from .mesh.cp_mesh import CPMesh
 from .module import attention_calls
 from .module.dispatch_mode import EnteredMode
+from .module.guards import counts_from_0, takes_positions
 from .module.mixers.calls import is_mixer
 from .planner.cluster import cluster_of
 from .planner.model import ModelShape, model_shape
@@ -31,6 +33,7 @@ from .schedule.documents import PackedDocuments
 from .schedule.layout import by_documents
 from .schedule.tiles import CAUSAL
 from .style import ContextParallel, RecurrentContextParallel, styled_modules
+from .verification.record import tensors
 from .verification.runs import restore_model_state
 
 
@@ -80,7 +83,7 @@ def parallelize(
             "and v are [B, H, S, D]. Leave them out, or write a plan for modules that receive q, k and v"
         )
     prepared = _is_of_transformers(model)
-    layers = _layers_of_config(model) if prepared else _found(model, example, mesh.device_type)
+    layers, counted = (_layers_of_config(model), []) if prepared else _found(model, example, mesh.device_type)
     heads, kv_heads = (gcd(*numbers) for numbers in zip(*(x.heads for x in layers), strict=True))
     chosen, view = _choose(mesh, heads, kv_heads, settings)
     style = ContextParallel(qkv_indices=None, **chosen)
@@ -95,7 +98,14 @@ def parallelize(
         parallelize_module(model, mesh, plan if [*plan] != [""] else style)
         styled_modules(model, at_least=len(plan))
     if not quiet and not view.rank:
-        print(_summary(model, plan, layers, chosen, view, prepared))
+        print(_summary(model, plan, layers, chosen, view, prepared, counted))
+    if counted and view.size > 1:
+        warnings.warn(
+            f"in the example, {', '.join(counted)} got positions 0, 1, 2, ..., which are no argument of the model, so "
+            "it counts them, perhaps by torch.arange. A rank holds other positions, and the loss would be wrong. Give "
+            "the forward of the model an argument for positions, and pass it the position_ids of the batch",
+            stacklevel=2,
+        )
     return model, ContextParallelHandler(mesh, style)
 
 
@@ -137,11 +147,19 @@ class _Calls(EnteredMode):
         super().__init__()
         self.names = {id(module): name for name, module in model.named_modules()}
         self.layers: dict[str, _Layer] = {}
+        self.counted: dict[str, int] = {}
+        """Modules that got positions 0, 1, 2, ..., and how many."""
+        self.lengths: set[int] = set()
+        """Positions of the attention calls."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        caller = next(iter(running_modules()), None)
+        if caller is not None and takes_positions(func, caller):
+            given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and counts_from_0(x)]
+            self.counted |= {self.names.get(id(caller), ""): x.shape[-1] for x in given}
         read = attention_calls.ROUTED.get(attention_calls.key_of(func))
         unrouted = attention_calls.spelled(func) if read is None else None
         if read is not None or unrouted is not None:
@@ -168,6 +186,7 @@ class _Calls(EnteredMode):
                 "sequences, and which ranks hold the second one is for you to say. Write a plan with "
                 "ContextParallel(cross_attention=True), see docs/guide/encoders.md"
             )
+        self.lengths.add(q.shape[-2])
         heads = (q.shape[1], k.shape[1]) if request.weight is None else (q.shape[1], q.shape[1])
         width = (k.shape[-1] + v.shape[-1]) // 2
         sizes: dict[str, Any] = {"layers": 1, "width": heads[0] * width, "vocabulary": 1, "head_dim": width}
@@ -180,8 +199,8 @@ class _Calls(EnteredMode):
         self.layers[name] = _Layer(name, heads, ModelShape(heads=heads[0], kv_heads=heads[1], **sizes))
 
 
-def _found(model: nn.Module, example: Any, device_type: str) -> list[_Layer]:
-    """The attention of a model, as a forward shows it."""
+def _found(model: nn.Module, example: Any, device_type: str) -> tuple[list[_Layer], list[str]]:
+    """The attention of a model, as a forward shows it, and the modules for which it counts positions itself."""
     if not isinstance(example, (tuple, list, Mapping)):
         raise ValueError(
             f"example is {example if example is None else type(example).__name__}. The attention modules of a "
@@ -198,7 +217,9 @@ def _found(model: nn.Module, example: Any, device_type: str) -> list[_Layer]:
             "writes attention out by hand or has none. Call one of them; for recurrent layers alone use "
             "RecurrentContextParallel in a plan"
         )
-    return [*calls.layers.values()]
+    counted = [f"{name!r}" for name, length in calls.counted.items() if length in calls.lengths]
+    given = any(counts_from_0(x) for _, x in tensors(example))
+    return [*calls.layers.values()], [] if given else counted
 
 
 def _layers_of_config(model: Any) -> list[_Layer]:
@@ -253,6 +274,7 @@ def _summary(
     chosen: Mapping[str, Any],
     cp: CPMesh,
     prepared: bool,
+    counted: Sequence[str],
 ) -> str:
     """The text that is printed: what was applied, why, and what travels."""
     ring, degree = cp.ring.size, cp.ulysses.size
@@ -265,7 +287,7 @@ def _summary(
     if prepared:
         lines += [f"  the same  prepare_model(model, mesh, style=ContextParallel({settings}))"]
     else:
-        lines += _as_plan(model, plan, settings)
+        lines += _as_plan(model, plan, settings, counted)
     shapes = [x.shape for x in layers if x.shape is not None]
     if cp.size > 1 and len(shapes) == len(layers):
         each = Counter(shapes).items()  # most layers are alike
@@ -274,7 +296,7 @@ def _summary(
     return "\n".join(lines)
 
 
-def _as_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], settings: str) -> list[str]:
+def _as_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], settings: str, counted: Sequence[str]) -> list[str]:
     """The plan as code, and the types of modules in it and beside it."""
     names, lines = dict(model.named_modules()), []
     for style in dict.fromkeys(plan.values()):
@@ -286,7 +308,8 @@ def _as_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], settings: str)
         keys = "style" if own == [""] else f"{{{', '.join(f'{key!r}: style' for key in _patterns(own, [*names]))}}}"
         lines += [f"            parallelize_module(model, mesh, {keys})"]
     left = [x for name, x in names.items() if not any(x.children()) and name not in plan]
-    return [*lines, f"  as it is  {_counted(left)}: each works on this rank's positions"]
+    wrong = f", but {', '.join(counted)} at positions that the model counts itself" if counted else ""
+    return [*lines, f"  as it is  {_counted(left)}: each works on this rank's positions{wrong}"]
 
 
 def _counted(modules: Iterable[nn.Module]) -> str:

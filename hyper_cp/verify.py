@@ -122,7 +122,9 @@ def _checked(
             f'gradients={gradients!r} is unknown. It names your reduction over the cp ranks. Use "mean" or "sum"'
         )
     if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(f"loss_fn is a {type(loss_fn).__name__}. It is called as loss_fn(model, batch, handler)")
+        raise TypeError(
+            f"loss_fn is a {type(loss_fn).__name__}. It is called as loss_fn(model, batch, handler). Pass a function"
+        )
     found = bindings(model)
     if not found:
         if loss_fn is None:

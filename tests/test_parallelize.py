@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import re
+import warnings
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from typing import Any
@@ -149,6 +150,42 @@ def test_gradients_are_those_of_one_device(ranks: Any, case: str) -> None:
 
 
 @on_ranks
+def with_data_parallelism(of_loader: bool, of_loss: bool, block: bool) -> float | str:
+    """The error of gradients over two micro-batches on 2 x 2 ranks, or the error that is raised."""
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    both, model, whole = world["dp", "cp"], GPT().double(), texts(4)
+    alone = copy.deepcopy(model)
+    _, handler = parallelize(model, world["cp"], (whole[0]["tokens"][:1, :6], torch.arange(6)), quiet=True)
+    mine = whole[:2] if world["dp"].get_local_rank() == 0 else whole[2:]
+
+    def step() -> None:
+        for batch in handler.loader(mine, shift_labels=True, accumulate=2, mesh=both if of_loader else None):
+            with handler.documents(batch if block else None):
+                logits = model(batch["tokens"], batch["position_ids"])
+                options: Any = {"mesh": both if of_loss else None, "gradients": "sum"}
+                loss = handler.mean_loss(logits, batch["shift_labels"], **options)
+            (loss * batch.weight).backward()
+
+    if text := error_of(step):
+        return text
+    loss_of(alone, whole)
+    pairs = zip(of_ranks(model), alone.parameters(), strict=True)
+    return max(relative_error(a, b.grad) for a, b in pairs if b.grad is not None)
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_labels_are_counted_over_the_ranks_of_the_loss(ranks: Any, block: bool) -> None:
+    for of_loader, of_loss in ((True, True), (False, True), (True, False)):
+        for found in ranks(4, with_data_parallelism, of_loader, of_loss, block):
+            if of_loader and of_loss:
+                assert isinstance(found, float) and found <= 1e-12, found
+            else:
+                assert re.match(r"ValueError: mean_loss is the mean over ranks \[.*counted .*over ranks \[", found), (
+                    found
+                )
+
+
+@on_ranks
 def summary(heads: int) -> str:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     with redirect_stdout(io.StringIO()) as printed:
@@ -169,6 +206,30 @@ def test_the_summary_is_a_plan(ranks: Any) -> None:
         "  as it is  5 Linear, 2 Embedding, 2 LayerNorm, 1 Dropout: each works on this rank's positions",
         f"  traffic   a rank sends {sent / 1024:.1f} KiB for each of its tokens, forward and backward",
     ]
+
+
+class Counting(GPT):
+    """nanoGPT: it counts positions itself."""
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        return super().forward(tokens, torch.arange(tokens.shape[1]))
+
+
+@on_ranks
+def counting(given: bool) -> tuple[list[str], str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    example = (torch.zeros(1, 6).long(), *[torch.arange(6)] * given)
+    with redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallelize((GPT if given else Counting)(), mesh, example)
+    return [str(x.message) for x in caught], printed.getvalue()
+
+
+def test_a_model_that_counts_positions_is_told(ranks: Any) -> None:
+    for texts, printed in ranks(2, counting, False):
+        assert len(texts) == 1 and texts[0].startswith("in the example, 'positions' got positions 0, 1, 2, ...")
+        assert not printed or "but 'positions' at positions that the model counts itself" in printed
+    assert [texts for texts, _ in ranks(2, counting, True)] == [[], []]
 
 
 @on_ranks

@@ -166,7 +166,7 @@ def short(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", CAPTION])
 
 
-SHOWN = ("packed", "window", "latents", "hosts", "grouped", "selected", "selected_mha")
+SHOWN = ("packed", "window", "latents", "hosts", "selected", "selected_mha")
 
 
 def _fastest(run: Run, rate: str, library: str) -> str:

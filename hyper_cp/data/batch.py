@@ -44,6 +44,8 @@ class LocalBatch:
     """The same for ``shift_labels`` and each of ``shift_labels_1``, ``shift_labels_2`` ... (``mtp_depth``)."""
     last: bool = True
     """In ``handler.loader``, True for the last micro-batch before a step of the optimizer."""
+    counted_on: tuple[int, ...] = ()
+    """In ``handler.loader(..., accumulate=)`` the ranks over which labels were counted for ``weight``."""
 
 
 class _Dict(dict[Any, Any], LocalBatch):
@@ -298,6 +300,7 @@ class WholeBatch:
         """
         handler, state, shape = self.handler, self.handler.cp.batch, self.first.shape
         state.batches += 1
+        state.counted_on = ()
         rows = shape.numel() // max(self.length, 1) if self.first.ndim < 3 else shape[0]
         share = rows, self.padded // handler.cp.size
         state.padded = None if self.padded == self.length else (share, self.length, self.padded)
@@ -384,8 +387,9 @@ def _sequence_dims(entries: dict[Any, Any], seq_dims: Any, named: bool) -> dict[
     if isinstance(seq_dims, (list, tuple)):
         if named or len(seq_dims) != len(entries):
             raise ValueError(
-                f"seq_dims={seq_dims!r} has {len(seq_dims)} places for the entries {list(entries)}: give one per entry "
-                "of a list or tuple; for a dict, a dict of names or one int"
+                f"seq_dims={seq_dims!r} has {len(seq_dims)} places for the entries {list(entries)}. Each entry of a "
+                "list or tuple has its own place, and a dict has names. Pass one int per entry, a dict of names for a "
+                "dict, or one int for all"
             )
         seq_dims = dict(enumerate(seq_dims))
     given: Mapping[Any, int | None] = seq_dims if isinstance(seq_dims, Mapping) else {}
@@ -423,8 +427,8 @@ def _refuse_nested(name: Any, x: Any) -> None:
     inner = x.values() if isinstance(x, Mapping) else x if isinstance(x, (list, tuple)) else ()
     if any(isinstance(y, Tensor) for y in inner):
         raise TypeError(
-            f"batch entry {name!r} is a {type(x).__name__} of tensors: put them into the batch itself, so that each "
-            "has its own seq_dims"
+            f"batch entry {name!r} is a {type(x).__name__} of tensors. Each tensor needs its own place in seq_dims. "
+            "Put them into the batch itself"
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh import cp_mesh
-from ..mesh.comm import Axis, gather_ranks
+from ..mesh.comm import Axis, gather_ranks, sum_to_ranks
 from ..mesh.failures import operation
 from ..ops.exchange.held_rows import fetch, rows_plan
 from ..ops.kernels.partials import accumulation_dtype
@@ -80,13 +80,9 @@ def scatter_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str
     _, to_ranks = ascending(resolve(layout, cp.size, x.shape[seq_dim], read(documents)), range(cp.size))
     with operation(cp, "sum of a sequence's gradients"):
         rows = to_ranks.take(x.movedim(seq_dim, 0).to(accumulation_dtype(x.dtype)), 0)
-        for axis in reversed(cp.flat):  # outermost first
-            rows = rows.clone(memory_format=torch.contiguous_format)
-            mine = rows.unflatten(0, (axis.size, -1))[axis.rank]
-            own = mine.clone()
-            mine.zero_()
-            rows = own.add_(axis.reduce_scatter(rows).wait())
-    return rows.to(x.dtype).movedim(0, seq_dim).contiguous()
+        rows = rows.clone(memory_format=torch.contiguous_format)  # sums overwrite it
+        mine = sum_to_ranks(cp.flat, rows.unflatten(0, (cp.size, -1)))
+    return mine.to(x.dtype).movedim(0, seq_dim).contiguous()
 
 
 @scatter_sequence.register_fake

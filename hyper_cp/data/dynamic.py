@@ -14,9 +14,12 @@ from itertools import accumulate, pairwise
 from numbers import Real
 from typing import Any
 
+from ..mesh.arguments import check_int
 from ..mesh.cp_mesh import divisors
 from ..mesh.family import MeshFamily
 from ..schedule import layout as layouts
+
+_COUNT = "It is a number of tokens or ranks"
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,19 @@ class CostModel:
     def __post_init__(self) -> None:
         values = {name: value for name, value in vars(self).items() if name != "windows"}
         for number, (window, seconds) in enumerate(self.windows):
-            _check_count(f"CostModel: windows[{number}][0]", window)
+            check_int(f"CostModel: windows[{number}][0]", window, _COUNT)
             values[f"windows[{number}][1]"] = seconds
         for name, value in values.items():
             if not _finite(value) or value < 0:
-                raise ValueError(f"CostModel: {name}={value!r} must be a finite number of seconds, 0 or more")
+                raise ValueError(
+                    f"CostModel: {name}={value!r} must be a finite number of seconds, 0 or more. It is a part of the "
+                    "time of a step. Measure it, or use CostModel.of_transformer(...)"
+                )
         if not self.linear + self.quadratic:
-            raise ValueError("CostModel: linear and quadratic are both 0, so all plans cost the same. Give one of them")
+            raise ValueError(
+                "CostModel: linear=0 and quadratic=0. Tokens would take no time, and all plans would cost the same. "
+                "Give one of them"
+            )
 
     def attention(self, length: int) -> float:
         """Seconds of the attention of one causal sample on one rank."""
@@ -82,7 +91,10 @@ class CostModel:
         given = {"parameters": parameters, "layers": layers, "hidden": hidden, "flops_per_second": flops_per_second}
         for name, value in given.items():
             if not _finite(value) or value < 0 or (name == "flops_per_second" and value == 0):
-                raise ValueError(f"{name}={value!r} must be a finite number above 0 (a size may be 0)")
+                raise ValueError(
+                    f"{name}={value!r} must be a finite number above 0 (a size may be 0). The time of a token follows "
+                    "from it. Pass the size of the model, and what one device computes in a second"
+                )
         return cls(6 * parameters / flops_per_second, 14 * hidden * layers / flops_per_second, **more)
 
     def shared(self, tokens: int, lengths: Iterable[int], degree: int) -> float:
@@ -140,7 +152,10 @@ class Plan:
     def of_rank(self, rank: int) -> list[MicroBatch]:
         """The micro-batches of a rank, given by its place in the family, in order. There may be none."""
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.size:
-            raise ValueError(f"rank={rank!r} is not a place in this plan for {self.size} ranks: 0 to {self.size - 1}")
+            raise ValueError(
+                f"rank={rank!r} is not a place in this plan for {self.size} ranks: 0 to {self.size - 1}. A plan "
+                "numbers the ranks of its family. Pass family.rank"
+            )
         return [m for m in self.micro_batches if rank in m.ranks]
 
     @cached_property
@@ -243,26 +258,35 @@ class DynamicContextParallel:
         in_steps: bool = False,
     ) -> None:
         if not isinstance(cost, CostModel):
-            raise TypeError(f"cost is a {type(cost).__name__}; pass a CostModel, such as CostModel.of_transformer(...)")
+            raise TypeError(
+                f"cost is a {type(cost).__name__}. Plans are compared by the seconds that it estimates. Pass a "
+                "CostModel, such as CostModel.of_transformer(...)"
+            )
         if isinstance(family, MeshFamily):
             self.size, works = family.size, list(family.degrees)
         else:
-            _check_count("family", family)
+            check_int("family", family, _COUNT)
             self.size, works = family, divisors(family)
         self.cost, self.layout, self.slack, self.in_steps = cost, layouts.check_layout(layout), slack, in_steps
         self.degrees = _checked_degrees(degrees, self.size, works)
         self._multiples = {d: layouts.length_multiple(layout, d) for d in self.degrees}
-        _check_count("tokens_per_rank", tokens_per_rank)
+        check_int("tokens_per_rank", tokens_per_rank, _COUNT)
         self._per_rank = layouts.length_multiple(layout, 1)
         if tokens_per_rank < self._per_rank:
-            raise ValueError(f"tokens_per_rank={tokens_per_rank} is less than {self._per_rank}, one token per chunk")
+            raise ValueError(
+                f"tokens_per_rank={tokens_per_rank} is less than {self._per_rank}. A rank holds at least one token of "
+                f"each of its chunks in layout={layout!r}. Pass what fits into the memory of a device"
+            )
         self.tokens_per_rank = tokens_per_rank
         if not _finite(slack) or slack < 0:
-            raise ValueError(f"slack={slack!r} must be a share of the step time, such as 0.02, and not negative")
+            raise ValueError(
+                f"slack={slack!r} must be a share of the step time, 0 or more. Plans that are slower by at most this "
+                "share count as equal. Pass 0.02, say"
+            )
 
     def capacity(self, degree: int) -> int:
         """Tokens of the longest sequence that ``degree`` ranks can hold."""
-        _check_count("degree", degree)
+        check_int("degree", degree, _COUNT)
         return self.tokens_per_rank // self._per_rank * self._per_rank * degree
 
     def plan(self, lengths: Sequence[int]) -> Plan:
@@ -340,7 +364,7 @@ class DynamicContextParallel:
     def least_degree(self, lengths: Sequence[int], index: int) -> int:
         """The narrowest degree at which sample ``index`` fits; ``ValueError`` if there is none."""
         length = lengths[index]
-        _check_count(f"lengths[{index}]", length)
+        check_int(f"lengths[{index}]", length, _COUNT)
         fits = [d for d in self.degrees if length <= self.capacity(d)]
         if fits:
             return fits[0]
@@ -418,18 +442,14 @@ def _pack(samples: list[_Sample], capacity: int) -> list[list[_Sample]]:
     return packs
 
 
-def _check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a positive int")
-
-
 def _checked_degrees(degrees: Sequence[int] | None, size: int, works: list[int]) -> tuple[int, ...]:
     chosen = works if degrees is None else _listed("degrees", degrees)
     wrong = [d for d in chosen if not isinstance(d, int) or isinstance(d, bool) or d not in works]
     if wrong or not chosen:
+        which = f" ({wrong[0]!r} is not)" if wrong else ""
         raise ValueError(
-            f"degrees={chosen!r} must be among the degrees of these {size} ranks: "
-            f"{', '.join(map(str, works))}" + (f"; {wrong[0]!r} is not" if wrong else "")
+            f"degrees={chosen!r} must be among the degrees of these {size} ranks: {', '.join(map(str, works))}{which}. "
+            "Each is the size of meshes into which the family divides. Leave out the others, or pass None for all"
         )
     return tuple(sorted(set(chosen)))
 
@@ -444,5 +464,5 @@ def _finite(value: object) -> bool:
 
 def _listed(name: str, given: Iterable[int]) -> list[int]:
     if not isinstance(given, Iterable):
-        raise TypeError(f"{name} is a {type(given).__name__}; pass a list of ints")
+        raise TypeError(f"{name} is a {type(given).__name__}. It lists whole numbers. Pass a list of ints")
     return list(given)

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh.arguments import check_int, check_type
+from ..mesh.cp_mesh import CPMesh
 from .batch import Unsplit
 from .collectives import by_rank
+from .loss import ranks_of
 
 
 def local_batches(
@@ -20,18 +22,22 @@ def local_batches(
     read: Callable[[Any], Unsplit],
     device: torch.device,
     accumulate: int,
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh,
+    cp: CPMesh,
 ) -> Iterator[Any]:
-    """See :meth:`hyper_cp.ContextParallelHandler.loader`; ``read`` reads a whole batch."""
+    """See :meth:`hyper_cp.ContextParallelHandler.loader`; ``read`` reads a whole batch, and ``mesh`` is the one over
+    whose ranks labels are counted: those of ``cp``, or more."""
     check_int("accumulate", accumulate, "It is the number of micro-batches before a step of the optimizer")
     check_type("batches", batches, Iterable, "Whole batches are read from it. Pass a DataLoader, or a list of batches")
-    source = iter(batches)
+    source, ranks = iter(batches), ranks_of(mesh) if accumulate > 1 else ()
     while group := [read(whole) for whole in islice(source, accumulate)]:
-        weights = _weights([batch.labels for batch in group], device, mesh) if accumulate > 1 else [None]
+        labels = [batch.labels for batch in group]
+        weights = _weights(labels, device, mesh if mesh.size() > cp.size else None) if accumulate > 1 else [None]
         for number, (batch, weight) in enumerate(zip(group, weights, strict=True), 1):
             local = _moved(batch.split(), device)  # only now: what is split is the batch that runs next
             local.weights = [1.0] * (1 if batch.labels is None else len(batch.labels)) if weight is None else weight
             local.weight, local.last = local.weights[0], number == len(group)
+            local.counted_on = cp.batch.counted_on = ranks
             yield local
 
 
@@ -44,7 +50,7 @@ def _weights(labels: list[Tensor | None], device: torch.device, mesh: DeviceMesh
             "has labels. Pass them in a dict batch, or accumulate=1 and multiply by weights of your own"
         )
     counts = torch.stack([x.to(device) for x in found])
-    if mesh is not None:
+    if mesh is not None:  # all ranks of a cp mesh have counted the same labels
         counts = by_rank(mesh, counts).sum(0)
     total = counts.sum(0).clamp(min=1)
     # Numbers where the host does not wait for them: a tensor of another dtype would change that of the loss.

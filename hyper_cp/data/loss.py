@@ -84,6 +84,23 @@ def reduced_mesh(mesh: DeviceMesh | None, cp: DeviceMesh) -> DeviceMesh:
     return cp if mesh is None else mesh
 
 
+def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The ranks of a mesh, in ascending order."""
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+def refuse_other_counts(cp: CPMesh, mesh: DeviceMesh) -> None:
+    """Raise ``ValueError`` if the weight of the batch of this loss was counted over other ranks than those of ``mesh``.
+    (Each rank would see the mean of all multiplied by the weight of some.)"""
+    counted = () if torch.compiler.is_compiling() else cp.batch.weighed_on
+    if counted and counted != (ranks := ranks_of(mesh)):
+        raise ValueError(
+            f"mean_loss is the mean over ranks {list(ranks)}, and handler.loader(accumulate=) has counted the labels "
+            f"for batch.weight over ranks {list(counted)}. Micro-batches would get wrong weights. Pass both the mesh "
+            'over which gradients are reduced: handler.loader(..., mesh=world["dp", "cp"]) and mean_loss(mesh=...)'
+        )
+
+
 def check_tokens(cp: CPMesh, losses: Any, labels: Tensor | None, mask: Tensor | None) -> None:
     """Raise ``ValueError`` for tokens that were shifted in a share, and for padding that would count."""
     check_share(cp, losses if labels is None else labels)

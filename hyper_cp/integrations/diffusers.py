@@ -45,60 +45,118 @@ class _Family:
     """The blocks of a type of models, and their attention."""
 
     stages: tuple[str, ...]
-    """The lists of blocks."""
+    """The lists of blocks, or several with a space between them if the model gathers nothing between them. With ``.*``
+    behind it each block of a list is a stage, because the model works on whole sequences between them."""
     shared: tuple[str, ...]
-    """Patterns of the modules whose queries and keys are the split sequence."""
+    """The modules in a block whose queries and keys are the split sequence."""
     prompts: tuple[str, ...] = ()
-    """Patterns of the modules whose keys are a prompt, of which every rank has all."""
+    """The modules in a block whose keys are a prompt, of which every rank has all."""
     order: tuple[str, ...] = ()
     """In joint attention, the order of the two in queries and keys."""
     returned: tuple[str, ...] = (IMAGE,)
     """The results of a block that returns several tensors."""
     refused: tuple[str, ...] = ()
     """Inputs that count tokens of the whole image beside those that blocks get."""
+    image: str = IMAGE
+    """The blocks' own name of the argument that holds the image."""
+    prompt: str = PROMPT
+    dim: int = 1
+    """The dimension of tokens in both."""
+    pairs: bool = False
+    """True if blocks make a mask of pairs of tokens: the product of what a mask of tokens says of both."""
+    picks: bool = False
+    """True if attention leaves out the tokens of a prompt that its mask hides."""
+    counted: tuple[tuple[str, str], ...] = ()
+    """Arguments that count the first tokens of the image or of the prompt."""
 
     @property
-    def attention(self) -> tuple[str, ...]:
-        """Patterns of all modules of attention."""
-        return self.shared + self.prompts
+    def lists(self) -> list[str]:
+        """The names of all lists of blocks."""
+        return [name.removesuffix(".*") for stage in self.stages for name in stage.split()]
+
+    def patterns(self, attention: tuple[str, ...]) -> list[str]:
+        """Patterns of the names of modules of attention in the model."""
+        return [f"{name}.*.{inner}" for name in self.lists for inner in attention]
 
 
 _TEXT_FIRST, _IMAGE_FIRST = (PROMPT, IMAGE), (IMAGE, PROMPT)
 _RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples", "block_controlnet_hidden_states")
 _BLOCKS, _TWO_LISTS = ("transformer_blocks",), ("transformer_blocks", "single_transformer_blocks")
-_CROSS = _Family(_BLOCKS, ("transformer_blocks.*.attn1",), ("transformer_blocks.*.attn2",), refused=_RESIDUALS)
-_WAN = _Family(("blocks",), ("blocks.*.attn1",), ("blocks.*.attn2",))
+_CROSS = _Family(_BLOCKS, ("attn1",), ("attn2",), refused=_RESIDUALS)
+_WAN = _Family(("blocks",), ("attn1",), ("attn2",))
+_ONE = _Family(_BLOCKS, ("attn",))
+_LAYERS = _Family(("layers",), ("attention",))
 _FLUX = _Family(
-    *(_TWO_LISTS, ("*transformer_blocks.*.attn",)),
+    *(_TWO_LISTS, ("attn",)),
     order=_TEXT_FIRST,
     returned=_TEXT_FIRST,
     refused=(*_RESIDUALS, "kv_cache_mode", "kv_cache"),
 )
-_COGVIEW = replace(_FLUX, stages=_BLOCKS, shared=("transformer_blocks.*.attn1",), returned=_IMAGE_FIRST)
+_FLUX_3 = ("txt_mode_blocks", "mode_blocks.image", "mode_blocks.image_cond", "single_transformer_blocks")
+_COGVIEW = replace(_FLUX, stages=_BLOCKS, shared=("attn1",), returned=_IMAGE_FIRST)
 _HUNYUAN = replace(_FLUX, order=_IMAGE_FIRST, returned=_IMAGE_FIRST)
+_HUNYUAN_VIDEO = replace(_HUNYUAN, counted=(("num_tokens", IMAGE),))
+_PAIRED = replace(_COGVIEW, pairs=True)
+_JOY = replace(_HUNYUAN, stages=("double_blocks",))
 _FAMILIES = {
+    "AceStepTransformer1DModel": _Family(("layers",), ("self_attn",), ("cross_attn",)),
     "AllegroTransformer3DModel": _CROSS,
+    "AnyFlowTransformer3DModel": _WAN,
     "AuraFlowTransformer2DModel": replace(_FLUX, stages=("joint_transformer_blocks", "single_transformer_blocks")),
+    "BriaFiboTransformer2DModel": replace(_FLUX, stages=("transformer_blocks.*", "single_transformer_blocks.*")),
     "BriaTransformer2DModel": _FLUX,
-    "ChromaTransformer2DModel": _FLUX,
+    "ChromaTransformer2DModel": replace(_FLUX, pairs=True),
     "ChronoEditTransformer3DModel": _WAN,
     "CogVideoXTransformer3DModel": _COGVIEW,
     "CogView3PlusTransformer2DModel": _COGVIEW,
-    "CogView4Transformer2DModel": _COGVIEW,
+    "CogView4Transformer2DModel": _PAIRED,
+    "ConsisIDTransformer3DModel": _COGVIEW,
     "CosmosTransformer3DModel": _CROSS,
+    "DiTTransformer2DModel": _CROSS,
+    "DreamLiteTransformer2DModel": _CROSS,
+    "EasyAnimateTransformer3DModel": _COGVIEW,
+    "ErnieImageTransformer2DModel": replace(_LAYERS, shared=("self_attention",), image="x", dim=0),
     "Flux2Transformer2DModel": _FLUX,
+    "Flux3Transformer2DModel": replace(_FLUX, stages=_FLUX_3),
     "FluxTransformer2DModel": _FLUX,
-    "GlmImageTransformer2DModel": _COGVIEW,
+    "GlmImageTransformer2DModel": _PAIRED,
+    "HiDreamImageTransformer2DModel": replace(
+        _HUNYUAN, stages=("double_stream_blocks.*", "single_stream_blocks.*"), shared=("block.attn1",)
+    ),
     "HunyuanImageTransformer2DModel": _HUNYUAN,
-    "HunyuanVideoTransformer3DModel": _HUNYUAN,
+    "HunyuanVideo15Transformer3DModel": replace(_HUNYUAN, stages=_BLOCKS, pairs=True),
+    "HunyuanVideoFramepackTransformer3DModel": _HUNYUAN_VIDEO,
+    "HunyuanVideoTransformer3DModel": _HUNYUAN_VIDEO,
+    "Ideogram4Transformer2DModel": _LAYERS,
+    "JoyImageEditPlusTransformer3DModel": _JOY,
+    "JoyImageEditTransformer3DModel": _JOY,
+    "Kandinsky5Transformer3DModel": _Family(
+        *(("visual_transformer_blocks",), ("self_attention",), ("cross_attention",)),
+        refused=("sparse_params",),
+        image="visual_embed",
+        prompt="text_embed",
+    ),
+    "Krea2Transformer2DModel": _ONE,
     "LTXVideoTransformer3DModel": _CROSS,
+    "LongCatAudioDiTTransformer": _Family(("blocks",), ("self_attn",), ("cross_attn",), prompt="cond"),
     "LongCatImageTransformer2DModel": _FLUX,
+    "Lumina2Transformer2DModel": _Family(("noise_refiner", "layers"), ("attn",)),
+    "MiniMaxH3Transformer3DModel": _ONE,
+    "MiniMaxMusic3Transformer1DModel": _ONE,
+    "MochiTransformer3DModel": replace(_HUNYUAN, stages=_BLOCKS, shared=("attn1",), picks=True),
+    "MotifVideoTransformer3DModel": replace(_HUNYUAN, counted=(("image_embed_seq_len", PROMPT),)),
+    "OmniGenTransformer2DModel": replace(_LAYERS, shared=("self_attn",)),
     "OvisImageTransformer2DModel": _FLUX,
+    "PRXTransformer2DModel": _Family(("blocks",), ("attention",), order=_TEXT_FIRST),
     "PixArtTransformer2DModel": _CROSS,
     "QwenImageTransformer2DModel": replace(_FLUX, stages=_BLOCKS),
-    "SD3Transformer2DModel": replace(_FLUX, stages=_BLOCKS, order=_IMAGE_FIRST),
+    "SD3Transformer2DModel": replace(_FLUX, stages=_BLOCKS, shared=("attn", "attn2"), order=_IMAGE_FIRST),
     "SkyReelsV2Transformer3DModel": _WAN,
+    "Transformer2DModel": _CROSS,
+    "WanAnimateTransformer3DModel": replace(_WAN, stages=("blocks.*",)),
     "WanTransformer3DModel": _WAN,
+    "WanVACETransformer3DModel": replace(_WAN, stages=("vace_blocks blocks",)),
+    "ZImageTransformer2DModel": replace(_LAYERS, stages=("noise_refiner", "layers"), image="x", refused=_RESIDUALS),
 }
 
 
@@ -128,9 +186,9 @@ def prepare_transformer(
     family = _FAMILIES.get(name)
     if family is None:
         raise NotImplementedError(
-            f"transformer is a {name}. Nothing says how its sequences meet in attention, so only "
-            f"{', '.join(_FAMILIES)} are supported. Put ContextParallel(qkv_indices=None) on its attention "
-            "modules with parallelize_module, and split its inputs with handler.dispatch"
+            f"transformer is a {name}. Nothing says how its sequences meet in attention, as for the {len(_FAMILIES)} "
+            "types of docs/integrations/diffusers.md. Put ContextParallel(qkv_indices=None) on its attention modules "
+            "with parallelize_module, and split its inputs with handler.dispatch"
         )
     if bindings(transformer) or getattr(transformer, "_parallel_config", None) is not None:
         raise ValueError(f"{name} is parallel already. Its sequence would be split twice. Prepare it once")
@@ -144,26 +202,50 @@ def prepare_transformer(
     why = "DDP and FSDP average gradients over the ranks (mean); an all-reduce with SUM does not (sum)"
     check_choice("gradients", gradients, ("mean", "sum"), why)
     _refuse_other_attention(transformer, family)
+    _refuse_last_control(transformer)
     own = copy.copy(style)
-    own.qkv_indices, own.qkv_kwarg_names = None, ()
-    plan: dict[str, ParallelStyle] = dict.fromkeys(family.shared, own)
-    whole = ContextParallel(ulysses_degree=1, qkv_indices=None, kv_exchange="replicated", allow=style.allow)
-    plan |= dict.fromkeys(family.prompts, whole)
-    parallelize_module(transformer, mesh, plan)
+    own.qkv_indices, own.qkv_kwarg_names, own.allow = None, (), (*style.allow, *_outside(transformer, family))
+    plan: dict[str, ParallelStyle] = dict.fromkeys(family.patterns(family.shared), own)
+    whole = ContextParallel(ulysses_degree=1, qkv_indices=None, kv_exchange="replicated", allow=own.allow)
+    plan |= dict.fromkeys(family.patterns(family.prompts), whole)
+    names = [name for name, _ in transformer.named_modules()]
+    parallelize_module(transformer, mesh, {x: y for x, y in plan.items() if any(fnmatchcase(z, x) for z in names)})
     styled_modules(transformer, at_least=1)
     handler = ContextParallelHandler.of(transformer)
     _Root(handler, family, gradients).attach(transformer)
-    for name in family.stages:
-        _Stage(handler, family).attach(transformer.get_submodule(name))
+    for stage in family.stages:
+        lists: list[Any] = [transformer.get_submodule(name.removesuffix(".*")) for name in stage.split()]
+        for together in [[[block]] for block in lists[0]] if stage.endswith(".*") else [lists]:
+            _Stage(handler, family).attach(together)
     return handler
+
+
+def _refuse_last_control(transformer: Any) -> None:
+    """Raise ``NotImplementedError`` if a model adds a control's tokens behind the last block, where those of the image
+    are gathered."""
+    if hasattr(transformer, "vace_blocks") and len(transformer.blocks) - 1 in transformer.config.vace_layers:
+        raise NotImplementedError(
+            f"vace_layers={list(transformer.config.vace_layers)} has the last of {len(transformer.blocks)} layers. "
+            "What it adds is split, and tokens are gathered behind that layer. Leave the last layer out of vace_layers"
+        )
+
+
+def _outside(transformer: nn.Module, family: _Family) -> list[str]:
+    """The names of modules outside of blocks. They see whole sequences, so they may mix positions."""
+    return [
+        name
+        for name, _ in transformer.named_modules()
+        if name and not any(f"{x}.".startswith(f"{name}.") or name.startswith(f"{x}.") for x in family.lists)
+    ]
 
 
 def _refuse_other_attention(transformer: nn.Module, family: _Family) -> None:
     """Raise ``NotImplementedError`` for modules in blocks that compute attention and that the family does not name:
     they would attend to this rank's tokens only."""
-    known = [name for name, _ in transformer.named_modules() if any(fnmatchcase(name, x) for x in family.attention)]
+    patterns = family.patterns(family.shared + family.prompts)
+    known = [name for name, _ in transformer.named_modules() if any(fnmatchcase(name, x) for x in patterns)]
     for name, module in transformer.named_modules():
-        inside = any(name.startswith(f"{stage}.") for stage in family.stages)
+        inside = any(name.startswith(f"{x}.") for x in family.lists)
         covered = any(name == outer or name.startswith(f"{outer}.") for outer in known)
         if inside and not covered and (hasattr(module, "to_q") or re.search("Attention|Attn", type(module).__name__)):
             raise NotImplementedError(
@@ -200,18 +282,25 @@ class _Root:
                 f"{type(module).__name__} got {', '.join(refused)}. Their rows are those of tokens of the whole "
                 "image, and each rank holds a part of it. Leave them out"
             )
-        self.compare({name: x for name, x in given.items() if isinstance(x, Tensor) and x.numel()})
+        self.compare(given)
 
-    def compare(self, tensors: dict[str, Tensor]) -> None:
+    def compare(self, inputs: dict[str, Any]) -> None:
         """Raise ``ValueError`` on every rank if the ranks hold other inputs. One small communication, once."""
         if self.compared or torch.compiler.is_compiling():
             return
         self.compared = True
-        sums = torch.stack([x.detach().double().sum() + x.detach().double().flatten()[0] for x in tensors.values()])
-        rows = by_rank(self.handler.mesh, sums)
-        differ = [
-            name for name, column in zip(tensors, rows.unbind(1), strict=True) if bool((column != column[0]).any())
-        ]
+        sums: list[Tensor] = []
+        names: list[str] = []
+
+        def add(name: str, x: Tensor) -> Tensor:
+            if x.numel():
+                names.append(name)
+                sums.append(x.detach().double().sum() + x.detach().double().flatten()[0])
+            return x
+
+        _mapped("", inputs, add)
+        rows = by_rank(self.handler.mesh, torch.stack([x.to(sums[0].device) for x in sums]))
+        differ = [name for name, column in zip(names, rows.unbind(1), strict=True) if bool((column != column[0]).any())]
         if differ:
             raise ValueError(
                 f"{', '.join(differ)} of the first forward differ between the ranks. They hold parts of one sequence, "
@@ -232,8 +321,9 @@ class _Stage:
         self.lengths: dict[str, int] = {IMAGE: 0, PROMPT: 0}
         """Tokens of the image, and of the prompt in joint attention."""
 
-    def attach(self, blocks: Any) -> None:
-        """Register the hooks of the blocks and of their attention."""
+    def attach(self, lists: list[Any]) -> None:
+        """Register the hooks of the blocks of lists, one after the other, and of their attention."""
+        blocks = [block for together in lists for block in together]
         for number, block in enumerate(blocks):
             parameters = inspect.signature(block.forward).parameters.values()
             names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
@@ -242,7 +332,7 @@ class _Stage:
                 found = binding_of(module)
                 if found is not None and found.style.mode.kv_exchange != "replicated":
                     module.register_forward_pre_hook(self.before_attention, with_kwargs=True)
-        if len(blocks):
+        if blocks:
             blocks[-1].register_forward_hook(self.gather)
 
     # ---- who holds which tokens
@@ -262,6 +352,11 @@ class _Stage:
     def local_length(self) -> int:
         """The number of tokens of each rank, padding included."""
         return -(-sum(self.lengths.values()) // self.handler.cp.size)
+
+    def held(self, kind: str, rank: int | None = None) -> int:
+        """The number of tokens of the image or of the prompt that a rank holds, padding included."""
+        prompt = self.shares(PROMPT)[self.handler.cp.rank if rank is None else rank][1]
+        return prompt if kind == PROMPT else self.local_length - prompt
 
     @property
     def padding(self) -> int:
@@ -307,43 +402,63 @@ class _Stage:
             call.adapt = self.with_masks
 
     def with_masks(self, request: AttentionRequest) -> AttentionRequest:
-        """An attention call whose mask is for the keys of all ranks, in the order in which these hold them. The module
-        makes it for this rank's keys, or has got that of the whole sequence."""
-        mask, ranks, total = request.mask, self.handler.cp.size, sum(self.lengths.values())
-        if request.query.shape[2] != self.local_length or request.key.shape[2] != self.local_length:
+        """An attention call for the keys of all ranks, in the order in which these hold them, equally many on each. The
+        module makes its mask for this rank's keys, or has got that of the whole sequence."""
+        ranks, total, length = range(self.handler.cp.size), sum(self.lengths.values()), self.local_length
+        queries, keys = request.query.shape[2], request.key.shape[2]
+        known = (length,) if not self.lengths[PROMPT] else (length, self.held(IMAGE))
+        if not self.family.picks and not {queries, keys} <= set(known):
             raise NotImplementedError(
-                f"attention has {request.query.shape[2]} queries and {request.key.shape[2]} keys, and this rank holds "
-                f"{self.local_length} tokens of the sequence. Others are not split as these are. Use a model whose "
-                "blocks attend to the whole sequence"
+                f"attention has {queries} queries and {keys} keys, and this rank holds {length} tokens of the sequence."
+                " Others are not split as these are. Use a model whose blocks attend to the whole sequence"
             )
-        hidden = torch.cat([self.order(rank) for rank in range(ranks)]) < 0
-        if mask is not None and mask.ndim > 1 and mask.shape[-1] == total:
-            at = torch.cat([self.order(rank) for rank in range(ranks)]).clamp(min=0)
-            mask = mask[..., at] if mask.shape[-2] != total else mask[..., at, :][..., at]
-        elif mask is not None and mask.shape[-1] == request.key.shape[2] and ranks > 1:
-            if mask.ndim < 4 or mask.shape[-2] > 1:
-                raise NotImplementedError(
-                    f"attention got a mask of shape {tuple(mask.shape)}, which is made of pairs of this rank's tokens. "
-                    "Those with tokens of other ranks are missing. Leave out the mask of the prompt"
-                )
-            mask = self.handler.combine(mask, mask.ndim - 1, gradients=None)
-        if self.padding and self.family.order[:1] == (IMAGE,) and self.lengths[PROMPT]:
+        held = [self.order(rank, (IMAGE,)) if keys < length else self.order(rank) for rank in ranks]
+        if self.family.picks:
+            counts = by_rank(self.handler.mesh, torch.tensor([keys], device=request.key.device))
+            held = [self.order(rank)[:count] for rank, count in zip(ranks, counts.flatten().tolist(), strict=True)]
+        at = torch.cat([F.pad(x, (0, length - len(x)), value=-1) for x in held])
+        mask = self.of_all_ranks(request.mask, keys, at.clamp(min=0), total)
+        hidden = at < 0
+        if hidden[: total if min(len(x) for x in held) == length else len(hidden)].any():
             hidden = hidden.to(request.key.device)[None, None, None]
             value = 0 if mask is not None and mask.dtype == torch.bool else -torch.inf
             mask = ~hidden if mask is None else mask.masked_fill(hidden, value)
         elif self.padding:  # at the end of the sequence
             request.documents = documents_table([0, total, total + self.padding])
+        if min(queries, keys) < length or self.family.picks:
+            request.query, request.key, request.value = (
+                F.pad(x, (0, 0, 0, length - x.shape[2])) for x in (request.query, request.key, request.value)
+            )
+            to_caller = request.to_caller
+            request.to_caller = lambda out: to_caller(out[:, :, :queries])
         request.mask = mask
         return request
 
-    def order(self, rank: int) -> Tensor:
-        """The positions in the whole sequence of what a rank holds, -1 for padding."""
-        kinds = self.family.order if self.lengths[PROMPT] else (IMAGE,)
+    def of_all_ranks(self, mask: Tensor | None, keys: int, at: Tensor, total: int) -> Tensor | None:
+        """The mask of an attention call, for the keys of all ranks. ``at``: their positions in the whole sequence."""
+        if mask is None or self.handler.cp.size == 1:
+            return mask
+        if mask.ndim > 1 and mask.shape[-1] == total:
+            return mask[..., at] if mask.shape[-2] != total else mask[..., at, :][..., at]
+        if mask.shape[-1] != keys or keys < self.local_length:
+            return mask
+        if mask.ndim < 4 or (mask.shape[-2] > 1 and not self.family.pairs):
+            raise NotImplementedError(
+                f"attention got a mask of shape {tuple(mask.shape)}, which is made of pairs of this rank's tokens. "
+                "Those with tokens of other ranks are missing. Leave out the mask of the prompt"
+            )
+        if mask.shape[-2] == 1:
+            return self.handler.combine(mask, mask.ndim - 1, gradients=None)
+        own = mask.diagonal(dim1=-2, dim2=-1).contiguous()  # of a product of 0 and 1, what each token has
+        tokens = self.handler.combine(own, own.ndim - 1, gradients=None)
+        return tokens[..., None] * tokens[..., None, :]
+
+    def order(self, rank: int, kinds: tuple[str, ...] | None = None) -> Tensor:
+        """The positions in the whole sequence of what a rank holds (of the image, say), -1 for padding."""
         parts, start = [], 0
-        for kind in kinds:
+        for kind in kinds or (self.family.order if self.lengths[PROMPT] else (IMAGE,)):
             first, count = self.shares(kind)[rank]
-            more = self.local_length - sum(self.shares(x)[rank][1] for x in kinds) if kind == IMAGE else 0
-            parts += [torch.arange(count) + start + first, torch.full((more,), -1)]
+            parts += [torch.arange(count) + start + first, torch.full((self.held(kind, rank) - count,), -1)]
             start += self.lengths[kind]
         return torch.cat(parts)
 
@@ -358,15 +473,16 @@ class _Stage:
         )
 
     def whole(self, x: Tensor, kind: str) -> Tensor:
-        """Gather ``[B, S/n, C]`` of the image or of the prompt."""
-        shares = self.shares(kind)
+        """Gather the tokens of the image or of the prompt."""
+        shares, dim = self.shares(kind), self.family.dim
         longest = max(count for _, count in shares)
         longest = longest if kind == PROMPT else max(self.local_length - count for _, count in self.shares(PROMPT))
-        joined = self.handler.combine(F.pad(x, (0, 0, 0, longest - x.shape[1])), 1, gradients="shares")
-        return torch.cat([joined.narrow(1, rank * longest, count) for rank, (_, count) in enumerate(shares)], 1)
+        padded = F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, longest - x.shape[dim]))
+        joined = self.handler.combine(padded, dim, gradients="shares")
+        return torch.cat([joined.narrow(dim, rank * longest, count) for rank, (_, count) in enumerate(shares)], dim)
 
 
-_POSITIONS = re.compile("rot|freq|pos|rope|cos|sin")
+_POSITIONS = re.compile("rot|freq|pos|rope|cos|sin|indices")
 
 
 class _Entrance:
@@ -378,12 +494,18 @@ class _Entrance:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments with this rank's tokens. Those of later blocks are split already, if earlier ones made them."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
-        joint, stage = bool(self.stage.family.order) and given.get(PROMPT) is not None, self.stage
-        counts = given[IMAGE].shape[1], given[PROMPT].shape[1] if joint else 0
-        numbers = [name for name, x in given.items() if isinstance(x, int) and not isinstance(x, bool)]
+        stage, family = self.stage, self.stage.family
+        joint = bool(family.order) and given.get(family.prompt) is not None
+        counts = given[family.image].shape[family.dim], given[family.prompt].shape[family.dim] if joint else 0
+        counted = dict(family.counted)
+        numbers = [x for x, y in given.items() if isinstance(y, int) and not isinstance(y, bool) and x not in counted]
         if self.first:
             stage.record(*counts)
-        if numbers or (not self.first and sum(counts) != stage.local_length):
+        kinds = {family.image: IMAGE} | ({family.prompt: PROMPT} if joint else {})
+        whole = {kind: count == stage.lengths[kind] for kind, count in zip((IMAGE, PROMPT), counts, strict=True)}
+        if numbers or any(
+            not whole[kind] and given[name].shape[family.dim] != stage.held(kind) for name, kind in kinds.items()
+        ):
             raise NotImplementedError(
                 f"{type(module).__name__} got {', '.join(numbers) or 'other tokens than its neighbour'}. This rank "
                 f"holds {stage.local_length} tokens of {sum(stage.lengths.values())}, and a number of tokens is one of "
@@ -391,9 +513,12 @@ class _Entrance:
             )
 
         def share(name: str, x: Any) -> Any:
-            if name == IMAGE or (name == PROMPT and joint):
-                return stage.split(x, 1, name) if self.first else x
-            return x if name == PROMPT else _mapped(name, x, lambda *y: self.share(type(module).__name__, *y))
+            if name in kinds:
+                return stage.split(x, family.dim, kinds[name]) if whole[kinds[name]] else x
+            if name in counted and x is not None:
+                start, count = stage.shares(counted[name])[stage.handler.cp.rank]
+                return max(0, min(x - start, count))
+            return x if name == family.prompt else _mapped(name, x, lambda *y: self.share(type(module).__name__, *y))
 
         names = [*self.names, *[""] * len(args)]  # further ones are those that the block ignores
         return tuple(share(*pair) for pair in zip(names, args, strict=False)), {
@@ -402,16 +527,16 @@ class _Entrance:
 
     def share(self, block: str, name: str, x: Tensor) -> Tensor:
         """This rank's tokens of another argument, found by the size of its dimensions; all of one without tokens."""
-        lengths = self.stage.lengths
-        if name.startswith("encoder") and not lengths[PROMPT]:
+        lengths, family = self.stage.lengths, self.stage.family
+        if name.startswith(("encoder", family.prompt)) and not lengths[PROMPT]:
             return x
         sizes = {kind: n for kind, n in (*lengths.items(), ("both", sum(lengths.values()))) if n}
         positions = _POSITIONS.search(name)
         if not lengths[PROMPT]:
             sizes = {IMAGE: lengths[IMAGE]}
-        elif not positions and "mask" not in name:  # shifts and scales are those of images
+        elif not positions and not re.search("mask|context", name):  # shifts and scales are those of images
             del sizes[PROMPT]
-        first = 0 if positions else 1
+        first = 0 if positions or family.dim == 0 else 1
         numbers = x.is_floating_point() or x.is_complex()  # of a token, in the last dimension; others count or mask
         last = x.ndim - 1 if numbers and "mask" not in name else x.ndim
         found = [(dim, kind) for dim in range(first, last) for kind, n in sizes.items() if x.shape[dim] == n]

@@ -96,7 +96,13 @@ class ContextParallelTrainer:
 
     @where_split
     def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return nullcontext, prepare_batch(self.handler, inputs)
+        return nullcontext, self._share(inputs)
+
+    def _share(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """This rank's share of a batch. Some layouts place tokens by its documents, which are kept for outputs."""
+        local = prepare_batch(self.handler, inputs)
+        self._documents = local["context_parallel"].documents
+        return local
 
     @where_split
     def compute_loss(
@@ -117,7 +123,7 @@ class ContextParallelTrainer:
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         length = inputs["input_ids"].shape[1]
         if inputs.get("labels") is None:  # without labels Trainer does not call _prepare_context_parallel_inputs
-            inputs = prepare_batch(self.handler, inputs)
+            inputs = self._share(inputs)
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         if loss is not None:  # the mean over the ranks that share the sequence
             loss = by_rank(self.handler.mesh, loss.detach().reshape(1)).mean()
@@ -133,7 +139,7 @@ class ContextParallelTrainer:
                 f"every token are gathered from the ranks, and this rank holds {share} tokens (dimension 1). Set "
                 'prediction_loss_only=True, or leave the output out: evaluate(ignore_keys=["aux_loss", ...])'
             )
-        return self.handler.combine(x, 1, length=length)
+        return self.handler.combine(x, 1, length=length, documents=self._documents)
 
     @property
     def gather_function(self) -> Any:

@@ -27,6 +27,8 @@ class Split:
     padded: int | None = None
     ends: tuple[int, ...] = ()
     """The positions before padding of each row of documents that the block was entered with instead."""
+    counted_on: tuple[int, ...] = ()
+    """The ranks over which labels were counted for the weight of the batch in an accumulation."""
 
     @property
     def share(self) -> int | None:
@@ -104,6 +106,8 @@ class BatchState:
         """True if an attention call had documents or an explicit mask, False if one had neither."""
         self.padded: tuple[tuple[int, int], int, int] | None = None
         """Rows and positions of a share of the last batch, and its length before and after padding; None: none."""
+        self.counted_on: tuple[int, ...] = ()
+        """See :class:`Split`, of the last batch."""
 
     # ------------------------------------------------------------------ blocks
 
@@ -140,9 +144,9 @@ class BatchState:
         return blocks.documents
 
     @property
-    def has_documents(self) -> bool:
-        """True if this thread is in a block with documents. (This does not count as reading them.)"""
-        return self._this_thread.blocks.documents is not None
+    def known_documents(self) -> Tensor | None:
+        """The documents of the innermost block of this thread, for checks: they do not count as read."""
+        return self._this_thread.blocks.documents
 
     @property
     def length(self) -> int | None:
@@ -170,6 +174,14 @@ class BatchState:
                 return split.length, split.padded
         (rows, share), length, padded = self.padded or ((0, 0), 0, 0)
         return (length, padded) if share > 1 and shape in ((rows, share), (rows * share,)) else None
+
+    @property
+    def weighed_on(self) -> tuple[int, ...]:
+        """The ranks over which labels were counted for the weight of the batch of this thread's innermost block, else
+        of the last batch; (): it has no weight."""
+        entered = self._this_thread.blocks.entered
+        split = entered[-1].split if entered else None
+        return split.counted_on if split is not None and split.length else self.counted_on
 
     def active_documents(self, caller: str) -> Tensor | None:
         """The documents for an attention call of ``caller``, which errors name.

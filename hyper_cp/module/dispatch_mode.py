@@ -53,7 +53,8 @@ class DispatchMode(EnteredMode):
         if read is not None and call.alive():  # else a KeyboardInterrupt ended the call without its hooks
             call.routed += 1
             request = read(call.binding.name, *args, **kwargs)
-            return request.to_caller(routed_attention(call, request))
+            out = routed_attention(call, request)  # it may adapt the request, and with it the caller's form
+            return request.to_caller(out)
         if func is decode_attention and call.alive():
             _check_decoding(call, args[1])
             call.routed += 1

@@ -63,8 +63,9 @@ class CPDims:
         both = tuple(name for name in root.mesh_dim_names or () if name in placed)
         if len(both) != self.mesh.ndim + like.mesh.ndim or root != root_mesh(self.mesh):
             raise ValueError(
-                f"{what} is a DTensor on a mesh {names}, to which use_local_output=False adds {self.names}: slice "
-                "both from one init_device_mesh(..., mesh_dim_names=...), or use use_local_output=True"
+                f"{what} is a DTensor on a mesh {names}, to which use_local_output=False adds {self.names}. No mesh "
+                "has all of these dimensions. Slice both from one init_device_mesh(..., mesh_dim_names=...), or use "
+                "use_local_output=True"
             )
         return Outputs(root[both], tuple(placed[name] for name in both))
 
@@ -90,7 +91,10 @@ def unwrap(
         )
     for what, x in zip("qkv", found, strict=False):
         if x.device_mesh != mesh:
-            raise ValueError(f"{module}: q is on {mesh}, {what} on {x.device_mesh}; q, k, v must be on one mesh")
+            raise ValueError(
+                f"{module}: q is on {mesh}, {what} on {x.device_mesh}. As DTensors q, k, v must be on one mesh. Make "
+                f"{what} on that of q"
+            )
         _check_placements(f"{module}: {what}", x, cp_dims, seq_dim, head_dim)
         _check_even(f"{module}: {what}", x, seq_dim, head_dim)
     others = [_beside(module, what, q, x, head_dim) for what, x in zip("kv", found[1:], strict=False)]
@@ -109,10 +113,16 @@ def _check_placements(what: str, x: DTensor, cp_dims: list[int], seq_dim: int, h
     for i, placement in enumerate(x.placements):
         where = f"{what} is placed {placement} on mesh dimension {_name(mesh, i)}"
         if isinstance(placement, Partial):
-            raise ValueError(f"{where}: a sum that is not done yet. Redistribute it to Shard or Replicate first")
+            raise ValueError(
+                f"{where}: a sum that is not done yet. Attention needs its result. Redistribute it to Shard or "
+                "Replicate first"
+            )
         dim = placement.dim % x.ndim if type(placement) is Shard else None
         if dim is None and not isinstance(placement, Replicate):
-            raise ValueError(f"{where}: not one part per rank. Redistribute it to Shard({head_dim}) or Replicate()")
+            raise ValueError(
+                f"{where}, which gives ranks something else than one adjacent part each. Attention takes parts of the "
+                f"heads, or all of them. Redistribute it to Shard({head_dim}) or Replicate()"
+            )
         if mesh.size(i) == 1:
             continue
         if i in cp_dims and dim is None:
@@ -170,7 +180,8 @@ def ranks_along(mesh: DeviceMesh, dim: int) -> list[int]:
     here = mesh.get_coordinate()
     if here is None:
         raise ValueError(
-            f"this rank is not part of {mesh}, on which a DTensor of q, k, v is: pass it on ranks of its mesh"
+            f"this rank is not part of {mesh}, on which a DTensor of q, k, v is. It has no part of that tensor. Call "
+            "the module on the ranks of that mesh only"
         )
     ranks = mesh.mesh
     for i in reversed(range(mesh.ndim)):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.modules import calls_running, hook_owners, is_compiled, plan_being_applied, running_modules
+from ..schedule.documents import read
 from ..schedule.layout import by_documents
 from ..schedule.lookup import resolve
 from . import attention_calls
@@ -233,7 +234,7 @@ class FirstForward(EnteredMode):
         """Warn if a table of positions is read, or a rotary embedding made, at 0 to S/n - 1 on a rank that holds other
         ones. (The host waits for these values, in the first forward only.)"""
         caller = next(iter(running_modules()), self.model.root)
-        if getattr(func, "__name__", "") != "embedding" and not _ROTARY.search(type(caller).__name__):
+        if not takes_positions(func, caller):
             return
         binding = next(binding for binding in self.model.styled.values() if binding.active.parallel)
         if any(type(x) is Tensor and counts_locally(x, binding) for x in inputs):
@@ -292,15 +293,29 @@ class FirstForward(EnteredMode):
 
 
 def counts_locally(x: Tensor, binding: Binding) -> bool:
-    """True if the last dimension of ``x`` counts the positions of a share from 0, and this rank holds other ones."""
+    """True if the last dimension of ``x`` counts the positions of a share from 0, and this rank holds other ones, in
+    the sequence and in each row of its documents."""
     cp, layout, length = binding.active.views[0], binding.style.mode.layout, x.shape[-1] if x.ndim else 0
-    if x.is_meta or not x.numel() or length < 2 or not cp.batch.is_share(length):
+    if not counts_from_0(x) or not cp.batch.is_share(length):
         return False
-    if by_documents(layout) or cp.batch.has_documents or x.dtype in (torch.bool, torch.complex64):
+    documents = read(cp.batch.known_documents)
+    if by_documents(layout) if documents is None else documents.rows[0][-1] != length * cp.size:
+        return False  # positions are unknown
+    own = resolve(layout, cp.size, length * cp.size, documents).positions(cp.rank)
+    own = own[None] if documents is None else torch.cat([own[None], documents.restarted(own)])
+    return list(range(length)) not in own.tolist()
+
+
+def counts_from_0(x: Tensor) -> bool:
+    """True if the last dimension of ``x`` is 0, 1, 2, ... (The host waits for these values.)"""
+    if x.is_meta or not x.numel() or x.ndim == 0 or x.shape[-1] < 2 or x.dtype in (torch.bool, torch.complex64):
         return False
-    own = resolve(layout, cp.size, length * cp.size, None).positions(cp.rank).tolist()
-    counted = list(range(length))
-    return own != counted and x.detach().reshape(-1, length)[0].tolist() == counted
+    return x.detach().reshape(-1, x.shape[-1])[0].tolist() == list(range(x.shape[-1]))
+
+
+def takes_positions(func: Any, caller: nn.Module) -> bool:
+    """True if a function that a module calls looks up a table, or belongs to a rotary embedding."""
+    return getattr(func, "__name__", "") == "embedding" or _ROTARY.search(type(caller).__name__) is not None
 
 
 def _self_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

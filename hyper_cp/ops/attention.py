@@ -6,7 +6,7 @@ the last exchange themselves when the module is given q, k, v, and call it with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -26,13 +26,14 @@ from .checks import (
     check,
     check_degree,
     check_dimensions,
+    check_entries,
     check_latent_forms,
     check_latents,
     with_hosts,
 )
 from .config import Call, CheckedCall, Mode
 from .engine import TileEngine
-from .entries import Entries, attend_with_entries
+from .entries import Entries
 from .exchange.ulysses import Ulysses
 from .kernels import scores
 from .latents import expand
@@ -91,6 +92,9 @@ def _attend(
     core: AttentionBackend | TileEngine,
     exchanged: bool,
 ) -> Any:
+    if call.entries is not None:
+        check_entries(q, call.entries, cp, mode, call, isinstance(core, TileEngine) and core.with_lse)
+        cp = cp_mesh.as_ring(cp)
     mode, cp = with_hosts(mode, cp)
     if call.weight is not None:
         q, k, v, call = _latents_or_heads(q, k, v, cp, mode, call)
@@ -274,8 +278,7 @@ def attention(
         block: ``selected`` lists blocks of this many adjacent keys: number i are those from ``block * i`` on.
         entries: pooled keys and values of the whole sequence (:class:`Entries`), to which queries attend under the same
             softmax as to tokens, with sinks once. All other options are about tokens. All ranks form one ring then,
-            whatever ulysses_degree is. Not with documents, softcap, slices, dropout, selected tokens or return_lse. In
-            compiled code they break the graph.
+            whatever ulysses_degree is. Not with documents, softcap, slices, dropout, selected tokens or return_lse.
 
     Returns:
         This rank's output ``[B, H, S/n, Dv]``; with ``return_lse`` and ``[B, H, S/n]`` in fp32 (fp64 for fp64
@@ -294,53 +297,26 @@ def attention(
 
     Source: DeepSpeed Ulysses (arXiv 2309.14509), Ring Attention (2310.01889), USP (2405.07719).
     """
-    if mesh is None:
-        refuse_without_mesh(
-            "attention",
-            ulysses_degree=ulysses_degree,
-            kv_exchange=kv_exchange,
-            layout=layout,
-            load_balance=load_balance,
-            window=window,
-            documents=documents,
-            return_lse=return_lse,
-            return_max_logits=return_max_logits,
-            head_groups=head_groups,
-            exchange_stages=exchange_stages,
-            sinks=sinks,
-            softcap=softcap,
-            exchange_dtype=exchange_dtype,
-            slices=slices,
-            entries=entries,
-        )
-        options: dict[str, Any] = {
-            "is_causal": is_causal,
-            "scale": scale,
-            "attn_mask": attn_mask,
-            "dropout_p": dropout_p,
-        }
-        return _heads_without_mesh(q, k, v, enable_gqa=enable_gqa, selected=selected, block=block, **options)
-    options = {"head_groups": head_groups, "exchange_stages": exchange_stages, "window": window}
-    mode = Mode(kv_exchange, layout, load_balance, exchange_dtype=exchange_dtype, **options)
-    call: dict[str, Any] = {
-        "is_causal": is_causal,
-        "scale": scale,
-        "mask": attn_mask,
-        "dropout_p": dropout_p,
+    call = {"is_causal": is_causal, "scale": scale, "attn_mask": attn_mask, "dropout_p": dropout_p}
+    call |= {"enable_gqa": enable_gqa, "selected": selected, "block": block}
+    of_ranks = {
+        "ulysses_degree": ulysses_degree,
+        "kv_exchange": kv_exchange,
+        "layout": layout,
+        "load_balance": load_balance,
+        "window": window,
+        "documents": documents,
+        "return_lse": return_lse,
+        "return_max_logits": return_max_logits,
+        "head_groups": head_groups,
+        "exchange_stages": exchange_stages,
         "sinks": sinks,
+        "softcap": softcap,
+        "exchange_dtype": exchange_dtype,
+        "slices": slices,
+        "entries": entries,
     }
-    call |= {"enable_gqa": enable_gqa, "selected": selected, "block": block, "max_logits": return_max_logits}
-    given = q, k, v, mesh, ulysses_degree, mode, call, documents, softcap, return_lse
-    whole = slices is None and not return_max_logits
-    return _function(*given, entries=entries) if whole else _outside_of_graphs(*given, slices, entries)
-
-
-@torch.compiler.disable(
-    reason="Attention under slices runs in tiles with a function of pairs, and a maximum of logits leaves out what the "
-    "host knows to be padding. Neither can be part of a compiled graph. Compile without fullgraph=True"
-)
-def _outside_of_graphs(*given: Any) -> Any:
-    return _function(*given)
+    return _function(attention, (q, k, v), mesh, call, of_ranks)
 
 
 def latent_attention(
@@ -414,43 +390,25 @@ def latent_attention(
 
     Source: DeepSeek-V2 (arXiv 2405.04434); latents round a ring as in pith-train.
     """
-    if mesh is None:
-        refuse_without_mesh(
-            "latent_attention",
-            ulysses_degree=ulysses_degree,
-            kv_exchange=kv_exchange,
-            layout=layout,
-            load_balance=load_balance,
-            window=window,
-            documents=documents,
-            return_lse=return_lse,
-            return_max_logits=return_max_logits,
-            head_groups=head_groups,
-            exchange_stages=exchange_stages,
-            sinks=sinks,
-            softcap=softcap,
-            exchange_dtype=exchange_dtype,
-            latents=latents,
-        )
-        given: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "attn_mask": attn_mask, "dropout_p": dropout_p}
-        return _latents_without_mesh(q, latent, rope, weight, bias, selected=selected, **given)
-    check_latent_forms(latent, rope)
-    options: dict[str, Any] = {"head_groups": head_groups, "exchange_stages": exchange_stages, "window": window}
-    mode = Mode(kv_exchange, layout, load_balance, latents=latents, exchange_dtype=exchange_dtype, **options)
-    call: dict[str, Any] = {
-        "is_causal": is_causal,
-        "scale": scale,
-        "mask": attn_mask,
-        "dropout_p": dropout_p,
+    call = {"is_causal": is_causal, "scale": scale, "attn_mask": attn_mask, "dropout_p": dropout_p}
+    call |= {"bias": bias, "selected": selected}
+    of_ranks = {
+        "ulysses_degree": ulysses_degree,
+        "kv_exchange": kv_exchange,
+        "layout": layout,
+        "load_balance": load_balance,
+        "window": window,
+        "documents": documents,
+        "return_lse": return_lse,
+        "return_max_logits": return_max_logits,
+        "head_groups": head_groups,
+        "exchange_stages": exchange_stages,
         "sinks": sinks,
+        "softcap": softcap,
+        "exchange_dtype": exchange_dtype,
+        "latents": latents,
     }
-    call |= {"name": "latent_attention", "weight": weight, "bias": bias, "selected": selected}
-    run = _outside_of_graphs if return_max_logits else _function
-    call["max_logits"] = return_max_logits
-    found: Tensor | tuple[Tensor, ...] = run(
-        q, latent.unsqueeze(1), rope, mesh, ulysses_degree, mode, call, documents, softcap, return_lse
-    )
-    return found
+    return _function(latent_attention, (q, latent, rope, weight), mesh, call, of_ranks)
 
 
 _WITHOUT_MESH = {
@@ -476,44 +434,63 @@ def refuse_without_mesh(caller: str, **given: Any) -> None:
         )
 
 
-def _heads_without_mesh(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
-    """Attention as a styled module that is running says, or on one device."""
-    tensors = q, k, v
-    if has_torch_function(tensors):
-        return handle_torch_function(attention, tensors, *tensors, **given)
-    given["mask"] = given.pop("attn_mask")
-    return attend(q, k, v, cp_mesh.alone(), Mode(), Call(**given), TileEngine())
-
-
-def _latents_without_mesh(
-    q: Tensor, latent: Tensor, rope: Tensor, weight: Tensor, bias: Tensor | None, **given: Any
-) -> Any:
-    """Latent attention as a styled module that is running says, or on one device."""
-    tensors = q, latent, rope, weight
-    if has_torch_function(tensors):
-        return handle_torch_function(latent_attention, tensors, *tensors, bias=bias, **given)
-    check_latent_forms(latent, rope)
-    given["mask"] = given.pop("attn_mask")
-    call = Call(name="latent_attention", weight=weight, bias=bias, **given)
-    return attend(q, latent.unsqueeze(1), rope, cp_mesh.alone(), Mode(), call, TileEngine())
-
-
 def _function(
+    function: Callable[..., Any],
+    tensors: tuple[Tensor, ...],
+    mesh: DeviceMesh | CPMesh | None,
+    call: dict[str, Any],
+    of_ranks: dict[str, Any],
+) -> Any:
+    """The functions of this module: attention on a mesh, as a styled module that is running says, or on one device.
+
+    Args:
+        tensors: q, k, v, or q, the latents, their rotary part and their weight.
+        call: the arguments that can be given without a mesh, under their names.
+        of_ranks: all others.
+    """
+    if mesh is None:
+        refuse_without_mesh(function.__name__, **of_ranks)
+        if has_torch_function(tensors):
+            return handle_torch_function(function, tensors, *tensors, **call)
+        mesh = cp_mesh.alone()
+    q, k, v, *weight = tensors
+    call["mask"] = call.pop("attn_mask")
+    if weight:
+        check_latent_forms(k, v)
+        k = k.unsqueeze(1)
+        call |= {"name": function.__name__, "weight": weight[0]}
+    whole = of_ranks.get("slices") is None and not of_ranks["return_max_logits"]
+    return (_on_mesh if whole else _outside_of_graphs)(q, k, v, mesh, call, **of_ranks)
+
+
+@torch.compiler.disable(
+    reason="Attention under slices runs in tiles with a function of pairs, and a maximum of logits leaves out what the "
+    "host knows to be padding. Neither can be part of a compiled graph. Compile without fullgraph=True"
+)
+def _outside_of_graphs(*given: Any, **of_ranks: Any) -> Any:
+    return _on_mesh(*given, **of_ranks)
+
+
+def _on_mesh(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mesh: DeviceMesh | CPMesh,
-    ulysses_degree: int | None,
-    mode: Mode,
     call: dict[str, Any],
+    *,
+    ulysses_degree: int | None,
     documents: Any,
+    return_lse: bool,
+    return_max_logits: bool,
+    sinks: Tensor | None,
     softcap: float | None,
-    with_lse: bool,
     slices: Any = None,
     entries: Entries | None = None,
-) -> Tensor | tuple[Tensor, ...]:
-    """Attention as the functions of this module call it, with documents, softcap and slices as users give them.
-    ``call`` has the other arguments of a :class:`Call`."""
+    **settings: Any,
+) -> Any:
+    """Attention with documents, softcap, slices and entries as users give them. ``call``: other fields of a
+    :class:`Call`; ``settings``: those of a :class:`Mode`."""
+    mode = Mode(**settings)
     cp = mesh if isinstance(mesh, CPMesh) else cp_mesh.view(mesh, ulysses_degree)
     check_degree(mode, cp)
     score: scores.Score | None = None if softcap is None else scores.softcap(softcap)
@@ -525,15 +502,14 @@ def _function(
     own = documents is None and readable and q.shape[2] == k.shape[2] and mode.kv_exchange != "replicated"
     if own and not isinstance(mesh, CPMesh):  # attention of a sequence to itself, of which a block says the documents
         table = cp.batch.active_documents("attention")
+    if entries is not None and table is not None:
+        raise NotImplementedError(
+            "attention: entries with documents are not supported. Entries of one document would be seen by the next "
+            "one. Pack no documents"
+        )
+    call |= {"sinks": sinks, "max_logits": return_max_logits, "entries": entries}
     made = Call(documents=table, score=score, **call)
-    if entries is not None:
-        if table is not None:
-            raise NotImplementedError(
-                "attention: entries with documents are not supported. Entries of one document would be seen by the "
-                "next one. Pack no documents"
-            )
-        return attend_with_entries(q, k, v, entries, cp, mode, made, with_lse)
-    found: Tensor | tuple[Tensor, ...] = attend(q, k, v, cp, mode, made, TileEngine(with_lse))
+    found = attend(q, k, v, cp, mode, made, TileEngine(return_lse))
     if made.max_logits:
         found = *found[:-1], max_logits.of_all_ranks(found[-1], cp, mode.layout, table)
     return found

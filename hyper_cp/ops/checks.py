@@ -23,6 +23,7 @@ from ..schedule import layout as layouts
 from ..schedule.blocks import BlockMap
 from ..schedule.tiles import Band
 from .config import Call, CheckedCall, Mode
+from .entries import Entries
 
 NUMBERS = (torch.SymFloat, torch.SymInt, Tensor)
 """Types that a compiled graph, or a model, may have in place of a Python number."""
@@ -76,6 +77,8 @@ def check(
         own["mask"] = _check_mask(call.mask, call, q, cp, lengths, exchanged)
     if call.sinks is not None:
         own["sinks"] = check_sinks(call, q, cp, exchanged)
+    if call.entries is not None:
+        own["entries"] = _entries(call.entries, q, call)
     return q, k, v, CheckedCall(**own, cp=cp, mode=mode, band=band, exchanged=exchanged, lengths=lengths)
 
 
@@ -124,6 +127,7 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
         ("dropout", call.dropout_p > 0),
         ("score", "" if call.score is None else call.score.signature),
         ("max_logits", call.max_logits),
+        ("entries", None if (x := call.entries) is None else (x.k.shape[2], x.every, x.selected is not None)),
     )
     cp.agree("call", signature, call.name, (("scale", call.scale), ("dropout_p", call.dropout_p)))
     table = documents.read(call.documents)
@@ -459,6 +463,49 @@ def _selected(
                 f"at a time, out of a sequence that is split as the queries are. {todo}"
             )
     return selected.to(torch.int32)
+
+
+def check_entries(q: Tensor, entries: Entries, cp: CPMesh, mode: Mode, call: Call, with_lse: bool) -> None:
+    """Raise, before any communication, for what attention to two sources does not do."""
+    if not isinstance(entries, Entries):
+        raise TypeError(
+            f"{call.name}: entries is a {type(entries).__name__}. It must be pooled keys of the whole sequence. Pass "
+            "hyper_cp.ops.Entries(k, v, every=...)"
+        )
+    check_int("every", entries.every, "It is the number of tokens from one entry to the next")
+    check_local(f"{call.name}: query", q, 4, "[batch, heads, sequence, head_dim]")
+    for name, x in (("k", entries.k), ("v", entries.v)):
+        check_local(f"{call.name}: entries.{name}", x, 4, "[batch, key heads, entries, head_dim]")
+    number = q.shape[2] * cp.size // entries.every
+    if not entries.k.shape[2] == entries.v.shape[2] <= number:
+        raise ValueError(
+            f"{call.name}: entries has {entries.k.shape[2]} keys and {entries.v.shape[2]} values. There are as many of "
+            f"both, and at most {number}, one for every {entries.every} of {q.shape[2] * cp.size} tokens. Pass those "
+            "of the whole sequence, as gather_windows returns them"
+        )
+    refused = (
+        (call.score is not None, "softcap or slices", "Leave them out"),
+        (call.dropout_p > 0, f"dropout_p={call.dropout_p}", "Set dropout to 0.0"),
+        (call.selected is not None, "selected", "Put the selected entries into Entries(selected=)"),
+        (mode.kv_exchange == "replicated", "kv_exchange='replicated'", 'Use "all_gather" or "ring"'),
+        (with_lse, "return_lse=True", "Leave it out"),
+        (call.max_logits or mode.max_logits, "max_logits", "Leave it out"),
+    )
+    for applies, what, todo in refused:
+        if applies:
+            raise NotImplementedError(
+                f"{call.name}: entries with {what} are not supported. Tokens and entries are two calls whose results "
+                f"are merged. {todo}"
+            )
+
+
+def _entries(entries: Entries, q: Tensor, call: Call) -> Entries | None:
+    """The entries of a call, cast as its queries are; raises if they do not fit these. None: there are none."""
+    if not entries.k.shape[2]:
+        return None
+    own = Call(name=call.name, enable_gqa=call.enable_gqa, selected=entries.selected)
+    _, k, v, checked = check(q, entries.k, entries.v, own, cp_mesh.alone(), Mode(), exchanged=False)
+    return replace(entries, k=k, v=v, selected=checked.selected)
 
 
 _MASK = "Pass an attn_mask, or leave out of the selection what they hide"

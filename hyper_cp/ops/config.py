@@ -15,6 +15,7 @@ from ..mesh.cp_mesh import CPMesh
 from ..schedule import arrivals, tiles
 from ..schedule import layout as layouts
 from ..schedule.tiles import Band
+from .entries import Entries
 from .kernels.scores import Score
 from .settings import Settings
 
@@ -127,6 +128,8 @@ class Call:
     """The number of adjacent keys in a block, if ``selected`` lists blocks."""
     max_logits: bool = False
     """The largest logit of each query is returned too, ``[B, H, Sq]``."""
+    entries: Entries | None = None
+    """Pooled keys and values under the same softmax. All ranks form one ring then."""
 
     @property
     def of_latents(self) -> list[Tensor]:
@@ -154,13 +157,13 @@ class CheckedCall(Call):
 
     def settings(self, kernel: str, absorbed: bool = False) -> OpSettings:
         """The settings of the op that computes this call with a kernel, or with one that the op chooses ("")."""
-        m = self.mode
+        m, chosen = self.mode, self.selected if self.entries is None else self.entries.selected
         return OpSettings(
             self.cp.key,
             m.layout,
             m.kv_exchange,
             # Every query sees equally many selected keys: there are no tails to exchange.
-            m.load_balance and self.selected is None,
+            m.load_balance and chosen is None,
             m.stages,
             self.band,
             m.groups,
@@ -170,6 +173,7 @@ class CheckedCall(Call):
             exchange_dtype="" if m.exchange_dtype is None else str(m.exchange_dtype).removeprefix("torch."),
             block=self.block,
             max_logits=self.max_logits,
+            every=0 if self.entries is None else self.entries.every,
         )
 
 
@@ -196,15 +200,22 @@ class Operands:
     """In latent attention: what makes keys and values of k and v, ``[H * (Dn + Dv), R]``."""
     bias: Tensor | None = None
     """The bias of that layer."""
+    entry_keys: Tensor | None = None
+    """Pooled keys ``[B, Hkv, E, D]``, all on every rank."""
+    entry_values: Tensor | None = None
+    """Pooled values ``[B, Hkv, E, Dv]``."""
     selected: Tensor | None = None
     """The keys that each query has selected, ``[B, 1|Hkv, Sq, k]`` global positions in int32."""
+    entry_selected: Tensor | None = None
+    """The entries that each query has selected, ``[B, 1|Hkv, Sq, k]`` in int32."""
     captured: Sequence[Tensor] = ()
     """Tensors that the score function uses and gives gradients to."""
 
     @property
     def differentiated(self) -> list[Tensor]:
         """The tensors that backward gives gradients to, beside the sinks."""
-        return [*(x for x in (self.weight, self.bias) if x is not None), *self.captured]
+        single = self.weight, self.bias, self.entry_keys, self.entry_values
+        return [*(x for x in single if x is not None), *self.captured]
 
     def listed(self) -> tuple[list[Tensor], tuple[str, ...]]:
         """The tensors that there are, and their names."""
@@ -220,7 +231,7 @@ class Operands:
         return Operands(**single, captured=[x for name, x in pairs if name == "captured"])
 
 
-DIFFERENTIATED = frozenset({"weight", "bias", "captured"})
+DIFFERENTIATED = frozenset({"weight", "bias", "entry_keys", "entry_values", "captured"})
 """The names of :attr:`Operands.differentiated`."""
 _SINGLE = tuple(field.name for field in fields(Operands) if field.name != "captured")
 
@@ -253,6 +264,8 @@ class OpSettings(Settings):
     block: int = 1
     """The number of adjacent keys in a block, if queries have selected blocks."""
     max_logits: bool = False
+    every: int = 0
+    """The number of tokens from one entry to the next; 0: there are no entries."""
 
     @property
     def wire(self) -> torch.dtype | None:

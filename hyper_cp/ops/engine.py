@@ -25,6 +25,7 @@ from ..schedule.ranges import Range
 from ..schedule.tiles import CAUSAL, Band, Tile, intersect
 from . import exchange, kernels, masks
 from .config import DIFFERENTIATED, CheckedCall, Operands, OpSettings
+from .entries import EntryTiles
 from .exchange.tails import SwappedTails
 from .exchange.travel import Gradients, Travel
 from .kernels.dropout import Dropout, draw_seed
@@ -45,7 +46,7 @@ class TileEngine:
         self.with_lse = with_lse
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Any:
-        plain = call.documents is None and call.mode.window is None and call.sinks is None and call.score is None
+        plain = all(x is None for x in (call.documents, call.mode.window, call.sinks, call.score, call.entries))
         if call.selected is not None and call.weight is not None and v.shape[1] == call.selected.shape[1] == 1:
             return self._absorbed(q, k, v, call)
         if call.cp.size == 1 and plain and call.selected is None and not (self.with_lse or call.max_logits):
@@ -79,6 +80,9 @@ def op_arguments(
     seed, score = draw_seed() if call.dropout_p else None, call.score
     given = Operands(call.sinks, call.documents, call.mask, seed, weight=call.weight, bias=call.bias)
     given.selected = call.selected
+    if call.entries is not None:
+        given.entry_keys, given.entry_values = call.entries.k, call.entries.v
+        given.entry_selected = call.entries.selected
     given.captured = () if score is None else score.captured
     seen = _attended(q, k, v, given, absorbed)
     kinds = score is not None, call.selected is not None
@@ -154,6 +158,10 @@ class Work:
         self.scores = None if score is None else TileScores(score, q, heads_before, queries, given.captured)
         self.selections = None if given.selected is None else Selections(given.selected, settings.block)
         self.latents = _latents(q, given, settings.absorbed, backward)
+        self.entries: EntryTiles | None = None
+        if given.entry_keys is not None and given.entry_values is not None:
+            pooled = given.entry_keys, given.entry_values, given.entry_selected
+            self.entries = EntryTiles(q, *pooled, queries, settings.every, scale)
 
     def run(
         self,
@@ -171,6 +179,9 @@ class Work:
             result: what has been computed of a range of queries.
         """
         blocks = iter(keys)
+        for tile, make in self.entries.tiles() if self.entries else ():  # while keys of other ranks are on their way
+            q_rows, *of_rows = queries.rows(tile.q)
+            compute(tile, make(q_rows), of_rows, self.entries)
         for step in steps:
             if not step.again:
                 block, gradients = next(blocks)
@@ -214,6 +225,9 @@ class KeyGradients:
     A few ranges are added to one by one. For many, whose number grows with ranks and documents, the sums of a step are
     added in one operation when it ends; so are those of keys that were made from latents, ``taken`` from the block.
     """
+
+    kernel: kernels.Kernel | None = None
+    """None: that of the call."""
 
     def __init__(
         self,
@@ -260,7 +274,8 @@ class KeyGradients:
             self.rows.add(total, x, 2)
 
 
-Compute = Callable[[Tile, TileInputs, Sequence[Tensor], KeyGradients], None]
+Compute = Callable[[Tile, TileInputs, Sequence[Tensor], Any], None]
+"""The last argument is a :class:`KeyGradients`, or for tiles over entries :class:`EntryTiles`."""
 
 
 def _last_dim_contiguous(*tensors: Tensor) -> list[Tensor]:
@@ -309,11 +324,11 @@ def attention_op(
         plain = given.seed is not None or given.selected is not None
         kernel = kernels.giving_largest(q, *seen, work.band == CAUSAL, plain)
 
-    def compute(tile: Tile, inputs: TileInputs, of_rows: Sequence[Tensor], into: KeyGradients) -> None:
+    def compute(tile: Tile, inputs: TileInputs, of_rows: Sequence[Tensor], into: KeyGradients | EntryTiles) -> None:
         if partials.largest is not None:
             inputs.largest = part(partials.largest, tile.q, tile.batch)
         # Without a local name for the kernel's results: it would keep them alive beyond their merge.
-        partials.add(tile.q, tile.batch, *kernel.forward(inputs))
+        partials.add(tile.q, tile.batch, *(into.kernel or kernel).forward(inputs))
 
     with no_autocast(q.device.type), operation(work.cp, "attention", "forward"):
         if given.selected is not None and nans.watch.selected:
@@ -353,10 +368,10 @@ def attention_backward_op(
         work.scores.score.check_unchanged()
     plan, ring, dq = work.schedule, work.cp.ring, RowSum(q)
 
-    def compute(tile: Tile, inputs: TileInputs, of_rows: Sequence[Tensor], into: KeyGradients) -> None:
+    def compute(tile: Tile, inputs: TileInputs, of_rows: Sequence[Tensor], into: KeyGradients | EntryTiles) -> None:
         dout, out, lse, *of_lse = of_rows
         inputs.dlse = of_lse[0] if of_lse else None
-        dq_tile, *of_keys = work.kernel.backward(inputs, dout, out, lse)
+        dq_tile, *of_keys = (into.kernel or work.kernel).backward(inputs, dout, out, lse)
         dq.add(tile.q, tile.batch, dq_tile)
         into.add(tile, *of_keys)
 
@@ -369,6 +384,7 @@ def attention_backward_op(
         (dq_local,) = queries.results(dq.result)
         check_nans_if_enabled(work.cp, options, "the gradients of query, key, value", dq_local, *keys.home)
     others = [*([] if work.latents is None else work.latents.gradients)]
+    others += [] if work.entries is None else work.entries.gradients
     others += [] if work.scores is None else work.scores.gradients
     of_others = [total.to(x.dtype) for total, x in zip(others, given.differentiated, strict=True)]
     dk, dv = keys.gradients_at_home()

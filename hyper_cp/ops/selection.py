@@ -106,9 +106,13 @@ def select_keys(
             documents=documents,
             exchange_stages=exchange_stages,
         )
-        given: dict[str, Any] = {"score": score, "block": block, "local_blocks": local_blocks}
-        given |= {"is_causal": is_causal, "scale": scale, "attn_mask": attn_mask}
-        return _without_mesh(q, k, weights, topk=topk, **given)
+        tensors = (q, k) if weights is None else (q, k, weights)
+        if has_torch_function(tensors):  # a styled module that is running says how
+            given: dict[str, Any] = {"score": score, "block": block, "local_blocks": local_blocks}
+            given |= {"topk": topk, "is_causal": is_causal, "scale": scale, "attn_mask": attn_mask}
+            found: Tensor = handle_torch_function(select_keys, tensors, *tensors, **given)
+            return found
+        mesh = cp_mesh.alone()
     cp, table = of_indexer(mesh, documents, "select_keys")
     mode = Mode(kv_exchange, layout, load_balance, window, exchange_stages=exchange_stages)  # type: ignore[arg-type]
     call = Call(is_causal, scale, attn_mask, table, name="select_keys")
@@ -122,16 +126,6 @@ def of_indexer(mesh: DeviceMesh | CPMesh, documents: Any, caller: str) -> tuple[
         return mesh, table
     cp = cp_mesh.view(mesh, 1 if mesh.ndim == 1 else None)
     return cp, cp.batch.active_documents(caller) if documents is None else table
-
-
-def _without_mesh(q: Tensor, k: Tensor, weights: Tensor | None, **given: Any) -> Tensor:
-    """A selection as a styled module that is running says, or on one device."""
-    tensors = (q, k) if weights is None else (q, k, weights)
-    if has_torch_function(tensors):
-        found: Tensor = handle_torch_function(select_keys, tensors, *tensors, **given)
-        return found
-    call = Call(given.pop("is_causal"), given.pop("scale"), given.pop("attn_mask"), name="select_keys")
-    return select(q, k, weights, cp_mesh.alone(), Mode(), call, **given)
 
 
 def select(

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from .derived import Owner
 from .ranges import Numbers, Range, bounds, touching
 
-T = TypeVar("T")
 
-
-class BlockMap:
+class BlockMap(Owner):
     """The blocks of keys that the queries of each block may see, in any head and batch row. Equal maps are one object.
-
-    It owns the schedules that are made of it (see :meth:`derived`), which are freed with it.
 
     Attributes:
         listed: ``[R, C]``, True where a block is listed.
@@ -27,21 +23,12 @@ class BlockMap:
     """
 
     def __init__(self, listed: npt.NDArray[np.bool_], size: tuple[int, int]) -> None:
+        super().__init__()
         self.listed, self.size = listed, size
         packed = np.packbits(listed).tobytes()
         self.digest = int.from_bytes(
             hashlib.blake2b(packed + repr((listed.shape, size)).encode(), digest_size=8).digest(), "big"
         )
-        self._derived: dict[Hashable, Any] = {}
-
-    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value under ``key``, made on first use."""
-        if key not in self._derived:
-            if len(self._derived) >= 64:
-                self._derived.pop(next(iter(self._derived)))
-            self._derived[key] = make()
-        found: T = self._derived[key]
-        return found
 
     def trimmed(self, queries: Range, keys: Range) -> tuple[Range, Range] | None:
         """The smallest rectangle that has all listed blocks of a rectangle of global positions; None if none is."""

@@ -11,19 +11,16 @@ import hashlib
 import operator
 import struct
 import weakref
-from collections import deque
-from collections.abc import Callable, Hashable
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .derived import Owner
 from .ranges import Documents
-
-T = TypeVar("T")
 
 # --------------------------------------------------------------------------- from users' forms to a table
 
@@ -105,11 +102,8 @@ def _boundaries_of_ids(ids: Tensor) -> list[list[int]]:
 # --------------------------------------------------------------------------- from a table to boundaries
 
 
-class PackedDocuments:
+class PackedDocuments(Owner):
     """The contents of one table. Equal tables are one object, so that it can be compared by identity.
-
-    It owns what is derived from it (see :meth:`derived`), which is therefore found without reading or hashing the
-    boundaries again, and is freed with it.
 
     Attributes:
         rows: the boundaries of each batch row, without empty documents; one tuple if all rows agree.
@@ -117,6 +111,7 @@ class PackedDocuments:
     """
 
     def __init__(self, table: list[list[int]]) -> None:
+        super().__init__()
         distinct = tuple(tuple(dict.fromkeys(row)) for row in table)
         agree = all(row == distinct[0] for row in distinct)
         self.rows: tuple[Documents, ...] = distinct[:1] if agree else distinct
@@ -125,7 +120,6 @@ class PackedDocuments:
         self._sound = [row[0] == 0 and all(a <= b for a, b in pairwise(row)) for row in table]
         ends = {row[-1] for row in table}
         self._length = ends.pop() if all(self._sound) and len(ends) == 1 else None
-        self._derived: dict[Hashable, Any] = {}
 
     @property
     def one_row(self) -> Documents | None:
@@ -157,15 +151,6 @@ class PackedDocuments:
                 "all. Pass one row, or as many as the batch has"
             )
 
-    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value under ``key``, made on first use. Values of all tables together are kept up to a number of bytes;
-        the oldest is dropped first."""
-        found: T | None = self._derived.get(key)
-        if found is None:
-            found = self._derived[key] = make()
-            kept.add(self, key, found)
-        return found
-
     def numbers(self, positions: Tensor) -> Tensor:
         """The number of the document of each position ``[n]``, for each row: ``[rows, n]``. It is 0 before the first
         position of the sequence, and one more than the last document's behind the last."""
@@ -175,30 +160,6 @@ class PackedDocuments:
         """Positions counted from 0 in each document: ``[n] -> [rows, n]``."""
         boundaries = [torch.tensor(row) for row in self.rows]
         return positions - torch.stack([b[torch.searchsorted(b, positions, right=True) - 1] for b in boundaries])
-
-
-class _Kept:
-    """The values that tables have derived, oldest first, and their bytes, as far as they have ``nbytes``."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes, self.nbytes = most_bytes, 0
-        self.entries: deque[tuple[weakref.ref[PackedDocuments], Hashable, int]] = deque()
-
-    def add(self, documents: PackedDocuments, key: Hashable, value: Any) -> None:
-        nbytes = _SMALLEST + getattr(value, "nbytes", 0)
-        self.entries.append((weakref.ref(documents), key, nbytes))
-        self.nbytes += nbytes
-        # The newest stays, whatever its size. Those of tables that are gone go anyway.
-        while len(self.entries) > 1 and (self.nbytes > self.most_bytes or self.entries[0][0]() is None):
-            of, old, freed = self.entries.popleft()
-            self.nbytes -= freed
-            owner = of()
-            if owner is not None:
-                owner._derived.pop(old, None)
-
-
-_SMALLEST = 1024  # bytes that an entry takes at least
-kept = _Kept(256 * 2**20)
 
 
 def _digest(rows: tuple[Documents, ...]) -> int:

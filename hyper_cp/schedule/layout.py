@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..mesh.arguments import check_choice
+from .derived import Owner
 from .ranges import Documents, Numbers, Range, Rows, before, bounds, compact, length_of, merge_ranges, placed, touching
 
 # --------------------------------------------------------------------------- the layouts
@@ -173,7 +174,7 @@ def check_length(layout: str, world: int, length: int, argument: str = "sequence
 # --------------------------------------------------------------------------- the positions of every rank
 
 
-class ResolvedLayout:
+class ResolvedLayout(Owner):
     """A layout for one number of ranks, one length and, if it depends on them, one set of documents.
 
     Global positions of every rank, each ascending, adjacent chunks joined. Get it from :func:`lookup.resolve`, which
@@ -183,17 +184,12 @@ class ResolvedLayout:
         name: the layout, never ``"auto"``.
         held: the ranges of every rank, by rank.
         length: the global sequence length.
-        orders: the results of :func:`lookup.ascending`, by ranks.
-        plans: the plans by which ranks fetch rows around their ranges from each other, by what they fetch.
     """
 
     def __init__(self, name: str, held: tuple[Sequence[Range], ...]) -> None:
+        super().__init__()
         self.name, self.held = name, held
         self.length = sum(map(length_of, held))
-        self._pieces: dict[range, Numbers] = {}
-        self._by_ring: dict[int, ResolvedLayout] = {}
-        self.orders: dict[range, Any] = {}
-        self.plans: dict[tuple[int, ...], Any] = {}
 
     @classmethod
     def of(cls, layout: str, world: int, length: int, documents: Documents | None = None) -> ResolvedLayout:
@@ -231,23 +227,22 @@ class ResolvedLayout:
     def pieces(self, ranks: range) -> Numbers:
         """The ranges that several ranks hold, in ascending global order: ``(index into ranks, local start, stop)`` as
         an array ``[n, 3]``."""
-        found = self._pieces.get(ranks)
-        if found is None:
+
+        def make() -> Numbers:
             held = [placed(self.held[rank]) for rank in ranks]
             index = np.repeat(np.arange(len(held)), [len(x) for x in held])
             offset, start, stop = np.concatenate(held).T
-            order = np.argsort(start)
-            found = self._pieces[ranks] = np.stack((index, offset, offset + stop - start), 1)[order]
-        return found
+            return np.stack((index, offset, offset + stop - start), 1)[np.argsort(start)]
+
+        return self.derived(("pieces", ranks), make)
 
     def by_ring(self, ulysses: int) -> ResolvedLayout:
         """The same layout as ring ranks see it, each of which holds what ``ulysses`` adjacent cp ranks hold together:
         ``ranges``, ``pieces`` and ``positions`` are then those of ring ranks."""
-        found = self if ulysses == 1 else self._by_ring.get(ulysses)
-        if found is None:
-            blocks = [range(r, r + ulysses) for r in range(0, self.world, ulysses)]
-            found = self._by_ring[ulysses] = ResolvedLayout(self.name, tuple(map(self.union, blocks)))
-        return found
+        if ulysses == 1:
+            return self
+        blocks = (range(r, r + ulysses) for r in range(0, self.world, ulysses))
+        return self.derived(("ring", ulysses), lambda: ResolvedLayout(self.name, tuple(map(self.union, blocks))))
 
 
 def _by_document(documents: Documents, world: int) -> tuple[Sequence[Range], ...]:

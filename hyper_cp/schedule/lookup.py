@@ -33,8 +33,9 @@ def resolve(layout: str, world: int, length: int, documents: PackedDocuments | N
         return _by_length("contiguous" if world == 1 else layout, world, length)
     if documents is None:
         raise ValueError(
-            f"layout={layout!r} places tokens by document, but no documents are given: enter handler.documents(...) "
-            "around dispatch, forward and combine, or pass documents= ([0, S] for one document)"
+            f"layout={layout!r} places tokens by document, but no documents are given. Without them it is not "
+            "determined what each rank holds. Enter handler.documents(...) around dispatch, forward and combine, or "
+            "pass documents= ([0, S] for one document)"
         )
     return documents.derived((layout, world, length), lambda: place(layout, world, length, documents))
 
@@ -47,13 +48,14 @@ def _by_length(layout: str, world: int, length: int) -> ResolvedLayout:
 def ascending(layout: ResolvedLayout, ranks: range) -> tuple[Rows, Rows]:
     """The order of the tokens of several ranks, whose shares lie one after the other: rows that put them into ascending
     global order, and rows that bring them back. The layout keeps them, so that they are freed with it."""
-    found = layout.orders.get(ranks)
-    if found is None:
+
+    def make() -> tuple[Rows, Rows]:
         index, start, stop = layout.pieces(ranks).T
         first = index * (layout.length // layout.world)
         rows = Rows(Ranges(np.stack((first + start, first + stop), 1)))
-        found = layout.orders[ranks] = rows, rows.inverse()
-    return found
+        return rows, rows.inverse()
+
+    return layout.derived(("ascending", ranks), make)
 
 
 class Key(NamedTuple):

@@ -188,7 +188,7 @@ def balance(
             )
     packed = read(documents_table([0, length] if documents is None else documents))
     if packed is None or packed.one_row is None:
-        raise ValueError("documents differ between batch rows: ask for the balance of each row")
+        raise ValueError("documents differ between batch rows. A balance is that of one row. Call balance for each row")
     packed.check_length(length)
     lower, upper = band_of(is_causal, check_window(window))
     names = [n for n in layouts.LAYOUTS if n != "auto" and length % layouts.length_multiple(n, ranks) == 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,11 @@ from torch import Tensor
 
 from .documents import PackedDocuments
 from .layout import ResolvedLayout
+from .ranges import Range
+from .tiles import Tile
+
+ROWS = 1024
+"""The queries of a tile over entries."""
 
 
 def counted(positions: Tensor, documents: PackedDocuments | None) -> Tensor:
@@ -39,12 +45,9 @@ class Gathering(NamedTuple):
 
 def gathering(layout: ResolvedLayout, documents: PackedDocuments | None, every: int) -> Gathering:
     """The places of windows among those that the ranks gather. Made once for each layout and documents."""
-    found: Gathering | None = layout.plans.get((every,)) if documents is None else None
-    if documents is not None:
-        return documents.derived((layout, every), lambda: _gathering(layout, documents, every))
-    if found is None:
-        found = layout.plans[(every,)] = _gathering(layout, None, every)
-    return found
+    if documents is None:
+        return layout.derived(("windows", every), lambda: _gathering(layout, None, every))
+    return documents.derived(("windows", layout, every), lambda: _gathering(layout, documents, every))
 
 
 def _gathering(layout: ResolvedLayout, documents: PackedDocuments | None, every: int) -> Gathering:
@@ -80,3 +83,27 @@ def seen_entries(positions: Tensor, documents: PackedDocuments | None, every: in
             before = torch.tensor([0, *(torch.tensor(boundaries).diff() // every).cumsum(0)])
             first[row] = before[torch.searchsorted(torch.tensor(boundaries), positions, right=True) - 1]
     return SeenEntries(positions - count, first, (count + 1) // every)
+
+
+def tiles_of_entries(queries: Sequence[Range], every: int, number: int) -> Iterator[tuple[Tile, int | None]]:
+    """The tiles of queries that see the first of ``number`` entries, those that end before the query or at it.
+
+    Args:
+        queries: their global positions, in the order of their rows.
+
+    Yields:
+        A tile and None, if all of its queries see all of its entries; or a tile in which query i sees entry j if ``(p +
+        i + 1) // every > tile.k[0] + j``, and p, the position of its first query.
+    """
+    at = 0
+    for start, stop in queries:
+        for first in range(start, stop, ROWS):
+            last = min(first + ROWS, stop)
+            low, high = (min(position // every, number) for position in (first + 1, last))
+            rows = at + first - start, at + last - start
+            if low:
+                yield Tile(rows, (0, low)), None
+            if low < high:
+                later = max(first, (low + 1) * every - 1)  # the first query that sees one more
+                yield Tile((rows[0] + later - first, rows[1]), (low, high)), later
+        at += stop - start

@@ -170,6 +170,221 @@ def _hunyuan_image(draw: Draw) -> Made:
     return config, {**inputs, "encoder_attention_mask": _MASK}
 
 
+def _acestep(draw: Draw) -> Made:
+    config = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "head_dim": 8, "in_channels": 12, "audio_acoustic_hidden_dim": 4}
+    inputs = {"hidden_states": draw(2, 75, 4), "context_latents": draw(2, 75, 8), **_times()}
+    inputs |= {"timestep_r": torch.tensor([0.2, 0.5]).double(), "encoder_hidden_states": draw(2, TEXT, 10)}
+    return {**config, "sliding_window": 5, "encoder_hidden_size": 10}, inputs
+
+
+def _anyflow(draw: Draw) -> Made:
+    config, inputs = _wan(draw)
+    inputs = {**inputs, "hidden_states": draw(2, 3, 4, 6, 10), "timestep": draw(2, 3).abs()}
+    return config, {**inputs, "r_timestep": draw(2, 3).abs()}
+
+
+def _consisid(draw: Draw) -> Made:
+    config, inputs = _cogvideox(draw)
+    config |= {"is_train_face": True, "cross_attn_interval": 1, "cross_attn_dim_head": 8, "cross_attn_num_heads": 2}
+    config |= {"LFE_id_dim": 10, "LFE_vit_dim": 12, "LFE_depth": 5, "LFE_dim_head": 8, "LFE_num_heads": 2}
+    config |= {"LFE_num_id_token": 2, "LFE_num_querie": 3, "LFE_output_dim": 21, "LFE_num_scale": 5}
+    return config, {**inputs, "id_cond": draw(2, 10), "id_vit_hidden": [draw(2, 7, 12) for _ in range(5)]}
+
+
+def _dit(draw: Draw) -> Made:
+    config = {"in_channels": 4, "num_layers": 2, "sample_size": 14, "num_embeds_ada_norm": 10, **_HEADS}
+    inputs = {"hidden_states": draw(2, 4, 14, 14), "timestep": torch.tensor([3, 8])}
+    return config, {**inputs, "class_labels": torch.tensor([1, 4])}
+
+
+def _transformer_2d(draw: Draw) -> Made:
+    config = {"in_channels": 8, "num_layers": 2, "norm_num_groups": 4, "cross_attention_dim": 10, **_HEADS}
+    inputs = {"hidden_states": draw(2, 8, 5, 7), "encoder_hidden_states": draw(2, TEXT, 10)}
+    return config, {**inputs, "encoder_attention_mask": _MASK}
+
+
+def _easyanimate(draw: Draw) -> Made:
+    config = {"num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4}
+    config |= {"patch_size": 2, "num_layers": 2, "mmdit_layers": 1, "time_embed_dim": 8, "text_embed_dim": 10}
+    config |= {"add_norm_text_encoder": True, "after_norm": True}
+    return config, {"hidden_states": draw(2, 4, 3, 6, 10), "encoder_hidden_states": draw(2, TEXT, 10), **_times()}
+
+
+def _framepack(draw: Draw) -> Made:
+    config, inputs = _hunyuan(draw)
+    config |= {"has_image_proj": True, "image_proj_dim": 6, "has_clean_x_embedder": True}
+    inputs |= {"image_embeds": draw(2, 5, 6), "indices_latents": torch.arange(3) + 7}
+    for name, frames in (("clean", 2), ("history_2x", 2), ("history_4x", 4)):
+        inputs[f"latents_{name}"] = draw(2, 4, frames, 6, 10)
+        inputs[f"indices_latents_{name}"] = torch.arange(frames)
+    return config, inputs
+
+
+def _hunyuan15(draw: Draw) -> Made:
+    config = {"in_channels": 4, "out_channels": 4, "num_layers": 2, "num_refiner_layers": 1, "text_embed_dim": 10}
+    config |= {"text_embed_2_dim": 12, "image_embed_dim": 6, "rope_axes_dim": (2, 2, 4), **_HEADS}
+    inputs = {"hidden_states": draw(2, 4, 3, 3, 5), "encoder_hidden_states": draw(2, TEXT, 10), **_times()}
+    inputs |= {"encoder_attention_mask": _MASK, "encoder_hidden_states_2": draw(2, 4, 12)}
+    inputs |= {"encoder_attention_mask_2": torch.tensor([[1] * 4, [1] * 2 + [0] * 2])}
+    return config, {**inputs, "image_embeds": draw(2, 5, 6)}
+
+
+def _ideogram(draw: Draw) -> Made:
+    config = {"in_channels": 4, "num_layers": 2, "intermediate_size": 24, "adaln_dim": 6, "llm_features_dim": 10}
+    inputs = {"hidden_states": draw(2, 41, 4), "encoder_hidden_states": draw(2, 41, 10), **_times()}
+    kinds = torch.tensor([3] * TEXT + [2] * 35).expand(2, 41)
+    inputs |= {"indicator": kinds, "position_ids": torch.arange(41)[None, :, None].expand(2, 41, 3)}
+    parts = torch.tensor([[1] * 41, [1] * 20 + [2] * 21])
+    return {**config, **_HEADS, "mrope_section": (2, 1, 1)}, {**inputs, "segment_ids": parts}
+
+
+def _joy(draw: Draw) -> Made:
+    config = {"in_channels": 4, "hidden_size": 32, "num_attention_heads": 4, "text_dim": 10, "num_layers": 2}
+    inputs = {"hidden_states": draw(2, 4, 3, 6, 10), "encoder_hidden_states": draw(2, TEXT, 10)}
+    return {**config, "rope_dim_list": [2, 2, 4], "rope_type": "mrope"}, {**inputs, "timestep": torch.tensor([3, 8])}
+
+
+def _joy_plus(draw: Draw) -> Made:
+    config, inputs = _joy(draw)
+    inputs |= {"hidden_states": draw(2, 45, 4, 1, 2, 2), "encoder_hidden_states_mask": _MASK}
+    return {**config, "rope_type": "rope"}, {**inputs, "shape_list": [[(2, 3, 5), (1, 3, 5)], [(2, 3, 5)]]}
+
+
+def _krea(draw: Draw) -> Made:
+    config = {"in_channels": 4, "num_layers": 2, "num_key_value_heads": 2, "intermediate_size": 24, **_HEADS}
+    config |= {"timestep_embed_dim": 8, "text_hidden_dim": 10, "num_text_layers": 3, "text_num_attention_heads": 2}
+    config |= {"text_num_key_value_heads": 1, "text_intermediate_size": 12, "axes_dims_rope": (4, 2, 2)}
+    config |= {"num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1}
+    inputs = {"hidden_states": draw(2, 35, 4), "encoder_hidden_states": draw(2, TEXT, 3, 10), **_times()}
+    grid = torch.cartesian_prod(torch.arange(1), torch.arange(5), torch.arange(7))
+    inputs["position_ids"] = torch.cat([torch.zeros(TEXT, 3).long(), grid])
+    return config, {**inputs, "encoder_attention_mask": _MASK.bool()}
+
+
+def _lumina(draw: Draw) -> Made:
+    config = {"sample_size": 8, "in_channels": 4, "hidden_size": 32, "num_layers": 2, "num_refiner_layers": 1}
+    config |= {"num_attention_heads": 4, "num_kv_heads": 2, "multiple_of": 8, "axes_dim_rope": (4, 2, 2)}
+    config |= {"axes_lens": (30, 20, 20), "cap_feat_dim": 10}
+    inputs = {"hidden_states": draw(2, 4, 10, 14), "encoder_hidden_states": draw(2, TEXT, 10), **_times()}
+    return config, {**inputs, "encoder_attention_mask": _MASK}
+
+
+def _music(draw: Draw) -> Made:
+    config = {"in_channels": 4, "condition_dim": 10, "num_layers": 2, "ff_inner_dim": 24, "rotary_dim": 4, **_HEADS}
+    inputs = {"hidden_states": draw(2, 4, 36), "encoder_hidden_states": draw(2, 36, 10), **_times()}
+    return {**config, "fourier_embedding_dim": 8}, inputs
+
+
+def _omnigen(draw: Draw) -> Made:
+    config = {"in_channels": 4, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config |= {"intermediate_size": 24, "num_layers": 2, "pad_token_id": 0, "vocab_size": 20, "time_step_dim": 8}
+    config |= {"pos_embed_max_size": 16, "rope_scaling": {"long_factor": [1.0] * 4, "short_factor": [1.0] * 4}}
+    inputs = {"hidden_states": draw(2, 4, 10, 14), "input_ids": torch.arange(2 * TEXT).view(2, TEXT), **_times()}
+    mask = torch.ones(2, 42, 42).double().tril()
+    mask[:, TEXT + 1 :] = 1
+    mask[1, :, 3:5] = 0
+    inputs |= {"position_ids": torch.arange(42).expand(2, 42), "attention_mask": mask}
+    return config, {**inputs, "input_img_latents": [], "input_image_sizes": {}}
+
+
+def _kandinsky(draw: Draw) -> Made:
+    config = {"in_text_dim": 10, "in_text_dim2": 6, "time_dim": 8, "model_dim": 32, "ff_dim": 24}
+    config |= {"num_text_blocks": 1, "num_visual_blocks": 2, "axes_dims": (4, 2, 2)}
+    inputs = {"hidden_states": draw(2, 3, 6, 10, 4), "encoder_hidden_states": draw(2, TEXT, 10), **_times()}
+    grid = [torch.arange(n) for n in (3, 3, 5)]
+    inputs |= {"visual_rope_pos": grid, "text_rope_pos": torch.arange(TEXT), "pooled_projections": draw(2, 6)}
+    return config, inputs
+
+
+def _z_image(draw: Draw) -> Made:
+    config = {"in_channels": 4, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 2}
+    config |= {"cap_feat_dim": 10, "axes_dims": [4, 2, 2], "axes_lens": [100, 20, 20]}
+    inputs = {"x": [draw(4, 1, 10, 14), draw(4, 1, 8, 10)], "cap_feats": [draw(TEXT, 10), draw(40, 10)]}
+    return config, {**inputs, "t": torch.tensor([0.3, 0.8]).double()}
+
+
+def _longcat_audio(draw: Draw) -> Made:
+    config = {"dit_dim": 32, "dit_depth": 2, "dit_heads": 4, "dit_text_dim": 10, "latent_dim": 4, "ff_mult": 1.0}
+    inputs = {"hidden_states": draw(2, 37, 4), "encoder_hidden_states": draw(2, TEXT, 10), **_times()}
+    inputs |= {"attention_mask": torch.tensor([[1] * 37, [1] * 31 + [0] * 6]).bool()}
+    return config, {**inputs, "encoder_attention_mask": _MASK}
+
+
+def _vace(draw: Draw) -> Made:
+    config, inputs = _wan(draw, num_layers=3, vace_layers=[0, 1], vace_in_channels=6)
+    return config, {**inputs, "control_hidden_states": draw(2, 6, 3, 6, 10)}
+
+
+def _h3(draw: Draw) -> Made:
+    config = {"hidden_size": 32, "num_layers": 2, "num_refiner_layers": 1, "ffn_dim": 24, "in_channels": 4}
+    config |= {"num_attention_heads": 4, "attention_head_dim": 12}
+    config |= {"audio_in_channels": 6, "text_dim": 10, "freq_dim": 8, "time_embed_hidden_dim": 8, "time_embed_dim": 6}
+    inputs = {"hidden_states": draw(1, 30, 16), "audio_hidden_states": draw(1, 7, 6), "timestep": draw(2).abs()}
+    inputs |= {"encoder_hidden_states": draw(1, TEXT, 10), "token_tags": torch.tensor([0] * TEXT + [1] * 30 + [2] * 7)}
+    at = torch.arange(43)
+    inputs |= {"timestep_indices": torch.tensor([0] * TEXT + [1] * 37), "position_ids": at[:, None] + torch.arange(3)}
+    inputs |= {"text_indices": at[:TEXT], "video_indices": at[TEXT : TEXT + 30], "audio_indices": at[TEXT + 30 :]}
+    return {**config, "rope_freq_dim": 2}, inputs
+
+
+def _ernie(draw: Draw) -> Made:
+    config = {"hidden_size": 32, "num_attention_heads": 4, "num_layers": 2, "ffn_hidden_size": 24, "in_channels": 4}
+    config |= {"out_channels": 4, "text_in_dim": 10, "rope_axes_dim": (4, 2, 2)}
+    inputs = {"hidden_states": draw(2, 4, 5, 7), "text_bth": draw(2, TEXT, 10), **_times()}
+    return config, {**inputs, "text_lens": _MASK.sum(1)}
+
+
+def _flux3(draw: Draw) -> Made:
+    made = _flux(draw, 4, axes_dims_rope=(2, 2, 2, 2), timestep_channels=8, cond_in_channels=6)
+    grid = torch.cartesian_prod(torch.ones(1), torch.arange(2.0), torch.arange(4.0), torch.zeros(1)).double()
+    return _with(made, image_cond_hidden_states=draw(2, 8, 6), image_cond_ids=grid)
+
+
+def _fibo(draw: Draw) -> Made:
+    made = _flux(draw, axes_dims_rope=[2, 2, 4], text_encoder_dim=6)
+    return _with(made, text_encoder_layers=[draw(2, TEXT, 6) for _ in range(4)])
+
+
+def _hidream(draw: Draw) -> Made:
+    config = {"patch_size": 2, "in_channels": 4, "num_layers": 2, "num_single_layers": 2, "caption_channels": [10, 12]}
+    config |= {"text_emb_dim": 6, "axes_dims_rope": (4, 2, 2), "max_resolution": (16, 16), "llama_layers": [0, 1, 0, 1]}
+    config["force_inference_output"] = True
+    inputs = {"hidden_states": draw(2, 4, 10, 14), "encoder_hidden_states_t5": draw(2, TEXT, 10)}
+    inputs |= {"timesteps": torch.tensor([3, 8]), "pooled_embeds": draw(2, 6)}
+    return {**config, **_HEADS}, {**inputs, "encoder_hidden_states_llama3": draw(2, 2, 5, 12)}
+
+
+def _animate(draw: Draw) -> Made:
+    config, inputs = _wan(draw, in_channels=12, latent_channels=4, image_dim=6, motion_encoder_size=16)
+    config |= {"motion_style_dim": 8, "motion_dim": 4, "motion_encoder_dim": 8, "face_encoder_hidden_dim": 8}
+    config |= {"face_encoder_num_heads": 2, "inject_face_latents_blocks": 2, "out_channels": 4}
+    config |= {"motion_encoder_channel_sizes": {"4": 6, "8": 6, "16": 6}}
+    inputs |= {"hidden_states": draw(2, 12, 3, 6, 10), "encoder_hidden_states_image": draw(2, 257, 6)}
+    return config, {**inputs, "pose_hidden_states": draw(2, 4, 2, 6, 10), "face_pixel_values": draw(2, 3, 5, 16, 16)}
+
+
+def _motif(draw: Draw) -> Made:
+    config, inputs = _hunyuan(draw)
+    config = {name: config[name] for name in config if name not in ("num_refiner_layers", "pooled_projection_dim")}
+    config |= {"image_embed_dim": 6, "num_decoder_layers": 0}
+    inputs = {name: inputs[name] for name in inputs if name not in ("guidance", "pooled_projections")}
+    return config, {**inputs, "image_embeds": draw(2, 5, 6)}
+
+
+def _prx(draw: Draw) -> Made:
+    config = {"in_channels": 4, "context_in_dim": 10, "hidden_size": 32, "mlp_ratio": 1.0, "num_heads": 4, "depth": 2}
+    inputs = {"hidden_states": draw(2, 4, 10, 14), "encoder_hidden_states": draw(2, TEXT, 10), **_times()}
+    return {**config, "axes_dim": [4, 4]}, {**inputs, "attention_mask": _MASK.bool()}
+
+
+def _mochi(draw: Draw) -> Made:
+    config = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 2, "pooled_projection_dim": 6}
+    config |= {"in_channels": 4, "text_embed_dim": 16, "time_embed_dim": 8, "max_sequence_length": TEXT}
+    inputs = {"hidden_states": draw(2, 4, 3, 6, 10), "encoder_hidden_states": draw(2, TEXT, 16), **_times()}
+    return config, {**inputs, "encoder_attention_mask": _MASK.bool()}
+
+
 _CHROMA = {"approximator_num_channels": 8, "approximator_hidden_dim": 12, "approximator_layers": 1}
 MADE = {
     "FluxTransformer2DModel": lambda draw: _with(
@@ -198,6 +413,35 @@ MADE = {
     "CogView3PlusTransformer2DModel": _cogview3,
     "GlmImageTransformer2DModel": _glm,
     "HunyuanImageTransformer2DModel": _hunyuan_image,
+    "AceStepTransformer1DModel": _acestep,
+    "AnyFlowTransformer3DModel": _anyflow,
+    "ConsisIDTransformer3DModel": _consisid,
+    "DiTTransformer2DModel": _dit,
+    "DreamLiteTransformer2DModel": _transformer_2d,
+    "EasyAnimateTransformer3DModel": _easyanimate,
+    "HunyuanVideoFramepackTransformer3DModel": _framepack,
+    "Ideogram4Transformer2DModel": _ideogram,
+    "JoyImageEditTransformer3DModel": _joy,
+    "JoyImageEditPlusTransformer3DModel": _joy_plus,
+    "HunyuanVideo15Transformer3DModel": _hunyuan15,
+    "Krea2Transformer2DModel": _krea,
+    "MochiTransformer3DModel": _mochi,
+    "MotifVideoTransformer3DModel": _motif,
+    "PRXTransformer2DModel": _prx,
+    "Lumina2Transformer2DModel": _lumina,
+    "MiniMaxMusic3Transformer1DModel": _music,
+    "MiniMaxH3Transformer3DModel": _h3,
+    "OmniGenTransformer2DModel": _omnigen,
+    "Transformer2DModel": _transformer_2d,
+    "Kandinsky5Transformer3DModel": _kandinsky,
+    "ZImageTransformer2DModel": _z_image,
+    "LongCatAudioDiTTransformer": _longcat_audio,
+    "WanVACETransformer3DModel": _vace,
+    "ErnieImageTransformer2DModel": _ernie,
+    "Flux3Transformer2DModel": _flux3,
+    "BriaFiboTransformer2DModel": _fibo,
+    "HiDreamImageTransformer2DModel": _hidream,
+    "WanAnimateTransformer3DModel": _animate,
 }
 
 
@@ -216,28 +460,34 @@ def tiny_transformer(name: str, changes: dict[str, Any] | None = None) -> tuple[
     return model, inputs
 
 
-_STREAMS = "two streams of tokens (video and audio, or control), which its blocks join"
+_STREAMS = "two streams of tokens (video and audio, or a reference), which its blocks join"
 _LINEAR = "linear attention: sums over all tokens beside the attention calls"
+_SEGMENTS = "its blocks cut their tokens at places counted over the whole sequence"
 NOT_SUPPORTED = {
-    "HeliosTransformer3DModel": "its blocks cut history from the present by counting tokens of the whole sequence",
+    "AnyFlowFARTransformer3DModel": "flex_attention with a mask of blocks of the whole sequence; not tried",
+    "BriaFibo2Transformer2DModel": "some blocks compress the prompt with attention of their own; not tried",
+    "Cosmos3OmniTransformer": "two sequences, of which one is causal and the other attends to both; not tried",
+    "HeliosTransformer3DModel": _SEGMENTS,
+    "Kandinsky6SRTransformer3DModel": "attention selects blocks of keys by averages over the whole sequence",
+    "Kandinsky6Transformer3DModel": _STREAMS,
     "LTX2VideoTransformer3DModel": _STREAMS,
-    "SanaWMLTX2RefinerTransformer3DModel": _STREAMS,
-    "MiniMaxH3Transformer3DModel": _STREAMS,
-    "WanVACETransformer3DModel": _STREAMS,
+    "LatteTransformer3DModel": "its blocks attend to frames and to places in turn, not to the whole sequence",
+    "NucleusMoEImageTransformer2DModel": "each expert chooses its tokens among those of the whole sequence",
+    "PriorTransformer": "a single embedding of an image behind a prompt: too short to split",
+    "QwenImage21Transformer2DModel": _SEGMENTS,
+    "RFD4ProteinaTransformer": "features of all pairs of tokens beside the attention calls",
     "SanaTransformer2DModel": _LINEAR,
     "SanaVideoTransformer3DModel": _LINEAR,
+    "SanaWMLTX2RefinerTransformer3DModel": _STREAMS,
     "SanaWMTransformer3DModel": _LINEAR,
-    "MochiTransformer3DModel": "attention picks the tokens of each prompt by its mask, a number for each row",
-    "LatteTransformer3DModel": "its blocks attend to frames and to places in turn, not to the whole sequence",
     "TransformerTemporalModel": "attention of each place over frames",
+    "WanAnimate2Transformer3DModel": "attention over a cache of reference tokens; not tried",
 }
 """Reasons why types are not supported."""
-_PAIRS = "without `attention_mask`, of which its blocks make pairs"
 NOTES = {
-    "ChromaTransformer2DModel": _PAIRS,
-    "CogView4Transformer2DModel": _PAIRS,
-    "GlmImageTransformer2DModel": f"{_PAIRS}; without caches",
-    "HunyuanVideoTransformer3DModel": 'without `image_condition_type="token_replace"`',
-    "SD3Transformer2DModel": "without `dual_attention_layers` (3.5 Medium)",
+    "GlmImageTransformer2DModel": "without caches",
+    "Kandinsky5Transformer3DModel": "without `sparse_params`",
+    "MotifVideoTransformer3DModel": "without decoder layers and text cross-attention",
+    "WanVACETransformer3DModel": "unless the last layer is one of `vace_layers`",
 }
 """The limits of exact types."""

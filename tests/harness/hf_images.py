@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.harness import hf_audio
+from tests.harness.hf_audio import AUDIO, owner
 from tests.harness.hf_causal import CHANGES as HYBRID
-from tests.harness.hf_causal import SIZES, NotTiny, _each, _has, _is_fixed
+from tests.harness.hf_causal import COMPASS, SIZES, NotTiny, _each, _has, _is_fixed
 
 VOCABULARY, IMAGE, VIDEO = 61, 58, 59
+TOKENS = {"image": IMAGE, "video": VIDEO, "audio": AUDIO}
 LARGEST = 8_000_000
 VISION: dict[str, Any] = {
     **_each("hidden_size embed_dim d_model vision_embed_dim", 16),
@@ -39,7 +42,7 @@ def _sizes(config: Any, table: dict[str, Any]) -> dict[str, Any]:
 
 
 DEEPSTACK = {"vision_config": {"deepstack_visual_indexes": [0, 1]}}
-MARKS = {"vision_start_token_id": 56, "audio_start_token_id": 57, "position_id_per_seconds": 1}
+MARKS = {"vision_start_token_id": 55, "audio_start_token_id": 56, "position_id_per_seconds": 1}
 TILES = {"image_grid_pinpoints": [[16, 32]], "vision_config": {"image_size": 16}}
 GEMMA4 = {
     "vision_config": {
@@ -57,7 +60,29 @@ GEMMA4 = {
         "num_kv_shared_layers": 0,
     },
 }
+QFORMER: dict[str, Any] = {
+    **_each("hidden_size encoder_hidden_size", 16),
+    **_each("num_hidden_layers num_attention_heads", 2),
+    **_each("hidden_dropout_prob attention_probs_dropout_prob", 0.0),
+    **{"vocab_size": VOCABULARY, "intermediate_size": 24},
+}
+HIGH: dict[str, Any] = {
+    **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 24, "output_channels": 8},
+    **{"image_size": 64, "patch_size": 4, "window_size": 4, "global_attn_indexes": [1]},
+}
 CHANGES: dict[str, dict[str, Any]] = {
+    **{
+        kind: {"qformer_config": {"model_type": f"{name}_qformer", **QFORMER}, "num_query_tokens": 4}
+        for kind, name in [("blip-2", "blip_2"), *((x, x) for x in ("instructblip", "instructblipvideo"))]
+    },
+    "cohere_compass": {"text_config": {"rope_parameters": COMPASS}},
+    "deepseek_vl_hybrid": {"high_res_vision_config": HIGH},
+    "florence2": {
+        "vision_config": {
+            **{"patch_size": [7, 3, 3, 3], "embed_dim": [8, 8, 8, 16], "num_heads": [1, 1, 1, 2]},
+            **{"num_groups": [1, 1, 1, 2], "depths": [1, 1, 1, 1], "projection_dim": 32},
+        },
+    },
     "gemma3": {"mm_tokens_per_image": 4},
     "shieldgemma2": {"mm_tokens_per_image": 4},
     "gemma4": GEMMA4,
@@ -107,18 +132,29 @@ CHANGES: dict[str, dict[str, Any]] = {
 """Changes that a type needs in addition."""
 
 
-def image_types() -> list[str]:
-    """The model types that ``AutoModelForImageTextToText`` knows."""
+def takes_images(kind: str) -> bool:
+    """True for the model types that ``AutoModelForImageTextToText`` knows."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-    return sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
+@cache
+def _classes() -> dict[str, str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+    more = {"audioflamingo3": "AudioFlamingo3", "musicflamingo": "MusicFlamingo"}
+    return {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **{x: f"{y}ForConditionalGeneration" for x, y in more.items()}}
+
+
+def image_types() -> list[str]:
+    """The model types that ``AutoModelForMultimodalLM`` knows, and two that it does not."""
+    return sorted(_classes())
 
 
 def class_name(kind: str) -> str:
     """The name of the class of a model type."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
-    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
+    return _classes()[kind]
 
 
 def _text(config: Any, kind: str) -> dict[str, Any]:
@@ -149,17 +185,20 @@ def tiny_config(kind: str) -> Any:
     try:
         default = hf.CONFIG_MAPPING[kind]()
         parts: dict[str, Any] = {}
-        for name in ("text_config", "vision_config", "audio_config"):
+        more = {**_sizes(default, _each("projection_dim", 32)), **CHANGES.get(kind, {})}
+        for name, x in hf_audio.CHANGES.get(kind, {}).items():
+            more[name] = {**more.get(name, {}), **x} if isinstance(x, dict) else x
+        for name in ("text_config", "vision_config", "audio_config", "encoder_config", "adaptor_config"):
             part = getattr(default, name, None)
             if part is None:
-                parts |= {name: {}} if name in CHANGES.get(kind, {}) else {}
+                parts |= {name: {}} if name in more else {}
                 continue
-            made = _text(part, kind) if name == "text_config" else _sizes(part, VISION)
+            table = VISION if name == "vision_config" else hf_audio.SIZES
+            made = _text(part, kind) if name == "text_config" else _sizes(part, table)
             parts[name] = {"model_type": part.model_type, **made}
-        more = {**_sizes(default, _each("projection_dim", 32)), **CHANGES.get(kind, {})}
         for name in parts:
             parts[name] |= more.pop(name, {})
-        ids = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": VIDEO, "video_token_index": VIDEO}
+        ids = {f"{kind}_token_{end}": x for kind, x in TOKENS.items() for end in ("id", "index")}
         ids = {name: x for name, x in ids.items() if _has(default, name) and name not in type(default).attribute_map}
         config = type(default)(**{"experts_implementation": "eager", **parts, **ids, **more})
         with torch.device("meta"):
@@ -181,11 +220,6 @@ def tiny(kind: str) -> Any:
         for p in model.parameters():
             p.normal_(0, 0.3)
     return model
-
-
-def owner(model: Any) -> Any:
-    """The innermost module that encodes images."""
-    return [m for m in model.modules() if hasattr(m, "get_image_features")][-1]
 
 
 def images(model: Any, grids: list[tuple[int, int, int]] = GRIDS, seed: int = 3, video: bool = False) -> dict[str, Any]:
@@ -272,7 +306,7 @@ def batch_of(model: Any, length: int = 40) -> dict[str, Any]:
 def labels_of(batch: dict[str, Any]) -> Tensor:
     """Labels of the text: placeholder tokens and padding have none."""
     ids = batch["input_ids"]
-    return ids.masked_fill((batch["attention_mask"] == 0) | (ids == IMAGE) | (ids == VIDEO), -100)
+    return ids.masked_fill((batch["attention_mask"] == 0) | torch.isin(ids, torch.tensor([*TOKENS.values()])), -100)
 
 
 def video_batch(model: Any, apart: bool) -> dict[str, Any]:

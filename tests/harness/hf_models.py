@@ -55,16 +55,19 @@ def make(name: str, **changes: Any) -> Any:
 
 
 class InDouble(TorchFunctionMode):
-    """Models upcast to float32 in norms, rotary embeddings, routers and losses; here they upcast to float64, so that
-    a comparison at 1e-10 says something about attention and not about rounding."""
+    """Models cast to float32 or bfloat16 in norms, rotary embeddings, routers and losses; here they cast to float64, so
+    that a comparison at 1e-10 says something about attention and not about rounding."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
             func = Tensor.double
         if func is torch.full and "dtype" not in (kwargs or {}) and isinstance([*args, 0, 0][1], float):
             kwargs = {**(kwargs or {}), "dtype": torch.float64}
-        args = [torch.float64 if x is torch.float32 else x for x in args]
-        return func(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})
+        return func(*map(_wide, args), **{k: _wide(v) for k, v in (kwargs or {}).items()})
+
+
+def _wide(x: Any) -> Any:
+    return torch.float64 if x is torch.float32 or x is torch.bfloat16 else x
 
 
 class LowestFirst(TorchFunctionMode):

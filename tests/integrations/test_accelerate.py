@@ -253,7 +253,13 @@ def trained(cp: int, layout: str, directory: str, chunked_loss: bool = False) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("cp", "layout", "world", "chunked_loss"),
-    [(2, "head_tail", 2, False), (2, "contiguous", 4, False), (2, "head_tail", 2, True), (1, "head_tail", 2, False)],
+    [
+        (2, "head_tail", 2, False),
+        (2, "per_document", 2, False),
+        (2, "contiguous", 4, False),
+        (2, "head_tail", 2, True),
+        (1, "head_tail", 2, False),
+    ],
 )
 def test_trainer(ranks: Any, tmp_path: Any, cp: int, layout: str, world: int, chunked_loss: bool) -> None:
     for found in ranks(world, trained, cp, layout, str(tmp_path), chunked_loss):

@@ -1,4 +1,5 @@
-"""Every type of ``AutoModelForImageTextToText``: exact with images, or refused by our own words; its table in docs."""
+"""Every type of ``AutoModelForMultimodalLM``: exact with images and audio, or refused by our own words; its table in
+docs."""
 
 from __future__ import annotations
 
@@ -14,29 +15,32 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallel
+from tests.harness.hf_audio import audio_batch, clips, owner, with_audio
 from tests.harness.hf_causal import NotTiny
-from tests.harness.hf_images import batch_of, class_name, image_types, owner, tiny, tiny_config, video_batch
+from tests.harness.hf_images import batch_of, class_name, image_types, takes_images, tiny, tiny_config, video_batch
 from tests.harness.hf_models import InDouble
 from tests.harness.ranks import on_ranks
 from tests.integrations.test_every_causal_model import ORDER, outcome_of
-from tests.integrations.test_images import RING, ULYSSES, errors, on_one_device
+from tests.integrations.test_images import RING, ULYSSES, errors, on_one_device, prepared, step
 
 pytest.importorskip("transformers")
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "image_models.md"
 SAMPLE = ["aya_vision", "blip", "gemma4", "glm5_next", "lfm3_vl", "llava_next", "mllama", "paligemma", "qwen3_5_moe"]
-SAMPLE += ["qwen4_exp"]
+SAMPLE += ["glmasr", "qwen4_exp"]
 """The types that every run of the tests tries, beside those of test_images.py."""
-INTRODUCTION = """The outcome of `prepare_model` with [images](images.md) for every type of
-`AutoModelForImageTextToText`: {counts}.
+INTRODUCTION = """The outcome of `prepare_model` with [images and audio](images.md) for every type of
+`AutoModelForMultimodalLM` (those of `AutoModelForImageTextToText` among them), and for `audioflamingo3` and
+`musicflamingo`: {counts}.
 
 `tests/integrations/test_every_image_model.py` builds a tiny random model of each type. Its batch has two rows: one with
 two images (of different size where the encoder takes any size), and one without, which ends in padding. It compares
 logits, the gradients of the encoder and all others with those of one device, in double precision, on two ranks, in
-Ulysses and in a ring (head-tail layout). Then it does so with videos of three frames, where types take them alone.
+Ulysses and in a ring (head-tail layout). Then it does so with videos of three frames, where types take them alone, and
+with two clips of audio of different lengths, beside the images where types take both.
 
 - "refused" means an error of this library before any wrong result; the reason is its first sentence.
-- "not tried" means that the test has no tiny configuration or no images for the type, with the reason.
+- "not tried" means that the test has no tiny configuration, no images or no audio for the type, with the reason.
 """
 
 
@@ -53,20 +57,27 @@ def verdict(kind: str) -> tuple[str, str, str]:
     except NotTiny:
         return "not tried", "no tiny configuration", ""
     try:
-        if not [m for m in model.modules() if hasattr(m, "get_image_features")]:
+        methods = [x for x in ("get_image_features", "get_audio_features") for m in model.modules() if hasattr(m, x)]
+        if not methods:
             made = prepare_model(model, mesh, style=ContextParallel(**RING))
-            made(pixel_values=torch.zeros(1, 3, 16, 16), input_ids=torch.ones(1, 4, dtype=torch.int64))
+            name = "pixel_values" if takes_images(kind) else "input_features"
+            made(**{name: torch.zeros(1, 3, 16, 16)}, input_ids=torch.ones(1, 4, dtype=torch.int64))
+        if methods[0] == "get_audio_features":
+            return heard(model)
         with InDouble():
             batch = batch_of(model)
         on_one_device(model, batch, batch["input_ids"])
     except Exception as error:
         outcome = outcome_of(error)
-        return (*outcome, "") if outcome[0] == "refused" else ("not tried", f"no images ({type(error).__name__})", "")
+        if outcome[0] == "refused":
+            return *outcome, ""
+        what = "images" if takes_images(kind) else "audio"
+        return "not tried", f"no {what} ({type(error).__name__})", ""
     try:
         error = errors(model, batch, [RING, ULYSSES])
         if error > 1e-9:
             return "WRONG", f"an error of {error:.1e}", ""
-        return "exact", "", f"images{videos(model)}"
+        return "exact", "", f"images{videos(model)}{audio(model)}"
     except Exception as error:
         return *outcome_of(error), ""
 
@@ -87,6 +98,37 @@ def videos(model: Any) -> str:
             raise AssertionError(f"videos differ by {error:.1e}")
         return ", videos"
     return ""
+
+
+def heard(model: Any) -> tuple[str, str, str]:
+    """The outcome for a model of audio alone."""
+    try:
+        with InDouble():
+            batch = audio_batch(model)
+        on_one_device(model, batch, batch["input_ids"])
+    except Exception:
+        ids = torch.ones(1, 8, dtype=torch.int64)
+        step(*prepared(model, **RING), {"input_ids": ids, **clips(model)}, ids)  # refused before it runs
+        raise
+    try:
+        error = errors(model, batch, [RING, ULYSSES])
+    except Exception as error:
+        return *outcome_of(error), ""
+    return ("exact", "", "audio") if error <= 1e-9 else ("WRONG", f"an error of {error:.1e}", "")
+
+
+def audio(model: Any) -> str:
+    """ ", audio" if it is exact beside images; or nothing, if there are no clips for the model."""
+    try:
+        with InDouble():
+            batch = with_audio(model, batch_of(model))
+        on_one_device(model, batch, batch["input_ids"])
+    except Exception:
+        return ""
+    error = errors(model, batch, [RING, ULYSSES])
+    if error > 1e-9:
+        raise AssertionError(f"audio differs by {error:.1e}")
+    return ", audio"
 
 
 def refused(kind: str, mesh: Any) -> tuple[str, str] | None:
@@ -125,7 +167,7 @@ def page(found: dict[str, tuple[str, str, str]], version: str) -> str:
     """The document: a row for every type, with the beginning of the error of those that are refused."""
     names = ("exact", "refused", "not tried")
     counts = ", ".join(f"{sum(v == name for v, *_ in found.values())} {name}" for name in names)
-    lines = [f"# Models of images and text in transformers {version}", "", INTRODUCTION.format(counts=counts)]
+    lines = [f"# Models of images, audio and text in transformers {version}", "", INTRODUCTION.format(counts=counts)]
     lines += ["| model type | class | outcome | tried, or the reason |", "|---|---|---|---|"]
     lines += [row(kind, *of) for kind, of in found.items()]
     return "\n".join(lines) + "\n"
@@ -150,7 +192,7 @@ def test_image_models_are_exact_or_refused(ranks: Any) -> None:
     import transformers
 
     found, written = outcomes(ranks, SAMPLE), PAGE.read_text()
-    if written.startswith(f"# Models of images and text in transformers {transformers.__version__}\n"):
+    if written.startswith(f"# Models of images, audio and text in transformers {transformers.__version__}\n"):
         for kind, of in found.items():
             assert row(kind, *of) in written, f"{kind}: the page should be written again"
 

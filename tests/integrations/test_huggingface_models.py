@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh
-from tests.harness.hf_causal import tiny_causal
+from tests.harness.hf_causal import SEQ2SEQ, tiny_causal
 from tests.harness.hf_models import SMALL, InDouble, make, tokens
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
@@ -351,6 +351,10 @@ def wrong_use(case: str) -> None:
         model(**local, encoder_hidden_states=torch.zeros(2, 12, 32))
     elif case == "encoder-decoder":
         prepared(hf.T5Model(hf.T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=8, num_layers=1)))
+    elif case == "shared biases":
+        model, _ = prepared(tiny_causal("t5", SEQ2SEQ).train())
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        model(input_ids=tokens(24), labels=tokens(24))
     elif case == "own positions":
         model = tiny_causal("bart")
         model.get_decoder().embed_positions = torch.nn.Embedding(24, 32)
@@ -405,6 +409,11 @@ REFUSED = [
     ),
     ("two sequences", "NotImplementedError", "BertModel got encoder_hidden_states, which are another sequence"),
     ("encoder-decoder", "NotImplementedError", "T5Model is an encoder-decoder without a head"),
+    (
+        "shared biases",
+        "NotImplementedError",
+        "T5Attention makes biases of positions inside a reentrant activation check",
+    ),
     ("own positions", "NotImplementedError", "BartDecoder takes no position_ids"),
     ("no interface", "NotImplementedError", "XLMModel computes attention by itself.*AttentionInterface or SDPA"),
     ("written out", "NotImplementedError", r"JapaneseAttention writes attention out, with a step \(a bias\)"),

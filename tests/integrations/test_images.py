@@ -3,6 +3,7 @@ of one device."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from typing import Any
@@ -12,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh.comm import record_traffic
 from hyper_cp.schedule.readers import read_rows, runs_of_equal_cost
 from tests.harness.attention_case import cp_mesh
-from tests.harness.hf_images import IMAGE, batch_of, images, labels_of, owner, rows_of, tiny, video_batch
+from tests.harness.hf_audio import audio_batch, owner, with_audio
+from tests.harness.hf_images import IMAGE, TOKENS, batch_of, images, labels_of, rows_of, tiny, video_batch
 from tests.harness.hf_models import InDouble, LowestFirst, gradients
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
@@ -63,13 +66,33 @@ def worst(model: Any, alone: Any) -> dict[str, float]:
     """The largest relative error of a gradient of the encoder, and of any other."""
     found = {"encoder": 0.0, "others": 0.0}
     decoder = {id(p) for p in alone.get_decoder().parameters()}
-    summed = sum_over_ranks(*gradients(model))
+    summed = sum_over_ranks(*gradients(model)) if not is_sharded(model) else whole_gradients(model)
     scale = max(x.abs().max().item() for x in gradients(alone))
     for got, want, p in zip(summed, gradients(alone), alone.parameters(), strict=True):
         part = "others" if id(p) in decoder else "encoder"
         if want.abs().max() > 1e-9 * scale:
             found[part] = max(found[part], relative_error(got, want))
     return found
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """True for a model of FSDP2."""
+    return any(isinstance(x, FSDPModule) for x in model.modules())
+
+
+def whole_gradients(model: nn.Module) -> list[Tensor]:
+    """The gradients of FSDP2, which are means over the ranks, as sums."""
+    size = dist.get_world_size()
+    pairs: list[Any] = [(p, p.grad) for p in model.parameters()]
+    return [torch.zeros(p.shape) if grad is None else grad.full_tensor() * size for p, grad in pairs]
+
+
+def shard(model: Any, mesh: Any) -> None:
+    """Wrap blocks and the whole by FSDP2. (transformers records no hidden states of a tower that is wrapped whole.)"""
+    blocks = [m for m in model.modules() if type(m).__name__.endswith(("DecoderLayer", "VisionBlock", "EncoderLayer"))]
+    assert blocks
+    for block in (*blocks, model):
+        fully_shard(block, mesh=mesh)
 
 
 def on_one_device(model: Any, batch: dict[str, Any], labels: Tensor) -> tuple[Any, Tensor]:
@@ -94,7 +117,7 @@ def errors(model: Any, batch: dict[str, Any], modes: list[dict[str, Any]]) -> fl
 
 
 def images_in(batch: dict[str, Any]) -> bool:
-    return any(name.startswith("pixel") for name in batch)
+    return any(name.startswith(("pixel", "input_features")) for name in batch)
 
 
 # --------------------------------------------------------------------------- every family
@@ -154,12 +177,43 @@ def test_frames_of_a_video_are_shared_out(ranks: Any, kind: str, apart: bool) ->
     assert sum(patches) == 48 + 32 * (kind == "qwen2_5_vl") and max(patches) <= sum(patches) / 2 + 16, patches
 
 
+# --------------------------------------------------------------------------- audio
+
+
+@on_ranks
+def heard(kind: str, with_images: bool) -> tuple[float, int]:
+    """The error with two clips of different lengths, and the clips that this rank's encoder was given."""
+    model = tiny(kind)
+    with InDouble():
+        batch = with_audio(model, batch_of(model)) if with_images else audio_batch(model)
+    error, seen = errors(model, batch, [RING, ULYSSES]), []
+    made, handler = prepared(model, **RING)
+    (tower,) = (x for name, x in owner(made).named_children() if name in ("audio_tower", "encoder"))
+
+    def count(module: Any, args: Any, kwargs: Any) -> None:
+        seen.append(len(kwargs.get("feature_lens", args[0])))
+
+    tower.register_forward_pre_hook(count, with_kwargs=True)
+    step(made, handler, batch, labels_of(batch))
+    return error, sum(seen)
+
+
+@pytest.mark.parametrize(
+    ("kind", "with_images"), [("voxtral", False), ("granite_speech", False), ("qwen2_5_omni_thinker", True)]
+)
+def test_audio_is_exact_and_each_clip_is_encoded_once(ranks: Any, kind: str, with_images: bool) -> None:
+    """Positions of several axes count audio, too."""
+    for error, clips in ranks(2, heard, kind, with_images):
+        assert error <= 1e-9 and clips == 1
+
+
 # --------------------------------------------------------------------------- packed documents, no images, frozen towers
 
 
 @on_ranks
-def packed(kind: str) -> float:
-    """Three documents in a row, two with an image each, against each of them alone on one device."""
+def packed(kind: str, fsdp: bool) -> float:
+    """Three documents in a row, two with an image each of different size (where the encoder takes any), against each of
+    them alone on one device."""
     model = tiny(kind)
     both = images(model)
     rows = rows_of(model, both)
@@ -186,8 +240,10 @@ def packed(kind: str) -> float:
     ids, bounds = torch.cat(parts, 1), [0, *torch.tensor([x.shape[1] for x in parts]).cumsum(0).tolist()]
     batch = {"input_ids": ids, **both} | ({"mm_token_type_ids": (ids == IMAGE).long()} if types else {})
     found_errors = []
-    for mode in (RING, {**RING, "layout": "per_document"}):
+    for mode in (RING, {**RING, "layout": "per_document"})[: 1 if fsdp else 2]:
         made, handler = prepared(model, **mode)
+        if fsdp:
+            shard(made, handler.mesh)
         whole = step(made, handler, batch, torch.cat(labels, 1), cu_seqlens=torch.tensor(bounds))
         found_errors += [relative_error(whole, torch.cat(logits, 1)), *worst(made, alone).values()]
     return max(found_errors)
@@ -195,7 +251,37 @@ def packed(kind: str) -> float:
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "gemma3"])
 def test_a_packed_row_is_exact(ranks: Any, kind: str) -> None:
-    assert max(ranks(2, packed, kind)) <= 1e-9
+    assert max(ranks(2, packed, kind, False)) <= 1e-9
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "glm4v", "llava", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+def test_a_packed_row_is_exact_under_fsdp2(ranks: Any, kind: str) -> None:
+    assert max(ranks(2, packed, kind, True)) <= 1e-9
+
+
+@on_ranks
+def composed(kind: str, way: str) -> float:
+    """The error of a model whose decoder is recomputed in backward, or compiled."""
+    model = tiny(kind)
+    batch = batch_of(model)
+    labels = labels_of(batch)
+    alone, want = on_one_device(model, batch, labels)
+    made, handler = prepared(model, **RING)
+    if way == "checkpoint":
+        made.train()
+        again = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), InDouble())}
+        made.gradient_checkpointing_enable(again)
+    else:
+        for layer in made.get_decoder().layers:
+            layer.compile(backend="eager")
+    whole, seen = step(made, handler, batch, labels), batch["attention_mask"].bool()
+    return max(relative_error(whole[seen], want[seen]), *worst(made, alone).values())
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
+@pytest.mark.parametrize("way", ["checkpoint", "compile"])
+def test_checkpointed_and_compiled_decoders_take_images(ranks: Any, kind: str, way: str) -> None:
+    assert max(ranks(2, composed, kind, way)) <= 1e-9
 
 
 @on_ranks
@@ -246,29 +332,30 @@ def test_ranks_receive_their_own_rows_only(ranks: Any, frozen: bool) -> None:
 # --------------------------------------------------------------------------- FSDP2
 
 
+TOWERS = ("visual", "vision_tower", "vision_model", "encoder")
+"""Names of encoders; where a model has two, that of images."""
+
+
 @on_ranks
 def sharded(kind: str) -> float:
     """Two data-parallel groups of two ranks each. One has images, the other one has none; then neither has any."""
-    from torch.distributed.fsdp import fully_shard
-
     from hyper_cp.integrations.transformers import prepare_model
 
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     style, model = ContextParallel(**RING), tiny(kind)
-    with_images = batch_of(model)
-    plain = {name: x for name, x in with_images.items() if not name.startswith(("pixel", "image"))}
-    plain["input_ids"] = plain["input_ids"].masked_fill(plain["input_ids"] == IMAGE, 7).flip(1)
+    with InDouble():
+        with_images = batch_of(model) if hasattr(owner(model), "get_image_features") else audio_batch(model)
+    plain = {name: x for name, x in with_images.items() if not name.startswith(("pixel", "image", "input_features"))}
+    media = torch.tensor([*TOKENS.values()])
+    plain["input_ids"] = plain["input_ids"].masked_fill(torch.isin(plain["input_ids"], media), 7).flip(1)
     plain["attention_mask"] = torch.ones_like(plain["input_ids"])
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in plain:
             plain[name] = torch.zeros_like(plain[name])
     made = prepare_model(copy.deepcopy(model), world["cp"], style=style)
-    blocks = [m for m in made.modules() if type(m).__name__.endswith(("DecoderLayer", "VisionBlock", "EncoderLayer"))]
-    assert len(blocks) >= 4
-    for block in (*blocks, made):  # (transformers records no hidden states of a tower that is wrapped as a whole)
-        fully_shard(block, mesh=world._flatten("all"))
+    shard(made, world._flatten("all"))
     handler, found, calls = ContextParallelHandler(world["cp"], style), [], []
-    (tower,) = (x for name, x in owner(made).named_children() if name in ("visual", "vision_tower", "vision_model"))
+    (tower,) = (x for name, x in owner(made).named_children() if name in TOWERS)
     tower.register_forward_pre_hook(lambda *_: calls.append("forward"))
     for batches in ([with_images, plain], [plain, plain]):
         alone = copy.deepcopy(model)
@@ -290,7 +377,7 @@ def sharded(kind: str) -> float:
     return max(found)
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["llava", "llava_next", "qwen2_5_vl", "qwen2_5_omni_thinker", "granite_speech"])
 def test_images_in_one_data_parallel_group_only(ranks: Any, kind: str) -> None:
     assert max(ranks(4, sharded, kind)) <= 1e-9
 

@@ -242,7 +242,7 @@ WRONG: dict[str, tuple[str, Make]] = {
         "means contiguous order, but layout='head_tail'",
         placed("cp tp", (S, H)),
     ),
-    "two roots": ("slice both from one init_device_mesh", two_roots),
+    "two roots": ("Slice both from one init_device_mesh", two_roots),
     "functional": ("TypeError: takes local tensors", placed("tp", (H,))),
 }
 STYLES: dict[str, dict[str, Any]] = {"head-tail": {"layout": "head_tail"}, "two roots": {"use_local_output": False}}

@@ -398,17 +398,20 @@ class Counting(nn.Module):
 
 
 @on_ranks
-def local_positions(kind: str, layout: str) -> list[int]:
+def local_positions(kind: str, layout: str, length: int = 16, ends: tuple[int, ...] = ()) -> list[int]:
     """Warnings of two forwards."""
     style = ContextParallel(2, 1, 1, layout=layout)
     handler = ContextParallelHandler(cp_mesh(), style)
     model = parallelize_module(Counting(kind), cp_mesh(), {"inner": style})
-    batch = handler.get_batch_on_this_cp_rank({"tokens": torch.randint(64, (1, 16), generator=torch.Generator())})
-    found = []
+    whole: dict[str, Any] = {"tokens": torch.randint(64, (2, length), generator=torch.Generator())}
+    if ends:
+        whole["cu_seqlens"] = torch.tensor(ends)
+    batch, found = handler.get_batch_on_this_cp_rank(whole), []
     for _ in range(2):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            model(batch["tokens"], batch["position_ids"][0])
+            with handler.documents(batch):
+                model(batch["tokens"], batch["position_ids"])
         found.append(sum("They were counted locally" in str(x.message) for x in caught))
     return found
 
@@ -418,6 +421,11 @@ def test_positions_that_are_counted_locally_warn_once(ranks: Any) -> None:
         assert ranks(2, local_positions, kind, "contiguous") == [[0, 0], [1, 0]]
         assert ranks(2, local_positions, kind, "head_tail") == [[1, 0], [1, 0]]
     assert ranks(2, local_positions, "given table", "head_tail") == [[0, 0]] * 2
+    for kind, warned in (("counted table", 1), ("given table", 0)):  # padded, or packed
+        assert ranks(2, local_positions, kind, "contiguous", 15) == [[0, 0], [warned, 0]]
+        assert ranks(2, local_positions, kind, "contiguous", 16, (0, 5, 16)) == [[0, 0], [warned, 0]]
+        assert ranks(2, local_positions, kind, "per_document", 16, (0, 4, 16)) == [[warned, 0]] * 2
+        assert ranks(2, local_positions, kind, "contiguous", 16, (0, 8, 16)) == [[0, 0]] * 2  # they are right
 
 
 def test_modules_whose_code_belongs_to_no_file() -> None:

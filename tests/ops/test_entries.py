@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallelHandler
 from hyper_cp.mesh.comm import record_traffic
+from hyper_cp.mesh.cp_mesh import view
 from hyper_cp.ops import Entries, attention, gather_windows, windows
+from hyper_cp.ops.entries import EntryTiles
+from hyper_cp.schedule import windows as schedule_windows
 from tests.harness.attention_case import cp_mesh
 from tests.harness.oracle import attention_and_lse, relative_error
 from tests.harness.ranks import Ranks, on_ranks, sum_over_ranks
@@ -27,6 +34,9 @@ MODES: list[dict[str, Any]] = [
     for exchange, layout in itertools.product(("ring", "all_gather", "needed"), ("contiguous", "head_tail"))
 ]
 MODES[2] |= {"ulysses_degree": None}  # one ring all the same
+MODES += [
+    {"kv_exchange": exchange, "layout": "contiguous", "load_balance": True} for exchange in ("ring", "all_gather")
+]
 
 
 def inputs(problem: Problem) -> list[Tensor]:
@@ -133,25 +143,84 @@ def test_entries_travel_and_not_tokens(ranks: Ranks) -> None:
 
 
 @on_ranks
-def most_saved() -> int:
-    """The size of the largest tensor that is kept for backward."""
-    sizes = [0]
-    *given, _ = inputs((48, 4, 8, False, True))
-    at = ContextParallelHandler(cp_mesh(), "contiguous").position_ids(48)
-    local = [x[:, :, at] for x in given[:2]] + [x[:, at] for x in given[2:4]] + given[4:]
-    raw = local[2].requires_grad_()
-    options: dict[str, Any] = {"mesh": cp_mesh(), "every": 4}
-    pooled = gather_windows(windows(raw, range(4), **options).mean(2), length=48, **options).unsqueeze(1)
-    q = torch.ones(1, 1, 24, 1, dtype=torch.float64)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x):
-        entries = Entries(pooled[:1, ..., :1], pooled[:1, ..., :1], 4)
-        attention(q, q, q, mesh=cp_mesh(), entries=entries, window=(5, 0))
-    return max(sizes)
+def sizes(length: int, every: int, selects: bool) -> tuple[int, int]:
+    """The largest mask of forward and backward, and the elements of the largest tensor that is kept for backward."""
+    kept, masks, share, make = list[int](), [0], length // 2, EntryTiles._inputs
+    q, entries = torch.randn(1, 1, share, 1), torch.randn(1, 1, length // every, 1, requires_grad=True)
+    listed = torch.zeros(1, 1, share, 1, dtype=torch.int32) if selects else None
+
+    def counted(*arguments: Any) -> Any:
+        found = make(*arguments)
+        masks.append(0 if found.mask is None else found.mask.numel())
+        return found
+
+    def pack(x: Tensor) -> Tensor:
+        kept.append(x.numel())
+        return x
+
+    saved = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    with patch.object(EntryTiles, "_inputs", counted), saved:
+        pooled = Entries(entries, entries, every, listed)
+        out = attention(q.requires_grad_(), q, q, mesh=cp_mesh(), entries=pooled, window=(5, 0))
+        out.sum().backward()  # type: ignore[union-attr]
+    return max(masks), max(kept)
 
 
-def test_no_mask_of_entries_is_kept(ranks: Ranks) -> None:
-    """24 queries of one number, and 12 entries."""
-    assert ranks(2, most_saved) == [24, 24]
+@pytest.mark.parametrize("selects", [False, True])
+def test_no_mask_of_queries_and_entries_exists(ranks: Ranks, selects: bool) -> None:
+    """A mask of all pairs would have 4,096 x 64 elements. One of 1,024 queries has the 8 entries of their own
+    tokens; what is kept is as large as the queries."""
+    for masks, kept in ranks(2, sizes, 8192, 128, selects):
+        assert masks <= (0 if selects else 1024 * 8) and kept == 4096
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40)), min_size=1, max_size=3),
+    st.integers(1, 12),
+    st.integers(0, 20),
+    st.integers(1, 16),
+)
+def test_tiles_cover_what_queries_see_once(spans: list[tuple[int, int]], every: int, number: int, rows: int) -> None:
+    at, queries = 0, []
+    for gap, length in spans:
+        queries.append((at + gap, at + gap + length))
+        at += gap + length
+    positions = [p for start, stop in queries for p in range(start, stop)]
+    found: Counter[tuple[int, int]] = Counter()
+    with patch.object(schedule_windows, "ROWS", rows):
+        for tile, first in schedule_windows.tiles_of_entries(queries, every, number):
+            assert first is None or positions[tile.q[0]] == first
+            for row, entry in itertools.product(range(*tile.q), range(*tile.k)):
+                found[row, entry] += first is None or (first + row - tile.q[0] + 1) // every > entry
+    seen = {(i, j) for i, p in enumerate(positions) for j in range(number) if (j + 1) * every - 1 <= p}
+    assert +found == Counter(dict.fromkeys(seen, 1))
+
+
+@on_ranks
+def compiled(selects: bool) -> list[float]:
+    problem: Problem = (48, 4, 8, selects, True)
+    q, k, raw, _, sinks, dout = inputs(problem)
+    at = ContextParallelHandler(cp_mesh(), "head_tail").position_ids(48)
+    pooled, chosen = raw[:, :12].unsqueeze(1), selection(problem)[:, :, at] if selects else None
+    mesh = view(cp_mesh(), 1)
+
+    def run(q: Tensor, k: Tensor, pooled: Tensor, sinks: Tensor) -> Tensor:
+        options: dict[str, Any] = {"window": (5, 0), "layout": "head_tail", "sinks": sinks, "enable_gqa": True}
+        entries = Entries(pooled, pooled, 4, chosen)
+        return attention(q, k, k, mesh=mesh, entries=entries, **options).sin()  # type: ignore[union-attr]
+
+    results = []
+    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        leaves = [x.clone().requires_grad_() for x in (q[:, :, at], k[:, :, at], pooled, sinks)]
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad(out, leaves, dout[:, :, at])])
+    return [relative_error(b, a) for a, b in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("selects", [False, True])
+def test_compiled_without_a_graph_break(ranks: Ranks, selects: bool) -> None:
+    for of_rank in ranks(2, compiled, selects):
+        assert max(of_rank) < 1e-12
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

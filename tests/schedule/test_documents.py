@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
 from unittest import mock
@@ -18,8 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp.mesh.cp_mesh import view
 from hyper_cp.ops import attention
-from hyper_cp.schedule import documents
+from hyper_cp.schedule import derived, documents
+from hyper_cp.schedule.blocks import BlockMap
+from hyper_cp.schedule.derived import Owner
 from hyper_cp.schedule.documents import PackedDocuments, documents_table, read
+from hyper_cp.schedule.layout import ResolvedLayout
 from hyper_cp.schedule.lookup import Key, schedule
 from tests.harness.ranks import on_ranks
 
@@ -212,30 +216,45 @@ class Sized:
         self.nbytes = nbytes
 
 
-def test_what_is_derived_is_made_once() -> None:
-    packed, made = read(torch.tensor([[0, 1, 9]])), []
-    for _ in range(3):
-        assert packed.derived("key", lambda: made.append(1) or "value") == "value"
-    assert len(made) == 1
+OWNERS: dict[str, Callable[[int], Owner]] = {
+    "documents": lambda n: PackedDocuments([[0, n, 50]]),
+    "layout": lambda n: ResolvedLayout.of("contiguous", n, 2 * n),
+    "blocks": lambda n: BlockMap(numpy.ones((n, n), bool), (8, 8)),
+}
 
 
-def test_what_is_derived_is_bounded_in_bytes_over_all_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "kept", documents._Kept(100_000))
-    one, other = (PackedDocuments([[0, n, 50]]) for n in (3, 4))
+def has(owner: Owner, key: Any) -> bool:
+    """True if a value is found without being made."""
+    made: list[int] = []
+    owner.derived(key, lambda: made.append(1) or Sized(0))
+    return not made
+
+
+@pytest.mark.parametrize("kind", OWNERS)
+def test_what_is_derived_is_made_once(kind: str) -> None:
+    one, other = (OWNERS[kind](n) for n in (3, 4))
+    assert not has(one, "key") and has(one, "key")
+    assert not has(other, "key"), "it belongs to its owner"
+
+
+@pytest.mark.parametrize("kind", OWNERS)
+def test_what_is_derived_is_bounded_in_bytes_over_all_owners(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(derived, "kept", derived.Kept(100_000))
+    one, other = OWNERS[kind](3), PackedDocuments([[0, 4, 50]])
     for n in range(3):
         one.derived(n, lambda: Sized(20_000))
-    assert len(one._derived) == 3
-    other.derived("large", lambda: Sized(90_000))
-    assert not one._derived and len(other._derived) == 1, "the oldest go, whosever they are"
+    assert all(has(one, n) for n in range(3))
+    other.derived("large", lambda: Sized(95_000))
+    assert has(other, "large") and not has(one, 0), "the oldest go, whosever they are"
     other.derived("larger", lambda: Sized(10**9))
-    assert list(other._derived) == ["larger"], "the newest stays"
+    assert has(other, "larger") and not has(other, "large"), "the newest stays"
     for n in range(10_000):
         one.derived(n, lambda: None)
-    assert len(one._derived) < 100, "small values count too"
+    assert not any(has(one, n) for n in range(9_000)), "small values count too"
     del other
     gc.collect()
     one.derived("after a table is gone", lambda: Sized(99_000))
-    assert documents.kept.nbytes <= 100_000 + 1024
+    assert derived.kept.nbytes <= 100_000 + 1024
 
 
 def test_a_schedule_knows_about_how_large_it_is() -> None:

@@ -16,7 +16,6 @@ from transformers.masking_utils import causal_mask_function
 from ..._torch import checkpoint
 from ...ops.attention import cp_attention
 from ...ops.config import Call
-from ...ops.entries import attend_with_entries
 from ...ops.kernels import scores
 from ...ops.kernels.scores import MaskMod, Score
 from ...ops.kernels.scores.mods import Mods
@@ -325,8 +324,8 @@ def attention_forward(
         call = replace(call, selected=blocks, block=cast(Any, module).indexer.block_size)
     if entries is not None:
         # Padding sees no tokens, but entries, which are those of slots.
-        call = replace(call, mask=mask if batch.tokens is None else batch.tokens)
-        out = attend_with_entries(query, key, value, entries, cp, mode, call)
+        call = replace(call, mask=mask if batch.tokens is None else batch.tokens, entries=entries)
+        out = cp_attention(query, key, value, cp, mode, call, module)
         return out.transpose(1, 2).contiguous(), None
     if state.losses is None or indices is None:
         out = cp_attention(query, key, value, cp, mode, call, module, batch.counted)

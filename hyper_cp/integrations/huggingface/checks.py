@@ -43,7 +43,8 @@ LOSS_OF_TOKENS = {None, "ForCausalLM", "ForConditionalGeneration"}
 """Types of losses that honour shifted labels and the number of labels of the whole batch."""
 MEDIA = re.compile(
     r"^(pixel|image|video|audio|input_features|input_values|high_res|second_per_grid|spatial_shapes|target_sizes|tile_"
-    r"|num_(local|frames)|batch_num|patches_grid|aspect_ratio|feature_attention|cross_attention|mm_encoder|flattened_pa)"
+    r"|num_(local|frames)|batch_num|patches_grid|aspect_ratio|feature_attention|cross_attention|mm_encoder|flattened_pa"
+    r"|padding_mask|chunk_sample)"
 )
 """Names of inputs other than text."""
 
@@ -282,8 +283,9 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     if media:
         raise NotImplementedError(
             f"{name} got {', '.join(media)}, all of which would be inserted into this rank's share. Pass the whole "
-            "batch through prepare_batch: images are shared out for models that encode them in get_image_features. For "
-            "others compute inputs_embeds (and position_ids) of the whole sequence first, and pass these to it"
+            "batch through prepare_batch: images and audio are shared out for models that encode them in "
+            "get_image_features and get_audio_features. For others compute inputs_embeds (and position_ids) of the "
+            "whole sequence first, and pass these to it"
         )
 
 

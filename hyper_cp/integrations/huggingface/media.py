@@ -1,8 +1,9 @@
-"""Images and videos of prepared models: each rank encodes a run of them, and rows travel to the ranks of their tokens.
+"""Images, videos and audio of prepared models: each rank encodes a run of them, and rows travel to the ranks of their
+tokens.
 
-While a forward runs, the model's ``get_image_features`` and ``get_video_features`` are replaced: the originals run on
-this rank's run, and what they return here is the rows of this rank's placeholder tokens, in their order. The model
-inserts them as it does on one device. (docs/integrations/images.md)
+While a forward runs, the model's ``get_image_features``, ``get_video_features`` and ``get_audio_features`` are
+replaced: the originals run on this rank's run, and what they return here is the rows of this rank's placeholder tokens,
+in their order. The model inserts them as it does on one device. (docs/integrations/images.md)
 """
 
 from __future__ import annotations
@@ -31,24 +32,46 @@ from ...style import style_of
 from . import forward
 from .modules import source_of
 
-METHODS = {"image": "get_image_features", "video": "get_video_features"}
+METHODS = {"image": "get_image_features", "video": "get_video_features", "audio": "get_audio_features"}
 """The methods of models that encode each kind of media; ``forward`` inserts the first kind before the second."""
+PLURALS = {"image": "images", "video": "videos", "audio": "audio clips"}
 GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
 """Entries with the numbers of patches of each item, for encoders that take patches of all items one after the other."""
-TOKENS = {"image": ("image_token_id", "image_token_index"), "video": ("video_token_id", "video_token_index")}
+TOKENS = {kind: (f"{kind}_token_id", f"{kind}_token_index") for kind in METHODS}
 """Names of placeholder tokens in configurations."""
-FIELDS = ("pooler_output", "last_hidden_state", "deepstack_features")
-"""The parts of an encoder's output that have a row for each token, which models insert."""
+FIELDS = ("pooler_output", "last_hidden_state", "deepstack_features", "attention_mask")
+"""The parts of an encoder's output that have a row for each token, which models insert, and the mask of these rows."""
+ROWS_MASK = "input_features_mask"
+"""The mask of an encoder's rows in models whose encoder does not take it (Granite Speech)."""
 _ROWS_OF_IMAGES = "batch_size, num_images,"
 """Code of an encoder that takes the images of each row of the batch, with padding among them."""
+BINS = ("input_dim", "input_feat_size", "num_mel_bins")
+"""Names of the number of values of a frame of audio; with the last one frames are the last dimension."""
+FRAME_MASKS = ("input_features_mask", "feature_attention_mask", "audio_feature_lengths")
+"""Names of entries with which encoders tell frames from padding."""
+SHORTEST = 20
+"""Half the frames of a blank clip, for encoders that take any number."""
 COUNTS = re.compile(r"(^|_)num_")
 """Names of entries with which others have no equal part for each image."""
 
 
 def owner_of(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
-    """The innermost module around the decoder that encodes images and inserts their rows, if there is one."""
-    found = [m for m in model.modules() if hasattr(m, METHODS["image"]) and any(x is decoder for x in m.modules())]
-    return found[-1] if found and "mm_encoder_outputs" in inspect.signature(found[-1].forward).parameters else None
+    """The innermost module around the decoder that encodes images or audio and inserts their rows, if there is one."""
+    methods = METHODS["image"], METHODS["audio"]
+    around = [m for m in model.modules() if any(x is decoder for x in m.modules())]
+    found = [m for m in around if any(hasattr(m, name) for name in methods)]
+    return found[-1] if found and any(fields_read(found[-1]).values()) else None
+
+
+def fields_read(owner: nn.Module) -> dict[str, list[str]]:
+    """The parts of its encoders' output that the forward of a module reads, for each kind of media."""
+    source = source_of(type(owner).forward)
+    vision = sorted(set(re.findall(r'mm_encoder_outputs\["\w+"\]\.(\w+)', source)))
+    called = re.search(r"(?:(\w+) = )?self\.get_audio_features\((?:[^()]|\([^()]*\))*\)(?:\.(\w+))?", source)
+    audio: set[str] = set()
+    if called:
+        audio = {called[2]} if called[2] else set(re.findall(rf"\b{called[1]}\.(\w+)", source))
+    return {"image": vision, "video": vision, "audio": sorted(audio)}
 
 
 @dataclass
@@ -79,14 +102,14 @@ class Items:
 def items_of(owner: nn.Module, kind: str, entries: dict[str, Any]) -> Items:
     """Read the images or videos of a batch; ``NotImplementedError`` for entries that do not hold one part for each."""
     method = getattr(type(owner), METHODS[kind])
-    names = [name for name in inspect.signature(method).parameters if name in entries]
+    names = [name for name in (*inspect.signature(method).parameters, *_rows_mask(owner, kind)) if name in entries]
     given = {name: entries[name] for name in names}
     ragged = [name for name in names if COUNTS.search(name)]
     if ragged:
         _refuse(owner, ragged, f"and it is not known which parts of the other entries belong to one {kind}")
     if _ROWS_OF_IMAGES in source_of(method) and given[names[0]].ndim == 5:
         given = _without_padding(given, names[0])
-    grid = given.get(GRIDS[kind])
+    grid = given.get(GRIDS.get(kind, ""))
     if grid is not None:
         if kind == "video" and frames_apart(owner):
             frames = grid[:, 0]
@@ -115,7 +138,7 @@ def _without_padding(entries: dict[str, Tensor], pixels: str) -> dict[str, Tenso
 
 def _refuse(owner: nn.Module, names: Sequence[str], why: str) -> NoReturn:
     raise NotImplementedError(
-        f"{type(owner).__name__} got {', '.join(names)}, {why}. So images cannot be shared out over the ranks. Compute "
+        f"{type(owner).__name__} got {', '.join(names)}, {why}. So they cannot be shared out over the ranks. Compute "
         "inputs_embeds (and position_ids) of the whole sequence first, and pass these to prepare_batch"
     )
 
@@ -130,7 +153,7 @@ def frames_apart(owner: nn.Module) -> bool:
 
 def videos_are_images(owner: nn.Module) -> bool:
     """True if a model encodes videos by the very calls that encode images."""
-    image, video = (source_of(getattr(type(owner), name, len)) for name in METHODS.values())
+    image, video = (source_of(getattr(type(owner), METHODS[kind], len)) for kind in ("image", "video"))
     return "self.get_image_features(" in video or ("self.visual(" in video and "self.visual(" in image)
 
 
@@ -139,12 +162,9 @@ class MediaHook:
 
     def __init__(self, binding: Binding, model: nn.Module, owner: nn.Module) -> None:
         self.binding, self.model = binding, model
-        source = source_of(type(owner).forward)
-        self.fields = sorted(set(re.findall(r'mm_encoder_outputs\["\w+"\]\.(\w+)', source)))
-        """The parts of an encoder's output that the model's forward reads."""
+        self.fields = fields_read(owner)
         self.parameters = inspect.signature(owner.forward).parameters
-        self.known = {x for name in METHODS.values() if hasattr(owner, name) for x in _names(owner, name)}
-        self.known = {x for x in self.known if x in self.parameters}
+        self.known = {x for kind in METHODS for x in _entries(owner, kind) if x in self.parameters}
 
     def attach(self, owner: nn.Module) -> None:
         """Register the hooks."""
@@ -157,7 +177,8 @@ class MediaHook:
         ready: PreparedBatch | None = kwargs.get("context_parallel") or forward.offered()
         if ready is not None and "use_cache" in self.parameters and kwargs.get("use_cache") is None:
             kwargs = {**kwargs, "use_cache": False}  # Idefics makes the cache before its decoder is called
-        if ready is None or (ready.media is None and not any(isinstance(x, FSDPModule) for x in self.model.modules())):
+        sharded = any(isinstance(x, FSDPModule) for x in self.model.modules())
+        if ready is None or (ready.media is None and not sharded):
             return args, kwargs
         if len(args) > 1 or kwargs.get("inputs_embeds") is not None:
             if ready.media is None:
@@ -167,15 +188,15 @@ class MediaHook:
         kwargs = dict(kwargs)
         tokens = args[0] if args else kwargs["input_ids"]
         exchange = Exchange(handler, ready, owner, self.fields)
-        if ready.media is None:
-            exchange.add("image", {"image": 0}, _blank(owner))
-        else:
+        if ready.media is not None:
             self._check(owner, ready.media)
             exchange.add_all(ready.media.entries)
             ready = replace(self._positions(owner, handler, ready, kwargs, tokens.device), media=None)
             forward.offer(ready)
             if "context_parallel" in kwargs:
                 kwargs["context_parallel"] = ready
+        if sharded:
+            exchange.add_blanks()
         for name, x in exchange.inputs.items():
             kwargs[name] = x.to(tokens.device) if isinstance(x, Tensor) else x
         for kind, encode in exchange.encoders.items():
@@ -189,13 +210,17 @@ class MediaHook:
 
     def _check(self, owner: nn.Module, media: Media) -> None:
         """Raise ``NotImplementedError`` for a model or a batch whose images cannot be shared out."""
-        if not self.fields or set(self.fields) - {*FIELDS}:
-            found = ", ".join(self.fields) or "more than the rows"
-            _refuse(owner, [*media.entries], f"but its forward reads {found} of what its encoder returns")
+        for kind in METHODS:
+            fields, names = self.fields[kind], [x for x in _entries(owner, kind) if x in media.entries]
+            if names and (not fields or set(fields) - {*FIELDS}):
+                found = ", ".join(fields) or "more than the rows"
+                _refuse(owner, names, f"but its forward reads {found} of what its encoder returns")
+            if names and "input_ids" in _entries(owner, kind):
+                _refuse(owner, names, f"but its {METHODS[kind]} reads input_ids, of which each rank has a share")
         positions = _names(owner, "compute_3d_position_ids") if hasattr(owner, "compute_3d_position_ids") else ()
         unknown = [name for name in media.entries if name not in self.known and name not in positions]
         if unknown:
-            _refuse(owner, unknown, "which its methods that encode images and videos do not take")
+            _refuse(owner, unknown, "which its methods that encode images, videos and audio do not take")
         videos = [name for name in media.entries if "video" in name]
         if videos and "cumsum(" in source_of(getattr(type(owner), "get_placeholder_mask", len)):
             _refuse(owner, videos, "whose tokens it tells from those of images by marks that another rank may hold")
@@ -209,6 +234,9 @@ class MediaHook:
             return ready
         names, length = _names(owner, "compute_3d_position_ids"), media.tokens.shape[1]
         given: dict[str, Any] = dict.fromkeys(names) | {name: x for name, x in media.entries.items() if name in names}
+        if "feature_attention_mask" in media.entries:
+            given["audio_feature_lengths"] = media.entries["feature_attention_mask"].sum(1)
+        given |= {name: kwargs[name] for name in ("use_audio_in_video",) if name in kwargs}
         given |= {name: x[:, :length].cpu() for name, x in ready.token_types.items() if name in names}
         given |= {"input_ids": media.tokens, "attention_mask": media.mask}
         given = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in given.items() if name in names}
@@ -226,7 +254,18 @@ def _names(owner: nn.Module, method: str) -> list[str]:
     return [name for name in inspect.signature(getattr(type(owner), method)).parameters if name not in skipped]
 
 
-def _blank(owner: Any) -> dict[str, Tensor]:
+def _rows_mask(owner: nn.Module, kind: str) -> list[str]:
+    """The name of the mask of audio rows, if the forward of a module takes it, but its encoder does not."""
+    taken = kind == "audio" and ROWS_MASK in inspect.signature(owner.forward).parameters
+    return [ROWS_MASK] if taken and ROWS_MASK not in _names(owner, METHODS["audio"]) else []
+
+
+def _entries(owner: nn.Module, kind: str) -> list[str]:
+    """The names of the entries of a batch that belong to a kind of media, that of its content first."""
+    return [*_names(owner, METHODS[kind]), *_rows_mask(owner, kind)] if hasattr(owner, METHODS[kind]) else []
+
+
+def _blank_image(owner: Any) -> dict[str, Tensor]:
     """A small image without content, for a batch that has none."""
     config, names = owner.config.vision_config, inspect.signature(getattr(type(owner), METHODS["image"])).parameters
     needed = [name for name, p in names.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD][2:]
@@ -240,7 +279,12 @@ def _blank(owner: Any) -> dict[str, Tensor]:
             "image_grid_thw": torch.tensor([[1, side, side]]),
         }
     side = getattr(config, "image_size", None)
-    if isinstance(side, int) and set(needed) <= {"image_sizes"} and not hasattr(owner.config, "image_grid_pinpoints"):
+    if isinstance(side, int) and set(needed) <= {"image_sizes"}:
+        if points := getattr(owner.config, "image_grid_pinpoints", None):  # the fewest tiles, and the whole image
+            height, width = min(points, key=lambda point: point[0] * point[1])
+            tiles = (height // side) * (width // side) + 1
+            pixels = torch.ones(1, tiles, channels, side, side, dtype=dtype)
+            return {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])}
         rows = (1, 1) if _ROWS_OF_IMAGES in source_of(getattr(type(owner), METHODS["image"])) else (1,)
         found = {"pixel_values": torch.ones(*rows, channels, side, side, dtype=dtype)}
         return found | {name: torch.tensor([[side, side]]) for name in needed}
@@ -250,11 +294,39 @@ def _blank(owner: Any) -> dict[str, Tensor]:
     )
 
 
+def audio_config(owner: Any) -> Any:
+    """The configuration of the encoder of audio; None: the model has none."""
+    return getattr(owner.config, "audio_config", None) or getattr(owner.config, "encoder_config", None)
+
+
+def _blank_audio(owner: Any) -> dict[str, Tensor]:
+    """A short clip without content, for a batch that has none."""
+    config = audio_config(owner)
+    names = _entries(owner, "audio")
+    name = next((name for name in BINS if getattr(config, name, None) is not None), "")
+    # Gemma 4 has no such name; its first convolution makes as many channels as there are bins.
+    bins = getattr(config, name, next(iter(getattr(config, "subsampling_conv_channels", ())), None))
+    frames = 2 * getattr(config, "n_window", getattr(config, "max_source_positions", 0)) or 2 * SHORTEST
+    if bins is None or not {*names} <= {"input_features", "padding_mask", *FRAME_MASKS}:
+        raise NotImplementedError(
+            f"{type(owner).__name__} got a batch without audio under FSDP2, where its encoder must run in every step, "
+            "and no blank clip can be made of its configuration. Put a clip into every batch"
+        )
+    shape = (bins, frames) if name == BINS[-1] else (frames, bins)
+    found = {"input_features": torch.zeros(1, *shape, dtype=next(owner.parameters()).dtype)}
+    masks = [x for x in names[1:] if x != "audio_feature_lengths" and x not in _rows_mask(owner, "audio")]
+    return found | {x: torch.ones(1, frames, dtype=torch.bool) for x in masks}
+
+
+BLANKS: dict[str, Callable[[Any], dict[str, Tensor]]] = {"image": _blank_image, "audio": _blank_audio}
+"""Content without meaning, for the encoder of a kind that a batch does not have."""
+
+
 class Exchange:
     """The images and videos of one forward: this rank's run of them, and the rows that the ranks exchange."""
 
     def __init__(
-        self, handler: ContextParallelHandler, ready: PreparedBatch, owner: nn.Module, fields: list[str]
+        self, handler: ContextParallelHandler, ready: PreparedBatch, owner: nn.Module, fields: dict[str, list[str]]
     ) -> None:
         self.handler, self.ready, self.owner, self.fields = handler, ready, owner, fields
         self.ring = cp_mesh.as_ring(cp_mesh.whole_view(handler.mesh))
@@ -264,20 +336,29 @@ class Exchange:
         """The functions that take the place of the model's methods."""
         self.later: dict[str, Any] = {}
         """Rows of videos that were encoded together with the images."""
+        self.blank: set[str] = set()
+        """The kinds that this batch does not have."""
 
     def add_all(self, entries: dict[str, Any]) -> None:
         """Share out the images and the videos of a batch, together where the model encodes them alike."""
-        names = {kind: _names(self.owner, name) for kind, name in METHODS.items() if hasattr(self.owner, name)}
-        kinds = {kind: items_of(self.owner, kind, entries) for kind, of in names.items() if of[0] in entries}
-        if len(kinds) == 2 and videos_are_images(self.owner):
-            together = kinds["image"].joined(kinds["video"])
-            self._add("image", together, {"image": len(kinds["image"].costs), "video": len(kinds["video"].costs)})
-            self.inputs |= dict.fromkeys(kinds["video"].entries)
+        names = {kind: _entries(self.owner, kind) for kind in METHODS}
+        kinds = {kind: items_of(self.owner, kind, entries) for kind, of in names.items() if of and of[0] in entries}
+        if {"image", "video"} <= {*kinds} and videos_are_images(self.owner):
+            image, video = kinds.pop("image"), kinds.pop("video")
+            self._add("image", image.joined(video), {"image": len(image.costs), "video": len(video.costs)})
+            self.inputs |= dict.fromkeys(video.entries)
             self.inputs[names["video"][0]] = torch.empty(0)
             self.encoders["video"] = lambda *args, **kwargs: self.later.pop("video")
-        else:
-            for kind, items in kinds.items():
-                self._add(kind, items, {kind: len(items.costs)})
+        for kind, items in kinds.items():
+            self._add(kind, items, {kind: len(items.costs)})
+
+    def add_blanks(self) -> None:
+        """Let encoders of kinds that this batch does not have run on something without content."""
+        found = {"image" if kind == "video" else kind for kind in self.encoders}
+        for kind, blank in BLANKS.items():
+            if kind not in found and self.fields[kind] and (kind == "image" or audio_config(self.owner) is not None):
+                self.blank.add(kind)
+                self.add(kind, {kind: 0}, blank(self.owner))
 
     def _add(self, kind: str, items: Items, numbers: dict[str, int]) -> None:
         """Let the method of ``kind`` encode this rank's run. ``numbers``: how many items of each kind there are."""
@@ -292,19 +373,28 @@ class Exchange:
     def add(self, kind: str, own: dict[str, int], inputs: dict[str, Any]) -> None:
         """Let the method of ``kind`` encode ``inputs``. ``own``: the number of this rank's items of each kind."""
         encode = getattr(self.owner, METHODS[kind])
-        self.inputs |= inputs
+        valid = next((inputs[name] for name in _rows_mask(self.owner, kind) if name in inputs), None)
+        self.inputs |= inputs | dict.fromkeys(_rows_mask(self.owner, kind))
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self.later = self.share(encode(*args, **kwargs), own)
+            output = encode(*args, **kwargs)
+            masked = "attention_mask" in self.fields[kind]
+            found = self.share(output, own, output.attention_mask if masked else valid)
+            self.later |= found
             return self.later.pop(kind)
 
         self.encoders[kind] = run
 
-    def share(self, output: Any, own: dict[str, int]) -> dict[str, Any]:
-        """Exchange the rows of an encoder's output, and return what the model reads of it, for each kind in ``own``."""
-        levels = [(field, *tagged) for field in self.fields for tagged in _levels(field, getattr(output, field))]
+    def share(self, output: Any, own: dict[str, int], valid: Tensor | None = None) -> dict[str, Any]:
+        """Exchange the rows of an encoder's output, and return what the model reads of it, for each kind in ``own``.
+        ``valid`` is False for rows that the model does not insert."""
+        names = [field for field in self.fields[next(iter(own))] if field != "attention_mask"]
+        levels = [(field, *tagged) for field in names for tagged in _levels(field, getattr(output, field))]
         wide = torch.cat([torch.cat([x.flatten(0, -2) for x in _parts(level)]) for _, _, level in levels], 1)
         made = _rows_of_kinds(_parts(levels[0][2]), own)
+        if valid is not None:
+            wide = wide[valid.to(wide.device).flatten().bool()]
+            made = [len(wide) if made[0] else 0]
         counts = by_rank(self.handler.mesh, torch.tensor(made, device=wide.device)).tolist()
         slots = [self._slots(kind) for kind in own]
         self._compare(own, slots, counts)
@@ -320,7 +410,7 @@ class Exchange:
         widths = [_parts(level)[0].shape[-1] for _, _, level in levels]
         found = {}
         for kind, rows in zip(own, mine.split(sizes), strict=True):
-            fields: dict[str, Any] = {field: [] for field in self.fields}
+            fields: dict[str, Any] = {field: [] for field in names}
             for (field, tag, level), x in zip(levels, rows.split(widths, 1), strict=True):
                 shown = _shaped_like(level, x)
                 if field == "deepstack_features":
@@ -328,12 +418,14 @@ class Exchange:
                 else:
                     fields[field] = shown
             found[kind] = type(output)(**fields)
+            if valid is not None:
+                found[kind].attention_mask = valid.new_ones(1, len(rows), dtype=torch.bool)
         return found
 
     def _slots(self, kind: str) -> Tensor:
         """``[B, S]``, with padding: True on the placeholder tokens of a kind."""
         media, length = self.ready.media, (self.ready.length or 0) * self.ring.size
-        if media is None:
+        if media is None or kind in self.blank:
             return torch.zeros(1, length, dtype=torch.bool)
         config: Any = self.owner.config
         ids = [getattr(config, name) for name in TOKENS[kind] if getattr(config, name, None) is not None]
@@ -355,7 +447,7 @@ class Exchange:
             rows, expected = [count[i] for count in counts], int(tokens.sum())
             if min(rows) < 0 or sum(rows) != expected:
                 raise ValueError(
-                    f"input_ids has {expected} placeholder tokens of the kind {kind!r}, but its {kind}s make "
+                    f"input_ids has {expected} placeholder tokens of the kind {kind!r}, but its {PLURALS[kind]} make "
                     f"{'another number of' if min(rows) < 0 else sum(rows)} rows. Each token takes one row. Pass the "
                     "batch as the processor made it, and truncate no tokens of images"
                 )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._torch import checkpoint
 from ...ops.kernels.scores import Score
 from ...ops.kernels.scores.mods import Mods
 from .forward import ForwardState, state_for
@@ -56,9 +57,10 @@ def _method(module: nn.Module) -> str | None:
 
 def prepare_biases(decoder: nn.Module) -> None:
     """Let such modules make biases for the positions of all ranks, and those without a table none."""
-    for module in relative_modules(decoder):
+    found = relative_modules(decoder)
+    for module in found:
         name = _method(module) or ""
-        setattr(module, name, partial(_made, module, name))
+        setattr(module, name, partial(_made, module, name, len(found) == 1))
     for module in decoder.modules():
         if getattr(module, "has_relative_attention_bias", True) is False and _takes_bias(module):
             module.register_forward_pre_hook(_none, with_kwargs=True)
@@ -75,11 +77,17 @@ def _none(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return args, {**kwargs, "position_bias": RelativeBias(None)}
 
 
-def _made(module: Any, name: str, given: Any, *args: Any, **kwargs: Any) -> Any:
-    """The method of a prepared module; its first argument has the number of this rank's positions."""
+def _made(module: Any, name: str, shared: bool, given: Any, *args: Any, **kwargs: Any) -> Any:
+    """The method of a prepared module; its first argument has the number of this rank's positions. A ``shared`` bias is
+    that of later layers, too."""
     state, make = state_for(module), getattr(type(module), name)
     if not isinstance(state, ForwardState):
         return make(module, given, *args, **kwargs)
+    if shared and checkpoint.in_reentrant_forward():
+        raise NotImplementedError(
+            f"{type(module).__name__} makes biases of positions inside a reentrant activation checkpoint, and hands "
+            "them to later layers. Their gradients would not come back to its table. Use use_reentrant=False"
+        )
     local = given.shape[1] if isinstance(given, Tensor) else given
     last = local * state.mesh.views[0].size - 1
     if name == "compute_bias":  # a query in the middle of its keys

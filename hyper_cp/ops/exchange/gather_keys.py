@@ -6,13 +6,13 @@ needs all keys at once. The engine itself never gathers what it does not need.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...mesh import cp_mesh, nans
+from ...mesh.comm import sum_to_ranks
 from ...mesh.cp_mesh import CPMesh
 from ...mesh.failures import backward_of, caller, operation
 from ...schedule.layout import ResolvedLayout
@@ -61,13 +61,9 @@ def scatter_rows(grad: Tensor, mesh: str, layout: str) -> Tensor:
     cp = cp_mesh.by_key(mesh)
     with operation(cp, "sum of the keys' gradients", "backward"):
         nans.check(cp, "the gradients of key, value", grad)
-        share = len(grad) // cp.ring.size
         _, to_ranks = _order(cp, layout, len(grad))
         by_rank = to_ranks.take(grad.to(accumulation_dtype(grad.dtype)), 0).clone(memory_format=torch.contiguous_format)
-        mine = by_rank[cp.ring.rank * share : (cp.ring.rank + 1) * share]
-        own = mine.clone()
-        mine.zero_()
-        return own.add_(cp.ring.reduce_scatter(by_rank).wait()).to(grad.dtype)
+        return sum_to_ranks([cp.ring], by_rank.unflatten(0, (cp.ring.size, -1))).to(grad.dtype)
 
 
 @scatter_rows.register_fake
@@ -93,13 +89,10 @@ def query_positions(q: Tensor, mesh: str, layout: str) -> Tensor:
     """Global position of every query of ``[B, H, S/ring, D]``: ``[S/ring]`` int32 on its device. An op, so that
     lengths may be symbolic."""
     cp = cp_mesh.by_key(mesh)
+    on_ring, rank, device = _on_ring(cp, layout, q.shape[2] * cp.ring.size), cp.ring.rank, q.device
+    key = "positions", rank, device
     # A clone: a compiled graph may write into what an op has returned.
-    return _positions(_on_ring(cp, layout, q.shape[2] * cp.ring.size), cp.ring.rank, q.device).clone()
-
-
-@lru_cache(maxsize=64)
-def _positions(layout: ResolvedLayout, rank: int, device: torch.device) -> Tensor:
-    return layout.positions(rank).to(device, torch.int32)
+    return on_ring.derived(key, lambda: on_ring.positions(rank).to(device, torch.int32)).clone()
 
 
 @query_positions.register_fake

@@ -33,11 +33,7 @@ class RowsPlan:
 def rows_plan(layout: ResolvedLayout, rank: int, before: int, after: int) -> RowsPlan:
     """Plan to fetch, for each held range, also the rows ``before`` and ``after`` it. Negative numbers leave rows out;
     rows outside of the sequence are zero. The layout keeps the plan."""
-    key = rank, before, after
-    found: RowsPlan | None = layout.plans.get(key)
-    if found is None:
-        found = layout.plans[key] = _planned(layout, *key)
-    return found
+    return layout.derived(("rows", rank, before, after), lambda: _planned(layout, rank, before, after))
 
 
 def _planned(layout: ResolvedLayout, rank: int, before: int, after: int) -> RowsPlan:
