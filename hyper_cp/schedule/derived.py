@@ -1,4 +1,4 @@
-"""What is derived from documents, layouts and masks of blocks: kept with them, found by a key, and freed with them."""
+"""Keeps what documents, layouts and masks of blocks give beside them: found by a key, and freed with them."""
 
 from __future__ import annotations
 
