@@ -21,7 +21,7 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x):  # [B, S/n, width]
-        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k, v = (y.view(*y.shape[:2], self.heads, -1).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # over the sequence of all ranks
         return self.out(y.transpose(1, 2).flatten(2))
 

@@ -296,6 +296,13 @@ class BatchState:
             self._warn_of_changed_share(length, entered[-1].split if entered else None)
         self.record_length(length)
 
+    def refuse_whole(self, length: int) -> None:
+        """Raise ``ValueError`` if a call has got the whole batch of the block that this thread is in. (Its documents
+        are half as long, or less, which :meth:`record_call` comes too late to explain.)"""
+        entered = self._this_thread.blocks.entered
+        if not torch.compiler.is_compiling() and entered and entered[-1].split is not None:
+            _refuse_whole(entered[-1].split, length, self._lengths.get(length))
+
     def _warn_of_changed_share(self, length: int, split: Split | None) -> None:
         """Warn, once, of a call with a few positions more or less than this rank's share, as known from the block's
         batch or from other batches: on every rank tokens were added, or dropped."""
@@ -365,6 +372,10 @@ def _check_split(
             "Attention would assign wrong positions to tokens. Make the handler of the model's style, or with "
             "ContextParallelHandler.of(model)"
         )
+    _refuse_whole(split, length, known_split)
+
+
+def _refuse_whole(split: Split, length: int, known_split: bool | None) -> None:
     if length != split.share and length in (split.length, split.padded) and not known_split:
         raise ValueError(
             f"attention has got all {length} positions of this batch on each rank, and not the {split.share} of its "

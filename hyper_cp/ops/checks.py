@@ -150,6 +150,8 @@ def check_shards(
     check_heads(q[0], k[0], cp)
     if q[1] and not k[1]:
         raise ValueError(f"key has no positions, and query has {q[1]}. Attention needs a key. Pass at least one")
+    if documents_table is not None and cp.size > 1:
+        cp.batch.refuse_whole(q[1])
     documents.check_documents(documents_table, q[1] * cp.size)
     if layouts.chunks_per_rank(mode.layout) == 2 and cp.size > 1:
         odd = [n for n in ((q[1],) if mode.kv_exchange == "replicated" else (q[1], k[1])) if n % 2]

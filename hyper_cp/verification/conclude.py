@@ -228,6 +228,12 @@ class Evidence:
     losses: tuple[Sequence[float], float]
     """With context parallelism on every rank, and on one device."""
 
+    def unsplit(self, name: str) -> bool:
+        """True if this module is a styled one, or is inside one whose inputs are as long as on one device."""
+        outer = next((x for x in self.styled if not x or name.startswith(f"{x}.")), None)
+        shapes = [row.same_shape for row in self.rows if row.name == outer and row.kind == "input"]
+        return name in self.styled or (bool(shapes) and all(shapes))
+
 
 def explain(e: Evidence) -> list[Cause]:
     """Return the causes that fit, the most likely one first; at least one if something differs."""
@@ -258,7 +264,7 @@ def _of_module(e: Evidence, first: Comparison) -> Cause:
     """The cause of a difference in an input or an output of a module."""
     if first.local_positions:
         return _cause("positions", first.name, f"0, 1, 2, ... in {first.kind} {first.place}".rstrip())
-    if first.name in e.styled and first.same_shape:
+    if first.same_shape and e.unsplit(first.name):
         shape = "x".join(map(str, first.shape))
         return _cause("batch", first.name, f"has {shape} on every rank as on one device: its inputs were not split")
     if first.kind == "input" and not first.name:

@@ -36,7 +36,7 @@ class Row:
     @property
     def title(self) -> str:
         """The name of the row in the table and in sentences."""
-        place = f" {self.place}" if self.place else ""
+        place = f" {self.place}" if self.place not in ("", self.kind) else ""
         return f"{self.name} {self.kind}{place}" if self.kind != "loss" else "loss"
 
 

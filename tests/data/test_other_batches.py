@@ -90,6 +90,25 @@ def test_a_whole_batch_while_its_share_is_open_is_refused(ranks: Any, kind: str)
 
 
 @on_ranks
+def padded_whole(length: int, function: bool) -> None:
+    """Tokens before padding, or after it, of a batch of 15."""
+    style = ContextParallel(2, 1, 1, layout="head_tail")
+    handler = ContextParallelHandler(cp_mesh(), style)
+    module = parallelize_module(modules.BNSD(True), handler.mesh, style)
+    batch, x = handler.get_batch_on_this_cp_rank({"labels": torch.zeros(1, 15).long()}), torch.zeros(1, 2, length, 4)
+    with handler.documents(batch):
+        attention(x, x, x, mesh=handler.mesh, is_causal=True, layout="head_tail") if function else module(x, x, x)
+
+
+@pytest.mark.parametrize("function", [True, False])
+def test_a_whole_batch_with_padding_is_refused_before_its_documents_are(ranks: Any, function: bool) -> None:
+    for length in (15, 16):
+        words = f"attention has got all {length} positions of this batch on each rank, and not the 8"
+        ranks.raises(2, "ValueError", words, padded_whole, length, function)
+    ranks(2, padded_whole, 8, function)
+
+
+@on_ranks
 def loss_of(way: str) -> None:
     style = ContextParallel(2, 1, None)
     handler = ContextParallelHandler(cp_mesh(), style)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,9 +146,14 @@ class Planted(nn.Module):
 def styled(mesh: DeviceMesh, fault: str = "", dtype: torch.dtype = torch.float64, **style: Any) -> Planted:
     """The model under context parallelism, also the second attention of a block but for the fault "unrouted"."""
     model = Planted(fault, dtype)
+    if fault == "functional attention":
+        for block in model.blocks:
+            del block.attention.inner
+            block.attention.inner = partial(F.scaled_dot_product_attention, is_causal=True)
     # Exempt from checks, since the guards would raise before there is anything to verify.
     plan = ContextParallel(**{"seq_dim": 2, "head_dim": 1, "allow": ("*",), **style})
-    parallelize_module(model, mesh, {"blocks.*.attention.inner": plan})
+    where = "blocks.*.attention" if plan.qkv_indices is None else "blocks.*.attention.inner"
+    parallelize_module(model, mesh, {where: plan})
     return model
 
 

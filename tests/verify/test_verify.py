@@ -114,6 +114,15 @@ def test_every_planted_mistake_is_named(ranks: Any) -> None:
         assert fault != "conv" or "call hyper_cp.ops.causal_conv1d in its place, or replace" in mine[3]
 
 
+@pytest.mark.parametrize("style", [{"ulysses_degree": 1, "layout": "head_tail"}, {"ulysses_degree": 2}])
+def test_a_batch_that_was_not_split_is_named_where_modules_compute_q_k_v(ranks: Any, style: dict[str, Any]) -> None:
+    """The first difference is inside the styled module: nothing that goes into it is wrong."""
+    case = ("functional attention", "undispatched", {}, {"qkv_indices": None, **style})
+    for ((ok, module, cause, text, _),) in ranks(2, verified, [case]):
+        assert (ok, module, cause) == (False, "blocks.0.attention.wo", "batch"), text
+        assert "first in blocks.0.attention.wo input, by" in text
+
+
 # --------------------------------------------------------------------------- nothing is left behind
 
 
