@@ -191,6 +191,12 @@ def in_recompute() -> bool:
     return any(recomputation is not None for _, recomputation in _recomputations())
 
 
+def in_foreign_recompute() -> bool:
+    """True in a backward of this thread, in which no activation checkpointing of torch recomputes: a forward that runs
+    now is a recompute by other code. (``torch.utils.checkpoint`` asks for the number of a backward in the same way.)"""
+    return torch._C._current_graph_task_id() != -1 and not in_recompute()
+
+
 def in_reentrant_forward() -> bool:
     """True inside the forward of a reentrant checkpoint of this thread."""
     return any(frame.f_code is _FORWARD for frame in _reentrant_frames())

@@ -144,6 +144,11 @@ class BatchState:
         return blocks.documents
 
     @property
+    def in_block(self) -> bool:
+        """True if this thread, or the one whose backward it runs, is in a block, with documents or without."""
+        return bool(self._this_thread.blocks.entered or self._blocks_of_backward())
+
+    @property
     def known_documents(self) -> Tensor | None:
         """The documents of the innermost block of this thread, for checks: they do not count as read."""
         return self._this_thread.blocks.documents

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .._torch.checkpoint import in_foreign_recompute
 from .._torch.modules import hook_owners
 from ..mesh import cp_mesh
 from ..mesh.agreement import Agreement, Signature, digest
@@ -122,6 +123,8 @@ class Binding:
         """Guards the model of the module, when it runs for the first time."""
         self.warned = False
         """True once a call has warned of windows of the sequence."""
+        self.forward_state: tuple[StyledMesh, bool] | None = None
+        """The mesh of the last forward, and True if its documents were those of a block."""
         self.place: tuple[str, Plan] | None = None
         """The qualified name of the module in the model that it runs in, and that model's styled modules."""
         self.compared: WeakSet[Agreement] = WeakSet()
@@ -158,14 +161,35 @@ class Binding:
         """The documents of a call: those it is ``given``, else those of the enclosing ``handler.documents`` block on
         the active mesh. Errors name the module, or the ``caller``."""
         if given is not None:
+            self._refuse_foreign_recompute(packed=False)
             return given
         found = self.active.views[0].batch.active_documents(caller or self.name)
+        self._refuse_foreign_recompute(packed=found is not None)
         if found is None and any(mesh.views[0].batch.documents is not None for mesh in self.stack[:-1]):
             raise RuntimeError(
                 f"{self.name} runs on another cp mesh, but a documents block is active on the one it has left. "
                 "Enter the documents block of the handler that context_parallel_mesh yields, or pass documents="
             )
         return found
+
+    def _refuse_foreign_recompute(self, packed: bool) -> None:
+        """Raise ``RuntimeError`` if code of others recomputes this module in backward after the block that set the
+        documents (or the mesh) of its forward has ended. ``packed``: this call has documents of a block."""
+        if torch.compiler.is_compiling():
+            return
+        if self.forward_state is None or not in_foreign_recompute():
+            self.forward_state = self.active, packed
+            return
+        mesh, had_documents = self.forward_state
+        without = had_documents and not packed and not mesh.views[0].batch.in_block
+        if without or mesh not in self.stack:
+            what = "documents" if without else "cp mesh"
+            raise RuntimeError(
+                f"{self.name} is recomputed in backward without the {what} of its last forward, whose block has ended. "
+                "This activation checkpointing is not torch's own, so nothing recorded them, and the gradients would "
+                "be wrong. Run backward inside the block, pass documents= to the module through the checkpointed "
+                "function, or use torch.utils.checkpoint"
+            )
 
     def local(
         self, qkv: list[Tensor], seq_dim: int, head_dim: int, mesh: StyledMesh

@@ -86,7 +86,7 @@ def test_peft(ranks: Any) -> None:
         assert max(found.values()) <= 1e-9, found
     for prompt, prefix, invoked in ranks(2, adapters_refused):
         assert re.match("ValueError: .* got 14 tokens, but prepare_batch gave 11 to this rank.*prompt tuning", prompt)
-        assert prefix.startswith("NotImplementedError") and "past_key_values" in prefix, prefix
+        assert re.match("NotImplementedError: .* got (cache|past_key_values), a DynamicCache", prefix), prefix
         assert "has an activated LoRA adapter" in invoked, invoked
 
 

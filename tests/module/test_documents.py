@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh
 from hyper_cp._torch import checkpoint as checkpoint_seam
 from tests.harness.attention_case import FP64, cp_mesh, inputs
 from tests.harness.oracle import plain_attention, relative_error, visible_pairs
@@ -221,6 +221,67 @@ def test_a_recompute_that_does_not_know_its_forward_raises(ranks: Any, style: St
                 assert value <= FP64, (name, value)
             else:
                 assert "recomputed this layer with other packed documents" in value, (name, value)
+
+
+class Recompute(torch.autograd.Function):
+    """Activation checkpointing as other libraries write it: nothing of torch's runs in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: Tensor) -> Any:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.block(x)
+        torch.autograd.backward(out, *grads)
+        return None, x.grad
+
+
+@on_ranks
+def recompute_by_others(style: Style) -> dict[str, Any]:
+    block, handler = styled(Block(), {"qkv_indices": None, **style})
+    whole = torch.randn(2, SEQ, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        x = handler.dispatch(whole, 1).requires_grad_()
+        return x, Recompute.apply(block, x)
+
+    def error(x: Tensor, out: Tensor, documents: list[int]) -> Any:
+        try:
+            out.square().sum().backward()
+        except RuntimeError as failure:
+            return str(failure)
+        assert x.grad is not None
+        return relative_error(handler.combine(x.grad, 1), wanted(whole, documents)[1])
+
+    found = {"no documents": error(*forward(), [0, SEQ])}
+    with handler.documents(FIRST):
+        found["inside"] = error(*forward(), FIRST)
+        late = forward()
+    found["ended"] = error(*late, FIRST)
+    with handler.documents(FIRST):
+        late = forward()
+    with handler.documents(FIRST):
+        found["another block of them"] = error(*late, FIRST)
+    found["no documents again"] = error(*forward(), [0, SEQ])
+    with context_parallel_mesh(block, handler.mesh) as other, other.documents(SECOND):
+        late = forward()
+    found["ended with its mesh"] = error(*late, SECOND)
+    return found
+
+
+@pytest.mark.parametrize("style", STYLES[1:2], ids=str)
+def test_a_recompute_by_other_code_outside_of_its_block_raises(ranks: Any, style: Style) -> None:
+    for found in ranks(2, recompute_by_others, style):
+        for name, value in found.items():
+            if name.startswith("ended"):
+                assert "is recomputed in backward without the" in str(value), (name, value)
+            else:
+                assert isinstance(value, float) and value <= FP64, (name, value)
 
 
 @on_ranks
