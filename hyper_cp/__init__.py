@@ -21,7 +21,7 @@ from .style import ContextParallel, RecurrentContextParallel, styled_modules
 from .tiled import tiled
 from .verify import verify
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ContextParallel",
