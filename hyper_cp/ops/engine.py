@@ -386,7 +386,8 @@ def attention_backward_op(
     others = [*([] if work.latents is None else work.latents.gradients)]
     others += [] if work.entries is None else work.entries.gradients
     others += [] if work.scores is None else work.scores.gradients
-    of_others = [total.to(x.dtype) for total, x in zip(others, given.differentiated, strict=True)]
+    # Contiguous on every rank: their user sums them over ranks, and collectives add memory whatever its strides are.
+    of_others = [total.to(x.dtype).contiguous() for total, x in zip(others, given.differentiated, strict=True)]
     dk, dv = keys.gradients_at_home()
     return _bshd_in_memory(dq_local), dk, dv, of_others
 
@@ -417,7 +418,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     dq, dk, dv = (like_queries(x, x.shape[3], x.dtype) for x in (q, k, v))
     given = Operands.of(tensors, OpSettings.read(others[-1]).tensors)
-    return dq, dk, dv, [torch.empty_like(x) for x in given.differentiated]
+    return dq, dk, dv, [x.new_empty(x.shape) for x in given.differentiated]
 
 
 class Saved:

@@ -121,6 +121,30 @@ def test_one_softmax_fp64(world: int, ranks: Ranks) -> None:
 
 
 @on_ranks
+def summed_in_place() -> dict[str, float]:
+    """Gradients of entries, summed by a collective that adds memory, against those of one device."""
+    mesh, g = cp_mesh(), torch.Generator().manual_seed(0)
+    q, k, v, keys, values, grad = torch.randn(6, 1, 2, 4, DIM, generator=g, dtype=torch.float64)
+    v, values, grad = v[..., :3], values[..., :3], grad[..., :3]  # plain math, whose gradients lie as they like
+    pooled = [x[:, :, :2].clone().requires_grad_() for x in (keys, values)]
+    visible = torch.cat([torch.ones(4, 4).tril().bool(), torch.arange(2) <= torch.arange(4)[:, None]], 1)
+    joined = torch.cat([k, pooled[0]], 2), torch.cat([v, pooled[1]], 2)
+    expected = torch.autograd.grad(attention_and_lse(q, *joined, visible=visible)[0], pooled, grad)
+    own = [x.chunk(mesh.size(), 2)[mesh.get_local_rank()] for x in (q, k, v, grad)]
+    out = attention(*own[:3], mesh=mesh, is_causal=True, entries=Entries(*pooled, every=1))
+    found = torch.autograd.grad(out, pooled, own[3])
+    for x in found:
+        dist.all_reduce(x)
+    return {name: relative_error(x, y) for name, x, y in zip("kv", found, expected, strict=True)}
+
+
+def test_gradients_of_entries_lie_alike_on_all_ranks(ranks: Ranks) -> None:
+    """The two queries of rank 0 see other entries, and those of rank 1 the same: their tiles are not alike."""
+    for found in ranks(2, summed_in_place):
+        assert max(found.values()) < 1e-10, found
+
+
+@on_ranks
 def traffic() -> list[tuple[str, int]]:
     *given, dout = inputs((48, 4, 8, False, True))
     at = ContextParallelHandler(cp_mesh(), "contiguous").position_ids(48)
