@@ -132,8 +132,23 @@ class PlanReport:
                 f"Use first: cp mesh of {s.cp_size}, {checkpoints[s.checkpointing]}, {loss}. {best.why}",
                 f'    mesh = init_device_mesh("{device}", {shape}, mesh_dim_names={names})  # the style: on mesh["cp"]',
                 f"    style = ContextParallel({style})",
+                *self._others(best),
             ]
         return lines
+
+    def _others(self, best: Estimate) -> list[str]:
+        """Lines about those that the model cannot tell from the best in time, and that need less of something."""
+        fast = [e for e in self.strategies if e.fits and best.tokens_per_second / e.tokens_per_second < AS_FAST]
+        spare = min(fast, key=lambda e: e.memory.peak)
+        quiet = min(fast, key=lambda e: (_sent_between(e), e.memory.peak))
+        memory = f"the least memory ({spare.memory.peak / 1e9:.1f} GB, not {best.memory.peak / 1e9:.1f})"
+        sent = f"the fewest bytes between hosts ({_sent_between(quiet):.0f} KB a token, not {_sent_between(best):.0f})"
+        found: dict[str, list[str]] = {}
+        if spare.memory.peak < 0.95 * best.memory.peak:
+            found.setdefault(_named(spare), []).append(memory)
+        if _sent_between(quiet) < 0.95 * _sent_between(best):
+            found.setdefault(_named(quiet), []).append(sent)
+        return [f"As fast within the model's error, with {' and '.join(x)}: {name}" for name, x in found.items()]
 
     def __str__(self) -> str:
         return self.text(16)
@@ -171,6 +186,18 @@ class PlanReport:
     def json(self) -> str:
         """:meth:`as_dict` as JSON."""
         return json.dumps(self.as_dict(), indent=1)
+
+
+def _named(e: Estimate) -> str:
+    s = e.strategy
+    checkpoints = {"none": "no checkpointing", "attention": "layers checkpointed but for attention"}
+    saved = checkpoints.get(s.checkpointing, "layers checkpointed")
+    return f"{s.mode}, cp mesh of {s.cp_size}, {saved}, {'chunked' if s.chunked_loss else 'plain'} loss"
+
+
+def _sent_between(e: Estimate) -> float:
+    """The kilobytes that a rank sends to other hosts for each of its tokens."""
+    return e.bytes_between / e.tokens_per_rank / 1e3
 
 
 # --------------------------------------------------------------------------- reasons

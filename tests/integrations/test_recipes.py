@@ -139,6 +139,7 @@ def packed_sft(code: str, directory: str, counted: bool) -> dict[str, float]:
     assert trainer.args.packing and max(len(row["seq_lengths"]) for row in rows) > 1
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    counts = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
     evaluation = trainer.evaluate(dataset)["eval_loss"]
     optimizer, found = torch.optim.SGD(oracle.parameters(), lr=0.05), {}
     for step, got in enumerate(losses):
@@ -147,6 +148,7 @@ def packed_sft(code: str, directory: str, counted: bool) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
         found[f"loss {step}"] = abs(got - loss.item())
+    found["tokens"] = max(abs(n - sum(len(x["input_ids"]) for x in rows[: i + 1])) for i, n in enumerate(counts))
     with torch.no_grad():
         means = [packed_loss(oracle, row).item() for row in rows]
     found["evaluation"] = abs(evaluation - sum(means) / len(means))

@@ -245,3 +245,18 @@ def test_latents_travel_where_they_are_fewer_numbers() -> None:
     kernels = [Kernels(model, cluster, 128, 128, 1, 16384) for model in (heads, latents)]
     assert kernels[1].forward(step) - kernels[0].forward(step) == pytest.approx(expanded)
     assert kernels[1].backward(step) - kernels[0].backward(step) == pytest.approx(3 * expanded)
+
+
+def test_the_report_names_those_as_fast_that_need_less_memory_or_traffic() -> None:
+    sizes = {"layers": 32, "heads": 32, "kv_heads": 8, "width": 4096, "ffn": 14336, "vocabulary": 128256}
+    report = plan(sizes, 131072, gpus=64, cluster="h100")
+    best = report.best
+    assert best is not None
+    fast = [e for e in report.strategies if e.fits and best.tokens_per_second / e.tokens_per_second < 1.05]
+    peak = min(e.memory.peak for e in fast) / 1e9
+    between = min(e.bytes_between / e.tokens_per_rank for e in fast) / 1e3
+    text = "\n".join(report.heading())
+    assert f"the least memory ({peak:.1f} GB, not {best.memory.peak / 1e9:.1f})" in text, text
+    assert f"the fewest bytes between hosts ({between:.0f} KB a token" in text
+    alone = plan(sizes, 4096, gpus=1, cluster="h100")
+    assert "the fewest bytes" not in "\n".join(alone.heading())
