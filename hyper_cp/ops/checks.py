@@ -372,6 +372,11 @@ def check_kinds(call: Call) -> None:
     """Raise ``TypeError`` unless the numbers of a call are numbers, and its mask is a tensor."""
     for name, x in (("scale", 0.0 if call.scale is None else call.scale), ("dropout_p", call.dropout_p)):
         check_number(name, x, "It changes the weights of attention", "Pass a float", NUMBERS)
+        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+            raise TypeError(
+                f"{call.name}: {name} is a tensor that requires a gradient. Attention takes it as a number, so the "
+                "gradient would be missing. Pass its value, x.item(); multiply the queries by a learned scale instead"
+            )
     if call.mask is not None and not isinstance(call.mask, Tensor):
         raise TypeError(
             f"attn_mask is a {type(call.mask).__name__}, not a tensor. It must be bool (True is visible) or floating, "

@@ -187,6 +187,18 @@ def call_once(arguments: Arguments) -> None:
 
 
 @on_ranks
+def learned(name: str) -> None:
+    x, number = torch.ones(1, 2, 4, 8), torch.nn.Parameter(torch.tensor(0.5))
+    attention(x, x, x, mesh=cp_mesh(), **{name: number})
+
+
+@pytest.mark.parametrize("name", ["scale", "dropout_p"])
+def test_a_learned_number_is_refused(ranks: Any, name: str) -> None:
+    """Its gradient would be missing. (PyTorch's own function refuses it too.)"""
+    ranks.raises(2, "TypeError", f"{name} is a tensor that requires a gradient", learned, name)
+
+
+@on_ranks
 def zero_heads() -> None:
     x = torch.ones(1, 0, 4, 8)
     parallelize_module(modules.BNSD(), cp_mesh(), ContextParallel(**RING1))(x, x, x)
