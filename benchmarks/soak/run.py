@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hyper_cp import MeshFamily, split_cp_mesh
 from hyper_cp.cli.diagnosis.findings import bar
 from hyper_cp.ops import attention
-from hyper_cp.schedule.documents import kept
+from hyper_cp.schedule.derived import kept
 
 from .steps import DIM, HEADS, KINDS, Draw
 

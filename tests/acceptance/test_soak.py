@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.soak import run, steps
 from hyper_cp.ops import attention
-from hyper_cp.schedule.documents import kept
+from hyper_cp.schedule.derived import kept
 from tests.harness.ranks import on_ranks
 
 _leaked: list[Any] = []

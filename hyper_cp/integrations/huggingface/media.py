@@ -37,7 +37,11 @@ METHODS = {"image": "get_image_features", "video": "get_video_features", "audio"
 PLURALS = {"image": "images", "video": "videos", "audio": "audio clips"}
 GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
 """Entries with the numbers of patches of each item, for encoders that take patches of all items one after the other."""
-TOKENS = {kind: (f"{kind}_token_id", f"{kind}_token_index") for kind in METHODS}
+TOKENS = {
+    "image": ("image_token_id", "image_token_index"),
+    "video": ("video_token_id", "video_token_index"),
+    "audio": ("audio_token_id", "audio_token_index"),
+}
 """Names of placeholder tokens in configurations."""
 FIELDS = ("pooler_output", "last_hidden_state", "deepstack_features", "attention_mask")
 """The parts of an encoder's output that have a row for each token, which models insert, and the mask of these rows."""
