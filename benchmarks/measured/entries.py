@@ -39,8 +39,8 @@ from hyper_cp.ops import Entries, attention, gather_windows, select_entries, win
 
 from ..ranks import join, leave, results_of
 from ..speed.report import write_section
-from ..speed.run import machine
-from .links import Link, switch, why_not
+from ..speed.run import in_words, machine
+from .links import Link, limit_all, switch, why_not
 from .throttled import NOT_HERE
 
 DOCUMENT = Path(__file__).parents[2] / "docs/guide/selected_attention.md"
@@ -175,9 +175,7 @@ def rank_main(rank: int, world: int, store: str, put: Callable[[Any], None], arg
         cases = [(way, rate) for rate in (None, args.rate) for way in WAYS]
         found: dict[Any, list[list[float]]] = {case: [] for case in cases}
         for way, rate in cases * args.rounds:
-            dist.barrier()
-            link.limit(rate)
-            dist.barrier()
+            limit_all(link, rate)
             before, start = _sent(), time.perf_counter()
             layer.run(way)
             own = torch.tensor([time.perf_counter() - start, _sent() - before], dtype=torch.float64)
@@ -219,13 +217,10 @@ def table(found: Sequence[Result]) -> str:
 
 def about(args: argparse.Namespace) -> str:
     """The sizes, the machine and the date."""
-    here = machine()
-    shared = " Other processes used them, too: times are uncertain." if here["load"] > 0.5 else ""
     return (
         f"S={args.length:,}, B1, fp32, {LAYOUT}; hidden states of {WIDTH:,} numbers, {HEADS} heads and entries of "
-        f"{DIM}, an indexer with {INDEX_HEADS} heads of {INDEX_DIM},\ntopk={TOPK}; torch {here['torch']}, "
-        f"{here['processor']}, {here['cores']} cores, one thread a rank, load {here['load']} before the run, "
-        f"{here['date']}.{shared}"
+        f"{DIM}, an indexer with {INDEX_HEADS} heads of {INDEX_DIM},\ntopk={TOPK}; "
+        + in_words(machine(), "one thread a rank, ")
     )
 
 

@@ -15,8 +15,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+
+import torch.distributed as dist
 
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET; os.unshare is new in Python 3.12
 _SIGNAL_OF_PARENT = 1  # PR_SET_PDEATHSIG
@@ -64,25 +66,34 @@ def switch() -> Iterator[int]:
             process.kill()
 
 
+def limit_all(link: Link | None, rate: float | None) -> None:
+    """Limit the links of all ranks at the same time; every rank makes the call. Without links the ranks only meet."""
+    dist.barrier()
+    if link is not None:
+        link.limit(rate)
+    dist.barrier()
+
+
 class Link:
     """The link of one rank. It moves the calling process into a network namespace of its own, so make it in a process
     of the rank, before its process group and in its main thread.
 
     Args:
         switch: the number of the process whose namespace is the switch.
-        inside: the other ranks of this rank's host.
+        per_host: adjacent ranks of a host.
         congestion: how TCP decides how much it sends. With "reno", which every Linux has, it sends as much as the
             receiver takes where nothing is dropped. "cubic" and "bbr", the defaults of hosts, go by delays too, and
             several connections that share a link then seldom fill it. A namespace may have reno and the host's default.
     """
 
-    def __init__(self, switch: int, rank: int, congestion: str = "reno", inside: Sequence[int] = ()) -> None:
+    def __init__(self, switch: int, rank: int, congestion: str = "reno", per_host: int = 1) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_SIGNAL_OF_PARENT, signal.SIGKILL)  # a rank whose parent is gone would wait for other ranks
         if libc.unshare(_NEW_NETWORK):
             raise OSError(ctypes.get_errno(), "no network namespace for this rank")
         self.switch, self.port = switch, f"port{rank}"
-        self.limited, self.inside = False, inside
+        first = rank - rank % per_host
+        self.limited, self.inside = False, [other for other in range(first, first + per_host) if other != rank]
         self._run(f"ip link add {self.port} type veth peer name eth0 netns {os.getpid()}", at_switch=True)
         self._run(f"ip link set {self.port} master switch up", at_switch=True)
         self._control(congestion)

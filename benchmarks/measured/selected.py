@@ -35,7 +35,7 @@ from hyper_cp.ops import latent_attention, select_keys
 
 from ..ranks import join, leave, results_of
 from ..speed.report import write_section
-from ..speed.run import machine
+from ..speed.run import in_words, machine
 
 DOCUMENT = Path(__file__).parents[1] / "README.md"
 HEADS, RANK, ROTARY, PLAIN, VALUE = 4, 64, 16, 48, 64
@@ -183,12 +183,9 @@ def table(found: Sequence[Result]) -> str:
 
 def about(args: argparse.Namespace) -> str:
     """The sizes, the machine and the date."""
-    here = machine()
-    shared = " Other processes used them, too: times are uncertain." if here["load"] > 0.5 else ""
     return (
         f"topk={args.topk}, {HEADS} heads of {PLAIN} + {ROTARY} and {VALUE}, latents of {RANK} + {ROTARY}, an indexer "
-        f"with {INDEX_HEADS} heads of {INDEX_DIM},\nB1, fp32; torch {here['torch']}, {here['processor']}, "
-        f"{here['cores']} cores, load {here['load']} before the run, {here['date']}.{shared}"
+        f"with {INDEX_HEADS} heads of {INDEX_DIM},\nB1, fp32; {in_words(machine())}"
     )
 
 

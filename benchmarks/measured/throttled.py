@@ -45,7 +45,7 @@ from hyper_cp.planner.timeline import BACKWARD, grouped_ulysses
 
 from ..ranks import join, leave, results_of
 from ..simulated.needed import masks
-from .links import Link, switch, why_not
+from .links import Link, limit_all, switch, why_not
 
 NOT_HERE = 3
 """The exit code where there can be no such links."""
@@ -105,17 +105,9 @@ class Rank:
     """One rank and its link."""
 
     def __init__(self, rank: int, args: argparse.Namespace, at: int, store: str) -> None:
-        first = rank - rank % args.per_host
-        inside = [other for other in range(first, first + args.per_host) if other != rank]
-        self.args, self.link = args, Link(at, rank, args.congestion, inside)  # it names gloo's network interface
+        self.args, self.link = args, Link(at, rank, args.congestion, args.per_host)  # it names gloo's network interface
         os.environ["LOCAL_WORLD_SIZE"] = str(args.per_host)  # as torchrun sets it
         self.mesh = join(rank, args.ranks, store)
-
-    def set_rate(self, rate: float | None) -> None:
-        """Limit all links at the same time."""
-        dist.barrier()
-        self.link.limit(rate)
-        dist.barrier()
 
     def times(self, mode: Mode, rate: float, rounds: int) -> tuple[list[float], list[float], int]:
         """Seconds of each round, of the slowest rank, with the rate and without a limit; and the bytes that the rank
@@ -125,7 +117,7 @@ class Rank:
         attend = latent_attention if self.args.latents else attention
         with elsewhere(self.args.per_host) as sent:
             for turn in range(2 * rounds + 1):  # the first one warms up: schedules, connections, what ranks compare
-                self.set_rate(rate if turn % 2 else None)
+                limit_all(self.link, rate if turn % 2 else None)
                 leaves = [x.detach().requires_grad_() for x in inputs]
                 dist.barrier()
                 sent.clear()
@@ -185,7 +177,7 @@ def rank_main(
                     case |= {"per_host": None if args.per_host == 1 else args.per_host}
                     case |= {"rate": rate, "mode": name if latents is None else name + SENT[latents]}
                     put({**case, "seconds": seconds, "compute": statistics.median(unlimited), "sent": sent})
-    rank.set_rate(None)
+    limit_all(rank.link, None)
     leave()
 
 

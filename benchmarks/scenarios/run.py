@@ -16,7 +16,7 @@ from hyper_cp.memory import MemoryCounter
 from hyper_cp.schedule.documents import PackedDocuments
 from hyper_cp.schedule.lookup import resolve
 
-from ..measured.links import Link, switch, why_not
+from ..measured.links import Link, limit_all, switch, why_not
 from ..ranks import join, leave, results_of
 from ..speed.case import share
 from ..speed.contenders.contender import Skip
@@ -183,11 +183,9 @@ def ways(work: Scenario, only: Sequence[str]) -> list[Way]:
     return [w for w, name in zip(found, names, strict=True) if not only or any(x.lower() in name for x in only)]
 
 
-def measure(
-    work: Scenario, only: Sequence[str], ranks: Ranks, limit: Callable[[float | None], None], limited: bool
-) -> dict[str, Any]:
+def measure(work: Scenario, only: Sequence[str], ranks: Ranks, link: Link | None) -> dict[str, Any]:
     """Check all ways of a scenario, then time them in turns."""
-    limit(None)
+    limit_all(link, None)
     entries = [Entry(way, ranks) for way in ways(work, only)]
     short = work.resized(SHORT)
     given, exact = short.inputs(), answer(short, exact=True)
@@ -199,11 +197,11 @@ def measure(
             entry.check(work, given, expected, 4 * BAR, "fp32")
     del expected
     runners = [entry for entry in entries if entry.ok]
-    rates = [rate for rate in work.rates if rate is None or limited]
+    rates = [rate for rate in work.rates if rate is None or link is not None]
     for number in range(work.rounds):
         first = number % max(len(runners), 1)
         for rate in rates:
-            limit(rate)
+            limit_all(link, rate)
             for entry in [*runners[first:], *runners[:first]]:
                 seconds = entry.result.seconds.setdefault(label(rate), [])
                 fastest = min(statistics.median(r.result.seconds[label(rate)]) for r in runners) if number else 0.0
@@ -211,7 +209,7 @@ def measure(
                     continue
                 dist.barrier()
                 seconds.append(entry.step())
-    limit(None)
+    limit_all(link, None)
     return {"scenario": asdict(work), "results": [asdict(entry.result) for entry in entries]}
 
 
@@ -227,19 +225,12 @@ def rank_main(
     """Measure scenarios on one rank. Rank 0 puts what it finds. With ``at``, a switch, ranks have links."""
     link, per_host = None, works[0].per_host
     if at is not None:
-        first = number - number % per_host
-        link = Link(at, number, inside=[r for r in range(first, first + per_host) if r != number])
+        link = Link(at, number, per_host=per_host)
         os.environ["LOCAL_WORLD_SIZE"] = str(per_host)
     ranks = Ranks(join(number, world, store))
 
-    def limit(rate: float | None) -> None:
-        dist.barrier()
-        if link is not None:
-            link.limit(rate)
-        dist.barrier()
-
     for work in works:
-        found = measure(work, only, ranks, limit, link is not None)
+        found = measure(work, only, ranks, link)
         if number == 0:
             put(found)
     leave()

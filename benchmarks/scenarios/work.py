@@ -219,6 +219,20 @@ def blocks(work: Scenario, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(q, k, v, is_causal=True, enable_gqa=gqa)[..., :width]
 
 
+SELECTED = Scenario(
+    "selected",
+    "512 selected keys of 16K, four query heads on two key/value heads",
+    16384,
+    ("all-gather, contiguous",),
+    kind="selected",
+    heads=4,
+    kv_heads=2,
+    topk=512,
+    dim=32,
+    rates=(None,),
+    rounds=2,
+)
+
 SCENARIOS = [
     Scenario(
         "packed",
@@ -266,31 +280,13 @@ SCENARIOS = [
         kv_heads=2,
         rounds=3,
     ),
-    Scenario(
-        "selected",
-        "512 selected keys of 16K, four query heads on two key/value heads",
-        16384,
-        ("all-gather, contiguous",),
-        kind="selected",
-        heads=4,
-        kv_heads=2,
-        topk=512,
-        dim=32,
-        rates=(None,),
-        rounds=2,
-    ),
-    Scenario(
-        "selected_mha",
-        "512 selected keys of 16K, two heads with keys of their own",
-        16384,
-        ("all-gather, contiguous",),
-        kind="selected",
+    SELECTED,
+    replace(
+        SELECTED,
+        name="selected_mha",
+        title="512 selected keys of 16K, two heads with keys of their own",
         heads=2,
         kv_heads=2,
-        topk=512,
-        dim=32,
-        rates=(None,),
-        rounds=2,
     ),
     Scenario(
         PADDED,

@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -77,6 +77,15 @@ def machine() -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 1),
         **found,
     }
+
+
+def in_words(machine: Mapping[str, Any], threads: str = "") -> str:
+    """The machine in a sentence for a page, with a warning if it was not idle. ``threads`` stands before the load."""
+    shared = " Other processes used them, too: times are uncertain." if machine["load"] > 0.5 else ""
+    return (
+        f"torch {machine['torch']}, {machine['processor']}, {machine['cores']} cores, {threads}load {machine['load']} "
+        f"before the run, {machine['date']}.{shared}"
+    )
 
 
 def _processor() -> str:

@@ -78,7 +78,7 @@ def planted() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "ways", lambda *_: found)
-        return run.measure(SMALL, [], Ranks(mesh), lambda rate: None, False)
+        return run.measure(SMALL, [], Ranks(mesh), None)
 
 
 def test_what_is_wrong_is_refused_and_what_fails_has_its_reason(ranks: Any) -> None:
