@@ -7,7 +7,7 @@ attention call is made; they call :func:`check_shards` themselves.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from .entries import Entries
 NUMBERS = (torch.SymFloat, torch.SymInt, Tensor)
 """Types that a compiled graph, or a model, may have in place of a Python number."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FIELDS = tuple(x.name for x in fields(Call))  # vars(call) would break graphs: torch 2.11 does not trace it
 
 
 def check(
@@ -67,7 +68,8 @@ def check(
         check_tails(mode, cp, band, lengths[0], None if call.score is None else call.score.blocks)
     if call.score is not None:
         call.score.check(call.name, q.shape[0], q.shape[1] * (cp.ulysses.size if exchanged else 1), lengths)
-    own: dict[str, Any] = vars(call) | _of_latents(of_latents, cp)
+    own: dict[str, Any] = {name: getattr(call, name) for name in _FIELDS}
+    own |= _of_latents(of_latents, cp)
     if call.selected is not None:
         kv_heads *= cp.ulysses.size if exchanged else 1
         own["selected"] = _selected(call.selected, call, q, (kv_heads, share), cp, mode, lengths)
