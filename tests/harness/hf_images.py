@@ -265,6 +265,15 @@ def images(model: Any, grids: list[tuple[int, int, int]] = GRIDS, seed: int = 3,
     return found
 
 
+def item_of(entries: dict[str, Any], i: int) -> dict[str, Any]:
+    """The entries of one of the images."""
+    own = {name: x[i : i + 1] for name, x in entries.items()}
+    if "image_grid_thw" in entries:
+        sizes = entries["image_grid_thw"].prod(1).tolist()
+        own["pixel_values"] = entries["pixel_values"].split(sizes)[i]
+    return own
+
+
 def rows_of(model: Any, entries: dict[str, Any], name: str = "get_image_features") -> list[int]:
     """The numbers of rows that the model makes of each image."""
     with torch.no_grad():
