@@ -45,7 +45,7 @@ LAYERS, WIDTH, HEADS, HIDDEN, VIDEO, TEXT = 4, 128, 4, 64, 60, 32
 
 
 class Result(NamedTuple):
-    """What a step takes on one rank, or the most of all ranks."""
+    """Frames, seconds and MiB of a step on one rank, or the most of all ranks."""
 
     frames: float
     forward: float
