@@ -61,6 +61,7 @@ from .huggingface.checks import (
 from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.decoding import SplitModelCache, check_arguments, compare, one_random_state
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
+from .huggingface.image_keys import ImageKeysHook, attend_locally, image_keys_of
 from .huggingface.indexer_losses import collecting, indexer_losses
 from .huggingface.latents import NAME, prepare_latents
 from .huggingface.media import MediaHook, owner_of
@@ -143,6 +144,8 @@ def prepare_model(
         model.register_forward_hook(head.after, with_kwargs=True, always_call=True)
     if (owner := owner_of(model, decoder)) is not None:  # behind the head's: it may be the same module
         MediaHook(hook.binding, model, owner).attach(owner)
+    if (owner := image_keys_of(model, decoder)) is not None:
+        ImageKeysHook(hook.binding, model).attach(owner)
     if chunked is not None:  # last: the router loss is corrected in an output that still has logits
         chunked.attach(model)
     if model is not decoder:
@@ -414,6 +417,7 @@ class DecoderHook:
             record(decoder, self.written)
         elif has_attention(decoder):
             decoder.set_attn_implementation(NAME)
+            attend_locally(decoder, self.implementation)
             prepare_latents(decoder)
             sparse.prepare(decoder)
         self.prepared = decoder.config._attn_implementation

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.harness import hf_audio
+from tests.harness import hf_audio, hf_by_hand
 from tests.harness.hf_audio import AUDIO, owner
 from tests.harness.hf_causal import CHANGES as HYBRID
 from tests.harness.hf_causal import COMPASS, SIZES, NotTiny, _each, _has, _is_fixed
@@ -96,6 +96,13 @@ CHANGES: dict[str, dict[str, Any]] = {
             **_each("vision_output_dim projector_input_dim projector_output_dim", 16),
             **_each("hidden_size", 16),
             **_each("intermediate_size", 64),
+        },
+    },
+    "mllama": {
+        "text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+        "vision_config": {
+            **{"num_global_layers": 1, "intermediate_layers_indices": [0, 1], "vision_output_dim": 48},
+            **{"supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]], "max_num_tiles": 2},
         },
     },
     "qwen2_vl": {"vision_config": {"hidden_size": 32}},
@@ -185,7 +192,8 @@ def tiny_config(kind: str) -> Any:
     try:
         default = hf.CONFIG_MAPPING[kind]()
         parts: dict[str, Any] = {}
-        more = {**_sizes(default, _each("projection_dim", 32)), **CHANGES.get(kind, {})}
+        changes = {**CHANGES, **hf_by_hand.CONFIGS}.get(kind, {})
+        more = {**_sizes(default, _each("projection_dim", 32)), **changes}
         for name, x in hf_audio.CHANGES.get(kind, {}).items():
             more[name] = {**more.get(name, {}), **x} if isinstance(x, dict) else x
         for name in ("text_config", "vision_config", "audio_config", "encoder_config", "adaptor_config"):
@@ -224,9 +232,11 @@ def tiny(kind: str) -> Any:
 
 def images(model: Any, grids: list[tuple[int, int, int]] = GRIDS, seed: int = 3, video: bool = False) -> dict[str, Any]:
     """Entries of a batch that hold these images (of equal size for towers that take one size only)."""
-    inner = owner(model)
+    inner, generator = owner(model), torch.Generator().manual_seed(seed)
+    if made := hf_by_hand.ENTRIES.get(inner.config.model_type):
+        return made(inner.config, generator)
     names = inspect.signature(type(inner).get_image_features).parameters
-    config, generator = inner.config.vision_config, torch.Generator().manual_seed(seed)
+    config = inner.config.vision_config
     channels = getattr(config, "in_channels", getattr(config, "num_channels", 3))
     patch, side = (x if isinstance(x, int) else x[0] for x in (config.patch_size, getattr(config, "image_size", 16)))
     found: dict[str, Any]
@@ -279,8 +289,30 @@ def rows_of(model: Any, entries: dict[str, Any], name: str = "get_image_features
     return [x.shape[:-1].numel() for x in found]
 
 
+def keys_batch(model: Any, length: int = 40) -> dict[str, Any]:
+    """Two rows of tokens for a model whose layers attend to images (Mllama). The first one has two images, with one and
+    two tiles, which tokens see from their places on; the second one has an image, without content behind it."""
+    generator, config = torch.Generator().manual_seed(length), model.config.vision_config
+    ids = torch.randint(3, VOCABULARY - 5, (2, length), generator=generator)
+    shape = (2, 2, config.max_num_tiles, 3, config.image_size, config.image_size)
+    pixels = torch.randn(shape, generator=generator, dtype=torch.float64)
+    pixels[1, 1] = pixels[0, 0, 1] = pixels[1, 0, 1] = 0.0
+    tiles = torch.tensor([[[1, 0], [1, 1]], [[1, 0], [1, 0]]])
+    seen = torch.zeros(2, length, 2, 2, dtype=torch.int64)
+    for row, image, start in ((0, 0, 3), (0, 1, 21), (1, 0, 9)):
+        ids[row, start] = IMAGE
+        seen[row, start:, image] = tiles[row, image]
+    mask = torch.ones_like(ids)
+    mask[1, -5:] = seen[1, -5:] = 0
+    ratios = torch.tensor([[1, 2], [1, 0]])
+    entries = {"pixel_values": pixels, "aspect_ratio_ids": ratios, "aspect_ratio_mask": tiles}
+    return {"input_ids": ids, "attention_mask": mask, "cross_attention_mask": seen, **entries}
+
+
 def batch_of(model: Any, length: int = 40) -> dict[str, Any]:
     """Two rows of tokens: one with two images, and one without any, with padding at its end."""
+    if model.config.model_type == "mllama":
+        return keys_batch(model, length)
     entries = images(model)
     generator = torch.Generator().manual_seed(length)
     counts, at = rows_of(model, entries), 3

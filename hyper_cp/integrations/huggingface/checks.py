@@ -43,8 +43,8 @@ LOSS_OF_TOKENS = {None, "ForCausalLM", "ForConditionalGeneration"}
 """Types of losses that honour shifted labels and the number of labels of the whole batch."""
 MEDIA = re.compile(
     r"^(pixel|image|video|audio|input_features|input_values|high_res|second_per_grid|spatial_shapes|target_sizes|tile_"
-    r"|num_(local|frames)|batch_num|patches_grid|aspect_ratio|feature_attention|cross_attention|mm_encoder|flattened_pa"
-    r"|padding_mask|chunk_sample)"
+    r"|num_(local|frames)|batch_num|patches_grid|aspect_ratio|feature_attention|cross_attention_states|mm_encoder"
+    r"|flattened_pa|padding_mask|chunk_sample)"
 )
 """Names of inputs other than text."""
 
