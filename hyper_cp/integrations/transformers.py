@@ -38,7 +38,7 @@ from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, documents_table, read
 from ..style import ContextParallel, style_of
 from .huggingface import forward, router_loss, sparse
-from .huggingface.attention import register
+from .huggingface.attention import register, request_masks
 from .huggingface.checks import (
     MEDIA,
     POOLED,
@@ -54,6 +54,7 @@ from .huggingface.checks import (
     counts_mask,
     decoder_of,
     has_attention,
+    makes_mask,
     masks_by_types,
     mixers_of,
     position_maker,
@@ -64,7 +65,7 @@ from .huggingface.forward import ForwardState, OneDevice, mixer_state
 from .huggingface.image_keys import ImageKeysHook, attend_locally, image_keys_of
 from .huggingface.indexer_losses import collecting, indexer_losses
 from .huggingface.latents import NAME, prepare_latents
-from .huggingface.media import MediaHook, owner_of
+from .huggingface.media import PLACES, MediaHook, owner_of
 from .huggingface.modules import (
     LightningHooks,
     direct_attention,
@@ -84,7 +85,7 @@ from .huggingface.written import record, written_attention
 __all__ = ["NAME", "generate", "indexer_losses", "prepare_batch", "prepare_model", "register"]
 
 IGNORE = -100
-TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", PLACES)
 """Names of the types of tokens (text, image ...) in batches."""
 PROMPT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", *TOKEN_TYPES)
 """Names of the arguments with rows of positions in the forward of a prompt."""
@@ -132,6 +133,7 @@ def prepare_model(
     hooks = [DecoderHook(style, mesh, stack) for stack in stacks]  # all before the first: they may share a config
     for hook, stack in zip(hooks, stacks, strict=True):
         hook.attach(stack)
+        attend_locally(model, stack, hook.implementation)
     hook = hooks[-1]
     if len(stacks) > 1:
         hook.two = SourceTargetHook(hook.binding, prepare_batch)
@@ -143,7 +145,7 @@ def prepare_model(
         model.register_forward_pre_hook(head.before, with_kwargs=True)
         model.register_forward_hook(head.after, with_kwargs=True, always_call=True)
     if (owner := owner_of(model, decoder)) is not None:  # behind the head's: it may be the same module
-        MediaHook(hook.binding, model, owner).attach(owner)
+        MediaHook(hook.binding, model, owner).attach(owner, decoder)
     if (owner := image_keys_of(model, decoder)) is not None:
         ImageKeysHook(hook.binding, model).attach(owner)
     if chunked is not None:  # last: the router loss is corrected in an output that still has logits
@@ -400,6 +402,8 @@ class DecoderHook:
         cache it does not run as it did before it was prepared."""
         self.hides_padding = sparse.hides_padding(decoder)
         self.cross = cross_attention(decoder)
+        self.made_mask = False
+        """True while a model runs that makes a mask of ones around this decoder (BLIP-2)."""
         self.two: SourceTargetHook | None = None
         """The hooks of the encoder-decoder of which this is the decoder."""
 
@@ -417,7 +421,7 @@ class DecoderHook:
             record(decoder, self.written)
         elif has_attention(decoder):
             decoder.set_attn_implementation(NAME)
-            attend_locally(decoder, self.implementation)
+            request_masks(decoder)
             prepare_latents(decoder)
             sparse.prepare(decoder)
         self.prepared = decoder.config._attn_implementation
@@ -457,6 +461,8 @@ class DecoderHook:
             if self.direct:
                 kwargs["attention_mask"] = no_mask(next(module.parameters()).device)
         else:
+            if self.made_mask:
+                kwargs.pop("attention_mask", None)
             self._refuse(args, kwargs)
             if not self.adapters_checked:
                 check_adapters(module)
@@ -660,6 +666,7 @@ class HeadHook:
             (x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None
         )
         made: dict[str, Any] = dict(kept)
+        self.decoder.made_mask = ready is not None and kwargs.get("attention_mask") is None and makes_mask(model)
         if ready is not None and tokens is not None and self.decoder.binding.active.parallel and masks_by_types(model):
             made |= {name: x.to(tokens.device) for name, x in ready.token_types.items() if name in kwargs}
             makes = len(made) > len(kept) or owner_of(model, decoder_of(model)) is not None  # masks, not its decoder
@@ -698,6 +705,7 @@ class HeadHook:
     def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Make the router loss that of the whole sequence."""
         forward.offer(None)
+        self.decoder.made_mask = False
         mesh, cache = self.decoder.binding.active, cache_in(kwargs)
         if isinstance(cache, SplitModelCache):
             prompt, cache.prompt, cache.new_mask = cache.prompt, None, None

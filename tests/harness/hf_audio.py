@@ -70,8 +70,8 @@ CHANGES |= {"gemma4": GEMMA4, "granite_speech": GRANITE, "granite_speech_plus": 
 
 
 def owner(model: Any) -> Any:
-    """The innermost module that encodes images or audio."""
-    names = "get_image_features", "get_audio_features"
+    """The innermost module that encodes images, videos or audio."""
+    names = "get_image_features", "get_video_features", "get_audio_features"
     found = [m for m in model.modules() if any(hasattr(m, name) for name in names)]
     return found[-1] if found else model.model  # Mllama
 

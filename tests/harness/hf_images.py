@@ -60,20 +60,14 @@ GEMMA4 = {
         "num_kv_shared_layers": 0,
     },
 }
-QFORMER: dict[str, Any] = {
-    **_each("hidden_size encoder_hidden_size", 16),
-    **_each("num_hidden_layers num_attention_heads", 2),
-    **_each("hidden_dropout_prob attention_probs_dropout_prob", 0.0),
-    **{"vocab_size": VOCABULARY, "intermediate_size": 24},
-}
 HIGH: dict[str, Any] = {
     **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 24, "output_channels": 8},
     **{"image_size": 64, "patch_size": 4, "window_size": 4, "global_attn_indexes": [1]},
 }
 CHANGES: dict[str, dict[str, Any]] = {
     **{
-        kind: {"qformer_config": {"model_type": f"{name}_qformer", **QFORMER}, "num_query_tokens": 4}
-        for kind, name in [("blip-2", "blip_2"), *((x, x) for x in ("instructblip", "instructblipvideo"))]
+        kind: {"qformer_config": {"model_type": f"{name}_qformer", **hf_by_hand.QFORMER}, "num_query_tokens": 4}
+        for kind, name in [("blip-2", "blip_2"), ("instructblip", "instructblip")]
     },
     "cohere_compass": {"text_config": {"rope_parameters": COMPASS}},
     "deepseek_vl_hybrid": {"high_res_vision_config": HIGH},
@@ -124,7 +118,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": {**MARKS, **DEEPSTACK},
     "glm4v_moe": {"text_config": {"head_dim": 16}},
     "paligemma": {"projection_dim": 32},
-    "ovis2": {"vision_config": {"vocab_size": 40, "num_visual_indicator_tokens": 5}},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [16, 16], "head_dim": 8}},
@@ -275,8 +268,9 @@ def images(model: Any, grids: list[tuple[int, int, int]] = GRIDS, seed: int = 3,
     return found
 
 
-def rows_of(model: Any, entries: dict[str, Any], name: str = "get_image_features") -> list[int]:
-    """The numbers of rows that the model makes of each image."""
+def rows_of(model: Any, entries: dict[str, Any], name: str = "") -> list[int]:
+    """The numbers of rows that the model makes of each image, or by the method of this name."""
+    name = name or next(x for x in ("get_image_features", "get_video_features") if hasattr(owner(model), x))
     with torch.no_grad():
         output = getattr(owner(model), name)(**entries, return_dict=True)
     tagged = getattr(output, "deepstack_features", None)
@@ -330,8 +324,9 @@ def batch_of(model: Any, length: int = 40) -> dict[str, Any]:
     types = (ids == IMAGE).long()
     if "mm_token_type_ids" in names:
         batch["mm_token_type_ids"] = types
-    if "token_type_ids" in names:
-        batch["token_type_ids"] = types
+    for name in ("token_type_ids", "image_embeds_position_mask"):
+        if name in names:
+            batch[name] = types
     return batch
 
 

@@ -57,7 +57,8 @@ def verdict(kind: str) -> tuple[str, str, str]:
     except NotTiny:
         return "not tried", "no tiny configuration", ""
     try:
-        methods = [x for x in ("get_image_features", "get_audio_features") for m in model.modules() if hasattr(m, x)]
+        names = "get_image_features", "get_video_features", "get_audio_features"
+        methods = [x for x in names for m in model.modules() if hasattr(m, x)]
         if not methods and kind != "mllama":
             made = prepare_model(model, mesh, style=ContextParallel(**RING))
             name = "pixel_values" if takes_images(kind) else "input_features"
@@ -77,7 +78,8 @@ def verdict(kind: str) -> tuple[str, str, str]:
         error = errors(model, batch, [RING, ULYSSES])
         if error > 1e-9:
             return "WRONG", f"an error of {error:.1e}", ""
-        return "exact", "", f"images{videos(model)}{audio(model)}"
+        first = "videos" if methods[:1] == ["get_video_features"] else "images"
+        return "exact", "", f"{first}{videos(model)}{audio(model)}"
     except Exception as error:
         return *outcome_of(error), ""
 

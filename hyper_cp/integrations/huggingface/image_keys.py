@@ -21,6 +21,7 @@ from ...mesh import cp_mesh
 from ...module.mesh_binding import Binding
 from ...schedule.readers import read_rows, runs_of_equal_cost
 from . import forward
+from .media import encoders_in, owner_of
 
 PROJECTORS = {"MllamaModel": "multi_modal_projector"}
 """Models with such layers, and the last module of their encoder."""
@@ -36,10 +37,13 @@ def image_keys_of(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
     return next((m for m in around if any(x is decoder for x in m.modules())), None)
 
 
-def attend_locally(decoder: nn.Module, implementation: str) -> None:
-    """Let such layers attend as they did before the model was prepared."""
-    for module in decoder.modules():
-        if type(module).__name__ in LAYERS:
+def attend_locally(model: nn.Module, decoder: nn.Module, implementation: str) -> None:
+    """Let such layers, and encoders that have the configuration of the decoder, or are inside of it, attend as before
+    the model was prepared."""
+    layers = {m for m in decoder.modules() if type(m).__name__ in LAYERS} | encoders_in(decoder)
+    sharing = encoders_in(owner_of(model, decoder) or decoder)
+    for module in layers | {m for m in sharing if getattr(m, "config", None) is decoder.config}:
+        if hasattr(module, "config"):
             module.config = config = copy.deepcopy(module.config)
             config._attn_implementation = implementation  # type: ignore[union-attr]
 
