@@ -1,4 +1,4 @@
-"""What a hunt found in Trainer and in eager models: numbers that differed from one device without a word."""
+"""Trainer and eager models where a hunt found numbers that differed from one device without a word."""
 
 from __future__ import annotations
 
