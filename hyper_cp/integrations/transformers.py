@@ -13,6 +13,7 @@ call as the keyword ``context_parallel``: activation checkpointing recomputes wi
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -28,7 +29,7 @@ from transformers import __version__ as transformers_version
 
 from ..data.batch import WholeBatch, entries_of
 from ..data.collectives import by_rank
-from ..data.packing import Media, PreparedBatch, attention_state, read_positions, take_documents
+from ..data.packing import NONE_BACK, Media, PreparedBatch, attention_state, read_positions, take_documents
 from ..data.sharding import Shares, documents_for, local_share
 from ..handler import ContextParallelHandler
 from ..module.mesh_binding import Binding, binding_of, describe
@@ -309,8 +310,12 @@ class _KeywordBatch(WholeBatch):
         outputs, and causality hides padding without a mask of keys."""
         if self.mask is None:
             return
-        behind = self.mask[:, : self.length].flip(1).cumsum(1).flip(1) == 0
-        if not bool((behind & counted.to(behind.device)).any()):
+        shown, counted = self.mask[:, : self.length].bool().cpu(), counted.cpu()
+        at = torch.arange(self.length)
+        back = at - torch.where(shown, at, -NONE_BACK).cummax(1).values
+        self.state = replace(self.state, tokens_back=int((back * (counted & ~shown)).max().clamp(max=NONE_BACK)))
+        behind = shown.flip(1).cumsum(1).flip(1) == 0
+        if not bool((behind & counted).any()):
             return
         self.state = replace(self.state, padding_counts=True)
         if layouts.by_documents(self.handler.layout):  # documents of padding would place the tokens
@@ -475,6 +480,7 @@ class DecoderHook:
                 documents = batch.documents if batch.tokens is None else None
                 batch = replace(batch, documents=documents, tokens=None, keys=batch.visible)
             check_padding(module, self.mixers, handler.layout, batch, tokens)
+            self._warn_of_eager(module, batch)
             passed = frozenset(kwargs)
             counted, positions = self._complete(handler, tokens, batch, kwargs)
             state = ForwardState(
@@ -502,6 +508,18 @@ class DecoderHook:
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """End what ``before`` has begun; also after an exception."""
         forward.end(module)
+
+    def _warn_of_eager(self, module: Any, batch: PreparedBatch) -> None:
+        """Warn of labels whose positions see no token, for a model with eager attention."""
+        window = getattr(module.config, "sliding_window", None) or NONE_BACK
+        if self.implementation == "eager" and batch.tokens_back >= window:
+            warnings.warn(
+                f"{self.binding.name} was loaded with attn_implementation='eager', and labels count at padding that "
+                "sees no token (the label of the first token behind padding is one: padding predicts it). Eager "
+                "attention has the mean of all values there, context parallelism zeros, as 'sdpa' has: the loss "
+                "differs a little from that of one device. Set these labels to -100",
+                stacklevel=2,
+            )
 
     def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) > 1:
