@@ -233,8 +233,9 @@ class ContextParallelHandler(Shares):
         at = self.position_ids(int(given[0, -1]), restart=True, documents=given)
         if at.ndim > 1:
             raise ValueError(
-                f"documents differ between the {len(at)} rows of the batch, and a table has one share. "
-                "Index it with position_ids(..., restart=True), or use apply_rotary_pos_emb"
+                f"documents differ between the {len(at)} rows of the batch. Positions restart at other tokens in each "
+                "row, and one share of a table serves all rows. Index it with position_ids(..., restart=True), or use "
+                "apply_rotary_pos_emb"
             )
         return rotary.rows_of(emb, at, seq_dim, "emb")
 
@@ -271,8 +272,8 @@ class ContextParallelHandler(Shares):
         if local:
             if len(table) != here:
                 raise ValueError(
-                    f"freqs has {len(table)} rows, but tensor {here} local positions. Pass this rank's rows, or "
-                    "local=False with the whole table"
+                    f"freqs has {len(table)} rows, and tensor has {here} local positions (local=True). Each position "
+                    "needs the row of its angles. Pass this rank's rows, or local=False with the whole table"
                 )
             angles = table[None]
         else:
@@ -370,8 +371,8 @@ class ContextParallelHandler(Shares):
         """
         if self.style is None:
             raise ValueError(
-                f"core_attn needs to know how attention runs, but this handler was made with layout {self.layout!r} "
-                "only. To make the handler, pass it a ContextParallel style"
+                f"this handler was made with layout {self.layout!r} only, and core_attn was called. A layout does not "
+                "say how attention runs, and a style does. Make the handler with a ContextParallel style"
             )
         check_type("attn", attn, Callable, "It is called with q, k, v. Pass an attention function or module")
         dims = kwargs.pop("seq_dim", self.style.seq_dim), kwargs.pop("head_dim", self.style.head_dim)
@@ -591,8 +592,9 @@ class _ModelHandler(ContextParallelHandler):
         found = bindings(model) if isinstance(model, nn.Module) else []
         if not found:
             raise ValueError(
-                f"no module of model {type(model).__name__} runs under ContextParallel. Apply a plan with "
-                "parallelize_module first, or make the handler of a mesh and a style"
+                f"no module of model {type(model).__name__} runs under ContextParallel. The mesh and the layout of the "
+                "handler are those of such modules. Apply a plan with parallelize_module first, or make the handler "
+                "with a mesh and a style"
             )
         self._binding = found[0]
         super().__init__(self._binding.active.mesh, style_of(self._binding))

@@ -165,12 +165,16 @@ class _Calls(EnteredMode):
         if read is not None or unrouted is not None:
             module = next((x for x in running_modules() if id(x) in self.names), None)
             if module is None:
-                raise ValueError(f"{func} is called outside of the model. Its modules call attention")
+                raise ValueError(
+                    f"{func} is called while no module of the model runs. A plan needs the name of a module that calls "
+                    "attention. Put the call into a module of the model"
+                )
             if read is None:
                 raise NotImplementedError(
-                    f"{self._of(module)} calls {unrouted}, which cannot be routed to context-parallel attention. Call "
-                    "F.scaled_dot_product_attention or flex_attention, or write a plan with ContextParallel on modules "
-                    "that receive q, k, v, where pure Ulysses runs any kernel"
+                    f"{self._of(module)} calls {unrouted}, which cannot be routed to context-parallel attention. It "
+                    "would attend to this rank's share only. Call F.scaled_dot_product_attention or flex_attention, or "
+                    "write a plan with ContextParallel on modules that receive q, k, v, where pure Ulysses runs any "
+                    "kernel"
                 )
             self._add(module, read(self._of(module), *args, **kwargs))
         return attention_calls.PLAIN.get(func, func)(*args, **kwargs)

@@ -269,7 +269,7 @@ class ContextParallel(ParallelStyle):
         refuse_uncalled(module)
         if isinstance(module, nn.MultiheadAttention) and self.qkv_indices is not None:
             raise ValueError(
-                f"qkv_indices={self.qkv_indices} on an nn.MultiheadAttention, which receives [B, S, C] and makes the "
+                f"qkv_indices={self.qkv_indices} on {describe(module)}. This module receives [B, S, C] and makes the "
                 "heads of q, k, v itself. Set qkv_indices=None: its attention is then routed, in every mode"
             )
         refuse_compiled(module, describe(module))
@@ -393,8 +393,8 @@ def styled_modules(model: nn.Module, at_least: int = 0, *, ran: bool = False) ->
         hidden = any(is_compiled(module) for module in model.modules())
         names = f" ({', '.join(found)})" if found else ""
         raise ValueError(
-            f"ContextParallel was applied to {len(found)} modules of {type(model).__name__}{names}, expected at "
-            f"least {at_least}: some keys of the plan match no module names. Compare them with "
+            f"ContextParallel was applied to {len(found)} modules of {type(model).__name__}{names}, and "
+            f"at_least={at_least} are expected. Some keys of the plan match no module names. Compare them with "
             "[name for name, _ in model.named_modules()]"
             + (". (Wrappers are part of the names: apply the plan before torch.compile)" if hidden else "")
         )

@@ -155,8 +155,8 @@ def select(
         check_local(f"{call.name}: weights", weights, 3, "[batch, heads, sequence]")
         if weights.shape != q.shape[:3] or not weights.is_floating_point():
             raise ValueError(
-                f"{call.name}: weights {weights.dtype} {tuple(weights.shape)} must be floating-point "
-                f"{tuple(q.shape[:3])}, one for each head of a query. Reshape them, or pass None for weights of 1"
+                f"{call.name}: weights is {weights.dtype} {tuple(weights.shape)}. It must be floating-point "
+                f"{tuple(q.shape[:3])}, one weight for each head of a query. Reshape it, or pass None for weights of 1"
             )
     check_key_mask(call)
     mode, cp = with_hosts(mode, cp_mesh.as_ring(cp))

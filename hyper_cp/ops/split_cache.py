@@ -72,8 +72,8 @@ class SplitCache:
         checked = tiles.check_window(window)
         if checked is not None and checked[1] not in (0, None):
             raise ValueError(
-                f"window={window!r} of a cache: new tokens are causal, and see no position after their own. Pass "
-                "(left, 0), or None"
+                f"window={window!r} of a cache reaches {checked[1]} positions to the right. New tokens are causal, and "
+                "see no position after their own. Pass (left, 0), or None"
             )
         self.window = None if checked is None or checked[0] is None else (checked[0], 0)
         self.length, self.latents = 0, latents
@@ -276,9 +276,9 @@ class SplitCache:
             held.dtype != k.dtype or held.shape[:2] != k.shape[:2] or self.widths != (k.shape[3], v.shape[3])
         ):
             raise ValueError(
-                f"{caller}: key {k.dtype} {tuple(k.shape)} and value {tuple(v.shape)} do not fit the cache, which "
-                f"holds {held.dtype}, {held.shape[0]} batch rows, {held.shape[1]} heads and head dims {self.widths}. "
-                "Pass those of the same layer and batch, in the same dtype"
+                f"{caller}: key {k.dtype} {tuple(k.shape)} and value {tuple(v.shape)} do not fit the cache. It holds "
+                f"{held.dtype}, {held.shape[0]} batch rows, {held.shape[1]} heads and head dims {self.widths}. Pass "
+                "keys and values of the same layer and batch, in the same dtype"
             )
         return k, v
 
@@ -287,13 +287,14 @@ class SplitCache:
         name, held = "decode_attention", self._kv[0] if self._kv else q
         if not self._kv or q.shape[2] > self.length:
             raise ValueError(
-                f"{name}: query has {q.shape[2]} new tokens, and the cache {self.length} positions, which must "
-                "include them. Append their keys and values before they are attended"
+                f"{name}: query has {q.shape[2]} new tokens, and the cache has {self.length} positions. These must "
+                "include the new tokens. Append their keys and values before you attend to them"
             )
         if q.dtype != held.dtype or q.shape[0] != held.shape[0] or 0 in q.shape:
             raise ValueError(
-                f"{name}: query is {q.dtype} {tuple(q.shape)}, but the cache holds {held.shape[0]} batch rows in "
-                f"{held.dtype}. Pass the queries of the same batch, in the same dtype, and at least one"
+                f"{name}: query is {q.dtype} {tuple(q.shape)}, and the cache holds {held.shape[0]} batch rows in "
+                f"{held.dtype}. Both have one batch and dtype, and there is at least one query. Pass the queries of "
+                "the batch whose keys were appended, in the same dtype"
             )
         if self.latents != bool(of_latents):
             raise ValueError(
@@ -350,9 +351,9 @@ def refuse_gradients(caller: str, *tensors: Tensor) -> None:
     refuse_forward_mode(caller, *tensors)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise NotImplementedError(
-            f"{caller}: gradients are wanted, and a split cache gives none: new tokens attend to keys of other ranks "
-            "without a backward. Decode under torch.no_grad(); to train on what was written, run the whole sequence "
-            "as a batch"
+            f"{caller}: a tensor of shape {next(tuple(x.shape) for x in tensors if x.requires_grad)} requires a "
+            "gradient. A split cache gives none: new tokens attend to keys of other ranks without a backward. Decode "
+            "under torch.no_grad(); to train on what was written, run the whole sequence as a batch"
         )
 
 
