@@ -48,14 +48,17 @@ class SplitCache:
 
     Args:
         mesh: the cp mesh of n ranks.
-        layout: that of the prompt, see :func:`hyper_cp.ops.attention`.
+        layout: the layout of the prompt, see :func:`hyper_cp.ops.attention`.
         window: ``(left, 0)``: every query sees at most ``left`` positions before its own. Keys that no new token will
             see are not kept. None: every query sees all positions before its own.
-        latents: the cache holds latents of latent attention: k is ``[B, 1, S/n, R]``, and v their rotary part
-            ``[B, 1, S/n, Dr]``.
+        latents: True: the cache holds the latents of latent attention. k is then ``[B, 1, S/n, R]``, and v is their
+            rotary part ``[B, 1, S/n, Dr]``.
 
     Attributes:
-        length: global positions in the cache, those of padding in the prompt included.
+        length: the number of global positions in the cache, with those of padding in the prompt.
+
+    Raises:
+        ValueError, TypeError: for an unknown layout, or a window that shows keys after a query.
 
     Source: the split caches of serving engines (decode context parallelism of vLLM, Helix of TensorRT-LLM).
     """
@@ -107,7 +110,7 @@ class SplitCache:
 
         Raises:
             ValueError, TypeError: on arguments that do not fit, before any communication.
-            NotImplementedError: for a prompt of several documents, and where gradients are wanted.
+            NotImplementedError: for a prompt of several documents, or a gradient that k or v requires with autograd on.
         """
         k, v = self._checked("fill", k, v)
         ranks, share = self.cp.size, k.shape[2]
@@ -130,8 +133,8 @@ class SplitCache:
         self.length, self._last = length, place_of(resolved, length - 1)
 
     def last_token(self, x: Tensor) -> Tensor:
-        """The row ``[B, 1, ...]`` of the last token of the prompt, on every rank, of a tensor whose share
-        ``[B, S'/n, ...]`` this rank has (hidden states before a head, say). One small gather."""
+        """The row ``[B, 1, ...]`` of the prompt's last token, on every rank, from a tensor of which this rank has the
+        share ``[B, S'/n, ...]`` (hidden states before a head, say). It takes one small gather."""
         rank, row = self._last
         own = x[:, row : row + 1] if self.cp.rank == rank else x[:, :1]
         with operation(self.cp, "last token of a prompt"):
@@ -166,8 +169,8 @@ class SplitCache:
         self._shown = None if self._shown is None else self._shown.index_select(0, index)
 
     def show(self, mask: Tensor) -> None:
-        """Say anew which positions of the cache are tokens (1) and padding (0), ``[B, length]``, the same on every
-        rank. Those that become padding are hidden from all further queries."""
+        """Replace the padding mask of the cache by ``mask [B, length]``, the same on every rank: 1 on tokens, 0 on
+        padding. Positions that become padding are hidden from all further queries."""
         starts, stops, _ = self.ranges().tolist()
         own = torch.cat([mask[:, :0], *(mask[:, a:b] for a, b in zip(starts, stops, strict=True))], 1)
         self._shown = torch.ones_like(self._kv[0][:, :1, :, :1], dtype=torch.bool)
