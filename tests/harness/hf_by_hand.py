@@ -33,6 +33,7 @@ SIGLIP: dict[str, Any] = {
     **{"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
     **{"num_attention_heads": 2, "image_size": 16, "patch_size": 4, "vision_use_head": False},
 }
+VOICE = {**_each("hidden_size num_filters", 8), "kernel_size": 3, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
 MUSE = {"out_hidden_size": 64, "projector_hidden_size": 16}
 MUSE_VISION = {**_each("pos_emb_height pos_emb_width", 8), "max_position_embeddings": 64, "patch_temporal": 1}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -130,13 +131,58 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "nemotron_h_omni": {
         **{"projector_hidden_size": 24, "vision_hidden_size": 16},
         "text_config": HYBRID["nemotron_h"],
+        "audio_config": {
+            **{"model_type": "parakeet_encoder", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"intermediate_size": 24, "num_mel_bins": 16, "subsampling_conv_channels": 8, "attention_bias": False},
+            **{"scale_input": False, "projection_hidden_size": 24, "projection_bias": False},
+            **_each("dropout dropout_positions layerdrop activation_dropout attention_dropout", 0.0),
+        },
         "vision_config": {"video_temporal_patch_size": 2, "max_img_size": 64, "torch_dtype": "float64"},
     },
     "qwen3_omni_moe": {},
     "inkling_mm_model": {"vision_config": {"patch_size": 4}},
+    "vibevoice_asr": {
+        "acoustic_tokenizer_encoder_config": VOICE,
+        "semantic_tokenizer_encoder_config": VOICE,
+        "acoustic_tokenizer_chunk_size": 16,
+    },
+    "apertus1p5": {
+        "text_config": {"vocab_size": 80, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "vision_config": {**VQ, "codebook_size": 8, "resolution": 16},
+        "audio_config": {
+            **{"num_filters": 4, "upsampling_ratios": [2, 2], "hidden_size": 16, "codebook_dim": 16},
+            **{"codebook_size": 8, "decoder_hidden_size": 32, "decoder_intermediate_size": 24, "num_lstm_layers": 1},
+        },
+        **{"image_token_offset": 62, "audio_token_offset": 70},
+    },
+    "nemo_speechlm": {
+        "text_config": HYBRID["nemotron_h"],
+        "audio_config": {
+            "asr_config": {
+                **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
+                **{"num_key_value_heads": 2, "num_mel_bins": 16},
+            },
+            "diarization_config": {
+                "audio_config": {
+                    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
+                    **{"num_mel_bins": 16},
+                },
+                "head_config": {"audio_hidden_size": 16, "hidden_size": 16, "num_hidden_layers": 2},
+            },
+        },
+        "word_timestamp_config": {
+            **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
+            **{"vocab_size": 12, "blank_token_id": 11},
+        },
+    },
     "kyutai_speech_to_text": {
         **TEXT,
+        "codec_config": {
+            **_each("hidden_size codebook_dim vector_quantization_hidden_dimension intermediate_size", 16),
+            **{"num_filters": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "codebook_size": 8},
+        },
         **{"ffn_dim": 24, "codebook_vocab_size": 9, "num_codebooks": 2, "head_dim": 8, "sliding_window": 5},
+        **{"audio_bos_token_id": 70, "audio_pad_token_id": 79},
     },
 }
 """Changes that a type needs, as :data:`tests.harness.hf_images.CHANGES` has them."""
@@ -217,6 +263,7 @@ def _flat(config: Any, generator: torch.Generator) -> dict[str, Any]:
 
 
 ENTRIES: dict[str, Callable[[Any, torch.Generator], dict[str, Any]]] = {
+    "apertus1p5": _with_sizes,
     "chameleon": _square(3, 16, 16),
     "emu3": _with_sizes,
     "deepseek_ocr2": _square(3, 64, 64),

@@ -4,6 +4,7 @@ by changing the sizes that most configurations share."""
 from __future__ import annotations
 
 import copy
+import re
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -166,6 +167,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 """Changes that a type needs in addition."""
 
 
+DRAFTS = "a draft model of speculative decoding, which takes hidden states and keys of another model"
+UNTRIED = dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), DRAFTS)
+"""Types that have no forward of tokens."""
 CAUSAL, MASKED, SEQ2SEQ, CLASSES = "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQUENCE_CLASSIFICATION"
 """Names of heads, as transformers' tables of automatic classes have them."""
 
@@ -192,6 +196,12 @@ def class_name(kind: str, head: str = CAUSAL) -> str:
 class NotTiny(Exception):
     """A model type that cannot be built small by these changes."""
 
+    @property
+    def why(self) -> str:
+        """The reason, for a table."""
+        package = re.search(r"No module named '(\w+)'|requires the (\w+) library", str(self))
+        return f"its encoder needs the package {package[1] or package[2]}" if package else "no tiny configuration"
+
 
 @cache
 def tiny_config(kind: str, head: str = CAUSAL) -> Any:
@@ -203,23 +213,24 @@ def tiny_config(kind: str, head: str = CAUSAL) -> Any:
         parts = (getattr(default, name, None) for name in ("text_config", "decoder"))
         text = next((x for x in parts if made.config_class is type(x)), None)
         if text is not None:  # a text model that the type of a whole one names, too
-            config = _text_config(text.model_type, head, text)
+            config = text_config(text.model_type, head, text)
         elif getattr(default, "text_config", None) is not None and kind not in CHANGES:
             from tests.harness import hf_images
 
             config = hf_images.tiny_config(kind)
         else:
-            config = _text_config(kind, head, default)
+            config = text_config(kind, head, default)
         with torch.device("meta"):
             size = sum(p.numel() for p in made(config).parameters())
     except Exception as error:
-        raise NotTiny(f"{type(error).__name__}") from error
+        raise NotTiny(f"{type(error).__name__}: {error}") from error
     if size > LARGEST:
         raise NotTiny(f"{size / 1e6:.0f} million parameters")
     return config
 
 
-def _text_config(kind: str, head: str, default: Any) -> Any:
+def text_config(kind: str, head: str, default: Any) -> Any:
+    """A small configuration of a model of text."""
     fixed = {name for name, x in SIZES.items() if _is_fixed(default, name, x)}
     sizes = {name: x for name, x in SIZES.items() if name not in fixed and _has(default, name)}
     if "kv_lora_rank" in sizes:  # every head of latent attention has its own keys

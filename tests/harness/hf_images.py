@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.harness import hf_audio, hf_by_hand
+from tests.harness import hf_audio, hf_by_hand, hf_causal
 from tests.harness.hf_audio import AUDIO, owner
 from tests.harness.hf_causal import CHANGES as HYBRID
 from tests.harness.hf_causal import COMPASS, SIZES, NotTiny, _each, _has, _is_fixed
@@ -64,6 +64,7 @@ HIGH: dict[str, Any] = {
     **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 24, "output_channels": 8},
     **{"image_size": 64, "patch_size": 4, "window_size": 4, "global_attn_indexes": [1]},
 }
+PARTS = ("text_config", "vision_config", "audio_config", "encoder_config", "adaptor_config")
 CHANGES: dict[str, dict[str, Any]] = {
     **{
         kind: {"qformer_config": {"model_type": f"{name}_qformer", **hf_by_hand.QFORMER}, "num_query_tokens": 4}
@@ -183,25 +184,11 @@ def tiny_config(kind: str) -> Any:
     import transformers as hf
 
     try:
-        default = hf.CONFIG_MAPPING[kind]()
-        parts: dict[str, Any] = {}
-        changes = {**CHANGES, **hf_by_hand.CONFIGS}.get(kind, {})
-        more = {**_sizes(default, _each("projection_dim", 32)), **changes}
-        for name, x in hf_audio.CHANGES.get(kind, {}).items():
-            more[name] = {**more.get(name, {}), **x} if isinstance(x, dict) else x
-        for name in ("text_config", "vision_config", "audio_config", "encoder_config", "adaptor_config"):
-            part = getattr(default, name, None)
-            if part is None:
-                parts |= {name: {}} if name in more else {}
-                continue
-            table = VISION if name == "vision_config" else hf_audio.SIZES
-            made = _text(part, kind) if name == "text_config" else _sizes(part, table)
-            parts[name] = {"model_type": part.model_type, **made}
-        for name in parts:
-            parts[name] |= more.pop(name, {})
-        ids = {f"{kind}_token_{end}": x for kind, x in TOKENS.items() for end in ("id", "index")}
-        ids = {name: x for name, x in ids.items() if _has(default, name) and name not in type(default).attribute_map}
-        config = type(default)(**{"experts_implementation": "eager", **parts, **ids, **more})
+        default, changes = hf.CONFIG_MAPPING[kind](), {**CHANGES, **hf_by_hand.CONFIGS}.get(kind, {})
+        if changes or any(getattr(default, name, None) is not None for name in PARTS):
+            config = _config_of_parts(kind, default, changes)
+        else:  # that of a decoder alone
+            config = hf_causal.text_config(kind, hf_causal.CAUSAL, default)
         with torch.device("meta"):
             size = sum(p.numel() for p in getattr(hf, class_name(kind))(config).parameters())
     except Exception as error:
@@ -209,6 +196,27 @@ def tiny_config(kind: str) -> Any:
     if size > LARGEST:
         raise NotTiny(f"{size / 1e6:.0f} million parameters")
     return config
+
+
+def _config_of_parts(kind: str, default: Any, changes: dict[str, Any]) -> Any:
+    """A small configuration that consists of those of several models."""
+    parts: dict[str, Any] = {}
+    more = {**_sizes(default, _each("projection_dim", 32)), **changes}
+    for name, x in hf_audio.CHANGES.get(kind, {}).items():
+        more[name] = {**more.get(name, {}), **x} if isinstance(x, dict) else x
+    for name in PARTS:
+        part = getattr(default, name, None)
+        if part is None:
+            parts |= {name: {}} if name in more else {}
+            continue
+        table = VISION if name == "vision_config" else hf_audio.SIZES
+        made = _text(part, kind) if name == "text_config" else _sizes(part, table)
+        parts[name] = {"model_type": part.model_type, **made}
+    for name in parts:
+        parts[name] |= more.pop(name, {})
+    ids = {f"{kind}_token_{end}": x for kind, x in TOKENS.items() for end in ("id", "index")}
+    ids = {name: x for name, x in ids.items() if _has(default, name) and name not in type(default).attribute_map}
+    return type(default)(**{"experts_implementation": "eager", **parts, **ids, **more})
 
 
 def tiny(kind: str) -> Any:
@@ -330,9 +338,22 @@ def batch_of(model: Any, length: int = 40) -> dict[str, Any]:
     return batch
 
 
+def text_batch(model: Any, length: int = 40) -> dict[str, Any]:
+    """Two rows of tokens, the second of which ends in padding; with codes of audio beside each token (Kyutai)."""
+    codes = getattr(model.config, "num_codebooks", 0)
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(3, 50, (2, length, *[1 + codes] * (codes > 0)), generator=generator)
+    if codes:
+        ids[..., 1:] %= model.config.codebook_vocab_size
+    mask = torch.ones(2, length, dtype=torch.int64)
+    mask[1, -5:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
 def labels_of(batch: dict[str, Any]) -> Tensor:
     """Labels of the text: placeholder tokens and padding have none."""
     ids = batch["input_ids"]
+    ids = ids if ids.ndim == 2 else ids[..., 0]
     return ids.masked_fill((batch["attention_mask"] == 0) | torch.isin(ids, torch.tensor([*TOKENS.values()])), -100)
 
 

@@ -170,8 +170,9 @@ def _without_padding(entries: dict[str, Tensor], pixels: str) -> dict[str, Tenso
     """Make rows of one image each of ``[B, images of a row, ...]``, without padding: zeros (Idefics), or what a mask
     ``[B, images of a row]`` hides (Granite Docling)."""
     tiles, mask = entries[pixels].shape[:2], entries.get("pixel_attention_mask")
-    hidden = mask is not None and mask.ndim == 2
-    real = mask.flatten().bool() if hidden else entries[pixels].flatten(0, 1).flatten(1).ne(0).any(1)
+    real = entries[pixels].flatten(0, 1).flatten(1).ne(0).any(1)
+    if mask is not None and mask.ndim == 2:
+        real = mask.flatten().bool()
     entries = {name: x[:, None].expand(tiles) if x.ndim == 1 else x for name, x in entries.items()}
     return {name: x.flatten(0, 1)[real][:, None] for name, x in entries.items()}
 
