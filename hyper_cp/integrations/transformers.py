@@ -32,7 +32,7 @@ from ..data.collectives import by_rank
 from ..data.packing import NONE_BACK, Media, PreparedBatch, attention_state, read_positions, take_documents
 from ..data.sharding import Shares, documents_for, local_share
 from ..handler import ContextParallelHandler
-from ..module.mesh_binding import Binding, binding_of, describe
+from ..module.mesh_binding import Binding, StyledMesh, binding_of, describe
 from ..module.mixers.hooks import MixerHooks
 from ..module.model import begin_call
 from ..schedule import layout as layouts
@@ -448,11 +448,9 @@ class DecoderHook:
         if ready is not None and ready.media is not None:
             check_inputs(module, ready.media.entries)  # type: ignore[arg-type]
         given, losses = take_documents(kwargs), collecting()
-        plain = documents is None and given is None and (ready is None or ready.plain)
         found = cache_in(kwargs)
         cache = found if isinstance(found, SplitModelCache) else None
-        selects = self.selects and not any(kwargs.get(name) for name in ("use_cache", *CACHES))
-        on_one_device = not mesh.parallel and plain and not selects
+        on_one_device = self.on_one_device(mesh, (documents, given), ready, kwargs)
         if not on_one_device and (given_since := module.config._attn_implementation) != self.prepared:  # type: ignore[union-attr]
             raise RuntimeError(
                 f"{self.binding.name} has attn_implementation={given_since!r}, which was set after prepare_model had "
@@ -520,6 +518,15 @@ class DecoderHook:
                 "differs a little from that of one device. Set these labels to -100",
                 stacklevel=2,
             )
+
+    def on_one_device(
+        self, mesh: StyledMesh, documents: tuple[Tensor | None, ...], ready: PreparedBatch | None, kwargs: Any
+    ) -> bool:
+        """True if the decoder runs as it did before it was prepared: on a mesh of one rank, if no attention has to
+        know of documents or padding."""
+        plain = all(x is None for x in documents) and (ready is None or ready.plain)
+        selects = self.selects and not any(kwargs.get(name) for name in ("use_cache", *CACHES))
+        return not mesh.parallel and plain and not selects
 
     def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) > 1:
@@ -685,7 +692,11 @@ class HeadHook:
         )
         made: dict[str, Any] = dict(kept)
         self.decoder.made_mask = ready is not None and kwargs.get("attention_mask") is None and makes_mask(model)
-        if ready is not None and tokens is not None and self.decoder.binding.active.parallel and masks_by_types(model):
+        mesh = self.decoder.binding.active
+        documents = mesh.views[0].batch.documents, take_documents(dict(kwargs))
+        if self.decoder.on_one_device(mesh, documents, ready, kwargs):
+            forward.begin(model, OneDevice(self.decoder.implementation))  # a model around its decoder makes masks, too
+        if ready is not None and tokens is not None and masks_by_types(model):
             made |= {name: x.to(tokens.device) for name, x in ready.token_types.items() if name in kwargs}
             makes = len(made) > len(kept) or owner_of(model, decoder_of(model)) is not None  # masks, not its decoder
             if makes and kwargs.get("attention_mask") is None:
@@ -724,6 +735,7 @@ class HeadHook:
         """Make the router loss that of the whole sequence."""
         forward.offer(None)
         self.decoder.made_mask = False
+        forward.end(model)
         mesh, cache = self.decoder.binding.active, cache_in(kwargs)
         if isinstance(cache, SplitModelCache):
             prompt, cache.prompt, cache.new_mask = cache.prompt, None, None

@@ -276,6 +276,15 @@ def images(model: Any, grids: list[tuple[int, int, int]] = GRIDS, seed: int = 3,
     return found
 
 
+def item_of(entries: dict[str, Any], i: int) -> dict[str, Any]:
+    """The entries of one of the images."""
+    own = {name: x[i : i + 1] for name, x in entries.items()}
+    if "image_grid_thw" in entries:
+        sizes = entries["image_grid_thw"].prod(1).tolist()
+        own["pixel_values"] = entries["pixel_values"].split(sizes)[i]
+    return own
+
+
 def rows_of(model: Any, entries: dict[str, Any], name: str = "") -> list[int]:
     """The numbers of rows that the model makes of each image, or by the method of this name."""
     name = name or next(x for x in ("get_image_features", "get_video_features") if hasattr(owner(model), x))
