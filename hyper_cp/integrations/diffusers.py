@@ -457,21 +457,28 @@ class _Stage:
                 f"attention has {queries} queries and {keys} keys, and this rank holds {self.local_length} tokens of "
                 "the sequence. Others are not split as these are. Use a model whose blocks attend to the whole sequence"
             )
-        held = [self.order(rank, of_keys) for rank in ranks]
+        total, longest, counts = (
+            self.total(of_keys),
+            self.longest(of_keys),
+            [self.held(of_keys, rank) for rank in ranks],
+        )
         if picks:
-            counts = by_rank(self.handler.mesh, torch.tensor([keys], device=request.key.device))
-            held = [x[:count] for x, count in zip(held, counts.flatten().tolist(), strict=True)]
-        total, longest = self.total(of_keys), self.longest(of_keys)
-        at = torch.cat([F.pad(x, (0, longest - len(x)), value=-1) for x in held])
-        mask = self.of_all_ranks(request.mask, keys, at.clamp(min=0), total)
-        hidden = at < 0
-        ends = of_queries == of_keys and not hidden[:total].any()  # all padding is behind the sequence
-        if hidden.any() and not ends:
-            hidden = hidden.to(request.key.device)[None, None, None]
-            value = 0 if mask is not None and mask.dtype == torch.bool else -torch.inf
-            mask = ~hidden if mask is None else mask.masked_fill(hidden, value)
-        elif hidden.any():
-            request.documents = documents_table([0, total, len(at)])
+            of_ranks = by_rank(self.handler.mesh, torch.tensor([keys], device=request.key.device))
+            counts = of_ranks.flatten().tolist()
+        held = [self.order(rank, of_keys, count, longest) for rank, count in zip(ranks, counts, strict=True)]
+        real = [(start is not None, count) for rows in held for start, count in rows if count]
+        ends = all(sees for sees, _ in real[:-1])  # if there is padding, it is behind the sequence
+        mask = request.mask
+        if mask is not None or not ends or (not real[-1][0] and of_queries != of_keys):
+            device = request.key.device
+            at = torch.cat([_rows(start, count, device) for rows in held for start, count in rows])
+            mask = self.of_all_ranks(mask, keys, at.clamp(min=0), total)
+            if mask is None or not all(sees for sees, _ in real):
+                visible = (at >= 0)[None, None, None]
+                value = 0 if mask is not None and mask.dtype == torch.bool else -torch.inf
+                mask = visible if mask is None else mask.masked_fill(~visible, value)
+        elif not real[-1][0]:
+            request.documents = documents_table([0, total, longest * len(ranks)])
         more = self.longest(of_queries) - queries, longest - keys
         if any(more):
             request.query = F.pad(request.query, (0, 0, 0, more[0]))
@@ -500,14 +507,20 @@ class _Stage:
         tokens = self.handler.combine(own, own.ndim - 1, gradients=None)
         return tokens[..., None] * tokens[..., None, :]
 
-    def order(self, rank: int, kinds: Kinds) -> Tensor:
-        """The positions, in the whole sequence of these kinds, of what a rank holds; -1 for padding."""
-        parts, start = [], 0
+    def order(self, rank: int, kinds: Kinds, most: int, longest: int) -> list[tuple[int | None, int]]:
+        """What a rank holds: the starts, in the whole sequence of these kinds, and numbers of adjacent tokens, None for
+        padding. The first ``most`` rows of it, and padding up to ``longest`` rows."""
+        rows: list[tuple[int | None, int]] = []
+        start = 0
         for kind in kinds:
             first, count = self.shares(kind)[rank]
-            parts += [torch.arange(count) + start + first, torch.full((self.held((kind,), rank) - count,), -1)]
+            rows += [(start + first, count), (None, self.held((kind,), rank) - count)]
             start += self.lengths[kind]
-        return torch.cat(parts)
+        kept = []
+        for begin, count in rows:
+            kept.append((begin, min(count, most)))
+            most -= kept[-1][1]
+        return [*kept, (None, longest - sum(count for _, count in kept))]
 
     # ---- behind the last block
 
@@ -529,6 +542,13 @@ class _Stage:
         padded = F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, longest - x.shape[dim]))
         joined = self.handler.combine(padded, dim, gradients="shares")
         return torch.cat([joined.narrow(dim, rank * longest, count) for rank, (_, count) in enumerate(shares)], dim)
+
+
+def _rows(start: int | None, count: int, device: torch.device) -> Tensor:
+    """Adjacent positions; -1 for padding."""
+    if start is None:
+        return torch.full((count,), -1, device=device)
+    return torch.arange(start, start + count, device=device)
 
 
 _POSITIONS = re.compile("rot|freq|pos|rope|cos|sin|indices")
