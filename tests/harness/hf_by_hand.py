@@ -139,7 +139,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {"video_temporal_patch_size": 2, "max_img_size": 64, "torch_dtype": "float64"},
     },
-    "qwen3_omni_moe": {},
+    "phi4_multimodal": {**TEXT, **HYBRID["phi4_multimodal"]},
     "inkling_mm_model": {"vision_config": {"patch_size": 4}},
     "vibevoice_asr": {
         "acoustic_tokenizer_encoder_config": VOICE,
@@ -180,6 +180,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "codec_config": {
             **_each("hidden_size codebook_dim vector_quantization_hidden_dimension intermediate_size", 16),
             **{"num_filters": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "codebook_size": 8},
+            "upsample_groups": 16,
         },
         **{"ffn_dim": 24, "codebook_vocab_size": 9, "num_codebooks": 2, "head_dim": 8, "sliding_window": 5},
         **{"audio_bos_token_id": 70, "audio_pad_token_id": 79},

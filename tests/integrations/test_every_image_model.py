@@ -78,7 +78,7 @@ def verdict(kind: str) -> tuple[str, str, str]:
     try:
         if not methods and takes and kind != "mllama":
             made = prepare_model(model, mesh, style=ContextParallel(**RING))
-            name = "pixel_values" if takes_images(kind) else "input_features"
+            name = next(x for x in inspect.signature(model.forward).parameters if MEDIA.match(x))
             made(**{name: torch.zeros(1, 3, 16, 16)}, input_ids=torch.ones(1, 4, dtype=torch.int64))
         if methods[:1] == ["get_audio_features"]:
             return heard(model)

@@ -40,9 +40,9 @@ def image_keys_of(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
 def attend_locally(model: nn.Module, decoder: nn.Module, implementation: str) -> None:
     """Let such layers, and encoders that have the configuration of the decoder, or are inside of it, attend as before
     the model was prepared."""
-    layers = {m for m in decoder.modules() if type(m).__name__ in LAYERS} | encoders_in(decoder)
-    sharing = encoders_in(owner_of(model, decoder) or decoder)
-    for module in layers | {m for m in sharing if getattr(m, "config", None) is decoder.config}:
+    inside = {m for m in decoder.modules() if type(m).__name__ in LAYERS} | encoders_in(decoder)
+    around = encoders_in(owner_of(model, decoder) or decoder) - {*decoder.modules()}
+    for module in inside | {m for m in around if getattr(m, "config", None) is decoder.config}:
         if hasattr(module, "config"):
             module.config = config = copy.deepcopy(module.config)
             config._attn_implementation = implementation  # type: ignore[union-attr]
