@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..data.collectives import by_rank
 from ..style import ContextParallel
 from .accelerate import cp_mesh, enable
+from .huggingface.checks import base_of
+from .huggingface.two_sequences import stacks_of
 from .transformers import prepare_batch, prepare_model
 
 
@@ -101,6 +103,12 @@ class ContextParallelTrainer:
 
     def _prepare_own(self, model: Any, mesh: DeviceMesh) -> None:
         """Prepare a model of this trainer for shares of sequences."""
+        if stacks_of(base_of(model)) is not None:
+            raise NotImplementedError(
+                f"{type(base_of(model)).__name__} is an encoder-decoder, which splits its source and its target itself "
+                "and takes the whole batch, but this trainer splits batches as one sequence. Call prepare_model and "
+                "write the loop (docs/guide/encoders.md), or train with cp_size=1"
+            )
         prepare_model(model, mesh, style=self.style, chunked_loss=self.chunked_loss)
 
     @where_split

@@ -355,6 +355,9 @@ def wrong_use(case: str) -> None:
         model, _ = prepared(tiny_causal("t5", SEQ2SEQ).train())
         model.gradient_checkpointing_enable({"use_reentrant": True})
         model(input_ids=tokens(24), labels=tokens(24))
+    elif case == "packed sequences":
+        model, _ = prepared(tiny_causal("t5", SEQ2SEQ))
+        model(input_ids=tokens(24), labels=tokens(24), document_ids=torch.arange(24).expand(2, -1) // 8)
     elif case == "own positions":
         model = tiny_causal("bart")
         model.get_decoder().embed_positions = torch.nn.Embedding(24, 32)
@@ -414,6 +417,7 @@ REFUSED = [
         "NotImplementedError",
         "T5Attention makes biases of positions inside a reentrant activation check",
     ),
+    ("packed sequences", "NotImplementedError", "T5ForConditionalGeneration got packed documents. Its source and"),
     ("own positions", "NotImplementedError", "BartDecoder takes no position_ids"),
     ("no interface", "NotImplementedError", "XLMModel computes attention by itself.*AttentionInterface or SDPA"),
     ("written out", "NotImplementedError", r"JapaneseAttention writes attention out, with a step \(a bias\)"),

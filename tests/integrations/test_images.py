@@ -425,6 +425,48 @@ def test_a_step_of_trainer_is_that_of_one_device(ranks: Any, tmp_path: Any, chun
         assert loss <= 1e-5 and gradient <= 5e-6
 
 
+@on_ranks
+def accumulated(directory: str, images_first: bool) -> tuple[float, float]:
+    """The errors of the loss and of the gradients of a step of Trainer with two micro-batches, one of which has no
+    images and fewer labels."""
+    from hyper_cp.hf import Trainer
+    from tests.integrations.test_trainer_finds import arguments
+
+    model = tiny("qwen2_5_vl")
+    alone, batch = copy.deepcopy(model), batch_of(model)
+    assert not model.accepts_loss_kwargs, "on one device Trainer averages the means of the micro-batches"
+    plain = {name: x.flip(0) for name, x in batch.items() if name not in ("pixel_values", "image_grid_thw")}
+    plain["input_ids"] = plain["input_ids"].masked_fill(plain["input_ids"] == IMAGE, 7)
+    plain["mm_token_type_ids"] = torch.zeros_like(plain["input_ids"])
+    batches = [{**x, "labels": labels_of(x)} for x in (batch, plain)]
+    batches[1]["labels"][:, ::2] = -100
+    coming = iter(batches if images_first else batches[::-1])
+    more: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 1, "remove_unused_columns": False}
+    options = arguments(directory, learning_rate=1.0, **more)
+    style = ContextParallel(**RING)
+    trainer = Trainer(
+        model, options, train_dataset=[0, 1, 2, 3], data_collator=lambda _: dict(next(coming)), style=style
+    )
+    before, total = [p.detach().clone() for p in model.parameters()], 0.0
+    with InDouble():
+        trainer.train()
+        for x in batches:
+            loss = alone(**x, use_cache=False).loss / 2
+            loss.backward()
+            total += loss.item()
+    moved = [old - p.detach() for old, p in zip(before, model.parameters(), strict=True)]
+    largest = max(x.abs().max().item() for x in gradients(alone))
+    differences = [(a - b).abs().max().item() for a, b in zip(moved, gradients(alone), strict=True)]
+    return abs(trainer.state.log_history[0]["loss"] - total), max(differences) / largest
+
+
+@pytest.mark.parametrize("images_first", [True, False])
+def test_micro_batches_of_trainer_with_and_without_images(ranks: Any, tmp_path: Any, images_first: bool) -> None:
+    """The encoder has gradients of one micro-batch only, also if it is not the one whose backward reduces them."""
+    for loss, gradient in ranks(2, accumulated, str(tmp_path), images_first):
+        assert loss <= 1e-6 and gradient <= 1e-9
+
+
 # --------------------------------------------------------------------------- errors
 
 

@@ -119,6 +119,22 @@ def test_seq2seq_trainer_evaluates_as_on_one_device(ranks: Any, tmp_path: Any) -
 
 
 @on_ranks
+def of_two_sequences(directory: str) -> None:
+    from hyper_cp.hf import Trainer
+    from tests.harness.hf_causal import tiny_causal
+    from tests.integrations.test_every_other_model import SEQ2SEQ
+
+    Trainer(tiny_causal("t5", SEQ2SEQ), arguments(directory), style=STYLE)
+
+
+def test_encoder_decoders_are_refused(ranks: Any, tmp_path: Any) -> None:
+    """They take the whole batch: one sequence would be split for both."""
+    ranks.raises(
+        2, NotImplementedError, "is an encoder-decoder, which splits its source", of_two_sequences, str(tmp_path)
+    )
+
+
+@on_ranks
 def token_metrics(directory: str) -> tuple[float, float]:
     """Errors of the entropy of an evaluation and of the number of tokens, whose last batches have one row."""
     import trl

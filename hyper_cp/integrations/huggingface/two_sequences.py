@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...data.packing import take_documents
 from ...handler import ContextParallelHandler
 from ...module.mesh_binding import Binding
 from ...style import style_of
@@ -87,6 +88,11 @@ class SourceTargetHook:
             raise NotImplementedError(
                 f"{name} got {', '.join(wrong) or 'positional arguments'}. It splits its source and its target by "
                 "itself. Pass the whole batch, by keyword: input_ids, attention_mask, labels"
+            )
+        if take_documents(dict(kwargs)) is not None:
+            raise NotImplementedError(
+                f"{name} got packed documents. Its source and its target are two sequences with boundaries of their "
+                "own, and cross-attention would see all documents. Give each pair a row, and pad the rows"
             )
         if kwargs.get("output_router_logits"):
             raise NotImplementedError(
