@@ -80,11 +80,11 @@ def verdict(kind: str) -> tuple[str, str, str]:
     takes = any(MEDIA.match(x) for x in inspect.signature(model.forward).parameters)
     what = "text" if not takes else "images" if takes_images(kind) else "audio"
     try:
-        if not methods and takes and kind != "mllama":
+        if not methods and takes and kind not in ("mllama", "qwen2_audio"):
             made = prepare_model(model, mesh, style=ContextParallel(**RING))
             name = next(x for x in inspect.signature(model.forward).parameters if MEDIA.match(x))
             made(**{name: torch.zeros(1, 3, 16, 16)}, input_ids=torch.ones(1, 4, dtype=torch.int64))
-        if methods[:1] == ["get_audio_features"]:
+        if methods[:1] == ["get_audio_features"] or kind == "qwen2_audio":
             return heard(model)
         with InDouble():
             batch = batch_of(model) if takes else text_batch(model)
