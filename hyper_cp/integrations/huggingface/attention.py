@@ -192,8 +192,8 @@ def attention_mask(
         kind = f"custom (size {local_size})" if chunks else "custom or explicit"
         raise NotImplementedError(
             f"{type(config).__name__} asks for a {kind} attention mask. Context parallelism makes causal and "
-            "bidirectional masks only, and those of sliding windows. Pass it as a 4-D attention_mask over global "
-            "positions, if all layers share one"
+            "bidirectional masks only, and those of sliding windows. If the types of tokens make it, put them into the "
+            "batch (mm_token_type_ids); or pass a 4-D attention_mask over global positions, if all layers share one"
         )
     model = f"The model of {type(config).__name__}"
     if chunked and isinstance(state, ForwardState):
