@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from .._torch import checkpoint
+from .._torch.modules import numbered_alike
 from ..data.collectives import by_rank, with_gradient_of
 from ..handler import ContextParallelHandler
 from ..mesh.arguments import check_choice
@@ -282,6 +284,13 @@ def _refuse_other_attention(transformer: nn.Module, family: _Family) -> None:
             )
 
 
+def _has_cache(transformer: nn.Module) -> bool:
+    """True if hooks of diffusers, on the model or in it, leave out parts of a forward by what they have kept."""
+    registries = [getattr(module, "_diffusers_hook", None) for module in transformer.modules()]
+    hooks = [hook for registry in registries for hook in getattr(registry, "hooks", {}).values()]
+    return any(re.search("cache|broadcast", type(hook).__module__) for hook in hooks)
+
+
 class _Root:
     """The hooks of a transformer itself: they check its inputs, and scale the gradients of its output."""
 
@@ -289,6 +298,8 @@ class _Root:
         self.handler, self.family, self.gradients = handler, family, gradients
         self.compared = False
         """True once the ranks' inputs have been compared."""
+        self.parameters: list[str] = []
+        """The names of the parameters when the ranks' weights were compared."""
 
     def attach(self, transformer: nn.Module) -> None:
         """Register the hooks."""
@@ -299,10 +310,10 @@ class _Root:
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse what belongs to whole sequences, and compare the inputs of the ranks."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
-        if getattr(module, "_parallel_config", None) is not None or getattr(module, "is_cache_enabled", False):
+        if getattr(module, "_parallel_config", None) is not None or _has_cache(module):
             raise NotImplementedError(
-                f"{type(module).__name__} runs with enable_parallelism or enable_cache of diffusers. The one would "
-                "split the sequence twice, and the other decides by this rank's tokens which blocks run. Disable them"
+                f"{type(module).__name__} runs with enable_parallelism or a cache of diffusers. The one would split "
+                "the sequence twice, and the other decides by this rank's tokens which blocks run. Disable them"
             )
         refused = [name for name in self.family.refused if given.get(name) is not None]
         if refused:
@@ -311,6 +322,19 @@ class _Root:
                 "image, and each rank holds a part of it. Leave them out"
             )
         self.compare(given)
+        self.compare_adapters(module)
+
+    def compare_adapters(self, module: nn.Module) -> None:
+        """Let the ranks compare their weights again, if the model has other parameters than in its last forward:
+        adapters are drawn at random."""
+        if torch.compiler.is_compiling():
+            return
+        names = [name for name, _ in module.named_parameters()]
+        for found in bindings(module) if self.parameters not in ([], names) else ():
+            found.compared.clear()
+            if found.place is not None:
+                found.place[1].compared.clear()
+        self.parameters = names
 
     def compare(self, inputs: dict[str, Any]) -> None:
         """Raise ``ValueError`` on every rank if the ranks hold other inputs. One small communication, once."""
@@ -361,7 +385,8 @@ class _Stage:
                 if found is not None and found.style.mode.kv_exchange != "replicated":
                     name = next(name for name, x in block.named_modules() if x is module)
                     hook = partial(self.before_attention, self.family.stream(name))
-                    module.register_forward_pre_hook(hook, with_kwargs=True)
+                    with numbered_alike(module):
+                        module.register_forward_pre_hook(hook, with_kwargs=True)
         if blocks:
             blocks[-1].register_forward_hook(self.gather)
 
@@ -571,6 +596,8 @@ class _Entrance:
         if self.first:
             behind = given.get(family.last, counts[family.image])
             stage.record(behind, counts.get(family.prompt, counts[family.image] - behind))
+        # Another forward may have come before this one is recomputed.
+        (stage.lengths,) = checkpoint.batch_state(self, lambda: (stage.lengths,))
         kinds: dict[str, Kinds] = {name: (IMAGE if name == family.image else PROMPT,) for name in counts}
         if family.last:
             kinds = {family.image: stage.both}
