@@ -81,7 +81,7 @@ class _Family:
     (audio): the name, and what queries and keys are."""
 
     def stream(self, module: str) -> tuple[Kinds, Kinds] | None:
-        """What queries and keys of a module of attention in a block are, if they are always the same."""
+        """The kinds of tokens of the queries and the keys of a module of attention in a block, if they never change."""
         return next((((queries,), (keys,)) for name, queries, keys in self.streams if name == module), None)
 
     @property
@@ -533,8 +533,8 @@ class _Stage:
         return tokens[..., None] * tokens[..., None, :]
 
     def order(self, rank: int, kinds: Kinds, most: int, longest: int) -> list[tuple[int | None, int]]:
-        """What a rank holds: the starts, in the whole sequence of these kinds, and numbers of adjacent tokens, None for
-        padding. The first ``most`` rows of it, and padding up to ``longest`` rows."""
+        """Starts and numbers of the adjacent tokens that a rank holds, in the whole sequence of these kinds, None for
+        padding: the first ``most`` rows, and padding up to ``longest`` rows."""
         rows: list[tuple[int | None, int]] = []
         start = 0
         for kind in kinds:
