@@ -84,7 +84,7 @@ PRIVATE_ELSEWHERE = {
     (
         "integrations/diffusers.py",
         "_diffusers_hook",
-    ): "the hooks of a module that diffusers keeps itself, as its caches",
+    ): "the hooks that diffusers keeps itself, as its caches",
     ("integrations/diffusers.py", "_parallel_config"): "set by diffusers where its own parallelism is enabled",
     ("integrations/huggingface/checks.py", "_can_set_attn_implementation"): READS,
     ("integrations/huggingface/latents.py", "_attn_implementation"): READS,
