@@ -73,6 +73,8 @@ class _Family:
     """True if attention leaves out the tokens of a prompt that its mask hides."""
     counted: tuple[tuple[str, str], ...] = ()
     """Arguments that count the first tokens of the image or of the prompt."""
+    segments: bool = False
+    """True if attention cuts the sequence into the ``segments`` that blocks get. It gets a mask of pairs instead."""
     last: str = ""
     """The argument that counts the last tokens of the image, if those before them (a history) are split by themselves,
     like a prompt."""
@@ -96,6 +98,7 @@ class _Family:
 
 _TEXT_FIRST, _IMAGE_FIRST = (PROMPT, IMAGE), (IMAGE, PROMPT)
 _RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples", "block_controlnet_hidden_states")
+_CACHES = ("kv_cache_mode", "kv_cache")
 _BLOCKS, _TWO_LISTS = ("transformer_blocks",), ("transformer_blocks", "single_transformer_blocks")
 _CROSS = _Family(_BLOCKS, ("attn1",), ("attn2",), refused=_RESIDUALS)
 _WAN = _Family(("blocks",), ("attn1",), ("attn2",))
@@ -105,7 +108,7 @@ _FLUX = _Family(
     *(_TWO_LISTS, ("attn",)),
     order=_TEXT_FIRST,
     returned=_TEXT_FIRST,
-    refused=(*_RESIDUALS, "kv_cache_mode", "kv_cache"),
+    refused=(*_RESIDUALS, *_CACHES),
 )
 _FLUX_3 = ("txt_mode_blocks", "mode_blocks.image", "mode_blocks.image_cond", "single_transformer_blocks")
 _COGVIEW = replace(_FLUX, stages=_BLOCKS, shared=("attn1",), returned=_IMAGE_FIRST)
@@ -119,11 +122,22 @@ _WITH_AUDIO = (
     ("audio_to_video_attn", IMAGE, PROMPT),
     ("video_to_audio_attn", PROMPT, IMAGE),
 )
+_LTX_2 = _Family(
+    *(_BLOCKS, tuple(name for name, _, _ in _WITH_AUDIO), ("attn2", "audio_attn2")),
+    order=_IMAGE_FIRST,
+    returned=_IMAGE_FIRST,
+    refused=("video_self_attention_mask",),
+    prompt="audio_hidden_states",
+    streams=_WITH_AUDIO,
+)
 _FAMILIES = {
     "AceStepTransformer1DModel": _Family(("layers",), ("self_attn",), ("cross_attn",)),
     "AllegroTransformer3DModel": _CROSS,
     "AnyFlowTransformer3DModel": _WAN,
     "AuraFlowTransformer2DModel": replace(_FLUX, stages=("joint_transformer_blocks", "single_transformer_blocks")),
+    "BriaFibo2Transformer2DModel": _Family(
+        ("noise_refiner", "layers"), ("attention",), ("cross_attention",), image="x"
+    ),
     "BriaFiboTransformer2DModel": replace(_FLUX, stages=("transformer_blocks.*", "single_transformer_blocks.*")),
     "BriaTransformer2DModel": _FLUX,
     "ChromaTransformer2DModel": replace(_FLUX, pairs=True),
@@ -159,14 +173,7 @@ _FAMILIES = {
         prompt="text_embed",
     ),
     "Krea2Transformer2DModel": _ONE,
-    "LTX2VideoTransformer3DModel": _Family(
-        *(_BLOCKS, tuple(name for name, _, _ in _WITH_AUDIO), ("attn2", "audio_attn2")),
-        order=_IMAGE_FIRST,
-        returned=_IMAGE_FIRST,
-        refused=("video_self_attention_mask",),
-        prompt="audio_hidden_states",
-        streams=_WITH_AUDIO,
-    ),
+    "LTX2VideoTransformer3DModel": _LTX_2,
     "LTXVideoTransformer3DModel": _CROSS,
     "LongCatAudioDiTTransformer": _Family(("blocks",), ("self_attn",), ("cross_attn",), prompt="cond"),
     "LongCatImageTransformer2DModel": _FLUX,
@@ -179,8 +186,10 @@ _FAMILIES = {
     "OvisImageTransformer2DModel": _FLUX,
     "PRXTransformer2DModel": _Family(("blocks",), ("attention",), order=_TEXT_FIRST),
     "PixArtTransformer2DModel": _CROSS,
+    "QwenImage21Transformer2DModel": replace(_ONE, refused=_CACHES, segments=True),
     "QwenImageTransformer2DModel": replace(_FLUX, stages=_BLOCKS),
     "SD3Transformer2DModel": replace(_FLUX, stages=_BLOCKS, shared=("attn", "attn2"), order=_IMAGE_FIRST),
+    "SanaWMLTX2RefinerTransformer3DModel": _Family(_BLOCKS, _LTX_2.shared, _LTX_2.prompts, refused=_CACHES),
     "SkyReelsV2Transformer3DModel": _WAN,
     "Transformer2DModel": _CROSS,
     "WanAnimateTransformer3DModel": replace(_WAN, stages=("blocks.*",)),
@@ -569,6 +578,23 @@ class _Stage:
         return torch.cat([joined.narrow(dim, rank * longest, count) for rank, (_, count) in enumerate(shares)], dim)
 
 
+def _mask_of_segments(total: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a block with one mask in place of segments, each of which sees itself (text: its past) and all
+    tokens before, and of the keys that are no padding."""
+    if given.get("segments") is None:
+        return {}
+    device = given[IMAGE].device
+    mask = torch.ones(total, total, dtype=torch.bool, device=device).tril()
+    end = 0
+    for start, end, is_text in given["segments"]:
+        if not is_text:
+            mask[start:end, start:end] = True
+    mask[end:] = True  # the image that is made
+    valid = given.get("key_valid")
+    mask = mask[None, None] if valid is None else mask & valid[:, None, None]
+    return {"attention_mask": mask, "segments": None, "key_valid": None}
+
+
 def _rows(start: int | None, count: int, device: torch.device) -> Tensor:
     """Adjacent positions; -1 for padding."""
     if start is None:
@@ -609,7 +635,11 @@ class _Entrance:
                 "the whole sequence. Use a configuration of the model without that"
             )
 
+        masks = _mask_of_segments(stage.total(stage.both), given) if family.segments else {}
+
         def share(name: str, x: Any) -> Any:
+            if name in masks:
+                return masks[name]
             if name in kinds:
                 return stage.split(x, family.dim, kinds[name]) if whole[name] else x
             if name == family.last and x is not None:
@@ -636,8 +666,8 @@ class _Entrance:
             kinds = {(PROMPT,) if "audio" in name else (IMAGE,): None}
         elif len(both) > 1 and not positions and not re.search("mask|context", name):
             del kinds[(PROMPT,)]  # shifts and scales are those of images
-        first = 0 if positions or family.dim == 0 else 1
         numbers = x.is_floating_point() or x.is_complex()  # of a token, in the last dimension; others count or mask
+        first = 0 if positions or family.dim == 0 or (x.ndim == 1 and not numbers) else 1
         last = x.ndim - 1 if numbers and "mask" not in name else x.ndim
         found = [(dim, kind) for dim in range(first, last) for kind in kinds if x.shape[dim] == self.stage.total(kind)]
         if len(found) > 1 and "mask" in name:  # of pairs of the whole sequence
