@@ -81,6 +81,10 @@ PRIVATE_ELSEWHERE = {
     ("ops/kernels/derivative.py", "_dispatch_tls_is_dispatch_key_excluded"): AUTOGRAD,
     ("ops/kernels/derivative.py", "_dispatch_tls_set_dispatch_key_excluded"): AUTOGRAD,
     ("context_manager.py", "_base"): VIEWS,
+    (
+        "integrations/diffusers.py",
+        "_diffusers_hook",
+    ): "the hooks that diffusers keeps itself, as its caches",
     ("integrations/diffusers.py", "_parallel_config"): "set by diffusers where its own parallelism is enabled",
     ("integrations/huggingface/checks.py", "_can_set_attn_implementation"): READS,
     ("integrations/huggingface/latents.py", "_attn_implementation"): READS,

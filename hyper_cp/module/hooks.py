@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch import checkpoint, flex_patch
-from .._torch.modules import calls_running
+from .._torch.modules import calls_running, numbered_alike
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import calling
 from ..ops.checks import agree, check_shards, refuse_forward_mode
@@ -47,9 +47,10 @@ class AttentionHooks:
 
     def attach(self, module: nn.Module) -> None:
         """Register the hooks."""
-        module.register_forward_pre_hook(self.before, with_kwargs=True)
-        # Runs after an exception too: nothing of a call may be left behind.
-        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+        with numbered_alike(module):
+            module.register_forward_pre_hook(self.before, with_kwargs=True)
+            # Runs after an exception too: nothing of a call may be left behind.
+            module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
     # ---- before the module's forward
 

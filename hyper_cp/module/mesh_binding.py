@@ -108,7 +108,7 @@ class Binding:
     """
 
     def __init__(self, style: Style, mesh: DeviceMesh, name: str) -> None:
-        self.style, self.name = style, name
+        self.style, self._name, self._type = style, name, name
         self.stack = [StyledMesh(style, mesh, style.ulysses_degree)]
         """Mesh stack; the last one is active."""
         self.heads: tuple[int, int] | None = None
@@ -129,6 +129,16 @@ class Binding:
         """The qualified name of the module in the model that it runs in, and that model's styled modules."""
         self.compared: WeakSet[Agreement] = WeakSet()
         """Meshes on which the module has been compared with that of the other ranks."""
+
+    @property
+    def name(self) -> str:
+        """The name of the module in errors. In compiled code it is that of its type, so that equal blocks share one
+        graph."""
+        return self._type if torch.compiler.is_compiling() else self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         copy = type(self).__new__(type(self))
