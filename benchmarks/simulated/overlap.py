@@ -82,7 +82,7 @@ class Link:
         return self.free_at + self.latency
 
 
-class Kernel:
+class SimulatedKernel:
     """A kernel that takes the time of a tile and returns zeros of the right shapes."""
 
     name = "simulated"
@@ -106,7 +106,7 @@ class Kernel:
         return torch.zeros_like(tile.q), torch.zeros_like(tile.k), torch.zeros_like(tile.v)
 
 
-def simulate(link: Link, kernel: Kernel) -> None:
+def simulate(link: Link, kernel: SimulatedKernel) -> None:
     """Replace the library's transfers and kernels in this process by the simulated link and kernel."""
     record, init, wait = comm.record, comm.Pending.__init__, comm.Pending.wait
     posted = [0.0]
@@ -131,7 +131,7 @@ def rank_main(rank: int, ranks: int, store: str, put: Callable[[Any], None], arg
     """Measure the chosen modes on one rank. Rank 0 puts ``(name, seconds, the longer of the two)``."""
     mesh = join(rank, ranks, store)
     clock = Clock(args.virtual)
-    link, kernel = Link(clock, args.headers, args.latency, args.half_duplex), Kernel(clock)
+    link, kernel = Link(clock, args.headers, args.latency, args.half_duplex), SimulatedKernel(clock)
     simulate(link, kernel)
 
     def step(mode: Mode) -> float:

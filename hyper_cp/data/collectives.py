@@ -1,7 +1,4 @@
-"""The batch side's communication: gathering and rolling a sharded tensor along its sequence, and small sums.
-
-A ``documents`` argument of these ops is the table of the batch (see :mod:`hyper_cp.schedule.documents`) or None.
-"""
+"""The batch side's communication: rolling a sharded tensor along its sequence, rows of any ranks, and small sums."""
 
 from __future__ import annotations
 
@@ -12,102 +9,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh import cp_mesh
-from ..mesh.comm import Axis, gather_ranks, sum_to_ranks
+from ..mesh.comm import Axis, gather_ranks
 from ..mesh.failures import operation
 from ..ops.exchange.held_rows import fetch, rows_plan
-from ..ops.kernels.partials import accumulation_dtype
+from ..ops.exchange.whole_sequences import save_where
 from ..schedule.documents import read
-from ..schedule.lookup import ascending, resolve
+from ..schedule.lookup import resolve
 from ..schedule.readers import ReadRows
-
-# --------------------------------------------------------------------------- whole sequences
-
-
-@torch.library.custom_op("hyper_cp::gather_sequence", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def gather_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
-    """Gather ``[.. S/n ..] -> [.. S ..]`` in global order, the same on every rank of the mesh."""
-    cp = cp_mesh.by_key(mesh)
-    resolved = resolve(layout, cp.size, x.shape[seq_dim] * cp.size, read(documents))
-    with operation(cp, "gathering of a sequence"):
-        by_rank = gather_ranks(cp.flat, x.movedim(seq_dim, 0))
-    if cp.size == 1:
-        return x.clone(memory_format=torch.contiguous_format)  # an op must not return its input
-    to_ascending, _ = ascending(resolved, range(cp.size))
-    return to_ascending.take(by_rank.flatten(0, 1), 0).movedim(0, seq_dim).contiguous()
-
-
-@gather_sequence.register_fake
-def _(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
-    shape = list(x.shape)
-    shape[seq_dim] *= cp_mesh.by_key(mesh).size
-    return x.new_empty(shape)
-
-
-@torch.library.custom_op("hyper_cp::own_slice", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def own_slice(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
-    """Take this rank's share, ``[.. S ..] -> [.. S/n ..]``. It is an op, so that lengths may be symbolic."""
-    cp = cp_mesh.by_key(mesh)
-    ranges = resolve(layout, cp.size, x.shape[seq_dim], read(documents)).ranges(cp.rank)
-    return torch.cat([x.narrow(seq_dim, start, stop - start) for start, stop in ranges], seq_dim).contiguous()
-
-
-@own_slice.register_fake
-def _(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
-    shape = list(x.shape)
-    shape[seq_dim] //= cp_mesh.by_key(mesh).size
-    return x.new_empty(shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, documents, *ctx.where = inputs
-    ctx.save_for_backward(documents)
-
-
-def _differentiate_gather(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    # Every rank uses the whole in the same way, so no other rank adds to the gradient of its share.
-    return own_slice(grad, *ctx.saved_tensors, *ctx.where), None, None, None, None
-
-
-gather_sequence.register_autograd(_differentiate_gather, setup_context=_save)
-
-
-@torch.library.custom_op("hyper_cp::scatter_sequence", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def scatter_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
-    """Take this rank's share of the sum over the ranks of the mesh, ``[.. S ..] -> [.. S/n ..]``."""
-    cp = cp_mesh.by_key(mesh)
-    if cp.size == 1:
-        return x.clone(memory_format=torch.contiguous_format)
-    _, to_ranks = ascending(resolve(layout, cp.size, x.shape[seq_dim], read(documents)), range(cp.size))
-    with operation(cp, "sum of a sequence's gradients"):
-        rows = to_ranks.take(x.movedim(seq_dim, 0).to(accumulation_dtype(x.dtype)), 0)
-        rows = rows.clone(memory_format=torch.contiguous_format)  # sums overwrite it
-        mine = sum_to_ranks(cp.flat, rows.unflatten(0, (cp.size, -1)))
-    return mine.to(x.dtype).movedim(0, seq_dim).contiguous()
-
-
-@scatter_sequence.register_fake
-def _(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
-    shape = list(x.shape)
-    shape[seq_dim] //= cp_mesh.by_key(mesh).size
-    return x.new_empty(shape)
-
-
-class _GatherForShares(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
-        ctx.save_for_backward(documents)
-        ctx.where = mesh, layout, seq_dim
-        return gather_sequence(x, documents, mesh, layout, seq_dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return scatter_sequence(grad, *ctx.saved_tensors, *ctx.where), None, None, None, None
-
-
-def gather_for_shares(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int) -> Tensor:
-    """:func:`gather_sequence` for a whole of which every rank uses another part: gradients are added up."""
-    found: Tensor = _GatherForShares.apply(x, documents, mesh, layout, seq_dim)
-    return found
 
 
 class _ValueAndGradient(torch.autograd.Function):
@@ -167,7 +75,7 @@ def _differentiate_roll(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return roll_sequence(grad, *ctx.saved_tensors, *where, -shifts), None, None, None, None, None
 
 
-roll_sequence.register_autograd(_differentiate_roll, setup_context=_save)
+roll_sequence.register_autograd(_differentiate_roll, setup_context=save_where)
 
 # --------------------------------------------------------------------------- rows of any ranks
 

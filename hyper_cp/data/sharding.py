@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..mesh import cp_mesh
 from ..mesh.arguments import check_type, is_int
 from ..mesh.cp_mesh import CPMesh
+from ..ops.exchange.whole_sequences import gather_sequence
 from ..schedule import layout as layouts
 from ..schedule.documents import documents_table, mark_tokens, read, tokens_of
 from ..schedule.layout import ResolvedLayout
 from ..schedule.lookup import resolve
-from .collectives import gather_for_shares, gather_sequence, roll_sequence, with_gradient_of
+from .collectives import roll_sequence, with_gradient_of
 
 
 class Shares:
@@ -123,12 +124,9 @@ class Shares:
                 "length that the dispatched tensor had"
             )
         table = self.cp.batch.documents if documents is None else documents_for(self, documents, whole)
-        if gradients == "shares":
-            gathered = gather_for_shares(tensor, table, self.cp.key, self.layout, seq_dim)
-            return gathered if length is None else gathered.narrow(seq_dim, 0, length)
         if factor > 1:
             tensor = with_gradient_of(tensor, tensor * factor)
-        gathered = gather_sequence(tensor, table, self.cp.key, self.layout, seq_dim)
+        gathered = gather_sequence(tensor, table, self.cp.key, self.layout, seq_dim, gradients == "shares")
         return gathered if length is None else gathered.narrow(seq_dim, 0, length)
 
     def roll_tensor(

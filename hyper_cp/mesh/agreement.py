@@ -139,7 +139,7 @@ class Agreement:
         if type(tokens) is not Tensor or tokens.is_meta:  # fakes have no values
             return
         if tokens.numel() and not (tokens.is_floating_point() or tokens.dtype == torch.bool):
-            self._tokens[str(self._first_batches)] = fingerprint(tokens)
+            self._tokens[str(self._first_batches)] = digest_of_tensor(tokens)
             self._first_batches += 1
             if style is not None:
                 self._handlers.add(style)
@@ -273,7 +273,7 @@ class Agreement:
         )
 
 
-def fingerprint(x: Tensor) -> str:
+def digest_of_tensor(x: Tensor) -> str:
     """A digest of the shape, the dtype and up to 512 values of a tensor, the same in every process."""
     flat = x.detach().reshape(-1)
     sample = flat[:: max(1, flat.numel() // 256) | 1].cpu().contiguous().view(torch.uint8)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .._torch import checkpoint
 from .._torch.modules import averaging_ranks, running_modules
-from ..mesh.agreement import digest, fingerprint
+from ..mesh.agreement import digest, digest_of_tensor
 from .dtensor import CPDims, ranks_along
 from .mesh_binding import Binding, Plan, StyledMesh, binding_of
 
@@ -112,7 +112,7 @@ def compare_model_across_ranks(binding: Binding, module: nn.Module, mesh: Styled
     if cp.agreement not in plan.compared:  # the weights of another model with such a plan are others
         model = model or _model(binding, module)
         _refuse_zero3(model)
-        weights = dict(fingerprints(model, mesh.cp_dims))
+        weights = dict(digests(model, mesh.cp_dims))
         total = digest("".join(f"{name}={value}" for name, value in weights.items()).encode())
         cp.agree("weights", plan.signature, binding.name, (("weights", total),), lambda: weights, always=True)
         plan.compared.add(cp.agreement)
@@ -155,7 +155,7 @@ def _model(binding: Binding, module: nn.Module) -> Model:
 # --------------------------------------------------------------------------- weights
 
 
-def fingerprints(model: Model, cp: CPDims) -> Iterator[tuple[str, str]]:
+def digests(model: Model, cp: CPDims) -> Iterator[tuple[str, str]]:
     """Name and digest of every parameter that the ranks of a cp mesh hold alike.
 
     Parameters that are sharded over cp ranks (FSDP, ZeRO, expert parallelism by DTensor) are left out, and so are those
@@ -169,7 +169,7 @@ def fingerprints(model: Model, cp: CPDims) -> Iterator[tuple[str, str]]:
         with suppress(Exception):  # in a trace, a transform or a lazy module values cannot be read, on any rank
             local = _replicated(parameter, cp)
             if local is not None and local.numel() and not local.is_meta:
-                yield f"parameter {name!r}", fingerprint(local)
+                yield f"parameter {name!r}", digest_of_tensor(local)
 
 
 def _replicated(parameter: Tensor, cp: CPDims) -> Tensor | None:

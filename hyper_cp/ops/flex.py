@@ -26,7 +26,7 @@ from ..schedule.lookup import resolve
 from ..schedule.ranges import Range
 from .config import Call, CheckedCall, Mode
 from .engine import TileEngine
-from .exchange.gather_keys import gather_keys, query_positions
+from .exchange.whole_sequences import gather_keys, query_positions
 from .kernels.scores.mods import Mods, block_tensors, check_block_mask, dense_blocks, ordered_blocks
 from .writes import Written, while_unchanged
 

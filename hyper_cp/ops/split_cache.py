@@ -130,7 +130,7 @@ class SplitCache:
         rows = Rows([(start + shift, stop + shift) for start, stop, shift in kept])
         shown = shown if shown is None else rows.take(shown, 2)
         self._write([(start, stop) for start, stop, _ in kept], [rows.take(k, 2), rows.take(v, 2)], shown)
-        self.length, self._last = length, place_of(resolved, length - 1)
+        self.length, self._last = length, rank_and_row(resolved, length - 1)
 
     def last_token(self, x: Tensor) -> Tensor:
         """The row ``[B, 1, ...]`` of the prompt's last token, on every rank, from a tensor of which this rank has the
@@ -343,7 +343,7 @@ class SplitCache:
             )
 
 
-def place_of(resolved: ResolvedLayout, position: int) -> tuple[int, int]:
+def rank_and_row(resolved: ResolvedLayout, position: int) -> tuple[int, int]:
     """The rank that holds a position, and its row in that rank's share."""
     places = ((rank, x) for rank, held in enumerate(resolved.held) for x in placed(held).tolist())
     return next((rank, row + position - start) for rank, (row, start, stop) in places if start <= position < stop)

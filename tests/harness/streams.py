@@ -20,7 +20,7 @@ from hyper_cp.ops.kernels import TileInputs
 
 
 @dataclass
-class Kernel:
+class Launched:
     """Something on a stream. It starts when what it waits for, and the kernel before it on its stream, have ended."""
 
     name: str
@@ -49,27 +49,27 @@ class Device:
     pair: float = 1.0
     byte: float = 1.0
     inside: float = 0.0
-    launched: list[Kernel] = field(default_factory=list)
-    waits: list[Kernel] = field(default_factory=list)
+    launched: list[Launched] = field(default_factory=list)
+    waits: list[Launched] = field(default_factory=list)
     """The kernels that the compute stream waits for."""
 
-    def launch(self, name: str, seconds: float, waits: Sequence[Kernel]) -> Kernel:
+    def launch(self, name: str, seconds: float, waits: Sequence[Launched]) -> Launched:
         before = self.of(name)[-1:]
         start = max((x.end for x in (*waits, *before)), default=0.0)
         if self.one_queue and self.launched:
             start = max(start, self.launched[-1].start)
-        self.launched.append(Kernel(name, seconds, start))
+        self.launched.append(Launched(name, seconds, start))
         return self.launched[-1]
 
     def compute(self, tile: TileInputs) -> None:
         self.launch("tile", self.pair * visible_pairs(tile) * tile.q.shape[0] * tile.q.shape[1], self.waits)
 
-    def transfer(self, sent: int, received: int, inside: bool = False) -> Kernel:
+    def transfer(self, sent: int, received: int, inside: bool = False) -> Launched:
         """A transfer of some bytes, after what is queued on the compute stream."""
         name, byte = ("transfer inside", self.inside) if inside else ("transfer", self.byte)
         return self.launch(name, byte * max(sent, received), [*self.of("tile")[-1:], *self.waits])
 
-    def of(self, name: str) -> list[Kernel]:
+    def of(self, name: str) -> list[Launched]:
         """The kernels on a stream, which are those of one name."""
         return [x for x in self.launched if x.name == name]
 
@@ -110,7 +110,7 @@ class OnStream(SilentAxis):
 @dataclass
 class _Work:
     device: Device
-    kernel: Kernel
+    kernel: Launched
 
     def wait(self) -> None:
         self.device.waits.append(self.kernel)

@@ -155,11 +155,11 @@ def opcheck_all(world: int) -> None:
             of_loss = dloss, kept, *(x.detach() for x in of_loss[:6]), *of_loss[6:9], *said
             torch.library.opcheck(ops.indexer_loss_backward.default, of_loss)
     x = torch.randn(2, 8, 3, requires_grad=True)
-    torch.library.opcheck(ops.gather_sequence.default, (x, None, cp.key, "head_tail", 1))
-    torch.library.opcheck(ops.scatter_sequence.default, (torch.randn(2, 16, 3), None, cp.key, "head_tail", 1))
+    for how in (), (True,), (True, True):
+        torch.library.opcheck(ops.gather_sequence.default, (x, None, cp.key, "head_tail", 1, *how))
+        torch.library.opcheck(ops.share_sequence.default, (torch.randn(2, 16, 3), None, cp.key, "head_tail", 1, *how))
     torch.library.opcheck(ops.roll_sequence.default, (x, torch.tensor([[0, 5, 16]]), cp.key, "head_tail", 1, -3))
     torch.library.opcheck(ops.fingerprint.default, (torch.tensor([[0, 5, 16]]), cp.key))
-    torch.library.opcheck(ops.own_slice.default, (x.detach(), None, cp.key, "head_tail", 1))
     counts = [0, 3] if cp_mesh.view(mesh, 1).rank == 0 else [3, 0]  # to each rank, and from each
     rows = torch.randn(3, 4, requires_grad=True)
     torch.library.opcheck(ops.move_rows.default, (rows, counts, counts, cp_mesh.view(mesh, 1).key))
@@ -199,10 +199,9 @@ def test_opcheck_of_every_op(ranks: Any) -> None:
         "fingerprint",
         "gather_sequence",
         "move_rows",
-        "own_slice",
-        *("gather_rows", "scatter_rows", "query_positions", "local_blocks"),  # checked in test_flex
+        *("query_positions", "local_blocks"),  # checked in test_flex
         "roll_sequence",
-        "scatter_sequence",
+        "share_sequence",
         *("select_keys", "select_entries", "indexer_loss", "indexer_loss_backward"),
         *("ulysses_attention", "ulysses_attention_backward"),  # checked in test_head_groups
         *("linear_recurrence", "linear_recurrence_backward", "causal_conv1d", "causal_conv1d_backward"),

@@ -18,11 +18,11 @@ from hyper_cp.mesh import cp_mesh
 from hyper_cp.mesh.comm import Axis
 from hyper_cp.ops import attention, flex, kernels
 from hyper_cp.ops.config import Operands, OpSettings
-from hyper_cp.ops.exchange import gather_keys
+from hyper_cp.ops.exchange import whole_sequences
 from hyper_cp.ops.kernels import cpu
 from tests.harness.ranks import on_ranks
 
-LOADED = collectives, flex, gather_keys
+LOADED = collectives, flex, whole_sequences
 """The modules that define ops."""
 
 

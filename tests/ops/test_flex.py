@@ -27,7 +27,7 @@ from hyper_cp.mesh import comm
 from hyper_cp.mesh import cp_mesh as meshes
 from hyper_cp.mesh.comm import Axis
 from hyper_cp.ops import flex, kernels
-from hyper_cp.ops.exchange import gather_keys as gather
+from hyper_cp.ops.exchange.whole_sequences import gather_sequence, query_positions, share_sequence
 from hyper_cp.ops.kernels import TileInputs, reference
 from hyper_cp.ops.kernels.scores import TileScore, Where, flex_kernel
 from hyper_cp.ops.kernels.scores.mods import Mods
@@ -236,11 +236,9 @@ def test_scale_log_sum_exp_and_kernel_options(ranks: Any) -> None:
 @on_ranks
 def check_ops(degree: int) -> None:
     cp = meshes.view(cp_mesh(), degree)
-    k, rows = torch.randn(2, 3, 8, 4), torch.randn(8, 2, 3, requires_grad=True)
+    k = torch.randn(2, 3, 8, 4)
     for layout in ("contiguous", "head_tail"):
-        torch.library.opcheck(gather.gather_rows, (rows, cp.key, layout))
-        torch.library.opcheck(gather.scatter_rows, (torch.randn(16, 2, 3), cp.key, layout))
-        torch.library.opcheck(gather.query_positions, (k, cp.key, layout))
+        torch.library.opcheck(query_positions, (k, cp.key, layout))
         mask = create_block_mask(causal, None, None, 16, 16, device="cpu", BLOCK_SIZE=4)
         blocks = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
         for some in (blocks, blocks[:2]):
@@ -259,8 +257,9 @@ def other_backends_collectives(layout: str) -> bool:
     plain = Axis(cp.ring.rank, cp.ring.size, cp.ring.group)
     other = meshes.register(meshes.CPMesh("plain " + cp.key, plain, cp.ulysses, cp.flat, cp.batch))
     x = torch.randn(8, 2, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
-    a, b = (gather.gather_rows(x, m.key, layout) for m in (cp, other))
-    c, d = (gather.scatter_rows(a * (1 + dist.get_rank()), m.key, layout) for m in (cp, other))
+    how = layout, 0, True, True
+    a, b = (gather_sequence(x, None, m.key, *how) for m in (cp, other))
+    c, d = (share_sequence(a * (1 + dist.get_rank()), None, m.key, *how) for m in (cp, other))
     return torch.equal(a, b) and torch.allclose(c, x * 3) and torch.allclose(d, x * 3)
 
 

@@ -406,7 +406,7 @@ def test_a_mesh_of_two_dimensions_cannot_select() -> None:
 def test_minus_zero_is_zero() -> None:
     """As numbers, not as bits: the lower position wins."""
     of_pairs = torch.tensor([0.0, -0.0, 0.0, -0.0]).expand(1, 4, 4)
-    score = indexer.Score(lambda products, weights: of_pairs, indexer.SCORES["relu_sum"].pull_back)
+    score = indexer.PairScore(lambda products, weights: of_pairs, indexer.SCORES["relu_sum"].pull_back)
     with patch.dict(indexer.SCORES, relu_sum=score):
         found = select_keys(torch.ones(1, 1, 4, 2), torch.ones(1, 1, 4, 2), topk=2, mesh=cp_mesh.alone())
     assert found[0, 0, 3].tolist() == [0, 1]

@@ -23,10 +23,10 @@ from transformers.cache_utils import (
 from ...data.collectives import by_rank
 from ...data.packing import PreparedBatch
 from ...handler import ContextParallelHandler
-from ...mesh.agreement import fingerprint
+from ...mesh.agreement import digest_of_tensor
 from ...module.mixers.calls import gives_state
 from ...ops.decoding import decode_attention
-from ...ops.split_cache import SplitCache, place_of
+from ...ops.split_cache import SplitCache, rank_and_row
 from ...schedule.documents import read
 from ...schedule.lookup import resolve
 from ...schedule.ranges import placed
@@ -242,7 +242,10 @@ class SplitModelCache(Cache):
         counted = None if state.counted is None or not padded else state.counted
         self.prompt = {"length": length, "documents": state.documents, "attention_mask": counted}
         resolved = resolve(self.handler.layout, ranks, share * ranks, read(state.documents))
-        self.last, self.places = place_of(resolved, length - 1), placed(resolved.ranges(self.handler.cp.rank)).tolist()
+        self.last, self.places = (
+            rank_and_row(resolved, length - 1),
+            placed(resolved.ranges(self.handler.cp.rank)).tolist(),
+        )
 
     def hand_round(self, logits: Tensor) -> Tensor:
         """The logits ``[B, 1, V]`` of the last token of the prompt, which one rank has."""
@@ -340,7 +343,7 @@ def check_arguments(model: Any, kwargs: dict[str, Any]) -> None:
 def compare(handler: ContextParallelHandler, tokens: Any, kwargs: dict[str, Any]) -> None:
     """Raise on every rank if the ranks do not ask for the same: one entry in the store."""
     tensors = {"input_ids": tokens, **kwargs}
-    found = sorted((name, fingerprint(x)) for name, x in tensors.items() if isinstance(x, Tensor))
+    found = sorted((name, digest_of_tensor(x)) for name, x in tensors.items() if isinstance(x, Tensor))
     plain = sorted((name, str(x)) for name, x in kwargs.items() if _is_plain(x))
     if (config := kwargs.get("generation_config")) is not None:
         plain.append(("generation_config", config.to_json_string()))

@@ -21,7 +21,7 @@ SORTED_AT_ONCE = 1 << 22
 """The most selected keys that are sorted at once: sorting takes four times their memory."""
 
 
-class Score(NamedTuple):
+class PairScore(NamedTuple):
     """A function that scores a pair by the products of a query's heads with a key.
 
     Attributes:
@@ -44,7 +44,7 @@ def _pull_back_relu_sum(dscores: Tensor, products: Tensor, weights: Tensor) -> t
     return (weights.unsqueeze(3) * dscores.unsqueeze(2)).masked_fill_(products <= 0, 0), of_weights
 
 
-SCORES = {"relu_sum": Score(_relu_sum, _pull_back_relu_sum)}
+SCORES = {"relu_sum": PairScore(_relu_sum, _pull_back_relu_sum)}
 """The functions that score a pair, by their names."""
 PER_HEAD = "per_head"
 """The name of the score with which every head selects for itself: its product, times its weight."""

@@ -17,7 +17,7 @@ from .chunked import Affine, Inputs, affine, piece_size
 
 
 @dataclass(frozen=True)
-class Kernel:
+class RecurrenceKernel:
     """A way to compute the affine maps of pieces (see :mod:`.chunked`)."""
 
     affine: Callable[..., Affine]
@@ -112,7 +112,10 @@ def _fla_accepts(v: Tensor, k: Tensor, delta: bool, channels: bool) -> bool:
 
 # --------------------------------------------------------------------------- the choice
 
-_KERNELS = {"torch": Kernel(affine, piece_size, wide=True), "fla": Kernel(fla_affine, lambda g: 256, wide=False)}
+_KERNELS = {
+    "torch": RecurrenceKernel(affine, piece_size, wide=True),
+    "fla": RecurrenceKernel(fla_affine, lambda g: 256, wide=False),
+}
 
 
 def choose(kernel: str | None, caller: str, q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> str:
@@ -136,6 +139,6 @@ def choose(kernel: str | None, caller: str, q: Tensor, v: Tensor, g: Tensor, bet
     return kernel
 
 
-def get(name: str) -> Kernel:
+def get(name: str) -> RecurrenceKernel:
     """The kernel of this name."""
     return _KERNELS[name]
