@@ -128,8 +128,8 @@ class AttentionHooks:
                 torch.compiler.is_compiling() or outer.module is not module or calls_running(module) > 1
             ):
                 raise RuntimeError(
-                    f"{self.name} was called inside {outer.binding.name}, and ContextParallel is applied to both: "
-                    "the sequence would be exchanged twice. Apply it to one of them"
+                    f"{self.name} was called inside {outer.binding.name}, and ContextParallel is applied to both. The "
+                    "sequence would be exchanged twice. Apply it to one of them"
                 )
             # A KeyboardInterrupt ended that call: torch runs no hooks then.
             calls.remove(outer)
@@ -169,8 +169,8 @@ class AttentionHooks:
                 )
             if isinstance(x, DTensor) != isinstance(qkv[0], DTensor):
                 raise TypeError(
-                    f"{self.name}: q is a {type(qkv[0]).__name__}, but {what} a {type(x).__name__}. Make q, k, v all "
-                    "local tensors (use_local_output=True of their projections) or all DTensors"
+                    f"{self.name}: q is a {type(qkv[0]).__name__}, and {what} is a {type(x).__name__}. All three must "
+                    "be of one kind. Make them local tensors (use_local_output=True of their projections) or DTensors"
                 )
             if x.ndim < max(seq, head) + 2:
                 raise ValueError(

@@ -76,7 +76,7 @@ class StyledMesh:
             ):
                 raise ValueError(
                     f'kv_exchange="{exchange}" has no effect with ulysses_degree=None on a 1-D mesh of {mesh.size()} '
-                    "ranks: all of them exchange heads. Set ulysses_degree=1, or a divisor of the mesh for a hybrid"
+                    "ranks. All of them exchange heads. Set ulysses_degree=1, or a divisor of the mesh for a hybrid"
                 )
             self.views = [cp_mesh.view(mesh, chosen)]  # type: ignore[arg-type]
         for cp in self.views:
@@ -151,7 +151,7 @@ class Binding:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"{self.name} runs under ContextParallel on live process groups and cannot be pickled. Save "
+            f"{self.name} runs under ContextParallel and cannot be pickled. It holds live process groups. Save "
             "model.state_dict() instead, and apply the style again after loading"
         )
 

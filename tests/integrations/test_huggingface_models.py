@@ -407,7 +407,7 @@ REFUSED = [
         "NotImplementedError",
         "BertSelfAttention of an encoder got padding before tokens",
     ),
-    ("two sequences", "NotImplementedError", "BertModel got encoder_hidden_states, which are another sequence"),
+    ("two sequences", "NotImplementedError", "BertModel got encoder_hidden_states. They are another sequence"),
     ("encoder-decoder", "NotImplementedError", "T5Model is an encoder-decoder without a head"),
     (
         "shared biases",

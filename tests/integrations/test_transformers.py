@@ -324,7 +324,7 @@ def refused(case: str) -> None:
     ("case", "error", "words"),
     [
         ("twice", "ValueError", "prepared for context parallelism already"),
-        ("window", "ValueError", r"window=\(4, 0\).*the model decides"),
+        ("window", "ValueError", r"window=\(4, 0\).*The model says which"),
         ("unprepared", "RuntimeError", "LlamaAttention.*prepare_model"),
         ("dropout", "NotImplementedError", "LlamaAttention asks for dropout.*attention_dropout=0.0"),
         ("cache", "NotImplementedError", "use_cache=False"),
